@@ -1,0 +1,86 @@
+"""The verbs: parse, call, print.
+
+Each verb is a plain function from its arguments to an exit code, in a module that is loaded only when
+the verb is used: `tightfit estimate` must answer in the blink of an eye, and `tightfit --help` sooner.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from tightfit.types import ConfigError, UserError
+
+VERBS = {
+    "estimate": ("tightfit.cli_estimate", "what every GPU and the host will hold, before anything runs"),
+    "models": ("tightfit.cli_lists", "the models known by name, and what they need"),
+    "gpus": ("tightfit.cli_lists", "the cards known by name"),
+}
+"""Verb → the module that has it, and what it does."""
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line. What the user got wrong is one sentence; a bug shows its traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"tightfit: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`| head`): nothing is wrong, and Python must not try to flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    first = words[0] if words else "--help"
+    if first in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if first in ("-V", "--version", "version"):
+        from tightfit import __version__
+
+        print(f"tightfit {__version__}")
+        return 0
+    if first not in VERBS:
+        raise ConfigError(f"there is no verb {first!r}{_meant(first)}")
+    run: Callable[[Sequence[str]], int] = getattr(import_module(VERBS[first][0]), first)
+    return run(words[1:])
+
+
+def _meant(word: str) -> str:
+    from tightfit.inputs.spelling import listed, nearest
+
+    if word.startswith("-"):
+        return ": begin with a verb, as in `tightfit estimate --help`"
+    close = nearest(word, VERBS)
+    return f": did you mean {close}?" if close else f": there are {listed(VERBS).replace(' or ', ' and ')}"
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:<10}{what}" for verb, (_, what) in VERBS.items())
+    return f"""usage: tightfit VERB [flags]
+
+Makes large-model training fit the GPUs you have, and stay fitted.
+
+verbs:
+{verbs}
+
+  tightfit VERB --help   its flags
+  tightfit --version     the version
+
+example:
+  tightfit estimate --model llama-3.1-8b --method lora --gpus 1xRTX4090"""

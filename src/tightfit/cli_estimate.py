@@ -1,0 +1,266 @@
+"""`tightfit estimate`: will it fit?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.cli_flags import Parser, add_lever_flags, flags_of, whole_number
+from tightfit.inputs.flags import flags_from_levers, levers_from_flags
+from tightfit.priced import Priced, strategy_name
+from tightfit.types import (
+    ConfigError,
+    Engine,
+    Hardware,
+    HardwareError,
+    Levers,
+    ModelShape,
+    Offload,
+    Phase,
+    UserError,
+)
+
+if TYPE_CHECKING:
+    from tightfit.inputs.deepspeed_file import DeepSpeedSettings
+
+EXAMPLE = "tightfit estimate --model 7b_mamba --engine zero3 --gpus 6x32GB --seq 1024"
+
+STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
+    ("zero0", "none", "none"),
+    ("zero1", "none", "none"),
+    ("zero2", "none", "none"),
+    ("zero3", "none", "none"),
+    ("zero2", "cpu", "none"),
+    ("zero3", "cpu", "none"),
+    ("zero3", "cpu", "cpu"),
+    ("fsdp2", "none", "none"),
+    ("fsdp2", "cpu", "cpu"),
+)
+"""What `--compare` sets side by side: engine, place of the optimizer, place of the weights."""
+
+
+Outcome = Priced | str
+"""An estimate, or why there is none."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        "estimate",
+        "Say what every GPU and the host will hold, phase by phase, before anything runs.",
+        EXAMPLE,
+        "--model MODEL [--gpus HARDWARE] [flags] [FILE]",
+    )
+    made.add_argument("file", nargs="?", metavar="FILE", help="a LLaMA-Factory YAML; flags win over it")
+    made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
+    made.add_argument("--deepspeed", metavar="FILE", help="a DeepSpeed JSON; flags win over it")
+    made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
+    add_hardware_flags(made)
+    made.add_argument("--compare", action="store_true", help="every strategy side by side")
+    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    add_lever_flags(made)
+    return made
+
+
+def add_hardware_flags(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--gpus", metavar="HARDWARE", help="6x32GB, 4xRTX4090, 2x8xA100-80GB …")
+    made.add_argument("--world", metavar="N", type=whole_number("world"), help="GPUs to train on (all of --gpus, or 1)")
+    made.add_argument("--host-ram", metavar="SIZE", help="RAM of one node, 256GB say")
+    made.add_argument("--nvme", metavar="SIZE", help="NVMe space of one node, 2TB say")
+
+
+def estimate(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    hardware = hardware_of(args)
+    world = world_of(args, hardware)
+    shape, base, said = _inputs(args, world)
+    levers = levers_from_flags(flags_of(args), shape, base)
+    as_json = getattr(args, "json", False)
+    if getattr(args, "compare", False):
+        _show_comparison(compare(shape, levers, world, hardware), as_json)
+    else:
+        _show(replace(price(shape, levers, world, hardware), said=said), as_json)
+    return 0
+
+
+def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> Priced:
+    from tightfit import memory
+
+    footprint = memory.estimate(shape, levers, world, hardware)
+    return Priced(shape=shape, levers=levers, world=world, hardware=hardware, footprint=footprint)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def hardware_of(args: argparse.Namespace) -> Hardware | None:
+    """The machine that `--gpus` names; None: no machine, so no verdict."""
+    from tightfit.inputs.hardware import parse_hardware
+
+    word = getattr(args, "gpus", None)
+    for flag in ("host_ram", "nvme"):
+        if word is None and hasattr(args, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} needs --gpus: it describes the machine that the GPUs are in")
+    if word is None:
+        return None
+    return parse_hardware(word, host_ram=getattr(args, "host_ram", None), nvme=getattr(args, "nvme", None))
+
+
+def world_of(args: argparse.Namespace, hardware: Hardware | None) -> int:
+    """How many GPUs train: what was said, or all there are, or one."""
+    there = hardware.world if hardware else None
+    world: int = getattr(args, "world", there or 1)
+    if world < 1:
+        raise ConfigError(f"--world must be at least 1, not {world}")
+    if there is not None and world > there:
+        raise HardwareError(f"--world {world} is more than the {there} GPUs of --gpus {args.gpus}")
+    return world
+
+
+def _inputs(args: argparse.Namespace, world: int) -> tuple[ModelShape, Levers, tuple[str, ...]]:
+    """The model, the levers that files have set, and what their readers had to say."""
+    if getattr(args, "deepspeed", None) and getattr(args, "engine", "").lower() == "fsdp2":
+        raise ConfigError("--deepspeed and --engine fsdp2 are two engines: leave one out")
+    if hasattr(args, "file"):
+        return _from_llamafactory(args, world)
+    if not hasattr(args, "model"):
+        raise ConfigError("say which model: --model with a preset (`tightfit models`), a Hugging Face id or a folder")
+    shape = _model(args.model, args)
+    if not hasattr(args, "deepspeed"):
+        return shape, Levers(), ()
+    from tightfit.inputs.deepspeed_file import to_levers
+
+    settings = _read_deepspeed(args.deepspeed, args, shape)
+    return shape, to_levers(settings, Levers(), world=world), settings.because
+
+
+def _from_llamafactory(args: argparse.Namespace, world: int) -> tuple[ModelShape, Levers, tuple[str, ...]]:
+    from tightfit.inputs import deepspeed_file, llamafactory_file
+
+    if args.file.endswith(".json"):
+        raise ConfigError(f"{args.file} should be a LLaMA-Factory YAML: a DeepSpeed JSON goes after --deepspeed")
+    settings = llamafactory_file.read_llamafactory(args.file)
+    said = settings.because
+    if settings.ignored:
+        said += (f"not known to us and so not priced: {', '.join(settings.ignored)}",)
+    shape = _model(getattr(args, "model", settings.model), args)
+    levers = llamafactory_file.to_levers(settings, Levers(), n_layers=shape.n_layers)
+    file = getattr(args, "deepspeed", settings.deepspeed)
+    if file is None or getattr(args, "engine", "").lower() == "fsdp2":
+        return shape, levers, said
+    deepspeed = _read_deepspeed(file, args, shape)
+    llamafactory_file.check_deepspeed(settings, deepspeed)
+    return shape, deepspeed_file.to_levers(deepspeed, levers, world=world), (*said, *deepspeed.because)
+
+
+def _model(word: str, args: argparse.Namespace) -> ModelShape:
+    from tightfit.inputs.models import load_model
+
+    return load_model(word, trust_trace=getattr(args, "trace", False))
+
+
+def _read_deepspeed(path: str | Path, args: argparse.Namespace, shape: ModelShape) -> DeepSpeedSettings:
+    from tightfit.inputs.deepspeed_file import read_deepspeed
+
+    version: str = getattr(args, "deepspeed_version", Levers().deepspeed_version)
+    return read_deepspeed(path, hidden_size=shape.hidden_size, version=version)
+
+
+# --- showing ------------------------------------------------------------------------------------
+
+
+def _show(priced: Priced, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report(priced), indent=2))
+        return
+    from tightfit.cli_advice import advise
+    from tightfit.screen import draw_estimate, open_console
+
+    draw_estimate(open_console(), priced, advise(priced))
+
+
+def _show_comparison(rows: Sequence[tuple[str, Outcome]], as_json: bool) -> None:
+    if as_json:
+        listed = [_strategy_report(name, outcome) for name, outcome in rows]
+        print(json.dumps({"strategies": listed}, indent=2))
+        return
+    from tightfit.screen import draw_comparison, open_console
+
+    draw_comparison(open_console(), rows)
+
+
+def compare(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> list[tuple[str, Outcome]]:
+    """Every strategy with the same training; what an engine cannot do says so in its row."""
+    rows: list[tuple[str, Outcome]] = []
+    for engine, optimizer, param in STRATEGIES:
+        tried = replace(levers, engine=engine, offload_optimizer=optimizer, offload_param=param)
+        try:
+            rows.append((strategy_name(tried), price(shape, tried, world, hardware)))
+        except UserError as error:
+            rows.append((strategy_name(tried), str(error)))
+    return [*rows, ("model parallel", "not run by us")]
+
+
+def report(priced: Priced) -> dict[str, Any]:
+    """The contract with programs: the keys here are promised, further ones may come."""
+    gpu, host = priced.footprint.gpu, priced.footprint.host
+    return {
+        "model": {
+            "name": priced.shape.name,
+            "parameters": priced.shape.parameters,
+            "trainable_parameters": priced.footprint.trainable_parameters,
+        },
+        "levers": flags_from_levers(priced.levers) | {"world": priced.world},
+        "card": _card_report(priced.hardware) if priced.hardware else None,
+        "gpu": {
+            "peak_bytes": gpu.peak_bytes,
+            "peak_phase": gpu.peak_phase,
+            "init_peak_bytes": gpu.init_peak_bytes,
+            "required_bytes": gpu.required_bytes,
+            "overhead": dict(gpu.overhead),
+            "phases": {name: _phase_report(phase) for name, phase in gpu.phases.items()},
+        },
+        "host": {
+            "peak_bytes_per_rank": host.peak_bytes_per_rank,
+            "peak_bytes_per_node": host.peak_bytes_per_node,
+            "phases": {name: _phase_report(phase) for name, phase in host.phases.items()},
+        },
+        "fits": priced.fits,
+        "because": [*priced.shape.notes, *priced.because],
+    }
+
+
+def _phase_report(phase: Phase) -> dict[str, Any]:
+    return {"total_bytes": phase.total_bytes, "components": dict(phase.components)}
+
+
+def _card_report(hardware: Hardware) -> dict[str, Any]:
+    return {
+        "name": hardware.gpu.name,
+        "memory_bytes": hardware.gpu.memory_bytes,
+        "nodes": hardware.nodes,
+        "gpus_per_node": hardware.gpus_per_node,
+        "host_ram_bytes": hardware.host_ram_bytes,
+        "nvme_bytes": hardware.nvme_bytes,
+    }
+
+
+def _strategy_report(name: str, outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, str):
+        return {"strategy": name, "fits": None, "problem": outcome}
+    gpu, host = outcome.footprint.gpu, outcome.footprint.host
+    return {
+        "strategy": name,
+        "engine": outcome.levers.engine,
+        "offload_optimizer": outcome.levers.offload_optimizer,
+        "offload_param": outcome.levers.offload_param,
+        "peak_bytes": gpu.peak_bytes,
+        "init_peak_bytes": gpu.init_peak_bytes,
+        "required_bytes": gpu.required_bytes,
+        "host_bytes_per_node": host.peak_bytes_per_node,
+        "fits": outcome.fits,
+    }

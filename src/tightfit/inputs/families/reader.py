@@ -1,0 +1,179 @@
+"""Typed reading of a config that somebody else wrote.
+
+A Hugging Face `config.json` is a loose bag of JSON. Every value that a family needs goes through one
+of these readers, so that a wrong one is named in a sentence and never reaches the arithmetic. The
+readers remember which keys were asked for: what a hand-written block of shape fields holds besides
+those is a misspelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tightfit.inputs.spelling import nearest, shown
+from tightfit.types import ModelError
+
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000
+MAX_HEADS = 65_536
+
+ACTIVATIONS = frozenset(
+    "gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace "
+    "leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh".split()
+)
+"""The names in transformers' ACT2FN, less `prelu` and `xielu`, which bring parameters of their own."""
+
+
+class NotByName(ModelError):
+    """A model that may well exist but that no formula here describes; a trace can measure it."""
+
+    def __init__(self, model: str, what: str) -> None:
+        super().__init__(
+            f"model {shown(model)}: {what} not known by name; "
+            "`tightfit estimate --trace` measures it when the [train] extra is installed"
+        )
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """` (did you mean 'X'?)`, or nothing where nothing is close."""
+    close = nearest(word, known) if isinstance(word, str) else None
+    return f" (did you mean {close!r}?)" if close else ""
+
+
+class ConfigReader:
+    """A config with readers. `aliases` are names that transformers maps onto the real one; they win, as there."""
+
+    def __init__(
+        self, config: Mapping[str, object], *, model: str, model_type: str, aliases: Mapping[str, str] | None = None
+    ) -> None:
+        self.model = model
+        self.model_type = model_type
+        self.aliases = dict(aliases or {})
+        self.asked: set[str] = set()
+        self._values = dict(config)
+        for alias, real in self.aliases.items():
+            if alias in self._values:
+                self._values[real] = self._values[alias]
+
+    def fail(self, problem: str) -> ModelError:
+        return ModelError(f"model {shown(self.model)}: {problem}")
+
+    def has(self, key: str) -> bool:
+        self.asked.add(key)
+        return key in self._values
+
+    def is_null(self, key: str) -> bool:
+        """Written down as null, which some families read as 'none' and not as 'the default'."""
+        return self.has(key) and self._values[key] is None
+
+    def require(self, *keys: str) -> None:
+        """Sizes without which there is no model, although transformers would fill in a checkpoint's numbers."""
+        for key in keys:
+            if not self.has(key) or self._values[key] is None:
+                raise self.fail(f"the config has no {key}, which a {self.model_type} needs")
+
+    def count(self, key: str, default: int, *, most: int = MAX_SIZE) -> int:
+        """A whole number of at least 1; null is read as absent."""
+        return self._whole(key, default, least=1, most=most)
+
+    def index(self, key: str, default: int) -> int:
+        """A whole number of at least 0; null is read as absent."""
+        return self._whole(key, default, least=0, most=MAX_SIZE)
+
+    def optional_count(self, key: str, default: int | None) -> int | None:
+        """Like `count`, but null means none."""
+        if self.is_null(key) or (default is None and not self.has(key)):
+            return None
+        return self.count(key, default or 1)
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number above zero."""
+        value = self._get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(f"{key} must be a number, not {shown(value)}")
+        if not 0 < value <= MAX_SIZE:
+            raise self.fail(f"{key} is {shown(value)}, but must be above 0 and no more than {MAX_SIZE}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(f"{key} must be true or false, not {shown(value)}")
+        return value
+
+    def activation(self, key: str, default: str) -> str:
+        value = self._get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            hint = did_you_mean(value, ACTIVATIONS)
+            raise self.fail(f"{key} is {shown(value)}, which is no activation function of transformers{hint}")
+        return value
+
+    def is_word(self, key: str, word: str) -> bool:
+        """Whether the value is this very word ('auto', say)."""
+        return self._get(key) == word
+
+    def words(self, key: str, length: int) -> list[str] | None:
+        """A list of `length` strings, one a layer; None where absent or null."""
+        value = self._list(key)
+        if value is None:
+            return None
+        if len(value) != length:
+            raise self.fail(f"{key} has {len(value)} entries for {length} layers")
+        words = [item for item in value if isinstance(item, str)]
+        if len(words) != length:
+            raise self.fail(f"{key} must hold words, not {shown(value)}")
+        return words
+
+    def whole_numbers(self, key: str) -> list[int] | None:
+        """A list of non-negative whole numbers; None where absent or null."""
+        value = self._list(key)
+        if value is None:
+            return None
+        numbers = [item for item in value if isinstance(item, int) and item >= 0]
+        if len(numbers) != len(value):
+            raise self.fail(f"{key} must hold whole numbers, not {shown(value)}")
+        return numbers
+
+    def section(self, key: str) -> Mapping[str, object] | None:
+        """A nested object; None where absent or null."""
+        value = self._get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.fail(f"{key} must be an object, not {shown(value)}")
+        return value
+
+    def unasked(self) -> list[str]:
+        """Keys that no reader wanted."""
+        known = self.asked | set(self.aliases)
+        return sorted(str(key) for key in self._values if key not in known)
+
+    def _whole(self, key: str, default: int, *, least: int, most: int) -> int:
+        value = self._get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(f"{key} must be a whole number, not {shown(value)}")
+        if value < least:
+            raise self.fail(f"{key} is {shown(value)}, but must be at least {least}")
+        if value > most:
+            raise self.fail(f"{key} is {shown(value)}, but at most {most} is plausible")
+        return value
+
+    def _get(self, key: str) -> object:
+        self.asked.add(key)
+        return self._values.get(key)
+
+    def _list(self, key: str) -> list[object] | None:
+        value = self._get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            raise self.fail(f"{key} must be a list, not {shown(value)}")
+        return list(value)

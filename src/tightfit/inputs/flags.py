@@ -1,0 +1,284 @@
+"""The door for levers: words and numbers from a command line become `Levers`, or one clear sentence.
+
+A flag that was not given is None here, never its default: an explicit `--lora-rank 8` beside
+`--method full` is a mistake, the same rank as a default is not. What a file said comes in as `base`
+and an explicit flag wins over it. The rules about which levers go together live in `check_levers`,
+apart from the words, so that whoever makes Levers in another way can ask the same question.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args
+
+from tightfit.inputs.spelling import listed, nearest
+from tightfit.types import (
+    AttentionKernel,
+    Checkpointing,
+    ConfigError,
+    Engine,
+    Levers,
+    Lora,
+    Loss,
+    Mamba1,
+    Mamba2,
+    Method,
+    ModelShape,
+    Offload,
+    Optimizer,
+    Precision,
+    Scan,
+)
+
+ADAPTER_DTYPES = ("fp32", "bf16")
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "method": get_args(Method),
+    "engine": get_args(Engine),
+    "precision": get_args(Precision),
+    "offload_optimizer": get_args(Offload),
+    "offload_param": get_args(Offload),
+    "loss": get_args(Loss),
+    "attention": get_args(AttentionKernel),
+    "optimizer": get_args(Optimizer),
+    "adapter_dtype": ADAPTER_DTYPES,
+    "scan": get_args(Scan),
+}
+"""The flags that take one of a few words. The command line's help is made from this."""
+
+LEAST: dict[str, int] = {
+    "seq": 1,
+    "micro_batch": 1,
+    "accum": 1,
+    "lora_rank": 1,
+    "reduce_bucket": 1,
+    "allgather_bucket": 1,
+    "prefetch_bucket": 0,
+    "persistence_threshold": 0,
+    "max_live_parameters": 0,
+    "frozen_layers": 0,
+    "dataloader_workers": 0,
+}
+"""The flags that take a whole number, and the smallest that makes sense."""
+
+_LEVER_OF_FLAG = {
+    "method": "method",
+    "engine": "engine",
+    "seq": "sequence",
+    "micro_batch": "micro_batch",
+    "accum": "accumulation",
+    "precision": "precision",
+    "offload_optimizer": "offload_optimizer",
+    "offload_param": "offload_param",
+    "loss": "loss",
+    "attention": "attention",
+    "optimizer": "optimizer",
+    "scan": "scan",
+    "deepspeed_version": "deepspeed_version",
+    "master_weights": "master_weights",
+    "frozen_layers": "frozen_layers",
+    "dataloader_workers": "dataloader_workers",
+}
+_BUCKET_FLAGS = (
+    "reduce_bucket",
+    "allgather_bucket",
+    "prefetch_bucket",
+    "persistence_threshold",
+    "max_live_parameters",
+)
+_LORA_FLAGS = ("lora_rank", "lora_targets", "adapter_dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """What the user said about the levers, a field a flag; None: not said."""
+
+    method: str | None = None
+    engine: str | None = None
+    seq: int | None = None
+    micro_batch: int | None = None
+    accum: int | None = None
+    precision: str | None = None
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    checkpointing: str | None = None
+    loss: str | None = None
+    attention: str | None = None
+    optimizer: str | None = None
+    lora_rank: int | None = None
+    lora_targets: str | None = None
+    adapter_dtype: str | None = None
+    scan: str | None = None
+    reduce_bucket: int | None = None
+    allgather_bucket: int | None = None
+    prefetch_bucket: int | None = None
+    persistence_threshold: int | None = None
+    max_live_parameters: int | None = None
+    deepspeed_version: str | None = None
+    master_weights: bool | None = None
+    frozen_layers: int | None = None
+    dataloader_workers: int | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The flags that were said, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def levers_from_flags(flags: Flags, shape: ModelShape, base: Levers | None = None) -> Levers:
+    """The levers that these flags mean for this model, on top of what a file said."""
+    base = base or Levers()
+    given = _checked_words(flags.given())
+    changes = {lever: given[flag] for flag, lever in _LEVER_OF_FLAG.items() if flag in given}
+    buckets = {flag: given[flag] for flag in _BUCKET_FLAGS if flag in given}
+    if buckets:
+        changes["buckets"] = replace(base.buckets, **buckets)
+    if "checkpointing" in given:
+        changes["checkpointing"] = checkpointing_from_word(given["checkpointing"])
+    changes["lora"] = _lora(given, changes.get("method", base.method), base.lora)
+    levers = replace(base, **changes)
+    if "scan" in given and not _has_scan(shape):
+        raise ConfigError(f"--scan is for Mamba models, and {shape.name} has no scan: leave it out")
+    levers = _imply(levers)
+    check_levers(levers, shape)
+    return levers
+
+
+def check_levers(levers: Levers, shape: ModelShape) -> None:
+    """Raise the first contradiction among the levers, or between them and the model."""
+    _check_offload(levers)
+    depth = shape.n_layers
+    recomputed = levers.checkpointing.layers
+    if recomputed is not None and recomputed > depth:
+        raise ConfigError(f"--checkpointing layers:{recomputed} asks for more layers than the {depth} of {shape.name}")
+    if levers.frozen_layers > depth:
+        raise ConfigError(f"--frozen-layers {levers.frozen_layers} is more than the {depth} layers of {shape.name}")
+    if levers.frozen_layers and levers.method != "full":
+        raise ConfigError(
+            f"--frozen-layers is for --method full: {levers.method} freezes every weight of the model already"
+        )
+    if levers.lora is not None and levers.lora.targets is not None:
+        _check_targets(levers.lora.targets, shape)
+
+
+def checkpointing_from_word(word: str) -> Checkpointing:
+    """`none`, `full`, `full+offload` or `layers:K`."""
+    plain = {
+        "none": Checkpointing(layers=0),
+        "full": Checkpointing(layers=None),
+        "full+offload": Checkpointing(layers=None, offload=True),
+    }
+    word = word.lower()
+    if word in plain:
+        return plain[word]
+    if found := re.fullmatch(r"layers:(\d+)", word):
+        return Checkpointing(layers=int(found[1]))
+    raise ConfigError(f"--checkpointing knows no {word!r}{meant(word, [*plain, 'layers:K'])}")
+
+
+def checkpointing_word(checkpointing: Checkpointing) -> str:
+    """The word that gives this value."""
+    if checkpointing.layers is None:
+        return "full+offload" if checkpointing.offload else "full"
+    return f"layers:{checkpointing.layers}" if checkpointing.layers else "none"
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """The tail of a sentence about a wrong word: what would have been right."""
+    words = list(known)
+    close = nearest(word, words)
+    return f": did you mean {close}?" if close else f": it takes {listed(words)}"
+
+
+def _checked_words(given: dict[str, Any]) -> dict[str, Any]:
+    """The same flags with words in their one spelling and numbers in their range."""
+    checked = dict(given)
+    for flag, words in WORDS.items():
+        if flag in given:
+            checked[flag] = given[flag].lower()
+            if checked[flag] not in words:
+                raise ConfigError(f"{spelt(flag)} knows no {given[flag]!r}{meant(given[flag], words)}")
+    for flag, least in LEAST.items():
+        if flag in given and given[flag] < least:
+            raise ConfigError(f"{spelt(flag)} must be at least {least}, not {given[flag]}")
+    version = given.get("deepspeed_version")
+    if version is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?([.+]?\w+)*", version):
+        raise ConfigError(f"--deepspeed-version takes a version such as {Levers().deepspeed_version}, not {version!r}")
+    return checked
+
+
+def spelt(flag: str) -> str:
+    """The flag as it is typed."""
+    return "--" + flag.replace("_", "-")
+
+
+def _lora(given: dict[str, Any], method: Method, base: Lora | None) -> Lora | None:
+    if method == "full":
+        said = next((flag for flag in _LORA_FLAGS if flag in given), None)
+        if said:
+            raise ConfigError(f"{spelt(said)} needs --method lora or qlora: full training has no adapters")
+        return None
+    lora = base or Lora()
+    if "lora_rank" in given:
+        lora = replace(lora, rank=given["lora_rank"])
+    if "adapter_dtype" in given:
+        lora = replace(lora, adapter_dtype=given["adapter_dtype"])
+    if "lora_targets" in given:
+        lora = replace(lora, targets=_targets(given["lora_targets"]))
+    return lora
+
+
+def _targets(words: str) -> tuple[str, ...] | None:
+    names = tuple(name.strip() for name in words.split(",") if name.strip())
+    if not names:
+        raise ConfigError("--lora-targets takes `all` or names such as q_proj,v_proj")
+    return None if names == ("all",) else names
+
+
+def _check_targets(targets: tuple[str, ...], shape: ModelShape) -> None:
+    """A name must end some linear layer's path, as PEFT matches it."""
+    inside = [tensor for block in shape.blocks for tensor in block.tensors]
+    paths = [t.name.rpartition(".")[0] for t in (*inside, *shape.before, *shape.after) if t.is_linear]
+    for target in targets:
+        if not any(path == target or path.endswith("." + target) for path in paths):
+            names = sorted({path.rpartition(".")[2] for path in paths})
+            raise ConfigError(f"{shape.name} has no layer called {target!r} for --lora-targets{meant(target, names)}")
+
+
+def _has_scan(shape: ModelShape) -> bool:
+    return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
+
+
+def _imply(levers: Levers) -> Levers:
+    """FSDP2 has one offload policy, for parameters, gradients and optimizer together."""
+    if levers.engine == "fsdp2" and levers.offload_param == "cpu" and levers.offload_optimizer == "none":
+        return replace(levers, offload_optimizer="cpu")
+    return levers
+
+
+def _check_offload(levers: Levers) -> None:
+    engine, optimizer, param = levers.engine, levers.offload_optimizer, levers.offload_param
+    nvme = "--offload-optimizer" if optimizer == "nvme" else "--offload-param" if param == "nvme" else None
+    if nvme and engine != "zero3":
+        raise ConfigError(f"{nvme} nvme needs --engine zero3: only DeepSpeed's ZeRO-3 reads NVMe, not {engine}")
+    if param != "none" and engine not in ("zero3", "fsdp2"):
+        raise ConfigError(
+            f"--offload-param {param} needs --engine zero3 or fsdp2: {engine} keeps whole weights on every GPU"
+        )
+    if optimizer != "none" and engine == "zero0":
+        raise ConfigError(f"--offload-optimizer {optimizer} needs --engine zero1, zero2 or zero3, not zero0")
+    if optimizer != "none" and engine == "fsdp2" and param == "none":
+        raise ConfigError("FSDP2 offloads parameters and optimizer together: say --offload-param cpu with fsdp2")
+
+
+def flags_from_levers(levers: Levers) -> dict[str, object]:
+    """The levers in the words of the command line, for a reader of JSON."""
+    plain: dict[str, object] = {flag: getattr(levers, lever) for flag, lever in _LEVER_OF_FLAG.items()}
+    plain["checkpointing"] = checkpointing_word(levers.checkpointing)
+    if levers.lora is not None:
+        plain["lora_rank"] = levers.lora.rank
+        plain["lora_targets"] = ",".join(levers.lora.targets) if levers.lora.targets else "all"
+        plain["adapter_dtype"] = levers.lora.adapter_dtype
+    return plain | {flag: getattr(levers.buckets, flag) for flag in _BUCKET_FLAGS}

@@ -1,0 +1,435 @@
+"""The door for a LLaMA-Factory YAML: what it would train, in tightfit's words, or one clear sentence.
+
+LLaMA-Factory is a trainer of its own: it takes every field of transformers' TrainingArguments beside
+its own, brings defaults that differ from both (LoRA on every linear layer, gradient checkpointing on),
+and casts what trains to fp32 unless `pure_bf16` says no. Those defaults are applied here, so that the
+estimate is of the run that `llamafactory-cli train` would start.
+
+A key that is almost a known one is refused, as LLaMA-Factory would do. A key that resembles nothing is
+kept in `ignored`: it may belong to a newer release. Numbers are read as OmegaConf reads them, so
+`1e-4`, which plain YAML takes for text, is a number. What would change the memory and cannot be priced
+yet is an error; what changes it a little is a sentence in `because`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tightfit.inputs.deepspeed_file import DeepSpeedSettings
+from tightfit.inputs.spelling import Fields, listed, nearest, read_text, shown, unknown_key
+from tightfit.types import (
+    AttentionKernel,
+    Checkpointing,
+    ConfigError,
+    Levers,
+    Lora,
+    Loss,
+    Method,
+    Optimizer,
+    Precision,
+)
+
+TRAINING_ARGUMENTS = frozenset(
+    """output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+    lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
+    optim_target_modules gradient_accumulation_steps average_tokens_across_devices max_grad_norm
+    label_smoothing_factor bf16 fp16 bf16_full_eval fp16_full_eval tf32 gradient_checkpointing
+    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode use_liger_kernel
+    liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size logging_strategy
+    logging_steps logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
+    log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+    trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only
+    eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
+    batch_eval_metrics save_only_model save_strategy save_steps save_on_each_node save_total_limit
+    enable_jit_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push
+    hub_revision load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+    restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu accelerator_config
+    parallelism_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+    remove_unused_columns label_names train_sampling_strategy length_column_name ddp_find_unused_parameters
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug
+    skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank sortish_sampler
+    predict_with_generate generation_max_length generation_num_beams generation_config""".split()
+)
+"""The fields of transformers' Seq2SeqTrainingArguments, which LLaMA-Factory's own class extends."""
+
+OLDER_TRAINING_ARGUMENTS = frozenset(
+    """evaluation_strategy warmup_ratio logging_dir save_safetensors no_cuda use_mps_device jit_mode_eval use_ipex
+    fp16_opt_level half_precision_backend fp16_backend tpu_num_cores tpu_metrics_debug past_index fsdp_min_num_params
+    fsdp_transformer_layer_cls_to_wrap adafactor group_by_length include_inputs_for_metrics include_tokens_per_second
+    per_gpu_train_batch_size per_gpu_eval_batch_size push_to_hub_model_id push_to_hub_organization push_to_hub_token
+    mp_parameters torchdynamo ray_scope use_legacy_prediction_loop dispatch_batches split_batches""".split()
+)
+"""Fields of the transformers that LLaMA-Factory's older releases are used with."""
+
+OWN_KEYS = frozenset(
+    """model_name_or_path adapter_name_or_path adapter_folder cache_dir use_fast_tokenizer resize_vocab
+    split_special_tokens add_tokens add_special_tokens new_special_tokens_config init_special_tokens model_revision
+    low_cpu_mem_usage rope_scaling flash_attn shift_attn mixture_of_depths use_unsloth use_unsloth_gc
+    enable_liger_kernel moe_aux_loss_coef disable_gradient_checkpointing use_reentrant_gc upcast_layernorm
+    upcast_lmhead_output train_from_scratch infer_backend offload_folder use_kv_cache use_v1_kernels infer_dtype
+    hf_hub_token ms_hub_token om_hub_token print_param_status trust_remote_code quantization_method quantization_bit
+    quantization_type double_quantization quantization_device_map image_max_pixels image_min_pixels
+    image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video
+    audio_sampling_rate image_resolution video_resolution export_dir export_size export_device
+    export_quantization_bit export_quantization_dataset export_quantization_nsamples export_quantization_maxlen
+    export_legacy_format export_hub_model_id vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank
+    vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend use_kt
+    kt_weight_path kt_expert_checkpoint_path kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size
+    kt_optimize_rule cpu_infer chunk_size mode kt_maxlen kt_use_cuda_graph kt_mode kt_force_think
+    template dataset eval_dataset dataset_dir media_dir cutoff_len train_on_prompt mask_history streaming
+    buffer_size mix_strategy interleave_probs overwrite_cache preprocessing_batch_size preprocessing_num_workers
+    max_samples eval_num_beams ignore_pad_token_for_loss val_size eval_on_each_dataset packing neat_packing
+    tool_format default_system enable_thinking preserve_thinking tokenized_path data_shared_file_system
+    freeze_trainable_layers freeze_trainable_modules freeze_extra_modules additional_target lora_alpha lora_dropout
+    lora_rank lora_target loraplus_lr_ratio loraplus_lr_embedding use_rslora use_dora pissa_init pissa_iter
+    pissa_convert create_new_adapter module_dropout oft_rank oft_block_size oft_target pref_beta pref_ftx
+    pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ppo_buffer_size
+    ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit
+    reward_model reward_model_adapters reward_model_quantization_bit reward_model_type ld_alpha use_galore
+    galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise use_apollo
+    apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type
+    apollo_layerwise apollo_scale_front use_badam badam_mode badam_start_block badam_switch_mode
+    badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose use_swanlab swanlab_project
+    swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir swanlab_lark_webhook_url
+    swanlab_lark_secret pure_bf16 stage finetuning_type use_llama_pro use_adam_mini use_mca use_hyper_parallel
+    hyper_parallel_args use_muon use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha freeze_vision_tower
+    freeze_multi_modal_projector freeze_language_model compute_accuracy disable_shuffling early_stopping_steps
+    plot_loss include_effective_tokens_per_second do_sample temperature top_p top_k num_beams max_length
+    max_new_tokens repetition_penalty length_penalty skip_special_tokens ray_num_workers ray_init_kwargs ray_run_name
+    ray_storage_path ray_storage_filesystem resources_per_worker placement_strategy master_addr master_port
+    enable_torch_profiler profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps
+    profiler_repeat profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules fp8
+    fp8_backend fp8_enable_fsdp_float8_all_gather overwrite_output_dir""".split()
+)
+"""LLaMA-Factory's own keys, from 0.9.0 to 0.9.6."""
+
+KNOWN = TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS | OWN_KEYS
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_torch_xla": "adamw",
+    "adamw_torch_npu_fused": "adamw",
+    "adamw_apex_fused": "adamw",
+    "adamw_hf": "adamw",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_8bit": "adamw8bit",
+    "paged_adamw_8bit": "paged_adamw8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+UNPRICED_OPTIMIZERS = frozenset(
+    """adamw_anyprecision adamw_torch_4bit adamw_torch_8bit ademamix ademamix_8bit adagrad lion_8bit lion_32bit
+    paged_adamw_32bit paged_ademamix_32bit paged_ademamix_8bit paged_lion_32bit paged_lion_8bit rmsprop rmsprop_bnb
+    rmsprop_bnb_8bit rmsprop_bnb_32bit galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise
+    galore_adamw_8bit_layerwise galore_adafactor_layerwise lomo adalomo grokadamw schedule_free_radam
+    schedule_free_adamw schedule_free_sgd apollo_adamw apollo_adamw_layerwise stable_adamw""".split()
+)
+
+_ATTENTION: dict[str, AttentionKernel] = {
+    "auto": "sdpa",
+    "sdpa": "sdpa",
+    "fa2": "flash",
+    "fa3": "flash",
+    "disabled": "eager",
+    "off": "eager",
+}
+_UNPRICED_SWITCHES = """use_dora use_galore use_apollo use_badam use_adam_mini use_muon use_unsloth use_llama_pro
+    use_mca use_hyper_parallel use_kt use_asft_loss shift_attn fp8""".split()
+"""Each changes the memory by much and in a way of its own."""
+_UNPRICED_TEXTS = ("additional_target", "mixture_of_depths")
+_SMALL_SWITCHES = ("upcast_layernorm", "upcast_lmhead_output", "resize_vocab", "torch_compile", "pissa_init")
+"""Each changes the memory by little, or only for a moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaFactorySettings:
+    """What a LLaMA-Factory file trains, its defaults applied."""
+
+    file: str
+    model: str
+    """`model_name_or_path`: a Hugging Face id or a folder."""
+    method: Method
+    lora: Lora | None
+    trainable_layers: int | None
+    """For `finetuning_type: freeze`: the uppermost layers, which alone train."""
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    precision: Precision
+    master_weights: bool
+    optimizer: Optimizer
+    attention: AttentionKernel
+    loss: Loss
+    checkpointing: Checkpointing
+    max_grad_norm: float
+    dataloader_workers: int
+    deepspeed: Path | None
+    ignored: tuple[str, ...]
+    """Keys that we do not know, in the order of the file."""
+    because: tuple[str, ...]
+
+
+def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
+    """Read a LLaMA-Factory YAML. Its DeepSpeed file is found, and left to `read_deepspeed`."""
+    path = Path(path)
+    values = _load(path)
+    said = Fields(values=values, file=path.name, text_numbers=True)
+    ignored = _check_keys(values, path.name)
+    because: list[str] = []
+    model = said.text("model_name_or_path")
+    if model is None:
+        raise ConfigError(f"{path.name} has no model_name_or_path: say which model to train")
+    _check_priced(said, because)
+    method = _method(said, because)
+    pure = bool(said.switch("pure_bf16"))
+    deepspeed = _deepspeed(said, path)
+    if deepspeed is None:
+        because.append(f"{path.name} names no deepspeed file: plain data parallel, priced as zero0")
+    return LlamaFactorySettings(
+        file=path.name,
+        model=model,
+        method=method,
+        lora=None if method == "full" else _lora(said, pure),
+        trainable_layers=_trainable_layers(said, because),
+        sequence=said.integer("cutoff_len", least=1) or 2048,
+        micro_batch=said.integer("per_device_train_batch_size", least=1) or 8,
+        accumulation=said.integer("gradient_accumulation_steps", least=1) or 1,
+        precision=_precision(said, method, pure, because),
+        master_weights=not pure,
+        optimizer=_optimizer(said),
+        attention=_attention(said),
+        loss="fused" if said.switch("enable_liger_kernel") or said.switch("use_liger_kernel") else "plain",
+        checkpointing=_checkpointing(said, because),
+        max_grad_norm=1.0 if (norm := said.number("max_grad_norm")) is None else norm,
+        dataloader_workers=said.integer("dataloader_num_workers") or 0,
+        deepspeed=deepspeed,
+        ignored=ignored,
+        because=tuple(because),
+    )
+
+
+def to_levers(settings: LlamaFactorySettings, base: Levers, *, n_layers: int | None = None) -> Levers:
+    """The base with what the YAML says. `n_layers`, the model's depth, is needed for `freeze` only."""
+    frozen = 0
+    if settings.trainable_layers is not None:
+        if n_layers is None:
+            raise ConfigError(f"finetuning_type freeze in {settings.file} needs the model's number of layers")
+        frozen = max(0, n_layers - settings.trainable_layers)
+    return replace(
+        base,
+        method=settings.method,
+        engine="zero0",
+        sequence=settings.sequence,
+        micro_batch=settings.micro_batch,
+        accumulation=settings.accumulation,
+        precision=settings.precision,
+        optimizer=settings.optimizer,
+        master_weights=settings.master_weights,
+        offload_optimizer="none",
+        offload_param="none",
+        checkpointing=settings.checkpointing,
+        loss=settings.loss,
+        attention=settings.attention,
+        lora=settings.lora,
+        frozen_layers=frozen,
+        gradient_clipping=settings.max_grad_norm > 0,
+        dataloader_workers=settings.dataloader_workers,
+    )
+
+
+def check_deepspeed(settings: LlamaFactorySettings, deepspeed: DeepSpeedSettings) -> None:
+    """Raise where the YAML and its DeepSpeed file contradict each other, as the Hugging Face layer would."""
+    pairs = (
+        ("per_device_train_batch_size", settings.micro_batch, "train_micro_batch_size_per_gpu", deepspeed.micro_batch),
+        ("gradient_accumulation_steps", settings.accumulation, "gradient_accumulation_steps", deepspeed.accumulation),
+        ("max_grad_norm", settings.max_grad_norm, "gradient_clipping", deepspeed.gradient_clipping),
+        ("the precision", settings.precision, "the precision", deepspeed.precision),
+    )
+    for ours, value, theirs, other in pairs:
+        if other is not None and other != value:
+            raise ConfigError(
+                f"{ours} is {value} in {settings.file} and {theirs} is {other} in {deepspeed.file}: "
+                f"write auto in {deepspeed.file}"
+            )
+    if deepspeed.engine == "zero3" and not settings.master_weights:
+        raise ConfigError(f"pure_bf16 in {settings.file} does not go with ZeRO-3 in {deepspeed.file}: take bf16")
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> dict[Any, Any]:
+    text = read_text(path, "YAML")
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path.name} is not YAML: {error.problem or error.context}{line}") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError) as error:
+        # PyYAML lets dates, numbers and keys that Python cannot hold fall through as plain errors.
+        raise ConfigError(f"{path.name} is not YAML: {(str(error) or 'unreadable').splitlines()[0]}") from None
+    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path.name} is not a LLaMA-Factory config: it should be lines of `key: value`")
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise ConfigError(f"the key {shown(key.value)} stands twice in {path.name}: keep one")
+            seen.add(key.value)
+    return values
+
+
+def _check_keys(values: Mapping[Any, Any], file: str) -> tuple[str, ...]:
+    """The keys that resemble nothing; an error for one that is almost right."""
+    ignored = []
+    for key in values:
+        if not isinstance(key, str):
+            raise ConfigError(f"{shown(key)} in {file} is not a key: write it in quotes if you mean the word")
+        if key not in KNOWN:
+            if nearest(key, KNOWN, cutoff=0.8):
+                raise unknown_key(key, KNOWN, file, aside="LLaMA-Factory would refuse it")
+            ignored.append(key)
+    return tuple(ignored)
+
+
+def _deepspeed(said: Fields, path: Path) -> Path | None:
+    """The DeepSpeed file: from here, as LLaMA-Factory looks for it, or else from where the YAML lies."""
+    if isinstance(said.values.get("deepspeed"), Mapping):
+        raise ConfigError(f"deepspeed in {said.file} is a block: put it into a JSON file and name that")
+    name = said.text("deepspeed")
+    if name is None:
+        return None
+    try:
+        places = dict.fromkeys((Path(name).expanduser().absolute(), path.absolute().parent / name))
+        found = next((place for place in places if place.is_file()), None)
+    except (ValueError, RuntimeError):  # a path that no file system can hold, a home that nobody has
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"deepspeed in {said.file} names {shown(name)}, which is neither in this folder nor beside the YAML"
+        )
+    return found
+
+
+# --- the fields ---------------------------------------------------------------------------------
+
+
+def _check_priced(said: Fields, because: list[str]) -> None:
+    """Refuse what would make the estimate wrong; mention what would make it a little wrong."""
+    stage = said.word("stage", ("pt", "sft", "rm", "ppo", "dpo", "kto")) or "sft"
+    if stage not in ("pt", "sft"):
+        raise ConfigError(f"stage {stage} in {said.file} is not priced yet: pt and sft are")
+    large = [key for key in _UNPRICED_SWITCHES if said.switch(key)] + [key for key in _UNPRICED_TEXTS if said.says(key)]
+    if large:
+        raise ConfigError(f"{large[0]} in {said.file} is not priced yet: leave it out for the estimate")
+    small = [key for key in _SMALL_SWITCHES if said.switch(key)]
+    if said.switch("double_quantization") is False:
+        small.append("double_quantization")
+    small += [key for key in ("fsdp", "fsdp_config") if said.values.get(key)]
+    because += [f"{key} in {said.file} is not priced yet: the estimate is as if it were not there" for key in small]
+
+
+def _method(said: Fields, because: list[str]) -> Method:
+    kind = said.word("finetuning_type", ("lora", "oft", "freeze", "full")) or "lora"
+    if kind == "oft":
+        raise ConfigError(f"finetuning_type oft in {said.file} is not priced yet: lora, freeze and full are")
+    bits = said.integer("quantization_bit")
+    if bits is None:
+        return "lora" if kind == "lora" else "full"
+    library = said.word("quantization_method", ("bnb", "hqq", "eetq", "bitsandbytes")) or "bnb"
+    if kind != "lora":
+        raise ConfigError(f"quantization_bit in {said.file} goes with finetuning_type lora only, not {kind}")
+    if bits != 4 or library not in ("bnb", "bitsandbytes"):
+        raise ConfigError(f"quantization_bit {bits} by {library} in {said.file} is not priced yet: 4 by bnb is")
+    return "qlora"
+
+
+def _lora(said: Fields, pure: bool) -> Lora:
+    rank = said.integer("lora_rank", least=1) or 8
+    targets = _names(said, "lora_target")
+    return Lora(
+        rank=rank,
+        targets=None if targets in ((), ("all",)) else targets,
+        adapter_dtype="bf16" if pure else "fp32",
+    )
+
+
+def _names(said: Fields, key: str) -> tuple[str, ...]:
+    """Names with commas between them, or a YAML list of names."""
+    value = said.values.get(key)
+    names = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    if (value is not None and not names) or not all(isinstance(name, str) and name.strip() for name in names):
+        raise said.wrong(key, "names with commas between them")
+    return tuple(name.strip() for name in names)
+
+
+def _trainable_layers(said: Fields, because: list[str]) -> int | None:
+    if said.values.get("finetuning_type") != "freeze":
+        return None
+    layers = said.integer("freeze_trainable_layers", least=None)
+    if layers is not None and layers < 1:
+        raise ConfigError(
+            f"freeze_trainable_layers {layers} in {said.file} trains the lowest layers, which is not priced yet: "
+            "a positive number trains the uppermost"
+        )
+    if _names(said, "freeze_trainable_modules") not in ((), ("all",)) or said.says("freeze_extra_modules"):
+        because.append(f"{said.file} trains chosen modules only: priced as whole layers")
+    because.append(f"{said.file} freezes the final norm and the head as well: priced as if they trained")
+    return 2 if layers is None else layers
+
+
+def _precision(said: Fields, method: Method, pure: bool, because: list[str]) -> Precision:
+    bf16, fp16 = said.switch("bf16"), said.switch("fp16")
+    if fp16 and (bf16 or pure):
+        raise ConfigError(f"fp16 and {'bf16' if bf16 else 'pure_bf16'} are both on in {said.file}: keep one")
+    if fp16:
+        return "fp16"
+    if bf16 or pure:
+        return "bf16"
+    if method == "full":
+        return "fp32"
+    because.append(f"{said.file} says neither bf16 nor fp16: the frozen model keeps its own dtype, taken as bf16")
+    return "bf16"
+
+
+def _optimizer(said: Fields) -> Optimizer:
+    name = said.text("optim") or "adamw_torch"
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    close = None if name in UNPRICED_OPTIMIZERS else nearest(name, OPTIMIZERS)
+    problem = "not priced yet" if name in UNPRICED_OPTIMIZERS else "unknown"
+    hint = f"did you mean '{close}'?" if close else f"it takes {listed(OPTIMIZERS)}"
+    raise ConfigError(f"optim {shown(name)} in {said.file} is {problem}; {hint}")
+
+
+def _attention(said: Fields) -> AttentionKernel:
+    """YAML reads a bare `off` as false, and old files say true for FlashAttention."""
+    value = said.values.get("flash_attn")
+    if isinstance(value, bool):
+        return "flash" if value else "eager"
+    return _ATTENTION[said.word("flash_attn", _ATTENTION) or "auto"]
+
+
+def _checkpointing(said: Fields, because: list[str]) -> Checkpointing:
+    """On unless switched off by LLaMA-Factory's own key; Unsloth's way keeps the layer inputs on the host."""
+    off, hugging_face = said.switch("disable_gradient_checkpointing"), said.switch("gradient_checkpointing")
+    if off and hugging_face:
+        raise ConfigError(
+            f"disable_gradient_checkpointing and gradient_checkpointing are both true in {said.file}: keep one"
+        )
+    if off:
+        return Checkpointing(layers=0)
+    if hugging_face is False:
+        because.append(
+            f"gradient_checkpointing: false in {said.file} has no effect in LLaMA-Factory, which checkpoints unless "
+            "disable_gradient_checkpointing is true"
+        )
+    return Checkpointing(layers=None, offload=bool(said.switch("use_unsloth_gc")))

@@ -1,0 +1,454 @@
+"""This machine as Hardware: its GPUs through the makers' own tools, its RAM through the system.
+
+The makers' tools are asked in turn, and the first that shows a GPU is believed: NVML (if
+nvidia-ml-py is installed), `nvidia-smi`, `hy-smi`, `rocm-smi`. hy-smi comes before rocm-smi because
+Hygon's toolkit installs its own under both names. All are subprocesses with a time limit, so that a
+wedged driver costs seconds and not the session; torch would tell us more, and take a gigabyte of
+imports to do it.
+
+What a tool does not report stays unknown. It is never zero: a card without a readable total is
+taken to be like the ones beside it, or asked of the user.
+
+With no GPU at all the CPU poses as two ranks, so that everything can be tried anywhere.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tightfit.inputs.catalogue import GIB, MIB
+from tightfit.inputs.hardware import parse_size, recognise
+from tightfit.types import Gpu, Hardware, HardwareError, Vendor
+
+_TIMEOUT_S = 15
+_BESIDE_PATH: dict[str, tuple[str, ...]] = {
+    "nvidia-smi": ("/usr/lib/wsl/lib/nvidia-smi",),
+    "hy-smi": ("/opt/hyhal/bin/hy-smi", "/usr/local/hyhal/bin/hy-smi"),
+    "rocm-smi": ("/opt/rocm/bin/rocm-smi",),
+}
+"""Where the tools live when a login shell has not put them on PATH."""
+
+_NVIDIA_CSV = "--format=csv,noheader,nounits"
+_ASSUMED_RAM = 4 * GIB
+
+
+class _Silent(Exception):
+    """A tool that is there and shows no GPU. The message says why; empty: the tool is not installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """One device as a tool shows it."""
+
+    name: str
+    memory_bytes: int | None
+    arch: str | None = None
+    uuid: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sight:
+    """All devices that one tool shows, in its order."""
+
+    tool: str
+    vendor: Vendor
+    devices: tuple[_Seen, ...]
+
+
+def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardware:
+    """The GPUs that a job started here would see, or the CPU as two ranks.
+
+    `host_ram` and `nvme` overrule what was found, in `parse_size`'s words.
+    """
+    ram, ram_because = _host_ram() if host_ram is None else (parse_size(host_ram), ())
+    nvme_bytes = None if nvme is None else parse_size(nvme)
+    devices: tuple[_Seen, ...] = ()
+    sight, because = _look()
+    if sight is not None:
+        devices, because = _visible(sight, os.environ)
+    if sight is not None and devices:
+        gpu, more = _alike(devices, sight, os.environ)
+        count, because = len(devices), (f"{sight.tool} shows {_tally(sight.devices)}.", *because, *more)
+    else:
+        gpu, count = _cpu(ram), 2
+        share = f"{gpu.memory_bytes / GIB:.1f} GiB of host RAM each"
+        because = (*because, f"There is no GPU to use, so the CPU stands in as two ranks with {share}.")
+    return Hardware(
+        gpu=gpu,
+        gpus_per_node=count,
+        host_ram_bytes=ram,
+        nvme_bytes=nvme_bytes,
+        because=(*because, *ram_because),
+    )
+
+
+def _look() -> tuple[_Sight | None, tuple[str, ...]]:
+    """What the first tool with an answer shows; else why those that are installed showed nothing."""
+    failures: list[str] = []
+    probes: tuple[Callable[[], _Sight], ...] = (_nvml, _nvidia_smi, _hy_smi, _rocm_smi)
+    for probe in probes:
+        try:
+            return probe(), ()
+        except _Silent as silence:
+            if str(silence) and str(silence) not in failures:
+                failures.append(str(silence))
+    return None, tuple(failures)
+
+
+def _cpu(ram: int | None) -> Gpu:
+    return Gpu(name="CPU", vendor="cpu", memory_bytes=(ram or _ASSUMED_RAM) // 2)
+
+
+# --- from devices to one Gpu --------------------------------------------------------------------
+
+
+def _alike(devices: tuple[_Seen, ...], sight: _Sight, env: Mapping[str, str]) -> tuple[Gpu, tuple[str, ...]]:
+    """One Gpu to stand for all: the smallest memory and the slowest rates among them."""
+    because: list[str] = []
+    gpus: list[Gpu] = []
+    unreadable = 0
+    for device in devices:
+        gpu, sentence = recognise(device.name, device.memory_bytes)
+        if gpu is None and device.memory_bytes is not None:
+            gpu = Gpu(name=device.name, vendor=sight.vendor, memory_bytes=device.memory_bytes)
+            sentence = f"{device.name} is not in our catalogue, so its rates are unknown."
+        if gpu is None:
+            unreadable += 1
+            continue
+        gpus.append(replace(gpu, arch=device.arch or gpu.arch))
+        if sentence and sentence not in because:
+            because.append(sentence)
+    if not gpus:
+        raise HardwareError(
+            f"{sight.tool} does not say how much memory {devices[0].name} has: "
+            f"say it with --gpus, like {len(devices)}x24GB."
+        )
+    if unreadable:
+        because.append(f"{unreadable} of {len(devices)} GPUs report no memory size: taken to be like the others.")
+    smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
+    if any(gpu.name != smallest.name or _apart(gpu, smallest) for gpu in gpus):
+        because.append(_mixed(gpus, smallest, sight, env))
+        smallest = _slowest(gpus, smallest)
+    return smallest, tuple(because)
+
+
+def _apart(gpu: Gpu, other: Gpu) -> bool:
+    """Totals of equal cards may differ by a few pages; a gibibyte is another card."""
+    return abs(gpu.memory_bytes - other.memory_bytes) > GIB
+
+
+def _mixed(gpus: list[Gpu], smallest: Gpu, sight: _Sight, env: Mapping[str, str]) -> str:
+    variable = "CUDA_VISIBLE_DEVICES" if sight.vendor == "nvidia" else "HIP_VISIBLE_DEVICES"
+    sentence = (
+        f"The GPUs are not alike: all are planned with the smallest memory, the {smallest.memory_bytes / GIB:.1f} GiB "
+        f"of {smallest.name} (leave it out with {variable} to plan for the larger ones)."
+    )
+    if sight.vendor == "nvidia" and env.get("CUDA_VISIBLE_DEVICES") and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        sentence += " CUDA counts the fastest card first: set CUDA_DEVICE_ORDER=PCI_BUS_ID to count as nvidia-smi does."
+    return sentence
+
+
+def _slowest(gpus: list[Gpu], smallest: Gpu) -> Gpu:
+    """The smallest card with the least of every rate; a rate that one card keeps to itself is unknown."""
+
+    def least(rates: list[float | None]) -> float | None:
+        known = [rate for rate in rates if rate is not None]
+        return min(known) if len(known) == len(rates) else None
+
+    slowest_link = min(gpus, key=lambda gpu: gpu.link_bytes_per_s or 0)
+    return replace(
+        smallest,
+        bf16_flops=least([gpu.bf16_flops for gpu in gpus]),
+        fp16_flops=least([gpu.fp16_flops for gpu in gpus]),
+        memory_bytes_per_s=least([gpu.memory_bytes_per_s for gpu in gpus]),
+        link=slowest_link.link,
+        link_bytes_per_s=slowest_link.link_bytes_per_s,
+    )
+
+
+def _tally(devices: tuple[_Seen, ...]) -> str:
+    return " and ".join(f"{count} × {name}" for name, count in Counter(device.name for device in devices).items())
+
+
+# --- which of them a job would see --------------------------------------------------------------
+
+
+def _visible(sight: _Sight, env: Mapping[str, str]) -> tuple[tuple[_Seen, ...], tuple[str, ...]]:
+    """The devices that the visibility variables leave, as CUDA or HIP would read them.
+
+    ROCr filters first and HIP counts among what is left; HIP's own variable wins over CUDA's, which
+    HIP reads as well.
+    """
+    if sight.vendor == "nvidia":
+        names = ["CUDA_VISIBLE_DEVICES"]
+    else:
+        hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
+        names = ["ROCR_VISIBLE_DEVICES", hip]
+    devices, because = sight.devices, []
+    for name in names:
+        if name in env:
+            kept = _pick(devices, env[name], name)
+            because.append(f"{name}={env[name]} leaves {len(kept)} of {len(devices)} GPUs.")
+            devices = kept
+    return devices, tuple(because)
+
+
+def _pick(devices: tuple[_Seen, ...], wanted: str, variable: str) -> tuple[_Seen, ...]:
+    """As the drivers do it: in the order given, and nothing after the first that does not exist."""
+    picked: dict[int, _Seen] = {}
+    for word in (part.strip() for part in wanted.split(",")):
+        if word.startswith("MIG-"):
+            raise HardwareError(f"{variable} names a MIG slice, whose size we cannot read: say it with --gpus 1x20GB.")
+        if re.fullmatch("[0-9]{1,6}", word):
+            matches = [int(word)] if int(word) < len(devices) else []
+        else:
+            matches = [i for i, device in enumerate(devices) if word and (device.uuid or "").startswith(word)]
+        if len(matches) != 1:
+            break
+        picked[matches[0]] = devices[matches[0]]
+    return tuple(picked.values())
+
+
+# --- NVIDIA -------------------------------------------------------------------------------------
+
+
+def _nvml() -> _Sight:
+    """nvidia-ml-py, where it is installed. Every field may be refused by itself."""
+    import importlib
+
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception as error:  # NVML's own errors are made when it is imported
+        raise _Silent("") from error
+
+    def ask(function: str, *values: object) -> Any:
+        try:
+            return getattr(nvml, function)(*values)
+        except Exception:  # a field that this driver or card does not know
+            return None
+
+    try:
+        devices = []
+        for index in range(ask("nvmlDeviceGetCount") or 0):
+            handle = ask("nvmlDeviceGetHandleByIndex", index)
+            memory = ask("nvmlDeviceGetMemoryInfo", handle)
+            capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
+            devices.append(
+                _Seen(
+                    name=_text(ask("nvmlDeviceGetName", handle)) or "NVIDIA GPU",
+                    memory_bytes=_positive(getattr(memory, "total", None)),
+                    arch=None if capability is None else f"sm_{capability[0]}{capability[1]}",
+                    uuid=_text(ask("nvmlDeviceGetUUID", handle)),
+                )
+            )
+    finally:
+        ask("nvmlShutdown")
+    return _sight("NVML", "nvidia", devices)
+
+
+def _nvidia_smi() -> _Sight:
+    """Drivers before 510 do not know `compute_cap` and refuse the whole query for it."""
+    try:
+        lines = _run("nvidia-smi", "--query-gpu=index,uuid,memory.total,compute_cap,name", _NVIDIA_CSV)
+        has_capability = True
+    except _Silent as silence:
+        if "compute_cap" not in str(silence):
+            raise
+        lines = _run("nvidia-smi", "--query-gpu=index,uuid,memory.total,name", _NVIDIA_CSV)
+        has_capability = False
+    rows = csv.reader(lines.splitlines(), skipinitialspace=True)
+    seen = (_nvidia_row([field.strip() for field in row], has_capability) for row in rows)
+    return _sight("nvidia-smi", "nvidia", [device for device in seen if device is not None])
+
+
+def _nvidia_row(fields: list[str], has_capability: bool) -> _Seen | None:
+    """One line of the query. The name comes last, for it may hold commas, quoted or not."""
+    fixed = 4 if has_capability else 3
+    if len(fields) <= fixed or not fields[0].isdigit():
+        return None
+    capability = re.fullmatch(r"([0-9]+)\.([0-9]+)", fields[3]) if has_capability else None
+    return _Seen(
+        name=", ".join(fields[fixed:]),
+        memory_bytes=_positive(fields[2], MIB),
+        arch=f"sm_{capability[1]}{capability[2]}" if capability else None,
+        uuid=fields[1] if fields[1].startswith("GPU-") else None,
+    )
+
+
+# --- AMD and Hygon ------------------------------------------------------------------------------
+
+_VRAM_TOTAL = re.compile(r"vram total memory \((B|KB|KiB|MB|MiB|GB|GiB)\)", re.IGNORECASE)
+_VRAM_UNITS = {"b": 1, "k": 2**10, "m": MIB, "g": GIB}
+_NAME_KEYS = ("card series", "card model", "device name", "marketing name", "market name")
+
+
+def _hy_smi() -> _Sight:
+    return _smi_json("hy-smi", "hygon")
+
+
+def _rocm_smi() -> _Sight:
+    return _smi_json("rocm-smi", "amd")
+
+
+def _smi_json(tool: str, vendor: Vendor) -> _Sight:
+    cards = _cards_in(_run(tool, "--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--json"), tool)
+    if any(re.match("[HD]CU ", key) for card in cards for key in card):
+        vendor = "hygon"
+    return _sight(tool, vendor, [_smi_card(card, vendor) for card in cards])
+
+
+def _cards_in(output: str, tool: str) -> list[Mapping[str, object]]:
+    """The `cardN` objects by number, whatever banner stands before them.
+
+    One hyhal release leaves out commas between pairs; they are put back if that is what ails it.
+    """
+    text = output[output.find("{") :]
+    for attempt in (text, re.sub(r'"\s*"(?=[^":]*"\s*:)', '","', text)):
+        try:
+            read = json.JSONDecoder().raw_decode(attempt)[0]
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(read, dict):
+            numbered = [(int(key[4:]), card) for key, card in read.items() if re.fullmatch("card[0-9]{1,6}", str(key))]
+            return [card for _, card in sorted(numbered, key=lambda pair: pair[0]) if isinstance(card, dict)]
+    raise _Silent(f"{tool} answered with something other than JSON.")
+
+
+def _smi_card(card: Mapping[str, object], vendor: Vendor) -> _Seen:
+    lower = {str(key).strip().lower(): value for key, value in card.items()}
+    memory: int | None = None
+    for key, value in lower.items():
+        if match := _VRAM_TOTAL.fullmatch(key):
+            memory = _positive(value, _VRAM_UNITS[match[1][0].lower()])
+    names = [name for key in _NAME_KEYS if (name := _text(lower.get(key))) and not re.match("0x|n/a", name.lower())]
+    known = [name for name in names if recognise(name, memory)[0] is not None]
+    arch = re.match("gfx[0-9a-f]+", _text(lower.get("gfx version")) or "")
+    fallback = "Hygon DCU" if vendor == "hygon" else "AMD GPU"
+    return _Seen(
+        name=(*known, *names, fallback)[0],
+        memory_bytes=memory,
+        arch=arch[0] if arch else None,
+        uuid=re.sub("^0x", "GPU-", _text(lower.get("unique id")) or "") or None,
+    )
+
+
+# --- tools --------------------------------------------------------------------------------------
+
+
+def _run(tool: str, *arguments: str) -> str:
+    """A tool's output; _Silent if it is missing, fails or hangs."""
+    path = shutil.which(tool) or next((path for path in _BESIDE_PATH[tool] if os.access(path, os.X_OK)), None)
+    if path is None:
+        raise _Silent("")
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise _Silent(f"{tool} did not answer within {_TIMEOUT_S} s.") from error
+    except OSError as error:
+        raise _Silent(f"{tool} cannot be started: {error.strerror or error}.") from error
+    output = done.stdout.decode(errors="replace")
+    if done.returncode != 0:
+        said = (done.stderr.decode(errors="replace") + output).strip().splitlines() or [f"exit code {done.returncode}"]
+        raise _Silent(f"{tool} failed: {said[0].strip().rstrip('.')[:200]}.")
+    return output
+
+
+def _sight(tool: str, vendor: Vendor, devices: list[_Seen]) -> _Sight:
+    if not devices:
+        raise _Silent(f"{tool} shows no GPU.")
+    return _Sight(tool=tool, vendor=vendor, devices=tuple(devices))
+
+
+def _positive(value: object, unit: int = 1) -> int | None:
+    """A size that was really reported: '[N/A]', '[Not Supported]', a negative and zero are not."""
+    try:
+        number = float(str(value).strip())
+    except ValueError:
+        return None
+    return round(number * unit) if 0 < number < float("1e18") else None
+
+
+def _text(value: object) -> str | None:
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    return value.strip() or None if isinstance(value, str) else None
+
+
+# --- host RAM -----------------------------------------------------------------------------------
+
+
+def _host_ram(root: Path = Path("/")) -> tuple[int | None, tuple[str, ...]]:
+    """The RAM that a process here may use: the machine's, or its control group's if that is less."""
+    total = _meminfo(root) or _sysconf() or _windows_ram()
+    limit = min(_cgroup_limits(root), default=None)
+    if limit is not None and (total is None or limit < total):
+        return limit, (f"Host RAM is {limit / GIB:.1f} GiB: this process's control group allows no more.",)
+    if total is None:
+        return None, (
+            f"Host RAM could not be read: {_ASSUMED_RAM / GIB:.0f} GiB are assumed (say it with --host-ram).",
+        )
+    return total, ()
+
+
+def _meminfo(root: Path) -> int | None:
+    match = re.search(r"^MemTotal:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _sysconf() -> int | None:
+    """macOS and other Unix systems."""
+    if sys.platform != "win32":
+        with suppress(OSError, ValueError):
+            return _positive(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return None
+
+
+def _windows_ram() -> int | None:
+    if sys.platform == "win32":
+        import ctypes
+
+        kilobytes = ctypes.c_ulonglong(0)
+        if ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes)):
+            return _positive(kilobytes.value * 1024)
+    return None
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    """Every limit from our own group up to the root, in both versions of control groups.
+
+    Inside a container the group's path is often the host's, and only the mount's top can be read.
+    """
+    limits: list[int] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers == "":
+            base, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = PurePosixPath("/", path)
+        for folder in (group, *group.parents):
+            value = _positive(_read(base / folder.relative_to("/") / name))
+            limits.extend([] if value is None else [value])
+    return limits
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

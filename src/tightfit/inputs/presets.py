@@ -1,0 +1,176 @@
+"""Models that people ask for by name, each as the config that Hugging Face's classes are built from.
+
+The Mamba names come from users' notes and promise round numbers; `called` keeps the promise beside the
+count, so that the screen can say both. Vocabularies and tied embeddings are those of the public models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A config with where it comes from."""
+
+    config: Mapping[str, object]
+    source: str
+    called: str | None = None
+    """The size in the name, where the true count ought to be said beside it."""
+
+
+def _mamba(**sizes: int | bool) -> Mapping[str, object]:
+    common = {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "tie_word_embeddings": True}
+    return {**common, **sizes}
+
+
+def _qwen2(**sizes: int | bool) -> Mapping[str, object]:
+    common = {"model_type": "qwen2", "hidden_act": "silu", "use_sliding_window": False, "rope_theta": 1_000_000.0}
+    return {**common, **sizes}
+
+
+_TINY_VOCAB = 512
+"""Room for a byte-level tokenizer and its special tokens."""
+
+PRESETS: Mapping[str, Preset] = {
+    "7b_mamba": Preset(
+        config=_mamba(vocab_size=50257, hidden_size=4864, num_hidden_layers=45, expand=2),
+        source="4864 wide, 45 deep, with GPT-2's vocabulary; no public checkpoint has this shape",
+        called="7B",
+    ),
+    "3b_mamba": Preset(
+        config=_mamba(vocab_size=50280, hidden_size=2560, num_hidden_layers=64, expand=2),
+        source="the shape of state-spaces/mamba-2.8b-hf",
+        called="3B",
+    ),
+    "3b_mamba_lite": Preset(
+        # transformers takes no fractional `expand`, but lets intermediate_size overrule it.
+        config=_mamba(vocab_size=50257, hidden_size=2560, num_hidden_layers=24, state_size=8, intermediate_size=3840),
+        source="2560 wide, 24 deep, d_state 8, expand 1.5; no public checkpoint has this shape",
+        called="3B",
+    ),
+    "1b_mamba": Preset(
+        config=_mamba(vocab_size=50280, hidden_size=2048, num_hidden_layers=48, expand=2),
+        source="the shape of state-spaces/mamba-1.4b-hf",
+        called="1B",
+    ),
+    "tiny_mamba": Preset(
+        config=_mamba(vocab_size=_TINY_VOCAB, hidden_size=128, num_hidden_layers=4, expand=2),
+        source="small enough to train on a CPU",
+    ),
+    "tiny_llama": Preset(
+        config={
+            "model_type": "llama",
+            "vocab_size": _TINY_VOCAB,
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
+        source="small enough to train on a CPU",
+    ),
+    "qwen1.5-0.5b": Preset(
+        config=_qwen2(
+            vocab_size=151_936,
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=32_768,
+            tie_word_embeddings=True,
+        ),
+        source="Qwen/Qwen1.5-0.5B",
+        called="0.5B",
+    ),
+    "qwen1.5-1.8b": Preset(
+        config=_qwen2(
+            vocab_size=151_936,
+            hidden_size=2048,
+            intermediate_size=5504,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=32_768,
+            tie_word_embeddings=False,
+        ),
+        source="Qwen/Qwen1.5-1.8B",
+        called="1.8B",
+    ),
+    "qwen2.5-7b": Preset(
+        config=_qwen2(
+            vocab_size=152_064,
+            hidden_size=3584,
+            intermediate_size=18_944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            max_position_embeddings=131_072,
+            tie_word_embeddings=False,
+        ),
+        source="Qwen/Qwen2.5-7B",
+        called="7B",
+    ),
+    "qwen2.5-32b": Preset(
+        config=_qwen2(
+            vocab_size=152_064,
+            hidden_size=5120,
+            intermediate_size=27_648,
+            num_hidden_layers=64,
+            num_attention_heads=40,
+            num_key_value_heads=8,
+            max_position_embeddings=131_072,
+            tie_word_embeddings=False,
+        ),
+        source="Qwen/Qwen2.5-32B, and so deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+        called="32B",
+    ),
+    "llama-3.1-8b": Preset(
+        config={
+            "model_type": "llama",
+            "vocab_size": 128_256,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "hidden_act": "silu",
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "tie_word_embeddings": False,
+        },
+        source="meta-llama/Llama-3.1-8B",
+        called="8B",
+    ),
+    "gemma-3-27b": Preset(
+        config={
+            "model_type": "gemma3_text",
+            "vocab_size": 262_208,
+            "hidden_size": 5376,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "query_pre_attn_scalar": 168,
+            "sliding_window": 1024,
+            "max_position_embeddings": 131_072,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "tie_word_embeddings": True,
+        },
+        source="the language model of google/gemma-3-27b-pt; its vision tower is not counted",
+        called="27B",
+    ),
+}

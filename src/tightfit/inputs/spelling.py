@@ -1,0 +1,178 @@
+"""How keys and values in a user's file are spelt, and the one sentence for each that is not.
+
+A file that some other program reads is full of traps: a misspelt key that the program ignores without
+a word, a number in quotes, `1e-4` which YAML takes for text. `Fields` reads one block of such a file
+key by key, with the kind that each value must have; whatever is wrong becomes a `ConfigError` that
+names the key by its full path and says what would have been right.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from tightfit.types import ConfigError
+
+LARGEST = 2**63 - 1
+"""No count in any of these files can mean more; what is larger was a slip of the finger."""
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known word that `word` was probably meant to be; None when nothing is close."""
+    by_fold = {_fold(name): name for name in known}
+    close = get_close_matches(_fold(word), by_fold, n=1, cutoff=cutoff)
+    return by_fold[close[0]] if close else None
+
+
+def unknown_key(key: str, known: Iterable[str], where: str, *, aside: str = "") -> ConfigError:
+    """The error for a key that nobody reads. `aside` says what the file's own program would do with it."""
+    names = sorted(known)
+    sentence = f"unknown key {shown(key)} in {where}"
+    if close := nearest(key, names):
+        sentence += f"; did you mean '{close}'?"
+    elif len(names) <= 8:
+        sentence += f"; it takes {listed(names)}"
+    return ConfigError(f"{sentence} ({aside})" if aside else sentence)
+
+
+def read_text(path: Path, kind: str) -> str:
+    """The text of a file that should hold `kind`."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path.name} is not {kind}: it is not even text in UTF-8") from None
+    except ValueError as error:  # a path that no file system can hold
+        raise ConfigError(f"cannot read {shown(str(path))}: {error}") from None
+
+
+def listed(words: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def shown(value: object) -> str:
+    """A value as the user wrote it, short enough for a sentence."""
+    try:
+        text = repr(value) if isinstance(value, str) else json.dumps(value, default=str, skipkeys=True)
+    except (ValueError, RecursionError):  # YAML can tie a value into a knot
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 48 else text[:45] + "…"
+
+
+def _fold(word: str) -> str:
+    return word.strip().lower().replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """One block of a file. Each method gives the value of a key, or None where the key says nothing."""
+
+    values: Mapping[str, object]
+    file: str
+    path: str = ""
+    """Where in the file the block stands: `zero_optimization.offload_param`; empty for the whole file."""
+    silent: tuple[object, ...] = (None,)
+    """Values that say nothing, beside a missing key: null, and `auto` where another program fills it in."""
+    text_numbers: bool = False
+    """Numbers may come as text: YAML reads `1e-4` so."""
+
+    def name(self, key: str) -> str:
+        """The key as errors call it."""
+        return f"{self.path}.{key}" if self.path else key
+
+    def wrong(self, key: str, must: str) -> ConfigError:
+        """The error for a value of the wrong kind."""
+        value = self.values.get(key)
+        quoted = isinstance(value, str) and (as_number(value) is not None or value.lower() in ("true", "false"))
+        hint = ": write it without quotes" if quoted else ""
+        return ConfigError(f"{self.name(key)} in {self.file} must be {must}, not {shown(value)}{hint}")
+
+    def says(self, key: str) -> bool:
+        """Whether the key is there with a value of its own."""
+        value = self.values.get(key)
+        return key in self.values and not any(value is word or value == word for word in self.silent)
+
+    def integer(self, key: str, *, least: int | None = 0) -> int | None:
+        """A whole number; `5e8` is one, `true` is not."""
+        if not self.says(key):
+            return None
+        value = self._number(key, "a whole number")
+        if not float(value).is_integer():
+            raise self.wrong(key, "a whole number")
+        if abs(value) > LARGEST:
+            raise self.wrong(key, f"at most {LARGEST}")
+        if least is not None and value < least:
+            raise self.wrong(key, f"at least {least}")
+        return int(value)
+
+    def number(self, key: str, *, least: float = 0.0, most: float = math.inf) -> float | None:
+        """A number in a range."""
+        if not self.says(key):
+            return None
+        value = self._number(key, "a number")
+        if not least <= value <= most:
+            raise self.wrong(key, f"from {least:g} to {most:g}" if math.isfinite(most) else f"at least {least:g}")
+        return float(value)
+
+    def switch(self, key: str) -> bool | None:
+        """True or false. The text "false" is refused: Python takes it for true."""
+        if not self.says(key):
+            return None
+        value = self.values[key]
+        if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+            return bool(value)
+        raise self.wrong(key, "true or false")
+
+    def text(self, key: str) -> str | None:
+        """Any text but an empty one."""
+        if not self.says(key):
+            return None
+        value = self.values[key]
+        if not isinstance(value, str) or not value.strip():
+            raise self.wrong(key, "text")
+        return value
+
+    def word(self, key: str, words: Iterable[str]) -> str | None:
+        """One of a few words."""
+        if not self.says(key):
+            return None
+        value, words = self.values[key], list(words)
+        if isinstance(value, str) and value in words:
+            return value
+        close = nearest(value, words) if isinstance(value, str) else None
+        raise ConfigError(
+            f"{self.name(key)} in {self.file} knows no {shown(value)}; "
+            + (f"did you mean '{close}'?" if close else f"it takes {listed(words)}")
+        )
+
+    def _number(self, key: str, must: str) -> int | float:
+        value = self.values[key]
+        if isinstance(value, str) and self.text_numbers:
+            value = as_number(value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _sane(value):
+            raise self.wrong(key, must)
+        return value
+
+
+def as_number(text: str) -> int | float | None:
+    """The number that this text spells, or None."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _sane(value: int | float) -> bool:
+    """Finite, and small enough to be compared as a float."""
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 10**300

@@ -1,0 +1,189 @@
+"""An estimate with all that it was made from, and the words for it.
+
+No drawing here: a program that asks for JSON, the planner and the page say the same sentences as the
+terminal does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.inputs.flags import checkpointing_word
+from tightfit.types import Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape
+
+GIB = 2**30
+
+STEP = ("forward", "loss", "backward", "step")
+"""The phases of a training step."""
+WEIGHTS = frozenset({"weights", "gathered weights"})
+GRADIENTS = frozenset({"gradients", "buckets"})
+OPTIMIZER = frozenset({"master weights", "optimizer states"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """One estimate with all that it was made from: what a picture or a report shows."""
+
+    shape: ModelShape
+    levers: Levers
+    world: int
+    hardware: Hardware | None
+    footprint: Footprint
+    said: tuple[str, ...] = ()
+    """What the inputs' readers had to say: files, the hardware's word."""
+
+    @property
+    def because(self) -> tuple[str, ...]:
+        """Every choice that was made for the user, in a sentence."""
+        return (*self.said, *(self.hardware.because if self.hardware else ()), *self.footprint.because)
+
+    @property
+    def gpu_spare_bytes(self) -> int | None:
+        """What stays free on each card; negative: what is missing; None: no card was named."""
+        if self.hardware is None:
+            return None
+        return self.hardware.gpu.memory_bytes - self.footprint.gpu.required_bytes
+
+    @property
+    def host_spare_bytes(self) -> int | None:
+        """Likewise of a node's RAM; None: its size is not known."""
+        if self.hardware is None or self.hardware.host_ram_bytes is None:
+            return None
+        return self.hardware.host_ram_bytes - self.footprint.host.peak_bytes_per_node
+
+    @property
+    def fits(self) -> bool | None:
+        """None: there is no card to compare with."""
+        if self.gpu_spare_bytes is None:
+            return None
+        return self.gpu_spare_bytes >= 0 and (self.host_spare_bytes is None or self.host_spare_bytes >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one GPU holds, in four parts, each at its largest within a training step."""
+
+    priced: Priced
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._largest(WEIGHTS)
+
+    @property
+    def gradients_bytes(self) -> int:
+        return self._largest(GRADIENTS)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self._largest(OPTIMIZER)
+
+    @property
+    def activations_bytes(self) -> int:
+        """All that is neither weights, gradients nor optimizer: what grows with the tokens."""
+        return self._largest(WEIGHTS | GRADIENTS | OPTIMIZER, others=True)
+
+    def _largest(self, names: frozenset[str], others: bool = False) -> int:
+        phases = self.priced.footprint.gpu.phases
+        return max(
+            sum(size for name, size in phase.components.items() if (shown(name) in names) is not others)
+            for phase in phases.values()
+            if phase.name in STEP
+        )
+
+
+def billions(count: int) -> str:
+    """6.93B, 494M: a count of parameters as people say it."""
+    for unit, letter, decimals in ((10**9, "B", 2), (10**6, "M", 0), (10**3, "k", 0)):
+        if count >= unit:
+            return f"{count / unit:.{decimals}f}{letter}"
+    return str(count)
+
+
+def amounts(*sizes_bytes: int) -> list[str]:
+    """Sizes in GiB to one decimal, or to as many as it takes to tell different ones apart."""
+    first = 1 if min(sizes_bytes) >= GIB // 20 else 2
+    for decimals in range(first, 5):
+        words = [f"{size / GIB:.{decimals}f}" for size in sizes_bytes]
+        if len(set(words)) == len(set(sizes_bytes)):
+            break
+    return words
+
+
+def gpus(world: int) -> str:
+    return f"each of {world} GPUs" if world > 1 else "the GPU"
+
+
+def verdict(priced: Priced) -> str:
+    """The answer, in one sentence."""
+    need = priced.footprint.gpu.required_bytes
+    where = gpus(priced.world)
+    if priced.hardware is None or priced.gpu_spare_bytes is None:
+        return (
+            f"Needs {amounts(need)[0]} GiB on {where}. Name the cards (--gpus 4xRTX4090, say) to hear whether it fits."
+        )
+    needed, usable, apart = amounts(need, priced.hardware.gpu.memory_bytes, abs(priced.gpu_spare_bytes))
+    if priced.gpu_spare_bytes < 0:
+        return f"Does not fit: needs {needed} of {usable} GiB usable on {where}, {apart} GiB too much."
+    if priced.host_spare_bytes is not None and priced.host_spare_bytes < 0:
+        ram = priced.hardware.host_ram_bytes or 0
+        host, have = amounts(priced.footprint.host.peak_bytes_per_node, ram)
+        return f"Does not fit: the GPUs have room, but the host needs {host} of {have} GiB of RAM."
+    return f"Fits: needs {needed} of {usable} GiB usable on {where}, {apart} GiB to spare."
+
+
+def strategy_line(priced: Priced) -> str:
+    """How the training is spread, and over what."""
+    return f"{strategy_name(priced.levers)} on {machine_words(priced)}"
+
+
+def machine_words(priced: Priced) -> str:
+    """`6 × RTX 4090`."""
+    if priced.hardware is None:
+        return "1 GPU" if priced.world == 1 else f"{priced.world} GPUs"
+    return f"{priced.world} × {priced.hardware.gpu.name}"
+
+
+def training_line(priced: Priced) -> str:
+    """What one step computes, and how."""
+    levers = priced.levers
+    scans = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in priced.shape.blocks)
+    kernel = f"{levers.scan} scan" if scans else f"{levers.attention} attention"
+    return f"{training_words(levers)} · {kernel}"
+
+
+def training_words(levers: Levers) -> str:
+    """The same for any model: what does not depend on the kind of its layers."""
+    tokens = f"{levers.micro_batch} × {levers.sequence} tokens"
+    parts = (
+        levers.method if levers.lora is None else f"{levers.method} rank {levers.lora.rank}",
+        tokens if levers.accumulation == 1 else f"{tokens} × {levers.accumulation}",
+        levers.precision if levers.master_weights else f"pure {levers.precision}",
+        levers.optimizer,
+        f"checkpointing {checkpointing_word(levers.checkpointing)}",
+        f"{levers.loss} loss",
+    )
+    return " · ".join(parts)
+
+
+def strategy_name(levers: Levers) -> str:
+    """`ZeRO-3, optimizer + weights on CPU`."""
+    names = {"zero0": "unsharded", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+    name = names[levers.engine]
+    optimizer, param = levers.offload_optimizer, levers.offload_param
+    places = {"cpu": "CPU", "nvme": "NVMe"}
+    if param != "none" and param == optimizer:
+        return f"{name}, optimizer + weights on {places[param]}"
+    moved = [f"{what} on {places[to]}" for what, to in (("optimizer", optimizer), ("weights", param)) if to != "none"]
+    return ", ".join([name, *moved])
+
+
+def trained(priced: Priced) -> str:
+    total, trainable = priced.shape.parameters, priced.footprint.trainable_parameters
+    if trainable == priced.shape.parameters:
+        return f"{billions(total)} parameters ({total:,}), all trained"
+    return f"{billions(total)} parameters ({total:,}), {billions(trainable)} trained"
+
+
+def shown(component: str) -> str:
+    """A component's name as people read it."""
+    return component.replace("_", " ")

@@ -1,0 +1,378 @@
+"""The nouns of tightfit. Data only: nothing here reads, computes or prints.
+
+What the user gives us is turned into these values once, in `inputs/`; every later room takes them
+and returns them. Sizes are bytes, counts are elements, lengths are tokens. GiB appear only on screen.
+
+The errors:
+
+    TightfitError
+    └── UserError          the input is wrong; the message names the fix; exit code 2
+        ├── ModelError     no such model, or a config we cannot read
+        ├── HardwareError  no such card, or more GPUs asked for than there are
+        └── ConfigError    flags or files that contradict each other or are misspelt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+class TightfitError(Exception):
+    """Anything tightfit raises on purpose."""
+
+
+class UserError(TightfitError):
+    """The input is wrong. The message is one sentence and names the fix."""
+
+
+class ModelError(UserError):
+    """A model that does not exist, or a config that lacks what we need."""
+
+
+class HardwareError(UserError):
+    """A card that we do not know, or more GPUs than there are."""
+
+
+class ConfigError(UserError):
+    """Flags or files that contradict each other, or are misspelt."""
+
+
+# --- the model ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parameter. `name` is Hugging Face's; inside a Block it is relative to the layer."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_linear(self) -> bool:
+        """A matrix of a linear layer: what LoRA adapts and NF4 quantises."""
+        return len(self.shape) == 2 and self.name.endswith("weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Softmax attention with its projections."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: bool = True
+    rotary_dim: int | None = None
+    """Width of the rotated part of each head; None: all of it."""
+    qk_norm: bool = False
+    """RMS norm over each head of q and k (qwen3, gemma3)."""
+    fused_qkv: bool = False
+    """One projection for q, k and v (gpt2, gpt_neox, phi3)."""
+    softcap: bool = False
+    """Logit soft-capping (gemma2): sdpa cannot do it, so Hugging Face falls back to eager."""
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba1:
+    """The selective scan of Mamba and FalconMamba."""
+
+    inner: int
+    state: int
+    conv: int
+    dt_rank: int
+    normed_bcdt: bool = False
+    """Weightless RMS norms on B, C and dt (FalconMamba)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """The state-space duality mixer of Mamba-2."""
+
+    inner: int
+    state: int
+    conv: int
+    heads: int
+    head_dim: int
+    groups: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    intermediate: int
+    activation: str
+    """Hugging Face's name: silu, gelu, gelu_new, gelu_pytorch_tanh, relu …"""
+    gated: bool = True
+    fused_gate_up: bool = False
+    """gate and up are one projection (phi3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moe:
+    experts: int
+    top_k: int
+    intermediate: int
+    activation: str
+    shared_intermediate: int = 0
+    """Width of the shared expert (qwen2_moe); 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A layer that we do not know by name: what a run on the meta device showed."""
+
+    saved_bytes_per_token: int
+    forward_bytes_per_token: int
+    backward_bytes_per_token: int
+
+
+NormKind = Literal["rms", "layer", "gemma"]
+"""rms: Llama's (upcast, normalise, downcast, scale); layer: torch's LayerNorm; gemma: scale by 1+w in fp32."""
+
+Arrangement = Literal["pre", "sandwich", "parallel", "single"]
+"""pre: norm-mixer-add-norm-mlp-add; sandwich: norms after the mixer and the MLP as well (gemma2, gemma3);
+parallel: mixer and MLP read the same residual (gpt_neox); single: norm-mixer-add (Mamba)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One kind of layer. Its tensors stand in the order of `layer.named_parameters()`."""
+
+    mixer: Attention | Mamba1 | Mamba2 | Traced
+    mlp: Mlp | Moe | None
+    norm: NormKind
+    arrangement: Arrangement
+    tensors: tuple[Tensor, ...]
+    residual_fp32: bool = False
+    """The residual stream is kept in fp32 (Mamba's `residual_in_fp32`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Everything about a model that memory and time depend on; made from its config alone."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    blocks: tuple[Block, ...]
+    """The distinct kinds of layer."""
+    pattern: tuple[int, ...]
+    """For each layer, bottom to top, the index of its kind in `blocks`."""
+    layer_prefix: str
+    """`model.layers.{i}.` say: where layer i's tensors live."""
+    before: tuple[Tensor, ...]
+    """Embeddings: the tensors registered before the layers."""
+    after: tuple[Tensor, ...]
+    """Final norm and, unless tied, the head: the tensors registered after the layers."""
+    tied: bool
+    """The head is the embedding; it is counted once."""
+    final_norm: NormKind
+    embedding_scale: bool = False
+    """The embedding is multiplied by sqrt(hidden) (gemma)."""
+    final_softcap: bool = False
+    """tanh soft-capping of the logits (gemma2)."""
+    max_positions: int | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences that belong on the screen: 'called 3B, really 0.9B'."""
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.pattern)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Distinct parameters, as `sum(p.numel() for p in model.parameters())` counts them."""
+        per_kind = [sum(t.numel for t in block.tensors) for block in self.blocks]
+        outside = sum(t.numel for t in self.before) + sum(t.numel for t in self.after)
+        return outside + sum(per_kind[kind] for kind in self.pattern)
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every parameter under its full name, in the order of `model.named_parameters()`."""
+        layers = (
+            Tensor(self.layer_prefix.format(i=i) + tensor.name, tensor.shape)
+            for i, kind in enumerate(self.pattern)
+            for tensor in self.blocks[kind].tensors
+        )
+        return (*self.before, *layers, *self.after)
+
+
+# --- the hardware -------------------------------------------------------------------------------
+
+Vendor = Literal["nvidia", "amd", "hygon", "unknown", "cpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One card. Rates are dense peaks as the maker states them; None: unknown."""
+
+    name: str
+    vendor: Vendor
+    memory_bytes: int
+    """What the driver reports as total: less than the box says where ECC or firmware keep some."""
+    arch: str | None = None
+    """sm_80, gfx942 …: decides kernels and cuBLAS workspace."""
+    bf16_flops: float | None = None
+    fp16_flops: float | None = None
+    memory_bytes_per_s: float | None = None
+    link: Literal["nvlink", "xgmi", "pcie3", "pcie4", "pcie5"] | None = None
+    link_bytes_per_s: float | None = None
+    """To another GPU of the node, one direction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The machine or machines to train on. All GPUs are alike."""
+
+    gpu: Gpu
+    nodes: int = 1
+    gpus_per_node: int = 1
+    host_ram_bytes: int | None = None
+    """A node's RAM; None: unknown."""
+    nvme_bytes: int | None = None
+    because: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+# --- the levers ---------------------------------------------------------------------------------
+
+Method = Literal["full", "lora", "qlora"]
+Engine = Literal["zero0", "zero1", "zero2", "zero3", "fsdp2"]
+Offload = Literal["none", "cpu", "nvme"]
+Precision = Literal["bf16", "fp16", "fp32"]
+Optimizer = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "sgd"]
+AttentionKernel = Literal["sdpa", "flash", "eager"]
+Loss = Literal["plain", "fused"]
+Scan = Literal["official", "tightfit", "torch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """Activation checkpointing: which layers recompute in the backward pass."""
+
+    layers: int | None = 0
+    """How many layers recompute; None: all."""
+    offload: bool = False
+    """The kept layer inputs wait in host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    rank: int = 8
+    targets: tuple[str, ...] | None = None
+    """Module names such as q_proj; None: every linear layer but the head."""
+    adapter_dtype: Literal["fp32", "bf16"] = "bf16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """DeepSpeed's buffers and thresholds, in elements, with DeepSpeed's own defaults."""
+
+    reduce_bucket: int = 500_000_000
+    allgather_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    persistence_threshold: int = 100_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    sub_group_size: int = 1_000_000_000
+    overlap_comm: bool | None = None
+    """None: DeepSpeed's choice, on at stage 3 only."""
+    contiguous_gradients: bool = True
+    pin_memory: bool = True
+    param_buffer_count: int = 5
+    """offload_param.buffer_count: NVMe staging buffers."""
+    param_buffer_size: int = 100_000_000
+    optimizer_buffer_count: int = 4
+    """offload_optimizer.buffer_count: NVMe staging buffers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levers:
+    """One way to compute one training. The defaults are those of the measured rows."""
+
+    method: Method = "full"
+    engine: Engine = "zero0"
+    sequence: int = 2048
+    micro_batch: int = 1
+    accumulation: int = 1
+    precision: Precision = "bf16"
+    optimizer: Optimizer = "adamw"
+    master_weights: bool = True
+    """False: pure 16-bit training, the optimizer works on the 16-bit weights themselves."""
+    offload_optimizer: Offload = "none"
+    offload_param: Offload = "none"
+    checkpointing: Checkpointing = Checkpointing(layers=None)
+    loss: Loss = "plain"
+    attention: AttentionKernel = "sdpa"
+    scan: Scan = "official"
+    lora: Lora | None = None
+    """Set for lora and qlora."""
+    frozen_layers: int = 0
+    """The lowest N layers and the embedding do not train."""
+    buckets: Buckets = Buckets()
+    deepspeed_version: str = "0.19.8"
+    gradient_clipping: bool = True
+    dataloader_workers: int = 0
+
+
+# --- the footprint ------------------------------------------------------------------------------
+
+PhaseName = Literal["init", "forward", "loss", "backward", "step", "eval", "save"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What is held at the worst moment of one phase."""
+
+    name: PhaseName
+    components: Mapping[str, int]
+    """Bytes by component; keys are sorted as they should be drawn."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFootprint:
+    phases: Mapping[PhaseName, Phase]
+    peak_phase: PhaseName
+    """The largest phase of a training step."""
+    peak_bytes: int
+    """Over the training steps; comparable with `torch.cuda.max_memory_allocated`."""
+    init_peak_bytes: int
+    """Likewise while the model is built and the engine initialised."""
+    required_bytes: int
+    """Comparable with the card's size: the largest peak, allocator slack, context, communicator."""
+    overhead: Mapping[str, int]
+    """What `required_bytes` adds to the peak, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFootprint:
+    phases: Mapping[PhaseName, Phase]
+    """Of one rank."""
+    peak_bytes_per_rank: int
+    peak_bytes_per_node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    gpu: GpuFootprint
+    host: HostFootprint
+    trainable_parameters: int
+    because: tuple[str, ...] = field(default=())

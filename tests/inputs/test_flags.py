@@ -1,0 +1,146 @@
+"""Words of a command line → Levers, or one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tightfit.inputs.flags import (
+    Flags,
+    checkpointing_from_word,
+    checkpointing_word,
+    flags_from_levers,
+    levers_from_flags,
+)
+from tightfit.inputs.models import load_model
+from tightfit.types import Buckets, Checkpointing, ConfigError, Levers, Lora
+
+LLAMA = load_model("tiny_llama")
+MAMBA = load_model("tiny_mamba")
+
+
+def test_nothing_said_is_the_defaults() -> None:
+    assert levers_from_flags(Flags(), LLAMA) == Levers()
+
+
+def test_every_flag_reaches_its_lever() -> None:
+    flags = Flags(
+        method="lora",
+        engine="zero3",
+        seq=512,
+        micro_batch=2,
+        accum=4,
+        precision="FP16",
+        offload_optimizer="nvme",
+        offload_param="cpu",
+        checkpointing="layers:3",
+        loss="fused",
+        attention="eager",
+        optimizer="adamw8bit",
+        lora_rank=16,
+        lora_targets="q_proj, v_proj",
+        adapter_dtype="fp32",
+        reduce_bucket=1,
+        allgather_bucket=2,
+        prefetch_bucket=3,
+        persistence_threshold=4,
+        max_live_parameters=5,
+        deepspeed_version="0.16.4",
+        master_weights=False,
+        dataloader_workers=2,
+    )
+    assert levers_from_flags(flags, LLAMA) == Levers(
+        method="lora",
+        engine="zero3",
+        sequence=512,
+        micro_batch=2,
+        accumulation=4,
+        precision="fp16",
+        offload_optimizer="nvme",
+        offload_param="cpu",
+        checkpointing=Checkpointing(layers=3),
+        loss="fused",
+        attention="eager",
+        optimizer="adamw8bit",
+        lora=Lora(rank=16, targets=("q_proj", "v_proj"), adapter_dtype="fp32"),
+        buckets=replace(
+            Buckets(),
+            reduce_bucket=1,
+            allgather_bucket=2,
+            prefetch_bucket=3,
+            persistence_threshold=4,
+            max_live_parameters=5,
+        ),
+        deepspeed_version="0.16.4",
+        master_weights=False,
+        dataloader_workers=2,
+    )
+    assert levers_from_flags(Flags(scan="tightfit", frozen_layers=2), MAMBA) == Levers(scan="tightfit", frozen_layers=2)
+
+
+def test_a_flag_wins_over_a_file() -> None:
+    base = Levers(method="lora", engine="zero2", lora=Lora(rank=64), sequence=99, buckets=Buckets(reduce_bucket=7))
+    levers = levers_from_flags(Flags(engine="zero3", lora_rank=4, prefetch_bucket=9), LLAMA, base)
+    buckets = Buckets(reduce_bucket=7, prefetch_bucket=9)
+    assert levers == replace(base, engine="zero3", lora=Lora(rank=4), buckets=buckets)
+    assert levers_from_flags(Flags(method="full"), LLAMA, base).lora is None
+
+
+def test_adapters_have_a_rank_without_being_asked() -> None:
+    assert levers_from_flags(Flags(method="qlora", lora_targets="all"), LLAMA).lora == Lora(rank=8)
+
+
+def test_fsdp2_offloads_all_together() -> None:
+    levers = levers_from_flags(Flags(engine="fsdp2", offload_param="cpu"), LLAMA)
+    assert (levers.offload_param, levers.offload_optimizer) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (Flags(engine="zero4"), "--engine knows no 'zero4': did you mean zero"),
+        (Flags(method="dpo"), "it takes full, lora or qlora"),
+        (Flags(optimizer="adam"), "did you mean adamw?"),
+        (Flags(micro_batch=0), "--micro-batch must be at least 1, not 0"),
+        (Flags(seq=-1), "--seq must be at least 1, not -1"),
+        (Flags(checkpointing="layer:3"), "did you mean layers:K?"),
+        (Flags(checkpointing="layers:5"), "more layers than the 4 of tiny_llama"),
+        (Flags(frozen_layers=5), "more than the 4 layers of tiny_llama"),
+        (Flags(frozen_layers=1, method="lora"), "--frozen-layers is for --method full"),
+        (Flags(lora_rank=8), "--lora-rank needs --method lora or qlora"),
+        (Flags(adapter_dtype="fp32"), "--adapter-dtype needs --method lora or qlora"),
+        (Flags(method="lora", lora_targets="qproj"), "did you mean q_proj?"),
+        (Flags(method="lora", lora_targets=" , "), "--lora-targets takes `all` or names"),
+        (Flags(scan="torch"), "--scan is for Mamba models"),
+        (Flags(engine="zero2", offload_param="cpu"), "--offload-param cpu needs --engine zero3 or fsdp2"),
+        (Flags(engine="zero2", offload_optimizer="nvme"), "--offload-optimizer nvme needs --engine zero3"),
+        (Flags(engine="fsdp2", offload_param="nvme"), "--offload-param nvme needs --engine zero3"),
+        (Flags(offload_optimizer="cpu"), "needs --engine zero1, zero2 or zero3, not zero0"),
+        (Flags(engine="fsdp2", offload_optimizer="cpu"), "say --offload-param cpu with fsdp2"),
+        (Flags(deepspeed_version="latest"), "--deepspeed-version takes a version such as"),
+    ],
+)
+def test_contradictions_are_one_sentence(flags: Flags, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        levers_from_flags(flags, LLAMA)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_adapters_under_sharding_are_allowed(method: str, engine: str) -> None:
+    assert levers_from_flags(Flags(method=method, engine=engine), LLAMA).engine == engine
+
+
+@pytest.mark.parametrize("word", ["none", "full", "full+offload", "layers:2"])
+def test_checkpointing_has_one_word_each_way(word: str) -> None:
+    assert checkpointing_word(checkpointing_from_word(word)) == word
+
+
+def test_levers_can_be_said_in_flags_again() -> None:
+    levers = levers_from_flags(Flags(method="lora", engine="zero3", checkpointing="none", scan="torch"), MAMBA)
+    words = flags_from_levers(levers)
+    known = {name: value for name, value in words.items() if value is not None}
+    assert levers_from_flags(Flags(**known), MAMBA) == levers  # type: ignore[arg-type]

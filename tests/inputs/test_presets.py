@@ -1,0 +1,55 @@
+"""Every preset is what transformers builds of it, at full size, and says its true count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tightfit.inputs.models import load_model
+from tightfit.inputs.presets import PRESETS
+
+# From the public model cards and checkpoints (safetensors totals), or counted by hand where there is none.
+COUNTS = {
+    "7b_mamba": 6_922_702_592,
+    "3b_mamba": 2_768_345_600,
+    "3b_mamba_lite": 868_858_880,
+    "1b_mamba": 1_372_178_432,
+    "qwen1.5-0.5b": 463_987_712,
+    "qwen1.5-1.8b": 1_836_828_672,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "llama-3.1-8b": 8_030_261_248,
+    "gemma-3-27b": 27_009_346_304,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_tensors_of_the_model_that_transformers_builds(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings: dict[str, Any] = dict(PRESETS[name].config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    shape = load_model(name)
+    assert [(t.name, t.shape) for t in shape.tensors] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    assert shape.name == name
+
+
+def test_counts_are_those_of_the_public_checkpoints() -> None:
+    assert {name: load_model(name).parameters for name in COUNTS} == COUNTS
+    assert set(PRESETS) - set(COUNTS) == {"tiny_mamba", "tiny_llama"}
+
+
+def test_names_that_promise_say_the_truth_beside_it() -> None:
+    assert load_model("3b_mamba_lite").notes[0] == "called 3B, really 0.87B"
+    assert load_model("3b_mamba").notes[:2] == ("called 3B, really 2.77B", "the shape of state-spaces/mamba-2.8b-hf")
+    assert load_model("7b_mamba").notes[0] == "called 7B, really 6.92B"
+    assert any("vision tower is not counted" in note for note in load_model("gemma-3-27b").notes)
+    assert any("DeepSeek-R1-Distill-Qwen-32B" in note for note in load_model("Qwen2.5-32B").notes)
+
+
+def test_tiny_presets_train_on_a_cpu() -> None:
+    for name in ("tiny_mamba", "tiny_llama"):
+        assert load_model(name).parameters < 5_000_000

@@ -1,0 +1,352 @@
+"""The command line as a user meets it: real processes, their output and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VERBS = ("estimate", "models", "gpus")
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+def tightfit(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    offline = {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", **env}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tightfit", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=os.environ | offline,
+        timeout=60,
+    )
+
+
+def answer(*words: str, cwd: Path | None = None) -> Any:
+    done = tightfit(*words, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def refused(*words: str, cwd: Path | None = None) -> str:
+    """The one sentence that a wrong command line gets."""
+    done = tightfit(*words, cwd=cwd)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("tightfit: ")
+    assert "Traceback" not in done.stderr
+    return lines[0]
+
+
+# --- help and version ---------------------------------------------------------------------------
+
+
+def test_help_names_every_verb_and_an_example() -> None:
+    done = tightfit("--help")
+    assert done.returncode == 0
+    assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
+    assert "example:\n  tightfit " in done.stdout
+    assert tightfit().stdout == done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_help_with_an_example(verb: str) -> None:
+    done = tightfit(verb, "--help")
+    assert done.returncode == 0
+    assert f"example:\n  tightfit {verb}" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_version() -> None:
+    import tightfit as package
+
+    assert tightfit("--version").stdout == f"tightfit {package.__version__}\n"
+
+
+def test_the_flags_are_those_of_the_contract() -> None:
+    text = tightfit("estimate", "--help").stdout
+    for flag in (
+        "--model --method --engine --world --seq --micro-batch --accum --precision --offload-optimizer --offload-param "
+        "--checkpointing --loss --attention --optimizer --lora-rank --lora-targets --adapter-dtype --scan "
+        "--reduce-bucket --allgather-bucket --prefetch-bucket --persistence-threshold --max-live-parameters "
+        "--deepspeed-version --gpus --json --deepspeed --trace --host-ram --nvme --compare --no-master-weights "
+        "--frozen-layers --dataloader-workers"
+    ).split():
+        assert f"  {flag} " in text or f"  {flag}\n" in text, flag
+
+
+# --- wrong input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("estimat", "did you mean estimate?"),
+        ("--model tiny_llama", "begin with a verb"),
+        ("estimate", "say which model"),
+        ("estimate --model tiny_lama", "tiny_llama"),
+        ("estimate --model tiny_llama --micro-batch 0", "--micro-batch must be at least 1, not 0"),
+        ("estimate --model tiny_llama --micro-batch two", "--micro-batch takes a whole number, not 'two'"),
+        ("estimate --model tiny_llama --seq -3", "--seq must be at least 1, not -3"),
+        ("estimate --model tiny_llama --seq", "--seq: expected one argument"),
+        ("estimate --model tiny_llama --world 0", "--world must be at least 1, not 0"),
+        ("estimate --model tiny_llama --world 9 --gpus 8x24GB", "--world 9 is more than the 8 GPUs of --gpus 8x24GB"),
+        ("estimate --model tiny_llama --gpus 4xRTX4091", "RTX 4090"),
+        ("estimate --model tiny_llama --host-ram 64GB", "--host-ram needs --gpus"),
+        ("estimate --model tiny_llama --gpus 1x24GB --host-ram much", "not a size"),
+        ("estimate --model tiny_llama --engine zero2 --offload-param cpu", "needs --engine zero3 or fsdp2"),
+        ("estimate --model tiny_llama --offload-optimizer cpu", "zero1, zero2 or zero3"),
+        ("estimate --model tiny_llama --engine fsdp2 --offload-optimizer cpu", "say --offload-param cpu"),
+        ("estimate --model tiny_llama --engine zero2 --offload-optimizer nvme", "needs --engine zero3"),
+        ("estimate --model tiny_llama --engine zero5", "did you mean zero"),
+        ("estimate --model tiny_llama --lora-rank 8", "needs --method lora or qlora"),
+        ("estimate --model tiny_llama --checkpointing layers:99", "more layers than the 4"),
+        ("estimate --model tiny_llama --scan torch", "--scan is for Mamba models"),
+        ("estimate --model tiny_llama --sequence 5", "has no flag --sequence: did you mean --seq?"),
+        ("estimate --model tiny_llama --num_gpus=4", "has no flag --num-gpus: did you mean --world?"),
+        ("estimate --model tiny_llama --offload-optimiser cpu", "did you mean --offload-optimizer?"),
+        ("estimate --model tiny_llama --deepspeed nowhere.json", "nowhere.json"),
+        ("estimate nowhere.yaml", "nowhere.yaml"),
+        ("estimate --model tiny_llama one.yaml two.yaml", "two.yaml"),
+        ("models --gpus 0x24GB", "no GPU in it"),
+        ("models --frozen-layers 2", "has no flag --frozen-layers"),
+        ("gpus --jason", "did you mean --json?"),
+        ("gpus extra", "does not know what to do with 'extra'"),
+    ],
+)
+def test_wrong_input_is_one_sentence(line: str, says: str) -> None:
+    assert says in refused(*line.split())
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({**LLAMA, "model_type": "lama"}, "llama"),
+        ({**LLAMA, "model_type": "quite_another_thing"}, "--trace"),
+        ({"model_type": "llama"}, "hidden_size"),
+        ({**LLAMA, "num_hidden_layers": "two"}, "num_hidden_layers"),
+        ([], "not a JSON object"),
+    ],
+)
+def test_a_wrong_config_is_one_sentence(tmp_path: Path, config: object, says: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert says in refused("estimate", "--model", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"zero_optimisation": {"stage": 3}}', "zero_optimization"),
+        ('{"zero_optimization": {"stage": 3, "offload_optimiser": {"device": "cpu"}}}', "offload_optimizer"),
+        ('{"zero_optimization": {"stage": 7}}', "stage"),
+        ('{"zero_optimization": {"stage": 3', "JSON"),
+        ("\x00\x01", "JSON"),
+        ("[1, 2]", "ds.json"),
+    ],
+)
+def test_a_wrong_deepspeed_file_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    assert says in refused("estimate", "--model", "tiny_llama", "--deepspeed", "ds.json", cwd=tmp_path)
+
+
+def test_a_model_file_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("not json")
+    assert "JSON" in refused("estimate", "--model", str(tmp_path / "config.json"))
+
+
+def test_two_engines_contradict(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    line = ("estimate", "--model", "tiny_llama", "--deepspeed", "ds.json", "--engine", "fsdp2")
+    assert "two engines" in refused(*line, cwd=tmp_path)
+
+
+# --- estimate -----------------------------------------------------------------------------------
+
+
+def test_the_json_contract() -> None:
+    said = answer("estimate", "--model", "tiny_llama", "--engine", "zero3", "--world", "4", "--seq", "128")
+    assert said["model"].keys() == {"name", "parameters", "trainable_parameters"}
+    assert said["model"]["name"] == "tiny_llama"
+    assert said["model"]["parameters"] == said["model"]["trainable_parameters"] > 0
+    gpu = said["gpu"]
+    assert {"peak_bytes", "peak_phase", "init_peak_bytes", "required_bytes", "phases"} <= gpu.keys()
+    assert gpu["peak_bytes"] == gpu["phases"][gpu["peak_phase"]]["total_bytes"]
+    assert gpu["required_bytes"] >= max(gpu["peak_bytes"], gpu["init_peak_bytes"])
+    for phase in gpu["phases"].values():
+        assert phase["total_bytes"] == sum(phase["components"].values())
+        assert all(isinstance(size, int) and size >= 0 for size in phase["components"].values())
+    assert {"init", "forward", "loss", "backward", "step"} <= gpu["phases"].keys()
+    assert 0 < said["host"]["peak_bytes_per_rank"] <= said["host"]["peak_bytes_per_node"]
+    assert said["fits"] is None
+    assert said["card"] is None
+    assert all(isinstance(sentence, str) for sentence in said["because"])
+
+
+@pytest.mark.parametrize(("card", "fits"), [("1x8GB", True), ("1x100MB", False)])
+def test_fits_is_an_answer_where_there_is_a_card(card: str, fits: bool) -> None:
+    said = answer("estimate", "--model", "tiny_llama", "--gpus", card)
+    assert said["fits"] is fits
+    assert said["card"]["memory_bytes"] > 0
+
+
+def test_what_was_priced_is_said() -> None:
+    line = "estimate --model tiny_mamba --method lora --lora_rank 4 --micro_batch=2 --reduce-bucket 5e6 --gpus 2x4x24GB"
+    levers = answer(*line.split())["levers"]
+    assert {"method": "lora", "lora_rank": 4, "micro_batch": 2, "world": 8}.items() <= levers.items()
+    assert levers["reduce_bucket"] == 5_000_000
+    assert levers["checkpointing"] == "full"
+
+
+def test_the_world_may_be_smaller_than_the_machine() -> None:
+    assert answer("estimate", "--model", "tiny_llama", "--gpus", "8x24GB", "--world", "2")["levers"]["world"] == 2
+
+
+def test_a_deepspeed_file_sets_the_levers_and_a_flag_wins(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
+    line = ("estimate", "--model", "tiny_llama", "--deepspeed", "ds.json", "--offload-param", "cpu")
+    levers = answer(*line, cwd=tmp_path)["levers"]
+    assert levers["engine"] == "zero3"
+    assert (levers["offload_optimizer"], levers["offload_param"]) == ("cpu", "cpu")
+    assert levers["reduce_bucket"] == 1000
+
+
+def test_a_llamafactory_file_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "train.yaml").write_text(
+        f"model_name_or_path: {tmp_path}\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 16\n"
+        "lora_target: all\ncutoff_len: 512\nper_device_train_batch_size: 2\nbf16: true\n"
+    )
+    levers = answer("estimate", str(tmp_path / "train.yaml"), "--seq", "256")["levers"]
+    assert {"method": "lora", "lora_rank": 16, "seq": 256, "micro_batch": 2}.items() <= levers.items()
+
+
+def test_qlora_under_zero3_is_priced() -> None:
+    said = answer("estimate", "--model", "tiny_llama", "--method", "qlora", "--engine", "zero3", "--world", "2")
+    assert said["model"]["trainable_parameters"] < said["model"]["parameters"]
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "7b_mamba", "gemma-3-27b"])
+@pytest.mark.parametrize("more", [(), ("--gpus", "6x32GB"), ("--gpus", "1xRTX4090"), ("--compare", "--gpus", "2x8GB")])
+def test_80_columns(model: str, more: tuple[str, ...]) -> None:
+    done = tightfit("estimate", "--model", model, *more)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\x1b" not in done.stdout
+
+
+def test_the_picture_has_a_verdict_and_advice() -> None:
+    text = tightfit("estimate", "--model", "qwen2.5-7b", "--engine", "zero2", "--gpus", "4xRTX4090").stdout
+    assert "Does not fit: needs " in text
+    assert "The largest parts, and what would shrink them:" in text
+    assert "Host RAM: " in text
+    assert "Start-up: " in text
+
+
+def test_a_terminal_that_knows_no_unicode_still_gets_an_answer() -> None:
+    done = tightfit("estimate", "--model", "tiny_llama", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+
+
+def test_compare_sets_the_strategies_side_by_side() -> None:
+    line = ("estimate", "--model", "llama-3.1-8b", "--gpus", "8x24GB", "--compare")
+    strategies = answer(*line)["strategies"]
+    priced = [row for row in strategies if "engine" in row]
+    assert [(row["engine"], row["offload_optimizer"], row["offload_param"]) for row in priced] == [
+        ("zero0", "none", "none"),
+        ("zero1", "none", "none"),
+        ("zero2", "none", "none"),
+        ("zero3", "none", "none"),
+        ("zero2", "cpu", "none"),
+        ("zero3", "cpu", "none"),
+        ("zero3", "cpu", "cpu"),
+        ("fsdp2", "none", "none"),
+        ("fsdp2", "cpu", "cpu"),
+    ]
+    assert priced[0]["peak_bytes"] > priced[1]["peak_bytes"] > priced[3]["peak_bytes"]
+    assert strategies[-1] == {"strategy": "model parallel", "fits": None, "problem": "not run by us"}
+    assert "model parallel: not run by us" in tightfit(*line).stdout
+
+
+# --- models and gpus ----------------------------------------------------------------------------
+
+
+def test_models_lists_every_preset_with_its_true_size() -> None:
+    rows = {row["name"]: row for row in answer("models")["models"]}
+    assert rows["qwen2.5-7b"]["parameters"] == 7_615_616_512
+    text = tightfit("models").stdout
+    assert all(name in text for name in rows)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_models_with_cards_prices_every_preset() -> None:
+    line = ("models", "--gpus", "6x32GB", "--seq", "2048")
+    rows = {row["name"]: row for row in answer(*line)["models"]}
+    assert rows["tiny_llama"]["fits"] is True
+    assert rows["qwen2.5-32b"]["fits"] is False
+    parts = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")
+    for row in rows.values():
+        assert all(row[part] > 0 for part in parts)
+        assert max(row[part] for part in parts) <= row["peak_bytes"] <= row["required_bytes"]
+        assert row["strategy"] == "ZeRO-3"
+    text = tightfit(*line).stdout
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_models_on_one_gpu_are_unsharded() -> None:
+    assert {row["strategy"] for row in answer("models", "--gpus", "1xA100-80GB")["models"]} == {"unsharded"}
+
+
+def test_gpus_lists_the_catalogue() -> None:
+    rows = answer("gpus")["gpus"]
+    assert {"RTX 4090", "L4"} <= {row["name"] for row in rows}
+    done = tightfit("gpus")
+    assert "RTX 4090" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    shell = f"{sys.executable} -m tightfit gpus | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+# --- speed --------------------------------------------------------------------------------------
+
+
+def test_an_estimate_is_quick(tmp_path: Path) -> None:
+    """Within three times what loading the desk's own dependencies takes; the best of several, in turns."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    line = [sys.executable, "-m", "tightfit", "estimate", "--model", str(tmp_path), "--gpus", "1x24GB"]
+    imports = [sys.executable, "-c", "import pydantic, yaml, rich"]
+    ours, theirs = [], []
+    for _ in range(5):
+        theirs.append(seconds(imports))
+        ours.append(seconds(line))
+    assert min(ours) <= 3 * min(theirs), (ours, theirs)
+
+
+def seconds(line: list[str]) -> float:
+    from time import perf_counter
+
+    start = perf_counter()
+    subprocess.run(line, check=True, capture_output=True)
+    return perf_counter() - start
