@@ -144,9 +144,12 @@ Arrangement = Literal["pre", "sandwich", "parallel", "single"]
 parallel: mixer and MLP read the same residual (gpt_neox); single: norm-mixer-add (Mamba)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """One kind of layer. Its tensors stand in the order of `layer.named_parameters()`."""
+    """One kind of layer. Its tensors stand in the order of `layer.named_parameters()`.
+
+    Compared by identity, as is ModelShape: both are keys of caches that are asked thousands of times.
+    """
 
     mixer: Attention | Mamba1 | Mamba2 | Traced
     mlp: Mlp | Moe | None
@@ -157,7 +160,7 @@ class Block:
     """The residual stream is kept in fp32 (Mamba's `residual_in_fp32`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
     """Everything about a model that memory and time depend on; made from its config alone."""
 

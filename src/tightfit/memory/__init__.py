@@ -1,0 +1,90 @@
+"""How much memory a training takes, by phase and component: pure arithmetic on a shape and levers.
+
+`estimate` is the one public function. Each engine has a file that says what that engine allocates when, with
+the name of the buffer in its source; `docs/footprint.md` walks through them.
+"""
+
+from __future__ import annotations
+
+from tightfit.memory import fsdp2, host, overhead, zero0, zero3, zero12
+from tightfit.memory.job import Components, Job, combine, make_job
+from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
+
+__all__ = ["estimate"]
+
+ENGINES = {
+    "zero0": zero0.phases,
+    "zero1": zero12.phases,
+    "zero2": zero12.phases,
+    "zero3": zero3.phases,
+    "fsdp2": fsdp2.phases,
+}
+TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
+DRAWN = (
+    "weights",
+    "gathered_weights",
+    "master_weights",
+    "optimizer_states",
+    "gradients",
+    "buckets",
+    "activations",
+    "recompute",
+    "logits",
+    "temporaries",
+)
+"""The order in which components are listed and drawn."""
+
+
+def estimate(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None = None) -> Footprint:
+    """What every GPU and the host will hold. Without hardware the card is assumed to be ample."""
+    gpu = hardware.gpu if hardware else None
+    job = make_job(shape, levers, world, gpu, overhead.CONTEXT_BYTES)
+    components = ENGINES[levers.engine](job)
+    components["eval"] = _evaluation(job, components["step"])
+    components["save"] = combine(_resting(components["step"]), {"temporaries": overhead.SAVE_STAGING_BYTES})
+    phases = {name: Phase(name, _sorted(parts)) for name, parts in components.items()}
+    peak_phase = max(TRAINING, key=lambda name: phases[name].total_bytes)
+    peak, init = phases[peak_phase].total_bytes, phases["init"].total_bytes
+    extra = overhead.beside(max(peak, init), world)
+    per_node = min(world, hardware.gpus_per_node if hardware else world)
+    return Footprint(
+        gpu=GpuFootprint(
+            phases=phases,
+            peak_phase=peak_phase,
+            peak_bytes=peak,
+            init_peak_bytes=init,
+            required_bytes=max(peak, init) + sum(extra.values()),
+            overhead=extra,
+        ),
+        host=_host(job, per_node),
+        trainable_parameters=job.weights.trainable_numel,
+        because=overhead.reasons(job, phases, peak_phase),
+    )
+
+
+def _resting(step: Components) -> Components:
+    """What stays between two steps."""
+    return {name: size for name, size in step.items() if name not in ("gradients", "temporaries", "activations")}
+
+
+def _evaluation(job: Job, step: Components) -> Components:
+    """A forward pass that keeps nothing, then the logits."""
+    head = job.acts.head
+    passing: Components = {"recompute": job.acts.evaluation, "temporaries": job.workspaces}
+    logits: Components = {"logits": head.eval_logits, "temporaries": job.workspaces}
+    worst = max(passing, logits, key=lambda part: sum(part.values()))
+    gathered: Components = {}
+    if job.levers.engine == "zero3":
+        gathered = {"gathered_weights": zero3.gathered_of(job).forward * job.weights.width}
+    return combine(_resting(step), gathered, worst)
+
+
+def _sorted(parts: Components) -> Components:
+    return {name: parts[name] for name in DRAWN if parts.get(name)}
+
+
+def _host(job: Job, per_node: int) -> HostFootprint:
+    parts = host.phases(job)
+    phases = {name: Phase(name, components) for name, components in parts.items()}
+    peak = max(phase.total_bytes for phase in phases.values())
+    return HostFootprint(phases=phases, peak_bytes_per_rank=peak, peak_bytes_per_node=peak * per_node)

@@ -53,13 +53,13 @@ def _rotate(ops: Operations, x: Slot, features: int) -> Slot:
 def _kernel(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
     """Flash attention, torch's own or the package's: keeps q, k, v, its output and the row sums."""
     size = ops.size(shape.heads * shape.head_dim)
-    sums = ops.tape.op((q,), ops.size(shape.heads, FP32), saves_output=True, passes=True)
+    sums = ops.size(shape.heads, FP32)
     # The backward accumulates dq in fp32; with grouped heads dk and dv are first written for every head.
-    accumulator = ops.size(shape.heads * shape.head_dim, FP32) + sums.size
+    accumulator = ops.size(shape.heads * shape.head_dim, FP32) + sums
     expanded = 2 * size if shape.kv_heads != shape.heads else 0
     return ops.tape.op(
-        (q, k, v, sums), size, saves=(q, k, v), saves_output=True, backward_temp=accumulator + expanded,
-        grad_sizes=(size, *(2 * [ops.size(shape.kv_heads * shape.head_dim)]), 0),
+        (q, k, v), size, saves=(q, k, v), saves_output=True, makes=(sums,), backward_temp=accumulator + expanded,
+        grad_sizes=(size, *(2 * [ops.size(shape.kv_heads * shape.head_dim)])),
     )
 
 

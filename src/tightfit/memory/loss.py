@@ -1,5 +1,72 @@
+"""Final norm, head and loss: where a large vocabulary costs more than all layers together.
+
+The plain path is Hugging Face's: logits in the working precision, upcast to fp32, `cross_entropy`. PyTorch
+keeps the log-probabilities; the backward pass then makes two more fp32 tensors of that size before it is
+back in the working precision. The fused path is `train/loss.py`: one chunk of logits at a time, gradients
+made in the forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tightfit.memory.operations import FP32, Operations, Setting
+from tightfit.memory.tape import Slot, measure
+from tightfit.types import ModelShape
+
 FUSED_CHUNK_ELEMENTS = 2**26
+"""Logits that the fused loss holds at once: enough rows to keep a GPU busy, 400 MB at most."""
 
 
 def fused_chunk_tokens(vocab: int) -> int:
     return max(1, FUSED_CHUNK_ELEMENTS // vocab)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCost:
+    """Bytes beside the input of the final norm."""
+
+    saved_norm: int
+    saved_logits: int
+    """Kept for the backward pass: log-probabilities, or the fused loss's gradients."""
+    forward_logits: int
+    """Held at the worst moment of the forward pass, what is kept included."""
+    backward_logits: int
+    """Likewise of the backward pass, before the head's own gradients."""
+    head_grad: int
+    """The head's weight gradient, 0 where the head is frozen."""
+    input_grad: int
+    eval_logits: int
+
+
+@lru_cache(maxsize=1024)
+def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: bool) -> HeadCost:
+    tokens, width, vocab, hidden = setting.tokens, setting.width, shape.vocab_size, shape.hidden_size
+    norm = _final_norm(shape, setting)
+    logits, logits32 = tokens * vocab * width, tokens * vocab * FP32
+    head_grad = vocab * hidden * width if trains_head else 0
+    upcast = logits32 if width < FP32 else 0
+    capped = 2 * logits if shape.final_softcap else 0  # tanh(logits / cap) is kept, and scaled again
+    if fused:
+        rows = min(tokens, fused_chunk_tokens(vocab))
+        chunk = rows * vocab * (width + FP32)
+        grads = tokens * hidden * width
+        return HeadCost(norm, grads + head_grad, grads + head_grad + chunk, grads + head_grad, 0, grads, chunk)
+    return HeadCost(
+        saved_norm=norm,
+        saved_logits=logits32 + capped // 2,
+        forward_logits=logits + upcast + logits32 + capped,
+        backward_logits=3 * logits32 + capped // 2,
+        head_grad=head_grad,
+        input_grad=tokens * hidden * width,
+        eval_logits=logits + upcast + logits32 + capped,
+    )
+
+
+def _final_norm(shape: ModelShape, setting: Setting) -> int:
+    """What the final norm keeps, and its output, which the head keeps where it trains."""
+    ops = Operations(setting, {})
+    x = Slot(ops.size(shape.hidden_size), True)
+    y = ops.norm(x, shape.hidden_size, shape.final_norm)
+    return measure(ops.tape, x, y).saved + (y.size if setting.trains_base else 0)

@@ -63,6 +63,11 @@ class Operations:
         """The one of these module names that this layer has (`o_proj`, `dense`, `c_proj` …)."""
         return next(name for name in names if name + ".weight" in self.tensors)
 
+    def weights(self, module: str) -> int:
+        """Elements of a module's weight and bias."""
+        names = (module + ".weight", module + ".bias")
+        return sum([self.tensors[name].numel for name in names if name in self.tensors])
+
     def linear(self, x: Slot, module: str, out_features: int, in_features: int) -> Slot:
         """A linear layer with whatever adapter sits on it. Keeps its input only if its weight trains."""
         setting = self.setting
@@ -120,6 +125,34 @@ class Operations:
         size = self.size(features, width)
         return x if size == x.size else self.tape.op((x,), size)
 
+    def scale(self, x: Slot, parameter: str, *, width: int | None = None) -> Slot:
+        """x times a vector parameter, which may be cast up for it; x is kept if the vector trains."""
+        vector, width = self.tensors[parameter].numel, width or self.setting.width
+        size = x.size * width // self.setting.width
+        trains = self.setting.trains_base
+        return self.tape.op(
+            (x,),
+            size,
+            saves=(x,) if trains else (),
+            makes=() if width == self.setting.width else (vector * width,),
+            backward_temp=size if trains else 0,
+            weight_grad=vector * self.setting.width if trains else 0,
+        )
+
+    def convolve(self, x: Slot, module: str, channels: int, kernel: int) -> Slot:
+        """silu of torch's own causal convolution, which pads on both sides and drops the tail."""
+        setting = self.setting
+        padded = setting.micro_batch * (setting.sequence + kernel - 1) * channels * setting.width
+        trains = setting.trains_base
+        wide = self.tape.op(
+            (x,),
+            padded,
+            saves=(x,) if trains else (),
+            weight_grad=self.weights(module) * setting.width if trains else 0,
+        )
+        cut = self.tape.view(wide, size=x.size, copies_grad=True)
+        return self.tape.op((cut,), x.size, saves=(cut,))
+
     # --- norms ------------------------------------------------------------------------------
 
     def norm(self, x: Slot, features: int, kind: NormKind, *, rows: int = 1, trains: bool | None = None) -> Slot:
@@ -144,5 +177,4 @@ class Operations:
         return self.tape.op((n,), n.size, saves=(n,) if trains else (), backward_temp=n.size if trains else 0)
 
     def _layer_norm(self, x: Slot, features: int, rows: int) -> Slot:
-        statistics = self.tape.op((x,), 2 * self.size(rows, FP32), saves_output=True, passes=True)
-        return self.tape.op((x, statistics), self.size(features * rows), saves=(x,), grad_sizes=(x.size, 0))
+        return self.tape.op((x,), self.size(features * rows), saves=(x,), makes=(2 * self.size(rows, FP32),))

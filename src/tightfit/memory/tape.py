@@ -12,7 +12,7 @@ whether a job fits: fp32 copies inside norms, adapters, quantised weights, small
 gradients outweigh the activations. Walking the real thing on the meta device would be exact too, but needs
 torch and seconds; a tape takes microseconds.
 
-Sizes are bytes for the whole micro batch. A view shares its storage, so it is the same `Slot`.
+Sizes are bytes for the whole micro batch. A `Slot` is a tensor; a view is a slot that names another's storage.
 """
 
 from __future__ import annotations
@@ -21,29 +21,33 @@ from dataclasses import dataclass, field
 
 
 class Slot:
-    """One storage."""
+    """One tensor."""
 
-    __slots__ = ("grad", "size")
+    __slots__ = ("grad", "size", "storage")
 
-    def __init__(self, size: int, grad: bool) -> None:
+    def __init__(self, size: int, grad: bool, storage: Slot | None = None) -> None:
         self.size = size
         self.grad = grad
         """A gradient flows through it."""
+        self.storage: Slot = storage.storage if storage is not None else self
+        """Itself, or the tensor whose memory it shares."""
 
 
 @dataclass(slots=True)
 class Op:
-    """One operation. `saves` are kept until its backward has run."""
+    """One operation. `saves` are storages kept until its backward has run."""
 
     inputs: tuple[Slot, ...]
-    output: Slot | None
+    outputs: tuple[Slot, ...]
     saves: tuple[Slot, ...] = ()
+    makes: tuple[Slot, ...] = ()
+    """Storages that appear beside the outputs (row sums of an attention kernel, masks of a dropout)."""
     forward_temp: int = 0
     """Allocated and freed inside the forward."""
     backward_temp: int = 0
     """Likewise inside the backward, beside the gradients of the inputs."""
     weight_grad: int = 0
-    """Gradient of the parameter, handed to the engine as soon as it is there."""
+    """Gradient of the parameters, handed to the engine as soon as it is there."""
     passes: bool = False
     """The gradient of the output is that of the inputs: nothing is allocated (additions, views)."""
     grad_sizes: tuple[int, ...] | None = None
@@ -61,12 +65,16 @@ class LayerCost:
     """The most that is held while it runs with everything kept."""
     forward_unsaved: int
     """The same when nothing is kept: the first pass of a checkpointed layer, or evaluation."""
+    recompute: int
+    """The same when a checkpointed layer runs again: it stops as soon as the last kept tensor is there."""
     backward: int
     """The most that is held in its backward pass, the gradient of its output included."""
     backward_kept: int
     """The same where its weight gradients stay until the step (unsharded, ZeRO-1)."""
     weight_grads: int
     input_grad: int
+    arrivals: tuple[tuple[int, int], ...] = ()
+    """Each weight gradient in the order in which it arrives: its bytes, and what is held right then beside it."""
 
 
 @dataclass(slots=True)
@@ -75,109 +83,180 @@ class Tape:
 
     ops: list[Op] = field(default_factory=list)
 
-    def input(self, size: int, *, grad: bool = True) -> Slot:
-        return Slot(size, grad)
-
-    def op(
+    def op(  # noqa: PLR0913 -- an operation has these facts
         self,
         inputs: tuple[Slot, ...],
         size: int,
         *,
         saves: tuple[Slot, ...] = (),
         saves_output: bool = False,
+        makes: tuple[int, ...] = (),
         forward_temp: int = 0,
         backward_temp: int = 0,
         weight_grad: int = 0,
         passes: bool = False,
         grad_sizes: tuple[int, ...] | None = None,
     ) -> Slot:
-        grad = weight_grad > 0 or any(slot.grad for slot in inputs)
+        """An operation with a fresh output. What it `makes` it also saves, where a gradient flows."""
+        grad = weight_grad > 0 or any([slot.grad for slot in inputs])
         output = Slot(size, grad)
+        extra = tuple([Slot(each, False) for each in makes])
         kept: tuple[Slot, ...] = ()
         if grad:
-            kept = (*saves, output) if saves_output else saves
-        self.ops.append(Op(inputs, output, kept, forward_temp, backward_temp, weight_grad, passes, grad_sizes))
+            kept = (*[slot.storage for slot in saves], *extra, *((output,) if saves_output else ()))
+        self.ops.append(
+            Op(inputs, (output,), kept, extra, forward_temp, backward_temp, weight_grad, passes, grad_sizes)
+        )
         return output
 
-    def saved(self) -> dict[int, Slot]:
-        return {id(slot): slot for op in self.ops for slot in op.saves}
+    def view(self, x: Slot, *, size: int | None = None, copies_grad: bool = False) -> Slot:
+        """Another look at the same storage. `copies_grad`: on the way back a fresh tensor as large as x."""
+        output = Slot(x.size if size is None else size, x.grad, x)
+        self.ops.append(Op((x,), (output,), passes=not copies_grad))
+        return output
+
+    def split(self, x: Slot, sizes: tuple[int, ...]) -> tuple[Slot, ...]:
+        """Views of parts of x; on the way back their gradients are joined into a fresh one."""
+        outputs = tuple([Slot(size, x.grad, x) for size in sizes])
+        self.ops.append(Op((x,), outputs))
+        return outputs
+
+    def hold(self, *slots: Slot) -> None:
+        """A Python variable keeps these until here, though no operation needs them any more."""
+        self.ops.append(Op(slots, ()))
 
 
 def measure(tape: Tape, layer_input: Slot, layer_output: Slot) -> LayerCost:
     """Walk the tape. The layer's input is not counted, unless some operation keeps it."""
-    kept = tape.saved()
-    saved = sum(slot.size for slot in kept.values())
-    backward, backward_kept, weight_grads, input_grad = _walk_back(tape, saved, layer_input, layer_output)
+    kept = {id(slot): slot for op in tape.ops for slot in op.saves}
+    saved = sum([slot.size for slot in kept.values()])
+    backward, backward_kept, weight_grads, input_grad, arrivals = _walk_back(tape, saved, layer_input, layer_output)
     return LayerCost(
         saved=saved,
         output=layer_output.size,
-        forward=_walk_forward(tape, kept, layer_input, layer_output),
-        forward_unsaved=_walk_forward(tape, {}, layer_input, layer_output),
+        forward=_walk_forward(tape.ops, kept, layer_input, layer_output),
+        forward_unsaved=_walk_forward(tape.ops, {}, layer_input, layer_output),
+        recompute=_walk_forward(_until_last_save(tape.ops), kept, layer_input, layer_output),
         backward=backward,
         backward_kept=backward_kept,
         weight_grads=weight_grads,
         input_grad=input_grad,
+        arrivals=arrivals,
     )
 
 
-def _walk_forward(tape: Tape, kept: dict[int, Slot], layer_input: Slot, layer_output: Slot) -> int:
+def _until_last_save(ops: list[Op]) -> list[Op]:
+    """Non-reentrant checkpointing raises out of the forward when the last kept tensor has been packed.
+
+    Inputs are packed before the operation runs, outputs after it.
+    """
+    last = max((i for i, op in enumerate(ops) if op.saves), default=-1)
+    if last < 0:
+        return []
+    own = {id(slot) for slot in (*ops[last].outputs, *ops[last].makes)}
+    return ops[: last + any(id(slot) in own for slot in ops[last].saves)]
+
+
+def _walk_forward(ops: list[Op], kept: dict[int, Slot], layer_input: Slot, layer_output: Slot) -> int:
     uses: dict[int, int] = {}
-    for op in tape.ops:
+    for op in ops:
         for slot in op.inputs:
-            uses[id(slot)] = uses.get(id(slot), 0) + 1
-    held = {id(layer_input), id(layer_output), *kept}
+            key = id(slot.storage)
+            uses[key] = uses.get(key, 0) + 1
+    held = {id(layer_input.storage), id(layer_output.storage), *kept}
     live = peak = layer_input.size if id(layer_input) in kept else 0
-    for op in tape.ops:
-        live += op.output.size if op.output else 0
-        peak = max(peak, live + op.forward_temp)
+    for op in ops:
+        born = [slot for slot in op.outputs if slot.storage is slot]
+        born += op.makes
+        for slot in born:
+            live += slot.size
+        if live + op.forward_temp > peak:
+            peak = live + op.forward_temp
         for slot in op.inputs:
-            uses[id(slot)] -= 1
-            if uses[id(slot)] == 0 and id(slot) not in held:
+            key = id(slot.storage)
+            uses[key] -= 1
+            if uses[key] == 0 and key not in held:
+                live -= slot.storage.size
+        for slot in born:
+            if id(slot) not in uses and id(slot) not in held:
                 live -= slot.size
     return peak
 
 
-def _walk_back(tape: Tape, saved: int, layer_input: Slot, layer_output: Slot) -> tuple[int, int, int, int]:
-    """Peak with weight gradients released at once, peak with them kept, their sum, the input's gradient."""
+class _Gradient:
+    """A gradient's storage, and how many tensors have it as theirs."""
+
+    __slots__ = ("owners", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.owners = 1
+
+
+def _walk_back(
+    tape: Tape, saved: int, layer_input: Slot, layer_output: Slot
+) -> tuple[int, int, int, int, tuple[tuple[int, int], ...]]:
+    """Peak with weight gradients released at once, peak with them kept, their sum, the input's gradient, arrivals."""
+    arrivals: list[tuple[int, int]] = []
     keepers: dict[int, int] = {}
     for op in tape.ops:
         for slot in op.saves:
             keepers[id(slot)] = keepers.get(id(slot), 0) + 1
-    gradients: dict[int, list[int]] = {id(layer_output): [layer_output.size, 1]}
-    """Per slot: bytes, and how many slots share this gradient's storage (as a one-element owner list)."""
+    gradients: dict[int, _Gradient] = {id(layer_output): _Gradient(layer_output.size)}
     live = saved + layer_output.size
     peak = peak_kept = live
     weight_grads = 0
     for op in reversed(tape.ops):
-        gradient = gradients.pop(id(op.output), None) if op.output is not None else None
-        if gradient is None:
+        arrived = [gradients.pop(id(slot)) for slot in op.outputs if id(slot) in gradients]
+        if not arrived:
             continue
-        sizes = op.grad_sizes or tuple(slot.size for slot in op.inputs)
-        fresh = arriving = 0
-        for slot, size in zip(op.inputs, sizes, strict=True):
-            if not slot.grad:
-                continue
-            have = gradients.get(id(slot))
-            if op.passes:
-                if have is None:
-                    gradients[id(slot)] = gradient
-                    gradient[1] += 1
-            elif have is None:
-                gradients[id(slot)] = [size, 1]
-                fresh += size
-            else:
-                arriving += size  # added in place to what is there, then gone
+        fresh, arriving, copied = _spread(op, arrived[0], gradients)
         live += fresh
         now = live + arriving + op.backward_temp + op.weight_grad
         peak = max(peak, now)
         peak_kept = max(peak_kept, now + weight_grads)
         weight_grads += op.weight_grad
-        gradient[1] -= 1
-        if gradient[1] == 0:
-            live -= gradient[0]
+        for gradient in arrived:
+            gradient.owners -= 1
+            if gradient.owners == 0:
+                live -= gradient.size
         for slot in op.saves:
             keepers[id(slot)] -= 1
             if keepers[id(slot)] == 0:
                 live -= slot.size
+        if op.weight_grad:
+            arrivals.append((op.weight_grad, live))
+        live += copied
+        peak = max(peak, live + arriving)
+        peak_kept = max(peak_kept, live + arriving + weight_grads)
     final = gradients.get(id(layer_input))
-    return peak, peak_kept, weight_grads, final[0] if final else 0
+    return peak, peak_kept, weight_grads, final.size if final else 0, tuple(arrivals)
+
+
+def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tuple[int, int, int]:
+    """Hand gradients to the inputs: bytes that stay, bytes that are added to what is there, copies made for it.
+
+    A second gradient is added in place, unless the first is still somebody else's too.
+    """
+    fresh = arriving = copied = 0
+    sizes = op.grad_sizes
+    for i, slot in enumerate(op.inputs):
+        if not slot.grad:
+            continue
+        have = gradients.get(id(slot))
+        if have is None:
+            if op.passes:
+                gradients[id(slot)] = gradient
+                gradient.owners += 1
+            else:
+                size = sizes[i] if sizes else slot.size
+                gradients[id(slot)] = _Gradient(size)
+                fresh += size
+            continue
+        if not op.passes:
+            arriving += sizes[i] if sizes else slot.size
+        if have.owners > 1:
+            have.owners -= 1
+            gradients[id(slot)] = _Gradient(have.size)
+            copied += have.size
+    return fresh, arriving, copied

@@ -1,0 +1,126 @@
+"""The layers of a model put together: what a pass keeps, and the worst moments of both passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tightfit.memory import weights as weights_of
+from tightfit.memory.layers import layer_cost, layer_input_bytes
+from tightfit.memory.loss import HeadCost, head_cost
+from tightfit.memory.operations import Setting
+from tightfit.memory.tape import LayerCost
+from tightfit.memory.weights import WIDTH
+from tightfit.types import Attention, Levers, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One layer's turn in the backward pass."""
+
+    layer: int
+    kept: int
+    """What all layers up to this one have kept, its own activations left out."""
+    working: int
+    """Its own: kept or recomputed activations, gradients; weight gradients handed over as they come."""
+    working_kept: int
+    """The same where its weight gradients stay."""
+    cost: LayerCost
+    recomputes: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activations:
+    kept: int
+    """By all layers after the forward pass."""
+    host_kept: int
+    """The same on the host, where inputs are offloaded."""
+    shared: int
+    """Kept once for the model: rotary tables."""
+    forward: int
+    """The most that the last layer adds to what the others kept."""
+    evaluation: int
+    """The most that a layer holds without keeping anything."""
+    moments: tuple[Moment, ...]
+    """Top to bottom."""
+    head: HeadCost
+    setting: Setting
+
+
+def activations(shape: ModelShape, levers: Levers) -> Activations:
+    return _activations(shape, setting_of(levers), levers.checkpointing.layers, levers.checkpointing.offload,
+                        levers.frozen_layers, levers.loss == "fused")
+
+
+def setting_of(levers: Levers) -> Setting:
+    lora = weights_of.effective_lora(levers)
+    width = WIDTH[levers.precision]
+    return Setting(
+        micro_batch=levers.micro_batch,
+        sequence=levers.sequence,
+        width=width,
+        trains_base=levers.method == "full",
+        lora_rank=lora.rank if lora else 0,
+        lora_targets=lora.targets if lora else None,
+        adapter_width=4 if width == 4 or (lora and lora.adapter_dtype == "fp32") else 2,
+        quantised=levers.method == "qlora",
+        attention=levers.attention,
+        scan=levers.scan,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _activations(
+    shape: ModelShape, setting: Setting, recompute: int | None, offload: bool, frozen: int, fused: bool
+) -> Activations:
+    n_layers = shape.n_layers
+    recomputing = n_layers if recompute is None else recompute
+    costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
+    inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
+    kept = host_kept = 0
+    moments: list[Moment] = []
+    for index, kind in enumerate(shape.pattern):
+        if index < frozen and setting.trains_base:
+            continue  # nothing below needs a gradient, so nothing is kept
+        cost, again = costs[kind], index < recomputing
+        own = inputs[kind] if again else cost.saved
+        if again and offload:
+            host_kept, own = host_kept + own, 0
+        moments.append(_moment(index, kept, own, cost, inputs[kind], again=again, offloaded=offload))
+        kept += own
+    top = costs[shape.pattern[-1]]
+    recomputes_top = recomputing >= n_layers
+    own_top = (0 if offload else inputs[shape.pattern[-1]]) if recomputes_top else top.saved
+    stream = inputs[shape.pattern[-1]]
+    return Activations(
+        kept=kept,
+        host_kept=host_kept,
+        shared=_rotary_tables(shape, setting),
+        forward=(top.forward_unsaved + stream if recomputes_top else top.forward + stream) - min(own_top, stream),
+        evaluation=max(cost.forward_unsaved for cost in costs) + stream,
+        moments=tuple(reversed(moments)),
+        head=head_cost(shape, setting, fused, setting.trains_base),
+        setting=setting,
+    )
+
+
+def _moment(
+    index: int, below: int, own: int, cost: LayerCost, stream: int, *, again: bool, offloaded: bool
+) -> Moment:
+    """A recomputed layer holds its input, runs forwards once more, then backwards."""
+    returned = stream if offloaded else 0
+    if again:
+        working = max(cost.recompute + cost.output, cost.backward) + returned
+        working_kept = max(cost.recompute + cost.output, cost.backward_kept) + returned
+        return Moment(index, below + own, working, working_kept, cost, True)
+    return Moment(index, below, cost.backward, cost.backward_kept, cost, False)
+
+
+def _rotary_tables(shape: ModelShape, setting: Setting) -> int:
+    """cos and sin, made once a pass and kept by the first layer that multiplies with them."""
+    widths = [
+        block.mixer.rotary_dim or block.mixer.head_dim
+        for block in shape.blocks
+        if isinstance(block.mixer, Attention) and block.mixer.rotary
+    ]
+    return 2 * setting.sequence * max(widths, default=0) * setting.width

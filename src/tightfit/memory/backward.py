@@ -1,0 +1,89 @@
+"""The worst moment of the backward pass, where activations, gradients and buckets meet.
+
+Gradients arrive one parameter at a time, in the reverse order of the forward pass. What happens to one then
+differs by engine: it stays (unsharded, ZeRO-1), or it is copied into a bucket that is reduced when the next
+gradient would overflow it (ZeRO-2 and 3: `reduce_independent_p_g_buckets_and_remove_grads`); the reduction
+makes a second copy of what the bucket holds (`allreduce_bucket` flattens, `reduce_scatter_coalesced`
+concatenates). So the peak is a matter of order, and it is found by following the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tightfit.memory.activations import Activations
+from tightfit.memory.gathered import Gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The parts of the worst moment."""
+
+    activations: int
+    recompute: int
+    """What the layer at work holds: its activations, recomputed or kept, and their gradients."""
+    gradients: int
+    buckets: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.recompute + self.gradients + self.buckets + self.gathered
+
+
+NOTHING = Peak(0, 0, 0, 0, 0)
+
+
+@lru_cache(maxsize=2048)
+def bucketed(acts: Activations, bucket: int, tied_grad: int, embedding_grad: int, gathered: Gathered | None) -> Peak:
+    """Gradients leave through a bucket of `bucket` elements. The bucket itself is not counted, its copies are.
+
+    A gradient that fills a bucket by itself is reduced in place by stage 3; stage 2 cuts it by owner first,
+    and joining the pieces is a copy.
+    """
+    lone_copy = gathered is None
+    width = acts.setting.width
+    fill = 0
+    oversized = 0
+    """A gradient larger than the bucket waits by itself until the next one comes."""
+    head = 0 if tied_grad else acts.head.head_grad
+    best = NOTHING
+    arrivals = [(acts.kept, 0 if gathered is None else gathered.loss, head, 0)] if head else []
+    for moment in acts.moments:
+        whole = 0 if gathered is None else gathered.layers[moment.layer]
+        working = Peak(moment.kept, moment.working, tied_grad + oversized, 0, whole * width)
+        best = max(best, working, key=lambda peak: peak.total)
+        arrivals += [(moment.kept, whole, grad, live) for grad, live in moment.cost.arrivals]
+        for kept, whole_now, grad, live in arrivals:
+            count = grad // width
+            if fill + count > bucket:
+                copy = fill * width if lone_copy or not oversized else 0
+                flush = Peak(kept, live, tied_grad + oversized + grad, copy, whole_now * width)
+                best = max(best, flush, key=lambda peak: peak.total)
+                fill, oversized = 0, 0
+            if count > bucket:
+                oversized = grad
+            fill += count
+        arrivals = []
+    if embedding_grad:
+        whole = 0 if gathered is None else gathered.embedding
+        lone = embedding_grad if lone_copy and embedding_grad > bucket * width else 0
+        copy = max(fill * width if lone_copy or not oversized else 0, lone)
+        last = Peak(0, 0, tied_grad + oversized + embedding_grad, copy, whole * width)
+        best = max(best, last, key=lambda peak: peak.total)
+    return best
+
+
+@lru_cache(maxsize=2048)
+def accumulated(acts: Activations, tied_grad: int, embedding_grad: int, already: int) -> Peak:
+    """Gradients stay until the step. `already`: those of earlier micro batches, to which new ones are added."""
+    best = NOTHING
+    grads = already or (0 if tied_grad else acts.head.head_grad)
+    for moment in acts.moments:
+        working = moment.working if already else moment.working_kept
+        peak = Peak(moment.kept, working, tied_grad + grads, 0, 0)
+        best = max(best, peak, key=lambda peak: peak.total)
+        grads += 0 if already else moment.cost.weight_grads
+    last = Peak(0, 0, tied_grad + grads + embedding_grad, 0, 0)
+    return max(best, last, key=lambda peak: peak.total)

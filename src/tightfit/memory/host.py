@@ -1,0 +1,116 @@
+"""Host memory of one rank and of a node.
+
+Pinned buffers are the trap: PyTorch's caching host allocator rounds each of them up to a power of two and
+never gives one back, so the 4-bytes-an-element arithmetic of guides is short by up to a factor of two. Every
+buffer below is one that DeepSpeed pins when `pin_memory` is on.
+"""
+
+from __future__ import annotations
+
+from tightfit.memory.job import Components, Job, combine, share
+from tightfit.memory.zero3 import shards_of
+from tightfit.memory.zero12 import flattens_on_gpu, partition
+from tightfit.types import PhaseName
+
+PROCESS_BYTES = int(1.1 * 2**30)
+"""A Python process with torch, transformers, DeepSpeed and a CUDA context, before its first kernel."""
+LIBRARIES_BYTES = int(0.65 * 2**30)
+"""What cuBLAS, cuDNN and friends map into it with the first training step."""
+WORKER_BYTES = int(0.45 * 2**30)
+"""A dataloader worker: a process of its own that has imported torch."""
+
+
+def pinned(size: int, *, pin: bool = True) -> int:
+    """One pinned allocation as it really is."""
+    return 1 << (size - 1).bit_length() if pin and size > 0 else size
+
+
+def phases(job: Job) -> dict[PhaseName, Components]:
+    process: Components = {"process": PROCESS_BYTES, "dataloader": job.levers.dataloader_workers * WORKER_BYTES}
+    running = combine(process, {"libraries": LIBRARIES_BYTES}, _training(job))
+    steady = combine(running, {"activations": pinned(job.acts.host_kept)})
+    return {"init": combine(process, _initialising(job)), "forward": steady, "backward": steady, "step": steady}
+
+
+def _training(job: Job) -> Components:
+    levers = job.levers
+    paged = _paged_states(job) if levers.optimizer == "paged_adamw8bit" else {}
+    if levers.engine in ("zero1", "zero2") and levers.offload_optimizer != "none":
+        return combine(_zero12(job), paged)
+    if levers.engine == "zero3":
+        return combine(_zero3_params(job), _zero3_optimizer(job), paged)
+    if levers.engine == "fsdp2" and levers.offload_param != "none":
+        return combine(_fsdp2(job), paged)
+    return paged
+
+
+def _paged_states(job: Job) -> Components:
+    """Unified memory: it may all be paged out to the host."""
+    numel = job.weights.trainable_numel
+    return {"optimizer_states": 2 * (numel if job.levers.engine == "zero0" else share(numel, job.world))}
+
+
+def _zero12(job: Job) -> Components:
+    numel = partition(job.weights.trainable, job.world).numel
+    width, pin = job.weights.trainable_width, job.levers.buckets.pin_memory
+    largest = pinned(job.weights.largest_trainable * width, pin=pin)
+    accumulating = 0
+    if job.levers.accumulation > 1 and job.levers.master_weights:
+        accumulating = numel * width  # accumulated_grads_in_cpu, one buffer a parameter
+    return {
+        "master_weights": pinned(numel * job.master_width, pin=pin),
+        "gradients": pinned(numel * job.master_width, pin=pin) + accumulating,
+        "optimizer_states": 2 * numel * job.master_width,
+        "weights": pinned(numel * width, pin=pin),
+        "buckets": largest,
+    }
+
+
+def _zero3_params(job: Job) -> Components:
+    levers, own = job.levers, shards_of(job)
+    if levers.offload_param == "none":
+        return {}
+    width, pin = job.weights.trainable_width, levers.buckets.pin_memory
+    if levers.offload_param == "nvme":
+        buckets = levers.buckets
+        return {"buckets": pinned(buckets.param_buffer_count * buckets.param_buffer_size * width, pin=pin)}
+    # each part is pinned as it is made; the trainable ones then move into one flat buffer,
+    # and their old blocks stay with the allocator
+    parts = sum(
+        pinned(share(numel, job.world) * width, pin=pin) for numel in (*job.weights.trainable, *job.weights.frozen)
+    )
+    return {"weights": parts, "buckets": pinned(own.trainable * width)}
+
+
+def _zero3_optimizer(job: Job) -> Components:
+    levers, own = job.levers, shards_of(job)
+    if levers.offload_optimizer == "none":
+        return {}
+    width, pin = job.weights.trainable_width, levers.buckets.pin_memory
+    gradients = pinned(own.trainable * width, pin=pin)
+    if levers.offload_optimizer == "nvme":
+        swap = levers.buckets.optimizer_buffer_count * pinned(max(own.sub_groups) * job.master_width, pin=True)
+        return {"gradients": gradients, "buckets": swap}
+    return {
+        "master_weights": own.trainable * job.master_width,
+        "optimizer_states": 2 * own.trainable * job.master_width,
+        "gradients": gradients + sum(pinned(group * job.master_width, pin=pin) for group in own.sub_groups),
+    }
+
+
+def _fsdp2(job: Job) -> Components:
+    width = 4 if job.levers.method == "full" and job.levers.master_weights else job.weights.trainable_width
+    parts = sum(pinned(share(numel, job.world) * width) for numel in job.weights.trainable)
+    frozen = sum(pinned(share(numel, job.world) * job.weights.width) for numel in job.weights.frozen)
+    states = 2 * 4 * share(job.weights.trainable_numel, job.world)
+    return {"weights": parts + frozen, "gradients": parts, "optimizer_states": states}
+
+
+def _initialising(job: Job) -> Components:
+    """Weights that pass through the host while the engine starts."""
+    levers, weights = job.levers, job.weights
+    if levers.engine in ("zero1", "zero2") and not flattens_on_gpu(job):
+        return {"weights": 2 * weights.trainable_numel * weights.trainable_width}
+    if levers.engine == "zero3" and levers.offload_param == "none":
+        return {"weights": shards_of(job).trainable * weights.trainable_width}  # `defragment` goes through the host
+    return {}

@@ -1,0 +1,72 @@
+"""One question to the footprint model, with what every engine needs to answer it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.memory import weights as weights_of
+from tightfit.memory.activations import Activations, activations
+from tightfit.memory.weights import Weights
+from tightfit.types import Gpu, Levers, ModelShape
+
+Components = dict[str, int]
+"""Bytes by component."""
+
+CUBLAS_WORKSPACE = {"hopper": 32 * 2**20, "other": 8 * 2**20 + 128 * 2**10}
+"""Of each cuBLAS handle: `getChosenWorkspaceSize` of PyTorch's CUDABlas. One for the forward, one for autograd's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    shape: ModelShape
+    levers: Levers
+    world: int
+    weights: Weights
+    acts: Activations
+    workspaces: int
+    free_bytes: int | None
+    """What the driver would report as free before the engine starts; None: ample."""
+
+    @property
+    def trains_embedding(self) -> bool:
+        return self.levers.method == "full" and self.levers.frozen_layers == 0
+
+    @property
+    def embedding_grad(self) -> int:
+        return self.shape.before[0].numel * self.weights.width if self.trains_embedding and self.shape.before else 0
+
+    @property
+    def tied_grad(self) -> int:
+        """A tied head's gradient waits in autograd until the embedding's own arrives."""
+        return self.acts.head.head_grad or self.embedding_grad if self.shape.tied and self.trains_embedding else 0
+
+    @property
+    def master_width(self) -> int:
+        return 4 if self.levers.master_weights or self.levers.precision == "fp32" else self.weights.width
+
+
+def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, context_bytes: int) -> Job:
+    hopper = gpu is None or gpu.arch in (None, "sm_90", "sm_90a", "sm_100", "sm_103", "sm_120")
+    return Job(
+        shape=shape,
+        levers=levers,
+        world=world,
+        weights=weights_of.of(shape, levers),
+        acts=activations(shape, levers),
+        workspaces=2 * CUBLAS_WORKSPACE["hopper" if hopper else "other"],
+        free_bytes=None if gpu is None else gpu.memory_bytes - context_bytes,
+    )
+
+
+def combine(*parts: Components) -> Components:
+    """Sum by component."""
+    total: Components = {}
+    for part in parts:
+        for name, size in part.items():
+            if size:
+                total[name] = total.get(name, 0) + size
+    return total
+
+
+def share(numel: int, world: int) -> int:
+    return -(-numel // world)

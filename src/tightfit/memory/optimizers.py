@@ -1,0 +1,38 @@
+"""What an optimizer keeps for each element it updates, and what its step allocates in passing."""
+
+from __future__ import annotations
+
+from tightfit.types import Optimizer
+
+BLOCK_8BIT = 256
+"""bitsandbytes: one fp32 scale for so many 8-bit values of a state."""
+SMALL_8BIT = 4096
+"""Tensors below this size keep 32-bit states (bitsandbytes' `min_8bit_size`)."""
+
+
+def state_bytes(optimizer: Optimizer, numel: int, width: int, *, flat: bool) -> int:
+    """States of `numel` elements. `flat`: they are one vector, so nothing can be factored."""
+    if optimizer == "adamw":
+        return 2 * width * numel
+    if optimizer in ("adamw8bit", "paged_adamw8bit"):
+        return 2 * numel + 8 * (-(-numel // BLOCK_8BIT)) if numel >= SMALL_8BIT else 8 * numel
+    if optimizer == "adafactor":
+        return width * numel if flat else 0
+    return 0
+
+
+def factored_bytes(shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Adafactor on whole matrices: a row and a column instead of a matrix."""
+    return sum(4 * (s[-1] + s[-2]) * _leading(s) if len(s) >= 2 else 4 * s[0] for s in shapes)
+
+
+def _leading(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape[:-2]:
+        count *= size
+    return count
+
+
+def step_temporary(optimizer: Optimizer, numel: int) -> int:
+    """Adafactor's Python step makes the squared gradient, the update and its scaled copy; the others none."""
+    return 3 * 4 * numel if optimizer == "adafactor" else 0

@@ -1,0 +1,38 @@
+"""What stands between the peak and the card: allocator slack, context, communicator; and the reasons in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tightfit.memory.job import Components, Job
+from tightfit.memory.zero12 import flattens_on_gpu
+from tightfit.types import Phase, PhaseName
+
+CONTEXT_BYTES = int(0.75 * 2**30)
+"""The CUDA context with its kernels: driver's figure less the allocator's, in the measured rows 0.6 to 0.9 GiB."""
+ALLOCATOR_SLACK = 0.03
+"""Runs capped this little above their peak still complete, with expandable segments on."""
+COMMUNICATOR_BYTES = int(0.4 * 2**30)
+"""NCCL's channel buffers for one communicator of a node. Not measured by us: rehearsals communicate nothing."""
+SAVE_STAGING_BYTES = 256 * 2**20
+"""Saving moves weights through a staging buffer of this size."""
+
+
+def beside(peak: int, world: int) -> Components:
+    return {
+        "allocator_slack": int(peak * ALLOCATOR_SLACK),
+        "context": CONTEXT_BYTES,
+        "communicator": COMMUNICATOR_BYTES if world > 1 else 0,
+    }
+
+
+def reasons(job: Job, phases: Mapping[PhaseName, Phase], peak_phase: PhaseName) -> tuple[str, ...]:
+    peak = phases[peak_phase]
+    largest = sorted(peak.components, key=lambda name: -peak.components[name])[:2]
+    said = [f"The peak is in the {peak_phase} phase, mostly {' and '.join(n.replace('_', ' ') for n in largest)}."]
+    if job.levers.engine in ("zero1", "zero2"):
+        where = "on the GPU, next to them" if flattens_on_gpu(job) else "on the host"
+        said.append(f"DeepSpeed {job.levers.deepspeed_version} flattens the weights {where} while it initialises.")
+    if phases["init"].total_bytes > peak.total_bytes:
+        said.append("Initialisation takes more than training.")
+    return tuple(said)

@@ -1,0 +1,196 @@
+"""Mamba's selective scan on a tape, by the three ways of computing it.
+
+official: `mamba_inner_fn` of mamba-ssm 2.3 (`MambaInnerFn` in `ops/selective_scan_interface.py`, the kernels'
+allocations in `csrc/selective_scan/selective_scan.cpp`), one autograd function from the input projection's
+output to the block's. Its checkpoint level 1 recomputes the convolution and delta in the backward pass.
+
+torch: the plain PyTorch path of transformers, which writes every state of every step down.
+
+tightfit: our own function: keeps the projected input, the small projections and the states at chunk borders,
+and recomputes the rest.
+
+Letters: E inner width, N state size, R rank of the step projection.
+"""
+
+from __future__ import annotations
+
+from tightfit.memory.operations import FP32, Operations
+from tightfit.memory.tape import Slot
+from tightfit.types import Mamba1
+
+OFFICIAL_CHUNK = 2048
+"""Tokens between the states that the official kernel writes down (`n_chunks` in selective_scan.cpp)."""
+TIGHTFIT_CHUNK = 256
+"""The same for ours."""
+
+
+def mamba1(ops: Operations, x: Slot, shape: Mamba1, hidden: int) -> Slot:
+    xz = ops.linear(x, "mixer.in_proj", 2 * shape.inner, hidden)
+    if ops.setting.scan == "official":
+        return _official(ops, xz, shape, hidden)
+    if ops.setting.scan == "tightfit":
+        return _tightfit(ops, xz, shape, hidden)
+    return _torch(ops, xz, shape, hidden)
+
+
+def _parameter_copies(ops: Operations, shape: Mamba1) -> tuple[int, ...]:
+    """-exp(A_log.float()) keeps the exponential and the product; D and the dt bias are cast to fp32."""
+    state = shape.inner * shape.state * FP32
+    casts = () if ops.setting.width == FP32 else (shape.inner * FP32, shape.inner * FP32)
+    return (state, state, *casts)
+
+
+def _inner_weights(ops: Operations) -> int:
+    """Parameters that the fused function reads itself: all of the mixer but the input projection."""
+    return sum(
+        [
+            tensor.numel
+            for name, tensor in ops.tensors.items()
+            if name.startswith("mixer.") and not name.startswith("mixer.in_proj")
+        ]
+    )
+
+
+def _joined(ops: Operations, x: Slot) -> Slot:
+    """(b, c, l) seen as ((b l), c): a view for one sequence, but gradients of more are copied into that order."""
+    return x if ops.setting.micro_batch == 1 else ops.tape.view(x, copies_grad=True)
+
+
+def _official(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
+    setting = ops.setting
+    wide, narrow = ops.size(shape.inner), ops.size(hidden)
+    x_dbl = ops.size(shape.dt_rank + 2 * shape.state)
+    borders = setting.micro_batch * -(-setting.sequence // OFFICIAL_CHUNK)
+    states = borders * shape.inner * 2 * shape.state * FP32
+    b_and_c = 2 * ops.size(shape.state)
+    kept = (2 * wide, x_dbl, b_and_c, states, wide)  # xz with time contiguous; …; the scan's output before its gate
+    # Forward: the convolution, delta and the gated output stand beside what is kept; the first two are gone
+    # before the output projection allocates the output.
+    forward_temp = max(3 * wide - narrow, wide)
+    # Backward: everything is a Python variable until the end. Recomputed: convolution, delta, gated output; and
+    # the gradients of the scan's output, of the convolution and of delta. With more than one sequence the
+    # convolution is copied into (b l) order for x_proj's gradient.
+    tail = x_dbl + shape.inner * (shape.state + 2) * FP32
+    scan_only = 2 * ops.size(shape.state, FP32)  # dB and dC are summed in fp32
+    order = wide if setting.micro_batch > 1 else 0
+    weights = _inner_weights(ops) * setting.width
+    return ops.tape.op(
+        (_joined(ops, xz),),
+        narrow,
+        makes=(*kept, *_parameter_copies(ops, shape)),
+        forward_temp=forward_temp,
+        backward_temp=6 * wide + max(order + tail, scan_only) + (0 if setting.trains_base else weights),
+        weight_grad=weights if setting.trains_base else 0,
+    )
+
+
+def _tightfit(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
+    setting = ops.setting
+    wide, narrow = ops.size(shape.inner), ops.size(hidden)
+    x_dbl = ops.size(shape.dt_rank + 2 * shape.state)
+    borders = setting.micro_batch * -(-setting.sequence // TIGHTFIT_CHUNK)
+    states = borders * shape.inner * shape.state * FP32
+    weights = _inner_weights(ops) * setting.width
+    return ops.tape.op(
+        (xz,),
+        narrow,
+        saves=(xz,),
+        makes=(x_dbl, states, *_parameter_copies(ops, shape)),
+        forward_temp=max(3 * wide - narrow, wide),
+        # convolution, delta, gated output; gradients of the output, of the convolution and of delta
+        backward_temp=6 * wide + x_dbl + (0 if setting.trains_base else weights),
+        weight_grad=weights if setting.trains_base else 0,
+    )
+
+
+def _torch(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
+    """transformers without kernels: every discretised step and every state is a tensor of its own."""
+    tape, wide32 = ops.tape, ops.size(shape.inner, FP32)
+    a = _decay(ops, shape)
+    u_part, gate = tape.split(xz, (ops.size(shape.inner), ops.size(shape.inner)))
+    u = ops.convolve(u_part, "mixer.conv1d", shape.inner, shape.conv)
+    step, b, c, delta = _projections(ops, u, shape)
+    scanned, variables = _scan(ops, (a, step, b, c, u), shape)
+    # D is fp32, so the skip connection, the gate and their product are too
+    scaled = ops.scale(u, "mixer.D", width=FP32)
+    skipped = tape.op((tape.view(scanned, size=wide32, copies_grad=True), scaled), wide32, passes=True)
+    gated = tape.op((gate,), gate.size, saves=(gate,))
+    product = tape.op((skipped, gated), wide32, saves=(skipped, gated), backward_temp=wide32)
+    tape.hold(*variables)
+    narrow = ops.cast(product, shape.inner, ops.setting.width)
+    out = ops.linear(_joined_copy(ops, narrow), "mixer.out_proj", hidden, shape.inner)
+    tape.hold(xz, u, b, c, delta, a)
+    return out
+
+
+def _decay(ops: Operations, shape: Mamba1) -> Slot:
+    """-exp(A_log.float()): the exponential is kept if A_log trains, the product by whoever uses it."""
+    numel = shape.inner * shape.state
+    trains = ops.setting.trains_base
+    return ops.tape.op(
+        (),
+        numel * FP32,
+        makes=(numel * FP32,),
+        weight_grad=numel * ops.setting.width if trains else 0,
+        backward_temp=2 * numel * FP32 if trains else 0,
+    )
+
+
+def _joined_copy(ops: Operations, x: Slot) -> Slot:
+    """(b, c, l) as ((b l), c) before a matrix product: with more than one sequence a copy, both ways."""
+    return x if ops.setting.micro_batch == 1 else ops.tape.op((x,), x.size)
+
+
+def _projections(ops: Operations, u: Slot, shape: Mamba1) -> tuple[Slot, Slot, Slot, Slot]:
+    """The step after softplus, B, C, and the raw step, which a variable keeps."""
+    tape, setting = ops.tape, ops.setting
+    wide, state, rank = ops.size(shape.inner), ops.size(shape.state), ops.size(shape.dt_rank)
+    x_dbl = ops.linear(_joined_copy(ops, u), "mixer.x_proj", shape.dt_rank + 2 * shape.state, shape.inner)
+    low, b, c = tape.split(x_dbl, (rank, state, state))
+    if shape.normed_bcdt:
+        low, b, c = (
+            ops.norm(slot, features, "rms", trains=False)
+            for slot, features in ((low, shape.dt_rank), (b, shape.state), (c, shape.state))
+        )
+    # weight @ low: folded into one product and copied back into (b, c, l) order
+    trains = setting.trains_base
+    raw = tape.op(
+        (low,),
+        wide,
+        saves=(low,) if trains else (),
+        forward_temp=wide,
+        backward_temp=wide,
+        weight_grad=shape.inner * shape.dt_rank * setting.width if trains else 0,
+    )
+    biased = tape.op((raw,), wide, passes=True)
+    return tape.op((biased,), wide, saves=(biased,)), b, c, raw
+
+
+def _scan(ops: Operations, tensors: tuple[Slot, ...], shape: Mamba1) -> tuple[Slot, tuple[Slot, ...]]:
+    """Discretise all steps at once, then walk them one by one; and what variables keep until the end.
+
+    `cube`: one fp32 number a token, channel and state.
+    """
+    tape, setting = ops.tape, ops.setting
+    a, step, b, c, u = tensors
+    wide, wide32, cube = ops.size(shape.inner), ops.size(shape.inner, FP32), ops.size(shape.inner * shape.state, FP32)
+    b32, u32 = ops.cast(b, shape.state, FP32), ops.cast(u, shape.inner, FP32)
+    one_state = setting.micro_batch * shape.inner * shape.state
+    exponent = tape.op((a, step), cube, saves=(a, step), backward_temp=2 * cube)
+    decay = tape.op((exponent,), cube, saves_output=True)
+    drive = tape.op((step, b32), cube, saves=(step, b32), backward_temp=2 * cube)
+    driven = tape.op((drive, u32), cube, saves=(drive, u32), backward_temp=cube)
+    # Each step keeps the state before it (the first, of zeros, in working precision) and, to multiply it with C,
+    # the state after it in working precision; in fp32 that is the same tensor.
+    zeros = one_state * setting.width
+    states = cube if setting.width == FP32 else cube - one_state * FP32 + ops.size(shape.inner * shape.state)
+    outputs = tape.op(
+        (decay, driven, c),
+        wide,
+        saves=(decay, c),
+        makes=(zeros, states),
+        forward_temp=2 * one_state * FP32,
+        # every step's gradient of the whole discretised sequence is as large as that sequence
+        backward_temp=cube,
+    )
+    return tape.op((outputs,), wide, passes=True), (outputs, driven)

@@ -1,0 +1,115 @@
+"""The parameters as an engine sees them: what trains, what is frozen, in which bytes, in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tightfit.types import Block, Levers, Lora, ModelShape, Tensor
+
+WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+# NF4 as bitsandbytes lays it out: half a byte an element, and for each block of 64 elements a scale that
+# double quantisation stores in one byte, with one fp32 scale for every 256 of those.
+NF4_BLOCK = 64
+NF4_NESTED_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Everything is in elements unless it says bytes."""
+
+    trainable: tuple[int, ...]
+    """Each trainable parameter, in the order of `model.parameters()`."""
+    frozen: tuple[int, ...]
+    """Each frozen parameter that is not quantised."""
+    trainable_numel: int
+    frozen_bytes: int
+    """Of everything frozen, quantised weights included."""
+    quantised_bytes: int
+    quantised_numel: int
+    scales_bytes: int
+    """The part of `quantised_bytes` that no engine shards."""
+    width: int
+    trainable_width: int
+    """Bytes of a trainable element on the GPU."""
+    largest_trainable: int
+    largest_frozen: int
+
+    @property
+    def bytes(self) -> int:
+        return self.frozen_bytes + self.trainable_numel * self.trainable_width
+
+
+@lru_cache(maxsize=512)
+def weights(shape: ModelShape, method: str, lora: Lora | None, precision: str, frozen_layers: int) -> Weights:
+    width = WIDTH[precision]
+    trainable: list[int] = []
+    frozen: list[int] = []
+    quantised: list[int] = []
+    kinds = [_layer_parameters(block, method, lora) for block in shape.blocks]
+    for tensor in shape.before:
+        (trainable if method == "full" and frozen_layers == 0 else frozen).append(tensor.numel)
+    for index, kind in enumerate(shape.pattern):
+        base, adapters, packed = kinds[kind]
+        if method == "full":
+            (trainable if index >= frozen_layers else frozen).extend(base)
+            continue
+        frozen.extend(base)
+        quantised.extend(packed)
+        if index >= frozen_layers:
+            trainable.extend(adapters)
+    for tensor in shape.after:
+        (trainable if method == "full" else frozen).append(tensor.numel)
+    scales = sum(-(-numel // NF4_BLOCK) + 4 * -(-numel // (NF4_BLOCK * NF4_NESTED_BLOCK)) for numel in quantised)
+    packed_bytes = sum(quantised) // 2 + scales
+    adapter_width = {"bf16": min(2, width), "fp32": 4}[lora.adapter_dtype] if lora else width
+    return Weights(
+        trainable=tuple(trainable),
+        frozen=tuple(frozen),
+        trainable_numel=sum(trainable),
+        frozen_bytes=sum(frozen) * width + packed_bytes,
+        quantised_bytes=packed_bytes,
+        quantised_numel=sum(quantised),
+        scales_bytes=scales,
+        width=width,
+        trainable_width=width if method == "full" else adapter_width,
+        largest_trainable=max(trainable, default=0),
+        largest_frozen=max((*frozen, *quantised), default=0),
+    )
+
+
+def of(shape: ModelShape, levers: Levers) -> Weights:
+    return weights(shape, levers.method, effective_lora(levers), levers.precision, levers.frozen_layers)
+
+
+def effective_lora(levers: Levers) -> Lora | None:
+    """DeepSpeed casts every parameter to the working precision, adapters too, unless `zero.Init` built the model."""
+    lora = levers.lora
+    if lora is None or levers.precision == "fp32" or levers.engine in ("zero3", "fsdp2"):
+        return lora
+    return Lora(rank=lora.rank, targets=lora.targets, adapter_dtype="bf16")
+
+
+def _layer_parameters(block: Block, method: str, lora: Lora | None) -> tuple[list[int], list[int], list[int]]:
+    """Parameters that stay as they are, adapters, and matrices that are packed into 4 bits."""
+    base: list[int] = []
+    adapters: list[int] = []
+    packed: list[int] = []
+    for tensor in block.tensors:
+        (packed if method == "qlora" and is_linear(tensor) else base).append(tensor.numel)
+        if lora is not None and is_adapted(tensor, lora):
+            out_features, in_features = tensor.shape
+            adapters += [lora.rank * in_features, out_features * lora.rank]
+    return base, adapters, packed
+
+
+def is_linear(tensor: Tensor) -> bool:
+    """A linear layer's matrix; a router is a bare parameter, a convolution has three dimensions."""
+    return tensor.is_linear and not tensor.name.endswith(("mlp.gate.weight", "router.weight"))
+
+
+def is_adapted(tensor: Tensor, lora: Lora) -> bool:
+    if not is_linear(tensor):
+        return False
+    return lora.targets is None or tensor.name.rsplit(".", 2)[-2] in lora.targets

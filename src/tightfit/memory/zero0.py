@@ -1,0 +1,101 @@
+"""DeepSpeed without sharding: `FP16_Optimizer` (fused Adam) or `FP16_UnfusedOptimizer` around the optimizer.
+
+Every GPU holds everything. In bf16 and fp16 DeepSpeed flattens the trainable weights into one buffer, clones
+it in fp32 and takes one step with zero gradients while initialising; the real step makes an fp32 copy of each
+gradient and then one flat buffer of all of them. In fp32 there is no wrapper: the optimizer works on the
+parameters themselves, and its states appear with the first step.
+"""
+
+from __future__ import annotations
+
+from tightfit.memory.backward import accumulated
+from tightfit.memory.job import Components, Job, combine
+from tightfit.memory.optimizers import factored_bytes, state_bytes, step_temporary
+from tightfit.types import PhaseName
+
+ALLREDUCE_ELEMENTS = 500_000_000
+"""`MEMORY_OPT_ALLREDUCE_SIZE`: gradients are flattened for the all-reduce in pieces of this many elements."""
+
+
+def phases(job: Job) -> dict[PhaseName, Components]:
+    base = _persistent(job)
+    weights, levers, acts = job.weights, job.levers, job.acts
+    grads = weights.trainable_numel * weights.trainable_width
+    earlier = grads if levers.accumulation > 1 else 0
+    waiting: Components = {"gradients": earlier}
+    kept: Components = {"activations": acts.kept + acts.shared}
+    peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
+    bucket = min(weights.trainable_numel, ALLREDUCE_ELEMENTS + weights.largest_trainable) * weights.trainable_width
+    ends: Components = {"gradients": grads, "buckets": bucket}
+    inside: Components = {
+        "activations": peak.activations + acts.shared, "recompute": peak.recompute, "gradients": peak.gradients
+    }
+    return {
+        "init": _initialise(job),
+        "forward": combine(base, waiting, kept, {"recompute": acts.forward}),
+        "loss": combine(base, waiting, kept, logits(job)),
+        "backward": combine(base, max(inside, ends, key=lambda part: sum(part.values()))),
+        "step": combine(base, _step(job, grads)),
+    }
+
+
+def logits(job: Job) -> Components:
+    """The worst moment of the loss, both passes."""
+    head = job.acts.head
+    return {"activations": head.saved_norm, "logits": max(head.forward_logits, head.backward_logits)}
+
+
+def _persistent(job: Job) -> Components:
+    weights, levers = job.weights, job.levers
+    masters = 0 if levers.precision == "fp32" or not levers.master_weights else 4 * weights.trainable_numel
+    return {
+        "weights": weights.bytes,
+        "master_weights": masters,
+        "optimizer_states": _states(job),
+        "temporaries": job.workspaces,
+    }
+
+
+def _states(job: Job) -> int:
+    levers = job.levers
+    if levers.optimizer == "paged_adamw8bit":
+        return 0
+    if levers.optimizer == "adafactor":
+        return factored_bytes(tuple(tensor.shape for tensor in job.shape.tensors)) if levers.method == "full" else 0
+    if levers.optimizer == "adamw":
+        return state_bytes("adamw", job.weights.trainable_numel, job.master_width, flat=True)
+    return sum(state_bytes(levers.optimizer, numel, 4, flat=False) for numel in job.weights.trainable)
+
+
+def _step(job: Job, grads: int) -> Components:
+    levers, numel = job.levers, job.weights.trainable_numel
+    if levers.precision == "fp32" or not levers.master_weights:
+        return {"gradients": grads, "temporaries": step_temporary(levers.optimizer, job.weights.largest_trainable)}
+    if levers.optimizer == "adamw":
+        return {"gradients": grads, "temporaries": 8 * numel}
+    return {
+        "gradients": grads,
+        "temporaries": 4 * numel + step_temporary(levers.optimizer, job.weights.largest_trainable),
+    }
+
+
+def _initialise(job: Job) -> Components:
+    weights, levers = job.weights, job.levers
+    numel = weights.trainable_numel
+    untied = job.shape.vocab_size * job.shape.hidden_size * weights.width if job.shape.tied else 0
+    building: Components = {"weights": weights.bytes, "temporaries": untied + quantising(job)}
+    if levers.precision == "fp32" or not levers.master_weights:
+        return building
+    zero_grads = 4 * numel if levers.optimizer == "adamw" else 6 * numel
+    engine: Components = {
+        "weights": weights.bytes,
+        "master_weights": 4 * numel,
+        "optimizer_states": _states(job),
+        "temporaries": zero_grads,
+    }
+    return max(building, engine, key=lambda part: sum(part.values()))
+
+
+def quantising(job: Job) -> int:
+    """One matrix in 16 bits on the GPU while it is packed into 4."""
+    return job.weights.largest_frozen * 2 if job.weights.quantised_numel else 0

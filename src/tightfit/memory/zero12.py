@@ -1,0 +1,151 @@
+"""DeepSpeed's stages 1 and 2 (`stage_1_and_2.py`): whole weights on every GPU, the optimizer in parts.
+
+The trainable weights are flattened into one buffer; each rank keeps an fp32 copy of its partition and that
+partition's states. Stage 2 reduces gradients into the owner's partition during the backward pass, stage 1
+keeps them all until its end. The step then flattens the partition's gradients and casts them to fp32, which
+is where these stages usually peak. This is the footprint of rank 0, whose partition is the model's first
+parameters: its gradients come last.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from tightfit.memory.backward import accumulated, bucketed
+from tightfit.memory.job import Components, Job, combine, share
+from tightfit.memory.optimizers import state_bytes, step_temporary
+from tightfit.memory.weights import Weights
+from tightfit.memory.zero0 import logits, quantising
+from tightfit.types import PhaseName
+
+FP64 = 8
+"""Gradient norms are taken in double precision: `get_norm_dtype`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    numel: int
+    covering: int
+    """Elements of all parameters that overlap the first partition: their gradients are kept whole."""
+    largest: int
+    """The largest piece of one parameter in it."""
+
+
+@lru_cache(maxsize=1024)
+def partition(trainable: tuple[int, ...], world: int) -> Partition:
+    total = sum(trainable)
+    numel = share(total, 2 * world) * 2
+    ends = list(accumulate(trainable))
+    last = min(bisect_left(ends, numel), len(ends) - 1) if ends else 0
+    covering = ends[last] if ends else 0
+    pieces = [*trainable[:last], numel - (ends[last - 1] if last else 0)] if ends else [0]
+    return Partition(numel, covering, max(min(piece, numel) for piece in pieces))
+
+
+def phases(job: Job) -> dict[PhaseName, Components]:
+    base, acts, levers = _persistent(job), job.acts, job.levers
+    part = partition(job.weights.trainable, job.world)
+    offloaded = levers.offload_optimizer != "none"
+    own_grads = 0 if offloaded else part.covering * job.weights.trainable_width
+    waiting: Components = {"gradients": _earlier(job, own_grads)}
+    kept: Components = {"activations": acts.kept + acts.shared}
+    return {
+        "init": _initialise(job, part),
+        "forward": combine(base, waiting, kept, {"recompute": acts.forward}),
+        "loss": combine(base, waiting, kept, logits(job)),
+        "backward": combine(base, _backward(job, own_grads)),
+        "step": combine(base, _offloaded_step(job, part) if offloaded else _step(job, part, own_grads)),
+    }
+
+
+def _persistent(job: Job) -> Components:
+    weights, levers = job.weights, job.levers
+    if levers.offload_optimizer != "none":
+        spare = weights.largest_trainable * weights.trainable_width  # temp_grad_buffer_for_gpu_offload
+        return {"weights": weights.bytes, "buckets": spare, "temporaries": job.workspaces}
+    numel = partition(weights.trainable, job.world).numel
+    paged = levers.optimizer == "paged_adamw8bit"
+    return {
+        "weights": weights.bytes,
+        "master_weights": job.master_width * numel,
+        "optimizer_states": 0 if paged else state_bytes(levers.optimizer, numel, job.master_width, flat=True),
+        "temporaries": job.workspaces,
+    }
+
+
+def _earlier(job: Job, own_grads: int) -> int:
+    """Gradients of earlier micro batches that wait through the next one."""
+    if job.levers.accumulation == 1:
+        return 0
+    if job.levers.engine == "zero1":
+        return job.weights.trainable_numel * job.weights.trainable_width
+    return own_grads
+
+
+def _backward(job: Job, own_grads: int) -> Components:
+    acts, levers, weights = job.acts, job.levers, job.weights
+    width, elements = weights.trainable_width, levers.buckets.reduce_bucket
+    bucket = elements * width * (2 if levers.buckets.overlap_comm else 1) if levers.buckets.contiguous_gradients else 0
+    earlier = _earlier(job, own_grads)
+    if levers.engine == "zero1":
+        peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
+        copy = max(min(elements, weights.trainable_numel), weights.largest_trainable) * width
+        ends: Components = {"gradients": weights.trainable_numel * width, "buckets": bucket + copy}
+        inside: Components = {"gradients": peak.gradients}
+    else:
+        peak = bucketed(acts, elements, job.tied_grad, job.embedding_grad, None)
+        inside = {"gradients": peak.gradients + earlier, "buckets": bucket + peak.buckets}
+        ends = {"gradients": own_grads + earlier, "buckets": bucket}
+    inside |= {"activations": peak.activations + acts.shared, "recompute": peak.recompute}
+    return max(inside, ends, key=lambda part: sum(part.values()))
+
+
+def _step(job: Job, part: Partition, own_grads: int) -> Components:
+    width = job.weights.trainable_width
+    flat = part.numel * (width + job.master_width if width != job.master_width else width)
+    update = flat + step_temporary(job.levers.optimizer, part.numel)
+    return {"gradients": own_grads, "temporaries": max(update, FP64 * part.largest)}
+
+
+def _offloaded_step(job: Job, part: Partition) -> Components:
+    """Older versions copied the updated partition back in fp32 and cast it on the GPU."""
+    return {"temporaries": 4 * part.numel if version(job) < CASTS_ON_HOST_SINCE else 0}
+
+
+def _initialise(job: Job, part: Partition) -> Components:
+    weights, levers = job.weights, job.levers
+    trainable = weights.trainable_numel * weights.trainable_width
+    untied = job.shape.vocab_size * job.shape.hidden_size * weights.width if job.shape.tied else 0
+    building: Components = {"weights": weights.bytes, "temporaries": untied + quantising(job)}
+    flattening: Components = {"weights": weights.bytes}
+    if flattens_on_gpu(job):
+        flattening = {"weights": weights.bytes, "temporaries": trainable}
+    masters: Components = {"weights": weights.bytes, "temporaries": part.numel * weights.trainable_width}
+    if levers.offload_optimizer == "none":
+        # fp32 clone of the partition, then a gradient of the same size that is dropped again
+        masters = {
+            "weights": weights.bytes,
+            "master_weights": part.numel * job.master_width,
+            "temporaries": part.numel * job.master_width,
+        }
+    return max(building, flattening, masters, key=lambda parts: sum(parts.values()))
+
+
+CASTS_ON_HOST_SINCE = (0, 17, 0)
+FLATTENS_ON_GPU_SINCE = (0, 19, 0)
+
+
+def version(job: Job) -> tuple[int, ...]:
+    return tuple(int(part) for part in job.levers.deepspeed_version.split(".")[:3] if part.isdigit())
+
+
+def flattens_on_gpu(job: Job) -> bool:
+    """Where the card has room for a second copy, recent versions flatten there; otherwise on the host."""
+    if version(job) < FLATTENS_ON_GPU_SINCE:
+        return False
+    if job.free_bytes is None:
+        return True
+    return job.free_bytes - job.weights.bytes >= job.weights.trainable_numel * job.weights.trainable_width
