@@ -85,6 +85,10 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
     if cap := scenario.get("cap_gib"):
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(cap * GiB / total)
+        from deepspeed.accelerator import get_accelerator
+
+        # a capped process must also be told that the card is small
+        get_accelerator().available_memory = lambda *_: int(cap * GiB) - torch.cuda.memory_allocated()
     if blame:
         torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python", context="alloc")
     phases: dict[str, dict[str, float]] = {}
@@ -242,8 +246,8 @@ class Fsdp2:
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if self.scenario.get("offload_param"):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=not ON_CPU)
-        for layer in layers_of(self.model):
-            fully_shard(layer, **options)
+        for group in shard_groups(self.model):
+            fully_shard(group, **options)
         fully_shard(self.model, **options)
         self.model.to_empty(device="cpu" if self.scenario.get("offload_param") else DEVICE)
         for tensor in self.model.parameters():
@@ -276,6 +280,17 @@ def layers_of(model: Any) -> list[Any]:
     return list(max(lists, key=len))
 
 
+def shard_groups(model: Any) -> list[Any]:
+    """The embedding, each layer, the final norm with the head; a tied embedding stays with the root."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if head.weight is embedding.weight:
+        return layers_of(model)
+    body = getattr(base, base.base_model_prefix)
+    norm = next(child for name, child in body.named_children() if "norm" in name or name == "ln_f")
+    return [embedding, *layers_of(model), [norm, head]]
+
+
 def fill_buffers(model: Any) -> None:
     """`to_empty` leaves rotary frequencies as garbage: give each rotary module its own again."""
     for module in model.modules():
@@ -290,7 +305,8 @@ def build_model(scenario: dict[str, Any], context: Any, device: str = DEVICE) ->
 
     fields = dict(scenario["config"])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config._attn_implementation = scenario.get("attention", "sdpa")
+    if "mamba" not in config.model_type:
+        config._attn_implementation = scenario.get("attention", "sdpa")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[scenario.get("dtype", "bf16")]
     if scenario["engine"] == "fsdp2" and not scenario.get("lora"):
         dtype = torch.float32
@@ -305,6 +321,8 @@ def build_model(scenario: dict[str, Any], context: Any, device: str = DEVICE) ->
         fuse_loss(model)
     if scenario.get("ckpt", True):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in layers_of(model)[scenario.get("ckpt_layers", 10**6) :]:
+            layer.gradient_checkpointing = False
         if scenario.get("lora"):
             model.enable_input_require_grads()
     model.train()
@@ -316,7 +334,9 @@ def add_lora(model: Any, rank: int, scenario: dict[str, Any]) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = scenario.get("targets", "all-linear")
-    model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets), autocast_adapter_dtype=False)
+    model = get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets), autocast_adapter_dtype=False
+    )
     wanted = {"bf16": torch.bfloat16, "fp32": torch.float32}[scenario.get("adapter_dtype", "bf16")]
     for name, tensor in model.named_parameters():
         if "lora_" in name and tensor.dtype != wanted and scenario["engine"] != "zero3":
@@ -333,8 +353,12 @@ def quantise(model: Any) -> Any:
         for child_name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear) and "lm_head" not in f"{name}.{child_name}":
                 new = bnb.nn.Linear4bit(
-                    child.in_features, child.out_features, bias=child.bias is not None,
-                    compute_dtype=torch.bfloat16, compress_statistics=True, quant_type="nf4",
+                    child.in_features,
+                    child.out_features,
+                    bias=child.bias is not None,
+                    compute_dtype=torch.bfloat16,
+                    compress_statistics=True,
+                    quant_type="nf4",
                 )
                 new.weight = bnb.nn.Params4bit(child.weight.data.cpu(), requires_grad=False, quant_type="nf4")
                 if child.bias is not None:

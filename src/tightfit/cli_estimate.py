@@ -99,14 +99,14 @@ def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | No
 
 def hardware_of(args: argparse.Namespace) -> Hardware | None:
     """The machine that `--gpus` names; None: no machine, so no verdict."""
-    from tightfit.inputs.hardware import parse_hardware
-
     word = getattr(args, "gpus", None)
     for flag in ("host_ram", "nvme"):
         if word is None and hasattr(args, flag):
             raise ConfigError(f"--{flag.replace('_', '-')} needs --gpus: it describes the machine that the GPUs are in")
     if word is None:
         return None
+    from tightfit.inputs.hardware import parse_hardware
+
     return parse_hardware(word, host_ram=getattr(args, "host_ram", None), nvme=getattr(args, "nvme", None))
 
 

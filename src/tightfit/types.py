@@ -73,13 +73,20 @@ class Attention:
     rotary: bool = True
     rotary_dim: int | None = None
     """Width of the rotated part of each head; None: all of it."""
+    rotary_fp32: bool = False
+    """The rotation is computed in fp32 (olmo2)."""
     qk_norm: bool = False
-    """RMS norm over each head of q and k (qwen3, gemma3)."""
+    """Norms over q and k (qwen3, gemma3, olmo2)."""
+    qk_norm_kind: NormKind = "rms"
+    qk_norm_whole: bool = False
+    """Over the whole projection (olmo2) rather than over each head."""
     fused_qkv: bool = False
     """One projection for q, k and v (gpt2, gpt_neox, phi3)."""
     softcap: bool = False
     """Logit soft-capping (gemma2): sdpa cannot do it, so Hugging Face falls back to eager."""
     sliding_window: int | None = None
+    dropout: bool = False
+    """Attention weights are dropped out while training (gpt2 by default)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +132,8 @@ class Moe:
     activation: str
     shared_intermediate: int = 0
     """Width of the shared expert (qwen2_moe); 0: none."""
+    scores_fp32: bool = False
+    """The router's weights stay fp32, and so do the experts' weighted outputs (mixtral)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +145,13 @@ class Traced:
     backward_bytes_per_token: int
 
 
-NormKind = Literal["rms", "layer", "gemma"]
-"""rms: Llama's (upcast, normalise, downcast, scale); layer: torch's LayerNorm; gemma: scale by 1+w in fp32."""
+NormKind = Literal["rms", "layer", "gemma", "olmo"]
+"""rms: Llama's (upcast, normalise, downcast, scale); layer: torch's LayerNorm; gemma: scale by 1+w in fp32;
+olmo: scale by w in fp32."""
 
-Arrangement = Literal["pre", "sandwich", "parallel", "single"]
-"""pre: norm-mixer-add-norm-mlp-add; sandwich: norms after the mixer and the MLP as well (gemma2, gemma3);
-parallel: mixer and MLP read the same residual (gpt_neox); single: norm-mixer-add (Mamba)."""
+Arrangement = Literal["pre", "post", "sandwich", "parallel", "single"]
+"""pre: norm-mixer-add-norm-mlp-add; post: mixer-norm-add-mlp-norm-add (olmo2); sandwich: norms before and after
+both (gemma2, gemma3); parallel: mixer and MLP read the same residual (gpt_neox); single: norm-mixer-add (Mamba)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -158,6 +168,10 @@ class Block:
     tensors: tuple[Tensor, ...]
     residual_fp32: bool = False
     """The residual stream is kept in fp32 (Mamba's `residual_in_fp32`)."""
+    residual_scaled: bool = False
+    """What is added to the residual stream is multiplied first (granite)."""
+    dropout: bool = False
+    """What is added to the residual stream passes a dropout while training (gpt2 by default)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +358,7 @@ def test_shape_fields_of_a_mamba() -> None:
     assert shape.parameters == load_model("7b_mamba").parameters
     assert (shape.name, shape.max_positions) == ("mine", 4096)
     same = shape_from_fields({"family": "mamba", **NOTE_002, "dt_rank": "auto", "tied": True}, "mine")
-    assert same == shape
+    assert asdict(same) == asdict(shape)
 
 
 def test_a_fractional_expand_becomes_a_width_that_transformers_can_build() -> None:
@@ -365,16 +366,18 @@ def test_a_fractional_expand_becomes_a_width_that_transformers_can_build() -> No
     config = models.config_from_fields(fields, "lite")
     assert config["intermediate_size"] == 96
     assert our_tensors(shape_from_fields(fields, "lite")) == built_tensors(build({**config, "pad_token_id": 0}))
-    assert shape_from_fields({**fields, "expand": 2.0}, "x") == shape_from_fields({**fields, "expand": 2}, "x")
+    whole, fraction = ({**fields, "expand": 2}, {**fields, "expand": 2.0})
+    assert asdict(shape_from_fields(fraction, "x")) == asdict(shape_from_fields(whole, "x"))
 
 
 def test_shape_fields_of_the_rest() -> None:
     sizes = {"d_model": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "d_ff": 80, "vocab_size": 96}
     llama = shape_from_fields({"family": "llama", **sizes, "tied": True, "max_seq_length": 512}, "m")
     direct = {k: v for k, v in DENSE.items() if k != "pad_token_id"}
-    assert llama == shape_from_fields(
+    same = shape_from_fields(
         {"family": "llama", **direct, "tie_word_embeddings": True, "max_position_embeddings": 512}, "m"
     )
+    assert asdict(llama) == asdict(same)
     gpt2 = {"family": "gpt2", "d_model": 48, "n_layers": 2, "n_heads": 6, "vocab_size": 96, "max_seq_length": 40}
     assert ("transformer.wpe.weight", (40, 48)) in our_tensors(shape_from_fields(gpt2, "m"))
     qwen = {"family": "qwen2", **direct, "sliding_window": 16, "use_sliding_window": False}
@@ -502,7 +505,7 @@ def test_folders_and_files(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DENSE}))
     by_folder, by_file = load_model(str(folder)), load_model(str(folder / "config.json"))
-    assert by_folder == by_file
+    assert asdict(by_folder) == asdict(by_file)
     assert by_folder.name == "my-llama"
     other = tmp_path / "other.json"
     other.write_text((folder / "config.json").read_text())
@@ -640,3 +643,25 @@ def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: py
     assert find_config("7b_mamba").called == "7B"
     with pytest.raises(ModelError, match="has no config"):
         find_config("./7b_mamba")
+
+
+def test_a_yaml_file_may_hold_the_shape_fields(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model_type: mamba\nnum_gpus: 4\nmodel:\n  d_model: 64\n  n_layers: 2\n  vocab_size: 96\n")
+    shape = load_model(str(path))
+    assert (shape.name, shape.model_type, shape.hidden_size, shape.n_layers) == ("mine", "mamba", 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model_type: mamba\nmodel:\n  d_model: 64\n  n_layers: 2\n  vocab_size: 9\n  d_covn: 4\n", "d_conv"),
+        ("- 1\n", "no block of shape fields"),
+        ("a: [", "cannot read shape fields"),
+    ],
+)
+def test_a_yaml_file_that_is_no_model(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ModelError, match=says):
+        load_model(str(path))

@@ -1,7 +1,7 @@
 """The door for levers: words and numbers from a command line become `Levers`, or one clear sentence.
 
-A flag that was not given is None here, never its default: an explicit `--lora-rank 8` beside
-`--method full` is a mistake, the same rank as a default is not. What a file said comes in as `base`
+A flag that was not given is None here, never its default: an explicit `--lora-rank 64` beside
+`--method full` is a mistake, the usual rank is not. What a file said comes in as `base`
 and an explicit flag wins over it. The rules about which levers go together live in `check_levers`,
 apart from the words, so that whoever makes Levers in another way can ask the same question.
 """
@@ -22,8 +22,6 @@ from tightfit.types import (
     Levers,
     Lora,
     Loss,
-    Mamba1,
-    Mamba2,
     Method,
     ModelShape,
     Offload,
@@ -88,7 +86,8 @@ _BUCKET_FLAGS = (
     "persistence_threshold",
     "max_live_parameters",
 )
-_LORA_FLAGS = ("lora_rank", "lora_targets", "adapter_dtype")
+_LORA_FLAGS = {"lora_rank": Lora().rank, "lora_targets": "all", "adapter_dtype": Lora().adapter_dtype}
+"""With their defaults, which a program may pass whatever the method is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +138,6 @@ def levers_from_flags(flags: Flags, shape: ModelShape, base: Levers | None = Non
         changes["checkpointing"] = checkpointing_from_word(given["checkpointing"])
     changes["lora"] = _lora(given, changes.get("method", base.method), base.lora)
     levers = replace(base, **changes)
-    if "scan" in given and not _has_scan(shape):
-        raise ConfigError(f"--scan is for Mamba models, and {shape.name} has no scan: leave it out")
     levers = _imply(levers)
     check_levers(levers, shape)
     return levers
@@ -216,7 +213,7 @@ def spelt(flag: str) -> str:
 
 def _lora(given: dict[str, Any], method: Method, base: Lora | None) -> Lora | None:
     if method == "full":
-        said = next((flag for flag in _LORA_FLAGS if flag in given), None)
+        said = next((flag for flag, usual in _LORA_FLAGS.items() if given.get(flag, usual) != usual), None)
         if said:
             raise ConfigError(f"{spelt(said)} needs --method lora or qlora: full training has no adapters")
         return None
@@ -245,10 +242,6 @@ def _check_targets(targets: tuple[str, ...], shape: ModelShape) -> None:
         if not any(path == target or path.endswith("." + target) for path in paths):
             names = sorted({path.rpartition(".")[2] for path in paths})
             raise ConfigError(f"{shape.name} has no layer called {target!r} for --lora-targets{meant(target, names)}")
-
-
-def _has_scan(shape: ModelShape) -> bool:
-    return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
 
 
 def _imply(levers: Levers) -> Levers:

@@ -31,6 +31,8 @@ class FoundConfig:
     notes: tuple[str, ...] = ()
     called: str | None = None
     """The size that the name promises; see `presets`."""
+    is_block: bool = False
+    """Hand-written shape fields, in which every key must be known."""
 
 
 def load_model(word: str, *, trust_trace: bool = False) -> ModelShape:
@@ -41,7 +43,7 @@ def load_model(word: str, *, trust_trace: bool = False) -> ModelShape:
     """
     found = find_config(word)
     try:
-        shape = shape_from_config(found.config, found.name)
+        shape = (shape_from_fields if found.is_block else shape_from_config)(found.config, found.name)
     except NotByName:
         if not trust_trace:
             raise
@@ -142,11 +144,20 @@ def _without_fraction(config: dict[str, object]) -> dict[str, object]:
 def _promise(found: FoundConfig, shape: ModelShape) -> tuple[str, ...]:
     if found.called is None:
         return ()
+    promised = float(found.called.removesuffix("B")) * 1e9
+    if abs(shape.parameters / promised - 1) < HONEST:
+        return ()
     return (f"called {found.called}, really {shape.parameters / 1e9:.2f}B",)
 
 
+HONEST = 0.05
+"""A name that is this close to the count needs no correction."""
+
+
 def _local(path: Path) -> FoundConfig:
-    """A folder with a config.json, or the file itself."""
+    """A folder with a config.json, the file itself, or a YAML file with a block of shape fields."""
+    if path.suffix in (".yaml", ".yml"):
+        return FoundConfig(path.stem, _read_block(path), is_block=True)
     if not path.is_dir():
         name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
         return FoundConfig(name, _read_json(path, str(path)))
@@ -156,6 +167,23 @@ def _local(path: Path) -> FoundConfig:
     if (path / "adapter_config.json").is_file():
         raise ModelError(f"the folder {shown(str(path))} holds a LoRA adapter: give the model that it adapts")
     raise ModelError(f"the folder {shown(str(path))} has no config.json")
+
+
+def _read_block(path: Path) -> Mapping[str, object]:
+    """Shape fields of a YAML file: the whole of it, or its `model:` with the family beside it."""
+    import yaml
+
+    try:
+        block = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"cannot read shape fields from {shown(str(path))}: {reason}") from error
+    if isinstance(block, dict) and isinstance(block.get("model"), dict):
+        family = {key: block[key] for key in ("family", "model_type") if key in block}
+        block = {**family, **block["model"]}
+    if not isinstance(block, dict):
+        raise ModelError(f"{shown(str(path))} holds no block of shape fields such as family, d_model, n_layers")
+    return {str(key): value for key, value in block.items()}
 
 
 def _read_json(path: Path, name: str) -> Mapping[str, object]:

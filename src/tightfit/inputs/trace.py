@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tightfit
 from tightfit.inputs.spelling import shown
 from tightfit.types import Block, ModelError, ModelShape, NormKind, Tensor, Traced
 
@@ -34,7 +33,7 @@ def trace_config(config: Mapping[str, object], name: str, *, python: str = sys.e
 
 
 def _spawn(path: Path, name: str, python: str) -> dict[str, Any]:
-    source = str(Path(tightfit.__file__).parents[1])
+    source = str(Path(__file__).resolve().parents[2])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     # Nothing to fetch and nothing to run on a GPU: neither should be tried.
     environment = {

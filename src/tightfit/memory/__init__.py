@@ -69,14 +69,14 @@ def _resting(step: Components) -> Components:
 
 def _evaluation(job: Job, step: Components) -> Components:
     """A forward pass that keeps nothing, then the logits."""
-    head = job.acts.head
-    passing: Components = {"recompute": job.acts.evaluation, "temporaries": job.workspaces}
-    logits: Components = {"logits": head.eval_logits, "temporaries": job.workspaces}
-    worst = max(passing, logits, key=lambda part: sum(part.values()))
-    gathered: Components = {}
+    passing: Components = {"recompute": job.acts.evaluation}
+    logits: Components = {"logits": job.acts.head.eval_logits}
     if job.levers.engine == "zero3":
-        gathered = {"gathered_weights": zero3.gathered_of(job).forward * job.weights.width}
-    return combine(_resting(step), gathered, worst)
+        whole = zero3.gathered_of(job)
+        passing["gathered_weights"] = whole.forward * job.weights.width
+        logits["gathered_weights"] = whole.loss * job.weights.width
+    worst = max(passing, logits, key=lambda part: sum(part.values()))
+    return combine(_resting(step), worst, {"temporaries": job.workspaces})
 
 
 def _sorted(parts: Components) -> Components:

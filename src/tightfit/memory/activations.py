@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from tightfit.memory import weights as weights_of
 from tightfit.memory.layers import layer_cost, layer_input_bytes
@@ -14,8 +15,7 @@ from tightfit.memory.weights import WIDTH
 from tightfit.types import Attention, Levers, ModelShape
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """One layer's turn in the backward pass."""
 
     layer: int
@@ -48,8 +48,14 @@ class Activations:
 
 
 def activations(shape: ModelShape, levers: Levers) -> Activations:
-    return _activations(shape, setting_of(levers), levers.checkpointing.layers, levers.checkpointing.offload,
-                        levers.frozen_layers, levers.loss == "fused")
+    return _activations(
+        shape,
+        setting_of(levers),
+        levers.checkpointing.layers,
+        levers.checkpointing.offload,
+        levers.frozen_layers,
+        levers.loss == "fused",
+    )
 
 
 def setting_of(levers: Levers) -> Setting:
@@ -104,9 +110,7 @@ def _activations(
     )
 
 
-def _moment(
-    index: int, below: int, own: int, cost: LayerCost, stream: int, *, again: bool, offloaded: bool
-) -> Moment:
+def _moment(index: int, below: int, own: int, cost: LayerCost, stream: int, *, again: bool, offloaded: bool) -> Moment:
     """A recomputed layer holds its input, runs forwards once more, then backwards."""
     returned = stream if offloaded else 0
     if again:

@@ -1,82 +1,268 @@
-"""Softmax attention on a tape: projections, rotary embedding, the kernel."""
+"""Softmax attention on a tape: projections, rotary embedding, the kernel.
+
+Two facts about layout decide copies here. Heads are split by a view and a transpose, so a gradient that comes
+back head by head is copied before the projection can use it. And a fused kernel lays its output out as its
+query is laid out: where the query was put together with `cat` (partial rotary), the output has to be copied
+back into token order, and autograd keeps both.
+"""
 
 from __future__ import annotations
 
-from tightfit.memory.operations import FP32, Operations
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from tightfit.memory.operations import FP32, Operations, Setting
 from tightfit.memory.tape import Slot
 from tightfit.types import Attention
 
-FUSED = ("self_attn.qkv_proj", "attn.c_attn", "attention.query_key_value")
-OUTPUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "self_attn.dense")
+Kernel = Literal["flash", "efficient", "math", "eager"]
+
+SLICED = "self_attn.qkv_proj"
+FUSED = (SLICED, "attn.c_attn", "attention.query_key_value")
+OUTPUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense")
+
+WIDEST_FLASH_HEAD = 256
+MASK_ALIGNMENT = 16
+"""Elements to which PyTorch pads the rows of a mask for its memory-efficient kernel."""
+SUM_ALIGNMENT = 32
+"""Queries to which that kernel pads its row sums."""
 
 
 def attention(ops: Operations, x: Slot, shape: Attention, hidden: int) -> Slot:
-    q_features, kv_features = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if shape.fused_qkv:
-        fused = ops.linear(x, ops.find(*FUSED), q_features + 2 * kv_features, hidden)
-        q, k, v = _split(ops, fused, q_features, kv_features, rotary=shape.rotary)
-    else:
-        q = ops.linear(x, "self_attn.q_proj", q_features, hidden)
-        k = ops.linear(x, "self_attn.k_proj", kv_features, hidden)
-        v = ops.linear(x, "self_attn.v_proj", kv_features, hidden)
-    if shape.qk_norm:
-        q, k = _norm_heads(ops, q, k, shape)
+    kernel = kernel_of(shape, ops.setting)
+    q, k, v = _project(ops, x, shape, hidden, by_head=kernel in ("eager", "math"))
+    if shape.qk_norm and shape.qk_norm_kind == "gemma":
+        q, k = _norm(ops, q, shape, shape.heads), _norm(ops, k, shape, shape.kv_heads)
     if shape.rotary:
-        q, k = _rotate(ops, q, q_features), _rotate(ops, k, kv_features)
-    if shape.softcap or ops.setting.attention == "eager":
-        context = _eager(ops, q, k, v, shape)
+        q, k = _rotate(ops, q, k, shape)
+    context = _KERNELS[kernel](ops, q, k, v, shape)
+    out = ops.linear(context, ops.find(*OUTPUT), hidden, shape.heads * shape.head_dim)
+    ops.tape.hold(q, k, v, *ops.local)
+    return out
+
+
+def kernel_of(shape: Attention, setting: Setting) -> Kernel:
+    """What really runs. `sdpa` is a choice between PyTorch's kernels, each with its own conditions.
+
+    Its flash kernel takes no mask, heads of at most 256 and 16-bit numbers on a card that has it; its
+    memory-efficient one takes all of that, but no grouped heads. transformers repeats the heads for it only
+    where there is a mask or the heads are too wide; otherwise grouped heads end in plain matrix products.
+    """
+    if setting.attention == "eager" or (shape.softcap and setting.attention == "sdpa"):
+        return "eager"
+    if setting.attention == "flash":
+        return "flash"
+    if _is_masked(shape, setting) or shape.head_dim > WIDEST_FLASH_HEAD:
+        return "efficient"
+    if setting.flash_capable:
+        return "flash"
+    return "efficient" if shape.kv_heads == shape.heads else "math"
+
+
+def _is_masked(shape: Attention, setting: Setting) -> bool:
+    """A window shorter than the sequence needs a mask; causality alone does not."""
+    return shape.sliding_window is not None and setting.sequence > shape.sliding_window
+
+
+def _project(ops: Operations, x: Slot, shape: Attention, hidden: int, *, by_head: bool) -> tuple[Slot, Slot, Slot]:
+    q_features, kv_features = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    copied = shape.rotary or by_head  # the fused kernels' own gradients come in token order
+    if shape.fused_qkv:
+        return _project_fused(ops, x, shape, hidden, copies=(copied, copied, by_head))
+    norms_here = shape.qk_norm and shape.qk_norm_kind != "gemma"
+    q = ops.tape.view(ops.linear(x, "self_attn.q_proj", q_features, hidden), copies_grad=copied)
+    if norms_here:
+        q = _norm(ops, q, shape, shape.heads)
+    k = ops.tape.view(ops.linear(x, "self_attn.k_proj", kv_features, hidden), copies_grad=copied)
+    if norms_here:
+        k = _norm(ops, k, shape, shape.kv_heads)
+    v = ops.tape.view(ops.linear(x, "self_attn.v_proj", kv_features, hidden), copies_grad=by_head)
+    return q, k, v
+
+
+def _project_fused(
+    ops: Operations, x: Slot, shape: Attention, hidden: int, *, copies: tuple[bool, bool, bool]
+) -> tuple[Slot, Slot, Slot]:
+    """Three views of one storage: whoever keeps one of them keeps it all."""
+    tape, module = ops.tape, ops.find(*FUSED)
+    q_features, kv_features = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    fused = ops.linear(x, module, q_features + 2 * kv_features, hidden)
+    sizes = (ops.size(q_features), ops.size(kv_features), ops.size(kv_features))
+    if module == SLICED:
+        # Slices: each gradient is laid into zeros of the whole, and these are added up.
+        parts: tuple[Slot, ...] = tuple([tape.view(fused, size=size, copies_grad=True) for size in sizes])
+    elif shape.rotary:
+        # gpt_neox splits head by head, and turns the joined gradient back into token order.
+        parts = tape.split(tape.view(fused, copies_grad=True), sizes)
+        return parts[0], parts[1], parts[2]
     else:
-        context = _kernel(ops, q, k, v, shape)
-    return ops.linear(context, ops.find(*OUTPUT), hidden, q_features)
+        parts = tape.split(fused, sizes)
+    q, k, v = (tape.view(part, copies_grad=copy) for part, copy in zip(parts, copies, strict=True))
+    return q, k, v
 
 
-def _split(ops: Operations, fused: Slot, q_features: int, kv_features: int, *, rotary: bool) -> tuple[Slot, Slot, Slot]:
-    """Three views of one storage. Whoever keeps one of them keeps it all; their gradients are joined anew."""
-    del q_features, kv_features, rotary, ops
-    return fused, fused, fused
+def _norm(ops: Operations, x: Slot, shape: Attention, heads: int) -> Slot:
+    if shape.qk_norm_whole:
+        return ops.norm(x, shape.head_dim * heads, shape.qk_norm_kind)
+    normed = ops.norm(x, shape.head_dim, shape.qk_norm_kind, rows=heads)
+    # a LayerNorm a head (stablelm), then put together again
+    return ops.tape.op((normed,), normed.size) if shape.qk_norm_kind == "layer" else normed
 
 
-def _norm_heads(ops: Operations, q: Slot, k: Slot, shape: Attention) -> tuple[Slot, Slot]:
-    kind = "gemma" if shape.qk_norm == "gemma" else "rms"
-    return (
-        ops.norm(q, shape.head_dim, kind, rows=shape.heads),
-        ops.norm(k, shape.head_dim, kind, rows=shape.kv_heads),
-    )
+# --- rotary -------------------------------------------------------------------------------------
 
 
-def _rotate(ops: Operations, x: Slot, features: int) -> Slot:
+def _rotate(ops: Operations, q: Slot, k: Slot, shape: Attention) -> tuple[Slot, Slot]:
+    rotated_q, rotated_k = _rotate_one(ops, q, shape), _rotate_one(ops, k, shape)
+    if _joins(shape):
+        rotated_q, rotated_k = _join(ops, rotated_q, q), _join(ops, rotated_k, k)
+    elif shape.rotary_fp32:
+        rotated_q, rotated_k = ops.tape.op((rotated_q,), q.size), ops.tape.op((rotated_k,), k.size)
+    ops.tape.hold(q, k)
+    if _joins(shape) and not shape.fused_qkv:
+        ops.local += (q, k)  # stablelm has variables for the parts
+    return rotated_q, rotated_k
+
+
+def _rotate_one(ops: Operations, x: Slot, shape: Attention) -> Slot:
     """x·cos + rotate_half(x)·sin. cos and sin are the model's; x itself is not kept."""
-    size = ops.size(features)
-    return ops.tape.op((x,), size, forward_temp=2 * size, backward_temp=2 * size, grad_sizes=(size,))
+    part = x.size if shape.rotary_dim is None else x.size * shape.rotary_dim // shape.head_dim
+    if shape.rotary_fp32:
+        part = part * FP32 // ops.setting.width
+    return ops.tape.op((x,), part, forward_temp=2 * part, backward_temp=2 * part)
 
 
-def _kernel(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
+def _joins(shape: Attention) -> bool:
+    """Families that may rotate a part of each head put it together with the rest, even where that is empty."""
+    return shape.rotary and (shape.rotary_dim is not None or shape.fused_qkv)
+
+
+def _join(ops: Operations, rotated: Slot, x: Slot) -> Slot:
+    """cat with the part that is not rotated, be it empty; backwards, its gradient is laid into zeros."""
+    return ops.tape.op((rotated, x), x.size)
+
+
+# --- kernels ------------------------------------------------------------------------------------
+
+
+def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
     """Flash attention, torch's own or the package's: keeps q, k, v, its output and the row sums."""
-    size = ops.size(shape.heads * shape.head_dim)
     sums = ops.size(shape.heads, FP32)
     # The backward accumulates dq in fp32; with grouped heads dk and dv are first written for every head.
     accumulator = ops.size(shape.heads * shape.head_dim, FP32) + sums
-    expanded = 2 * size if shape.kv_heads != shape.heads else 0
-    return ops.tape.op(
-        (q, k, v), size, saves=(q, k, v), saves_output=True, makes=(sums,), backward_temp=accumulator + expanded,
-        grad_sizes=(size, *(2 * [ops.size(shape.kv_heads * shape.head_dim)])),
+    expanded = 2 * q.size if shape.kv_heads != shape.heads else 0
+    context = ops.tape.op(
+        (q, k, v), q.size, saves=(q, k, v), saves_output=True, makes=(sums,), backward_temp=accumulator + expanded
     )
+    return _token_order(ops, context, shape)
+
+
+def _efficient(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
+    """PyTorch's memory-efficient kernel, on heads that transformers has repeated.
+
+    A boolean mask becomes an additive one, made for this call, its rows padded; the kernel keeps it. The output
+    comes in token order, whatever the query's.
+    """
+    setting = ops.setting
+    key, value = _repeat(ops, k, shape), _repeat(ops, v, shape)
+    padded = -(-setting.sequence // SUM_ALIGNMENT) * SUM_ALIGNMENT
+    sums = setting.micro_batch * shape.heads * padded * FP32
+    rows = -(-setting.sequence // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    mask = setting.micro_batch * setting.sequence * rows * setting.width
+    accumulator = ops.size(shape.heads * shape.head_dim, FP32) if setting.width < FP32 else 0
+    context = ops.tape.op(
+        (q, key, value),
+        q.size,
+        saves=(q, key, value),
+        saves_output=True,
+        makes=(sums, mask) if _is_masked(shape, setting) else (sums,),
+        backward_temp=sums + accumulator,
+    )
+    ops.tape.hold(key, value)
+    return context
+
+
+def _math(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
+    """PyTorch's fallback: matrix products in fp32, with the whole score matrix."""
+    tape, setting = ops.tape, ops.setting
+    features, pairs = shape.heads * shape.head_dim, shape.heads * setting.sequence
+    narrow = shape.kv_heads * shape.head_dim
+    q32, k32, v32 = ops.cast(q, features, FP32), ops.cast(k, narrow, FP32), ops.cast(v, narrow, FP32)
+    whole = ops.times_constant(q32)
+    key, value = _repeat(ops, k32, shape), _repeat(ops, v32, shape)
+    scaled = ops.times_constant(key)
+    query = whole if _joins(shape) else _by_head(ops, whole)
+    keys = scaled if key is not k32 or _joins(shape) else _by_head(ops, scaled)
+    values = value if value is not v32 else _by_head(ops, value)
+    causal = setting.sequence * setting.sequence * FP32
+    scores = tape.op((query, keys), ops.size(pairs, FP32), saves=(query, keys), forward_temp=causal)
+    weights = ops.output_saving(scores)
+    returned = ops.cast(weights, pairs, setting.width)  # beside the output, though nobody takes it
+    mixed = tape.op((weights, values), ops.size(features, FP32), saves=(weights, values))
+    context = ops.cast(mixed, features, setting.width)
+    tape.hold(q32, k32, v32, whole, key, value, weights, returned)
+    return tape.op((context,), q.size)
+
+
+def _token_order(ops: Operations, context: Slot, shape: Attention) -> Slot:
+    """transpose(1, 2).contiguous(): a copy only where the query was contiguous head by head."""
+    return ops.tape.op((context,), context.size) if _joins(shape) else context
+
+
+def _repeat(ops: Operations, x: Slot, shape: Attention) -> Slot:
+    """repeat_kv: a copy for every head; nothing where each query head has its own."""
+    if shape.kv_heads == shape.heads:
+        return x
+    return ops.tape.op((x,), x.size * shape.heads // shape.kv_heads)
 
 
 def _eager(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
-    """Hugging Face's eager attention: the whole score matrix, its fp32 softmax and that cast back."""
-    size = ops.size(shape.heads * shape.head_dim)
-    if shape.kv_heads != shape.heads:
-        k, v = ops.tape.op((k,), size), ops.tape.op((v,), size)  # repeat_kv
-    setting = ops.setting
+    """Hugging Face's eager attention: the whole score matrix, its fp32 softmax and that cast back.
+
+    Its products want (batch · heads, …): with more than one sequence, what is not laid out so is copied.
+    """
+    tape, setting = ops.tape, ops.setting
     pairs = shape.heads * setting.sequence
-    scores = ops.tape.op((q, k), ops.size(pairs), saves=(q, k))
-    scaled = ops.tape.op((scores,), ops.size(pairs))
+    repeated = key, value = _repeat(ops, k, shape), _repeat(ops, v, shape)
+    query = q if _joins(shape) else _by_head(ops, q)
+    key = key if key is not k or _joins(shape) else _by_head(ops, key)
+    scores = tape.op((query, key), ops.size(pairs), saves=(query, key))
+    scores = ops.times_constant(scores)
     if shape.softcap:
-        scaled = ops.tape.op((scaled,), ops.size(pairs), saves_output=True, forward_temp=2 * ops.size(pairs))
-        scaled = ops.tape.op((scaled,), ops.size(pairs))
-    masked = ops.add(scaled, Slot(0, False), size=ops.size(pairs))
-    softmax = ops.tape.op((masked,), ops.size(pairs, FP32), saves_output=True, backward_temp=ops.size(pairs, FP32))
-    weights = ops.cast(softmax, pairs, setting.width)
-    mixed = ops.tape.op((weights, v), size, saves=(weights, v))
-    return ops.tape.op((mixed,), size)  # transpose(1, 2).contiguous()
+        scores = ops.times_constant(ops.output_saving(ops.times_constant(scores)))
+    scores = ops.plus_constant(scores)  # the mask
+    weights = _softmax(ops, scores, pairs, fp32=not _is_gpt2(ops))
+    if shape.dropout:
+        weights = ops.dropout(weights)
+    value = value if value is not v else _by_head(ops, value)
+    mixed = tape.op((weights, value), q.size, saves=(weights, value))
+    ops.returned.append(weights)
+    context = tape.op((mixed,), q.size)  # transpose(1, 2).contiguous()
+    tape.hold(*repeated)
+    return context
+
+
+def _is_gpt2(ops: Operations) -> bool:
+    return "attn.c_attn.weight" in ops.tensors
+
+
+def _softmax(ops: Operations, scores: Slot, pairs: int, *, fp32: bool) -> Slot:
+    """softmax(dtype=float32).to(dtype); gpt2 stays in the working precision."""
+    if not fp32:
+        return ops.output_saving(scores)
+    wide = ops.cast(scores, pairs, FP32)
+    softmax = ops.output_saving(wide)
+    ops.tape.hold(scores)
+    return ops.cast(softmax, pairs, ops.setting.width)
+
+
+def _by_head(ops: Operations, x: Slot) -> Slot:
+    return x if ops.setting.micro_batch == 1 else ops.tape.op((x,), x.size)
+
+
+_KERNELS: Mapping[Kernel, Callable[[Operations, Slot, Slot, Slot, Attention], Slot]] = {
+    "flash": _flash,
+    "efficient": _efficient,
+    "math": _math,
+    "eager": _eager,
+}

@@ -9,15 +9,14 @@ concatenates). So the peak is a matter of order, and it is found by following th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from tightfit.memory.activations import Activations
 from tightfit.memory.gathered import Gathered
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
+class Peak(NamedTuple):
     """The parts of the worst moment."""
 
     activations: int
@@ -36,15 +35,23 @@ NOTHING = Peak(0, 0, 0, 0, 0)
 
 
 @lru_cache(maxsize=2048)
-def bucketed(acts: Activations, bucket: int, tied_grad: int, embedding_grad: int, gathered: Gathered | None) -> Peak:
+def bucketed(
+    acts: Activations,
+    bucket: int,
+    tied_grad: int,
+    embedding_grad: int,
+    gathered: Gathered | None,
+    leaving_parts: int = 0,
+) -> Peak:
     """Gradients leave through a bucket of `bucket` elements. The bucket itself is not counted, its copies are.
 
     A gradient that fills a bucket by itself is reduced in place by stage 3; stage 2 cuts it by owner first,
-    and joining the pieces is a copy.
+    and joining the pieces is a copy. `leaving_parts`: stage 3 with an offloaded optimizer brings each reduced
+    part, one of so many of its parameter, back to the GPU and upcasts it for its norm.
     """
     lone_copy = gathered is None
     width = acts.setting.width
-    fill = 0
+    fill = largest = 0
     oversized = 0
     """A gradient larger than the bucket waits by itself until the next one comes."""
     head = 0 if tied_grad else acts.head.head_grad
@@ -59,9 +66,11 @@ def bucketed(acts: Activations, bucket: int, tied_grad: int, embedding_grad: int
             count = grad // width
             if fill + count > bucket:
                 copy = fill * width if lone_copy or not oversized else 0
+                copy += _leaving(largest, leaving_parts, width)
                 flush = Peak(kept, live, tied_grad + oversized + grad, copy, whole_now * width)
                 best = max(best, flush, key=lambda peak: peak.total)
-                fill, oversized = 0, 0
+                fill, largest, oversized = 0, 0, 0
+            largest = max(largest, count)
             if count > bucket:
                 oversized = grad
             fill += count
@@ -70,9 +79,23 @@ def bucketed(acts: Activations, bucket: int, tied_grad: int, embedding_grad: int
         whole = 0 if gathered is None else gathered.embedding
         lone = embedding_grad if lone_copy and embedding_grad > bucket * width else 0
         copy = max(fill * width if lone_copy or not oversized else 0, lone)
-        last = Peak(0, 0, tied_grad + oversized + embedding_grad, copy, whole * width)
-        best = max(best, last, key=lambda peak: peak.total)
+        copy = max(
+            copy + _leaving(largest, leaving_parts, width), _leaving(embedding_grad // width, leaving_parts, width)
+        )
+        # a tied head's gradient is first added to it; only then does it go to the bucket
+        joined = Peak(0, 0, tied_grad + oversized + embedding_grad, 0, whole * width)
+        handed = Peak(0, 0, oversized + embedding_grad, copy, whole * width)
+        best = max(best, joined, handed, key=lambda peak: peak.total)
     return best
+
+
+NORM_ELEMENTS = 250_000_000
+"""`_constant_buffered_norm2` upcasts a gradient in pieces of this many elements, to fp64."""
+
+
+def _leaving(numel: int, parts: int, width: int) -> int:
+    part = -(-numel // parts) if parts else 0
+    return 8 * min(part, NORM_ELEMENTS) + width * part
 
 
 @lru_cache(maxsize=2048)

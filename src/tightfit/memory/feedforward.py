@@ -2,27 +2,101 @@
 
 from __future__ import annotations
 
-from tightfit.memory.operations import FP32, Operations
+from tightfit.memory.operations import FP32, INT64, Operations
 from tightfit.memory.tape import Slot
 from tightfit.types import Mlp, Moe
 
-INT64 = 8
-UP = ("mlp.up_proj", "mlp.c_fc", "mlp.dense_h_to_4h", "mlp.fc1")
-DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h", "mlp.fc2")
+INT32 = 4
+UP = ("mlp.up_proj", "mlp.c_fc", "mlp.dense_h_to_4h")
+DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h")
 
 
-def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int, prefix: str = "") -> Slot:
+def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int) -> Slot:
     inner = shape.intermediate
-    up, down = tuple(prefix + name for name in UP), tuple(prefix + name for name in DOWN)
     if shape.fused_gate_up:
-        gate = up_out = ops.linear(x, "mlp.gate_up_proj", 2 * inner, hidden)
-        active = ops.tape.op((gate,), ops.size(inner), saves=(gate,), grad_sizes=(ops.size(inner),))
-        product = ops.tape.op(
-            (up_out, active), ops.size(inner), saves=(up_out, active), grad_sizes=(2 * ops.size(inner), ops.size(inner))
-        )
+        gate_up = ops.linear(x, "mlp.gate_up_proj", 2 * inner, hidden)
+        gate, up = ops.tape.split(gate_up, (ops.size(inner), ops.size(inner)))
+        product = ops.multiply(up, ops.activate(gate, shape.activation))
     elif shape.gated:
-        active = ops.activate(ops.linear(x, "mlp.gate_proj", inner, hidden), shape.activation)
-        product = ops.multiply(active, ops.linear(x, ops.find(*up), inner, hidden))
+        return _gated(ops, x, shape.activation, inner, hidden, "mlp")
     else:
-        product = ops.activate(ops.linear(x, ops.find(*up), inner, hidden), shape.activation)
-    return ops.linear(product, ops.find(*down), hidden, inner)
+        product = ops.activate(ops.linear(x, ops.find(*UP), inner, hidden), shape.activation)
+    out = ops.linear(product, ops.find(*DOWN), hidden, inner)
+    ops.tape.hold(x)
+    return out
+
+
+def _gated(ops: Operations, x: Slot, activation: str, inner: int, hidden: int, prefix: str) -> Slot:
+    active = ops.activate(ops.linear(x, f"{prefix}.gate_proj", inner, hidden), activation)
+    product = ops.multiply(active, ops.linear(x, f"{prefix}.up_proj", inner, hidden))
+    out = ops.linear(product, f"{prefix}.down_proj", hidden, inner)
+    ops.tape.hold(x)
+    return out
+
+
+def moe(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
+    """A router and experts that are computed in one grouped product (transformers' `grouped_mm`)."""
+    shared = None
+    if shape.shared_intermediate:
+        shared = _gated(ops, x, shape.activation, shape.shared_intermediate, hidden, "mlp.shared_expert")
+    scores = _route(ops, x, shape, hidden)
+    out = _experts(ops, x, scores, shape, hidden)
+    if shared is None:
+        return out
+    gate = ops.output_saving(ops.linear(x, "mlp.shared_expert_gate", 1, hidden))
+    gated = ops.tape.op((gate, shared), shared.size, saves=(gate, shared), backward_temp=shared.size)
+    total = ops.add(out, gated)
+    ops.tape.hold(x, out, gated)
+    return total
+
+
+def _route(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
+    """The weights of the chosen experts. The router is a bare matrix, so no adapter sits on it."""
+    tape, setting = ops.tape, ops.setting
+    trains = setting.trains_base
+    logits = tape.op(
+        (x,),
+        ops.size(shape.experts),
+        saves=(x,) if trains else (),
+        weight_grad=shape.experts * hidden * setting.width if trains else 0,
+    )
+    probabilities = ops.output_saving(ops.cast(logits, shape.experts, FP32))
+    chosen = tape.op((probabilities,), ops.size(shape.top_k, FP32), makes=(ops.size(shape.top_k, INT64),))
+    if not shape.scores_fp32:
+        return ops.cast(chosen, shape.top_k, setting.width)
+    # divided in place by their sum, for which autograd keeps the sum and a copy of what was there
+    total = tape.op((chosen,), ops.size(1, FP32))
+    return tape.op((chosen, total), chosen.size, saves=(total,), makes=(chosen.size,))
+
+
+def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) -> Slot:
+    """Every token stands once for each of its experts, sorted by expert."""
+    tape, setting = ops.tape, ops.setting
+    inner, rows = shape.intermediate, shape.top_k
+    index = ops.size(rows, INT64)
+    order = tape.op((), 2 * index)  # sorted expert numbers, and where each came from; variables both
+    gathered = tape.op((x,), ops.size(rows * hidden), makes=(index,))
+    weights = tape.op((scores,), scores.size, makes=(index,))
+    gate_up = _grouped(ops, gathered, shape, 2 * inner, hidden)
+    gate, up = tape.split(gate_up, (ops.size(rows * inner), ops.size(rows * inner)))
+    product = ops.multiply(ops.activate(gate, shape.activation), up)
+    down = _grouped(ops, product, shape, hidden, inner)
+    width = FP32 if shape.scores_fp32 else setting.width
+    wide = ops.size(rows * hidden, width)
+    weighted = tape.op((down, weights), wide, saves=(down, weights), backward_temp=wide + (wide - down.size or 0))
+    restored = tape.op((weighted,), wide, makes=(index,))
+    summed = tape.op((restored,), ops.size(hidden, width))
+    out = ops.cast(summed, hidden, setting.width)
+    tape.hold(x, scores, order, gathered, weights, down)
+    return out
+
+
+def _grouped(ops: Operations, x: Slot, shape: Moe, out_features: int, in_features: int) -> Slot:
+    setting = ops.setting
+    trains = setting.trains_base
+    return ops.tape.op(
+        (x,),
+        ops.size(shape.top_k * out_features),
+        saves=(x,) if trains else (),
+        weight_grad=shape.experts * out_features * in_features * setting.width if trains else 0,
+    )

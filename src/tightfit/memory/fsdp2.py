@@ -10,20 +10,19 @@ copies the group's gradients into one flat fp32 buffer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
-from tightfit.memory.zero0 import logits, quantising
+from tightfit.memory.zero0 import quantising
 from tightfit.types import Lora, ModelShape, PhaseName
 
 FP32 = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Elements of one `fully_shard` call."""
 
     trainable: int
@@ -44,17 +43,37 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     def whole(group: Group) -> int:
         return group.whole(width, _compute_width(job))
 
-    root = whole(embedding) if job.shape.tied else 0
-    first = 2 * whole(embedding) if not job.shape.tied else root
-    between = root + max(first - root + 2 * whole(layer), 3 * whole(layer))
-    top = root + (whole(head) if not job.shape.tied else 0)
+    head_whole, layer_whole, embedding_whole = whole(head), whole(layer), whole(embedding)
     return {
         "init": _initialise(job),
-        "forward": combine(base, kept, {"recompute": acts.forward, "gathered_weights": between}),
-        "loss": combine(base, kept, logits(job), {"gathered_weights": top + whole(layer)}),
+        "forward": combine(base, _forward(job, embedding_whole, layer_whole, head_whole)),
+        "loss": combine(base, kept, _loss(job, embedding_whole, layer_whole, head_whole)),
         "backward": combine(base, _backward(job, embedding, layer, head)),
         "step": combine(base, _step(job)),
     }
+
+
+def _forward(job: Job, embedding: int, layer: int, head: int) -> Components:
+    """The flat buffer of one gather lives until the next group has been gathered and copied out."""
+    acts, root = job.acts, embedding if job.shape.tied else 0
+    first: Components = {"recompute": acts.forward, "gathered_weights": embedding + root + 2 * layer}
+    kept = acts.kept + acts.shared
+    middle: Components = {"activations": kept, "recompute": acts.forward, "gathered_weights": root + 3 * layer}
+    top: Components = {"activations": kept, "gathered_weights": root + layer + 2 * head}
+    return max(first, middle, top, key=lambda part: sum(part.values()))
+
+
+def _loss(job: Job, embedding: int, layer: int, head: int) -> Components:
+    """The last gather's buffer goes when the forward pass ends; a head of its own is gathered again later."""
+    cost, root = job.acts.head, embedding if job.shape.tied else 0
+    norm = cost.saved_norm
+    before: Components = {
+        "activations": norm,
+        "logits": cost.forward_logits,
+        "gathered_weights": root + (layer if root else head),
+    }
+    after: Components = {"activations": norm, "logits": cost.backward_logits, "gathered_weights": root}
+    return max(before, after, key=lambda part: sum(part.values()))
 
 
 def _compute_width(job: Job) -> int:
@@ -110,27 +129,34 @@ def _backward(job: Job, embedding: Group, layer: Group, head: Group) -> Componen
     """The top layer with everything kept, or the embedding at the end with all gradients there."""
     acts, width, tied = job.acts, job.weights.width, job.shape.tied
     compute = _compute_width(job)
+    offloaded = job.levers.offload_param != "none"
     root = embedding.whole(width, compute) if tied else 0
-    reduce = layer.trainable * FP32
+    own = layer.whole(width, compute)
     earlier = _own_grads(job) if job.levers.accumulation > 1 else 0
-    candidates: list[Components] = []
+    reducing = 0 if tied else head.trainable * FP32  # the group above is still being reduced
     reduced = 0 if tied else share(head.trainable * FP32, job.world)
+    candidates: list[Components] = []
     for moment in acts.moments:
-        candidates.append({
-            "activations": moment.kept + acts.shared,
-            "recompute": moment.working_kept,
-            "gradients": job.tied_grad + (earlier or (0 if job.levers.offload_param != "none" else reduced)),
-            "buckets": reduce,
-            "gathered_weights": root + 2 * layer.whole(width, compute),
-        })
+        below = own if moment.layer or tied else embedding.whole(width, compute)
+        candidates.append(
+            {
+                "activations": moment.kept + acts.shared,
+                "recompute": moment.working_kept,
+                "gradients": job.tied_grad + (earlier or (0 if offloaded else reduced)),
+                "buckets": reducing,
+                "gathered_weights": root + own + below,
+            }
+        )
         reduced += share(layer.trainable * FP32, job.world)
-    last = embedding.trainable * (compute + FP32)
-    candidates.append({
-        "activations": acts.shared,
-        "gradients": (_own_grads(job)) + embedding.trainable * compute,
-        "buckets": last - embedding.trainable * compute,
-        "gathered_weights": root,
-    })
+        reducing = layer.trainable * FP32
+    candidates.append(
+        {
+            "activations": acts.shared,
+            "gradients": _own_grads(job) + embedding.trainable * compute,
+            "buckets": embedding.trainable * FP32,
+            "gathered_weights": root,
+        }
+    )
     return max(candidates, key=lambda part: sum(part.values()))
 
 

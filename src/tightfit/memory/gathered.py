@@ -6,8 +6,10 @@ the order of modules is known: every call of a module prefetches the parameters 
 `prefetch_bucket` at a time, as long as fewer than `max_live_parameters` are whole; and a parameter is not
 released when it is used again within `max_reuse_distance` elements. Modules are called far more often than
 there are buckets to fetch, so the prefetcher usually runs ahead until the limit on live parameters stops it,
-and overshoots by the tensor that crossed it. Counting one layer instead, as the folklore does, is off by
-gigabytes in both directions: a large embedding alone may exceed the limit.
+and overshoots by the tensor that crossed it. Several parameters fetched in one call travel in one flat buffer
+and are then copied out one by one; the buffer goes when the last of them has been used. Counting one layer
+instead, as the folklore does, is off by gigabytes in both directions: a large embedding alone may exceed the
+limit.
 
 The replay follows the coordinator call by call, one step of a complete trace. It depends on the model and
 the thresholds alone, so it is done once for a model and remembered.
@@ -15,28 +17,25 @@ the thresholds alone, so it is done once for a model and remembered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Param = tuple[int, int]
 """(identity, elements)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(NamedTuple):
     """One call site of a module: the parameters that it owns directly; persistent ones left out."""
 
     params: tuple[Param, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     prefetch: int
     max_live: int
     max_reuse: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(NamedTuple):
     """Whole elements, the most at any call of each stretch of the step."""
 
     forward: int
@@ -46,8 +45,7 @@ class Gathered:
     embedding: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Calls in order: (module, is it a forward call). A tag groups them for the report."""
 
     tag: int
@@ -65,7 +63,8 @@ def stretches(
     """One training step as the coordinator sees it: forwards, then each layer again where it recomputes, backwards."""
     calls = [Stretch(FORWARD, (EMPTY, EMPTY, embedding), True)]
     calls += [Stretch(FORWARD, layer, True) for layer in layers]
-    calls += [Stretch(HEAD, head, True), Stretch(HEAD, (EMPTY, *head[::-1]), False)]
+    calls += [Stretch(FORWARD, head[:-1], True), Stretch(HEAD, head[-1:], True)]
+    calls += [Stretch(HEAD, (EMPTY, *head[::-1]), False)]
     for index in range(len(layers) - 1, -1, -1):
         if recompute[index]:
             calls.append(Stretch(index, layers[index], True))
@@ -80,7 +79,7 @@ def replay(calls: list[Stretch], limits: Limits) -> Gathered:
     for stretch in calls:
         for module in stretch.modules:
             coordinator.fetch(module)
-            most[stretch.tag] = max(most.get(stretch.tag, 0), coordinator.live)
+            most[stretch.tag] = max(most.get(stretch.tag, 0), coordinator.live + coordinator.flat)
             coordinator.release(module)
     n_layers = max((stretch.tag for stretch in calls), default=-1) + 1
     return Gathered(
@@ -91,6 +90,17 @@ def replay(calls: list[Stretch], limits: Limits) -> Gathered:
     )
 
 
+class _Group:
+    """Parameters that share one flat buffer."""
+
+    __slots__ = ("copied", "numel", "waiting")
+
+    def __init__(self, numel: int, waiting: int) -> None:
+        self.numel = numel
+        self.waiting = waiting
+        self.copied = False
+
+
 class _Coordinator:
     """`PartitionedParameterCoordinator` with a complete trace, reduced to its bookkeeping."""
 
@@ -98,6 +108,9 @@ class _Coordinator:
         self.limits = limits
         self.step = 0
         self.live = 0
+        self.flat = 0
+        """Elements of flat buffers that have been copied out but are still referenced."""
+        self.group_of: dict[int, _Group] = {}
         self.available: set[int] = set()
         self.queue = [(param, step) for step, module in enumerate(order) for param in module.params]
         self.next_in_queue = 0
@@ -111,10 +124,8 @@ class _Coordinator:
         self.use_cursor = dict.fromkeys(self.uses, 0)
 
     def fetch(self, module: Module) -> None:
-        for identity, numel in module.params:
-            if identity not in self.available:
-                self.available.add(identity)
-                self.live += numel
+        self._gather([param for param in module.params if param[0] not in self.available])
+        self._wait(module)
         while self.next_in_queue < len(self.queue) and self.queue[self.next_in_queue][1] <= self.step:
             (identity, _), step = self.queue[self.next_in_queue]
             self.fetched_for[identity] = max(step, self.fetched_for.get(identity, -1))
@@ -122,17 +133,38 @@ class _Coordinator:
         self._prefetch()
         self.step += 1
 
+    def _gather(self, params: list[Param]) -> None:
+        for identity, numel in params:
+            self.available.add(identity)
+            self.live += numel
+        if len(params) > 1:
+            group = _Group(sum(numel for _, numel in params), len(params))
+            self.group_of.update((identity, group) for identity, _ in params)
+
+    def _wait(self, module: Module) -> None:
+        """The first wait on a flat buffer copies all of its parameters out; the last one lets it go."""
+        groups = [self.group_of.pop(identity) for identity, _ in module.params if identity in self.group_of]
+        for group in groups:
+            if not group.copied:
+                group.copied = True
+                self.flat += group.numel
+        for group in groups:
+            group.waiting -= 1
+            if group.waiting == 0:
+                self.flat -= group.numel
+
     def _prefetch(self) -> None:
         room = min(self.limits.max_live - self.live, self.limits.prefetch)
-        taken = 0
-        while taken < room and self.next_in_queue < len(self.queue):
+        taken: list[Param] = []
+        numel_taken = 0
+        while numel_taken < room and self.next_in_queue < len(self.queue):
             (identity, numel), step = self.queue[self.next_in_queue]
             self.next_in_queue += 1
             self.fetched_for[identity] = max(step, self.fetched_for.get(identity, -1))
-            if identity not in self.available:
-                self.available.add(identity)
-                taken += numel
-        self.live += taken
+            if identity not in self.available and all(identity != other for other, _ in taken):
+                taken.append((identity, numel))
+                numel_taken += numel
+        self._gather(taken)
 
     def release(self, module: Module) -> None:
         for identity, numel in module.params:

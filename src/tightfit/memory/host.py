@@ -2,7 +2,8 @@
 
 Pinned buffers are the trap: PyTorch's caching host allocator rounds each of them up to a power of two and
 never gives one back, so the 4-bytes-an-element arithmetic of guides is short by up to a factor of two. Every
-buffer below is one that DeepSpeed pins when `pin_memory` is on.
+buffer below is one that DeepSpeed pins when `pin_memory` is on. NVMe staging buffers are locked by DeepSpeed's
+own allocator, which does not round.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def _zero12(job: Job) -> Components:
     largest = pinned(job.weights.largest_trainable * width, pin=pin)
     accumulating = 0
     if job.levers.accumulation > 1 and job.levers.master_weights:
-        accumulating = numel * width  # accumulated_grads_in_cpu, one buffer a parameter
+        # accumulated_grads_in_cpu: one buffer for each parameter of the partition
+        accumulating = sum(pinned(each * width, pin=pin) for each in _first(job.weights.trainable, numel))
     return {
         "master_weights": pinned(numel * job.master_width, pin=pin),
         "gradients": pinned(numel * job.master_width, pin=pin) + accumulating,
@@ -66,6 +68,16 @@ def _zero12(job: Job) -> Components:
     }
 
 
+def _first(trainable: tuple[int, ...], numel: int) -> list[int]:
+    """The parameters that overlap the first `numel` elements."""
+    taken: list[int] = []
+    for each in trainable:
+        if sum(taken) >= numel:
+            break
+        taken.append(each)
+    return taken
+
+
 def _zero3_params(job: Job) -> Components:
     levers, own = job.levers, shards_of(job)
     if levers.offload_param == "none":
@@ -73,7 +85,7 @@ def _zero3_params(job: Job) -> Components:
     width, pin = job.weights.trainable_width, levers.buckets.pin_memory
     if levers.offload_param == "nvme":
         buckets = levers.buckets
-        return {"buckets": pinned(buckets.param_buffer_count * buckets.param_buffer_size * width, pin=pin)}
+        return {"buckets": buckets.param_buffer_count * buckets.param_buffer_size * width}
     # each part is pinned as it is made; the trainable ones then move into one flat buffer,
     # and their old blocks stay with the allocator
     parts = sum(
@@ -89,7 +101,7 @@ def _zero3_optimizer(job: Job) -> Components:
     width, pin = job.weights.trainable_width, levers.buckets.pin_memory
     gradients = pinned(own.trainable * width, pin=pin)
     if levers.offload_optimizer == "nvme":
-        swap = levers.buckets.optimizer_buffer_count * pinned(max(own.sub_groups) * job.master_width, pin=True)
+        swap = levers.buckets.optimizer_buffer_count * max(own.sub_groups) * job.master_width
         return {"gradients": gradients, "buckets": swap}
     return {
         "master_weights": own.trainable * job.master_width,

@@ -13,7 +13,7 @@ Components = dict[str, int]
 """Bytes by component."""
 
 CUBLAS_WORKSPACE = {"hopper": 32 * 2**20, "other": 8 * 2**20 + 128 * 2**10}
-"""Of each cuBLAS handle: `getChosenWorkspaceSize` of PyTorch's CUDABlas. One for the forward, one for autograd's thread."""
+"""Of each cuBLAS handle (`getChosenWorkspaceSize`): one for the forward pass, one for autograd's thread."""
 
 
 @dataclass(frozen=True, slots=True)

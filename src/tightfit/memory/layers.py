@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from tightfit.memory.attention import attention
-from tightfit.memory.feedforward import mlp
+from tightfit.memory.feedforward import mlp, moe
+from tightfit.memory.mamba2 import mamba2
 from tightfit.memory.operations import FP32, Operations, Setting
 from tightfit.memory.ssm import mamba1
 from tightfit.memory.tape import LayerCost, Slot, measure
 from tightfit.types import Attention, Block, Mamba1, Mamba2, Mlp, Moe, Traced
 
+Inner = Callable[[Operations, Slot, Block, int], Slot]
+
 
 @lru_cache(maxsize=4096)
 def layer_cost(block: Block, hidden: int, setting: Setting) -> LayerCost:
+    if isinstance(block.mixer, Traced):
+        return _traced(block, block.mixer, hidden, setting)
     ops = Operations(setting, {tensor.name: tensor for tensor in block.tensors})
     x = Slot(layer_input_bytes(block, hidden, setting), True)
     return measure(ops.tape, x, _layer(ops, x, block, hidden))
@@ -27,43 +33,100 @@ def layer_input_bytes(block: Block, hidden: int, setting: Setting) -> int:
     return setting.tokens * hidden * (FP32 if block.residual_fp32 else setting.width)
 
 
-def _layer(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
-    def norm(slot: Slot) -> Slot:
-        return ops.norm(slot, hidden, block.norm)
+def _traced(block: Block, mixer: Traced, hidden: int, setting: Setting) -> LayerCost:
+    """A layer that was measured whole: its bytes grow with the tokens, which leaves quadratic attention out."""
+    tokens, stream = setting.tokens, layer_input_bytes(block, hidden, setting)
+    saved = tokens * mixer.saved_bytes_per_token
+    forward = tokens * mixer.forward_bytes_per_token
+    backward = tokens * mixer.backward_bytes_per_token
+    grads = sum([tensor.numel for tensor in block.tensors]) * setting.width if setting.trains_base else 0
+    return LayerCost(
+        saved=saved,
+        output=stream,
+        forward=max(forward, saved + stream),
+        forward_unsaved=max(forward - saved, 2 * stream),
+        recompute=max(forward, saved),
+        backward=max(backward, saved + stream),
+        backward_kept=max(backward, saved + stream) + grads,
+        weight_grads=grads,
+        input_grad=stream,
+    )
 
+
+def _layer(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
     if block.arrangement == "single":
-        return _single(ops, x, block, hidden)
-    if block.arrangement == "parallel":
-        mixed = _mixer(ops, norm(x), block, hidden)
-        return ops.add(ops.add(_feedforward(ops, norm(x), block, hidden), mixed), x)
-    if block.arrangement == "post":
-        h = ops.add(x, norm(_mixer(ops, x, block, hidden)))
-        return ops.add(h, norm(_feedforward(ops, h, block, hidden)))
-    mixed = _mixer(ops, norm(x), block, hidden)
-    if block.arrangement == "sandwich":
-        mixed = norm(mixed)
-    h = ops.add(x, mixed)
-    out = _feedforward(ops, norm(h), block, hidden)
-    if block.arrangement == "sandwich":
-        out = norm(out)
-    return ops.add(h, out)
+        out = _single(ops, x, block, hidden)
+    elif block.arrangement == "parallel":
+        out = _parallel(ops, x, block, hidden)
+    else:
+        h = _branch(ops, x, block, hidden, _mixer)
+        out = _branch(ops, h, block, hidden, _feedforward)
+    ops.tape.hold(*ops.returned)
+    return out
+
+
+def _branch(ops: Operations, x: Slot, block: Block, hidden: int, inner: Inner) -> Slot:
+    """x + inner(norm(x)), with the norm on the other side, or on both."""
+    read = x
+    if block.arrangement != "post":
+        read = ops.norm(x, hidden, block.norm)
+    out = inner(ops, read, block, hidden)
+    if block.arrangement in ("post", "sandwich"):
+        raw, out = out, ops.norm(out, hidden, block.norm)
+        ops.tape.hold(raw)
+    if block.dropout:
+        out = ops.dropout(out)
+    if block.residual_scaled:
+        scaled = ops.times_constant(out)
+        total = ops.add(x, scaled)
+        ops.tape.hold(out)
+        return total
+    if inner is _mixer and _names_mixed(ops, block):
+        ops.returned.append(out)
+    return ops.add(x, out)
+
+
+def _names_mixed(ops: Operations, block: Block) -> bool:
+    """gpt2 and stablelm keep the mixer's output in a variable of its own until the layer ends."""
+    is_stablelm = block.norm == "layer" and isinstance(block.mlp, Mlp) and block.mlp.gated
+    return is_stablelm or "attn.c_attn.weight" in ops.tensors
+
+
+def _parallel(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
+    """mixer(norm(x)) + mlp(norm(x)) + x; the MLP has a norm of its own (gpt_neox) or not (stablelm)."""
+    read = ops.norm(x, hidden, block.norm)
+    mixed = _mixer(ops, read, block, hidden)
+    if "post_attention_layernorm.weight" in ops.tensors:
+        read = ops.norm(x, hidden, block.norm)
+    fed = _feedforward(ops, read, block, hidden)
+    total = ops.add(ops.add(fed, mixed), x)
+    ops.tape.hold(fed, mixed)
+    return total
 
 
 def _single(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
-    """residual + mixer(norm(x)); an fp32 residual is cast to working precision before the norm."""
-    mixed = _mixer(ops, ops.norm(ops.cast(x, hidden, ops.setting.width), hidden, block.norm), block, hidden)
-    if mixed.size < x.size:
-        mixed = ops.tape.view(mixed, size=x.size, copies_grad=True)  # promoted while adding
-    return ops.add(x, mixed)
+    """x + mixer(norm(x)); an fp32 residual is cast to working precision before the norm."""
+    read = ops.norm(ops.cast(x, hidden, ops.setting.width), hidden, block.norm)
+    return ops.add(x, _mixer(ops, read, block, hidden))
 
 
 def _mixer(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
-    if isinstance(block.mixer, Mamba1):
-        return mamba1(ops, x, block.mixer, hidden)
-    assert isinstance(block.mixer, Attention)
-    return attention(ops, x, block.mixer, hidden)
+    mixer = block.mixer
+    if isinstance(mixer, Attention):
+        out = attention(ops, x, mixer, hidden)
+    elif isinstance(mixer, Mamba1):
+        out = mamba1(ops, x, mixer, hidden)
+    elif isinstance(mixer, Mamba2):
+        out = mamba2(ops, x, mixer, hidden)
+    else:
+        raise TypeError(f"no tape for {type(mixer).__name__}")
+    ops.tape.hold(x)
+    return out
 
 
 def _feedforward(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
-    assert isinstance(block.mlp, Mlp)
+    if isinstance(block.mlp, Moe):
+        return moe(ops, x, block.mlp, hidden)
+    if block.mlp is None:
+        raise TypeError("a layer of this arrangement has an MLP")
     return mlp(ops, x, block.mlp, hidden)

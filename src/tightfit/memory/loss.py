@@ -8,8 +8,8 @@ made in the forward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from tightfit.memory.operations import FP32, Operations, Setting
 from tightfit.memory.tape import Slot, measure
@@ -23,8 +23,7 @@ def fused_chunk_tokens(vocab: int) -> int:
     return max(1, FUSED_CHUNK_ELEMENTS // vocab)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadCost:
+class HeadCost(NamedTuple):
     """Bytes beside the input of the final norm."""
 
     saved_norm: int

@@ -6,17 +6,17 @@ under saved-tensor hooks and compare. A method named after an operation takes sl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tightfit.memory.tape import Slot, Tape
 from tightfit.types import AttentionKernel, NormKind, Tensor
 
 FP32 = 4
+INT64 = 8
+BOOL = 1
 
-# What an activation keeps beside its input, in tensors as large as the input: gelu_new and quick_gelu are
-# written in Python by transformers, so every factor of the product is a tensor of its own.
-_PYTHON_ACTIVATIONS = {"gelu_new": 3, "gelu_fast": 3, "quick_gelu": 1}
-_SAVES_OUTPUT = frozenset({"relu", "tanh", "sigmoid"})
+_SAVES_OUTPUT = frozenset({"relu", "relu6", "tanh", "sigmoid"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,8 @@ class Setting:
     quantised: bool = False
     attention: AttentionKernel = "sdpa"
     scan: str = "official"
+    flash_capable: bool = True
+    """PyTorch's own flash kernel can run: 16-bit numbers, and on NVIDIA sm_80 or newer."""
 
     @property
     def tokens(self) -> int:
@@ -51,11 +53,19 @@ class Operations:
     """A tape with the vocabulary of transformers."""
 
     setting: Setting
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     tape: Tape = field(default_factory=Tape)
+    returned: list[Slot] = field(default_factory=list)
+    """What a mixer hands back beside its output (eager attention's weights): the layer holds it to its end."""
+    local: list[Slot] = field(default_factory=list)
+    """Variables of the mixer that outlive their use."""
+    _tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tokens = self.setting.tokens
 
     def size(self, features: int, width: int | None = None) -> int:
-        return self.setting.tokens * features * (width or self.setting.width)
+        return self._tokens * features * (width or self.setting.width)
 
     # --- matrices ---------------------------------------------------------------------------
 
@@ -71,14 +81,13 @@ class Operations:
     def linear(self, x: Slot, module: str, out_features: int, in_features: int) -> Slot:
         """A linear layer with whatever adapter sits on it. Keeps its input only if its weight trains."""
         setting = self.setting
-        numel = out_features * in_features
         trains = setting.trains_base
-        whole = numel * setting.width if setting.quantised else 0
+        whole = out_features * in_features * setting.width if setting.quantised else 0
         y = self.tape.op(
             (x,),
             self.size(out_features),
             saves=(x,) if trains else (),
-            weight_grad=numel * setting.width if trains else 0,
+            weight_grad=self.weights(module) * setting.width if trains else 0,
             forward_temp=whole,
             backward_temp=whole,
         )
@@ -86,44 +95,79 @@ class Operations:
 
     def _adapter(self, x: Slot, y: Slot, in_features: int, out_features: int) -> Slot:
         """PEFT: result + lora_B(lora_A(x)) * scaling, in the adapter's precision."""
-        setting, width = self.setting, self.setting.adapter_width
-        cast = x if width == setting.width else self.tape.op((x,), self.size(in_features, width))
-        down = self.tape.op(
+        setting, width, tape = self.setting, self.setting.adapter_width, self.tape
+        cast = self.cast(x, in_features, width)
+        down = tape.op(
             (cast,),
             self.size(setting.lora_rank, width),
             saves=(cast,),
             weight_grad=in_features * setting.lora_rank * width,
         )
-        up = self.tape.op(
+        up = tape.op(
             (down,),
             self.size(out_features, width),
             saves=(down,),
             weight_grad=out_features * setting.lora_rank * width,
         )
-        scaled = self.tape.op((up,), self.size(out_features, width))
-        total = self.add(y, scaled, size=self.size(out_features, max(width, setting.width)))
-        return total if width <= setting.width else self.tape.op((total,), self.size(out_features))
+        total = self.cast(self.add(y, self.times_constant(up)), out_features, setting.width)
+        tape.hold(x)
+        return total
 
     # --- elementwise ------------------------------------------------------------------------
 
-    def add(self, a: Slot, b: Slot, size: int | None = None) -> Slot:
-        return self.tape.op((a, b), size or max(a.size, b.size), passes=True)
+    def add(self, a: Slot, b: Slot) -> Slot:
+        """The narrower one is promoted on the way, which shows in its gradient only: that is cast back."""
+        size = max(a.size, b.size)
+        wide = [x if x.size == size else self.tape.view(x, size=size, copies_grad=True) for x in (a, b)]
+        return self.tape.op((wide[0], wide[1]), size, passes=True)
 
     def multiply(self, a: Slot, b: Slot) -> Slot:
-        saves = tuple(kept for kept, other in ((a, b), (b, a)) if other.grad)
+        saves = tuple([kept for kept, other in ((a, b), (b, a)) if other.grad])
         return self.tape.op((a, b), max(a.size, b.size), saves=saves)
 
+    def times_constant(self, x: Slot) -> Slot:
+        return self.tape.op((x,), x.size)
+
+    def plus_constant(self, x: Slot) -> Slot:
+        return self.tape.op((x,), x.size, passes=True)
+
+    def power(self, x: Slot) -> Slot:
+        """x to a constant: the backward makes x to one less, then its multiple, then the product."""
+        return self.tape.op((x,), x.size, saves=(x,), backward_temp=2 * x.size)
+
+    def output_saving(self, x: Slot) -> Slot:
+        """tanh, exp, softmax, sigmoid: known by their outputs."""
+        return self.tape.op((x,), x.size, saves_output=True)
+
     def activate(self, x: Slot, name: str) -> Slot:
+        """One kernel for most; some are written in Python, where every factor is a tensor of its own."""
         if name in _SAVES_OUTPUT:
-            return self.tape.op((x,), x.size, saves_output=True)
-        extra = _PYTHON_ACTIVATIONS.get(name, 0)
-        inner = tuple(self.tape.op((x,), x.size, saves_output=True) for _ in range(extra))
-        return self.tape.op((x, *inner), x.size, saves=(x, *inner))
+            return self.output_saving(x)
+        if name == "gelu_new":
+            # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x³)))
+            half = self.times_constant(x)
+            inner = self.add(x, self.times_constant(self.power(x)))
+            return self.multiply(half, self.plus_constant(self.output_saving(self.times_constant(inner))))
+        if name == "gelu_fast":
+            # 0.5 * x * (1 + tanh(x * c * (1 + 0.044715 * x * x)))
+            half, scaled = self.times_constant(x), self.times_constant(x)
+            inner = self.plus_constant(self.multiply(self.times_constant(x), x))
+            tanh = self.output_saving(self.multiply(scaled, inner))
+            return self.multiply(half, self.plus_constant(tanh))
+        if name == "quick_gelu":
+            return self.multiply(x, self.output_saving(self.times_constant(x)))
+        if name == "relu2":
+            return self.power(self.output_saving(x))
+        return self.tape.op((x,), x.size, saves=(x,))
 
     def cast(self, x: Slot, features: int, width: int) -> Slot:
         """`.to(dtype)`: a new tensor, or the same one where the precision is the same."""
         size = self.size(features, width)
         return x if size == x.size else self.tape.op((x,), size)
+
+    def dropout(self, x: Slot) -> Slot:
+        """CUDA's fused dropout keeps a byte an element."""
+        return self.tape.op((x,), x.size, makes=(x.size // self.setting.width * BOOL,))
 
     def scale(self, x: Slot, parameter: str, *, width: int | None = None) -> Slot:
         """x times a vector parameter, which may be cast up for it; x is kept if the vector trains."""
@@ -147,7 +191,7 @@ class Operations:
         wide = self.tape.op(
             (x,),
             padded,
-            saves=(x,) if trains else (),
+            saves=(x,),  # its backward is one function, so even a frozen one keeps its input
             weight_grad=self.weights(module) * setting.width if trains else 0,
         )
         cut = self.tape.view(wide, size=x.size, copies_grad=True)
@@ -159,22 +203,53 @@ class Operations:
         """A norm over the last dimension of `features`; `rows` of them a token (heads of q and k)."""
         trains = self.setting.trains_base if trains is None else trains
         if kind == "layer":
-            return self._layer_norm(x, features, rows)
-        total = features * rows
-        x32 = self.cast(x, total, FP32)
-        # rsqrt(mean(x², -1) + eps): the square is a passing tensor, both ways
-        whole = self.size(total, FP32)
-        inverse = self.tape.op(
-            (x32,), self.size(rows, FP32), saves=(x32,), saves_output=True, forward_temp=whole, backward_temp=whole
-        )
-        n32 = self.tape.op(
-            (x32, inverse), whole, saves=(x32, inverse), backward_temp=whole, grad_sizes=(whole, inverse.size)
-        )
-        if kind == "gemma":
-            scaled = self.tape.op((n32,), whole, saves=(n32,) if trains else (), backward_temp=whole if trains else 0)
-            return self.cast(scaled, total, self.setting.width)
-        n = self.cast(n32, total, self.setting.width)
-        return self.tape.op((n,), n.size, saves=(n,) if trains else (), backward_temp=n.size if trains else 0)
+            normed = self._layer_norm(x, features, rows, trains)
+        else:
+            normed = self._rms(x, features, kind, rows, trains)
+        self.tape.hold(x)
+        return normed
 
-    def _layer_norm(self, x: Slot, features: int, rows: int) -> Slot:
-        return self.tape.op((x,), self.size(features * rows), saves=(x,), makes=(2 * self.size(rows, FP32),))
+    def _rms(self, x: Slot, features: int, kind: NormKind, rows: int, trains: bool) -> Slot:
+        total = features * rows
+        n32 = self.normalise(self.cast(x, total, FP32), rows)
+        grad = features * self.setting.width if trains else 0
+        if kind == "rms":
+            n = self.cast(n32, total, self.setting.width)
+            y = self.tape.op(
+                (n,), n.size, saves=(n,) if trains else (), backward_temp=n.size if trains else 0, weight_grad=grad
+            )
+            self.tape.hold(n32)
+            return y
+        scaled = self.tape.op(
+            (n32,),
+            n32.size,
+            saves=(n32,) if trains else (),
+            makes=(features * FP32,) if kind == "gemma" else (),  # 1 + w
+            backward_temp=n32.size if trains else 0,
+            weight_grad=grad,
+        )
+        y = self.cast(scaled, total, self.setting.width)
+        if kind == "olmo":
+            self.tape.hold(n32)
+        return y
+
+    def normalise(self, x: Slot, rows: int) -> Slot:
+        """x · rsqrt(mean(x²) + eps), in fp32."""
+        square = self.power(x)
+        mean = self.tape.op((square,), self.size(rows, FP32))
+        inverse = self.output_saving(self.plus_constant(mean))
+        return self.tape.op((x, inverse), x.size, saves=(x, inverse), backward_temp=x.size)
+
+    def _layer_norm(self, x: Slot, features: int, rows: int, trains: bool) -> Slot:
+        """Mean and deviation are fp32 on a GPU; on the CPU they have the working precision.
+
+        Weight and bias; of norms over heads (stablelm) every head has its own weight, and no bias.
+        """
+        weights = (rows if rows > 1 else 2) * features
+        return self.tape.op(
+            (x,),
+            self.size(features * rows),
+            saves=(x,),
+            makes=(2 * self.size(rows, FP32),),
+            weight_grad=weights * self.setting.width if trains else 0,
+        )

@@ -162,7 +162,7 @@ def _projections(ops: Operations, u: Slot, shape: Mamba1) -> tuple[Slot, Slot, S
         backward_temp=wide,
         weight_grad=shape.inner * shape.dt_rank * setting.width if trains else 0,
     )
-    biased = tape.op((raw,), wide, passes=True)
+    biased = tape.op((raw,), wide, passes=True, weight_grad=shape.inner * setting.width if trains else 0)
     return tape.op((biased,), wide, saves=(biased,)), b, c, raw
 
 
@@ -173,7 +173,7 @@ def _scan(ops: Operations, tensors: tuple[Slot, ...], shape: Mamba1) -> tuple[Sl
     """
     tape, setting = ops.tape, ops.setting
     a, step, b, c, u = tensors
-    wide, wide32, cube = ops.size(shape.inner), ops.size(shape.inner, FP32), ops.size(shape.inner * shape.state, FP32)
+    wide, cube = ops.size(shape.inner), ops.size(shape.inner * shape.state, FP32)
     b32, u32 = ops.cast(b, shape.state, FP32), ops.cast(u, shape.inner, FP32)
     one_state = setting.micro_batch * shape.inner * shape.state
     exponent = tape.op((a, step), cube, saves=(a, step), backward_temp=2 * cube)
@@ -188,9 +188,9 @@ def _scan(ops: Operations, tensors: tuple[Slot, ...], shape: Mamba1) -> tuple[Sl
         (decay, driven, c),
         wide,
         saves=(decay, c),
-        makes=(zeros, states),
+        keeps=(zeros, states),
         forward_temp=2 * one_state * FP32,
         # every step's gradient of the whole discretised sequence is as large as that sequence
         backward_temp=cube,
     )
-    return tape.op((outputs,), wide, passes=True), (outputs, driven)
+    return tape.op((outputs,), wide, passes=True), (outputs, decay, drive, driven)

@@ -17,7 +17,10 @@ Sizes are bytes for the whole micro batch. A `Slot` is a tensor; a view is a slo
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class Slot:
@@ -42,6 +45,8 @@ class Op:
     saves: tuple[Slot, ...] = ()
     makes: tuple[Slot, ...] = ()
     """Storages that appear beside the outputs (row sums of an attention kernel, masks of a dropout)."""
+    keeps: tuple[Slot, ...] = ()
+    """Storages that add up only where autograd keeps them (the states of a loop)."""
     forward_temp: int = 0
     """Allocated and freed inside the forward."""
     backward_temp: int = 0
@@ -91,21 +96,23 @@ class Tape:
         saves: tuple[Slot, ...] = (),
         saves_output: bool = False,
         makes: tuple[int, ...] = (),
+        keeps: tuple[int, ...] = (),
         forward_temp: int = 0,
         backward_temp: int = 0,
         weight_grad: int = 0,
         passes: bool = False,
         grad_sizes: tuple[int, ...] | None = None,
     ) -> Slot:
-        """An operation with a fresh output. What it `makes` it also saves, where a gradient flows."""
+        """An operation with a fresh output. What it `makes` or `keeps` it also saves, where a gradient flows."""
         grad = weight_grad > 0 or any([slot.grad for slot in inputs])
         output = Slot(size, grad)
         extra = tuple([Slot(each, False) for each in makes])
+        added = tuple([Slot(each, False) for each in keeps])
         kept: tuple[Slot, ...] = ()
         if grad:
-            kept = (*[slot.storage for slot in saves], *extra, *((output,) if saves_output else ()))
+            kept = (*[slot.storage for slot in saves], *extra, *added, *((output,) if saves_output else ()))
         self.ops.append(
-            Op(inputs, (output,), kept, extra, forward_temp, backward_temp, weight_grad, passes, grad_sizes)
+            Op(inputs, (output,), kept, extra, added, forward_temp, backward_temp, weight_grad, passes, grad_sizes)
         )
         return output
 
@@ -130,44 +137,54 @@ def measure(tape: Tape, layer_input: Slot, layer_output: Slot) -> LayerCost:
     """Walk the tape. The layer's input is not counted, unless some operation keeps it."""
     kept = {id(slot): slot for op in tape.ops for slot in op.saves}
     saved = sum([slot.size for slot in kept.values()])
-    backward, backward_kept, weight_grads, input_grad, arrivals = _walk_back(tape, saved, layer_input, layer_output)
+    forward, recompute = _walk_forward(tape.ops, kept, layer_input, layer_output)
+    back = _walk_back(tape.ops, saved, layer_input, layer_output)
     return LayerCost(
         saved=saved,
         output=layer_output.size,
-        forward=_walk_forward(tape.ops, kept, layer_input, layer_output),
-        forward_unsaved=_walk_forward(tape.ops, {}, layer_input, layer_output),
-        recompute=_walk_forward(_until_last_save(tape.ops), kept, layer_input, layer_output),
-        backward=backward,
-        backward_kept=backward_kept,
-        weight_grads=weight_grads,
-        input_grad=input_grad,
-        arrivals=arrivals,
+        forward=forward,
+        forward_unsaved=_walk_forward(tape.ops, {}, layer_input, layer_output)[0],
+        recompute=recompute,
+        backward=back.peak,
+        backward_kept=back.peak_kept,
+        weight_grads=back.weight_grads,
+        input_grad=back.input_grad,
+        arrivals=back.arrivals,
     )
 
 
-def _until_last_save(ops: list[Op]) -> list[Op]:
-    """Non-reentrant checkpointing raises out of the forward when the last kept tensor has been packed.
+def _runs_again(ops: list[Op]) -> int:
+    """How many operations a recomputation runs.
 
-    Inputs are packed before the operation runs, outputs after it.
+    Non-reentrant checkpointing raises out of the forward when the last kept tensor has been packed; inputs are
+    packed before their operation runs, outputs after it.
     """
-    last = max((i for i, op in enumerate(ops) if op.saves), default=-1)
+    last = next((i for i in range(len(ops) - 1, -1, -1) if ops[i].saves), -1)
     if last < 0:
-        return []
-    own = {id(slot) for slot in (*ops[last].outputs, *ops[last].makes)}
-    return ops[: last + any(id(slot) in own for slot in ops[last].saves)]
+        return 0
+    op = ops[last]
+    own = {id(slot) for slot in (*op.outputs, *op.makes, *op.keeps)}
+    return last + any([id(slot) in own for slot in op.saves])
 
 
-def _walk_forward(ops: list[Op], kept: dict[int, Slot], layer_input: Slot, layer_output: Slot) -> int:
+def _walk_forward(ops: list[Op], kept: Mapping[int, Slot], layer_input: Slot, layer_output: Slot) -> tuple[int, int]:
+    """The peak of the whole layer, and of the part that a recomputation runs."""
     uses: dict[int, int] = {}
     for op in ops:
         for slot in op.inputs:
             key = id(slot.storage)
             uses[key] = uses.get(key, 0) + 1
     held = {id(layer_input.storage), id(layer_output.storage), *kept}
-    live = peak = layer_input.size if id(layer_input) in kept else 0
-    for op in ops:
+    live = peak = again = layer_input.size if id(layer_input) in kept else 0
+    stop = _runs_again(ops)
+    for i, op in enumerate(ops):
+        if i == stop:
+            again = peak
         born = [slot for slot in op.outputs if slot.storage is slot]
-        born += op.makes
+        if op.makes:
+            born += op.makes
+        if op.keeps:
+            born += [slot for slot in op.keeps if id(slot) in kept]
         for slot in born:
             live += slot.size
         if live + op.forward_temp > peak:
@@ -178,9 +195,10 @@ def _walk_forward(ops: list[Op], kept: dict[int, Slot], layer_input: Slot, layer
             if uses[key] == 0 and key not in held:
                 live -= slot.storage.size
         for slot in born:
-            if id(slot) not in uses and id(slot) not in held:
+            key = id(slot)
+            if key not in uses and key not in held:
                 live -= slot.size
-    return peak
+    return peak, again if stop < len(ops) else peak
 
 
 class _Gradient:
@@ -193,29 +211,30 @@ class _Gradient:
         self.owners = 1
 
 
-def _walk_back(
-    tape: Tape, saved: int, layer_input: Slot, layer_output: Slot
-) -> tuple[int, int, int, int, tuple[tuple[int, int], ...]]:
-    """Peak with weight gradients released at once, peak with them kept, their sum, the input's gradient, arrivals."""
-    arrivals: list[tuple[int, int]] = []
-    keepers: dict[int, int] = {}
-    for op in tape.ops:
-        for slot in op.saves:
-            keepers[id(slot)] = keepers.get(id(slot), 0) + 1
+class _Back(NamedTuple):
+    peak: int
+    """With weight gradients released at once."""
+    peak_kept: int
+    """With weight gradients kept."""
+    weight_grads: int
+    input_grad: int
+    arrivals: tuple[tuple[int, int], ...]
+
+
+def _walk_back(ops: list[Op], saved: int, layer_input: Slot, layer_output: Slot) -> _Back:
+    keepers = Counter([id(slot) for op in ops for slot in op.saves])
     gradients: dict[int, _Gradient] = {id(layer_output): _Gradient(layer_output.size)}
-    live = saved + layer_output.size
-    peak = peak_kept = live
+    arrivals: list[tuple[int, int]] = []
+    live = peak = peak_kept = saved + layer_output.size
     weight_grads = 0
-    for op in reversed(tape.ops):
+    for op in reversed(ops):
         arrived = [gradients.pop(id(slot)) for slot in op.outputs if id(slot) in gradients]
         if not arrived:
             continue
         fresh, arriving, copied = _spread(op, arrived[0], gradients)
         live += fresh
         now = live + arriving + op.backward_temp + op.weight_grad
-        peak = max(peak, now)
-        peak_kept = max(peak_kept, now + weight_grads)
-        weight_grads += op.weight_grad
+        before = weight_grads
         for gradient in arrived:
             gradient.owners -= 1
             if gradient.owners == 0:
@@ -225,12 +244,13 @@ def _walk_back(
             if keepers[id(slot)] == 0:
                 live -= slot.size
         if op.weight_grad:
+            weight_grads += op.weight_grad
             arrivals.append((op.weight_grad, live))
         live += copied
-        peak = max(peak, live + arriving)
-        peak_kept = max(peak_kept, live + arriving + weight_grads)
+        peak = max(peak, now, live + arriving)
+        peak_kept = max(peak_kept, now + before, live + arriving + weight_grads)
     final = gradients.get(id(layer_input))
-    return peak, peak_kept, weight_grads, final.size if final else 0, tuple(arrivals)
+    return _Back(peak, peak_kept, weight_grads, final.size if final else 0, tuple(arrivals))
 
 
 def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tuple[int, int, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from tightfit.types import Block, Levers, Lora, ModelShape, Tensor
 
@@ -15,8 +15,7 @@ NF4_BLOCK = 64
 NF4_NESTED_BLOCK = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(NamedTuple):
     """Everything is in elements unless it says bytes."""
 
     trainable: tuple[int, ...]

@@ -28,7 +28,9 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     bucket = min(weights.trainable_numel, ALLREDUCE_ELEMENTS + weights.largest_trainable) * weights.trainable_width
     ends: Components = {"gradients": grads, "buckets": bucket}
     inside: Components = {
-        "activations": peak.activations + acts.shared, "recompute": peak.recompute, "gradients": peak.gradients
+        "activations": peak.activations + acts.shared,
+        "recompute": peak.recompute,
+        "gradients": peak.gradients,
     }
     return {
         "init": _initialise(job),

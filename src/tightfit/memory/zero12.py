@@ -10,14 +10,13 @@ parameters: its gradients come last.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from tightfit.memory.backward import accumulated, bucketed
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.optimizers import state_bytes, step_temporary
-from tightfit.memory.weights import Weights
 from tightfit.memory.zero0 import logits, quantising
 from tightfit.types import PhaseName
 
@@ -25,8 +24,7 @@ FP64 = 8
 """Gradient norms are taken in double precision: `get_norm_dtype`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(NamedTuple):
     numel: int
     covering: int
     """Elements of all parameters that overlap the first partition: their gradients are kept whole."""
@@ -51,12 +49,14 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     offloaded = levers.offload_optimizer != "none"
     own_grads = 0 if offloaded else part.covering * job.weights.trainable_width
     waiting: Components = {"gradients": _earlier(job, own_grads)}
+    if levers.engine == "zero1" and levers.accumulation > 1:
+        waiting["buckets"] = _bucket(job)  # allocated by the first backward pass, kept until gradients are reduced
     kept: Components = {"activations": acts.kept + acts.shared}
     return {
         "init": _initialise(job, part),
         "forward": combine(base, waiting, kept, {"recompute": acts.forward}),
         "loss": combine(base, waiting, kept, logits(job)),
-        "backward": combine(base, _backward(job, own_grads)),
+        "backward": combine(base, _backward(job, part, own_grads)),
         "step": combine(base, _offloaded_step(job, part) if offloaded else _step(job, part, own_grads)),
     }
 
@@ -85,22 +85,35 @@ def _earlier(job: Job, own_grads: int) -> int:
     return own_grads
 
 
-def _backward(job: Job, own_grads: int) -> Components:
+def _bucket(job: Job) -> int:
+    """`IPGBucket.buffer`: one, or two where communication overlaps."""
+    buckets = job.levers.buckets
+    if not (buckets.contiguous_gradients or job.levers.offload_optimizer != "none"):
+        return 0
+    return buckets.reduce_bucket * job.weights.trainable_width * (2 if buckets.overlap_comm else 1)
+
+
+def _backward(job: Job, part: Partition, own_grads: int) -> Components:
     acts, levers, weights = job.acts, job.levers, job.weights
     width, elements = weights.trainable_width, levers.buckets.reduce_bucket
-    bucket = elements * width * (2 if levers.buckets.overlap_comm else 1) if levers.buckets.contiguous_gradients else 0
+    bucket = _bucket(job)
     earlier = _earlier(job, own_grads)
     if levers.engine == "zero1":
         peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
         copy = max(min(elements, weights.trainable_numel), weights.largest_trainable) * width
         ends: Components = {"gradients": weights.trainable_numel * width, "buckets": bucket + copy}
-        inside: Components = {"gradients": peak.gradients}
+        inside: Components = {"gradients": peak.gradients, "buckets": bucket}
     else:
         peak = bucketed(acts, elements, job.tied_grad, job.embedding_grad, None)
         inside = {"gradients": peak.gradients + earlier, "buckets": bucket + peak.buckets}
         ends = {"gradients": own_grads + earlier, "buckets": bucket}
+    if levers.offload_optimizer != "none":
+        # each gradient of the partition is upcast for its norm before it leaves for the host
+        oversized = weights.largest_trainable if weights.largest_trainable > elements else 0
+        leaving: Components = {"gradients": oversized * width, "buckets": bucket, "temporaries": FP64 * part.largest}
+        ends = max(ends, leaving, key=lambda parts: sum(parts.values()))
     inside |= {"activations": peak.activations + acts.shared, "recompute": peak.recompute}
-    return max(inside, ends, key=lambda part: sum(part.values()))
+    return max(inside, ends, key=lambda parts: sum(parts.values()))
 
 
 def _step(job: Job, part: Partition, own_grads: int) -> Components:

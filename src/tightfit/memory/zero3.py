@@ -8,22 +8,21 @@ elements, so its temporaries are bounded by that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from tightfit.memory.backward import bucketed
 from tightfit.memory.gathered import EMPTY, Gathered, Limits, Module, Param, replay, stretches
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.optimizers import state_bytes, step_temporary
-from tightfit.memory.weights import effective_lora, is_adapted
+from tightfit.memory.weights import effective_lora, is_adapted, is_linear
 from tightfit.memory.zero0 import logits, quantising
 from tightfit.types import Block, Buckets, Lora, ModelShape, PhaseName, Tensor
 
 FP64 = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Shards:
+class Shards(NamedTuple):
     """One rank's parts, in elements."""
 
     trainable: int
@@ -69,7 +68,8 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     whole = gathered_of(job)
     width = weights.width
     kept: Components = {"activations": acts.kept + acts.shared}
-    peak = bucketed(acts, job.levers.buckets.reduce_bucket, job.tied_grad, job.embedding_grad, whole)
+    leaving = job.world if job.levers.offload_optimizer != "none" else 0
+    peak = bucketed(acts, job.levers.buckets.reduce_bucket, job.tied_grad, job.embedding_grad, whole, leaving)
     backward: Components = {
         "activations": peak.activations + acts.shared,
         "recompute": peak.recompute,
@@ -179,27 +179,41 @@ def _modules(
     block: Block, lora: Lora | None, method: str, threshold: int, first: int
 ) -> tuple[tuple[Module, ...], int]:
     """The calls of one layer, in the order in which they run; containers own nothing but are called as well."""
-    named: dict[str, list[Param]] = {}
+    named: dict[str, list[Module]] = {}
     identity = first
+
+    def module(*params: Param) -> Module:
+        return Module(tuple(param for param in params if param[1] > threshold))
+
+    own: dict[str, list[Param]] = {}
     for tensor in block.tensors:
-        numel = tensor.numel // 2 if method == "qlora" and tensor.is_linear else tensor.numel
-        params = named.setdefault(tensor.name.rpartition(".")[0], [])
-        params.append((identity, numel))
+        name = tensor.name.rpartition(".")[0]
+        packed = method == "qlora" and is_linear(tensor)
+        own.setdefault(name, []).append((identity, tensor.numel // 2 if packed else tensor.numel))
         identity += 1
         if lora is not None and is_adapted(tensor, lora):
-            for size in (lora.rank * tensor.shape[1], tensor.shape[0] * lora.rank):
-                named.setdefault(f"{tensor.name}.{size}.{identity}", []).append((identity, size))
-                identity += 1
-
-    def place(name: str) -> int:
-        root = name.split(".")[0]
-        if root in _BEFORE:
-            return 0
-        if root in _BETWEEN:
-            return 2
-        return 3 if root.startswith(("mlp", "feed_forward", "block_sparse")) else 1
-
-    calls = [EMPTY, EMPTY]
-    for name in sorted(named, key=place):
-        calls.append(Module(tuple(param for param in named[name] if param[1] > threshold)))
+            down, up = lora.rank * tensor.shape[1], tensor.shape[0] * lora.rank
+            # PEFT's layer, [base], dropout, lora_A, lora_B
+            named[name] = [EMPTY, module((identity, down)), module((identity + 1, up))]
+            identity += 2
+    calls = [EMPTY]
+    seen: set[int] = set()
+    for name in sorted(own, key=_place):
+        place = _place(name)
+        if place in (1, 3) and place not in seen:
+            calls.append(EMPTY)  # the attention or the MLP itself
+        seen.add(place)
+        adapters = named.get(name, [])
+        calls += [*([EMPTY] if adapters else []), module(*own[name]), *adapters]
+        if name.endswith(("gate_proj", "fc1", "c_fc", "dense_h_to_4h")):
+            calls.append(EMPTY)  # the activation
     return tuple(calls), identity
+
+
+def _place(name: str) -> int:
+    root = name.split(".", maxsplit=1)[0]
+    if root in _BEFORE:
+        return 0
+    if root in _BETWEEN:
+        return 2
+    return 3 if root.startswith(("mlp", "feed_forward", "block_sparse")) else 1

@@ -36,11 +36,19 @@ def shape(config: ConfigReader) -> ModelShape:
         *conv1d_linear("mlp.c_proj", inner, hidden),
     )
     block = Block(
-        mixer=Attention(heads=heads, kv_heads=heads, head_dim=hidden // heads, rotary=False, fused_qkv=True),
+        mixer=Attention(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            rotary=False,
+            fused_qkv=True,
+            dropout=config.share("attn_pdrop", 0.1) > 0,
+        ),
         mlp=Mlp(intermediate=inner, activation=activation, gated=False),
         norm="layer",
         arrangement="pre",
         tensors=tensors,
+        dropout=config.share("resid_pdrop", 0.1) > 0,
     )
     positions = config.count("n_positions", 1024)
     names = Skeleton(embedding="transformer.wte.weight", layers="transformer.h.{i}.", final_norm="transformer.ln_f")

@@ -61,6 +61,8 @@ class Dialect:
     """Default of partial_rotary_factor, in the families that read it."""
     window: windows.Rule = windows.never
     skips_rotary: bool = False
+    rotary_fp32: bool = False
+    residual_scaled: bool = False
     embedding_scale: bool = False
     attention_softcap: float | None = None
     """Default of attn_logit_softcapping."""
@@ -99,8 +101,13 @@ _GEMMA2 = replace(
 )
 _MISTRAL = Dialect(kv_heads=8, positions=131_072, qkv_bias=False, out_bias=False, window=windows.every_layer(4096))
 _QWEN2 = Dialect(kv_heads=32, positions=32_768, qkv_bias=True, out_bias=False, window=windows.upper_layers)
-# Its norms scale in fp32 before casting back, as Gemma's do, and stand behind the mixer and the MLP instead of before.
-_OLMO2 = Dialect(norm="gemma", layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"), qk_norm="whole")
+_OLMO2 = Dialect(
+    norm="olmo",
+    arrangement="post",
+    layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    qk_norm="whole",
+    rotary_fp32=True,
+)
 
 DIALECTS: Mapping[str, Dialect] = {
     "llama": Dialect(heads_must_divide=True, mlp_bias="mlp_bias"),
@@ -123,7 +130,7 @@ DIALECTS: Mapping[str, Dialect] = {
         attention_softcap=None,
         final_softcap=None,
     ),
-    "granite": Dialect(mlp_bias="mlp_bias", embedding_scale=True),
+    "granite": Dialect(mlp_bias="mlp_bias", embedding_scale=True, residual_scaled=True),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, window=windows.three_of_four),
     "smollm3": Dialect(
@@ -182,6 +189,7 @@ def shape(config: ConfigReader) -> ModelShape:
             norm=dialect.norm,
             arrangement=arrangement,
             tensors=(*mixer_tensors, *mlp_tensors, *norms),
+            residual_scaled=dialect.residual_scaled,
         )
 
     assembled = Skeleton().assemble(
@@ -239,7 +247,10 @@ def attention_of(config: ConfigReader, dialect: Dialect, hidden: int, heads: Hea
         rotary_dim=rotary_width(config, heads.head_dim, "partial_rotary_factor", dialect.partial_rotary)
         if partial
         else None,
+        rotary_fp32=dialect.rotary_fp32,
         qk_norm=bool(norms),
+        qk_norm_kind=dialect.norm,
+        qk_norm_whole=dialect.qk_norm == "whole",
         fused_qkv=dialect.fused,
         # gemma3's config has the field, but its attention never passes it on.
         softcap=config.model_type == "gemma2"

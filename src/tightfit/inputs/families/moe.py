@@ -30,6 +30,8 @@ class Mixture:
     """Default width of the shared expert; 0: the family has none."""
     gate_first: bool = True
     """The router is registered before the experts."""
+    scores_fp32: bool = False
+    """The router's weights are not cast back."""
 
 
 MIXTURES: Mapping[str, Mixture] = {
@@ -42,6 +44,7 @@ MIXTURES: Mapping[str, Mixture] = {
         top_k=2,
         inner_key="intermediate_size",
         inner=14_336,
+        scores_fp32=True,
     ),
     "qwen2_moe": Mixture(
         attention=Dialect(
@@ -126,7 +129,14 @@ def _experts(config: ConfigReader, mixture: Mixture, hidden: int) -> tuple[Moe, 
         tensors += gated_mlp("mlp.shared_expert", hidden, shared)
         tensors += linear("mlp.shared_expert_gate", 1, hidden)
     activation = config.activation("hidden_act", "silu")
-    moe = Moe(experts=experts, top_k=top_k, intermediate=inner, activation=activation, shared_intermediate=shared)
+    moe = Moe(
+        experts=experts,
+        top_k=top_k,
+        intermediate=inner,
+        activation=activation,
+        shared_intermediate=shared,
+        scores_fp32=mixture.scores_fp32,
+    )
     return moe, tensors
 
 

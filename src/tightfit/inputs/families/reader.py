@@ -97,6 +97,15 @@ class ConfigReader:
             raise self.fail(f"{key} is {shown(value)}, but must be above 0 and no more than {MAX_SIZE}")
         return float(value)
 
+    def share(self, key: str, default: float) -> float:
+        """A number from 0 to 1, such as a dropout's."""
+        value = self._get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise self.fail(f"{key} must be a number from 0 to 1, not {shown(value)}")
+        return float(value)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key)
         if value is None:

@@ -1,0 +1,157 @@
+"""Measured runs, each with the levers that describe it, so that the footprint model can be held against them.
+
+`data/h200-peaks.jsonl` and `data/h200-own.jsonl` hold one run a line: real DeepSpeed or FSDP2 and a real
+Hugging Face model on one H200 that posed as rank 0 of `world`. `measure_peaks.py` makes such rows. What a
+scenario does not say has the value that `levers_of` gives it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tightfit.inputs.models import shape_from_config
+from tightfit.memory import estimate
+from tightfit.memory.overhead import CONTEXT_BYTES
+from tightfit.types import Buckets, Checkpointing, Footprint, Gpu, Hardware, Levers, Lora, ModelShape, Offload
+
+GIB = 2**30
+DATA = Path(__file__).parent / "data"
+GIVEN = DATA / "h200-peaks.jsonl"
+OWN = DATA / "h200-own.jsonl"
+
+Scenario = Mapping[str, Any]
+
+_BUCKETS = {
+    "reduce_bucket_size": "reduce_bucket",
+    "allgather_bucket_size": "allgather_bucket",
+    "stage3_prefetch_bucket_size": "prefetch_bucket",
+    "stage3_param_persistence_threshold": "persistence_threshold",
+    "stage3_max_live_parameters": "max_live_parameters",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+    "sub_group_size": "sub_group_size",
+    "overlap_comm": "overlap_comm",
+    "contiguous_gradients": "contiguous_gradients",
+}
+"""DeepSpeed's name of each bucket and threshold, and ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured run. Bytes are rounded to what the file holds: a thousandth of a GiB."""
+
+    id: str
+    scenario: Scenario
+    parameters: int
+    """As the built model counts them: packed weights by their bytes, adapters included."""
+    peak_bytes: int
+    init_bytes: int | None
+    """None: not measured, or measured of something else than loading."""
+    host_bytes: int
+    source: str
+    """The file it stands in."""
+    frozen: bool = False
+    """Measured after the model had been written down; the others were there to learn from."""
+    note: str = ""
+
+
+def read_rows(*paths: Path) -> tuple[Row, ...]:
+    """Every complete row of these files, or of all that we have; a run that failed has no peak and is no row."""
+    rows = []
+    for path in paths or (GIVEN, OWN):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            raw = json.loads(line)
+            if "peak" in raw:
+                rows.append(_row(raw, path.name))
+    return tuple(rows)
+
+
+def _row(raw: Mapping[str, Any], source: str) -> Row:
+    phases = raw["phases"]
+    init = raw["init_peak"] if "init_peak" in raw else max(phases["model"]["peak"], phases["engine"]["peak"])
+    return Row(
+        id=raw["id"],
+        scenario=raw["scenario"],
+        parameters=raw["params"],
+        peak_bytes=_bytes(raw["peak"]),
+        init_bytes=None if init is None else _bytes(init),
+        host_bytes=_bytes(raw["host_rss"]),
+        source=source,
+        frozen=raw.get("frozen", False),
+        note=raw.get("note", ""),
+    )
+
+
+def _bytes(gib: float) -> int:
+    return round(gib * GIB)
+
+
+def shape_of(scenario: Scenario) -> ModelShape:
+    return _shape(json.dumps(scenario["config"], sort_keys=True), scenario["config"]["model_type"])
+
+
+@lru_cache(maxsize=256)
+def _shape(config: str, name: str) -> ModelShape:
+    return shape_from_config(json.loads(config), name)
+
+
+def levers_of(scenario: Scenario) -> Levers:
+    """The settings of a run. A missing key has the value that the runs were made with."""
+    lora = None
+    if scenario.get("lora"):
+        targets = scenario.get("targets")
+        lora = Lora(
+            rank=scenario["lora"],
+            targets=tuple(targets) if targets else None,
+            adapter_dtype=scenario.get("adapter_dtype", "bf16"),
+        )
+    return Levers(
+        method="qlora" if scenario.get("quant") else "lora" if lora else "full",
+        engine=scenario.get("engine") or f"zero{scenario['stage']}",
+        sequence=scenario.get("seq", 2048),
+        micro_batch=scenario.get("micro", 1),
+        accumulation=scenario.get("accum", 1),
+        precision=scenario.get("dtype", "bf16"),
+        optimizer=scenario.get("optimizer", "adamw"),
+        offload_optimizer=_offload(scenario, "offload_optimizer") or _offload_with_params(scenario),
+        offload_param=_offload(scenario, "offload_param") or "none",
+        checkpointing=Checkpointing(layers=scenario.get("ckpt_layers") if scenario.get("ckpt", True) else 0),
+        loss=scenario.get("loss", "plain"),
+        attention=scenario.get("attention", "sdpa"),
+        scan=scenario.get("scan", "official"),
+        lora=lora,
+        buckets=Buckets(**{_BUCKETS[key]: value for key, value in scenario.get("zero", {}).items()}),
+    )
+
+
+def _offload(scenario: Scenario, key: str) -> Offload | None:
+    said = scenario.get(key)
+    return "cpu" if said is True else said or None
+
+
+def _offload_with_params(scenario: Scenario) -> Offload:
+    """FSDP2 has one offload policy, for parameters, gradients and optimizer together."""
+    return "cpu" if scenario.get("engine") == "fsdp2" and scenario.get("offload_param") else "none"
+
+
+def hardware_of(scenario: Scenario) -> Hardware | None:
+    """None: the whole card, ample for every row. A capped run was told that this much is free."""
+    if not scenario.get("cap_gib"):
+        return None
+    memory = _bytes(scenario["cap_gib"]) + CONTEXT_BYTES
+    card = Gpu(name="capped H200", vendor="nvidia", arch="sm_90", memory_bytes=memory)
+    return Hardware(gpu=card, gpus_per_node=scenario["world"])
+
+
+def predict(row: Row) -> Footprint:
+    scenario = row.scenario
+    return estimate(shape_of(scenario), levers_of(scenario), scenario["world"], hardware_of(scenario))
+
+
+def error(predicted: int, measured: int | None) -> float | None:
+    """Relative; None where there is nothing to compare with."""
+    return predicted / measured - 1 if measured else None

@@ -1,0 +1,246 @@
+"""Mamba-2's state-space duality on a tape.
+
+official: `mamba_split_conv1d_scan_combined` of mamba-ssm 2.3 (`ops/triton/ssd_combined.py`), one autograd function
+that keeps the projected input, the scan's output and the norm's deviations, and recomputes the rest.
+
+torch: transformers without kernels (`mamba2_chunk_scan`): matrices of position against position in every chunk,
+kept together with every operand that `einsum` had to lay out anew. Ours covers Mamba-1 only, so `tightfit` is
+this path too.
+
+Letters: E inner width, N state size, H heads, P head width, G groups, Q tokens a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.memory.operations import BOOL, FP32, Operations
+from tightfit.memory.tape import Slot
+from tightfit.types import Mamba2
+
+
+def mamba2(ops: Operations, x: Slot, shape: Mamba2, hidden: int) -> Slot:
+    channels = shape.inner + 2 * shape.groups * shape.state
+    projected = ops.linear(x, "mixer.in_proj", shape.inner + channels + shape.heads, hidden)
+    if ops.setting.scan == "official":
+        return _official(ops, projected, shape, hidden)
+    return _torch(ops, projected, shape, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """fp32 tensors of the scan, whose length is padded to whole chunks."""
+
+    chunks: int
+    per_head: int
+    """One number a token and head: steps, decays."""
+    inner: int
+    state: int
+    """B or C repeated for every head."""
+    scores: int
+    """Position against position in every chunk."""
+    borders: int
+    """A state for every chunk."""
+
+
+def _sizes(ops: Operations, shape: Mamba2) -> _Sizes:
+    setting = ops.setting
+    chunks = -(-setting.sequence // shape.chunk)
+    tokens = setting.micro_batch * chunks * shape.chunk * FP32
+    return _Sizes(
+        chunks=chunks,
+        per_head=tokens * shape.heads,
+        inner=tokens * shape.inner,
+        state=tokens * shape.heads * shape.state,
+        scores=tokens * shape.heads * shape.chunk,
+        borders=setting.micro_batch * chunks * shape.inner * shape.state * FP32,
+    )
+
+
+# --- official -----------------------------------------------------------------------------------
+
+
+def _official(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> Slot:
+    setting, sizes = ops.setting, _sizes(ops, shape)
+    wide, narrow = ops.size(shape.inner), ops.size(hidden)
+    group = ops.size(shape.groups * shape.state)
+    conv = wide + 2 * group
+    pair = sizes.scores // shape.heads * shape.groups  # C·B of every chunk, in fp32
+    states16 = sizes.borders * setting.width // FP32
+    weights = sum(
+        [
+            tensor.numel * setting.width
+            for name, tensor in ops.tensors.items()
+            if name.startswith("mixer.") and not name.startswith("mixer.in_proj")
+        ]
+    )
+    deviations = ops.size(shape.groups, FP32)
+    # Forward: the convolution, steps and decays stay variables to the end; the norm's output is the last.
+    steps = conv + 2 * sizes.per_head
+    forward = steps + max(sizes.borders + states16 - wide, states16 + pair, states16 + wide + narrow) - narrow
+    # Backward: recomputed convolution and norm output, the gradients of the convolution, of the norm's output and
+    # of its input are variables to the end; the scan's own working set and the weight gradients take turns.
+    scan = 2 * sizes.per_head + ops.size(shape.heads) + pair
+    passing = 2 * (sizes.borders + states16)
+    products = 2 * states16 + 3 * sizes.per_head + 2 * ops.size(shape.groups * shape.state, FP32) + 2 * pair
+    backward = 2 * conv + 3 * wide
+    inner = scan + max(passing, products)
+    return ops.tape.op(
+        (projected,),
+        narrow,
+        saves=(projected,),
+        makes=(wide, deviations, shape.heads * FP32, shape.heads * FP32),
+        forward_temp=max(forward, 0),
+        backward_temp=backward + max(inner - weights, 0) + (0 if setting.trains_base else weights),
+        weight_grad=weights if setting.trains_base else 0,
+    )
+
+
+# --- torch --------------------------------------------------------------------------------------
+
+
+def _torch(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> Slot:
+    tape = ops.tape
+    group = ops.size(shape.groups * shape.state)
+    wide, conv = ops.size(shape.inner), ops.size(shape.inner) + 2 * group
+    trains = ops.setting.trains_base
+    decay = tape.op(
+        (),
+        shape.heads * FP32,
+        makes=(shape.heads * FP32,),
+        weight_grad=shape.heads * ops.setting.width if trains else 0,
+    )
+    gate, xbc, dt = tape.split(projected, (wide, conv, ops.size(shape.heads)))
+    mixed = ops.convolve(xbc, "mixer.conv1d", shape.inner + 2 * shape.groups * shape.state, shape.conv)
+    x, b, c = tape.split(mixed, (wide, group, group))
+    scanned = _chunk_scan(ops, (x, b, c, dt, decay), shape)
+    normed = _gated_norm(ops, scanned, gate, shape)
+    narrow = ops.cast(normed, shape.inner, ops.setting.width)
+    out = ops.linear(narrow, "mixer.out_proj", hidden, shape.inner)
+    tape.hold(projected, mixed, normed, scanned)
+    return out
+
+
+def _step(ops: Operations, dt: Slot, shape: Mamba2) -> Slot:
+    """clamp(softplus(dt + bias)): both keep their inputs."""
+    setting = ops.setting
+    grad = shape.heads * setting.width if setting.trains_base else 0
+    biased = ops.tape.op((dt,), dt.size, passes=True, weight_grad=grad)
+    return ops.tape.op((soft := ops.tape.op((biased,), dt.size, saves=(biased,)),), dt.size, saves=(soft,))
+
+
+def _chunk_scan(ops: Operations, tensors: tuple[Slot, ...], shape: Mamba2) -> Slot:
+    """`mamba2_chunk_scan`. Everything it makes is a variable until it returns."""
+    tape, sizes = ops.tape, _sizes(ops, shape)
+    x, b, c, dt, decay = tensors
+    dt = _step(ops, dt, shape)
+    x32 = ops.cast(x, shape.inner, FP32)
+    b32, c32 = (_repeat_groups(ops, slot, shape) for slot in (b, c))
+    skip = _skip(ops, x32, sizes, shape)
+    dt_x, dt_a = ops.cast(dt, shape.heads, FP32), ops.cast(dt, shape.heads, FP32)
+    driven = tape.op((x32, dt_x), ops.size(shape.inner, FP32), saves=(x32, dt_x), backward_temp=x32.size)
+    decayed = ops.multiply(decay, dt_a)
+    xp, ap = tape.op((driven,), sizes.inner), tape.op((decayed,), sizes.per_head)
+    bp, cp = tape.op((b32,), sizes.state), tape.op((c32,), sizes.state)
+    tape.hold(driven, decayed, b32, c32)
+    sums = tape.op((ap,), sizes.per_head, backward_temp=2 * sizes.per_head)
+    near, near_variables = _within_chunks(ops, (xp, bp, cp, ap), shape, sizes)
+    far, far_variables = _across_chunks(ops, (xp, bp, cp, sums), shape, sizes)
+    total = tape.op((near, far), sizes.inner, passes=True)
+    ordered = tape.op((total,), sizes.inner, passes=True)
+    out = tape.op((ordered, skip), sizes.inner, passes=True)
+    tape.hold(dt, sums, xp, ap, bp, cp, skip, near, far, ordered, *near_variables, *far_variables)
+    return tape.view(out, size=ops.size(shape.inner, FP32), copies_grad=True)
+
+
+def _repeat_groups(ops: Operations, x: Slot, shape: Mamba2) -> Slot:
+    wide = ops.cast(x, shape.groups * shape.state, FP32)
+    return ops.tape.op((wide,), ops.size(shape.heads * shape.state, FP32))
+
+
+def _skip(ops: Operations, x32: Slot, sizes: _Sizes, shape: Mamba2) -> Slot:
+    """D · x, padded first."""
+    trains = ops.setting.trains_base
+    padded = ops.tape.op((x32,), sizes.inner, grad_sizes=(ops.size(shape.inner, FP32),))
+    return ops.tape.op(
+        (padded,),
+        sizes.inner,
+        saves=(padded,) if trains else (),
+        backward_temp=sizes.inner if trains else 0,
+        weight_grad=shape.heads * ops.setting.width if trains else 0,
+    )
+
+
+def _by_head(ops: Operations, x: Slot, sizes: _Sizes) -> Slot:
+    """B or C as a batch of matrices for `bmm`: a copy, unless there is one sequence of one chunk."""
+    return _copied(ops, x, ops.setting.micro_batch * sizes.chunks > 1)
+
+
+def _copied(ops: Operations, x: Slot, copy: bool) -> Slot:
+    """x and the states have time or chunks last, so that one chunk alone needs no copy."""
+    return ops.tape.op((x,), x.size, passes=True) if copy else x
+
+
+def _product(ops: Operations, a: Slot, b: Slot, size: int) -> Slot:
+    return ops.tape.op((a, b), size, saves=(a, b))
+
+
+def _segment_sums(ops: Operations, x: Slot, size: int, side: int) -> Slot:
+    """Masked twice around a cumulative sum; each keeps its mask."""
+    tape = ops.tape
+    masked = tape.op((x,), size, makes=(side * side * BOOL,), grad_sizes=(size,))
+    summed = tape.op((masked,), size, backward_temp=2 * size)
+    out = tape.op((summed,), size, makes=(side * side * BOOL,))
+    tape.hold(masked)
+    return out
+
+
+def _within_chunks(
+    ops: Operations, tensors: tuple[Slot, ...], shape: Mamba2, sizes: _Sizes
+) -> tuple[Slot, tuple[Slot, ...]]:
+    """(C Bᵀ ∘ L) x, where L holds the decay from each position to each later one."""
+    xp, bp, cp, ap = tensors
+    decay = ops.output_saving(_segment_sums(ops, ap, sizes.scores, shape.chunk))
+    left, right = _by_head(ops, cp, sizes), _by_head(ops, bp, sizes)
+    pairs = _product(ops, left, right, sizes.scores)
+    scores = ops.multiply(pairs, decay)
+    near = _product(ops, scores, _copied(ops, xp, sizes.chunks > 1), sizes.inner)
+    return near, (decay, pairs, scores)
+
+
+def _across_chunks(
+    ops: Operations, tensors: tuple[Slot, ...], shape: Mamba2, sizes: _Sizes
+) -> tuple[Slot, tuple[Slot, ...]]:
+    """Each chunk's state, passed on from chunk to chunk and read by C."""
+    tape = ops.tape
+    xp, bp, cp, sums = tensors
+    left = ops.output_saving(tape.op((sums,), sizes.per_head))
+    weighted = tape.op((bp, left), sizes.state, saves=(bp, left), backward_temp=sizes.state)
+    own = _product(ops, _by_head(ops, weighted, sizes), _copied(ops, xp, sizes.chunks > 1), sizes.borders)
+    one = sizes.borders // sizes.chunks
+    zeros = tape.op((), one)
+    joined = tape.op((zeros, own), sizes.borders + one, grad_sizes=(0, sizes.borders))
+    between = ops.setting.micro_batch * shape.heads * (sizes.chunks + 1) ** 2 * FP32
+    last = tape.view(sums, size=between, copies_grad=True)
+    passed_on = ops.output_saving(_segment_sums(ops, last, between, sizes.chunks + 1))
+    passed = _product(ops, passed_on, _copied(ops, joined, True), joined.size)
+    starts = tape.view(passed, size=sizes.borders, copies_grad=True)
+    read = _product(ops, _by_head(ops, cp, sizes), _copied(ops, starts, sizes.chunks > 1), sizes.inner)
+    out_decay = ops.output_saving(sums)
+    far = tape.op((read, out_decay), sizes.inner, saves=(read, out_decay), backward_temp=sizes.inner)
+    return far, (left, weighted, zeros, passed_on, passed, read, out_decay)
+
+
+def _gated_norm(ops: Operations, x: Slot, gate: Slot, shape: Mamba2) -> Slot:
+    """norm(x · silu(gate)), all in fp32, since the scan's output is."""
+    gate32 = ops.cast(gate, shape.inner, FP32)
+    product = ops.multiply(x, ops.tape.op((gate32,), gate32.size, saves=(gate32,)))
+    normed = ops.normalise(product, 1)
+    trains = ops.setting.trains_base
+    return ops.tape.op(
+        (normed,),
+        normed.size,
+        saves=(normed,) if trains else (),
+        backward_temp=normed.size if trains else 0,
+        weight_grad=shape.inner * ops.setting.width if trains else 0,
+    )

@@ -1,0 +1,227 @@
+"""The documentation says what the program does.
+
+In docs/*.md a fenced `console` block is a command and what it prints, at 80 columns and without colours; a file
+that commands read stands on the page, in a fenced block below its name (`ds_config.json`:). Every other
+`tightfit …` on a page must at least be a command that works. After a change of the program,
+
+    python tests/test_docs.py
+
+writes the printed parts of all pages anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import notes_table
+
+from tightfit.cli import main
+from tightfit.types import Levers
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+FOOTPRINT = DOCS / "footprint.md"
+PLACEHOLDERS = {"VERB", "MODEL", "HARDWARE", "FILE"}
+TERMINAL = {"COLUMNS": "80", "LINES": "40", "NO_COLOR": "1"}
+NOT_TERMINAL = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED_FILE = re.compile(r"^`([\w.-]+\.(?:json|ya?ml))`:\n+```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+
+
+# --- reading pages ------------------------------------------------------------------------------
+
+
+def without_code(text: str) -> str:
+    return FENCE.sub("", text)
+
+
+def examples(text: str) -> Iterator[str]:
+    """The contents of the `console` blocks."""
+    return (body for language, body in FENCE.findall(text) if language == "console")
+
+
+def commands_in(body: str) -> list[str]:
+    return [line.removeprefix("$ ") for line in body.splitlines() if line.startswith("$ ")]
+
+
+def mentioned(text: str) -> list[str]:
+    """Every command of ours on a page, in blocks and in running text; those with a word to fill in left out."""
+    found = [
+        line.partition("  #")[0].strip()
+        for language, body in FENCE.findall(text)
+        if language in ("bash", "sh")
+        for line in body.splitlines()
+        if line.startswith("tightfit ")
+    ]
+    found += re.findall(r"`(tightfit [a-z-][^`]*)`", without_code(text))
+    return [command for command in dict.fromkeys(found) if "…" not in command and not PLACEHOLDERS & {*command.split()}]
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+# --- running commands ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def plain_terminal() -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(TERMINAL)
+    for name in NOT_TERMINAL:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def folder_of(text: str) -> Iterator[None]:
+    """A folder with the files that the page shows, to run its commands in."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, body in NAMED_FILE.findall(text):
+            Path(folder, name).write_text(body, encoding="utf-8")
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(here)
+
+
+def run(words: list[str]) -> tuple[int, str]:
+    """Exit code, and what was printed, on either stream."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            code = main(words)
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+    return code, printed.getvalue()
+
+
+def shown(command: str) -> str:
+    """What a terminal shows for a command, which may end in `| head -N` or `| grep -E PATTERN`."""
+    first, *filters = command.split(" | ")
+    lines = run(shlex.split(first)[1:])[1].splitlines()
+    for words in map(shlex.split, filters):
+        if words[0] == "head":
+            lines = lines[: int(words[-1].lstrip("-"))]
+        elif words[0] == "grep":
+            lines = [line for line in lines if re.search(words[-1], line)]
+        else:
+            raise ValueError(f"{words[0]} is not known here")
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def session(body: str) -> str:
+    """A `console` block made anew from its commands."""
+    return "\n".join(f"$ {command}\n{shown(command)}" for command in commands_in(body))
+
+
+def refreshed(text: str) -> str:
+    """A page with the printed parts made anew."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"```console\n{session(match[2])}```" if match[1] == "console" else match[0]
+
+    with plain_terminal(), folder_of(text):
+        return FENCE.sub(block, text)
+
+
+# --- the tests ----------------------------------------------------------------------------------
+
+
+@every_page
+def test_examples_show_what_the_program_prints(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert all(commands_in(body) for body in examples(text))
+    assert text == refreshed(text), f"stale: run python tests/{Path(__file__).name}"
+
+
+@every_page
+def test_commands_work(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    with plain_terminal(), folder_of(text):
+        for command in mentioned(text):
+            words = shlex.split(command)[1:]
+            code, printed = run(words if len(words) > 1 else [*words, "--help"])
+            assert code == 0, f"{command}: {printed}"
+
+
+def test_notes_are_up_to_date() -> None:
+    assert notes_table.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in headings(target), link
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = {link.partition("#")[0] for link in LINK.findall((DOCS / "index.md").read_text(encoding="utf-8"))}
+    assert {page.name for page in PAGES} - {"index.md"} <= listed
+
+
+@pytest.mark.parametrize("package", ["deepspeed", "transformers", "peft", "torch"])
+def test_buffers_are_where_the_footprint_page_says(package: str) -> None:
+    """On every line, the names after a file of the package are in that file."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{package} is not installed")
+    if package == "deepspeed" and version("deepspeed") != Levers().deepspeed_version:
+        pytest.skip("the page is about another DeepSpeed")
+    site = Path(spec.origin).parents[1]
+    found = 0
+    for line in FOOTPRINT.read_text(encoding="utf-8").splitlines():
+        for path, names in re.findall(rf"`({package}/[\w/]+\.py)`:((?:,? `\w+`)+)", line):
+            source = (site / path).read_text(encoding="utf-8")
+            for name in re.findall(r"\w+", names):
+                assert re.search(rf"\b{name}\b", source), f"{path} has no {name}"
+                found += 1
+    assert found
+
+
+def test_our_own_names_on_the_footprint_page() -> None:
+    text = FOOTPRINT.read_text(encoding="utf-8")
+    source = ROOT / "src" / "tightfit"
+    for path in re.findall(r"`((?:memory|train|inputs)/[\w/]+\.py)`", text):
+        assert (source / path).exists(), path
+    code = "".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))
+    for name in re.findall(r"`([A-Z][A-Z0-9]*_[A-Z0-9_]+)`", text):
+        assert re.search(rf"\b{name}\b", code), name
+
+
+if __name__ == "__main__":
+    for every in PAGES:
+        every.write_text(refreshed(every.read_text(encoding="utf-8")), encoding="utf-8")
