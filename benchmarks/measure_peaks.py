@@ -58,7 +58,7 @@ def run_child(scenario: dict[str, Any], args: argparse.Namespace) -> None:
         command.append("--blame")
     began = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.limit_s)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=args.limit_s)
         rows = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]
         tail = (done.stderr or done.stdout)[-1500:]
     except subprocess.TimeoutExpired:
@@ -143,15 +143,15 @@ def train(trainer: Any, scenario: dict[str, Any], mark: Any) -> list[float]:
     vocab = scenario["config"].get("vocab_size", 32000)
     for step in range(scenario.get("steps", 3)):
         began = time.monotonic()
-        for _ in range(scenario.get("accum", 1)):
+        for micro_step in range(scenario.get("accum", 1)):
             ids = torch.randint(0, vocab, (micro, seq), device=DEVICE)
             loss = trainer.forward(ids)
             mark(f"fwd{step}")
             trainer.backward(loss)
             del loss
             mark(f"bwd{step}")
-        trainer.step()
-        mark(f"step{step}")
+            trainer.step(last=micro_step == scenario.get("accum", 1) - 1)
+            mark(f"step{step}")
         times.append(round(time.monotonic() - began, 3))
     return times
 
@@ -210,7 +210,8 @@ class DeepSpeed:
     def backward(self, loss: Any) -> None:
         self.engine.backward(loss)
 
-    def step(self) -> None:
+    def step(self, *, last: bool) -> None:
+        del last  # DeepSpeed counts the micro batches itself
         self.engine.step()
 
     def count(self, *, trainable: bool) -> int:
@@ -262,9 +263,11 @@ class Fsdp2:
     def backward(self, loss: Any) -> None:
         loss.backward()
 
-    def step(self) -> None:
+    def step(self, *, last: bool) -> None:
         import torch
 
+        if not last:
+            return
         torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -134,6 +134,8 @@ class Moe:
     """Width of the shared expert (qwen2_moe); 0: none."""
     scores_fp32: bool = False
     """The router's weights stay fp32, and so do the experts' weighted outputs (mixtral)."""
+    lora_on_experts: bool = False
+    """PEFT's `all-linear` adapts experts and router too, by adding to their whole weights (mixtral, qwen3_moe)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from tightfit.memory.loss import HeadCost, head_cost
 from tightfit.memory.operations import Setting
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import WIDTH
-from tightfit.types import Attention, Levers, ModelShape
+from tightfit.types import Attention, Gpu, Levers, ModelShape
 
 
 class Moment(NamedTuple):
@@ -47,10 +47,10 @@ class Activations:
     setting: Setting
 
 
-def activations(shape: ModelShape, levers: Levers) -> Activations:
+def activations(shape: ModelShape, levers: Levers, gpu: Gpu | None = None) -> Activations:
     return _activations(
         shape,
-        setting_of(levers),
+        setting_of(levers, gpu),
         levers.checkpointing.layers,
         levers.checkpointing.offload,
         levers.frozen_layers,
@@ -58,7 +58,7 @@ def activations(shape: ModelShape, levers: Levers) -> Activations:
     )
 
 
-def setting_of(levers: Levers) -> Setting:
+def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
     lora = weights_of.effective_lora(levers)
     width = WIDTH[levers.precision]
     return Setting(
@@ -72,7 +72,14 @@ def setting_of(levers: Levers) -> Setting:
         quantised=levers.method == "qlora",
         attention=levers.attention,
         scan=levers.scan,
+        flash_capable=levers.precision != "fp32" and not _before_ampere(gpu),
     )
+
+
+def _before_ampere(gpu: Gpu | None) -> bool:
+    """Flash attention needs sm_80; earlier cards take torch's other kernels."""
+    arch = gpu.arch if gpu else None
+    return bool(arch and arch.startswith("sm_") and arch[3:].rstrip("a").isdigit() and int(arch[3:].rstrip("a")) < 80)
 
 
 @lru_cache(maxsize=4096)

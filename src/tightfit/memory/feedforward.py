@@ -50,16 +50,33 @@ def moe(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
     return total
 
 
+def _adapts_experts(ops: Operations, shape: Moe) -> bool:
+    return shape.lora_on_experts and ops.setting.lora_rank > 0 and ops.setting.lora_targets is None
+
+
+def _merged(ops: Operations, weights: int, adapters: int, copy_width: int) -> Slot:
+    """A parameter with its adapter added: a whole new tensor, since PEFT cannot adapt a bare parameter otherwise.
+
+    The adapter is first cast to the precision in which the two are multiplied.
+    """
+    setting = ops.setting
+    casts = () if copy_width == setting.adapter_width else (adapters * copy_width,)
+    return ops.tape.op((), weights * setting.width, makes=casts, weight_grad=adapters * setting.adapter_width)
+
+
 def _route(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
-    """The weights of the chosen experts. The router is a bare matrix, so no adapter sits on it."""
+    """The weights of the chosen experts. The router is a bare matrix, not a linear layer."""
     tape, setting = ops.tape, ops.setting
-    trains = setting.trains_base
-    logits = tape.op(
-        (x,),
-        ops.size(shape.experts),
-        saves=(x,) if trains else (),
-        weight_grad=shape.experts * hidden * setting.width if trains else 0,
-    )
+    if _adapts_experts(ops, shape):
+        merged = _merged(ops, shape.experts * hidden, setting.lora_rank * (shape.experts + hidden), FP32)
+        logits = tape.op((x, merged), ops.size(shape.experts), saves=(x, merged))
+    else:
+        logits = tape.op(
+            (x,),
+            ops.size(shape.experts),
+            saves=(x,) if setting.trains_base else (),
+            weight_grad=shape.experts * hidden * setting.width if setting.trains_base else 0,
+        )
     probabilities = ops.output_saving(ops.cast(logits, shape.experts, FP32))
     chosen = tape.op((probabilities,), ops.size(shape.top_k, FP32), makes=(ops.size(shape.top_k, INT64),))
     if not shape.scores_fp32:
@@ -77,13 +94,13 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
     order = tape.op((), 2 * index)  # sorted expert numbers, and where each came from; variables both
     gathered = tape.op((x,), ops.size(rows * hidden), makes=(index,))
     weights = tape.op((scores,), scores.size, makes=(index,))
-    gate_up = _grouped(ops, gathered, shape, 2 * inner, hidden)
+    gate_up = _grouped(ops, gathered, shape, (2 * inner, hidden), 2 * setting.lora_rank)
     gate, up = tape.split(gate_up, (ops.size(rows * inner), ops.size(rows * inner)))
     product = ops.multiply(ops.activate(gate, shape.activation), up)
-    down = _grouped(ops, product, shape, hidden, inner)
+    down = _grouped(ops, product, shape, (hidden, inner), setting.lora_rank)
     width = FP32 if shape.scores_fp32 else setting.width
     wide = ops.size(rows * hidden, width)
-    weighted = tape.op((down, weights), wide, saves=(down, weights), backward_temp=wide + (wide - down.size or 0))
+    weighted = tape.op((down, weights), wide, saves=(down, weights), backward_temp=2 * wide - down.size)
     restored = tape.op((weighted,), wide, makes=(index,))
     summed = tape.op((restored,), ops.size(hidden, width))
     out = ops.cast(summed, hidden, setting.width)
@@ -91,12 +108,17 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
     return out
 
 
-def _grouped(ops: Operations, x: Slot, shape: Moe, out_features: int, in_features: int) -> Slot:
-    setting = ops.setting
-    trains = setting.trains_base
+def _grouped(ops: Operations, x: Slot, shape: Moe, features: tuple[int, int], rank: int) -> Slot:
+    """One product for all experts. Where they are adapted, gate and up together have twice the rank."""
+    setting, (out_features, in_features) = ops.setting, features
+    trains, rows = setting.trains_base, ops.size(shape.top_k * out_features)
+    if _adapts_experts(ops, shape):
+        adapters = shape.experts * rank * (out_features + in_features)
+        merged = _merged(ops, shape.experts * out_features * in_features, adapters, setting.width)
+        return ops.tape.op((x, merged), rows, saves=(x, merged))
     return ops.tape.op(
         (x,),
-        ops.size(shape.top_k * out_features),
+        rows,
         saves=(x,) if trains else (),
         weight_grad=shape.experts * out_features * in_features * setting.width if trains else 0,
     )

@@ -45,12 +45,26 @@ class Gathered(NamedTuple):
     embedding: int
 
 
+class Layer(NamedTuple):
+    """One layer's calls. In a backward pass a container's hook comes before those of its children."""
+
+    forward: tuple[Module, ...]
+    backward: tuple[Module, ...]
+    lead: int
+    """How many of the backward calls come before the first kept tensor is asked for, and so before recomputing."""
+    frozen: tuple[Module, ...] = ()
+    """Recomputing hands its frozen parameters to the module that asked; they all go when that one is done."""
+
+
 class Stretch(NamedTuple):
-    """Calls in order: (module, is it a forward call). A tag groups them for the report."""
+    """Calls in order. A tag groups them for the report."""
 
     tag: int
     modules: tuple[Module, ...]
-    forward: bool
+    drops: tuple[Module, ...] = ()
+    """Released before the first of these calls, whatever the rules say."""
+    holds: bool = False
+    """Nothing is released until the end of the next stretch: these modules are still at work."""
 
 
 FORWARD, HEAD, EMBEDDING = -1, -2, -3
@@ -58,29 +72,44 @@ EMPTY = Module()
 
 
 def stretches(
-    embedding: Module, layers: tuple[tuple[Module, ...], ...], head: tuple[Module, ...], recompute: tuple[bool, ...]
+    ends: tuple[Module, Module, Module], layers: tuple[Layer, ...], recompute: tuple[bool, ...], containers: int
 ) -> list[Stretch]:
-    """One training step as the coordinator sees it: forwards, then each layer again where it recomputes, backwards."""
-    calls = [Stretch(FORWARD, (EMPTY, EMPTY, embedding), True)]
-    calls += [Stretch(FORWARD, layer, True) for layer in layers]
-    calls += [Stretch(FORWARD, head[:-1], True), Stretch(HEAD, head[-1:], True)]
-    calls += [Stretch(HEAD, (EMPTY, *head[::-1]), False)]
+    """One training step as the coordinator sees it, with embedding, final norm and head as its ends.
+
+    `containers`: modules around the layers and the head.
+    """
+    around = (EMPTY,) * containers
+    embedding, norm, head = ends
+    calls = [Stretch(FORWARD, (*around, EMPTY, embedding, EMPTY))]
+    calls += [Stretch(FORWARD, layer.forward) for layer in layers]
+    calls += [Stretch(FORWARD, (norm,)), Stretch(HEAD, (head, *around, head, EMPTY, norm))]
     for index in range(len(layers) - 1, -1, -1):
+        layer = layers[index]
         if recompute[index]:
-            calls.append(Stretch(index, layers[index], True))
-        calls.append(Stretch(index, layers[index][::-1], False))
-    return [*calls, Stretch(EMBEDDING, (embedding,), False)]
+            calls += [Stretch(index, layer.backward[: layer.lead], holds=True), Stretch(index, layer.forward)]
+            calls.append(Stretch(index, layer.backward[layer.lead :], layer.frozen))
+        else:
+            calls.append(Stretch(index, layer.backward))
+    # frozen weights without checkpointing: nothing asks the embedding for a gradient
+    asks = not (layers and layers[0].frozen) or recompute[0]
+    return [*calls, Stretch(EMBEDDING, (embedding,))] if asks else calls
 
 
 def replay(calls: list[Stretch], limits: Limits) -> Gathered:
     order = [module for stretch in calls for module in stretch.modules]
     coordinator = _Coordinator(order, limits)
     most: dict[int, int] = {}
+    held: tuple[Module, ...] = ()
     for stretch in calls:
+        coordinator.drop(stretch.drops)
         for module in stretch.modules:
             coordinator.fetch(module)
             most[stretch.tag] = max(most.get(stretch.tag, 0), coordinator.live + coordinator.flat)
+            if not (stretch.holds or module in held):
+                coordinator.release(module)
+        for module in held:
             coordinator.release(module)
+        held = tuple(module for module in stretch.modules if module.params) if stretch.holds else ()
     n_layers = max((stretch.tag for stretch in calls), default=-1) + 1
     return Gathered(
         forward=most.get(FORWARD, 0),
@@ -173,6 +202,13 @@ class _Coordinator:
             if identity in self.available:
                 self.available.discard(identity)
                 self.live -= numel
+
+    def drop(self, modules: tuple[Module, ...]) -> None:
+        for module in modules:
+            for identity, numel in module.params:
+                if identity in self.available and identity not in self.group_of:
+                    self.available.discard(identity)
+                    self.live -= numel
 
     def _reused_soon(self, identity: int) -> bool:
         uses, cursor = self.uses[identity], self.use_cursor[identity]

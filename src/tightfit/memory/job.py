@@ -52,7 +52,7 @@ def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, con
         levers=levers,
         world=world,
         weights=weights_of.of(shape, levers),
-        acts=activations(shape, levers),
+        acts=activations(shape, levers, gpu),
         workspaces=2 * CUBLAS_WORKSPACE["hopper" if hopper else "other"],
         free_bytes=None if gpu is None else gpu.memory_bytes - context_bytes,
     )

@@ -81,15 +81,16 @@ def _branch(ops: Operations, x: Slot, block: Block, hidden: int, inner: Inner) -
         total = ops.add(x, scaled)
         ops.tape.hold(out)
         return total
-    if inner is _mixer and _names_mixed(ops, block):
-        ops.returned.append(out)
+    if inner is _mixer:
+        ops.returned += _variables(ops, block, read, out)
     return ops.add(x, out)
 
 
-def _names_mixed(ops: Operations, block: Block) -> bool:
-    """gpt2 and stablelm keep the mixer's output in a variable of its own until the layer ends."""
-    is_stablelm = block.norm == "layer" and isinstance(block.mlp, Mlp) and block.mlp.gated
-    return is_stablelm or "attn.c_attn.weight" in ops.tensors
+def _variables(ops: Operations, block: Block, read: Slot, out: Slot) -> tuple[Slot, ...]:
+    """gpt2 keeps the mixer's output in a variable of its own until the layer ends; stablelm its input too."""
+    if block.norm == "layer" and isinstance(block.mlp, Mlp) and block.mlp.gated:
+        return read, out
+    return (out,) if "attn.c_attn.weight" in ops.tensors else ()
 
 
 def _parallel(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:

@@ -13,6 +13,8 @@ from tightfit.memory.tape import Slot, Tape
 from tightfit.types import AttentionKernel, NormKind, Tensor
 
 FP32 = 4
+UNADAPTABLE = "mixer.out_proj"
+"""PEFT refuses Mamba's output projection: the fused kernels read its weight past the adapter."""
 INT64 = 8
 BOOL = 1
 
@@ -45,7 +47,9 @@ class Setting:
         """Does LoRA sit on this module? PEFT's `all-linear` leaves the head out; so do the blocks."""
         if self.lora_rank == 0:
             return False
-        return self.lora_targets is None or module.rsplit(".", 1)[-1] in self.lora_targets
+        if self.lora_targets is None:
+            return module != UNADAPTABLE
+        return module.rsplit(".", 1)[-1] in self.lora_targets
 
 
 @dataclass(slots=True)

@@ -235,20 +235,21 @@ def _walk_back(ops: list[Op], saved: int, layer_input: Slot, layer_output: Slot)
         live += fresh
         now = live + arriving + op.backward_temp + op.weight_grad
         before = weight_grads
-        for gradient in arrived:
-            gradient.owners -= 1
-            if gradient.owners == 0:
-                live -= gradient.size
         for slot in op.saves:
             keepers[id(slot)] -= 1
             if keepers[id(slot)] == 0:
                 live -= slot.size
+        live += copied
+        adding = live + arriving
+        for gradient in arrived:
+            gradient.owners -= 1
+            if gradient.owners == 0:
+                live -= gradient.size
         if op.weight_grad:
             weight_grads += op.weight_grad
             arrivals.append((op.weight_grad, live))
-        live += copied
-        peak = max(peak, now, live + arriving)
-        peak_kept = max(peak_kept, now + before, live + arriving + weight_grads)
+        peak = max(peak, now, adding)
+        peak_kept = max(peak_kept, now + before, adding + weight_grads)
     final = gradients.get(id(layer_input))
     return _Back(peak, peak_kept, weight_grads, final.size if final else 0, tuple(arrivals))
 
@@ -275,7 +276,8 @@ def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tup
             continue
         if not op.passes:
             arriving += sizes[i] if sizes else slot.size
-        if have.owners > 1:
+        others = have.owners - (have is gradient and not op.passes)  # this operation is done with it by then
+        if others > 1:
             have.owners -= 1
             gradients[id(slot)] = _Gradient(have.size)
             copied += have.size

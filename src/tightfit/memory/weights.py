@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from tightfit.types import Block, Levers, Lora, ModelShape, Tensor
+from tightfit.memory.operations import UNADAPTABLE
+from tightfit.types import Block, Levers, Lora, ModelShape, Moe, Tensor
 
 WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -100,7 +101,20 @@ def _layer_parameters(block: Block, method: str, lora: Lora | None) -> tuple[lis
         if lora is not None and is_adapted(tensor, lora):
             out_features, in_features = tensor.shape
             adapters += [lora.rank * in_features, out_features * lora.rank]
+    if lora is not None and lora.targets is None and isinstance(block.mlp, Moe) and block.mlp.lora_on_experts:
+        adapters += _expert_adapters(block, lora.rank)
     return base, adapters, packed
+
+
+def _expert_adapters(block: Block, rank: int) -> list[int]:
+    """PEFT's `all-linear` also takes a router and fused experts that are bare parameters: a pair for each expert."""
+    adapters: list[int] = []
+    for tensor in block.tensors:
+        if tensor.name.startswith("mlp.") and "shared" not in tensor.name and not is_linear(tensor):
+            experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
+            pairs = 2 if "gate_up" in tensor.name else 1
+            adapters += [pairs * rank * experts * tensor.shape[-1], pairs * rank * experts * tensor.shape[-2]]
+    return adapters
 
 
 def is_linear(tensor: Tensor) -> bool:
@@ -111,4 +125,6 @@ def is_linear(tensor: Tensor) -> bool:
 def is_adapted(tensor: Tensor, lora: Lora) -> bool:
     if not is_linear(tensor):
         return False
-    return lora.targets is None or tensor.name.rsplit(".", 2)[-2] in lora.targets
+    if lora.targets is None:
+        return not tensor.name.startswith(UNADAPTABLE)
+    return tensor.name.rsplit(".", 2)[-2] in lora.targets

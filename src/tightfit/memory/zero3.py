@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.backward import bucketed
-from tightfit.memory.gathered import EMPTY, Gathered, Limits, Module, Param, replay, stretches
+from tightfit.memory.gathered import EMPTY, Gathered, Layer, Limits, Module, Param, replay, stretches
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
@@ -145,6 +145,8 @@ def _initialise(job: Job) -> Components:
 
 
 def gathered_of(job: Job) -> Gathered:
+    if job.world == 1 and job.levers.offload_param == "none":
+        return Gathered(0, 0, (0,) * job.shape.n_layers, 0)  # the only part is the whole: nothing is copied
     checkpointing = job.levers.checkpointing.layers
     recompute = job.shape.n_layers if checkpointing is None else checkpointing
     return _gathered(job.shape, effective_lora(job.levers), job.levers.method, recompute, job.levers.buckets)
@@ -153,17 +155,18 @@ def gathered_of(job: Job) -> Gathered:
 @lru_cache(maxsize=256)
 def _gathered(shape: ModelShape, lora: Lora | None, method: str, recompute: int, buckets: Buckets) -> Gathered:
     threshold = buckets.persistence_threshold
-    layers: list[tuple[Module, ...]] = []
+    layers: list[Layer] = []
     first = 0
     for kind in shape.pattern:
-        modules, first = _modules(shape.blocks[kind], lora, method, threshold, first)
-        layers.append(modules)
+        layer, first = _layer(shape.blocks[kind], lora, method, threshold, first)
+        layers.append(layer)
     embedding = _module(shape.before, threshold, first)
-    head_tensors = shape.before[:1] if shape.tied else tuple(t for t in shape.after if t.numel > threshold)
+    head_tensors = shape.before[:1] if shape.tied else shape.after[-1:]
     head = _module(head_tensors, threshold, first if shape.tied else first + len(shape.before))
+    norm = _module(shape.after[: len(shape.after) - (0 if shape.tied else 1)], threshold, first + 10)
     limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance)
     again = tuple(index < recompute for index in range(shape.n_layers))
-    return replay(stretches(embedding, tuple(layers), (EMPTY, head), again), limits)
+    return replay(stretches((embedding, norm, head), tuple(layers), again, 2 if lora else 1), limits)
 
 
 def _module(tensors: tuple[Tensor, ...], threshold: int, first: int) -> Module:
@@ -173,19 +176,18 @@ def _module(tensors: tuple[Tensor, ...], threshold: int, first: int) -> Module:
 
 _BEFORE = ("input_layernorm", "ln_1", "norm")
 _BETWEEN = ("post_attention_layernorm", "ln_2", "pre_feedforward_layernorm")
+_ACTIVATED = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h")
 
 
-def _modules(
-    block: Block, lora: Lora | None, method: str, threshold: int, first: int
-) -> tuple[tuple[Module, ...], int]:
+def _layer(block: Block, lora: Lora | None, method: str, threshold: int, first: int) -> tuple[Layer, int]:
     """The calls of one layer, in the order in which they run; containers own nothing but are called as well."""
-    named: dict[str, list[Module]] = {}
     identity = first
+    own: dict[str, list[Param]] = {}
+    adapters: dict[str, tuple[Module, Module]] = {}
 
-    def module(*params: Param) -> Module:
+    def module(params: list[Param]) -> Module:
         return Module(tuple(param for param in params if param[1] > threshold))
 
-    own: dict[str, list[Param]] = {}
     for tensor in block.tensors:
         name = tensor.name.rpartition(".")[0]
         packed = method == "qlora" and is_linear(tensor)
@@ -193,21 +195,30 @@ def _modules(
         identity += 1
         if lora is not None and is_adapted(tensor, lora):
             down, up = lora.rank * tensor.shape[1], tensor.shape[0] * lora.rank
-            # PEFT's layer, [base], dropout, lora_A, lora_B
-            named[name] = [EMPTY, module((identity, down)), module((identity + 1, up))]
+            adapters[name] = (module([(identity, down)]), module([(identity + 1, up)]))
             identity += 2
-    calls = [EMPTY]
-    seen: set[int] = set()
-    for name in sorted(own, key=_place):
+    forward: list[Module] = [EMPTY]
+    backward: list[Module] = []
+    names = sorted(own, key=_place)
+    for index, name in enumerate(names):
         place = _place(name)
-        if place in (1, 3) and place not in seen:
-            calls.append(EMPTY)  # the attention or the MLP itself
-        seen.add(place)
-        adapters = named.get(name, [])
-        calls += [*([EMPTY] if adapters else []), module(*own[name]), *adapters]
-        if name.endswith(("gate_proj", "fc1", "c_fc", "dense_h_to_4h")):
-            calls.append(EMPTY)  # the activation
-    return tuple(calls), identity
+        opens = place in (1, 3) and (index == 0 or _place(names[index - 1]) != place)
+        closes = place in (1, 3) and (index + 1 == len(names) or _place(names[index + 1]) != place)
+        there, back = _calls(module(own[name]), adapters.get(name))
+        active = [EMPTY] if name.endswith(_ACTIVATED) else []
+        forward += [*([EMPTY] if opens else []), *there, *active]
+        backward = [*([EMPTY] if closes else []), *active, *back, *backward]
+    lead = 2 + (2 if names[-1] in adapters else 1)
+    frozen = tuple(module(own[name]) for name in names) if method != "full" else ()
+    return Layer(tuple(forward), (EMPTY, *backward), lead, frozen), identity
+
+
+def _calls(base: Module, adapter: tuple[Module, Module] | None) -> tuple[list[Module], list[Module]]:
+    """Forwards and backwards: the module alone, or PEFT's layer with base, dropout, lora_A and lora_B."""
+    if adapter is None:
+        return [base], [base]
+    down, up = adapter
+    return [EMPTY, base, EMPTY, down, up], [EMPTY, up, down, EMPTY, base]
 
 
 def _place(name: str) -> int:

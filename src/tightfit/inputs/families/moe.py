@@ -32,6 +32,8 @@ class Mixture:
     """The router is registered before the experts."""
     scores_fp32: bool = False
     """The router's weights are not cast back."""
+    lora_on_experts: bool = False
+    """PEFT has a mapping from this family's old expert modules to today's parameters, and `all-linear` uses it."""
 
 
 MIXTURES: Mapping[str, Mixture] = {
@@ -45,6 +47,7 @@ MIXTURES: Mapping[str, Mixture] = {
         inner_key="intermediate_size",
         inner=14_336,
         scores_fp32=True,
+        lora_on_experts=True,
     ),
     "qwen2_moe": Mixture(
         attention=Dialect(
@@ -67,6 +70,7 @@ MIXTURES: Mapping[str, Mixture] = {
         top_k=8,
         inner=768,
         gate_first=False,
+        lora_on_experts=True,
     ),
 }
 
@@ -136,6 +140,7 @@ def _experts(config: ConfigReader, mixture: Mixture, hidden: int) -> tuple[Moe, 
         activation=activation,
         shared_intermediate=shared,
         scores_fp32=mixture.scores_fp32,
+        lora_on_experts=mixture.lora_on_experts,
     )
     return moe, tensors
 

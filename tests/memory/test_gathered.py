@@ -1,0 +1,283 @@
+"""How many parameters ZeRO-3 holds whole: our replay against DeepSpeed's real coordinator.
+
+A process of its own (this file, run as a script) trains tiny models with the real DeepSpeed on the CPU, as one
+rank of four under torch's fake process group, three steps each. In the third, when the trace is complete, it
+writes down after every fetch how many elements are whole, and how many more sit in flat buffers out of which
+they were copied. The thresholds are scaled down with the models, so that every limit bites.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+WORLD = 4
+SLACK = 0
+"""Elements by which the replay may be off. The largest matrix of a layer would still be a good prediction."""
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MAMBA = {
+    "model_type": "mamba",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "state_size": 8,
+    "conv_kernel": 4,
+    "expand": 2,
+    "tie_word_embeddings": True,
+}
+# prefetch_bucket, max_live_parameters, max_reuse_distance, persistence_threshold
+LIMITS = {
+    "tight": (10_000, 80_000, 50_000, 0),
+    "persistent": (5_000, 60_000, 60_000, 2_048),
+    "ample": (20_000, 10**9, 10**9, 500),
+    "alone": (0, 80_000, 0, 0),
+    "tightest": (3_000, 40_000, 20_000, 600),
+}
+ZERO_KEYS = (
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+)
+
+
+def scenario(name: str) -> dict[str, Any]:
+    """`llama tied checkpointed lora tight`: a scenario of benchmarks/measure_peaks.py."""
+    family, *words, limits = name.split()
+    config = {**LLAMA, "tie_word_embeddings": "tied" in words} if family == "llama" else MAMBA
+    made: dict[str, Any] = {
+        "id": name,
+        "config": config,
+        "world": WORLD,
+        "engine": "zero3",
+        "optimizer": "sgd",
+        "ckpt": "checkpointed" in words,
+        "seq": 16,
+        "zero": dict(zip(ZERO_KEYS, LIMITS[limits], strict=True)),
+    }
+    return {**made, "lora": 4} if "lora" in words else made
+
+
+NAMES = (
+    "llama checkpointed tight",
+    "llama checkpointed persistent",
+    "llama checkpointed alone",
+    "llama tied checkpointed tightest",
+    "llama tight",
+    "llama tied ample",
+    "llama checkpointed lora tight",
+    "llama checkpointed lora ample",
+    "llama checkpointed lora alone",
+    "llama tied checkpointed lora tightest",
+    "llama lora tight",
+    "llama tied lora persistent",
+    "mamba checkpointed ample",
+    "mamba tightest",
+)
+
+# --- the process that runs DeepSpeed ------------------------------------------------------------
+
+
+def record(scenarios: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """For each scenario the fetches of its third step: (forward, module, whole elements with copies)."""
+    os.environ.update({"MEASURE_ON_CPU": "1", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(WORLD)})
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import torch
+    import torch.distributed as dist
+    from measure_peaks import DeepSpeed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.empty = _zeroed(torch.empty)
+    torch.manual_seed(0)
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    watch = Watch()
+    found = {}
+    for each in scenarios:
+        if each["config"]["model_type"] == "mamba":
+            _stand_in_for_the_scan_kernel()
+        trainer = DeepSpeed(each)
+        trainer.build()
+        trainer.initialise()
+        engine = trainer.engine
+        watch.begin(engine.module)
+        for step in range(3):
+            watch.recording = step == 2
+            ids = torch.randint(0, 512, (1, each["seq"]))
+            engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+            engine.step()
+        watch.recording = False
+        assert engine.skipped_steps == 0
+        found[each["id"]] = watch.calls
+        engine.destroy()
+    return found
+
+
+def _zeroed(empty: Any) -> Any:
+    """The fake process group leaves gathered weights as they were allocated: make that finite."""
+
+    def zeroed(*args: Any, **kwargs: Any) -> Any:
+        made = empty(*args, **kwargs)
+        return made if made.is_meta else made.zero_()
+
+    return zeroed
+
+
+def _stand_in_for_the_scan_kernel() -> None:
+    """Like `mamba_inner_fn`, one autograd function over the mixer's own weights."""
+    import torch
+    from transformers.models.mamba import modeling_mamba
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, xz: Any, out: Any, *others: Any) -> Any:
+            ctx.save_for_backward(xz, out, *others)
+            return xz[:, : xz.shape[1] // 2].transpose(1, 2) @ out.t()
+
+        @staticmethod
+        def backward(ctx: Any, _: Any) -> Any:
+            return tuple(torch.zeros_like(each) for each in ctx.saved_tensors)
+
+    def inner(*given: Any, **named: Any) -> Any:
+        xz, conv, _, x_proj, dt, out, _, a, _, _, d = given
+        return Inner.apply(xz, out, conv, x_proj, dt, a, d, named["delta_bias"])
+
+    modeling_mamba.mamba_inner_fn = inner
+
+
+class Watch:
+    """Hangs on DeepSpeed's coordinator."""
+
+    def __init__(self) -> None:
+        from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+        self.recording = False
+        self.calls: list[Any] = []
+        self.passing = 0
+        fetch, wait = PartitionedParameterCoordinator.fetch_sub_module, AllGatherCoalescedHandle.wait
+
+        def fetched(coordinator: Any, module: Any, forward: bool) -> None:
+            self.passing = 0
+            self.registry = coordinator._PartitionedParameterCoordinator__inflight_param_registry
+            fetch(coordinator, module, forward)
+            if self.recording:
+                held = max(self.passing, self.whole() + self.copied())
+                self.calls.append((forward, self.names[id(module)], held))
+
+        def waited(handle: Any, **options: Any) -> None:
+            again = handle.complete
+            wait(handle, **options)
+            if self.recording and not again:
+                self.passing = max(self.passing, self.whole() + self.copied(handle))
+
+        PartitionedParameterCoordinator.fetch_sub_module = fetched
+        AllGatherCoalescedHandle.wait = waited
+
+    def begin(self, module: Any) -> None:
+        self.names = {id(each): name for name, each in module.named_modules()}
+        self.params = list(module.parameters())
+        self.calls = []
+
+    def whole(self) -> int:
+        """Whole or on their way; parameters that are never released left out."""
+        return sum(p.ds_numel for p in self.params if p.ds_status.name != "NOT_AVAILABLE" and not p.ds_persist)
+
+    def copied(self, *others: Any) -> int:
+        """Flat buffers that have been copied out and are still referenced."""
+        known = [one for several in self.registry.values() for one in getattr(several, "handles", [several])]
+        handles = {id(handle): handle for handle in (*known, *others)}
+        done = [handle for handle in handles.values() if getattr(handle, "complete", False)]
+        return sum(part.numel() for handle in done for part in getattr(handle, "partitions", ()))
+
+
+# --- the comparison -----------------------------------------------------------------------------
+
+
+def by_stretch(calls: list[Any]) -> dict[str, list[Any]]:
+    """The calls of each stretch: forward, loss, `layer 3` … `layer 0`, embedding."""
+    found: dict[str, list[Any]] = {}
+    stretch = "forward"
+    for forward, name, held in calls:
+        layer = re.search(r"layers\.(\d+)", name)
+        if stretch == "forward":
+            stretch = "loss" if "lm_head" in name or not forward else "forward"
+        elif layer:
+            stretch = f"layer {layer[1]}"
+        elif "embed" in name:
+            stretch = "embedding"
+        found.setdefault(stretch, []).append((forward, held))
+    return found
+
+
+def measured(calls: list[Any]) -> dict[str, int]:
+    """The most of each stretch; of a layer, the most after its recomputation, and what it held at the end of that."""
+    most = {}
+    for stretch, made in by_stretch(calls).items():
+        again = [index for index, (forward, _) in enumerate(made) if forward]
+        turn = again[-1] if again and stretch.startswith("layer") else 0
+        most[stretch] = max(held for _, held in made[turn:])
+        if turn:
+            most[f"{stretch} at its turn"] = made[turn][1]
+    return most
+
+
+def replayed(name: str) -> dict[str, int]:
+    from rows import levers_of, shape_of
+
+    from tightfit.memory.job import make_job
+    from tightfit.memory.zero3 import gathered_of
+
+    each = scenario(name)
+    found = gathered_of(make_job(shape_of(each), levers_of(each), WORLD, None, 0))
+    predicted = {"forward": found.forward, "loss": found.loss, "embedding": found.embedding}
+    for index, (turn, most) in enumerate(zip(found.layers, found.gradients, strict=True)):
+        predicted |= {f"layer {index}": most}
+        if each["ckpt"]:
+            predicted |= {f"layer {index} at its turn": turn}
+    return predicted
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, Any]:
+    pytest.importorskip("torch")
+    command = [sys.executable, __file__, json.dumps([scenario(name) for name in NAMES])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_replay_holds_what_deepspeed_holds(real: dict[str, Any], name: str) -> None:
+    found, predicted = measured(real[name]), replayed(name)
+    off = {stretch: held - found.get(stretch, 0) for stretch, held in predicted.items()}
+    assert all(abs(elements) <= SLACK for elements in off.values()), f"measured {found}, off by {off}"
+
+
+def test_every_limit_bites(real: dict[str, Any]) -> None:
+    """The scenarios are worth their name: they hold different amounts of one model."""
+    peaks = {name: max(held for *_, held in real[name]) for name in NAMES if name.startswith("llama checkpointed ")}
+    assert len(set(peaks.values())) == len(peaks)
+
+
+if __name__ == "__main__":
+    print("FOUND " + json.dumps(record(json.loads(sys.argv[1]))))  # noqa: T201
