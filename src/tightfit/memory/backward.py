@@ -61,7 +61,8 @@ def bucketed(
         whole = 0 if gathered is None else gathered.layers[moment.layer]
         working = Peak(moment.kept, moment.working, tied_grad + oversized, 0, whole * width)
         best = max(best, working, key=lambda peak: peak.total)
-        arrivals += [(moment.kept, whole, grad, live) for grad, live in moment.cost.arrivals]
+        later = 0 if gathered is None else gathered.gradients[moment.layer]
+        arrivals += [(moment.kept, later, grad, live) for grad, live in moment.cost.arrivals]
         for kept, whole_now, grad, live in arrivals:
             count = grad // width
             if fill + count > bucket:

@@ -8,16 +8,17 @@ elements, so its temporaries are bounded by that.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.backward import bucketed
-from tightfit.memory.gathered import EMPTY, Gathered, Layer, Limits, Module, Param, replay, stretches
+from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Node, Param, Passes, replay, stretches
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.optimizers import state_bytes, step_temporary
-from tightfit.memory.weights import effective_lora, is_adapted, is_linear
+from tightfit.memory.weights import effective_lora, is_adapted
 from tightfit.memory.zero0 import logits, quantising
-from tightfit.types import Block, Buckets, Lora, ModelShape, PhaseName, Tensor
+from tightfit.types import Block, Buckets, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
 
 FP64 = 8
 
@@ -145,28 +146,50 @@ def _initialise(job: Job) -> Components:
 
 
 def gathered_of(job: Job) -> Gathered:
-    if job.world == 1 and job.levers.offload_param == "none":
-        return Gathered(0, 0, (0,) * job.shape.n_layers, 0)  # the only part is the whole: nothing is copied
-    checkpointing = job.levers.checkpointing.layers
-    recompute = job.shape.n_layers if checkpointing is None else checkpointing
-    return _gathered(job.shape, effective_lora(job.levers), job.levers.method, recompute, job.levers.buckets)
+    levers, n_layers = job.levers, job.shape.n_layers
+    if job.world == 1 and levers.offload_param == "none":
+        nothing = (0,) * n_layers  # the only part is the whole: nothing is copied
+        return Gathered(0, 0, nothing, nothing, 0)
+    checkpointing = levers.checkpointing.layers
+    trains = levers.method == "full"
+    passes = Passes(
+        recompute=n_layers if checkpointing is None else checkpointing,
+        lowest=levers.frozen_layers if trains else 0,
+        # adapters alone need no gradient of the embedding, but checkpointing makes its output require one
+        input_grad=levers.frozen_layers == 0 if trains else checkpointing != 0,
+        wrappers=0 if trains else 1,
+    )
+    style = Style(lora=effective_lora(levers), method=levers.method, scan_kernel=levers.scan != "torch")
+    return _gathered(job.shape, style, passes, levers.buckets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """What decides which modules a layer calls."""
+
+    lora: Lora | None
+    method: str
+    scan_kernel: bool
+    """A Mamba mixer hands its weights to one kernel: they are the mixer's, not those of modules inside it."""
 
 
 @lru_cache(maxsize=256)
-def _gathered(shape: ModelShape, lora: Lora | None, method: str, recompute: int, buckets: Buckets) -> Gathered:
+def _gathered(shape: ModelShape, style: Style, passes: Passes, buckets: Buckets) -> Gathered:
     threshold = buckets.persistence_threshold
-    layers: list[Layer] = []
+    layers: list[Node] = []
     first = 0
     for kind in shape.pattern:
-        layer, first = _layer(shape.blocks[kind], lora, method, threshold, first)
+        layer, first = _layer(shape.blocks[kind], style, threshold, first)
         layers.append(layer)
-    embedding = _module(shape.before, threshold, first)
-    head_tensors = shape.before[:1] if shape.tied else shape.after[-1:]
-    head = _module(head_tensors, threshold, first if shape.tied else first + len(shape.before))
-    norm = _module(shape.after[: len(shape.after) - (0 if shape.tied else 1)], threshold, first + 10)
+    embeddings = tuple(_module((tensor,), threshold, first + i) for i, tensor in enumerate(shape.before))
+    norm = _module(shape.after[:-1] if not shape.tied else shape.after, threshold, first + len(shape.before))
+    top = shape.before[:1] if shape.tied else shape.after[-1:]
+    head = _module(top, threshold, first if shape.tied else first + len(shape.before) + len(shape.after))
     limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance)
-    again = tuple(index < recompute for index in range(shape.n_layers))
-    return replay(stretches((embedding, norm, head), tuple(layers), again, 2 if lora else 1), limits)
+    reads_head = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
+    root = Module(head.params) if reads_head else EMPTY
+    model = Model(root=root, embeddings=embeddings, layers=tuple(layers), norm=norm, head=head)
+    return replay(stretches(model, passes), limits)
 
 
 def _module(tensors: tuple[Tensor, ...], threshold: int, first: int) -> Module:
@@ -174,57 +197,69 @@ def _module(tensors: tuple[Tensor, ...], threshold: int, first: int) -> Module:
     return Module(tuple(params))
 
 
-_BEFORE = ("input_layernorm", "ln_1", "norm")
+_FIRST = ("input_layernorm", "ln_1", "norm")
 _BETWEEN = ("post_attention_layernorm", "ln_2", "pre_feedforward_layernorm")
-_ACTIVATED = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h")
-
-
-def _layer(block: Block, lora: Lora | None, method: str, threshold: int, first: int) -> tuple[Layer, int]:
-    """The calls of one layer, in the order in which they run; containers own nothing but are called as well."""
-    identity = first
-    own: dict[str, list[Param]] = {}
-    adapters: dict[str, tuple[Module, Module]] = {}
-
-    def module(params: list[Param]) -> Module:
-        return Module(tuple(param for param in params if param[1] > threshold))
-
-    for tensor in block.tensors:
-        name = tensor.name.rpartition(".")[0]
-        packed = method == "qlora" and is_linear(tensor)
-        own.setdefault(name, []).append((identity, tensor.numel // 2 if packed else tensor.numel))
-        identity += 1
-        if lora is not None and is_adapted(tensor, lora):
-            down, up = lora.rank * tensor.shape[1], tensor.shape[0] * lora.rank
-            adapters[name] = (module([(identity, down)]), module([(identity + 1, up)]))
-            identity += 2
-    forward: list[Module] = [EMPTY]
-    backward: list[Module] = []
-    names = sorted(own, key=_place)
-    for index, name in enumerate(names):
-        place = _place(name)
-        opens = place in (1, 3) and (index == 0 or _place(names[index - 1]) != place)
-        closes = place in (1, 3) and (index + 1 == len(names) or _place(names[index + 1]) != place)
-        there, back = _calls(module(own[name]), adapters.get(name))
-        active = [EMPTY] if name.endswith(_ACTIVATED) else []
-        forward += [*([EMPTY] if opens else []), *there, *active]
-        backward = [*([EMPTY] if closes else []), *active, *back, *backward]
-    lead = 2 + (2 if names[-1] in adapters else 1)
-    frozen = tuple(module(own[name]) for name in names) if method != "full" else ()
-    return Layer(tuple(forward), (EMPTY, *backward), lead, frozen), identity
-
-
-def _calls(base: Module, adapter: tuple[Module, Module] | None) -> tuple[list[Module], list[Module]]:
-    """Forwards and backwards: the module alone, or PEFT's layer with base, dropout, lora_A and lora_B."""
-    if adapter is None:
-        return [base], [base]
-    down, up = adapter
-    return [EMPTY, base, EMPTY, down, up], [EMPTY, up, down, EMPTY, base]
+_READS_INPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "in_proj", *_FIRST)
 
 
 def _place(name: str) -> int:
-    root = name.split(".", maxsplit=1)[0]
-    if root in _BEFORE:
+    """Norm, mixer, norm, feed-forward, norm."""
+    root = name.partition(".")[0]
+    if root in _FIRST:
         return 0
     if root in _BETWEEN:
         return 2
+    if root.startswith("post_feedforward"):
+        return 4
     return 3 if root.startswith(("mlp", "feed_forward", "block_sparse")) else 1
+
+
+def _layer(block: Block, style: Style, threshold: int, first: int) -> tuple[Node, int]:
+    """The calls of one layer, in the order in which they run; containers own nothing but are called as well."""
+    identity = first
+    places: list[list[Node]] = [[], [], [], [], []]
+    named: dict[str, list[Tensor]] = {}
+    for tensor in block.tensors:
+        named.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
+    # a router is registered after the experts and called before them
+    for name, tensors in sorted(named.items(), key=lambda item: not item[0].endswith(("mlp.gate", "router"))):
+        node, identity = _call(name, tensors, style, threshold, identity)
+        places[_place(name)].append(node)
+    before, mixer, between, feedforward, after = places
+    if feedforward:
+        feedforward = [(EMPTY, feedforward[0], EMPTY, *feedforward[1:])]  # the activation is a module too
+    inside: Node = (EMPTY, *mixer)
+    if isinstance(block.mixer, Mamba1) and style.scan_kernel and style.method == "full":
+        inside = _kernel_mixer(list(named), mixer)
+    return (EMPTY, *before, inside, *between, *feedforward, *after), identity
+
+
+def _kernel_mixer(names: list[str], modules: list[Node]) -> Node:
+    """in_proj is called; everything else belongs to the mixer itself, which works when in_proj has run.
+
+    `zero.Init` numbers parameters as it closes modules: the mixer's direct ones come last.
+    """
+    mixing = dict(zip([name for name in names if _place(name) == 1], modules, strict=True))
+    called = [node for name, node in mixing.items() if name.endswith("in_proj")]
+    inner = [node for name, node in mixing.items() if "." in name and node not in called]
+    direct = [node for name, node in mixing.items() if "." not in name]
+    own = [param for node in (*inner, *direct) if isinstance(node, Module) for param in node.params]
+    return (Module(tuple(own)), *called, EMPTY)
+
+
+def _call(name: str, tensors: list[Tensor], style: Style, threshold: int, first: int) -> tuple[Node, int]:
+    """A module, or PEFT's wrapper with base, dropout, A and B; the wrapper reads A's weight itself."""
+    lora, method = style.lora, style.method
+    params: list[Param] = []
+    for index, tensor in enumerate(tensors):
+        numel = tensor.numel // 2 if method == "qlora" and tensor.is_linear else tensor.numel
+        params.append((first + index, numel))
+    first += len(tensors)
+    owned = tuple(param for param in params if param[1] > threshold)
+    base = Module(owned, frozen=method != "full", reads_input=name.rpartition(".")[2] in _READS_INPUT)
+    adapted = next((t for t in tensors if lora is not None and is_adapted(t, lora)), None)
+    if adapted is None or lora is None:
+        return base, first
+    sizes = (lora.rank * adapted.shape[1], adapted.shape[0] * lora.rank)
+    down, up = (((first + i, size),) if size > threshold else () for i, size in enumerate(sizes))
+    return (Module(down), base, EMPTY, Module(down), Module(up)), first + 2
