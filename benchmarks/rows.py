@@ -72,7 +72,7 @@ def read_rows(*paths: Path) -> tuple[Row, ...]:
 
 def _row(raw: Mapping[str, Any], source: str) -> Row:
     phases = raw["phases"]
-    init = raw["init_peak"] if "init_peak" in raw else max(phases["model"]["peak"], phases["engine"]["peak"])
+    init = max(phases["model"]["peak"], phases["engine"]["peak"]) if raw.get("init_peak", 0) is not None else None
     return Row(
         id=raw["id"],
         scenario=raw["scenario"],

@@ -331,6 +331,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 # --- speed --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_estimate_is_quick(tmp_path: Path) -> None:
     """Within three times what loading the desk's own dependencies takes; the best of several, in turns."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

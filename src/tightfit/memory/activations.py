@@ -37,8 +37,10 @@ class Activations:
     """The same on the host, where inputs are offloaded."""
     shared: int
     """Kept once for the model: rotary tables."""
+    below_top: int
+    """By all but the last."""
     forward: int
-    """The most that the last layer adds to what the others kept."""
+    """The most that the last layer holds in its turn, its input included."""
     evaluation: int
     """The most that a layer holds without keeping anything."""
     moments: tuple[Moment, ...]
@@ -101,18 +103,18 @@ def _activations(
             host_kept, own = host_kept + own, 0
         moments.append(_moment(index, kept, own, cost, inputs[kind], again=again, offloaded=offload))
         kept += own
-    top = costs[shape.pattern[-1]]
+    top, stream = costs[shape.pattern[-1]], inputs[shape.pattern[-1]]
     recomputes_top = recomputing >= n_layers
-    own_top = (0 if offload else inputs[shape.pattern[-1]]) if recomputes_top else top.saved
-    stream = inputs[shape.pattern[-1]]
+    own_top = (0 if offload else stream) if recomputes_top else top.saved
     return Activations(
         kept=kept,
         host_kept=host_kept,
         shared=_rotary_tables(shape, setting),
-        forward=(top.forward_unsaved + stream if recomputes_top else top.forward + stream) - min(own_top, stream),
+        below_top=kept - own_top if moments else 0,
+        forward=(top.forward_unsaved if recomputes_top else top.forward) + stream,
         evaluation=max(cost.forward_unsaved for cost in costs) + stream,
         moments=tuple(reversed(moments)),
-        head=head_cost(shape, setting, fused, setting.trains_base),
+        head=head_cost(shape, setting, fused, setting.trains_base and not (shape.tied and frozen)),
         setting=setting,
     )
 

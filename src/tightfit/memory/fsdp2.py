@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
-from tightfit.memory.zero0 import quantising
+from tightfit.memory.zero0 import passing, quantising
 from tightfit.types import Lora, ModelShape, PhaseName
 
 FP32 = 4
@@ -58,7 +58,7 @@ def _forward(job: Job, embedding: int, layer: int, head: int) -> Components:
     acts, root = job.acts, embedding if job.shape.tied else 0
     first: Components = {"recompute": acts.forward, "gathered_weights": embedding + root + 2 * layer}
     kept = acts.kept + acts.shared
-    middle: Components = {"activations": kept, "recompute": acts.forward, "gathered_weights": root + 3 * layer}
+    middle = passing(acts) | {"gathered_weights": root + 3 * layer}
     top: Components = {"activations": kept, "gathered_weights": root + layer + 2 * head}
     return max(first, middle, top, key=lambda part: sum(part.values()))
 

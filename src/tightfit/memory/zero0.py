@@ -8,6 +8,7 @@ parameters themselves, and its states appear with the first step.
 
 from __future__ import annotations
 
+from tightfit.memory.activations import Activations
 from tightfit.memory.backward import accumulated
 from tightfit.memory.job import Components, Job, combine
 from tightfit.memory.optimizers import factored_bytes, state_bytes, step_temporary
@@ -34,11 +35,16 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     }
     return {
         "init": _initialise(job),
-        "forward": combine(base, waiting, kept, {"recompute": acts.forward}),
+        "forward": combine(base, waiting, passing(acts)),
         "loss": combine(base, waiting, kept, logits(job)),
         "backward": combine(base, max(inside, ends, key=lambda part: sum(part.values()))),
         "step": combine(base, _step(job, grads)),
     }
+
+
+def passing(acts: Activations) -> Components:
+    """The last layer's turn in the forward pass."""
+    return {"activations": acts.below_top + acts.shared, "recompute": acts.forward}
 
 
 def logits(job: Job) -> Components:

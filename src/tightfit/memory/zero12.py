@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tightfit.memory.backward import accumulated, bucketed
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.optimizers import state_bytes, step_temporary
-from tightfit.memory.zero0 import logits, quantising
+from tightfit.memory.zero0 import logits, passing, quantising
 from tightfit.types import PhaseName
 
 FP64 = 8
@@ -54,7 +54,7 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     kept: Components = {"activations": acts.kept + acts.shared}
     return {
         "init": _initialise(job, part),
-        "forward": combine(base, waiting, kept, {"recompute": acts.forward}),
+        "forward": combine(base, waiting, passing(acts)),
         "loss": combine(base, waiting, kept, logits(job)),
         "backward": combine(base, _backward(job, part, own_grads)),
         "step": combine(base, _offloaded_step(job, part) if offloaded else _step(job, part, own_grads)),

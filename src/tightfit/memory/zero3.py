@@ -17,7 +17,7 @@ from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Nod
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted
-from tightfit.memory.zero0 import logits, quantising
+from tightfit.memory.zero0 import logits, passing, quantising
 from tightfit.types import Block, Buckets, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
 
 FP64 = 8
@@ -80,7 +80,7 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     }
     return {
         "init": _initialise(job),
-        "forward": combine(base, kept, {"recompute": acts.forward, "gathered_weights": whole.forward * width}),
+        "forward": combine(base, passing(acts), {"gathered_weights": whole.forward * width}),
         "loss": combine(base, kept, logits(job), {"gathered_weights": whole.loss * width}),
         "backward": combine(base, backward),
         "step": combine(base, _step(job)),
