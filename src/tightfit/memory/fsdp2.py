@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 def phases(job: Job) -> dict[PhaseName, Components]:
-    embedding, layer, head = _groups(job.shape, effective_lora(job.levers), job.levers.method)
+    embedding, layer, head = _groups(job.shape, effective_lora(job.levers), job.levers.method, job.trains_embedding)
     acts = job.acts
     width = job.weights.width
     base = _persistent(job)
@@ -81,8 +81,8 @@ def _compute_width(job: Job) -> int:
 
 
 @lru_cache(maxsize=256)
-def _groups(shape: ModelShape, lora: Lora | None, method: str) -> tuple[Group, Group, Group]:
-    """Embedding, the largest layer, and norm with head."""
+def _groups(shape: ModelShape, lora: Lora | None, method: str, embedding: bool) -> tuple[Group, Group, Group]:
+    """Embedding, the largest layer, and norm with head. `embedding`: it trains."""
     layers = []
     for block in shape.blocks:
         adapters = packed = plain = 0
@@ -95,8 +95,9 @@ def _groups(shape: ModelShape, lora: Lora | None, method: str) -> tuple[Group, G
                 adapters += lora.rank * (tensor.shape[0] + tensor.shape[1])
         layers.append(Group(plain, 0) if method == "full" else Group(adapters, plain, packed))
     before, after = sum(t.numel for t in shape.before), sum(t.numel for t in shape.after)
-    outside = [Group(n, 0) if method == "full" else Group(0, n) for n in (before, after)]
-    return outside[0], max(layers, key=lambda group: group.whole(2, 2)), outside[1]
+    below = Group(before, 0) if embedding else Group(0, before)
+    above = Group(after, 0) if method == "full" else Group(0, after)
+    return below, max(layers, key=lambda group: group.whole(2, 2)), above
 
 
 def _persistent(job: Job) -> Components:
