@@ -92,13 +92,15 @@ def _activations(
     recomputing = n_layers if recompute is None else recompute
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
+    embedded = setting.tokens * shape.hidden_size * setting.width
     kept = host_kept = 0
     moments: list[Moment] = []
     for index, kind in enumerate(shape.pattern):
         if index < frozen and setting.trains_base:
             continue  # nothing below needs a gradient, so nothing is kept
         cost, again = costs[kind], index < recomputing
-        own = inputs[kind] if again else cost.saved
+        # below the first layer is the embedding, in working precision whatever the residual is
+        own = (inputs[kind] if index else min(inputs[kind], embedded)) if again else cost.saved
         if again and offload:
             host_kept, own = host_kept + own, 0
         moments.append(_moment(index, kept, own, cost, inputs[kind], again=again, offloaded=offload))

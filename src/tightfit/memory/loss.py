@@ -8,6 +8,7 @@ made in the forward pass.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ class HeadCost(NamedTuple):
 @lru_cache(maxsize=1024)
 def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: bool) -> HeadCost:
     tokens, width, vocab, hidden = setting.tokens, setting.width, shape.vocab_size, shape.hidden_size
-    norm = _final_norm(shape, setting)
+    norm, head_input = _final_norm(shape, setting)
     logits, logits32 = tokens * vocab * width, tokens * vocab * FP32
     head_grad = vocab * hidden * width if trains_head else 0
     upcast = logits32 if width < FP32 else 0
@@ -53,7 +54,7 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
         grads = tokens * hidden * width
         return HeadCost(norm, grads + head_grad, grads + head_grad + chunk, grads + head_grad, 0, grads, chunk)
     return HeadCost(
-        saved_norm=norm,
+        saved_norm=norm + (head_input if trains_head else 0),
         saved_logits=logits32 + capped // 2,
         forward_logits=logits + upcast + logits32 + capped,
         backward_logits=3 * logits32 + capped // 2,
@@ -63,9 +64,15 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
     )
 
 
-def _final_norm(shape: ModelShape, setting: Setting) -> int:
-    """What the final norm keeps, and its output, which the head keeps where it trains."""
-    ops = Operations(setting, {})
+def _final_norm(shape: ModelShape, setting: Setting) -> tuple[int, int]:
+    """What the final norm keeps, and its output, which a plain head that trains keeps as well.
+
+    Behind an fp32 residual the norm works in fp32 throughout, and its output is cast for the head.
+    """
+    wide = shape.blocks[shape.pattern[-1]].residual_fp32
+    ops = Operations(replace(setting, width=FP32) if wide else setting, {})
     x = Slot(ops.size(shape.hidden_size), True)
     y = ops.norm(x, shape.hidden_size, shape.final_norm)
-    return measure(ops.tape, x, y).saved + (y.size if setting.trains_base else 0)
+    if wide and setting.width < FP32:
+        y = ops.tape.op((y,), ops.size(shape.hidden_size, setting.width))
+    return measure(ops.tape, x, y).saved, y.size

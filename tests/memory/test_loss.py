@@ -1,0 +1,131 @@
+"""The head and both losses: whole models under saved-tensor hooks, and the fused loss against the plain one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tightfit.inputs.models import shape_from_config  # noqa: E402
+from tightfit.memory.activations import activations  # noqa: E402
+from tightfit.memory.loss import fused_chunk_tokens  # noqa: E402
+from tightfit.train.loss import linear_cross_entropy  # noqa: E402
+from tightfit.types import Checkpointing, Levers  # noqa: E402
+
+DENSE: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": DENSE,
+    "qwen2": {**DENSE, "tie_word_embeddings": True},
+    "gemma2": {**DENSE, "head_dim": 16, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**DENSE, "head_dim": 16, "layer_types": ["full_attention"] * 2},
+    "qwen3_moe": {**DENSE, "head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neox": {key: value for key, value in DENSE.items() if key != "num_key_value_heads"},
+    "mamba": {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    "falcon_mamba": {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+}
+BATCH, SEQUENCE = 2, 48
+
+
+def built(model_type: str, dtype: Any, *, checkpointed: bool) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **FAMILIES[model_type])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def saved_bytes(model: Any, run: Any) -> int:
+    """Distinct storages that autograd keeps, parameters and buffers left out."""
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    seen: dict[int, Any] = {}
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storage.nbytes() for storage in seen.values())
+
+
+def forward(model: Any, *, fused: bool) -> Any:
+    ids = torch.randint(0, 1024, (BATCH, SEQUENCE))
+    if not fused:
+        return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss
+    body = getattr(model, model.base_model_prefix)
+    head = model.get_output_embeddings().weight
+    return lambda: linear_cross_entropy(body(input_ids=ids, use_cache=False)[0].to(head.dtype), head, ids)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_saved_bytes_of_a_whole_model(model_type: str, precision: str, fused: bool, checkpointed: bool) -> None:
+    if fused and model_type == "gemma2":
+        pytest.skip("the fused loss has no soft-capping")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    model = built(model_type, dtype, checkpointed=checkpointed)
+    got = saved_bytes(model, forward(model, fused=fused))
+    shape = shape_from_config({"model_type": model_type, **FAMILIES[model_type]}, model_type)
+    levers = Levers(
+        sequence=SEQUENCE,
+        micro_batch=BATCH,
+        precision=precision,  # type: ignore[arg-type]
+        scan="torch",
+        loss="fused" if fused else "plain",
+        checkpointing=Checkpointing(layers=None if checkpointed else 0),
+        # the CPU's kernel keeps what flash attention keeps, in every precision; soft-capping is eager's
+        attention="eager" if model_type == "gemma2" else "flash",
+    )
+    acts = activations(shape, levers)
+    indices = (1 if fused else 2) * 8 * BATCH * SEQUENCE  # the embedding and the plain loss keep token ids
+    tables = 0 if checkpointed else acts.shared  # recomputed layers hold them as arguments, out of the hooks' sight
+    want = acts.kept + tables + acts.head.saved_norm + acts.head.saved_logits + indices
+    assert got == pytest.approx(want, rel=0.01)
+
+
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_the_fused_loss_is_the_plain_one(frozen_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients, several chunks, ignored labels; the tolerance is that of fp32 sums in another order."""
+    vocab, hidden = 96, 24
+    monkeypatch.setattr("tightfit.train.loss.fused_chunk_tokens", lambda vocab: 13)
+    torch.manual_seed(1)
+    states = torch.randn(2, 33, hidden, requires_grad=True)
+    head = torch.randn(vocab, hidden, requires_grad=not frozen_head)
+    labels = torch.randint(0, vocab, (2, 33))
+    labels[0, 5:9] = -100
+    leaves = [states] if frozen_head else [states, head]
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+    plain = torch.nn.functional.cross_entropy((states @ head.t()).reshape(-1, vocab), shifted, ignore_index=-100)
+    fused = linear_cross_entropy(states, head, labels)
+    torch.testing.assert_close(fused, plain)
+    for ours, theirs in zip(
+        torch.autograd.grad(3 * fused, leaves), torch.autograd.grad(3 * plain, leaves), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_batch_without_labels_has_no_loss() -> None:
+    states = torch.randn(1, 4, 8, requires_grad=True)
+    loss = linear_cross_entropy(states, torch.randn(16, 8), torch.full((1, 4), -100))
+    assert loss.item() == 0.0
+    assert torch.autograd.grad(loss, states)[0].abs().sum().item() == 0.0
+
+
+def test_a_chunk_never_holds_less_than_a_token() -> None:
+    assert fused_chunk_tokens(vocab=2**40) == 1
