@@ -66,7 +66,7 @@ def parser() -> Parser:
 
 
 def add_hardware_flags(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--gpus", metavar="HARDWARE", help="6x32GB, 4xRTX4090, 2x8xA100-80GB …")
+    made.add_argument("--gpus", metavar="HARDWARE", help="6x32GB, 4xRTX4090, 2x8xA100-80GB …, or `this` machine")
     made.add_argument("--world", metavar="N", type=whole_number("world"), help="GPUs to train on (all of --gpus, or 1)")
     made.add_argument("--host-ram", metavar="SIZE", help="RAM of one node, 256GB say")
     made.add_argument("--nvme", metavar="SIZE", help="NVMe space of one node, 2TB say")
@@ -105,9 +105,14 @@ def hardware_of(args: argparse.Namespace) -> Hardware | None:
             raise ConfigError(f"--{flag.replace('_', '-')} needs --gpus: it describes the machine that the GPUs are in")
     if word is None:
         return None
+    sizes = {"host_ram": getattr(args, "host_ram", None), "nvme": getattr(args, "nvme", None)}
+    if word.strip().lower() == "this":
+        from tightfit.inputs.machine import this_machine
+
+        return this_machine(**sizes)
     from tightfit.inputs.hardware import parse_hardware
 
-    return parse_hardware(word, host_ram=getattr(args, "host_ram", None), nvme=getattr(args, "nvme", None))
+    return parse_hardware(word, **sizes)
 
 
 def world_of(args: argparse.Namespace, hardware: Hardware | None) -> int:

@@ -143,3 +143,10 @@ def test_levers_can_be_said_in_flags_again() -> None:
     words = flags_from_levers(levers)
     known = {name: value for name, value in words.items() if value is not None}
     assert levers_from_flags(Flags(**known), MAMBA) == levers  # type: ignore[arg-type]
+
+
+def test_a_fused_loss_cannot_cap_logits() -> None:
+    capped = replace(LLAMA, final_softcap=True)
+    with pytest.raises(ConfigError, match="--loss plain"):
+        levers_from_flags(Flags(loss="fused"), capped)
+    assert levers_from_flags(Flags(loss="plain"), capped).loss == "plain"

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("deepspeed")
 
 WORLD = 4
 SLACK = 0

@@ -156,6 +156,8 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(
             f"--frozen-layers is for --method full: {levers.method} freezes every weight of the model already"
         )
+    if levers.loss == "fused" and shape.final_softcap:
+        raise ConfigError(f"--loss fused cannot soft-cap logits, which {shape.name} does: use --loss plain")
     if levers.lora is not None and levers.lora.targets is not None:
         _check_targets(levers.lora.targets, shape)
 

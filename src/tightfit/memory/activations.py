@@ -93,27 +93,26 @@ def _activations(
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     embedded = setting.tokens * shape.hidden_size * setting.width
-    kept = host_kept = 0
+    kept = host_kept = own = stream = 0
     moments: list[Moment] = []
     for index, kind in enumerate(shape.pattern):
+        # below the first layer is the embedding, in working precision whatever the residual is
+        stream = inputs[kind] if index else min(inputs[kind], embedded)
         if index < frozen and setting.trains_base:
             continue  # nothing below needs a gradient, so nothing is kept
         cost, again = costs[kind], index < recomputing
-        # below the first layer is the embedding, in working precision whatever the residual is
-        own = (inputs[kind] if index else min(inputs[kind], embedded)) if again else cost.saved
+        own = stream if again else cost.saved
         if again and offload:
             host_kept, own = host_kept + own, 0
-        moments.append(_moment(index, kept, own, cost, inputs[kind], again=again, offloaded=offload))
+        moments.append(_moment(index, kept, own, cost, stream, again=again, offloaded=offload))
         kept += own
-    top, stream = costs[shape.pattern[-1]], inputs[shape.pattern[-1]]
-    recomputes_top = recomputing >= n_layers
-    own_top = (0 if offload else stream) if recomputes_top else top.saved
+    top = costs[shape.pattern[-1]]
     return Activations(
         kept=kept,
         host_kept=host_kept,
         shared=_rotary_tables(shape, setting),
-        below_top=kept - own_top if moments else 0,
-        forward=(top.forward_unsaved if recomputes_top else top.forward) + stream,
+        below_top=kept - own,
+        forward=(top.forward_unsaved if recomputing >= n_layers else top.forward) + stream,
         evaluation=max(cost.forward_unsaved for cost in costs) + stream,
         moments=tuple(reversed(moments)),
         head=head_cost(shape, setting, fused, setting.trains_base and not (shape.tied and frozen)),

@@ -45,6 +45,8 @@ class Limits:
     prefetch: int
     max_live: int
     max_reuse: int
+    flat: bool = True
+    """Parameters fetched together travel in one flat buffer; a single rank has nothing to gather, and none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ class _Coordinator:
         if not again:
             self.latest = module
         fresh = [numel for identity, numel in module.params if identity not in self.available]
-        together = sum(fresh) if len(fresh) > 1 else 0
+        together = sum(fresh) if len(fresh) > 1 and self.limits.flat else 0
         for identity, numel in module.params:
             users = self.active.setdefault(identity, set())
             users.add(module)
@@ -276,7 +278,7 @@ class _Coordinator:
                 taken += numel
                 batch.members.append(identity)
         self.live += taken
-        if len(batch.members) > 1:
+        if len(batch.members) > 1 and self.limits.flat:
             batch.numel, batch.waiting = taken, len(batch.members)
             self.batches.update(dict.fromkeys(batch.members, batch))
 

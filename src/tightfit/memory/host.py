@@ -8,6 +8,8 @@ own allocator, which does not round.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.zero3 import shards_of
 from tightfit.memory.zero12 import flattens_on_gpu, partition
@@ -78,6 +80,12 @@ def _first(trainable: tuple[int, ...], numel: int) -> list[int]:
     return taken
 
 
+@lru_cache(maxsize=512)
+def _parts(parameters: tuple[int, ...], world: int, width: int, pin: bool) -> int:
+    """One rank's part of each parameter, each an allocation of its own."""
+    return sum(pinned(share(numel, world) * width, pin=pin) for numel in parameters)
+
+
 def _zero3_params(job: Job) -> Components:
     levers, own = job.levers, shards_of(job)
     if levers.offload_param == "none":
@@ -88,9 +96,7 @@ def _zero3_params(job: Job) -> Components:
         return {"buckets": buckets.param_buffer_count * buckets.param_buffer_size * width}
     # each part is pinned as it is made; the trainable ones then move into one flat buffer,
     # and their old blocks stay with the allocator
-    parts = sum(
-        pinned(share(numel, job.world) * width, pin=pin) for numel in (*job.weights.trainable, *job.weights.frozen)
-    )
+    parts = _parts(job.weights.trainable, job.world, width, pin) + _parts(job.weights.frozen, job.world, width, pin)
     return {"weights": parts, "buckets": pinned(own.trainable * width)}
 
 
@@ -112,8 +118,8 @@ def _zero3_optimizer(job: Job) -> Components:
 
 def _fsdp2(job: Job) -> Components:
     width = 4 if job.levers.method == "full" and job.levers.master_weights else job.weights.trainable_width
-    parts = sum(pinned(share(numel, job.world) * width) for numel in job.weights.trainable)
-    frozen = sum(pinned(share(numel, job.world) * job.weights.width) for numel in job.weights.frozen)
+    parts = _parts(job.weights.trainable, job.world, width, True)
+    frozen = _parts(job.weights.frozen, job.world, job.weights.width, True)
     states = 2 * 4 * share(job.weights.trainable_numel, job.world)
     return {"weights": parts + frozen, "gradients": parts, "optimizer_states": states}
 

@@ -160,7 +160,7 @@ def gathered_of(job: Job) -> Gathered:
         wrappers=0 if trains else 1,
     )
     style = Style(lora=effective_lora(levers), method=levers.method, scan_kernel=levers.scan != "torch")
-    return _gathered(job.shape, style, passes, levers.buckets)
+    return _gathered(job.shape, style, passes, levers.buckets, job.world > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ class Style:
 
 
 @lru_cache(maxsize=256)
-def _gathered(shape: ModelShape, style: Style, passes: Passes, buckets: Buckets) -> Gathered:
+def _gathered(shape: ModelShape, style: Style, passes: Passes, buckets: Buckets, flat: bool) -> Gathered:
     threshold = buckets.persistence_threshold
     layers: list[Node] = []
     first = 0
@@ -185,7 +185,7 @@ def _gathered(shape: ModelShape, style: Style, passes: Passes, buckets: Buckets)
     norm = _module(shape.after[:-1] if not shape.tied else shape.after, threshold, first + len(shape.before))
     top = shape.before[:1] if shape.tied else shape.after[-1:]
     head = _module(top, threshold, first if shape.tied else first + len(shape.before) + len(shape.after))
-    limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance)
+    limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance, flat)
     reads_head = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
     root = Module(head.params) if reads_head else EMPTY
     model = Model(root=root, embeddings=embeddings, layers=tuple(layers), norm=norm, head=head)
