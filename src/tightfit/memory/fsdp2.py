@@ -39,6 +39,7 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     width = job.weights.width
     base = _persistent(job)
     kept: Components = {"activations": acts.kept + acts.shared}
+    waiting: Components = {"gradients": _earlier(job)}
 
     def whole(group: Group) -> int:
         return group.whole(width, _compute_width(job))
@@ -46,8 +47,8 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     head_whole, layer_whole, embedding_whole = whole(head), whole(layer), whole(embedding)
     return {
         "init": _initialise(job),
-        "forward": combine(base, _forward(job, embedding_whole, layer_whole, head_whole)),
-        "loss": combine(base, kept, _loss(job, embedding_whole, layer_whole, head_whole)),
+        "forward": combine(base, waiting, _forward(job, embedding_whole, layer_whole, head_whole)),
+        "loss": combine(base, waiting, kept, _loss(job, embedding_whole, layer_whole, head_whole)),
         "backward": combine(base, _backward(job, embedding, layer, head)),
         "step": combine(base, _step(job)),
     }
@@ -126,6 +127,11 @@ def _own_grads(job: Job) -> int:
     return 0 if job.levers.offload_param != "none" else share(job.weights.trainable_numel, job.world) * width
 
 
+def _earlier(job: Job) -> int:
+    """Reduced gradients of earlier micro batches: every one of them is synchronised."""
+    return _own_grads(job) if job.levers.accumulation > 1 else 0
+
+
 def _backward(job: Job, embedding: Group, layer: Group, head: Group) -> Components:
     """The top layer with everything kept, or the embedding at the end with all gradients there."""
     acts, width, tied = job.acts, job.weights.width, job.shape.tied
@@ -133,7 +139,7 @@ def _backward(job: Job, embedding: Group, layer: Group, head: Group) -> Componen
     offloaded = job.levers.offload_param != "none"
     root = embedding.whole(width, compute) if tied else 0
     own = layer.whole(width, compute)
-    earlier = _own_grads(job) if job.levers.accumulation > 1 else 0
+    earlier = _earlier(job)
     reducing = 0 if tied else head.trainable * FP32  # the group above is still being reduced
     reduced = 0 if tied else share(head.trainable * FP32, job.world)
     candidates: list[Components] = []
