@@ -123,12 +123,12 @@ def verdict(priced: Priced) -> str:
         )
     needed, usable, apart = amounts(need, priced.hardware.gpu.memory_bytes, abs(priced.gpu_spare_bytes))
     if priced.gpu_spare_bytes < 0:
-        return f"Does not fit: needs {needed} of {usable} GiB usable on {where}, {apart} GiB too much."
+        return f"Does not fit: needs {needed} of the {usable} GiB on {where}, {apart} GiB too much."
     if priced.host_spare_bytes is not None and priced.host_spare_bytes < 0:
         ram = priced.hardware.host_ram_bytes or 0
         host, have = amounts(priced.footprint.host.peak_bytes_per_node, ram)
         return f"Does not fit: the GPUs have room, but the host needs {host} of {have} GiB of RAM."
-    return f"Fits: needs {needed} of {usable} GiB usable on {where}, {apart} GiB to spare."
+    return f"Fits: needs {needed} of the {usable} GiB on {where}, {apart} GiB to spare."
 
 
 def strategy_line(priced: Priced) -> str:

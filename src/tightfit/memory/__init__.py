@@ -58,7 +58,10 @@ def estimate(shape: ModelShape, levers: Levers, world: int, hardware: Hardware |
         ),
         host=_host(job, per_node),
         trainable_parameters=job.weights.trainable_numel,
-        because=overhead.reasons(job, phases, peak_phase),
+        because=(
+            *overhead.reasons(job, phases, peak_phase),
+            *((overhead.usable(gpu.memory_bytes, extra),) if gpu else ()),
+        ),
     )
 
 

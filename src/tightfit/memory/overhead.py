@@ -26,6 +26,14 @@ def beside(peak: int, world: int) -> Components:
     }
 
 
+def usable(memory_bytes: int, extra: Components) -> str:
+    """What is left of a card for tensors, and what goes where else."""
+    gib = 2**30
+    left = (memory_bytes - sum(extra.values())) / gib
+    taken = ", ".join(f"{name.replace('_', ' ')} {size / gib:.2f}" for name, size in extra.items() if size)
+    return f"Of the card's {memory_bytes / gib:.1f} GiB tensors can use {left:.1f}; the rest: {taken}."
+
+
 def reasons(job: Job, phases: Mapping[PhaseName, Phase], peak_phase: PhaseName) -> tuple[str, ...]:
     peak = phases[peak_phase]
     largest = sorted(peak.components, key=lambda name: -peak.components[name])[:2]
