@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -332,3 +333,77 @@ def test_this_machine_can_be_named() -> None:
     found = json.loads(tightfit("estimate", "--model", "tiny_llama", "--gpus", "this", "--json").stdout)
     assert found["fits"] is True
     assert found["card"]
+
+
+# --- advice -------------------------------------------------------------------------------------
+
+SITUATIONS = (
+    "--model qwen2.5-7b --gpus 8x24GB",
+    "--model qwen2.5-7b --gpus 8x24GB --micro-batch 4 --checkpointing none",
+    "--model qwen1.5-0.5b --method lora --gpus 1xRTX3050Laptop-4GB",
+    "--model qwen1.5-0.5b --engine zero2 --gpus 4x24GB",
+    "--model 7b_mamba --engine zero3 --gpus 4x24GB --scan torch",
+    "--model qwen2.5-7b --method qlora --engine fsdp2 --gpus 4x24GB",
+)
+
+
+@pytest.mark.parametrize("line", SITUATIONS)
+def test_advice_that_is_free_helps_when_it_is_followed(line: str) -> None:
+    """Every flag that is advised without a warning lowers what is needed."""
+    words = line.split()
+    before = json.loads(tightfit("estimate", *words, "--json").stdout)["gpu"]["required_bytes"]
+    text = tightfit("estimate", *words).stdout
+    advice = text.partition("what would shrink them:")[2].partition("Because:")[0].replace("\n    ", " ")
+    for sentence in advice.strip().split("\n  - "):
+        flags = re.findall(r"--[a-z-]+ [a-z0-9+:]+", sentence)
+        if not flags or "changes the training" in sentence:
+            continue
+        pulled = [word for flag in flags for word in flag.split()]
+        names = {flag.split()[0] for flag in flags}
+        kept = [word for i, word in enumerate(words) if word not in names and (i == 0 or words[i - 1] not in names)]
+        after = json.loads(tightfit("estimate", *kept, *pulled, "--json").stdout)["gpu"]["required_bytes"]
+        assert after < before, sentence
+
+
+def test_what_does_not_fit_is_told_what_would() -> None:
+    text = tightfit("estimate", "--model", "qwen2.5-7b", "--gpus", "8x24GB").stdout
+    assert "The same training would fit as:" in text
+    assert "--engine zero3" in text
+    small = tightfit("estimate", "--model", "qwen1.5-0.5b", "--method", "lora", "--gpus", "1x4GB").stdout
+    assert "--engine zero0 --loss fused" in " ".join(small.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--model tiny_llama --gpus 2x24GB", "No --engine was named"),
+        ("--model tiny_llama --gpus 1xT4", "has no bf16 of its own"),
+        ("--model tiny_llama --engine zero3 --offload-optimizer nvme --gpus 2x24GB", "not measured"),
+    ],
+)
+def test_choices_carry_their_because(line: str, says: str) -> None:
+    found = json.loads(tightfit("estimate", *line.split(), "--json").stdout)
+    assert any(says in sentence for sentence in found["because"])
+
+
+def test_a_disk_too_small_for_the_swap_files() -> None:
+    line = "--model qwen2.5-7b --engine zero3 --offload-optimizer nvme --nvme 1GB --gpus 8x24GB"
+    found = json.loads(tightfit("estimate", *line.split(), "--json").stdout)
+    assert found["fits"] is False
+    assert found["host"]["nvme_bytes_per_node"] == pytest.approx(16 * found["model"]["parameters"], rel=0.01)
+
+
+def test_a_full_disk_is_no_bug() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tightfit", "gpus"], check=False, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr.strip() == "tightfit: the output could not be written: the disk is full"
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "40", "200"])
+def test_any_width_of_terminal(columns: str) -> None:
+    done = tightfit("estimate", "--model", "tiny_llama", "--gpus", "1x24GB", COLUMNS=columns)
+    assert done.returncode == 0
+    assert "Fits" in done.stdout

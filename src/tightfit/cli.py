@@ -6,6 +6,7 @@ the verb is used: `tightfit estimate` must answer in the blink of an eye, and `t
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -39,10 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            if error.errno != errno.ENOSPC:
+                raise
+            print("tightfit: the output could not be written: the disk is full", file=sys.stderr)
         # The reader has gone (`| head`): nothing is wrong, and Python must not try to flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0 if isinstance(error, BrokenPipeError) else USER_ERROR
 
 
 def _dispatch(words: list[str]) -> int:

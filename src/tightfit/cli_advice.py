@@ -1,18 +1,21 @@
 """For each component, the lever that would shrink it and has not been pulled yet.
 
 Free levers come first; one that changes the training is named only when no free one is left, and says
-so. The tables are tried from the top and the first line whose condition holds is the advice.
+so. The tables are tried from the top. A lever is advised only if pulling it really lowers what the GPU
+needs: each is priced before it is named, since what shrinks one part may grow another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.priced import Priced, amounts, shown
-from tightfit.types import Buckets, Levers, PhaseName
+from tightfit.types import Buckets, Checkpointing, Levers, PhaseName, UserError
 
 COSTLY = "changes the training"
+FEW_LIVE, FEW_PREFETCHED = 100_000_000, 10_000_000
+"""A tenth and less of DeepSpeed's own limits on gathered weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +36,55 @@ class Case:
         return self.levers.offload_optimizer == "none"
 
 
-Rule = tuple[Callable[[Case], bool], str]
+Change = Callable[[Levers], Levers]
+Rule = tuple[Callable[[Case], bool], str, Change | None]
+"""When it may help, what to say, and the levers it leads to; None: it changes the training, and is not priced."""
+Ask = Callable[[Levers], int]
+"""What the GPU would need with these levers, in bytes."""
+WORTHWHILE = 0.995
 
+
+def _pull(**changes: object) -> Change:
+    return lambda levers: replace(levers, **changes)  # type: ignore[arg-type]
+
+
+def _smaller_batch(levers: Levers) -> Levers:
+    return replace(levers, micro_batch=-(-levers.micro_batch // 2), accumulation=2 * levers.accumulation)
+
+
+def _buckets(**changes: int) -> Change:
+    return lambda levers: replace(levers, buckets=replace(levers.buckets, **changes))  # type: ignore[arg-type]
+
+
+_BOTH_TO_HOST = _pull(offload_param="cpu", offload_optimizer="cpu")
 _SMALLER_BATCH: Rule = (
     lambda case: case.levers.micro_batch > 1,
     "--micro-batch {half} with --accum {twice} is the same training in smaller pieces",
+    _smaller_batch,
 )
-_SHORTER: Rule = (lambda case: True, f"only a shorter --seq would, and that {COSTLY}")
-_LORA: Rule = (lambda case: case.levers.method == "full", f"--method lora trains adapters alone, which {COSTLY}")
+_SHORTER: Rule = (lambda case: True, f"only a shorter --seq would, and that {COSTLY}", None)
+_LORA: Rule = (lambda case: case.levers.method == "full", f"--method lora trains adapters alone, which {COSTLY}", None)
 _TO_HOST: tuple[Rule, ...] = (
     (
         lambda case: case.on_gpu and case.levers.engine == "fsdp2",
         "--offload-param cpu moves them to host RAM, with the weights",
+        _BOTH_TO_HOST,
     ),
     (
         lambda case: case.on_gpu and case.levers.engine == "zero0",
         "--engine zero2 --offload-optimizer cpu moves them to host RAM",
+        _pull(engine="zero2", offload_optimizer="cpu"),
     ),
-    (lambda case: case.on_gpu, "--offload-optimizer cpu moves them to host RAM"),
+    (
+        lambda case: case.on_gpu and case.levers.engine != "zero0",
+        "--offload-optimizer cpu moves them to host RAM",
+        _pull(offload_optimizer="cpu"),
+    ),
+)
+_SHARE_OPTIMIZER: Rule = (
+    lambda case: case.many and case.levers.engine == "zero0",
+    "--engine zero1 shares them among the {world} GPUs",
+    _pull(engine="zero1"),
 )
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -58,27 +92,37 @@ RULES: dict[str, tuple[Rule, ...]] = {
         (
             lambda case: case.many and case.levers.engine in ("zero0", "zero1", "zero2"),
             "--engine zero3 shares them among the {world} GPUs",
+            _pull(engine="zero3"),
         ),
         (
-            lambda case: case.levers.offload_param == "none" and case.levers.engine in ("zero3", "fsdp2"),
+            lambda case: case.levers.offload_param == "none" and case.levers.engine == "fsdp2",
             "--offload-param cpu keeps them in host RAM between uses",
+            _BOTH_TO_HOST,
         ),
         (
-            lambda case: case.levers.offload_param == "none",
-            "--engine zero3 --offload-param cpu keeps them in host RAM between uses",
+            lambda case: case.levers.offload_param == "none" and case.levers.engine == "zero3",
+            "--offload-param cpu keeps them in host RAM between uses",
+            _pull(offload_param="cpu"),
         ),
-        (lambda case: case.levers.method != "qlora", f"--method qlora holds them in 4 bits, which {COSTLY}"),
+        (
+            lambda case: case.levers.offload_param == "none" and case.levers.engine in ("zero0", "zero1", "zero2"),
+            "--engine zero3 --offload-param cpu keeps them in host RAM between uses",
+            _pull(engine="zero3", offload_param="cpu"),
+        ),
+        (lambda case: case.levers.method != "qlora", f"--method qlora holds them in 4 bits, which {COSTLY}", None),
     ),
     "gathered weights": (
         (
-            lambda case: case.levers.engine == "zero3" and case.levers.buckets.prefetch_bucket > 0,
-            "a smaller --max-live-parameters and --prefetch-bucket gather less at a time",
+            lambda case: case.levers.engine == "zero3" and case.levers.buckets.prefetch_bucket > FEW_PREFETCHED,
+            "--max-live-parameters 1e8 --prefetch-bucket 1e7 gather less at a time",
+            _buckets(max_live_parameters=FEW_LIVE, prefetch_bucket=FEW_PREFETCHED),
         ),
     ),
     "gradients": (
         (
             lambda case: case.many and case.levers.engine in ("zero0", "zero1"),
             "--engine zero2 keeps this GPU's share only",
+            _pull(engine="zero2"),
         ),
         *_TO_HOST,
         _LORA,
@@ -87,66 +131,93 @@ RULES: dict[str, tuple[Rule, ...]] = {
         (
             lambda case: case.levers.buckets.reduce_bucket >= Buckets().reduce_bucket,
             "--reduce-bucket 5e7 makes them ten times smaller",
+            _buckets(reduce_bucket=Buckets().reduce_bucket // 10),
         ),
     ),
-    "master weights": (
-        (lambda case: case.many and case.levers.engine == "zero0", "--engine zero1 shares them among the {world} GPUs"),
-        *_TO_HOST,
-        _LORA,
-    ),
+    "master weights": (_SHARE_OPTIMIZER, *_TO_HOST, _LORA),
     "optimizer states": (
-        (lambda case: case.many and case.levers.engine == "zero0", "--engine zero1 shares them among the {world} GPUs"),
+        _SHARE_OPTIMIZER,
         *_TO_HOST,
         (
             lambda case: case.levers.optimizer == "adamw",
             f"--optimizer adamw8bit holds them in 8 bits, which {COSTLY}",
+            None,
         ),
         _LORA,
     ),
     "activations": (
-        (lambda case: case.levers.checkpointing.layers is not None, "--checkpointing full computes them again instead"),
+        (
+            lambda case: case.levers.checkpointing.layers is not None,
+            "--checkpointing full computes them again instead",
+            _pull(checkpointing=Checkpointing(layers=None)),
+        ),
         _SMALLER_BATCH,
         (
             lambda case: not case.levers.checkpointing.offload,
             "--checkpointing full+offload keeps the layers' inputs in host RAM",
+            _pull(checkpointing=Checkpointing(layers=None, offload=True)),
         ),
         _SHORTER,
     ),
     "recompute": (
-        (lambda case: case.levers.attention == "eager", "--attention sdpa never holds the attention matrix"),
-        (lambda case: case.levers.scan == "torch", "--scan tightfit never holds the scan's states"),
+        (
+            lambda case: case.levers.attention == "eager",
+            "--attention sdpa never holds the attention matrix",
+            _pull(attention="sdpa"),
+        ),
+        (
+            lambda case: case.levers.scan == "torch",
+            "--scan tightfit never holds the scan's states",
+            _pull(scan="tightfit"),
+        ),
         _SMALLER_BATCH,
         _SHORTER,
     ),
     "logits": (
-        (lambda case: case.levers.loss == "plain", "--loss fused never holds them whole"),
+        (lambda case: case.levers.loss == "plain", "--loss fused never holds them whole", _pull(loss="fused")),
         _SMALLER_BATCH,
         _SHORTER,
     ),
     "temporaries": (
         (
+            lambda case: case.phase == "step" and case.many and case.levers.engine == "zero0",
+            "--engine zero1 takes this GPU's share of the step only",
+            _pull(engine="zero1"),
+        ),
+        (
             lambda case: case.phase == "step" and case.on_gpu and case.levers.engine in ("zero1", "zero2", "zero3"),
             "--offload-optimizer cpu takes the optimizer's step on the host",
+            _pull(offload_optimizer="cpu"),
         ),
         _SMALLER_BATCH,
     ),
 }
 
 
-def advise(priced: Priced, most: int = 3) -> list[str]:
-    """A sentence for each of the largest components of the peak."""
+def advise(priced: Priced, ask: Ask | None = None, most: int = 3) -> list[str]:
+    """A sentence for each of the largest components of the peak. Without `ask`, levers are named unpriced."""
     gpu = priced.footprint.gpu
     case = Case(priced.levers, priced.world, gpu.peak_phase)
     held = gpu.phases[gpu.peak_phase].components
     largest = sorted((name for name in held if held[name]), key=lambda name: -held[name])[:most]
-    return [f"{shown(name)}, {amounts(held[name])[0]} GiB: {_shrink(shown(name), case)}." for name in largest]
+    limit = int(gpu.required_bytes * WORTHWHILE)
+
+    def helps(change: Change | None) -> bool:
+        if ask is None or change is None:
+            return True
+        try:
+            return ask(change(priced.levers)) < limit
+        except UserError:
+            return False  # this model or these levers do not go with it
+
+    return [f"{shown(name)}, {amounts(held[name])[0]} GiB: {_shrink(shown(name), case, helps)}." for name in largest]
 
 
-def _shrink(component: str, case: Case) -> str:
-    for holds, sentence in RULES.get(component, ()):
-        if holds(case):
+def _shrink(component: str, case: Case, helps: Callable[[Change | None], bool]) -> str:
+    for holds, sentence, change in RULES.get(component, ()):
+        if holds(case) and helps(change):
             levers = case.levers
             half = -(-levers.micro_batch // 2)
             return sentence.format(world=case.world, half=half, twice=levers.accumulation * 2)
     more = "more GPUs or " if case.levers.engine in ("zero3", "fsdp2") else ""
-    return f"every lever is pulled; {more}a smaller model would"
+    return f"no lever lowers what is needed here; {more}a smaller model would"

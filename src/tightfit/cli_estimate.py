@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.cli_flags import Parser, add_lever_flags, flags_of, whole_number
-from tightfit.inputs.flags import flags_from_levers, levers_from_flags
+from tightfit.inputs.flags import check_levers, flags_from_levers, levers_from_flags
 from tightfit.priced import Priced, strategy_name
 from tightfit.types import (
     ConfigError,
@@ -83,8 +83,24 @@ def estimate(argv: Sequence[str]) -> int:
     if getattr(args, "compare", False):
         _show_comparison(compare(shape, levers, world, hardware), as_json)
     else:
+        said += _chosen(args, levers, world, hardware)
         _show(replace(price(shape, levers, world, hardware), said=said), as_json)
     return 0
+
+
+def _chosen(args: argparse.Namespace, levers: Levers, world: int, hardware: Hardware | None) -> tuple[str, ...]:
+    """What was chosen without being asked for, and what the cards or our knowledge lack for it."""
+    said = []
+    if not any(hasattr(args, name) for name in ("engine", "deepspeed", "file")) and world > 1:
+        said.append("No --engine was named, so nothing is sharded (zero0); --compare shows the others.")
+    if hardware is not None and levers.precision == "bf16":
+        from tightfit.inputs.catalogue import native_bf16
+
+        if native_bf16(hardware.gpu.arch) is False:
+            said.append(f"The {hardware.gpu.name} has no bf16 of its own: --precision fp16 is what it trains in.")
+    if "nvme" in (levers.offload_optimizer, levers.offload_param):
+        said.append("NVMe offload was read in DeepSpeed's source, and not measured.")
+    return tuple(said)
 
 
 def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> Priced:
@@ -185,7 +201,41 @@ def _show(priced: Priced, as_json: bool) -> None:
     from tightfit.cli_advice import advise
     from tightfit.screen import draw_estimate, open_console
 
-    draw_estimate(open_console(), priced, advise(priced))
+    def ask(levers: Levers) -> int:
+        check_levers(levers, priced.shape)
+        return price(priced.shape, levers, priced.world, priced.hardware).footprint.gpu.required_bytes
+
+    draw_estimate(open_console(), priced, advise(priced, ask), _fitting(priced))
+
+
+def _fitting(priced: Priced, most: int = 3) -> list[str]:
+    """Where this does not fit: the strategies that do, with the flags that ask for them."""
+    if priced.fits is not False:
+        return []
+    fitting: list[Priced] = []
+    for loss in ("plain", "fused") if priced.levers.loss == "plain" and not priced.shape.final_softcap else ("",):
+        levers = replace(priced.levers, loss=loss) if loss else priced.levers
+        rows = compare(priced.shape, levers, priced.world, priced.hardware)
+        fitting = [outcome for _, outcome in rows if isinstance(outcome, Priced) and outcome.fits]
+        if fitting:
+            break
+    return [
+        f"{strategy_name(each.levers)}: {_strategy_flags(each.levers, priced.levers)}; needs "
+        f"{each.footprint.gpu.required_bytes / 2**30:.1f} GiB a GPU and "
+        f"{each.footprint.host.peak_bytes_per_node / 2**30:.0f} GiB of host RAM a node."
+        for each in fitting[:most]
+    ]
+
+
+def _strategy_flags(levers: Levers, asked: Levers) -> str:
+    flags = [f"--engine {levers.engine}"]
+    if levers.loss != asked.loss:
+        flags.append(f"--loss {levers.loss}")
+    if levers.engine != "fsdp2" and levers.offload_optimizer != "none":
+        flags.append(f"--offload-optimizer {levers.offload_optimizer}")
+    if levers.offload_param != "none":
+        flags.append(f"--offload-param {levers.offload_param}")
+    return " ".join(flags)
 
 
 def _show_comparison(rows: Sequence[tuple[str, Outcome]], as_json: bool) -> None:
@@ -232,6 +282,7 @@ def report(priced: Priced) -> dict[str, Any]:
         "host": {
             "peak_bytes_per_rank": host.peak_bytes_per_rank,
             "peak_bytes_per_node": host.peak_bytes_per_node,
+            "nvme_bytes_per_node": host.nvme_bytes_per_node,
             "phases": {name: _phase_report(phase) for name, phase in host.phases.items()},
         },
         "fits": priced.fits,

@@ -56,7 +56,15 @@ class Priced:
         """None: there is no card to compare with."""
         if self.gpu_spare_bytes is None:
             return None
-        return self.gpu_spare_bytes >= 0 and (self.host_spare_bytes is None or self.host_spare_bytes >= 0)
+        spare = (self.gpu_spare_bytes, self.host_spare_bytes, self.nvme_spare_bytes)
+        return all(room is None or room >= 0 for room in spare)
+
+    @property
+    def nvme_spare_bytes(self) -> int | None:
+        """None: the size of the disk is not known."""
+        if self.hardware is None or self.hardware.nvme_bytes is None:
+            return None
+        return self.hardware.nvme_bytes - self.footprint.host.nvme_bytes_per_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,9 @@ def verdict(priced: Priced) -> str:
         ram = priced.hardware.host_ram_bytes or 0
         host, have = amounts(priced.footprint.host.peak_bytes_per_node, ram)
         return f"Does not fit: the GPUs have room, but the host needs {host} of {have} GiB of RAM."
+    if priced.nvme_spare_bytes is not None and priced.nvme_spare_bytes < 0:
+        disk, have = amounts(priced.footprint.host.nvme_bytes_per_node, priced.hardware.nvme_bytes or 0)
+        return f"Does not fit: the GPUs have room, but the swap files need {disk} of {have} GiB of NVMe."
     return f"Fits: needs {needed} of the {usable} GiB on {where}, {apart} GiB to spare."
 
 

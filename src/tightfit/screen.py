@@ -65,15 +65,22 @@ class _Terminal(Console):
         raise BrokenPipeError
 
 
+NARROWEST = 40
+"""A terminal that says it is narrower, or has no width at all, is taken to have this one."""
+
+
 def open_console() -> Console:
     """The terminal, or the pipe, that the verb prints to."""
-    return _Terminal(highlight=False, emoji=False, markup=False)
+    console = _Terminal(highlight=False, emoji=False, markup=False)
+    if console.width < NARROWEST:
+        console.width = NARROWEST
+    return console
 
 
 # --- the picture of one estimate ----------------------------------------------------------------
 
 
-def draw_estimate(console: Console, priced: Priced, advice: Sequence[str]) -> None:
+def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitting: Sequence[str] = ()) -> None:
     """The whole answer: bars, components, verdict, and what would shrink the largest parts."""
     console.print(Text(f"{priced.shape.name}: {trained(priced)}", style="bold"))
     _say(console, strategy_line(priced))
@@ -90,6 +97,7 @@ def draw_estimate(console: Console, priced: Priced, advice: Sequence[str]) -> No
     _say(console, verdict(priced), style=style)
     _say(console, _start_line(priced))
     _say(console, _host_line(priced))
+    _draw_list(console, "The same training would fit as:", fitting)
     _draw_list(console, "The largest parts, and what would shrink them:", advice)
     _draw_list(console, "Because:", priced.because)
 
@@ -193,7 +201,11 @@ def _draw_list(console: Console, title: str, sentences: Sequence[str]) -> None:
 def _say(console: Console, sentence: str, *, first: str | None = None, indent: str = "", style: str = "") -> None:
     """Prose, wrapped here and not by the console, which leaves blanks at the ends of lines."""
     wrapped = textwrap.fill(
-        sentence, console.width, initial_indent=first or indent, subsequent_indent=indent, break_on_hyphens=False
+        sentence,
+        max(console.width, NARROWEST),
+        initial_indent=first or indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
     )
     console.print(Text(wrapped, style=style))
 

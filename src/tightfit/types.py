@@ -387,6 +387,8 @@ class HostFootprint:
     """Of one rank."""
     peak_bytes_per_rank: int
     peak_bytes_per_node: int
+    nvme_bytes_per_node: int = 0
+    """Files that offloading to NVMe keeps on a node's disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,7 @@ _UNPRICED = """zero_optimization.zenflow zero_optimization.zero_hpz_partition_si
     zero_optimization.offload_optimizer.super_offload zero_optimization.model_persistence_threshold
     zero_optimization.stage3_model_persistence_threshold bf16.bf16_optimizer_states data_types.grad_accum_dtype
     communication_data_type torch_autocast.enabled tensor_parallel.autotp_size expert_parallel.enabled
-    sequence_parallel_size compile.deepcompile""".split()
+    sequence_parallel_size compile.deepcompile zero_optimization.stage3_gather_16bit_weights_on_model_save""".split()
 """Settings that move memory and that Levers cannot say. Off, or one: they change nothing."""
 
 

@@ -187,7 +187,7 @@ def _generic(word: str, size_gib: float) -> tuple[Gpu, tuple[str, ...]]:
     if not 1 <= memory <= _MAX_MEMORY:
         raise HardwareError(f"No card has {_quoted(word)} of memory: write a size like 24GB.")
     gpu = Gpu(name=f"{size_gib:g}GB card", vendor="unknown", memory_bytes=memory)
-    return gpu, (f"{size_gib:g}GB says how much fits and not how fast: name the card to get its rates.",)
+    return gpu, ()
 
 
 def _dies_sentence(card: Card, cards: int) -> str:

@@ -333,7 +333,13 @@ def _check_priced(said: Fields, because: list[str]) -> None:
     small = [key for key in _SMALL_SWITCHES if said.switch(key)]
     if said.switch("double_quantization") is False:
         small.append("double_quantization")
-    small += [key for key in ("fsdp", "fsdp_config") if said.values.get(key)]
+    if said.values.get("fsdp") or said.values.get("fsdp_config"):
+        raise ConfigError(f"fsdp in {said.file} is not read yet: leave it out and say --engine fsdp2")
+    batch = said.values.get("per_device_eval_batch_size")
+    if batch is not None and batch != said.values.get("per_device_train_batch_size", 1):
+        because.append(
+            f"per_device_eval_batch_size in {said.file} is not priced: evaluation is taken to be as training"
+        )
     because += [f"{key} in {said.file} is not priced yet: the estimate is as if it were not there" for key in small]
 
 

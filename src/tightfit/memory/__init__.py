@@ -90,4 +90,9 @@ def _host(job: Job, per_node: int) -> HostFootprint:
     parts = host.phases(job)
     phases = {name: Phase(name, components) for name, components in parts.items()}
     peak = max(phase.total_bytes for phase in phases.values())
-    return HostFootprint(phases=phases, peak_bytes_per_rank=peak, peak_bytes_per_node=peak * per_node)
+    return HostFootprint(
+        phases=phases,
+        peak_bytes_per_rank=peak,
+        peak_bytes_per_node=peak * per_node,
+        nvme_bytes_per_node=host.nvme_bytes(job) * per_node if job.levers.engine == "zero3" else 0,
+    )

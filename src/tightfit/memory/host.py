@@ -117,6 +117,17 @@ def _zero3_optimizer(job: Job) -> Components:
     }
 
 
+def nvme_bytes(job: Job) -> int:
+    """Swap files of one rank: weights in 16 bits; master weights, both moments and gradients in fp32."""
+    levers, own, weights = job.levers, shards_of(job), job.weights
+    swapped = 0
+    if levers.offload_param == "nvme":
+        swapped += own.trainable * weights.trainable_width + own.frozen * weights.width
+    if levers.offload_optimizer == "nvme":
+        swapped += 4 * own.trainable * job.master_width
+    return swapped
+
+
 def _fsdp2(job: Job) -> Components:
     width = 4 if job.levers.method == "full" and job.levers.master_weights else job.weights.trainable_width
     parts = _parts(job.weights.trainable, job.world, width, True)

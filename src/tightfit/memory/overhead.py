@@ -29,9 +29,13 @@ def beside(peak: int, world: int) -> Components:
 def usable(memory_bytes: int, extra: Components) -> str:
     """What is left of a card for tensors, and what goes where else."""
     gib = 2**30
-    left = (memory_bytes - sum(extra.values())) / gib
-    taken = ", ".join(f"{name.replace('_', ' ')} {size / gib:.2f}" for name, size in extra.items() if size)
-    return f"Of the card's {memory_bytes / gib:.1f} GiB tensors can use {left:.1f}; the rest: {taken}."
+    room = memory_bytes - extra["context"] - extra["communicator"]
+    left = room / (1 + ALLOCATOR_SLACK)
+    shared = f", communicator {extra['communicator'] / gib:.2f}" if extra["communicator"] else ""
+    return (
+        f"Of the card's {memory_bytes / gib:.1f} GiB tensors can use {max(left, 0) / gib:.1f}; the rest: context "
+        f"{extra['context'] / gib:.2f}{shared}, allocator slack {max(room - left, 0) / gib:.2f}."
+    )
 
 
 def reasons(job: Job, phases: Mapping[PhaseName, Phase], peak_phase: PhaseName) -> tuple[str, ...]:
