@@ -181,9 +181,11 @@ LEARNT = """\
 They were there to learn from: a row that disagreed sent us back to the engine's source."""
 
 FROZEN = """\
-## Rows measured after the model was frozen
+## Rows that were predicted first
 
-The model was written down before these were measured."""
+What decides these runs was written down before they were measured, and nothing in it was changed because of
+them. Runs of the same batch that did disagree (FSDP2's layout, ZeRO-3 with adapters, experts) stand above: they
+taught us something."""
 
 OTHERS = """\
 ## The other estimators on the same runs
@@ -209,7 +211,7 @@ def page(compared: Sequence[Compared]) -> str:
 
 def summary(learnt: Sequence[Compared], frozen: Sequence[Compared]) -> str:
     lines = ["| rows | | count | worst | median | within 2 % |", "|---|---|---|---|---|---|"]
-    groups = [("learnt from", learnt), ("after the model was frozen", frozen)] if frozen else [("all", learnt)]
+    groups = [("learnt from", learnt), ("predicted first", frozen)] if frozen else [("all", learnt)]
     for name, group in groups:
         for figure, errors in _errors(group).items():
             sizes = [abs(each) for each in errors]
@@ -274,7 +276,7 @@ def sentences(compared: Sequence[Compared]) -> str:
     )
     if frozen:
         text += (
-            f"; on the {len(frozen)} of them that were measured after the model was frozen, at most"
+            f"; on the {len(frozen)} of them that were predicted before they were measured, at most"
             f" {100 * max(frozen):.1f} %"
         )
     text += (
