@@ -407,3 +407,11 @@ def test_any_width_of_terminal(columns: str) -> None:
     done = tightfit("estimate", "--model", "tiny_llama", "--gpus", "1x24GB", COLUMNS=columns)
     assert done.returncode == 0
     assert "Fits" in done.stdout
+
+
+def test_a_terminal_without_our_characters() -> None:
+    line = ("estimate", "--model", "tiny_llama", "--engine", "zero3", "--gpus", "2x24GB")
+    done = tightfit(*line, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "?" not in done.stdout
+    assert "2 x 24GB card" in done.stdout

@@ -6,6 +6,7 @@ the verb is used: `tightfit estimate` must answer in the blink of an eye, and `t
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import sys
@@ -25,12 +26,25 @@ USER_ERROR = 2
 INTERRUPTED = 130
 
 
+PLAIN_LETTERS = "tightfit-plain"
+STAND_INS = str.maketrans("█▓▒░▚▞│─×·←…–−", "WGDOMA|-x-<.--")
+"""For terminals without these characters: a picture's fills must still differ from each other."""
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lost = error.object[error.start : error.end].translate(STAND_INS)
+    return "".join(letter if letter.isascii() else "?" for letter in lost), error.end
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line. What the user got wrong is one sentence; a bug shows its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    codecs.register_error(PLAIN_LETTERS, _plainly)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=PLAIN_LETTERS)
     try:
         code = _dispatch(words)
         sys.stdout.flush()

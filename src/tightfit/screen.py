@@ -65,6 +65,8 @@ class _Terminal(Console):
         raise BrokenPipeError
 
 
+TABLE = 80
+"""Columns that a table needs; a narrower terminal breaks its lines itself."""
 NARROWEST = 40
 """A terminal that says it is narrower, or has no width at all, is taken to have this one."""
 
@@ -220,6 +222,7 @@ def _unit(largest_bytes: int) -> tuple[int, str]:
 
 def draw_comparison(console: Console, rows: Sequence[tuple[str, Priced | str]]) -> None:
     """The strategies side by side, as people keep such tables by hand."""
+    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
     for priced in [outcome for _, outcome in rows if isinstance(outcome, Priced)][:1]:
         console.print(Text(f"{priced.shape.name}: {trained(priced)}", style="bold"))
         _say(console, f"{machine_words(priced)} · {training_line(priced)}")
@@ -242,6 +245,7 @@ def draw_comparison(console: Console, rows: Sequence[tuple[str, Priced | str]]) 
 
 def draw_models(console: Console, shapes: Sequence[ModelShape]) -> None:
     """The presets with their true sizes."""
+    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
     table = _table("model", "parameters", "", "layers", "hidden", "vocabulary")
     for shape in shapes:
         counts = (f"{shape.parameters:,}", billions(shape.parameters), str(shape.n_layers))
@@ -252,6 +256,7 @@ def draw_models(console: Console, shapes: Sequence[ModelShape]) -> None:
 
 def draw_shares(console: Console, shares: Sequence[Share]) -> None:
     """What each preset would hold on one GPU."""
+    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
     table = _table("model", "params", "weights", "grads", "optim.", "activ.", "needs", "fits")
     for share in shares:
         parts = (share.weights_bytes, share.gradients_bytes, share.optimizer_bytes, share.activations_bytes)
@@ -270,6 +275,7 @@ def draw_shares(console: Console, shares: Sequence[Share]) -> None:
 
 def draw_gpus(console: Console, cards: Sequence[Card]) -> None:
     """The catalogue."""
+    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
     table = _table("card", "box", "usable", "bf16", "fp16", "GB/s", "link", "GB/s")
     for card in cards:
         gpu = card.gpu
