@@ -47,12 +47,12 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 
 test: lint  ## lint, types and every test that is not slow
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+	$(BIN)/pytest -n $(WORKERS) -m "not slow"
 
 check: test  ## the same: what to run before a commit
 
 test-all: lint  ## the slow tests as well
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/pytest -n $(WORKERS)
 
 format: $(VENV)/.ready  ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix .

@@ -3,12 +3,14 @@
 The process group is torch's fake one: every buffer is allocated as in the real job and no bytes are
 communicated. One scenario a process, so that each starts with an empty allocator:
 
-    python benchmarks/measure_peaks.py scenarios.jsonl --out rows.jsonl [--only id,id] [--blame]
+    python benchmarks/measure_peaks.py benchmarks/data/scenarios.jsonl --out rows.jsonl [--only id,id] [--blame]
 
 A scenario is one JSON object: `id`, `config` (Hugging Face fields with `model_type`), `world`, `engine`
 (zero0..zero3, fsdp2), and any of `seq`, `micro`, `accum`, `dtype`, `ckpt`, `lora`, `targets`, `quant`,
 `offload_optimizer`, `offload_param`, `optimizer`, `loss`, `attention`, `zero` (overrides of DeepSpeed's
-`zero_optimization`), `cap_gib`, `steps`. `--blame` adds the live allocations at the peak, by source line.
+`zero_optimization`), `cap_gib`, `steps`. The first DeepSpeed run of a machine compiles its optimizer, a minute or
+more: `--limit-s` must leave it time, or the next runs wait for its lock. `--blame` adds the live allocations at
+the peak, by source line.
 """
 
 from __future__ import annotations
