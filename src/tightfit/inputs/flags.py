@@ -260,7 +260,8 @@ def _check_offload(levers: Levers) -> None:
         raise ConfigError(f"{nvme} nvme needs --engine zero3: only DeepSpeed's ZeRO-3 reads NVMe, not {engine}")
     if param != "none" and engine not in ("zero3", "fsdp2"):
         raise ConfigError(
-            f"--offload-param {param} needs --engine zero3 or fsdp2: {engine} keeps whole weights on every GPU"
+            f"--offload-param {param} needs --engine zero3 or fsdp2: {engine} keeps whole weights on every GPU "
+            "(--offload-param none overrules a file)"
         )
     if optimizer != "none" and engine == "zero0":
         raise ConfigError(f"--offload-optimizer {optimizer} needs --engine zero1, zero2 or zero3, not zero0")
