@@ -212,9 +212,11 @@ def _fitting(priced: Priced, most: int = 3) -> list[str]:
     """Where this does not fit: the strategies that do, with the flags that ask for them."""
     if priced.fits is not False:
         return []
+    tries = [priced.levers]
+    if priced.levers.loss == "plain" and not priced.shape.final_softcap:
+        tries.append(replace(priced.levers, loss="fused"))
     fitting: list[Priced] = []
-    for loss in ("plain", "fused") if priced.levers.loss == "plain" and not priced.shape.final_softcap else ("",):
-        levers = replace(priced.levers, loss=loss) if loss else priced.levers
+    for levers in tries:
         rows = compare(priced.shape, levers, priced.world, priced.hardware)
         fitting = [outcome for _, outcome in rows if isinstance(outcome, Priced) and outcome.fits]
         if fitting:

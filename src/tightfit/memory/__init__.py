@@ -7,7 +7,7 @@ the name of the buffer in its source; `docs/footprint.md` walks through them.
 from __future__ import annotations
 
 from tightfit.memory import fsdp2, host, overhead, zero0, zero3, zero12
-from tightfit.memory.job import Components, Job, combine, make_job
+from tightfit.memory.job import Components, Job, combine, make_job, worst
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
 __all__ = ["estimate"]
@@ -78,8 +78,7 @@ def _evaluation(job: Job, step: Components) -> Components:
         whole = zero3.gathered_of(job)
         passing["gathered_weights"] = whole.forward * job.weights.width
         logits["gathered_weights"] = whole.loss * job.weights.width
-    worst = max(passing, logits, key=lambda part: sum(part.values()))
-    return combine(_resting(step), worst, {"temporaries": job.workspaces})
+    return combine(_resting(step), worst(passing, logits), {"temporaries": job.workspaces})
 
 
 def _sorted(parts: Components) -> Components:

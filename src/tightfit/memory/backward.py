@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from tightfit.memory.activations import Activations
 from tightfit.memory.gathered import Gathered
+from tightfit.memory.operations import FP64
 
 
 class Peak(NamedTuple):
@@ -96,7 +97,7 @@ NORM_ELEMENTS = 250_000_000
 
 def _leaving(numel: int, parts: int, width: int) -> int:
     part = -(-numel // parts) if parts else 0
-    return 8 * min(part, NORM_ELEMENTS) + width * part
+    return FP64 * min(part, NORM_ELEMENTS) + width * part
 
 
 @lru_cache(maxsize=2048)

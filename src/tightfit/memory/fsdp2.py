@@ -13,13 +13,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from tightfit.memory.job import Components, Job, combine, share
+from tightfit.memory.job import Components, Job, combine, kept, passing, quantising, share, worst
+from tightfit.memory.operations import FP32
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
-from tightfit.memory.zero0 import passing, quantising
 from tightfit.types import Lora, ModelShape, PhaseName
-
-FP32 = 4
 
 
 class Group(NamedTuple):
@@ -38,7 +36,6 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     acts = job.acts
     width = job.weights.width
     base = _persistent(job)
-    kept: Components = {"activations": acts.kept + acts.shared}
     waiting: Components = {"gradients": _earlier(job)}
 
     def whole(group: Group) -> int:
@@ -48,7 +45,7 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     return {
         "init": _initialise(job),
         "forward": combine(base, waiting, _forward(job, embedding_whole, layer_whole, head_whole)),
-        "loss": combine(base, waiting, kept, _loss(job, embedding_whole, layer_whole, head_whole)),
+        "loss": combine(base, waiting, kept(acts), _loss(job, embedding_whole, layer_whole, head_whole)),
         "backward": combine(base, _backward(job, embedding, layer, head)),
         "step": combine(base, _step(job)),
     }
@@ -58,10 +55,9 @@ def _forward(job: Job, embedding: int, layer: int, head: int) -> Components:
     """The flat buffer of one gather lives until the next group has been gathered and copied out."""
     acts, root = job.acts, embedding if job.shape.tied else 0
     first: Components = {"recompute": acts.forward, "gathered_weights": embedding + root + 2 * layer}
-    kept = acts.kept + acts.shared
     middle = passing(acts) | {"gathered_weights": root + 3 * layer}
-    top: Components = {"activations": kept, "gathered_weights": root + layer + 2 * head}
-    return max(first, middle, top, key=lambda part: sum(part.values()))
+    top = kept(acts) | {"gathered_weights": root + layer + 2 * head}
+    return worst(first, middle, top)
 
 
 def _loss(job: Job, embedding: int, layer: int, head: int) -> Components:
@@ -74,7 +70,7 @@ def _loss(job: Job, embedding: int, layer: int, head: int) -> Components:
         "gathered_weights": root + (layer if root else head),
     }
     after: Components = {"activations": norm, "logits": cost.backward_logits, "gathered_weights": root}
-    return max(before, after, key=lambda part: sum(part.values()))
+    return worst(before, after)
 
 
 def _compute_width(job: Job) -> int:
@@ -164,7 +160,7 @@ def _backward(job: Job, embedding: Group, layer: Group, head: Group) -> Componen
             "gathered_weights": root,
         }
     )
-    return max(candidates, key=lambda part: sum(part.values()))
+    return worst(*candidates)
 
 
 def _step(job: Job) -> Components:

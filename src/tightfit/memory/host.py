@@ -55,13 +55,14 @@ def _paged_states(job: Job) -> Components:
 
 
 def _zero12(job: Job) -> Components:
-    numel = partition(job.weights.trainable, job.world).numel
+    part = partition(job.weights.trainable, job.world)
+    numel = part.numel
     width, pin = job.weights.trainable_width, job.levers.buckets.pin_memory
     largest = pinned(job.weights.largest_trainable * width, pin=pin)
     accumulating = 0
     if job.levers.accumulation > 1 and job.levers.master_weights:
         # accumulated_grads_in_cpu: one buffer for each parameter of the partition
-        accumulating = sum(pinned(each * width, pin=pin) for each in _first(job.weights.trainable, numel))
+        accumulating = sum(pinned(each * width, pin=pin) for each in job.weights.trainable[: part.members])
     return {
         "master_weights": pinned(numel * job.master_width, pin=pin),
         "gradients": pinned(numel * job.master_width, pin=pin) + accumulating,
@@ -69,16 +70,6 @@ def _zero12(job: Job) -> Components:
         "weights": pinned(numel * width, pin=pin),
         "buckets": largest,
     }
-
-
-def _first(trainable: tuple[int, ...], numel: int) -> list[int]:
-    """The parameters that overlap the first `numel` elements."""
-    taken: list[int] = []
-    for each in trainable:
-        if sum(taken) >= numel:
-            break
-        taken.append(each)
-    return taken
 
 
 @lru_cache(maxsize=512)

@@ -70,3 +70,38 @@ def combine(*parts: Components) -> Components:
 
 def share(numel: int, world: int) -> int:
     return -(-numel // world)
+
+
+def worst(*moments: Components) -> Components:
+    """The moment at which the most is held."""
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+# --- what every engine has in common -------------------------------------------------------------
+
+
+def kept(acts: Activations) -> Components:
+    """What all layers keep for the backward pass."""
+    return {"activations": acts.kept + acts.shared}
+
+
+def passing(acts: Activations) -> Components:
+    """The last layer's turn in the forward pass."""
+    return {"activations": acts.below_top + acts.shared, "recompute": acts.forward}
+
+
+def logits(job: Job) -> Components:
+    """The worst moment of the loss, both passes."""
+    head = job.acts.head
+    return {"activations": head.saved_norm, "logits": max(head.forward_logits, head.backward_logits)}
+
+
+def building(job: Job) -> Components:
+    """A model built whole on the GPU: a tied head exists until it is tied, and a matrix until it is packed."""
+    untied = job.shape.vocab_size * job.shape.hidden_size * job.weights.width if job.shape.tied else 0
+    return {"weights": job.weights.bytes, "temporaries": untied + quantising(job)}
+
+
+def quantising(job: Job) -> int:
+    """One matrix in 16 bits on the GPU while it is packed into 4."""
+    return job.weights.largest_frozen * 2 if job.weights.quantised_numel else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tightfit.memory.tape import Slot, Tape
 from tightfit.types import AttentionKernel, NormKind, Tensor
 
-FP32 = 4
+FP32, FP64 = 4, 8
 UNADAPTABLE = "mixer.out_proj"
 """PEFT refuses Mamba's output projection: the fused kernels read its weight past the adapter."""
 INT64 = 8

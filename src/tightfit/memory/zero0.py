@@ -8,9 +8,8 @@ parameters themselves, and its states appear with the first step.
 
 from __future__ import annotations
 
-from tightfit.memory.activations import Activations
 from tightfit.memory.backward import accumulated
-from tightfit.memory.job import Components, Job, combine
+from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, worst
 from tightfit.memory.optimizers import factored_bytes, state_bytes, step_temporary
 from tightfit.types import PhaseName
 
@@ -24,7 +23,6 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     grads = weights.trainable_numel * weights.trainable_width
     earlier = grads if levers.accumulation > 1 else 0
     waiting: Components = {"gradients": earlier}
-    kept: Components = {"activations": acts.kept + acts.shared}
     peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
     bucket = min(weights.trainable_numel, ALLREDUCE_ELEMENTS + weights.largest_trainable) * weights.trainable_width
     ends: Components = {"gradients": grads, "buckets": bucket}
@@ -36,21 +34,10 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     return {
         "init": _initialise(job),
         "forward": combine(base, waiting, passing(acts)),
-        "loss": combine(base, waiting, kept, logits(job)),
-        "backward": combine(base, max(inside, ends, key=lambda part: sum(part.values()))),
+        "loss": combine(base, waiting, kept(acts), logits(job)),
+        "backward": combine(base, worst(inside, ends)),
         "step": combine(base, _step(job, grads)),
     }
-
-
-def passing(acts: Activations) -> Components:
-    """The last layer's turn in the forward pass."""
-    return {"activations": acts.below_top + acts.shared, "recompute": acts.forward}
-
-
-def logits(job: Job) -> Components:
-    """The worst moment of the loss, both passes."""
-    head = job.acts.head
-    return {"activations": head.saved_norm, "logits": max(head.forward_logits, head.backward_logits)}
 
 
 def _persistent(job: Job) -> Components:
@@ -90,10 +77,8 @@ def _step(job: Job, grads: int) -> Components:
 def _initialise(job: Job) -> Components:
     weights, levers = job.weights, job.levers
     numel = weights.trainable_numel
-    untied = job.shape.vocab_size * job.shape.hidden_size * weights.width if job.shape.tied else 0
-    building: Components = {"weights": weights.bytes, "temporaries": untied + quantising(job)}
     if levers.precision == "fp32" or not levers.master_weights:
-        return building
+        return building(job)
     zero_grads = 4 * numel if levers.optimizer == "adamw" else 6 * numel
     engine: Components = {
         "weights": weights.bytes,
@@ -101,9 +86,4 @@ def _initialise(job: Job) -> Components:
         "optimizer_states": _states(job),
         "temporaries": zero_grads,
     }
-    return max(building, engine, key=lambda part: sum(part.values()))
-
-
-def quantising(job: Job) -> int:
-    """One matrix in 16 bits on the GPU while it is packed into 4."""
-    return job.weights.largest_frozen * 2 if job.weights.quantised_numel else 0
+    return worst(building(job), engine)

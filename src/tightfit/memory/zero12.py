@@ -15,19 +15,18 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.memory.backward import accumulated, bucketed
-from tightfit.memory.job import Components, Job, combine, share
+from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, worst
+from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
-from tightfit.memory.zero0 import logits, passing, quantising
 from tightfit.types import PhaseName
-
-FP64 = 8
-"""Gradient norms are taken in double precision: `get_norm_dtype`."""
 
 
 class Partition(NamedTuple):
     numel: int
+    members: int
+    """How many parameters overlap the first partition."""
     covering: int
-    """Elements of all parameters that overlap the first partition: their gradients are kept whole."""
+    """Their elements: the gradients of these parameters are kept whole."""
     largest: int
     """The largest piece of one parameter in it."""
 
@@ -40,7 +39,7 @@ def partition(trainable: tuple[int, ...], world: int) -> Partition:
     last = min(bisect_left(ends, numel), len(ends) - 1) if ends else 0
     covering = ends[last] if ends else 0
     pieces = [*trainable[:last], numel - (ends[last - 1] if last else 0)] if ends else [0]
-    return Partition(numel, covering, max(min(piece, numel) for piece in pieces))
+    return Partition(numel, last + 1 if ends else 0, covering, max(min(piece, numel) for piece in pieces))
 
 
 def phases(job: Job) -> dict[PhaseName, Components]:
@@ -51,11 +50,10 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     waiting: Components = {"gradients": _earlier(job, own_grads)}
     if levers.engine == "zero1" and levers.accumulation > 1:
         waiting["buckets"] = _bucket(job)  # allocated by the first backward pass, kept until gradients are reduced
-    kept: Components = {"activations": acts.kept + acts.shared}
     return {
         "init": _initialise(job, part),
         "forward": combine(base, waiting, passing(acts)),
-        "loss": combine(base, waiting, kept, logits(job)),
+        "loss": combine(base, waiting, kept(acts), logits(job)),
         "backward": combine(base, _backward(job, part, own_grads)),
         "step": combine(base, _offloaded_step(job, part) if offloaded else _step(job, part, own_grads)),
     }
@@ -111,13 +109,14 @@ def _backward(job: Job, part: Partition, own_grads: int) -> Components:
         # each gradient of the partition is upcast for its norm before it leaves for the host
         oversized = weights.largest_trainable if weights.largest_trainable > elements else 0
         leaving: Components = {"gradients": oversized * width, "buckets": bucket, "temporaries": FP64 * part.largest}
-        ends = max(ends, leaving, key=lambda parts: sum(parts.values()))
+        ends = worst(ends, leaving)
     inside |= {"activations": peak.activations + acts.shared, "recompute": peak.recompute}
-    return max(inside, ends, key=lambda parts: sum(parts.values()))
+    return worst(inside, ends)
 
 
 def _step(job: Job, part: Partition, own_grads: int) -> Components:
     width = job.weights.trainable_width
+    # norms are taken in double precision: `get_norm_dtype`
     flat = part.numel * (width + job.master_width if width != job.master_width else width)
     update = flat + step_temporary(job.levers.optimizer, part.numel)
     return {"gradients": own_grads, "temporaries": max(update, FP64 * part.largest)}
@@ -131,8 +130,6 @@ def _offloaded_step(job: Job, part: Partition) -> Components:
 def _initialise(job: Job, part: Partition) -> Components:
     weights, levers = job.weights, job.levers
     trainable = weights.trainable_numel * weights.trainable_width
-    untied = job.shape.vocab_size * job.shape.hidden_size * weights.width if job.shape.tied else 0
-    building: Components = {"weights": weights.bytes, "temporaries": untied + quantising(job)}
     flattening: Components = {"weights": weights.bytes}
     if flattens_on_gpu(job):
         flattening = {"weights": weights.bytes, "temporaries": trainable}
@@ -144,7 +141,7 @@ def _initialise(job: Job, part: Partition) -> Components:
             "master_weights": part.numel * job.master_width,
             "temporaries": part.numel * job.master_width,
         }
-    return max(building, flattening, masters, key=lambda parts: sum(parts.values()))
+    return worst(building(job), flattening, masters)
 
 
 CASTS_ON_HOST_SINCE = (0, 17, 0)

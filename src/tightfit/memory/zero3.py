@@ -14,13 +14,11 @@ from typing import NamedTuple
 
 from tightfit.memory.backward import bucketed
 from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Node, Param, Passes, replay, stretches
-from tightfit.memory.job import Components, Job, combine, share
+from tightfit.memory.job import Components, Job, combine, kept, logits, passing, quantising, share, worst
+from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted
-from tightfit.memory.zero0 import logits, passing, quantising
 from tightfit.types import Block, Buckets, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
-
-FP64 = 8
 
 
 class Shards(NamedTuple):
@@ -68,7 +66,6 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     base, acts, weights = _persistent(job), job.acts, job.weights
     whole = gathered_of(job)
     width = weights.width
-    kept: Components = {"activations": acts.kept + acts.shared}
     leaving = job.world if job.levers.offload_optimizer != "none" else 0
     peak = bucketed(acts, job.levers.buckets.reduce_bucket, job.tied_grad, job.embedding_grad, whole, leaving)
     backward: Components = {
@@ -81,7 +78,7 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     return {
         "init": _initialise(job),
         "forward": combine(base, passing(acts), {"gathered_weights": whole.forward * width}),
-        "loss": combine(base, kept, logits(job), {"gathered_weights": whole.loss * width}),
+        "loss": combine(base, kept(acts), logits(job), {"gathered_weights": whole.loss * width}),
         "backward": combine(base, backward),
         "step": combine(base, _step(job)),
     }
@@ -139,7 +136,7 @@ def _initialise(job: Job) -> Components:
         before = sum(own.sub_groups) - group
         masters = {"master_weights": before * job.master_width, "temporaries": 2 * group * job.master_width}
         candidates.append(combine({"weights": finished["weights"]}, masters))
-    return max(candidates, key=lambda part: sum(part.values()))
+    return worst(*candidates)
 
 
 # --- what is whole when -------------------------------------------------------------------------
