@@ -17,7 +17,7 @@ from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Nod
 from tightfit.memory.job import Components, Job, combine, kept, logits, passing, quantising, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
-from tightfit.memory.weights import effective_lora, is_adapted
+from tightfit.memory.weights import effective_lora, is_adapted, is_linear
 from tightfit.types import Block, Buckets, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
 
 
@@ -249,7 +249,7 @@ def _call(name: str, tensors: list[Tensor], style: Style, threshold: int, first:
     lora, method = style.lora, style.method
     params: list[Param] = []
     for index, tensor in enumerate(tensors):
-        numel = tensor.numel // 2 if method == "qlora" and tensor.is_linear else tensor.numel
+        numel = tensor.numel // 2 if method == "qlora" and is_linear(tensor) else tensor.numel
         params.append((first + index, numel))
     first += len(tensors)
     owned = tuple(param for param in params if param[1] > threshold)
