@@ -20,12 +20,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = [
     "types",
+    "job",
     "inputs",
     "memory",
     "pace",
     "priced",
     "planner",
     "render",
+    "lint",
     "diagnose",
     "runs",
     "mamba",

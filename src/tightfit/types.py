@@ -397,3 +397,32 @@ class Footprint:
     host: HostFootprint
     trainable_parameters: int
     because: tuple[str, ...] = field(default=())
+
+
+# --- the pace -----------------------------------------------------------------------------------
+
+Cause = Literal[
+    "arithmetic",
+    "memory traffic",
+    "recomputation",
+    "dequantisation",
+    "optimizer",
+    "communication",
+    "host link",
+    "host optimizer",
+    "launch overhead",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long a step takes, and why."""
+
+    step_s: float
+    """One optimizer step, all its micro batches included."""
+    tokens_per_s: float
+    """Of all GPUs together."""
+    causes: Mapping[Cause, float]
+    """Seconds of a step by cause. What overlaps is counted once, so they add up to `step_s`."""
+    because: tuple[str, ...] = ()
+    """What had to be assumed, in a sentence each."""

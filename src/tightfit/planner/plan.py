@@ -1,0 +1,83 @@
+"""What a search hands back: ways to run one job, and the one that was chosen. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.job import Allowance, Job
+from tightfit.types import Footprint, Hardware, Levers, ModelShape, Pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to run the job: levers on a number of GPUs, with both prices."""
+
+    shape: ModelShape
+    """The job's model, or the smaller one that was allowed."""
+    levers: Levers
+    hardware: Hardware
+    """The part of the hardware that is used."""
+    footprint: Footprint
+    pace: Pace
+    fits: bool
+    """Within the card less its margin, the host's RAM and the NVMe."""
+    gpu_limit_bytes: int
+    """What may be used of each card: its size less the margin."""
+    because: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    """What it changes in the result of the training, a sentence each; empty: nothing."""
+
+    @property
+    def world(self) -> int:
+        return self.hardware.world
+
+    @property
+    def gpu_spare_bytes(self) -> int:
+        """What stays free of each card, the margin included; negative: what is missing."""
+        return self.hardware.gpu.memory_bytes - self.footprint.gpu.required_bytes
+
+    @property
+    def effective_batch(self) -> int:
+        return self.levers.micro_batch * self.levers.accumulation * self.world
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A costly change that would make the job fit, with the way that it opens."""
+
+    allowance: Allowance
+    cost: str
+    """What it changes in the result, in a sentence."""
+    way: Way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer: how to run a job, or how far it is from running."""
+
+    job: Job
+    shape: ModelShape
+    hardware: Hardware
+    """All that there is; a way may use fewer GPUs."""
+    effective_batch: int
+    chosen: Way | None
+    """None: nothing that was allowed fits."""
+    alternatives: tuple[Way, ...]
+    """The best of each other strategy, those that fit first, each group the fastest first."""
+    considered: int
+    """Candidates priced."""
+    search_s: float
+    because: tuple[str, ...]
+    """Why this one, in plain sentences; or why none."""
+    remedies: tuple[Remedy, ...] = ()
+    """When nothing free fits: costly changes that would, the cheapest first."""
+    gpus_needed: int | None = None
+    """When nothing free fits: the smallest number of these GPUs that would do; None: not known or none."""
+    hours: float | None = None
+    """Hours to finish with the chosen way, where steps or epochs are known."""
+    unproven: tuple[str, ...] = ()
+    """What of this was only rendered and never run by us (several nodes, DCUs), a sentence each."""
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen is not None
