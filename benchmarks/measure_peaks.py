@@ -8,7 +8,9 @@ communicated. One scenario a process, so that each starts with an empty allocato
 A scenario is one JSON object: `id`, `config` (Hugging Face fields with `model_type`), `world`, `engine`
 (zero0..zero3, fsdp2), and any of `seq`, `micro`, `accum`, `dtype`, `ckpt`, `lora`, `targets`, `quant`,
 `offload_optimizer`, `offload_param`, `optimizer`, `loss`, `attention`, `zero` (overrides of DeepSpeed's
-`zero_optimization`), `cap_gib`, `steps`. The first DeepSpeed run of a machine compiles its optimizer, a minute or
+`zero_optimization`), `cap_gib`, `steps`, `timed`. The first `steps` (3) steps are watched phase by phase, which
+waits for the GPU at each mark; `timed` (10) more are only timed, and `median_s` is theirs. `--fork` imports torch
+once and forks a process for each scenario. The first DeepSpeed run of a machine compiles its optimizer, a minute or
 more: `--limit-s` must leave it time, or the next runs wait for its lock. `--blame` adds the live allocations at
 the peak, by source line.
 """
@@ -19,6 +21,9 @@ import argparse
 import json
 import os
 import resource
+import select
+import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -39,18 +44,50 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--blame", action="store_true")
     parser.add_argument("--limit-s", type=int, default=150)
+    parser.add_argument("--fork", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print("ROW " + json.dumps(measure(json.loads(args.child), blame=args.blame)))
         return
+    if args.fork:
+        import torch
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
+        args.fork = not torch.cuda.is_initialized()  # a fork cannot share a CUDA context
     wanted = {word for word in args.only.split(",") if word}
     for line in args.scenarios.read_text().splitlines():
         if not line.strip() or line.startswith("#"):
             continue
         scenario = json.loads(line)
         if not wanted or scenario["id"] in wanted:
-            run_child(scenario, args)
+            run_forked(scenario, args) if args.fork else run_child(scenario, args)
+
+
+def run_forked(scenario: dict[str, Any], args: argparse.Namespace) -> None:
+    """Likewise in a fork of this process, which has torch loaded and no CUDA context yet."""
+    began = time.monotonic()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            row = measure(scenario, blame=args.blame)
+        except BaseException as error:
+            row = {"id": scenario["id"], "scenario": scenario, "error": f"{type(error).__name__}: {error}"[-1500:]}
+        os.write(writing, json.dumps(row).encode())
+        os._exit(0)
+    os.close(writing)
+    ready, _, _ = select.select([reading], [], [], args.limit_s)
+    text = b""
+    if ready:
+        while piece := os.read(reading, 1 << 16):
+            text += piece
+    else:
+        os.kill(pid, signal.SIGKILL)
+    os.close(reading)
+    os.waitpid(pid, 0)
+    row = json.loads(text) if text else {"id": scenario["id"], "scenario": scenario, "error": "timed out or died"}
+    record(row, began, args)
 
 
 def run_child(scenario: dict[str, Any], args: argparse.Namespace) -> None:
@@ -66,10 +103,15 @@ def run_child(scenario: dict[str, Any], args: argparse.Namespace) -> None:
     except subprocess.TimeoutExpired:
         rows, tail = [], "timed out"
     row = json.loads(rows[0]) if rows else {"id": scenario["id"], "scenario": scenario, "error": tail}
+    record(row, began, args)
+
+
+def record(row: dict[str, Any], began: float, args: argparse.Namespace) -> None:
     row["wall"] = round(time.monotonic() - began, 1)
     with args.out.open("a") as out:
         out.write(json.dumps(row) + "\n")
-    print(row["id"], row.get("peak", row.get("error")), row.get("init_peak"), row["wall"], flush=True)
+    shown = (row.get(name) for name in ("init_peak", "median_s", "wall"))
+    print(row["id"], row.get("peak", row.get("error")), *shown, flush=True)
 
 
 def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
@@ -94,6 +136,7 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
     if blame:
         torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python", context="alloc")
     phases: dict[str, dict[str, float]] = {}
+    began = time.monotonic()
 
     def mark(name: str) -> None:
         if ON_CPU:
@@ -101,6 +144,7 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         phases[name] = {
+            "at_s": round(time.monotonic() - began, 4),
             "alloc": round(torch.cuda.memory_allocated() / GiB, 3),
             "peak": round(torch.cuda.max_memory_allocated() / GiB, 3),
             "reserved": round(torch.cuda.max_memory_reserved() / GiB, 3),
@@ -108,7 +152,6 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
         }
 
     trainer = Fsdp2(scenario) if scenario["engine"] == "fsdp2" else DeepSpeed(scenario)
-    began = time.monotonic()
     trainer.build()
     mark("model")
     trainer.initialise()
@@ -118,7 +161,8 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
     init_peak = max((phases[name]["peak"] for name in ("model", "engine") if name in phases), default=0.0)
     if not ON_CPU:
         torch.cuda.reset_peak_memory_stats()
-    times = train(trainer, scenario, mark)
+    times = [train_step(trainer, scenario, mark, f"{step}") for step in range(scenario.get("steps", 3))]
+    timed = [train_step(trainer, scenario) for _ in range(scenario.get("timed", 10))]
     row = {
         "id": scenario["id"],
         "phases": phases,
@@ -126,6 +170,8 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
         "trainable": trainer.count(trainable=True),
         "init_s": round(init_s, 1),
         "times": times,
+        "timed": timed,
+        "median_s": round(statistics.median(timed), 4) if timed else None,
         "host_rss": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GiB, 2),
         "peak": round(torch.cuda.max_memory_allocated() / GiB, 3),
         "init_peak": init_peak,
@@ -138,25 +184,26 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
     return row
 
 
-def train(trainer: Any, scenario: dict[str, Any], mark: Any) -> list[float]:
+def train_step(trainer: Any, scenario: dict[str, Any], mark: Any = None, name: str = "") -> float:
+    """One optimizer step; its seconds. With `mark`, watched after each pass."""
     import torch
 
-    times = []
-    micro, seq = scenario.get("micro", 1), scenario.get("seq", 2048)
+    micro, seq, accum = scenario.get("micro", 1), scenario.get("seq", 2048), scenario.get("accum", 1)
     vocab = scenario["config"].get("vocab_size", 32000)
-    for step in range(scenario.get("steps", 3)):
-        began = time.monotonic()
-        for micro_step in range(scenario.get("accum", 1)):
-            ids = torch.randint(0, vocab, (micro, seq), device=DEVICE)
-            loss = trainer.forward(ids)
-            mark(f"fwd{step}")
-            trainer.backward(loss)
-            del loss
-            mark(f"bwd{step}")
-            trainer.step(last=micro_step == scenario.get("accum", 1) - 1)
-            mark(f"step{step}")
-        times.append(round(time.monotonic() - began, 3))
-    return times
+    watch = mark or (lambda _: None)
+    began = time.monotonic()
+    for micro_step in range(accum):
+        ids = torch.randint(0, vocab, (micro, seq), device=DEVICE)
+        loss = trainer.forward(ids)
+        watch(f"fwd{name}")
+        trainer.backward(loss)
+        del loss
+        watch(f"bwd{name}")
+        trainer.step(last=micro_step == accum - 1)
+        watch(f"step{name}")
+    if not ON_CPU:
+        torch.cuda.synchronize()
+    return round(time.monotonic() - began, 4)
 
 
 class DeepSpeed:
@@ -198,6 +245,17 @@ class DeepSpeed:
             context.enter_context(no_init_weights())
             context.enter_context(deepspeed.zero.Init(config_dict_or_path=self.config()))
         self.model = build_model(self.scenario, context)
+        if self.stage == 3:
+            self.fill()
+
+    def fill(self) -> None:
+        """Without initialisation a shard holds whatever lay there, and a NaN makes DeepSpeed skip its steps."""
+        import torch
+
+        for tensor in self.model.parameters():
+            shard = getattr(tensor, "ds_tensor", None)
+            if shard is not None and shard.is_floating_point():
+                shard.data.copy_(torch.randn(shard.shape, device=DEVICE, dtype=shard.dtype).mul_(0.02))
 
     def initialise(self) -> None:
         import deepspeed

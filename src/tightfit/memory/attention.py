@@ -152,7 +152,13 @@ def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot
     accumulator = ops.size(shape.heads * shape.head_dim, FP32) + sums
     expanded = 2 * q.size if shape.kv_heads != shape.heads else 0
     context = ops.tape.op(
-        (q, k, v), q.size, saves=(q, k, v), saves_output=True, makes=(sums,), backward_temp=accumulator + expanded
+        (q, k, v),
+        q.size,
+        saves=(q, k, v),
+        saves_output=True,
+        makes=(sums,),
+        backward_temp=accumulator + expanded,
+        product=True,
     )
     return _token_order(ops, context, shape)
 
@@ -177,6 +183,7 @@ def _efficient(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> 
         saves_output=True,
         makes=(sums, mask) if _is_masked(shape, setting) else (sums,),
         backward_temp=sums + accumulator,
+        product=True,
     )
     ops.tape.hold(key, value)
     return context

@@ -121,4 +121,5 @@ def _grouped(ops: Operations, x: Slot, shape: Moe, features: tuple[int, int], ra
         rows,
         saves=(x,) if trains else (),
         weight_grad=shape.experts * out_features * in_features * setting.width if trains else 0,
+        product=True,
     )

@@ -10,7 +10,7 @@ from tightfit.memory.feedforward import mlp, moe
 from tightfit.memory.mamba2 import mamba2
 from tightfit.memory.operations import FP32, Operations, Setting
 from tightfit.memory.ssm import mamba1
-from tightfit.memory.tape import LayerCost, Slot, measure
+from tightfit.memory.tape import LayerCost, Slot, Tape, measure
 from tightfit.types import Attention, Block, Mamba1, Mamba2, Mlp, Moe, Traced
 
 Inner = Callable[[Operations, Slot, Block, int], Slot]
@@ -20,9 +20,16 @@ Inner = Callable[[Operations, Slot, Block, int], Slot]
 def layer_cost(block: Block, hidden: int, setting: Setting) -> LayerCost:
     if isinstance(block.mixer, Traced):
         return _traced(block, block.mixer, hidden, setting)
-    ops = Operations(setting, {tensor.name: tensor for tensor in block.tensors})
     x = Slot(layer_input_bytes(block, hidden, setting), True)
-    return measure(ops.tape, x, _layer(ops, x, block, hidden))
+    tape, out = layer_tape(block, hidden, setting, x)
+    return measure(tape, x, out)
+
+
+def layer_tape(block: Block, hidden: int, setting: Setting, x: Slot) -> tuple[Tape, Slot]:
+    """The operations of one layer that reads x, and its output."""
+    ops = Operations(setting, {tensor.name: tensor for tensor in block.tensors})
+    out = _layer(ops, x, block, hidden)
+    return ops.tape, out
 
 
 def layer_input_bytes(block: Block, hidden: int, setting: Setting) -> int:

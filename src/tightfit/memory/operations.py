@@ -94,6 +94,7 @@ class Operations:
             weight_grad=self.weights(module) * setting.width if trains else 0,
             forward_temp=whole,
             backward_temp=whole,
+            product=True,
         )
         return self._adapter(x, y, in_features, out_features) if setting.adapts(module) else y
 
@@ -106,12 +107,14 @@ class Operations:
             self.size(setting.lora_rank, width),
             saves=(cast,),
             weight_grad=in_features * setting.lora_rank * width,
+            product=True,
         )
         up = tape.op(
             (down,),
             self.size(out_features, width),
             saves=(down,),
             weight_grad=out_features * setting.lora_rank * width,
+            product=True,
         )
         total = self.cast(self.add(y, self.times_constant(up)), out_features, setting.width)
         tape.hold(x)

@@ -57,6 +57,8 @@ class Op:
     """The gradient of the output is that of the inputs: nothing is allocated (additions, views)."""
     grad_sizes: tuple[int, ...] | None = None
     """Gradients of the inputs where they are not as large as the inputs."""
+    product: bool = False
+    """A matrix product or a kernel around one: the arithmetic is its time, its bytes pass meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Tape:
         weight_grad: int = 0,
         passes: bool = False,
         grad_sizes: tuple[int, ...] | None = None,
+        product: bool = False,
     ) -> Slot:
         """An operation with a fresh output. What it `makes` or `keeps` it also saves, where a gradient flows."""
         grad = weight_grad > 0 or any([slot.grad for slot in inputs])
@@ -111,9 +114,8 @@ class Tape:
         kept: tuple[Slot, ...] = ()
         if grad:
             kept = (*[slot.storage for slot in saves], *extra, *added, *((output,) if saves_output else ()))
-        self.ops.append(
-            Op(inputs, (output,), kept, extra, added, forward_temp, backward_temp, weight_grad, passes, grad_sizes)
-        )
+        temps = forward_temp, backward_temp
+        self.ops.append(Op(inputs, (output,), kept, extra, added, *temps, weight_grad, passes, grad_sizes, product))
         return output
 
     def view(self, x: Slot, *, size: int | None = None, copies_grad: bool = False) -> Slot:

@@ -1,0 +1,228 @@
+"""What an engine adds to the computation: shards gathered and reduced, copies to the host, its own bookkeeping.
+
+How much each moves is read in its source. ZeRO-1/2 keep whole weights: gradients are summed over all ranks in
+buckets (`allreduce_and_scatter`: as much as an all-reduce), then every rank's updated part is gathered. ZeRO-2
+does that after each micro batch, ZeRO-1 and the unsharded engine before the step only. ZeRO-3 and FSDP2 gather
+each layer in the forward pass and again on the way back (a recomputation and its backward share one gather,
+since a layer is smaller than DeepSpeed's reuse distance), and scatter gradients after each micro batch; FSDP2
+does so in fp32. Collectives run beside the computation where the engine lets them: ZeRO-3 and FSDP2 by
+default, ZeRO-1/2 with `overlap_comm`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from tightfit.memory import weights as weights_of
+from tightfit.memory.activations import activations
+from tightfit.memory.optimizers import state_bytes
+from tightfit.memory.weights import Weights
+from tightfit.pace import rates as constants
+from tightfit.pace.rates import Rates, host_link_of
+from tightfit.types import Hardware, Levers, ModelShape
+
+FP32 = 4
+STEP_BYTES = 44
+"""Moved on the GPU for each parameter of a step with fp32 states: flattened and cast gradients, their norm,
+both moments and the master weight read and written, the 16-bit weight written. Counted from the source."""
+SHARDED = ("zero3", "fsdp2")
+
+
+class Passes(NamedTuple):
+    """Seconds of one micro batch."""
+
+    products: float
+    traffic: float
+    unpacking: float
+    host: float
+    products_back: float
+    traffic_back: float
+    unpacking_back: float
+    recomputed: float
+    host_back: float
+
+
+class Traffic(NamedTuple):
+    """Seconds that data takes outside the computation: of one micro batch, `updated` of one step."""
+
+    gathered: float
+    gathered_back: float
+    reduced: float
+    overlaps: bool
+    """Reductions run beside the backward pass."""
+    each_time: bool
+    """They follow every micro batch, not only the last."""
+    updated: float
+    copied: float
+    """On the GPU: shards laid out for a collective and back."""
+    copied_back: float
+    from_host: float
+    from_host_back: float
+    to_host: float
+    kept_out: float
+    """Layer inputs that wait on the host: out in the forward pass, back in the other."""
+    host: float
+    host_back: float
+
+    def reductions(self, accumulation: int) -> int:
+        return accumulation if self.each_time else 1
+
+
+class Step(NamedTuple):
+    """Seconds of one optimizer step."""
+
+    gpu: float
+    host: float
+    host_optimizer: float
+    link: float
+
+
+def hooks(levers: Levers, modules: int) -> float:
+    """Host seconds of ZeRO-3's hooks around the modules of one pass."""
+    return modules * constants.MODULE_HOOKS_S if levers.engine == "zero3" else 0.0
+
+
+def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool) -> Traffic:
+    weights = weights_of.of(shape, levers)
+    world = hardware.world
+    sharded = levers.engine in SHARDED
+    link = _Links(hardware, rehearsal)
+    gathers = _gathers(shape, levers) if sharded else 0
+    whole = weights.bytes if sharded else 0
+    gathered = link.ring(whole, world) + link.latency(gathers)
+    gradients = weights.trainable_numel * (FP32 if levers.engine == "fsdp2" else weights.trainable_width)
+    rounds = 1 if sharded else 2
+    reduced = rounds * (link.ring(gradients, world) + link.latency(_buckets(levers, weights)))
+    updated = 0.0
+    if levers.engine in ("zero1", "zero2"):
+        updated = link.ring(weights.trainable_numel * weights.trainable_width, world)
+    copied, copied_back = _copies(levers, weights, hardware)
+    fetched = whole // world if levers.offload_param != "none" else 0
+    from_host = link.host(fetched) + (link.nvme(fetched) if levers.offload_param == "nvme" else 0.0)
+    host = _bookkeeping(levers, gathers)
+    return Traffic(
+        gathered=gathered,
+        gathered_back=gathered,
+        reduced=reduced,
+        overlaps=sharded if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm,
+        each_time=levers.engine in ("zero2", "zero3", "fsdp2"),
+        updated=updated,
+        copied=copied,
+        copied_back=copied_back,
+        from_host=from_host,
+        from_host_back=from_host,
+        to_host=_gradients_out(levers, weights, world, link),
+        kept_out=link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0,
+        host=host,
+        host_back=host * (1 + _recomputed_share(shape, levers)),
+    )
+
+
+def _recomputed_share(shape: ModelShape, levers: Levers) -> float:
+    again = levers.checkpointing.layers
+    return 1.0 if again is None else again / shape.n_layers
+
+
+def _gradients_out(levers: Levers, weights: Weights, world: int, link: _Links) -> float:
+    """Each rank's share of the gradients on its way to the host, in fp32."""
+    if levers.offload_optimizer == "none":
+        return 0.0
+    own = -(-len(weights.trainable) // world) if levers.engine in ("zero1", "zero2") else len(weights.trainable)
+    copies = own * constants.OFFLOADED_GRADIENT_S[levers.engine]
+    return link.host(FP32 * weights.trainable_numel // world) + copies
+
+
+def _copies(levers: Levers, weights: Weights, hardware: Hardware) -> tuple[float, float]:
+    """FSDP2 lays every group out for its collectives and back; ZeRO copies gradients into buckets."""
+    rates = constants.rates_of(hardware.gpu, levers.precision)
+    trained = weights.trainable_numel * weights.trainable_width
+    if levers.engine == "fsdp2":
+        return 2 * weights.bytes / rates.traffic, (2 * weights.bytes + 3 * trained) / rates.traffic
+    return 0.0, 2 * trained / rates.traffic
+
+
+def _bookkeeping(levers: Levers, gathers: int) -> float:
+    """Host seconds of one pass over all that is sharded; a recomputation is one more."""
+    if levers.engine == "fsdp2":
+        return gathers * constants.SHARD_GROUP_S
+    fetch = constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0
+    return gathers * (constants.GATHER_S + fetch)
+
+
+@lru_cache(maxsize=1024)
+def _gathered_tensors(shape: ModelShape, threshold: int) -> int:
+    return sum(1 for tensor in shape.tensors if tensor.numel > threshold)
+
+
+def _gathers(shape: ModelShape, levers: Levers) -> int:
+    """Collectives of one pass: a parameter each in ZeRO-3, a layer each in FSDP2."""
+    if levers.engine == "fsdp2":
+        return shape.n_layers + (0 if shape.tied else 2)
+    return _gathered_tensors(shape, levers.buckets.persistence_threshold)
+
+
+def _buckets(levers: Levers, weights: Weights) -> int:
+    """Collectives of one reduction."""
+    return max(1, -(-weights.trainable_numel // levers.buckets.reduce_bucket))
+
+
+class _Links:
+    """Bytes to seconds, between GPUs and to the host."""
+
+    __slots__ = ("_alone", "_bandwidth", "_host", "_latency", "_ranks")
+
+    def __init__(self, hardware: Hardware, rehearsal: bool) -> None:
+        gpu = hardware.gpu
+        self._alone = rehearsal or hardware.world == 1
+        self._ranks = 1 if rehearsal else hardware.gpus_per_node
+        link = gpu.link or "pcie4"
+        inside = (gpu.link_bytes_per_s or constants.HOST_LINKS["pcie4"]) * constants.LINK_SHARE[link]
+        self._bandwidth = min(inside, constants.NETWORK_BYTES_PER_S) if hardware.nodes > 1 else inside
+        self._latency = constants.NETWORK_COLLECTIVE_S if hardware.nodes > 1 else constants.COLLECTIVE_S
+        self._host = min(host_link_of(gpu), constants.HOST_MEMORY_BYTES_PER_S / self._ranks)
+
+    def ring(self, size: int, world: int) -> float:
+        """An all-gather or reduce-scatter of this much in all: every rank passes on all but its own part."""
+        return 0.0 if self._alone else size * (world - 1) / world / self._bandwidth
+
+    def latency(self, collectives: int) -> float:
+        return 0.0 if self._alone else collectives * self._latency
+
+    def host(self, size: int) -> float:
+        return size / self._host
+
+    def nvme(self, size: int) -> float:
+        """The drive is one for all ranks of the node."""
+        return size * self._ranks / constants.NVME_READ_BYTES_PER_S
+
+
+def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> Step:
+    weights = weights_of.of(shape, levers)
+    link = _Links(hardware, rehearsal)
+    world = hardware.world if levers.engine != "zero0" else 1
+    numel = -(-weights.trainable_numel // world)
+    tensors = len(weights.trainable)
+    if levers.offload_optimizer == "none":
+        launches = tensors * constants.STEP_PARAMETER_S[levers.engine]
+        if levers.optimizer == "adafactor":
+            launches *= 4  # written in Python, several kernels a tensor
+        return Step(numel * _step_bytes(levers) / rates.traffic, launches, 0.0, 0.0)
+    ranks = 1 if rehearsal else hardware.gpus_per_node
+    seconds = numel * ranks / constants.HOST_ADAM_PARAMETERS_PER_S
+    seconds += numel * ranks * constants.HOST_STEP_BYTES / constants.HOST_COPY_BYTES_PER_S
+    if levers.engine == "fsdp2":
+        seconds = numel * ranks * constants.FSDP2_STEP_S_PER_PARAMETER
+    elif levers.engine == "zero3" and levers.offload_param == "none":
+        seconds += numel * ranks * constants.ZERO3_STEP_S_PER_PARAMETER
+    linked = 0.0 if levers.offload_param != "none" else link.host(numel * weights.trainable_width)
+    if levers.offload_optimizer == "nvme":
+        states = (state_bytes(levers.optimizer, numel, FP32, flat=True) + FP32 * numel) * ranks
+        linked += states / constants.NVME_READ_BYTES_PER_S + states / constants.NVME_WRITE_BYTES_PER_S
+    return Step(0.0, 0.0, seconds, linked)
+
+
+def _step_bytes(levers: Levers) -> int:
+    """8-bit states are a quarter; without master weights there is nothing to cast."""
+    saved = {"adamw8bit": 12, "paged_adamw8bit": 12, "sgd": 16, "adafactor": 8}.get(levers.optimizer, 0)
+    return STEP_BYTES - saved - (0 if levers.master_weights else 12)
