@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from tightfit.types import Method, Optimizer, Precision
 
@@ -33,7 +35,30 @@ Allowance = Literal[
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 DataFormat = Literal["auto", "alpaca", "sharegpt", "text"]
 
-_STRICT: dict[str, Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+Tier = Literal[
+    "auto",
+    "all",
+    "deepspeed",
+    "stage2_offload",
+    "stage3",
+    "minimal",
+    "standard",
+    "fp16_safe",
+    "extreme",
+    "optimized",
+    "quantized",
+    "limit",
+]
+"""Named corners of the levers. `auto`: the one for the card's size; `all`: every one, side by side."""
+
+Count = Annotated[int, Ge(1)]
+Number = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+"""Ranges, which the door checks and the schema shows."""
+
+_STRICT: dict[str, Any] = {"extra": "forbid"}
 """For pydantic, which validates job files against these classes: an unknown field is an error."""
 
 
@@ -43,13 +68,13 @@ class Adapters:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    rank: int = 8
+    rank: Count = 8
     """Rank of the adapters."""
-    alpha: float | None = None
+    alpha: Positive | None = None
     """Scaling numerator; left out: twice the rank."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of the adapters' inputs that is dropped out while training."""
-    targets: tuple[str, ...] | Literal["all"] = "all"
+    targets: Annotated[tuple[str, ...], MinLen(1)] | Literal["all"] = "all"
     """Names of the linear layers that get an adapter (`q_proj`, `v_proj` …), or `all`: every one but the head."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Number format of the adapters."""
@@ -69,7 +94,7 @@ class Data:
     """Chat template by name; left out: the tokenizer's own."""
     packing: bool = False
     """Fill every sequence with several samples."""
-    samples: int | None = None
+    samples: Count | None = None
     """How many samples there are, where the file is not at hand: hours to finish need it."""
 
 
@@ -79,9 +104,9 @@ class Evaluation:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    split: float = 0.0
+    split: Share = 0.0
     """Share of the samples that is held back and never trained on."""
-    every_steps: int | None = None
+    every_steps: Count | None = None
     """Steps between two evaluations; left out: at the end alone."""
 
 
@@ -93,9 +118,9 @@ class Saving:
 
     folder: str = "output"
     """The run's folder."""
-    every_steps: int | None = 500
+    every_steps: Count | None = 500
     """Steps between two checkpoints; null: at the end alone."""
-    keep: int = 2
+    keep: Count = 2
     """How many checkpoints stay on disk."""
 
 
@@ -113,7 +138,7 @@ class Machine:
     """Free NVMe space of one node; without it nothing is offloaded to NVMe."""
     nvme_path: str | None = None
     """A folder on that NVMe."""
-    gpu_ids: tuple[int, ...] | None = None
+    gpu_ids: Annotated[tuple[Number, ...], MinLen(1)] | None = None
     """The GPUs of a node to use, by number; left out: all."""
 
 
@@ -123,7 +148,7 @@ class Limits:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    margin: float = 0.04
+    margin: Annotated[float, Ge(0), Lt(0.9)] = 0.04
     """Share of each card that stays free."""
     gpu_memory: str | None = None
     """The most that may be used of each card, `20GB` say, where others use it too."""
@@ -145,9 +170,9 @@ class Job:
     """Train every weight, adapters, or adapters on a 4-bit model."""
     lora: Adapters = field(default_factory=Adapters)
     """The adapters of `lora` and `qlora`."""
-    sequence: int = 2048
+    sequence: Count = 2048
     """Tokens in a sequence."""
-    effective_batch: int | None = None
+    effective_batch: Count | None = None
     """Sequences a step over all GPUs; left out: four a GPU."""
     precision: Precision = "bf16"
     """The number format of the computation."""
@@ -155,27 +180,27 @@ class Job:
     """The optimizer; `adamw` has fp32 states."""
     master_weights: bool = True
     """false: pure 16-bit training, without fp32 copies of the weights."""
-    frozen_layers: int = 0
+    frozen_layers: Number = 0
     """The lowest N layers and the embedding do not train."""
     data: Data = field(default_factory=Data)
     """What is trained on."""
-    max_samples: int | None = None
+    max_samples: Count | None = None
     """Use at most this many samples."""
-    learning_rate: float | None = None
+    learning_rate: Positive | None = None
     """Peak learning rate; left out: 1e-5 for full training, 1e-4 for adapters."""
     schedule: Schedule = "cosine"
     """How the learning rate falls."""
-    warmup: float = 0.03
+    warmup: NotNegative = 0.03
     """Steps over which the learning rate rises: a count, or below 1 a share of all steps."""
-    epochs: float | None = None
+    epochs: Positive | None = None
     """Passes over the data; left out, and without `max_steps`: one."""
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """Optimizer steps; wins over `epochs`."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """AdamW's weight decay."""
-    clip: float = 1.0
+    clip: NotNegative = 1.0
     """Gradient norm above which gradients are scaled down; 0: never."""
-    seed: int = 42
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 42
     """Seed of data order, dropout and adapters."""
     evaluation: Evaluation = field(default_factory=Evaluation)
     """How the training is judged on the way."""
@@ -189,7 +214,7 @@ class Job:
     """What the plan must stay within."""
     levers: Mapping[str, Any] = field(default_factory=dict)
     """Free levers to pin, under the names of the `estimate` flags: `engine: zero2`, `micro_batch: 1` …"""
-    tier: str | None = None
+    tier: Tier | None = None
     """A named corner of the levers: `stage2_offload`, `minimal` …"""
     trust_remote_code: bool = False
     """Run code that a model's repository brings."""

@@ -1,0 +1,138 @@
+"""The text of a job file as a tree of plain values: mappings, lists, text, numbers, true, false and null.
+
+YAML can hold far more than that: dates, bytes, sets, numbers without end, and a handful of lines that unfold into
+gigabytes. Whatever a job cannot mean ends here, in a sentence that names the line or the field.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from tightfit.inputs.spelling import LARGEST, read_text, shown
+from tightfit.types import ConfigError
+
+MOST_VALUES = 20_000
+MOST_DEPTH = 32
+"""No job is larger or deeper than this; what is, was tied together with YAML's anchors."""
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The fields of a job file, as they are written there."""
+    text = read_text(path, "a job file")
+    values = _json(text, path.name) if is_json(path) else _yaml(text, path.name)
+    if values is None:
+        raise ConfigError(f"{path.name} is empty: the least is one line, `model: llama-3.1-8b` say")
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path.name} is no job file: it should be lines of `field: value`, not {shown(values)}")
+    tree: dict[str, Any] = _Copy(path.name).of(values, "", 0)
+    return tree
+
+
+def is_json(path: Path) -> bool:
+    return path.suffix.lower() == ".json"
+
+
+def _yaml(text: str, file: str) -> Any:
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{file} is not YAML: {error.problem or error.context}{line}") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is no job file: its blocks are nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that Python cannot hold
+        raise ConfigError(f"{file} is not YAML: {_reason(error)}") from None
+    except (TypeError, LookupError, AttributeError):  # how PyYAML answers `!!int ''` and `!!timestamp x`
+        raise ConfigError(f"{file} is not YAML: a tag such as !!int stands before what it cannot be") from None
+    if twice := _twice(node):
+        raise ConfigError(f"{shown(twice[0])} stands twice in {file}, again in line {twice[1]}: keep one")
+    return values
+
+
+def _twice(node: Any) -> tuple[str, int] | None:
+    """The first key that a mapping has twice, and the line: PyYAML would keep the last without a word."""
+    import yaml
+
+    waiting, known = [node], set()
+    while waiting:
+        here = waiting.pop()
+        if id(here) in known:
+            continue
+        known.add(id(here))
+        if isinstance(here, yaml.SequenceNode):
+            waiting += here.value
+        elif isinstance(here, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in here.value:
+                waiting.append(value)
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    return key.value, key.start_mark.line + 1
+                seen.add(str(key.value))
+    return None
+
+
+def _json(text: str, file: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            again = next(key for index, key in enumerate(keys) if key in keys[:index])
+            raise ConfigError(f"{shown(again)} stands twice in {file}: keep one")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        if not text.strip():
+            return None
+        raise ConfigError(f"{file} is not JSON: {error.msg.lower()} in line {error.lineno}") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is no job file: its blocks are nested too deeply") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """What a parser complained of, without its advice to programmers."""
+    lines = str(error).splitlines() or ["unreadable"]
+    return lines[0].partition("; ")[0].lower()
+
+
+class _Copy:
+    """A copy in plain values. It counts them, for a knot of anchors is small in the file and endless in memory."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.count = 0
+
+    def of(self, value: Any, path: str, depth: int) -> Any:
+        self.count += 1
+        if self.count > MOST_VALUES or depth > MOST_DEPTH:
+            raise ConfigError(f"{self.file} holds more than any job has: look for YAML anchors that name each other")
+        if isinstance(value, dict):
+            named = ((str(self._scalar(key, path)), inside) for key, inside in value.items())
+            return {key: self.of(inside, f"{path}.{key}" if path else key, depth + 1) for key, inside in named}
+        if isinstance(value, list):
+            return [self.of(inside, path, depth + 1) for inside in value]
+        return self._scalar(value, path)
+
+    def _scalar(self, value: Any, path: str) -> Any:
+        if isinstance(value, datetime.date):
+            return value.isoformat()
+        if value is None or isinstance(value, bool) or (isinstance(value, str) and not _half_letters(value)):
+            return value
+        if isinstance(value, int | float) and abs(value) <= LARGEST and not math.isnan(value):
+            return value
+        where = f"{path} in {self.file}" if path else self.file
+        raise ConfigError(f"{where} has a value that no job can have: {ascii(value)[:48]}")
+
+
+def _half_letters(text: str) -> bool:
+    """Surrogates, which JSON can spell and no file can hold."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
