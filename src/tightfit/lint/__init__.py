@@ -1,0 +1,79 @@
+"""`lint`: what the tools themselves accept silently and get wrong, or refuse only after everything has started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tightfit.lint.accelerate import check_accelerate
+from tightfit.lint.arguments import check_training_arguments
+from tightfit.lint.document import read_document
+from tightfit.lint.finding import Finding, Kind, Report
+from tightfit.lint.job import check_job
+from tightfit.lint.kinds import kind_of
+from tightfit.lint.llamafactory import check_llamafactory
+from tightfit.lint.pairs import (
+    check_accelerate_pair,
+    check_arguments_pair,
+    check_deepspeed,
+    check_llamafactory_pair,
+    deepspeed_beside,
+)
+from tightfit.lint.sheet import Sheet
+from tightfit.render.target import Target
+
+
+def lint(
+    path: Path, target: Target | None = None, *, kind: Kind | None = None, world: int | None = None
+) -> tuple[Finding, ...]:
+    """What is wrong in a config file, and in the DeepSpeed file that it names."""
+    return examine(path, target, kind=kind, world=world).findings
+
+
+def examine(path: Path, target: Target | None = None, *, kind: Kind | None = None, world: int | None = None) -> Report:
+    """The same, with the kind of file that it was taken for."""
+    document = read_document(path)
+    kind = kind or kind_of(document)
+    sheet = Sheet(document=document, target=target or Target(), world=world)
+    if kind == "deepspeed":
+        check_deepspeed(sheet)
+        return _report(kind, sheet)
+    if kind == "job":
+        check_job(sheet)
+        return _report(kind, sheet)
+    if kind == "accelerate":
+        return _report(kind, sheet, _accelerate(sheet))
+    if kind == "llamafactory":
+        check_llamafactory(sheet)
+    else:
+        check_training_arguments(sheet)
+    deepspeed = deepspeed_beside(sheet, "deepspeed")
+    if deepspeed is not None:
+        check_arguments_pair(sheet, deepspeed)
+        check_deepspeed(deepspeed)
+    if kind == "llamafactory":
+        check_llamafactory_pair(sheet, deepspeed)
+    return _report(kind, sheet, deepspeed)
+
+
+def _accelerate(sheet: Sheet) -> Sheet | None:
+    check_accelerate(sheet)
+    if sheet.get("distributed_type") != "DEEPSPEED":
+        return None
+    deepspeed = deepspeed_beside(sheet, "deepspeed_config.deepspeed_config_file")
+    if deepspeed is not None:
+        check_accelerate_pair(sheet, deepspeed)
+        check_deepspeed(deepspeed)
+    return deepspeed
+
+
+def _report(kind: Kind, sheet: Sheet, other: Sheet | None = None) -> Report:
+    own, theirs = sheet.found, other.found if other else []
+    if other is not None and other.document.within:
+        own, theirs = own + theirs, []
+
+    def ordered(found: list[Finding]) -> list[Finding]:
+        """By line; what is about the whole file or something missing comes last."""
+        return sorted(found, key=lambda finding: (finding.line is None, finding.line or 0))
+
+    findings = (*ordered(own), *ordered(theirs))
+    return Report(file=sheet.document.path.name, kind=kind, findings=findings)

@@ -1,0 +1,195 @@
+"""A user's file as values, and the line on which each of its keys stands.
+
+Python's readers of JSON and YAML give values without places. For YAML the places come from PyYAML's own node tree. For
+JSON they come from a small scanner that walks the text beside the real parser: it knows strings, comments, brackets
+and Hjson's bare words, and notes where each key begins. It is never asked what a value is, so where it loses its way in
+exotic Hjson, a line number is missing and nothing else is wrong.
+
+A key that stands twice is no error here: most readers keep the last one without a word, which is just what lint is for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tightfit.inputs.spelling import read_text, shown
+from tightfit.types import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One file, or one block of it that stands for a file."""
+
+    path: Path
+    values: Mapping[str, Any]
+    syntax: str
+    """json, hjson or yaml."""
+    lines: Mapping[str, int]
+    """Dotted key → line."""
+    doubles: tuple[str, ...] = ()
+    """Keys that stand more than once."""
+    quoted: frozenset[str] = frozenset()
+    """Keys of YAML whose value is text because of its quotes."""
+    within: str = ""
+    """The block of the file that this is, where it is not the whole file."""
+
+    def line(self, place: str) -> int | None:
+        """The line of a key, or of the nearest block around it that is there."""
+        while place:
+            if place in self.lines:
+                return self.lines[place]
+            place = place.rpartition(".")[0]
+        return self.lines.get("") if self.within else None
+
+    def block(self, key: str) -> Document:
+        """The block under a key of the top level, as if it were a file."""
+        inside = {place.removeprefix(f"{key}."): line for place, line in self.lines.items() if place != key}
+        inside[""] = self.lines.get(key, 1)
+        doubles = tuple(place.removeprefix(f"{key}.") for place in self.doubles if place.startswith(f"{key}."))
+        return Document(
+            path=self.path, values=self.values[key], syntax=self.syntax, lines=inside, doubles=doubles, within=key
+        )
+
+
+def read_document(path: Path) -> Document:
+    """Read a JSON, Hjson or YAML file that holds one block of keys."""
+    text = read_text(path, "JSON or YAML")
+    looks_like_json = path.suffix.lower() in (".json", ".hjson") or text.lstrip()[:1] == "{"
+    document = _read_json(path, text) if looks_like_json else _read_yaml(path, text)
+    if not isinstance(document.values, dict) or not document.values:
+        raise ConfigError(f"{path.name} holds no keys: a config is a block of keys with values")
+    for key in document.values:
+        if not isinstance(key, str):
+            raise ConfigError(f"{shown(key)} in {path.name} is not a key: write it in quotes if you mean the word")
+    return document
+
+
+# --- YAML ---------------------------------------------------------------------------------------
+
+
+def _read_yaml(path: Path, text: str) -> Document:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path.name} is not YAML: {error.problem or error.context}{line}") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError) as error:
+        # PyYAML lets dates, numbers and keys that Python cannot hold fall through as plain errors.
+        raise ConfigError(f"{path.name} is not YAML: {(str(error) or 'unreadable').splitlines()[0]}") from None
+    lines: dict[str, int] = {}
+    doubles: list[str] = []
+    quoted: set[str] = set()
+    pending = [("", node)]
+    seen: set[int] = set()  # an anchor can tie a node into a knot
+    while pending:
+        place, node = pending.pop()
+        if not isinstance(node, yaml.MappingNode) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        for key, value in node.value:
+            inner = f"{place}.{key.value}" if place else str(key.value)
+            if inner in lines:
+                doubles.append(inner)
+            lines[inner] = key.start_mark.line + 1
+            if isinstance(value, yaml.ScalarNode) and value.style:
+                quoted.add(inner)
+            pending.append((inner, value))
+    return Document(
+        path=path, values=values, syntax="yaml", lines=lines, doubles=tuple(doubles), quoted=frozenset(quoted)
+    )
+
+
+# --- JSON ---------------------------------------------------------------------------------------
+
+
+def _read_json(path: Path, text: str) -> Document:
+    try:
+        values, syntax = json.loads(text), "json"
+    except (ValueError, RecursionError) as error:
+        values, syntax = _read_hjson(path, text, error), "hjson"
+    lines, doubles = _scan(text)
+    return Document(path=path, values=values, syntax=syntax, lines=lines, doubles=doubles)
+
+
+def _read_hjson(path: Path, text: str, plain: Exception) -> Any:
+    """Hjson forgives so much that its complaint about a missing comma is no help: then JSON's is given."""
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=dict)
+    except hjson.HjsonDecodeError as error:
+        cause = str(error if re.search(r"//|/\*|#", text) else plain)
+    except (ValueError, RecursionError) as error:
+        cause = str(error)
+    raise ConfigError(f"{path.name} is not JSON: {cause[:1].lower()}{cause[1:]}")
+
+
+_SKIP = re.compile(r"(?:[\s,]|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_STRING = re.compile(r"'''.*?'''|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'", re.DOTALL)
+_LITERAL = re.compile(r"(?:-?\d[\d.eE+-]*|true|false|null)(?=\s*(?:[,\]}\n#]|//|/\*|$))")
+_BARE_KEY = re.compile(r"[^\s:{}\[\],\"']+")
+
+
+def _scan(text: str) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Where each key stands, and which stand twice."""
+    lines: dict[str, int] = {}
+    doubles: list[str] = []
+    blocks: list[tuple[str, str | None]] = []  # the open brackets, each with its key; None: nothing inside has a place
+    name: str | None = ""  # of the value that comes next
+    wants_key = False
+    at = _skip(text, 0)
+    while at < len(text):
+        char = text[at]
+        if char in "{[":
+            blocks.append((char, name if char == "{" else None))
+            at += 1
+        elif char in "}]":
+            blocks = blocks[:-1]
+            at += 1
+        elif wants_key:
+            found = _STRING.match(text, at) or _BARE_KEY.match(text, at)
+            colon = _skip(text, found.end()) if found else at
+            if not found or text[colon : colon + 1] != ":":
+                break
+            name = _unquoted(found[0])
+            outer = [key for _, key in blocks]
+            if None not in outer:
+                place = ".".join([key for key in outer if key] + [name])
+                doubles += [place] * (place in lines)
+                lines[place] = text.count("\n", 0, at) + 1
+            at, wants_key = _skip(text, colon + 1), False
+            continue
+        else:
+            found = _STRING.match(text, at) or _LITERAL.match(text, at)
+            at = found.end() if found else _end_of_line(text, at)
+        name, wants_key = None, bool(blocks) and blocks[-1][0] == "{"
+        at = _skip(text, at)
+    return lines, tuple(doubles)
+
+
+def _skip(text: str, at: int) -> int:
+    found = _SKIP.match(text, at)
+    return found.end() if found else at
+
+
+def _end_of_line(text: str, at: int) -> int:
+    """Hjson's bare text ends with its line; a lone character is stepped over in any case."""
+    end = text.find("\n", at)
+    return len(text) if end < 0 else max(end, at + 1)
+
+
+def _unquoted(word: str) -> str:
+    if word[:1] == '"':
+        try:
+            return str(json.loads(word))
+        except ValueError:
+            pass
+    return word.strip("'\"")

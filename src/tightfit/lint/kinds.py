@@ -1,0 +1,67 @@
+"""Whose file is it? Told by its keys.
+
+A key that only one program has weighs most. One that is merely misspelt still counts a little, so that a file with
+nothing but `zero_optimisation` in it finds its way to the rule that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from tightfit.inputs.deepspeed_file import KEYS as DEEPSPEED_BLOCKS
+from tightfit.inputs.deepspeed_file import REMOVED
+from tightfit.inputs.llamafactory_file import OLDER_TRAINING_ARGUMENTS, OWN_KEYS, TRAINING_ARGUMENTS
+from tightfit.inputs.spelling import listed, nearest
+from tightfit.job import Job
+from tightfit.lint.accelerate import KEYS as ACCELERATE_KEYS
+from tightfit.lint.document import Document
+from tightfit.lint.finding import Kind
+from tightfit.types import ConfigError
+
+KINDS: tuple[Kind, ...] = ("deepspeed", "accelerate", "llamafactory", "huggingface", "job")
+
+_ARGUMENTS = TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS
+KNOWN: dict[Kind, frozenset[str]] = {
+    "deepspeed": DEEPSPEED_BLOCKS[""] | REMOVED,
+    "accelerate": ACCELERATE_KEYS,
+    "llamafactory": OWN_KEYS | _ARGUMENTS,
+    "huggingface": _ARGUMENTS,
+    "job": frozenset(field.name for field in fields(Job)) | {"training", "model_type", "num_gpus", "preset"},
+}
+_TELLING: dict[Kind, tuple[str, ...]] = {
+    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
+    "accelerate": ("distributed_type", "compute_environment", "deepspeed_config", "fsdp_config"),
+    "llamafactory": ("finetuning_type", "template", "cutoff_len", "stage", "dataset", "model_name_or_path"),
+    "huggingface": ("output_dir", "per_device_train_batch_size"),
+    "job": ("hardware", "effective_batch", "levers", "limits", "training", "saving", "preset"),
+}
+
+
+def kind_of(document: Document) -> Kind:
+    """The kind of a file, or an error that says how to name it."""
+    scores = {kind: _score(document.values, kind) for kind in KINDS}
+    best = max(scores.values())
+    likely = [kind for kind in KINDS if scores[kind] == best]
+    # Every field of TrainingArguments is a key of LLaMA-Factory's too: only a key of its own makes it one.
+    if likely == ["llamafactory", "huggingface"]:
+        likely = ["huggingface"]
+    if best < 1 or len(likely) > 1:
+        raise ConfigError(
+            f"the keys of {document.path.name} do not tell whose config it is: add --kind {listed(KINDS)}"
+        )
+    return likely[0]
+
+
+def _score(values: Mapping[str, Any], kind: Kind) -> float:
+    known = KNOWN[kind]
+    return sum(_weight(key, kind, known) for key in values) + (kind == "job" and "model" in values)
+
+
+def _weight(key: str, kind: Kind, known: Iterable[str]) -> float:
+    if key in _TELLING[kind]:
+        return 4
+    if key in known:
+        return 1
+    return 1 if nearest(key, _TELLING[kind], cutoff=0.85) else 0
