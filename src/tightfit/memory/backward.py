@@ -56,12 +56,13 @@ def bucketed(
     oversized = 0
     """A gradient larger than the bucket waits by itself until the next one comes."""
     head = 0 if tied_grad else acts.head.head_grad
-    best = NOTHING
+    best, highest = NOTHING, 0
     arrivals = [(acts.kept, 0 if gathered is None else gathered.loss, head, 0)] if head else []
     for moment in acts.moments:
         whole = 0 if gathered is None else gathered.layers[moment.layer]
-        working = Peak(moment.kept, moment.working, tied_grad + oversized, 0, whole * width)
-        best = max(best, working, key=lambda peak: peak.total)
+        total = moment.kept + moment.working + tied_grad + oversized + whole * width
+        if total > highest:
+            highest, best = total, Peak(moment.kept, moment.working, tied_grad + oversized, 0, whole * width)
         later = 0 if gathered is None else gathered.gradients[moment.layer]
         arrivals += [(moment.kept, later, grad, live) for grad, live in moment.cost.arrivals]
         for kept, whole_now, grad, live in arrivals:
@@ -69,10 +70,13 @@ def bucketed(
             if fill + count > bucket:
                 copy = fill * width if lone_copy or not oversized else 0
                 copy += _leaving(largest, leaving_parts, width)
-                flush = Peak(kept, live, tied_grad + oversized + grad, copy, whole_now * width)
-                best = max(best, flush, key=lambda peak: peak.total)
+                total = kept + live + tied_grad + oversized + grad + copy + whole_now * width
+                if total > highest:
+                    highest = total
+                    best = Peak(kept, live, tied_grad + oversized + grad, copy, whole_now * width)
                 fill, largest, oversized = 0, 0, 0
-            largest = max(largest, count)
+            if count > largest:
+                largest = count
             if count > bucket:
                 oversized = grad
             fill += count

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 Param = tuple[int, int]
@@ -101,8 +102,10 @@ FORWARD, HEAD, EMBEDDING = -1, -2, -3
 EMPTY = Module()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
+    """Compared by identity: what its layers call is worked out once."""
+
     root: Module
     """The model with its head; where it reads the head's weight itself (Mamba's `.to(lm_head.weight.dtype)`), that
     weight is whole until the end of the step."""
@@ -116,17 +119,33 @@ def stretches(model: Model, passes: Passes) -> list[Stretch]:
     """One training step as the coordinator sees it: forwards, then each layer again where it recomputes, backwards."""
     layers, around = model.layers, (*(((FETCH, EMPTY),) * passes.wrappers), (FETCH, model.root))
     whole = [Stretch(FORWARD, (*around, *_forwards((EMPTY, *model.embeddings, EMPTY))))]
-    whole += [Stretch(FORWARD, tuple(_forwards(layer))) for layer in layers]
+    forward, backward, recomputed = _layer_stretches(model)
+    whole += forward
     whole += [Stretch(FORWARD, tuple(_forwards(model.norm)))]
     whole += [Stretch(HEAD, (*_forwards(model.head), (RELEASE, model.root)))]
     whole += [Stretch(HEAD, (*around, *_backwards(model.head), *_backwards((EMPTY, model.norm))))]
     for index in range(len(layers) - 1, passes.lowest - 1, -1):
-        without_input = index == passes.lowest and not passes.input_grad
-        back = tuple(_backwards(layers[index], without_input=without_input))
+        if index > passes.lowest or passes.input_grad:
+            whole.append(recomputed[index] if index < passes.recompute else backward[index])
+            continue
+        back = tuple(_backwards(layers[index], without_input=True))
         whole.append(Stretch(index, _recomputed(layers[index], back) if index < passes.recompute else back))
     if not passes.input_grad:
         return whole
     return [*whole, *(Stretch(EMBEDDING, tuple(_backwards(module))) for module in reversed(model.embeddings))]
+
+
+@lru_cache(maxsize=64)
+def _layer_stretches(model: Model) -> tuple[list[Stretch], list[Stretch], list[Stretch]]:
+    """Every layer forwards, backwards, and backwards with itself run again first."""
+    forward = [Stretch(FORWARD, tuple(_forwards(layer))) for layer in model.layers]
+    back = [tuple(_backwards(layer)) for layer in model.layers]
+    backward = [Stretch(index, calls) for index, calls in enumerate(back)]
+    recomputed = [
+        Stretch(index, _recomputed(layer, calls))
+        for index, (layer, calls) in enumerate(zip(model.layers, back, strict=True))
+    ]
+    return forward, backward, recomputed
 
 
 def _forwards(node: Node) -> Iterator[Call]:
@@ -217,16 +236,24 @@ class _Coordinator:
         self.fetched_for: dict[int, int] = {}
         self.traversed = [0]
         self.uses: dict[int, list[int]] = {}
+        passed = 0
         for step, module in enumerate(order):
-            self.traversed.append(self.traversed[-1] + sum([numel for _, numel in module.params]))
-            for identity, _ in module.params:
+            for identity, numel in module.params:
+                passed += numel
                 self.uses.setdefault(identity, []).append(step)
+            self.traversed.append(passed)
         self.use_cursor = dict.fromkeys(self.uses, 0)
 
     def fetch(self, module: Module, *, again: bool) -> int:
         """Whole elements and copies of them, the most while this module's parameters arrive."""
         if not again:
             self.latest = module
+        if not module.params:
+            self._catch_up()
+            held = self.live + self.copies
+            self._prefetch()
+            self.step += 1
+            return max(held, self.live + self.copies)
         fresh = [numel for identity, numel in module.params if identity not in self.available]
         together = sum(fresh) if len(fresh) > 1 and self.limits.flat else 0
         for identity, numel in module.params:
@@ -239,14 +266,18 @@ class _Coordinator:
                 self.available.add(identity)
                 self.live += numel
         together = max(together, self._unpack(module))
-        while self.next_in_queue < len(self.queue) and self.queue[self.next_in_queue][1] <= self.step:
-            (identity, _), step = self.queue[self.next_in_queue]
-            self.fetched_for[identity] = max(step, self.fetched_for.get(identity, -1))
-            self.next_in_queue += 1
+        self._catch_up()
         arriving = self.live + self.copies + together
         self._prefetch()
         self.step += 1
         return max(arriving, self.live + self.copies)
+
+    def _catch_up(self) -> None:
+        """What the queue has for this step or an earlier one needs no prefetch any more."""
+        while self.next_in_queue < len(self.queue) and self.queue[self.next_in_queue][1] <= self.step:
+            (identity, _), step = self.queue[self.next_in_queue]
+            self.fetched_for[identity] = max(step, self.fetched_for.get(identity, -1))
+            self.next_in_queue += 1
 
     def _unpack(self, module: Module) -> int:
         """Parameters that were gathered together are copied out of one buffer when the first of them is used; the
@@ -267,6 +298,8 @@ class _Coordinator:
 
     def _prefetch(self) -> None:
         room = min(self.limits.max_live - self.live, self.limits.prefetch)
+        if room <= 0 or self.next_in_queue == len(self.queue):
+            return
         taken = 0
         batch = _Batch()
         while taken < room and self.next_in_queue < len(self.queue):
@@ -283,7 +316,7 @@ class _Coordinator:
             self.batches.update(dict.fromkeys(batch.members, batch))
 
     def release(self, module: Module) -> None:
-        held = self.held.pop(module, ())
+        held = self.held.pop(module, ()) if self.held else ()
         for identity, numel in module.params:
             self.active[identity].discard(module)
             if self.fetched_for.get(identity, -1) <= self.step and not self._reused_soon(identity):

@@ -18,7 +18,7 @@ from tightfit.memory.job import Components, Job, combine, kept, logits, passing,
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
-from tightfit.types import Block, Buckets, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
+from tightfit.types import Block, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
 
 
 class Shards(NamedTuple):
@@ -157,7 +157,9 @@ def gathered_of(job: Job) -> Gathered:
         wrappers=0 if trains else 1,
     )
     style = Style(lora=effective_lora(levers), method=levers.method, scan_kernel=levers.scan != "torch")
-    return _gathered(job.shape, style, passes, levers.buckets, job.world > 1)
+    buckets = levers.buckets
+    limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance, job.world > 1)
+    return _gathered(job.shape, style, passes, limits, buckets.persistence_threshold)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +172,13 @@ class Style:
     """A Mamba mixer hands its weights to one kernel: they are the mixer's, not those of modules inside it."""
 
 
-@lru_cache(maxsize=256)
-def _gathered(shape: ModelShape, style: Style, passes: Passes, buckets: Buckets, flat: bool) -> Gathered:
-    threshold = buckets.persistence_threshold
+@lru_cache(maxsize=1024)
+def _gathered(shape: ModelShape, style: Style, passes: Passes, limits: Limits, threshold: int) -> Gathered:
+    return replay(stretches(_model(shape, style, threshold), passes), limits)
+
+
+@lru_cache(maxsize=64)
+def _model(shape: ModelShape, style: Style, threshold: int) -> Model:
     layers: list[Node] = []
     first = 0
     for kind in shape.pattern:
@@ -182,11 +188,9 @@ def _gathered(shape: ModelShape, style: Style, passes: Passes, buckets: Buckets,
     norm = _module(shape.after[:-1] if not shape.tied else shape.after, threshold, first + len(shape.before))
     top = shape.before[:1] if shape.tied else shape.after[-1:]
     head = _module(top, threshold, first if shape.tied else first + len(shape.before) + len(shape.after))
-    limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance, flat)
     reads_head = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
     root = Module(head.params) if reads_head else EMPTY
-    model = Model(root=root, embeddings=embeddings, layers=tuple(layers), norm=norm, head=head)
-    return replay(stretches(model, passes), limits)
+    return Model(root=root, embeddings=embeddings, layers=tuple(layers), norm=norm, head=head)
 
 
 def _module(tensors: tuple[Tensor, ...], threshold: int, first: int) -> Module:

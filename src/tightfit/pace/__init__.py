@@ -12,7 +12,7 @@ engine adds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from tightfit.memory.activations import setting_of
@@ -20,9 +20,9 @@ from tightfit.pace import engines
 from tightfit.pace.engines import Passes, Traffic
 from tightfit.pace.rates import CHECKPOINTED_LAYER_S, HEAD_OPERATIONS, OPERATION_S, Rates, assumptions, rates_of
 from tightfit.pace.work import head_time, layer_time
-from tightfit.types import Cause, Gpu, Hardware, Levers, ModelShape, Pace
+from tightfit.types import Cause, Checkpointing, Gpu, Hardware, Levers, ModelShape, Pace
 
-__all__ = ["pace"]
+__all__ = ["pace", "step_times"]
 
 
 def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool = False) -> Pace:
@@ -47,6 +47,34 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
     )
 
 
+def step_times(shape: ModelShape, levers: Levers, hardware: Hardware) -> list[float]:
+    """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all, at the price of one."""
+    rates = rates_of(hardware.gpu, levers.precision)
+    none = replace(levers, checkpointing=Checkpointing(layers=0))
+    passes = _passes(shape, none, rates, hardware.gpu)
+    traffic = engines.traffic(shape, none, hardware, rehearsal=False)
+    step = engines.step(shape, levers, hardware, rates, rehearsal=False)
+    times, micro_batches = [], levers.accumulation
+    fixed = sum(step) + traffic.updated + micro_batches * (passes.forward_s(traffic) + traffic.to_host)
+    if not traffic.overlaps:
+        fixed += traffic.reductions(micro_batches) * traffic.reduced
+    setting, frozen = setting_of(levers, hardware.gpu), _frozen(levers)
+    layers = [layer_time(block, shape.hidden_size, setting, rates) for block in shape.blocks]
+    gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
+    moved = traffic.gathered_back + (traffic.reduced if traffic.overlaps else 0.0)
+    beside = max(moved, traffic.from_host_back)
+    each = traffic.host / shape.n_layers
+    for depth in range(shape.n_layers + 1):
+        if depth > 0:
+            host += each
+        if depth > frozen:
+            layer = layers[shape.pattern[depth - 1]]
+            gpu += layer.products + layer.traffic + layer.unpacking
+            host += layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules)
+        times.append(fixed + micro_batches * max(gpu, host, beside))
+    return times
+
+
 @dataclass(slots=True)
 class _Causes:
     """The seconds of a step, put down cause by cause."""
@@ -61,7 +89,7 @@ class _Causes:
         self.add("arithmetic", times * passes.products)
         self.add("memory traffic", times * (passes.traffic + traffic.copied))
         self.add("dequantisation", times * passes.unpacking)
-        gpu = passes.products + passes.traffic + passes.unpacking + traffic.copied
+        gpu = passes.forward_gpu + traffic.copied
         self._beside(times, gpu, passes.host + traffic.host, traffic.gathered, traffic.from_host)
         self.add("host link", times * traffic.kept_out)
 
@@ -70,9 +98,7 @@ class _Causes:
         self.add("memory traffic", times * (passes.traffic_back + traffic.copied_back))
         self.add("dequantisation", times * passes.unpacking_back)
         self.add("recomputation", times * passes.recomputed)
-        gpu = (
-            passes.products_back + passes.traffic_back + passes.unpacking_back + passes.recomputed + traffic.copied_back
-        )
+        gpu = passes.back_gpu + traffic.copied_back
         moved = traffic.gathered_back + (traffic.reduced if traffic.overlaps else 0.0)
         self._beside(times, gpu, passes.host_back + traffic.host_back, moved, traffic.from_host_back)
         self.add("host link", times * (traffic.to_host + traffic.kept_out))

@@ -42,6 +42,19 @@ class Passes(NamedTuple):
     recomputed: float
     host_back: float
 
+    @property
+    def forward_gpu(self) -> float:
+        return self.products + self.traffic + self.unpacking
+
+    @property
+    def back_gpu(self) -> float:
+        return self.products_back + self.traffic_back + self.unpacking_back + self.recomputed
+
+    def forward_s(self, traffic: Traffic) -> float:
+        """The slowest of what runs in a forward pass."""
+        gpu, host = self.forward_gpu + traffic.copied, self.host + traffic.host
+        return max(gpu, host, traffic.gathered, traffic.from_host)
+
 
 class Traffic(NamedTuple):
     """Seconds that data takes outside the computation: of one micro batch, `updated` of one step."""

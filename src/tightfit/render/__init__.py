@@ -1,0 +1,64 @@
+"""A plan becomes files that other programs read. `render` makes the texts; `write.py` puts them on disk.
+
+A file that cannot say what the plan says is left out, and PLAN.md says why; unless it is the one that the
+launcher starts from, or DeepSpeed's own, without which there is nothing to start: then it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tightfit.planner.plan import Plan
+from tightfit.render.accelerate import accelerate_yaml
+from tightfit.render.deepspeed import deepspeed_json
+from tightfit.render.environment import gpu_ids_of, launcher_of
+from tightfit.render.hostfile import hostfile_text, hosts_for
+from tightfit.render.launch import NEEDS, launch_sh
+from tightfit.render.llamafactory import dataset_info_json, llamafactory_yaml
+from tightfit.render.plan_md import plan_md
+from tightfit.render.slurm import slurm_sbatch
+from tightfit.render.target import Target
+from tightfit.render.training_args import training_args_json
+from tightfit.render.worker import DEEPSPEED_FILE, chosen_way, worker_json
+from tightfit.types import ConfigError
+
+__all__ = ["Target", "render"]
+
+
+def render(plan: Plan, target: Target) -> dict[str, str]:
+    """Every file of a plan, by name."""
+    way = chosen_way(plan)
+    files: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    needed = NEEDS[launcher_of(plan, target)]
+
+    def add(name: str, text: Callable[[], str]) -> None:
+        try:
+            files[name] = text()
+        except ConfigError as error:
+            if name == needed:
+                raise
+            left_out[name] = str(error)
+
+    deepspeed_file = None
+    if way.levers.engine != "fsdp2":
+        deepspeed_file = DEEPSPEED_FILE
+        files[deepspeed_file] = deepspeed_json(plan, target)
+    add("accelerate.yaml", lambda: accelerate_yaml(plan, target, deepspeed_file))
+    add("training_args.json", lambda: training_args_json(plan, target, deepspeed_file))
+    add("llamafactory.yaml", lambda: llamafactory_yaml(plan, target, deepspeed_file))
+    if "llamafactory.yaml" in files:
+        files["dataset_info.json"] = dataset_info_json(plan)
+    files["worker.json"] = worker_json(plan)
+    if way.hardware.nodes > 1:
+        files["hostfile"] = _hostfile(plan, target)
+        files["slurm.sbatch"] = slurm_sbatch(plan, target)
+    files["launch.sh"] = launch_sh(plan, target, files)
+    files["PLAN.md"] = plan_md(plan, target, files, left_out)
+    return files
+
+
+def _hostfile(plan: Plan, target: Target) -> str:
+    hosts = hosts_for(target.hostfile, chosen_way(plan).hardware.nodes, gpu_ids_of(plan, target))
+    told = "" if target.hostfile is not None else "# Replace these names by those of your machines.\n"
+    return told + hostfile_text(hosts)

@@ -1,0 +1,386 @@
+"""The plan as a LLaMA-Factory YAML, and the `dataset_info.json` that its `dataset` key refers to.
+
+LLaMA-Factory can do most of what a plan may ask for, by keys that moved between its releases. What it cannot
+do is decided here, case by case, by one rule: a difference that leaves the result of the training alone is
+written and said at the top of the file; anything else is refused, and the caller leaves the file out.
+
+written, and said:
+- `layers:K` checkpointing: it checkpoints all layers or none, so all; slower, and within the predicted memory;
+- `full+offload`: its `use_unsloth_gc` keeps layer inputs on the host in the same way;
+- the fused loss: Liger's, which LLaMA-Factory applies to the families that Liger knows;
+- a time limit: it has none;
+- a job without data: a file name to be filled.
+
+refused:
+- FSDP2: `llamafactory-cli` starts torchrun without accelerate's FSDP settings, and would run plain data parallel;
+- Mamba: neither our scan kernels nor a checkpointing of its own;
+- the fused loss for a family without it: LLaMA-Factory would warn, go on, and run out of memory;
+- frozen layers: its `freeze` leaves the final norm and the head untrained as well;
+- pure 16-bit training under ZeRO-3, or in fp16: its own check refuses the first and has no key for the second;
+- adapters in fp32: it loads the frozen model in the format of its files, whatever the YAML says;
+- ZeRO-3 on the CPU: with `use_cpu` transformers sets up DeepSpeed too late, and it counts one rank;
+- a model without weights (a block of shape fields, our Mamba presets): it loads checkpoints only;
+- a DeepSpeed newer than the release accepts.
+
+The keys, templates and limits below were read from the released packages 0.9.2 to 0.9.5; the slow test reads
+them again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from tightfit.inputs.flags import checkpointing_word
+from tightfit.inputs.presets import PRESETS
+from tightfit.job import Job
+from tightfit.planner.plan import Plan, Way
+from tightfit.priced import strategy_name
+from tightfit.render.deepspeed import clip
+from tightfit.render.environment import release
+from tightfit.render.target import Target
+from tightfit.render.training_args import OPTIM
+from tightfit.render.worker import chosen_way, epochs, learning_rate, lora_alpha, timeout_s
+from tightfit.types import ConfigError, Levers, Mamba1, Mamba2, ModelShape
+
+DATASET_INFO = "dataset_info.json"
+DATASET = "train"
+"""What the data is called in `dataset_info.json`."""
+PLACEHOLDER_DATA = "train.json"
+"""Where a job without data expects it."""
+DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+
+OLDEST = (0, 9, 2)
+DEEPSPEED_LIMITS = {(0, 9, 3): "0.16.9", (0, 9, 4): "0.16.9"}
+"""The newest DeepSpeed that a release starts with; the others do not look."""
+
+CHECKPOINTS = {
+    "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B",
+    "qwen1.5-1.8b": "Qwen/Qwen1.5-1.8B",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "qwen2.5-32b": "Qwen/Qwen2.5-32B",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "gemma-3-27b": "google/gemma-3-27b-pt",
+}
+"""The presets that have weights, with where they lie."""
+
+_LIGER_SINCE = {
+    (0, 9, 2): "gemma gemma2 llama mistral mixtral mllama phi3 qwen2 qwen2_vl qwen2_5_vl",
+    (0, 9, 3): "gemma3 gemma3_text glm4 granite llava olmo2 paligemma qwen3 qwen3_moe",
+    (0, 9, 4): "glm4v gpt_oss",
+    (0, 9, 5): "glm qwen3_next qwen3_5",
+}
+"""The model types that get Liger's kernels, by the release that began it."""
+
+_TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
+"""Model types that the transformers of an older release cannot load."""
+
+_TEMPLATES: tuple[tuple[str, str, dict[tuple[int, ...], str]], ...] = (
+    (r"deepseek-r1", r".*", {(0, 9, 2): "deepseek3", (0, 9, 3): "deepseekr1"}),
+    (r"deepseek-coder", r"llama", {(0, 9, 2): "deepseekcoder"}),
+    (r"deepseek-(llm|math)", r"llama", {(0, 9, 2): "deepseek"}),
+    (r"(^|/)yi-", r"llama", {(0, 9, 2): "yi"}),
+    (r"smollm2", r"llama", {(0, 9, 3): "smollm2"}),
+    (r"smollm-", r"llama", {(0, 9, 3): "smollm"}),
+    (r"vicuna", r"llama", {(0, 9, 2): "vicuna"}),
+    (r"llama-?3", r"llama", {(0, 9, 2): "llama3"}),
+    (r"llama-2", r"llama", {(0, 9, 2): "llama2"}),
+    (r"instruct-2507", r"qwen3(_moe)?", {(0, 9, 3): "qwen3", (0, 9, 4): "qwen3_nothink"}),
+    (r"", r"qwen3(_moe)?", {(0, 9, 3): "qwen3"}),
+    (r"", r"qwen2(_moe)?", {(0, 9, 2): "qwen"}),
+    (r"gemma-3-1b", r"gemma3_text", {(0, 9, 3): "gemma", (0, 9, 4): "gemma2"}),
+    (r"", r"gemma3(_text)?", {(0, 9, 3): "gemma3"}),
+    (r"", r"gemma2", {(0, 9, 2): "gemma", (0, 9, 4): "gemma2"}),
+    (r"", r"gemma", {(0, 9, 2): "gemma"}),
+    (r"zephyr", r"mistral", {(0, 9, 2): "zephyr"}),
+    (r"ministral|mistral-nemo", r"mistral", {(0, 9, 2): "ministral"}),
+    (r"mistral-small", r"mistral", {(0, 9, 2): "mistral_small"}),
+    (r"", r"mistral|mixtral", {(0, 9, 2): "mistral"}),
+    (r"phi-4-mini", r"phi3", {(0, 9, 5): "phi4_mini"}),
+    (r"phi-4", r"phi3", {(0, 9, 2): "phi4"}),
+    (r"", r"phi3", {(0, 9, 2): "phi"}),
+    (r"", r"granite", {(0, 9, 2): "granite3"}),
+    (r"", r"olmo2?", {(0, 9, 2): "olmo"}),
+    (r"", r"falcon", {(0, 9, 2): "falcon"}),
+)
+"""A pattern in the model's name, its type, and the template by the release that began it; the first row wins."""
+
+_ATTENTION = {"sdpa": "sdpa", "flash": "fa2", "eager": "disabled"}
+_PROCESS_GROUP_TIMEOUT_S = 180_000_000
+"""While one rank tokenises the data the others wait, far longer than torch's half hour."""
+
+
+def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
+    """The file for `llamafactory-cli train`; an error where it would train something else."""
+    way = chosen_way(plan)
+    _refuse(plan, way, target)
+    sections: dict[str, dict[str, Any]] = {
+        "the model": _model(plan, way),
+        "the method": _method(plan.job, way.levers),
+        "the data": _data(plan, way, target),
+        "the optimizer": _optimizer(plan.job, way.levers),
+        "memory and speed": _memory(way, deepspeed_file),
+        "evaluation": _evaluation(plan.job, way.levers),
+        "saving": _saving(plan.job),
+    }
+    head = [
+        f"LLaMA-Factory {target.llamafactory_version}, written by tightfit: {strategy_name(way.levers)} on "
+        f"{way.world} × {way.hardware.gpu.name}.",
+        "Start it from this folder: the files name each other without a path.",
+        *(f"Note: {sentence}." for sentence in llamafactory_notes(plan, target)),
+    ]
+    lines = [f"# {' '.join(line.split())}" for line in head]
+    for title, values in sections.items():
+        lines += ["", f"# {title}", *(f"{key}: {_scalar(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def dataset_info_json(plan: Plan) -> str:
+    """Where LLaMA-Factory finds the data, and how a sample is laid out."""
+    data = plan.job.data
+    entry: dict[str, Any] = {}
+    if data.path is not None and not names_a_file(data.path):
+        entry["hf_hub_url"] = data.path
+    else:
+        entry["file_name"] = data.path or PLACEHOLDER_DATA
+    if data.format == "text":
+        entry["columns"] = {"prompt": "text"}
+    else:
+        entry["formatting"] = "sharegpt" if data.format == "sharegpt" else "alpaca"
+    return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"
+
+
+def names_a_file(path: str) -> bool:
+    """Whether a job's data is a file or folder rather than a data set's name; told from the text alone."""
+    return path.startswith(("/", ".", "~")) or path.endswith(("/", *DATA_FILES))
+
+
+def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
+    """What differs from the plan, or has to be known, a sentence each."""
+    way, job, levers = chosen_way(plan), plan.job, chosen_way(plan).levers
+    notes = []
+    if levers.checkpointing.layers:
+        word = checkpointing_word(levers.checkpointing)
+        notes.append(
+            f"the plan recomputes some layers only ({word}), LLaMA-Factory all or none: it recomputes all, "
+            "which needs less memory and is slower"
+        )
+    if levers.checkpointing.offload:
+        notes.append("use_unsloth_gc keeps the layer inputs on the host; it needs no Unsloth, and we never ran it")
+    if levers.loss == "fused":
+        notes.append("the fused loss is Liger's here: pip install liger-kernel")
+    if levers.attention == "flash":
+        notes.append("flash_attn fa2 needs the flash-attn package")
+    if job.timeout is not None:
+        notes.append(f"LLaMA-Factory has no time limit: it does not stop after {job.timeout}")
+    if job.data.path is None:
+        notes.append(f"the job names no data: put samples into {PLACEHOLDER_DATA} in this folder")
+    if job.data.format == "auto":
+        notes.append(f"the samples are taken to be alpaca's; {DATASET_INFO} can say sharegpt instead")
+    if job.data.format != "text" and _template(plan, way, target) is None:
+        notes.append("no template is named: LLaMA-Factory parses the tokenizer's own")
+    return tuple(notes)
+
+
+# --- what cannot be written ---------------------------------------------------------------------
+
+
+def _refuse(plan: Plan, way: Way, target: Target) -> None:
+    version, levers, shape = target.llamafactory_version, way.levers, way.shape
+    at = release(version)
+    if at < OLDEST:
+        raise ConfigError(f"tightfit writes for LLaMA-Factory 0.9.2 and later, not {version}: upgrade it")
+    if any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks):
+        raise ConfigError(f"LLaMA-Factory has no Mamba kernels for {shape.name}: train it with tightfit's worker")
+    if at < _TYPES_SINCE.get(shape.model_type, OLDEST):
+        first = ".".join(map(str, _TYPES_SINCE[shape.model_type]))
+        raise ConfigError(f"LLaMA-Factory {version} cannot load {shape.model_type} models: {first} is the first")
+    if levers.engine == "fsdp2":
+        raise ConfigError("llamafactory-cli cannot start FSDP2: take a ZeRO engine for LLaMA-Factory")
+    if levers.frozen_layers:
+        raise ConfigError(
+            "LLaMA-Factory's freeze leaves the head untrained too: frozen_layers cannot be written for it"
+        )
+    if levers.loss == "fused" and shape.model_type not in _liger_types(at):
+        raise ConfigError(f"LLaMA-Factory {version} has no fused loss for {shape.model_type}: pin --loss plain for it")
+    if not levers.master_weights and (levers.engine == "zero3" or levers.precision != "bf16"):
+        where = "under ZeRO-3" if levers.engine == "zero3" else f"in {levers.precision}"
+        raise ConfigError(f"LLaMA-Factory refuses pure 16-bit training {where}: keep the master weights")
+    if way.hardware.gpu.vendor == "cpu" and levers.engine == "zero3":
+        raise ConfigError("LLaMA-Factory cannot set up ZeRO-3 without a GPU: take zero2 on the CPU")
+    if levers.precision == "fp32" and levers.method != "full":
+        raise ConfigError(
+            f"LLaMA-Factory keeps a frozen model in the 16-bit format of its files: take bf16 for {levers.method}"
+        )
+    limit = next((most for known, most in DEEPSPEED_LIMITS.items() if at[:3] == known), None)
+    if limit and release(target.deepspeed_version) > release(limit):
+        raise ConfigError(
+            f"LLaMA-Factory {version} refuses DeepSpeed {target.deepspeed_version}: say --deepspeed-version {limit}"
+        )
+    _name(plan, way)
+
+
+def _liger_types(at: tuple[int, ...]) -> set[str]:
+    return {kind for since, kinds in _LIGER_SINCE.items() if since <= at for kind in kinds.split()}
+
+
+# --- the sections -------------------------------------------------------------------------------
+
+
+def _name(plan: Plan, way: Way) -> str:
+    """A Hugging Face id or a folder."""
+    model = plan.job.model if way.shape is plan.shape else way.shape.name
+    if not isinstance(model, str):
+        raise ConfigError("LLaMA-Factory loads weights: name a model that has some instead of a block of shape fields")
+    if model in CHECKPOINTS:
+        return CHECKPOINTS[model]
+    if model in PRESETS:
+        raise ConfigError(f"LLaMA-Factory loads weights, and the preset {model} has none: name a Hugging Face id")
+    path = PurePosixPath(model)
+    return str(path.parent) if path.name == "config.json" else model
+
+
+def _model(plan: Plan, way: Way) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "model_name_or_path": _name(plan, way),
+        "trust_remote_code": plan.job.trust_remote_code,
+        "flash_attn": _ATTENTION[way.levers.attention],
+    }
+    if way.levers.method == "qlora":
+        values |= {
+            "quantization_bit": 4,
+            "quantization_method": "bnb",
+            "quantization_type": "nf4",
+            "double_quantization": True,
+        }
+    return values
+
+
+def _method(job: Job, levers: Levers) -> dict[str, Any]:
+    stage = "pt" if job.data.format == "text" else "sft"
+    values: dict[str, Any] = {"stage": stage, "do_train": True}
+    if levers.lora is None:
+        return values | {"finetuning_type": "full"}
+    alpha = lora_alpha(job, levers)
+    assert alpha is not None
+    return values | {
+        "finetuning_type": "lora",
+        "lora_rank": levers.lora.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": job.lora.dropout,
+        "lora_target": "all" if levers.lora.targets is None else ",".join(levers.lora.targets),
+    }
+
+
+def _data(plan: Plan, way: Way, target: Target) -> dict[str, Any]:
+    job = plan.job
+    values: dict[str, Any] = {"dataset": DATASET, "dataset_dir": "."}
+    if job.data.format != "text":
+        template = _template(plan, way, target)
+        values |= {"template": template} if template else {}
+    values |= {"cutoff_len": way.levers.sequence, "packing": job.data.packing}
+    if job.max_samples is not None:
+        values["max_samples"] = job.max_samples
+    return values | {"dataloader_num_workers": way.levers.dataloader_workers}
+
+
+def _optimizer(job: Job, levers: Levers) -> dict[str, Any]:
+    # On the host DeepSpeed's own Adam takes the place of torch's, which must not be the fused one then.
+    on_host = levers.optimizer == "adamw" and levers.offload_optimizer != "none"
+    values: dict[str, Any] = {
+        "optim": "adamw_torch" if on_host else OPTIM[levers.optimizer],
+        "learning_rate": learning_rate(job, levers),
+        "lr_scheduler_type": job.schedule,
+        "weight_decay": float(job.weight_decay),
+        "max_grad_norm": clip(job, levers),
+        "per_device_train_batch_size": levers.micro_batch,
+        "gradient_accumulation_steps": levers.accumulation,
+    }
+    # Every transformers that these releases accept has warmup_ratio; only the newest take a share as warmup_steps.
+    if 0 < job.warmup < 1:
+        values["warmup_ratio"] = float(job.warmup)
+    else:
+        values["warmup_steps"] = math.ceil(job.warmup)
+    rounds = epochs(job)
+    values |= {"max_steps": job.max_steps} if rounds is None else {"num_train_epochs": rounds}
+    return values | {"seed": job.seed}
+
+
+def _memory(way: Way, deepspeed_file: str | None) -> dict[str, Any]:
+    levers = way.levers
+    values: dict[str, Any] = {"bf16": levers.precision == "bf16", "fp16": levers.precision == "fp16"}
+    if not levers.master_weights:
+        values["pure_bf16"] = True
+    values["disable_gradient_checkpointing"] = levers.checkpointing.layers == 0
+    if levers.checkpointing.offload:
+        values["use_unsloth_gc"] = True
+    values["enable_liger_kernel"] = levers.loss == "fused"
+    if deepspeed_file is not None:
+        values["deepspeed"] = deepspeed_file
+    values["ddp_timeout"] = _PROCESS_GROUP_TIMEOUT_S
+    if way.hardware.gpu.vendor == "cpu":
+        values["use_cpu"] = True
+    return values
+
+
+def _evaluation(job: Job, levers: Levers) -> dict[str, Any]:
+    if job.evaluation.split <= 0:
+        return {"eval_strategy": "no"}
+    values: dict[str, Any] = {
+        "val_size": float(job.evaluation.split),
+        "do_eval": True,
+        "per_device_eval_batch_size": levers.micro_batch,
+        "prediction_loss_only": True,
+    }
+    if job.evaluation.every_steps is None:
+        return values | {"eval_strategy": "no"}
+    return values | {"eval_strategy": "steps", "eval_steps": job.evaluation.every_steps}
+
+
+def _saving(job: Job) -> dict[str, Any]:
+    timeout_s(job.timeout)  # a time that cannot be read is an error in every file
+    values: dict[str, Any] = {"output_dir": job.saving.folder, "logging_steps": 10, "report_to": "none"}
+    if job.saving.every_steps is None:
+        return values | {"save_strategy": "no"}
+    return values | {
+        "save_strategy": "steps",
+        "save_steps": job.saving.every_steps,
+        "save_total_limit": job.saving.keep,
+    }
+
+
+# --- the template -------------------------------------------------------------------------------
+
+
+def _template(plan: Plan, way: Way, target: Target) -> str | None:
+    """The job's, or the family's in this release; None: the tokenizer's own."""
+    at = release(target.llamafactory_version)
+    asked = plan.job.data.template
+    if asked is None:
+        return template_of(_name(plan, way), way.shape, at)
+    since = min((since for _, _, names in _TEMPLATES for since, name in names.items() if name == asked), default=OLDEST)
+    if at < since:
+        first = ".".join(map(str, since))
+        usual = template_of(_name(plan, way), way.shape, at)
+        hint = f"there it is {usual}" if usual else f"{first} is the first"
+        raise ConfigError(f"data.template {asked} is not in LLaMA-Factory {target.llamafactory_version}: {hint}")
+    return asked
+
+
+def template_of(name: str, shape: ModelShape, at: tuple[int, ...]) -> str | None:
+    """The chat template of a model's family; None: this release has none for it."""
+    for pattern, kind, names in _TEMPLATES:
+        if re.search(pattern, name.lower()) and re.fullmatch(kind, shape.model_type):
+            known = [template for since, template in sorted(names.items()) if since <= at]
+            return known[-1] if known else None
+    return None
+
+
+def _scalar(value: object) -> str:
+    """A value as YAML: 1.0e-05, which is read as a number, and 'no', which is not read as false."""
+    return yaml.safe_dump(value, allow_unicode=True, width=10**6).removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,157 @@
+"""The config of our own training worker: one JSON file, from which nothing is left to be guessed.
+
+The worker never sees the job file, the flags or the planner. Defaults that depend on something else (a learning
+rate on the method, alpha on the rank) are resolved here, and the functions that resolve them are public: the
+files for other trainers must say the same numbers. What was predicted travels along, so that the worker can
+hold its own measurements against it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from typing import Any
+
+from tightfit.inputs.flags import flags_from_levers
+from tightfit.job import Job
+from tightfit.planner.plan import Plan, Way
+from tightfit.types import ConfigError, Levers
+
+SCHEMA = 1
+"""Of this file. A worker refuses a number that it does not know."""
+
+DEEPSPEED_FILE = "deepspeed.json"
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def chosen_way(plan: Plan) -> Way:
+    """The way that the files are for; without one there is nothing to write."""
+    if plan.chosen is None:
+        raise ConfigError("nothing that was allowed fits, so there is nothing to write: see what --allow would open")
+    return plan.chosen
+
+
+def worker_json(plan: Plan) -> str:
+    """Everything that the worker needs, and what it should find."""
+    way, job = chosen_way(plan), plan.job
+    config: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": _model(plan, way),
+        "levers": flags_from_levers(way.levers),
+        "buckets": asdict(way.levers.buckets),
+        "lora": _lora(job, way.levers),
+        "world": {
+            "nodes": way.hardware.nodes,
+            "gpus_per_node": way.hardware.gpus_per_node,
+            "ranks": way.world,
+            "vendor": way.hardware.gpu.vendor,
+            "gpu_memory_bytes": way.hardware.gpu.memory_bytes,
+        },
+        "effective_batch": way.effective_batch,
+        "deepspeed": DEEPSPEED_FILE if way.levers.engine != "fsdp2" else None,
+        "nvme_path": job.hardware.nvme_path,
+        "data": asdict(job.data) | {"max_samples": job.max_samples},
+        "training": training_values(job, way.levers),
+        "evaluation": asdict(job.evaluation),
+        "saving": asdict(job.saving),
+        "timeout_s": timeout_s(job.timeout),
+        "predicted": _predicted(way),
+    }
+    return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def training_values(job: Job, levers: Levers) -> dict[str, Any]:
+    """The numbers of the optimizer and its schedule, each resolved."""
+    return {
+        "learning_rate": learning_rate(job, levers),
+        "schedule": job.schedule,
+        "warmup": job.warmup,
+        "epochs": epochs(job),
+        "max_steps": job.max_steps,
+        "weight_decay": job.weight_decay,
+        "clip": job.clip if levers.gradient_clipping else 0.0,
+        "seed": job.seed,
+    }
+
+
+def learning_rate(job: Job, levers: Levers) -> float:
+    """The job's, or the usual one for the method that was planned."""
+    if job.learning_rate is not None:
+        return float(job.learning_rate)
+    return 1e-5 if levers.method == "full" else 1e-4
+
+
+def epochs(job: Job) -> float | None:
+    """None: `max_steps` decides."""
+    if job.max_steps is not None:
+        return None
+    return 1.0 if job.epochs is None else float(job.epochs)
+
+
+def lora_alpha(job: Job, levers: Levers) -> float | None:
+    """The scaling numerator; None: there are no adapters."""
+    if levers.lora is None:
+        return None
+    return float(2 * levers.lora.rank) if job.lora.alpha is None else float(job.lora.alpha)
+
+
+def timeout_s(words: str | None) -> int | None:
+    """`12h`, `90m`, `1h30m` in seconds."""
+    if words is None:
+        return None
+    text = words.replace(" ", "").lower()
+    parts = re.findall(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd])", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ConfigError(f"timeout takes a time such as 12h, 90m or 1h30m, not {words!r}")
+    seconds = round(sum(float(number) * _UNITS_S[unit] for number, unit in parts))
+    if seconds < 1:
+        raise ConfigError(f"timeout must be longer than nothing, not {words!r}")
+    return seconds
+
+
+def _model(plan: Plan, way: Way) -> dict[str, Any]:
+    """`source` is what the user named; where a smaller model was allowed, that one's name."""
+    source = plan.job.model if way.shape is plan.shape else way.shape.name
+    return {
+        "name": way.shape.name,
+        "source": source if isinstance(source, str) else dict(source),
+        "model_type": way.shape.model_type,
+        "parameters": way.shape.parameters,
+        "trust_remote_code": plan.job.trust_remote_code,
+    }
+
+
+def _lora(job: Job, levers: Levers) -> dict[str, Any] | None:
+    if levers.lora is None:
+        return None
+    return {
+        "rank": levers.lora.rank,
+        "alpha": lora_alpha(job, levers),
+        "dropout": job.lora.dropout,
+        "targets": "all" if levers.lora.targets is None else list(levers.lora.targets),
+        "dtype": levers.lora.adapter_dtype,
+    }
+
+
+def _predicted(way: Way) -> dict[str, Any]:
+    gpu, host = way.footprint.gpu, way.footprint.host
+    return {
+        "gpu": {
+            "peak_bytes": gpu.peak_bytes,
+            "peak_phase": gpu.peak_phase,
+            "init_peak_bytes": gpu.init_peak_bytes,
+            "required_bytes": gpu.required_bytes,
+            "limit_bytes": way.gpu_limit_bytes,
+            "phases": {name: phase.total_bytes for name, phase in gpu.phases.items()},
+        },
+        "host": {
+            "peak_bytes_per_rank": host.peak_bytes_per_rank,
+            "peak_bytes_per_node": host.peak_bytes_per_node,
+            "nvme_bytes_per_node": host.nvme_bytes_per_node,
+        },
+        "trainable_parameters": way.footprint.trainable_parameters,
+        "step_s": way.pace.step_s,
+        "tokens_per_s": way.pace.tokens_per_s,
+    }

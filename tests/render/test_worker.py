@@ -1,0 +1,146 @@
+"""The worker's config: everything resolved, in the words of the estimate flags, the same bytes every time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tightfit.inputs.flags import Flags, levers_from_flags
+from tightfit.inputs.hardware import parse_hardware
+from tightfit.inputs.models import load_model
+from tightfit.job import Adapters, Data, Evaluation, Job, Machine, Saving
+from tightfit.memory import estimate
+from tightfit.planner.plan import Plan
+from tightfit.render.worker import SCHEMA, timeout_s, worker_json
+from tightfit.types import Buckets, ConfigError, Levers, Lora
+
+MakePlan = Callable[..., Plan]
+
+
+def config(plan: Plan) -> dict[str, Any]:
+    parsed = json.loads(worker_json(plan))
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+def test_the_levers_give_the_promised_footprint_again(plans: tuple[Plan, ...]) -> None:
+    names = {field.name for field in fields(Flags)}
+    for plan in plans:
+        assert plan.chosen is not None
+        read = config(plan)
+        levers = levers_from_flags(Flags(**read["levers"]), plan.shape)
+        levers = replace(levers, buckets=Buckets(**read["buckets"]))
+        assert set(read["levers"]) <= names
+        again = estimate(plan.shape, levers, read["world"]["ranks"], plan.chosen.hardware)
+        assert again.gpu.required_bytes == read["predicted"]["gpu"]["required_bytes"]
+
+
+def test_every_field_of_a_job_arrives(make_plan: MakePlan) -> None:
+    job = Job(
+        model="tiny_llama",
+        method="lora",
+        lora=Adapters(rank=16, alpha=24, dropout=0.05, targets=("q_proj", "v_proj"), dtype="fp32"),
+        data=Data(path="données.jsonl", format="sharegpt", template="qwen", packing=True, samples=1000),
+        max_samples=500,
+        learning_rate=3e-4,
+        schedule="linear",
+        warmup=100,
+        max_steps=2000,
+        weight_decay=0.1,
+        clip=0.5,
+        seed=7,
+        evaluation=Evaluation(split=0.1, every_steps=50),
+        saving=Saving(folder="runs/a", every_steps=None, keep=3),
+        timeout="1h30m",
+        hardware=Machine(nvme_path="/nvme"),
+        trust_remote_code=True,
+    )
+    lora = Lora(rank=16, targets=("q_proj", "v_proj"), adapter_dtype="fp32")
+    read = config(make_plan(Levers(method="lora", engine="zero2", lora=lora), parse_hardware("2x4xRTX4090"), job))
+    assert read["schema"] == SCHEMA
+    assert read["model"]["source"] == "tiny_llama"
+    assert read["model"]["trust_remote_code"] is True
+    assert read["lora"] == {
+        "rank": 16,
+        "alpha": 24.0,
+        "dropout": 0.05,
+        "targets": ["q_proj", "v_proj"],
+        "dtype": "fp32",
+    }
+    assert read["data"] == {
+        "path": "données.jsonl",
+        "format": "sharegpt",
+        "template": "qwen",
+        "packing": True,
+        "samples": 1000,
+        "max_samples": 500,
+    }
+    assert read["training"] == {
+        "learning_rate": 3e-4,
+        "schedule": "linear",
+        "warmup": 100,
+        "epochs": None,
+        "max_steps": 2000,
+        "weight_decay": 0.1,
+        "clip": 0.5,
+        "seed": 7,
+    }
+    assert read["evaluation"] == {"split": 0.1, "every_steps": 50}
+    assert read["saving"] == {"folder": "runs/a", "every_steps": None, "keep": 3}
+    assert (read["timeout_s"], read["nvme_path"], read["effective_batch"]) == (5400, "/nvme", 8)
+    assert (read["world"]["nodes"], read["world"]["gpus_per_node"], read["world"]["ranks"]) == (2, 4, 8)
+
+
+@pytest.mark.parametrize(("method", "rate"), [("full", 1e-5), ("lora", 1e-4), ("qlora", 1e-4)])
+def test_what_depends_on_the_method_is_resolved(make_plan: MakePlan, method: Any, rate: float) -> None:
+    lora = None if method == "full" else Lora(rank=32)
+    read = config(make_plan(Levers(method=method, engine="zero2", lora=lora)))
+    assert read["training"]["learning_rate"] == rate
+    assert read["training"]["epochs"] == 1.0
+    assert (read["lora"] or {"alpha": None})["alpha"] == (None if lora is None else 64.0)
+
+
+def test_fsdp2_has_no_deepspeed_file(make_plan: MakePlan) -> None:
+    assert config(make_plan(Levers(engine="fsdp2")))["deepspeed"] is None
+    assert config(make_plan(Levers(engine="zero2")))["deepspeed"] == "deepspeed.json"
+
+
+def test_a_block_of_shape_fields_arrives_as_it_was_written(make_plan: MakePlan) -> None:
+    plan = make_plan(Levers(engine="zero2"))
+    block = {"model_type": "mamba", "d_model": 4864, "n_layers": 45}
+    assert config(replace(plan, job=replace(plan.job, model=block)))["model"]["source"] == block
+
+
+def test_a_smaller_model_that_was_allowed_is_the_one_trained(make_plan: MakePlan) -> None:
+    plan = make_plan(Levers(engine="zero2"), parse_hardware("2x24GB"), Job(model="qwen2.5-7b"))
+    assert plan.chosen is not None
+    smaller = load_model("qwen1.5-0.5b")
+    read = config(replace(plan, chosen=replace(plan.chosen, shape=smaller)))
+    assert read["model"]["source"] == read["model"]["name"] == "qwen1.5-0.5b"
+
+
+def test_the_same_plan_gives_the_same_bytes(make_plan: MakePlan) -> None:
+    levers = Levers(engine="zero3", offload_optimizer="cpu")
+    assert worker_json(make_plan(levers)) == worker_json(make_plan(levers))
+
+
+def test_nothing_is_written_for_a_plan_that_does_not_fit(make_plan: MakePlan) -> None:
+    with pytest.raises(ConfigError, match="nothing that was allowed fits"):
+        worker_json(replace(make_plan(Levers(engine="zero2")), chosen=None))
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"), [("12h", 43200), ("90m", 5400), ("1h30m", 5400), ("45 s", 45), ("1.5h", 5400), ("2d", 172800)]
+)
+def test_times_as_people_write_them(words: str, seconds: int) -> None:
+    assert timeout_s(words) == seconds
+
+
+@pytest.mark.parametrize("words", ["", "12", "h", "12x", "-1h", "0s", "1h junk", "nan h", "1e9h"])
+def test_a_time_that_cannot_be_read(words: str) -> None:
+    with pytest.raises(ConfigError, match="timeout"):
+        timeout_s(words)

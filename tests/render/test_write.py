@@ -1,0 +1,217 @@
+"""Files are on disk all or not at all, and none is ever half there."""
+
+from __future__ import annotations
+
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tightfit.render.write import STAGING, write
+from tightfit.types import ConfigError
+
+FILES = {"worker.json": '{"schema": 1}\n', "launch.sh": "#!/usr/bin/env bash\ntrue\n", "PLAN.md": "# ×\n"}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_new_folder_holds_exactly_the_files(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    paths = write(FILES, folder, force=False)
+    assert paths == [folder / name for name in FILES]
+    assert contents(folder) == FILES
+
+
+def test_only_scripts_can_be_run(tmp_path: Path) -> None:
+    write({**FILES, "slurm.sbatch": "true\n"}, tmp_path, force=False)
+    runnable = {path.name for path in tmp_path.iterdir() if path.stat().st_mode & stat.S_IXUSR}
+    assert runnable == {"launch.sh", "slurm.sbatch"}
+    assert not (tmp_path / "worker.json").stat().st_mode & stat.S_IWOTH
+
+
+def test_what_exists_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "launch.sh").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"launch\.sh exists: say --force"):
+        write(FILES, tmp_path, force=False)
+    assert contents(tmp_path) == {"launch.sh": "mine"}
+
+
+def test_force_replaces_our_names_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "launch.sh").write_text("old", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    write(FILES, tmp_path, force=True)
+    assert contents(tmp_path) == {**FILES, "notes.txt": "mine"}
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside.json"
+    outside.write_text("mine", encoding="utf-8")
+    folder = tmp_path / "plan"
+    folder.mkdir()
+    (folder / "worker.json").symlink_to(outside)
+    with pytest.raises(ConfigError, match="exists"):
+        write(FILES, folder, force=False)
+    write(FILES, folder, force=True)
+    assert outside.read_text(encoding="utf-8") == "mine"
+    assert contents(folder) == FILES
+
+
+@pytest.mark.parametrize("below", ["", "deeper", "deeper/still"])
+def test_a_path_through_a_file_is_one_sentence(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        write(FILES, tmp_path / "file" / below, force=True)
+    assert "\n" not in str(caught.value)
+    assert contents(tmp_path) == {"file": "mine"}
+
+
+def test_a_folder_where_a_file_belongs_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "worker.json").mkdir()
+    with pytest.raises(ConfigError, match=r"worker\.json is a folder"):
+        write(FILES, tmp_path, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["worker.json"]
+
+
+@pytest.mark.parametrize("name", ["../worker.json", "a/b", "/etc/passwd", "", "..", "."])
+def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="not a file name"):
+        write({name: "x"}, tmp_path / "plan", force=True)
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_path_that_no_disk_can_hold(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another folder"):
+        write(FILES, tmp_path / "a\0b", force=False)
+    with pytest.raises(ConfigError, match="name too long"):
+        write(FILES, tmp_path / ("x" * 300), force=False)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_read_only_folder_is_one_sentence() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o555)
+        done = run(
+            """
+            import os, sys
+            from pathlib import Path
+            from tightfit.render.write import write
+            from tightfit.types import ConfigError
+
+            if os.geteuid() == 0:  # root may write anywhere
+                os.setuid(65534)
+            for folder in (Path(sys.argv[1]), Path(sys.argv[1]) / "plan"):
+                try:
+                    write({"worker.json": "{}"}, folder, force=False)
+                except ConfigError as error:
+                    print(error)
+            """,
+            place,
+        )
+        assert done.stdout.count("permission denied") == 2, done.stderr
+        assert not any(Path(place).iterdir())
+
+
+FULL = """
+    import resource, signal, sys
+    from pathlib import Path
+    from tightfit.render.write import write
+    from tightfit.types import ConfigError
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    files = {"a.json": "new", "b.json": "x" * 2000, "c.json": "new"}
+    try:
+        write(files, Path(sys.argv[1]), force=True)
+    except ConfigError as error:
+        print(error)
+    """
+
+
+def test_no_room_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("old", encoding="utf-8")
+    done = run(FULL, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "file too large" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert contents(tmp_path) == {"a.json": "old"}
+
+
+def test_no_room_in_a_new_folder_leaves_no_folder(tmp_path: Path) -> None:
+    run(FULL, tmp_path / "a" / "b")
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_error_between_two_renames_puts_the_old_files_back(tmp_path: Path) -> None:
+    (tmp_path / "launch.sh").write_text("old", encoding="utf-8")
+    done = run(
+        """
+        import os, sys
+        from pathlib import Path
+        from tightfit.render.write import write
+
+        really, names = os.replace, []
+
+        def replace(source, target):
+            if Path(target).name == "PLAN.md":
+                raise OSError(30, "Read-only file system")
+            really(source, target)
+
+        os.replace = replace
+        try:
+            write({"worker.json": "new", "launch.sh": "new", "PLAN.md": "new"}, Path(sys.argv[1]), force=True)
+        except Exception as error:
+            print(type(error).__name__, error)
+        """,
+        tmp_path,
+    )
+    assert done.stdout.startswith("ConfigError cannot write to"), done.stderr
+    assert contents(tmp_path) == {"launch.sh": "old"}
+
+
+@pytest.mark.parametrize("moment", range(1, 12))
+def test_a_killed_process_leaves_no_half_file(tmp_path: Path, moment: int) -> None:
+    """Killed before the n-th sync or rename: every file is the old one or the new one, whole."""
+    old, new = "old" * 5000, "new" * 9000
+    for name in ("a.json", "b.json", "c.json"):
+        (tmp_path / name).write_text(old, encoding="utf-8")
+    done = run(
+        """
+        import os, signal, sys
+        from pathlib import Path
+        from tightfit.render.write import write
+
+        left = [int(sys.argv[2])]
+
+        def until(call):
+            def counted(*arguments):
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*arguments)
+            return counted
+
+        os.fsync, os.replace, os.link = until(os.fsync), until(os.replace), until(os.link)
+        write({name: "new" * 9000 for name in ("a.json", "b.json", "c.json", "d.json")}, Path(sys.argv[1]), force=True)
+        """,
+        tmp_path,
+        moment,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    for name in ("a.json", "b.json", "c.json"):
+        assert (tmp_path / name).read_text(encoding="utf-8") in (old, new)
+    last = tmp_path / "d.json"
+    assert not last.exists() or last.read_text(encoding="utf-8") == new
+    write(FILES, tmp_path, force=False)
+    assert not (tmp_path / STAGING).exists()
