@@ -1,5 +1,27 @@
-"""tightfit makes large-model training fit the GPUs you have, and stay fitted."""
+"""tightfit makes large-model training fit the GPUs you have, and stay fitted.
+
+From Python: `tightfit.plan(tightfit.Job(model="7b_mamba", hardware=tightfit.Machine(gpus="6x32GB")))`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tightfit.job import Job as Job
+    from tightfit.job import Machine as Machine
+    from tightfit.planner import plan as plan
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["Job", "Machine", "__version__", "plan"]
+
+_HOMES = {"Job": "tightfit.job", "Machine": "tightfit.job", "plan": "tightfit.planner"}
+"""Loaded when first asked for: `tightfit --help` needs none of them."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tightfit' has no attribute {name!r}")

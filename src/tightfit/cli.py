@@ -17,6 +17,9 @@ from tightfit.types import ConfigError, UserError
 
 VERBS = {
     "estimate": ("tightfit.cli_estimate", "what every GPU and the host will hold, before anything runs"),
+    "plan": ("tightfit.cli_plan", "the fastest way that fits, and the configs for it"),
+    "lint": ("tightfit.cli_lint", "what a config file of DeepSpeed, accelerate or LLaMA-Factory gets wrong"),
+    "schema": ("tightfit.cli_schema", "the fields of a job file"),
     "models": ("tightfit.cli_lists", "the models known by name, and what they need"),
     "gpus": ("tightfit.cli_lists", "the cards known by name"),
 }

@@ -43,6 +43,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "optimizer": get_args(Optimizer),
     "adapter_dtype": ADAPTER_DTYPES,
     "scan": get_args(Scan),
+    "overlap_comm": ("on", "off"),
 }
 """The flags that take one of a few words. The command line's help is made from this."""
 
@@ -56,6 +57,7 @@ LEAST: dict[str, int] = {
     "prefetch_bucket": 0,
     "persistence_threshold": 0,
     "max_live_parameters": 0,
+    "max_reuse_distance": 0,
     "frozen_layers": 0,
     "dataloader_workers": 0,
 }
@@ -85,6 +87,7 @@ _BUCKET_FLAGS = (
     "prefetch_bucket",
     "persistence_threshold",
     "max_live_parameters",
+    "max_reuse_distance",
 )
 _LORA_FLAGS = {"lora_rank": Lora().rank, "lora_targets": "all", "adapter_dtype": Lora().adapter_dtype}
 """With their defaults, which a program may pass whatever the method is."""
@@ -115,6 +118,8 @@ class Flags:
     prefetch_bucket: int | None = None
     persistence_threshold: int | None = None
     max_live_parameters: int | None = None
+    max_reuse_distance: int | None = None
+    overlap_comm: str | None = None
     deepspeed_version: str | None = None
     master_weights: bool | None = None
     frozen_layers: int | None = None
@@ -132,6 +137,8 @@ def levers_from_flags(flags: Flags, shape: ModelShape, base: Levers | None = Non
     given = _checked_words(flags.given())
     changes = {lever: given[flag] for flag, lever in _LEVER_OF_FLAG.items() if flag in given}
     buckets = {flag: given[flag] for flag in _BUCKET_FLAGS if flag in given}
+    if "overlap_comm" in given:
+        buckets["overlap_comm"] = given["overlap_comm"] == "on"
     if buckets:
         changes["buckets"] = replace(base.buckets, **buckets)
     if "checkpointing" in given:
@@ -277,4 +284,6 @@ def flags_from_levers(levers: Levers) -> dict[str, object]:
         plain["lora_rank"] = levers.lora.rank
         plain["lora_targets"] = ",".join(levers.lora.targets) if levers.lora.targets else "all"
         plain["adapter_dtype"] = levers.lora.adapter_dtype
+    if levers.buckets.overlap_comm is not None:
+        plain["overlap_comm"] = "on" if levers.buckets.overlap_comm else "off"
     return plain | {flag: getattr(levers.buckets, flag) for flag in _BUCKET_FLAGS}

@@ -50,6 +50,8 @@ FREE_LEVERS = (
     "prefetch_bucket",
     "persistence_threshold",
     "max_live_parameters",
+    "max_reuse_distance",
+    "overlap_comm",
     "deepspeed_version",
     "dataloader_workers",
 )

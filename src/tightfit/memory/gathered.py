@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 Param = tuple[int, int]
@@ -68,13 +68,14 @@ FETCH, AGAIN, RELEASE = range(3)
 Call = tuple[int, Module]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stretch:
     """Calls in order. A tag groups them for the report."""
 
     tag: int
     calls: tuple[Call, ...]
 
+    @cached_property
     def turn(self) -> tuple[int, int]:
         """The call at which a layer turns round, the last fetch before something is released backwards; and the one
         from which on its backward pass counts: that, or the first where nothing is recomputed."""
@@ -184,16 +185,19 @@ def replay(whole: list[Stretch], limits: Limits) -> Gathered:
     most: dict[int, int] = {}
     turns: dict[int, int] = {}
     for stretch in whole:
-        turn, start = stretch.turn()
+        turn, start = stretch.turn
+        highest = 0
         for index, (kind, module) in enumerate(stretch.calls):
             if kind == RELEASE:
-                coordinator.release(module)
+                if module.params or coordinator.held:
+                    coordinator.release(module)
                 continue
             held = coordinator.fetch(module, again=kind == AGAIN)
-            if index >= start:
-                most[stretch.tag] = max(most.get(stretch.tag, 0), held)
+            if held > highest and index >= start:
+                highest = held
             if index == turn:
                 turns[stretch.tag] = held
+        most[stretch.tag] = max(most.get(stretch.tag, 0), highest)
     n_layers = max((stretch.tag for stretch in whole), default=-1) + 1
     return Gathered(
         forward=most.get(FORWARD, 0),
@@ -249,11 +253,14 @@ class _Coordinator:
         if not again:
             self.latest = module
         if not module.params:
-            self._catch_up()
-            held = self.live + self.copies
-            self._prefetch()
+            queue = self.queue
+            if self.next_in_queue < len(queue):
+                if queue[self.next_in_queue][1] <= self.step:
+                    self._catch_up()
+                if self.live < self.limits.max_live:
+                    self._prefetch()
             self.step += 1
-            return max(held, self.live + self.copies)
+            return self.live + self.copies  # prefetching only adds
         fresh = [numel for identity, numel in module.params if identity not in self.available]
         together = sum(fresh) if len(fresh) > 1 and self.limits.flat else 0
         for identity, numel in module.params:

@@ -1,0 +1,123 @@
+"""The fastest way that fits: candidates, prices, the choice, and what to change when nothing fits.
+
+`plan` is the one public function; `tightfit.plan` is the same. `limits.py` turns the question round (the longest
+sequence, the largest model), `tiers.py` holds the named corners of the levers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import perf_counter
+
+from tightfit.inputs.job_file import hardware_of, levers_of, model_of, pinned
+from tightfit.job import Job
+from tightfit.planner import costly, reasons
+from tightfit.planner.plan import Plan, Remedy, Way
+from tightfit.planner.search import Found, Question, search
+from tightfit.types import ConfigError, Hardware, ModelShape
+
+__all__ = ["Plan", "Remedy", "Way", "plan", "question_of"]
+
+SEQUENCES_A_GPU = 4
+"""The effective batch where none was asked for."""
+
+
+def plan(
+    job: Job, shape: ModelShape | None = None, hardware: Hardware | None = None, said: tuple[str, ...] = ()
+) -> Plan:
+    """The fastest way to run the job; its own model and hardware, unless others are given.
+
+    `said`: what the inputs' readers had to say.
+    """
+    shape = shape or model_of(job)
+    hardware = hardware or hardware_of(job)
+    began = perf_counter()
+    question = question_of(job, shape, hardware)
+    found = search(question)
+    changed: tuple[Remedy, ...] = ()
+    if found.best is None and job.limits.allow:
+        changed = costly.allowed(question, job.limits.allow)
+        if changed:
+            found.ways.append(changed[-1].way)
+    return _answer(job, question, found, changed, said, began)
+
+
+def question_of(job: Job, shape: ModelShape, hardware: Hardware) -> Question:
+    """What is asked of the search, with the effective batch that every candidate must keep."""
+    base, fixed = levers_of(job, shape), pinned(job)
+    batch = job.effective_batch or _usual_batch(base.micro_batch, base.accumulation, fixed, hardware.world)
+    question = Question(
+        shape=shape,
+        base=base,
+        pinned=fixed,
+        hardware=hardware,
+        effective_batch=batch,
+        margin=job.limits.margin,
+    )
+    _check_batch(question, asked=job.effective_batch is not None)
+    return question
+
+
+def _usual_batch(micro_batch: int, accumulation: int, fixed: frozenset[str], world: int) -> int:
+    """Four sequences a GPU, or what the pinned micro batch and accumulation make."""
+    if {"micro_batch", "accumulation"} <= fixed:
+        return micro_batch * accumulation * world
+    least = micro_batch if "micro_batch" in fixed else accumulation if "accumulation" in fixed else 1
+    return world * least * -(-SEQUENCES_A_GPU // least)
+
+
+def _check_batch(question: Question, *, asked: bool) -> None:
+    world, batch, base = question.hardware.world, question.effective_batch, question.base
+    if not asked:
+        return
+    steps = world
+    what = f"{world} GPUs" if world > 1 else "one GPU"
+    for name, flag in (("micro_batch", "--micro-batch"), ("accumulation", "--accum")):
+        if name in question.pinned:
+            steps *= getattr(base, name)
+            what += f" with {flag} {getattr(base, name)}"
+    both = {"micro_batch", "accumulation"} <= question.pinned
+    if batch % steps == 0 and (not both or batch == steps):
+        return
+    below = batch // steps * steps
+    near = f"{steps}" if both or below == 0 else f"{below} or {below + steps}"
+    raise ConfigError(f"--effective-batch {batch} cannot be shared evenly by {what}: use {near}")
+
+
+def _answer(
+    job: Job,
+    question: Question,
+    found: Found,
+    changed: tuple[Remedy, ...],
+    said: tuple[str, ...],
+    began: float,
+) -> Plan:
+    chosen = found.best
+    others = reasons.in_order(way for way in found.ways if way is not chosen)
+    remedies: tuple[Remedy, ...] = ()
+    gpus_needed = None
+    if chosen is None:
+        remedies = costly.remedies(question)
+        gpus_needed = costly.gpus_needed(question)
+    if chosen is not None:
+        chosen = replace(
+            chosen,
+            because=reasons.of_choice(question, chosen),
+            changes=tuple(remedy.cost for remedy in changed),
+        )
+    answer = Plan(
+        job=job,
+        shape=question.shape,
+        hardware=question.hardware,
+        effective_batch=question.effective_batch,
+        chosen=chosen,
+        alternatives=others,
+        considered=found.considered,
+        search_s=perf_counter() - began,
+        because=(),
+        remedies=remedies,
+        gpus_needed=gpus_needed,
+        hours=None if chosen is None else reasons.hours(job, question.effective_batch, chosen),
+        unproven=reasons.unproven(question.hardware),
+    )
+    return replace(answer, because=reasons.of_plan(answer, question, said), search_s=perf_counter() - began)

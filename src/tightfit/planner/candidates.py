@@ -1,0 +1,204 @@
+"""The ways in which one training can be computed: the free levers, multiplied out.
+
+Nothing here changes what is trained. A lever that the user pinned has one value. The depth of checkpointing
+is left out: it is searched, since time only grows and memory only shrinks with the layers that recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tightfit.inputs.flags import check_levers
+from tightfit.types import (
+    Attention,
+    AttentionKernel,
+    Buckets,
+    Engine,
+    Hardware,
+    Levers,
+    Loss,
+    Mamba1,
+    ModelShape,
+    Offload,
+    Scan,
+    UserError,
+)
+
+Pinned = frozenset[str]
+"""Names of the levers that the user fixed."""
+
+STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
+    ("zero0", "none", "none"),
+    ("zero1", "none", "none"),
+    ("zero2", "none", "none"),
+    ("fsdp2", "none", "none"),
+    ("zero3", "none", "none"),
+    ("zero1", "cpu", "none"),
+    ("zero2", "cpu", "none"),
+    ("fsdp2", "cpu", "cpu"),
+    ("zero3", "cpu", "none"),
+    ("zero3", "cpu", "cpu"),
+    ("zero3", "nvme", "none"),
+    ("zero3", "nvme", "cpu"),
+    ("zero3", "nvme", "nvme"),
+)
+"""Engine, place of the optimizer's states, place of the weights; the simpler ones first."""
+
+SMALL_BUCKETS = (200_000_000, 50_000_000)
+"""Elements of ZeRO's buckets, beside DeepSpeed's own 500 million."""
+FRUGAL: dict[str, Any] = {
+    "prefetch_bucket": 10_000_000,
+    "max_live_parameters": 100_000_000,
+    "max_reuse_distance": 100_000_000,
+}
+"""ZeRO-3 with little gathered at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corner:
+    """Everything but the depth of checkpointing."""
+
+    levers: Levers
+    """With full checkpointing, or with what was pinned."""
+    searched: bool
+    """The depth of checkpointing is ours to choose."""
+
+
+def strategies(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Levers]:
+    """The base with each engine and place that can run it."""
+    ways = []
+    for engine, optimizer, param in STRATEGIES:
+        levers = replace(base, engine=engine, offload_optimizer=optimizer, offload_param=param)
+        names = ("engine", "offload_optimizer", "offload_param")
+        if any(name in pinned and getattr(levers, name) != getattr(base, name) for name in names):
+            continue
+        if _runs(levers, hardware):
+            ways.append(levers)
+    return ways
+
+
+def _runs(levers: Levers, hardware: Hardware) -> bool:
+    """What no engine does, or does wrongly."""
+    moved = levers.offload_optimizer != "none"
+    if moved and levers.optimizer != "adamw":
+        return False  # the host's optimizer is DeepSpeed's CPU Adam
+    if levers.engine == "zero0" and levers.precision == "fp16":
+        return False  # the unsharded engine divides by a loss scale that it never multiplied with
+    if "nvme" in (levers.offload_optimizer, levers.offload_param) and hardware.nvme_bytes is None:
+        return False
+    if levers.engine == "fsdp2":
+        plain = levers.optimizer in ("adamw", "sgd", "adafactor") and levers.master_weights
+        return plain and hardware.gpu.vendor != "hygon"  # the DTK's torch 2.4 is older than the fully_shard we use
+    return True
+
+
+def corners(
+    shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware, effective_batch: int
+) -> Iterator[Corner]:
+    """Every combination but the depth of checkpointing, for one strategy's levers."""
+    searched = "checkpointing" not in pinned
+    share = effective_batch // hardware.world
+    for micro in _micro_batches(base, pinned, share):
+        for loss in _losses(shape, base, pinned):
+            for attention in attention_choices(shape, base, pinned, hardware):
+                for scan in _scans(shape, base, pinned, hardware):
+                    for buckets in bucket_choices(base, pinned, hardware):
+                        levers = replace(
+                            base,
+                            micro_batch=micro,
+                            accumulation=share // micro,
+                            loss=loss,
+                            attention=attention,
+                            scan=scan,
+                            buckets=buckets,
+                        )
+                        if _is_legal(levers, shape):
+                            yield Corner(levers, searched)
+
+
+def _is_legal(levers: Levers, shape: ModelShape) -> bool:
+    try:
+        check_levers(levers, shape)
+    except UserError:
+        return False
+    return True
+
+
+def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
+    if "micro_batch" in pinned:
+        return [base.micro_batch]
+    if "accumulation" in pinned:
+        return [share // base.accumulation]
+    return [micro for micro in range(1, share + 1) if share % micro == 0]
+
+
+def _losses(shape: ModelShape, base: Levers, pinned: Pinned) -> tuple[Loss, ...]:
+    if "loss" in pinned:
+        return (base.loss,)
+    return ("plain",) if shape.final_softcap else ("plain", "fused")
+
+
+def attention_choices(
+    shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware
+) -> tuple[AttentionKernel, ...]:
+    """`flash` is a package of its own: tried only where sdpa cannot do the same, as with a sliding window."""
+    mixers = [block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)]
+    if "attention" in pinned or not mixers:
+        return (base.attention,)
+    windowed = any(m.sliding_window is not None and m.sliding_window < base.sequence for m in mixers)
+    if windowed and base.precision != "fp32" and _has_flash(hardware):
+        return ("sdpa", "flash", "eager")
+    return ("sdpa", "eager")
+
+
+def _has_flash(hardware: Hardware) -> bool:
+    arch = hardware.gpu.arch or ""
+    return arch.startswith("sm_") and arch[3:].isdigit() and int(arch[3:]) >= 80
+
+
+def _scans(shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware) -> tuple[Scan, ...]:
+    mambas = [block.mixer for block in shape.blocks if isinstance(block.mixer, Mamba1)]
+    if "scan" in pinned or not mambas:
+        return (base.scan,)
+    return ("tightfit", "official", "torch") if hardware.gpu.vendor == "nvidia" else ("tightfit", "torch")
+
+
+def bucket_choices(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Buckets]:
+    """DeepSpeed's own buffers, then smaller ones, then ones that let communication overlap."""
+    usual = base.buckets
+    if "buckets" in pinned or base.engine in ("zero0", "fsdp2"):
+        return [usual]
+    sizes: list[dict[str, Any]] = [{}, *({"reduce_bucket": n, "allgather_bucket": n} for n in SMALL_BUCKETS)]
+    if base.engine == "zero3":
+        sizes += [{**FRUGAL}, {**FRUGAL, "reduce_bucket": SMALL_BUCKETS[-1], "allgather_bucket": SMALL_BUCKETS[-1]}]
+    elif hardware.world > 1:
+        sizes += [{**size, "overlap_comm": True} for size in sizes]
+    return [replace(usual, **size) for size in sizes]
+
+
+def smallest_buckets(base: Levers, pinned: Pinned) -> Buckets:
+    """The ones of `bucket_choices` that hold least."""
+    if "buckets" in pinned or base.engine in ("zero0", "fsdp2"):
+        return base.buckets
+    small: dict[str, Any] = {"reduce_bucket": SMALL_BUCKETS[-1], "allgather_bucket": SMALL_BUCKETS[-1]}
+    return replace(base.buckets, **small, **(FRUGAL if base.engine == "zero3" else {}))
+
+
+def complexity(levers: Levers, world: int) -> tuple[int, ...]:
+    """Which of two equally fast ways is the simpler: fewer moving parts first."""
+    place = (levers.engine, levers.offload_optimizer, levers.offload_param)
+    depth = levers.checkpointing
+    return (
+        STRATEGIES.index(place) if place in STRATEGIES else len(STRATEGIES),
+        int(levers.buckets != Buckets()),
+        int(levers.loss != "plain"),
+        ("sdpa", "flash", "eager").index(levers.attention),
+        ("tightfit", "official", "torch").index(levers.scan),
+        int(depth.offload),
+        0 if depth.layers in (0, None) else 1,
+        levers.accumulation,
+        -levers.buckets.reduce_bucket,
+        world,
+    )

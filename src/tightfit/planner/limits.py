@@ -1,0 +1,109 @@
+"""The question turned round: for given hardware, the longest sequence, the largest micro batch, the largest model.
+
+Memory grows with each of them, so the largest that fits is found by bisection on the candidates that hold least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tightfit.inputs.job_file import levers_of
+from tightfit.inputs.models import load_model
+from tightfit.inputs.presets import PRESETS
+from tightfit.job import Job
+from tightfit.planner import plan, question_of
+from tightfit.planner.costly import least_excess_bytes
+from tightfit.planner.plan import Plan
+from tightfit.types import ConfigError, Hardware, ModelShape, UserError
+
+Wanted = Literal["seq", "micro-batch", "model"]
+STEP_TOKENS = 64
+MOST_TOKENS = 2**22
+MOST_SEQUENCES = 2**14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The largest that fits, and the plan for it."""
+
+    wanted: Wanted
+    value: int | str | None
+    """Tokens, sequences or a model's name; None: not even the smallest fits."""
+    plan: Plan
+    """For that value, or for the smallest where nothing fits."""
+    because: tuple[str, ...]
+
+
+def longest_sequence(job: Job, shape: ModelShape, hardware: Hardware) -> Limit:
+    """In steps of 64 tokens, up to what the model was made for."""
+    known = shape.max_positions
+    most = min(known or MOST_TOKENS, MOST_TOKENS)
+
+    def fits(steps: int) -> bool:
+        return _fits(replace(job, sequence=steps * STEP_TOKENS), shape, hardware)
+
+    steps = _largest(fits, max(1, most // STEP_TOKENS))
+    tokens = steps * STEP_TOKENS if steps else None
+    said = []
+    if tokens is not None and known is not None and tokens + STEP_TOKENS > known:
+        said.append(f"{shape.name} was made for {known} tokens; memory alone would allow more.")
+    return Limit(
+        wanted="seq",
+        value=tokens,
+        plan=plan(replace(job, sequence=tokens or STEP_TOKENS), shape, hardware),
+        because=tuple(said),
+    )
+
+
+def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware) -> Limit:
+    """Sequences in one forward pass of one GPU, without accumulation unless that is pinned."""
+    if "micro_batch" in job.levers:
+        raise ConfigError("--max micro-batch and --micro-batch contradict each other: leave one out")
+    accumulation = levers_of(job, shape).accumulation
+
+    def asked(micro: int) -> Job:
+        batch = micro * accumulation * hardware.world
+        return replace(job, effective_batch=batch, levers={**job.levers, "micro_batch": micro})
+
+    micro = _largest(lambda count: _fits(asked(count), shape, hardware), MOST_SEQUENCES)
+    said = f"The effective batch follows from it: {micro or 1} a GPU and forward pass."
+    return Limit(
+        wanted="micro-batch", value=micro or None, plan=plan(asked(micro or 1), shape, hardware), because=(said,)
+    )
+
+
+def largest_model(job: Job, hardware: Hardware, names: Iterable[str] = tuple(PRESETS)) -> Limit:
+    """Of the presets, the one with the most parameters that fits."""
+    shapes = sorted((load_model(name) for name in names), key=lambda shape: -shape.parameters)
+    for shape in shapes:
+        asked = replace(job, model=shape.name)
+        try:
+            if _fits(asked, shape, hardware):
+                return Limit(wanted="model", value=shape.name, plan=plan(asked, shape, hardware), because=())
+        except UserError:
+            continue  # adapters for layers that this model does not have
+    smallest = shapes[-1]
+    return Limit(
+        wanted="model",
+        value=None,
+        plan=plan(replace(job, model=smallest.name), smallest, hardware),
+        because=(f"Not even {smallest.name} fits.",),
+    )
+
+
+def _fits(job: Job, shape: ModelShape, hardware: Hardware) -> bool:
+    return least_excess_bytes(question_of(job, shape, hardware)) == 0
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest count up to `most` that fits, by doubling and bisection; 0: none."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
