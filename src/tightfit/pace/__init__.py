@@ -2,7 +2,7 @@
 
 A step is passes over micro batches, then the optimizer. In each pass three things run beside each other: the
 GPU computes, the host launches what the GPU will compute, and collectives move shards. The pass takes as long
-as the slowest of them; what the slower one adds to the GPU's own time is its share of the step. The
+as the slowest of them, and what runs beside the computation still costs it something. The
 optimizer's step waits for a norm in its middle, so there the host's time and the GPU's add up.
 
 `rates.py` holds every constant with its source, `work.py` what a layer computes, `engines.py` what each
@@ -61,8 +61,6 @@ def step_times(shape: ModelShape, levers: Levers, hardware: Hardware) -> list[fl
     setting, frozen = setting_of(levers, hardware.gpu), _frozen(levers)
     layers = [layer_time(block, shape.hidden_size, setting, rates) for block in shape.blocks]
     gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
-    moved = traffic.gathered_back + (traffic.reduced if traffic.overlaps else 0.0)
-    beside = max(moved, traffic.from_host_back)
     each = traffic.host / shape.n_layers
     for depth in range(shape.n_layers + 1):
         if depth > 0:
@@ -71,7 +69,8 @@ def step_times(shape: ModelShape, levers: Levers, hardware: Hardware) -> list[fl
             layer = layers[shape.pattern[depth - 1]]
             gpu += layer.products + layer.traffic + layer.unpacking
             host += layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules)
-        times.append(fixed + micro_batches * max(gpu, host, beside))
+        busy = max(gpu, host)
+        times.append(fixed + micro_batches * (busy + sum(traffic.waiting_back(busy))))
     return times
 
 
@@ -89,8 +88,8 @@ class _Causes:
         self.add("arithmetic", times * passes.products)
         self.add("memory traffic", times * (passes.traffic + traffic.copied))
         self.add("dequantisation", times * passes.unpacking)
-        gpu = passes.forward_gpu + traffic.copied
-        self._beside(times, gpu, passes.host + traffic.host, traffic.gathered, traffic.from_host)
+        busy = self._busy(times, passes.forward_gpu + traffic.copied, passes.host + traffic.host)
+        self._waited(times, *traffic.waiting(busy))
         self.add("host link", times * traffic.kept_out)
 
     def backward(self, passes: Passes, traffic: Traffic, times: int) -> None:
@@ -98,19 +97,20 @@ class _Causes:
         self.add("memory traffic", times * (passes.traffic_back + traffic.copied_back))
         self.add("dequantisation", times * passes.unpacking_back)
         self.add("recomputation", times * passes.recomputed)
-        gpu = passes.back_gpu + traffic.copied_back
-        moved = traffic.gathered_back + (traffic.reduced if traffic.overlaps else 0.0)
-        self._beside(times, gpu, passes.host_back + traffic.host_back, moved, traffic.from_host_back)
+        busy = self._busy(times, passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back)
+        self._waited(times, *traffic.waiting_back(busy))
         self.add("host link", times * (traffic.to_host + traffic.kept_out))
         if not traffic.overlaps:
             self.add("communication", traffic.reductions(times) * traffic.reduced)
 
-    def _beside(self, times: int, gpu: float, host: float, moved: float, linked: float) -> None:
-        """What the host, the collectives and the host link take longer than the GPU."""
+    def _busy(self, times: int, gpu: float, host: float) -> float:
+        """What the host takes longer than the GPU is launch overhead."""
         self.add("launch overhead", times * (host - gpu))
-        busy = max(gpu, host)
-        self.add("communication", times * (moved - busy))
-        self.add("host link", times * (linked - max(busy, moved)))
+        return max(gpu, host)
+
+    def _waited(self, times: int, collectives: float, host_link: float) -> None:
+        self.add("communication", times * collectives)
+        self.add("host link", times * host_link)
 
     def step(self, step: engines.Step, traffic: Traffic) -> None:
         self.add("optimizer", step.gpu)

@@ -51,9 +51,9 @@ class Passes(NamedTuple):
         return self.products_back + self.traffic_back + self.unpacking_back + self.recomputed
 
     def forward_s(self, traffic: Traffic) -> float:
-        """The slowest of what runs in a forward pass."""
-        gpu, host = self.forward_gpu + traffic.copied, self.host + traffic.host
-        return max(gpu, host, traffic.gathered, traffic.from_host)
+        """A forward pass with all that it waits for."""
+        busy = max(self.forward_gpu + traffic.copied, self.host + traffic.host)
+        return busy + sum(traffic.waiting(busy))
 
 
 class Traffic(NamedTuple):
@@ -64,6 +64,8 @@ class Traffic(NamedTuple):
     reduced: float
     overlaps: bool
     """Reductions run beside the backward pass."""
+    ahead: bool
+    """What comes next is fetched while the GPU computes: there is room for it beside what is in use."""
     each_time: bool
     """They follow every micro batch, not only the last."""
     updated: float
@@ -80,6 +82,28 @@ class Traffic(NamedTuple):
 
     def reductions(self, accumulation: int) -> int:
         return accumulation if self.each_time else 1
+
+    def waiting(self, busy: float) -> tuple[float, float]:
+        """What a forward pass of `busy` seconds waits for collectives, and for the host link."""
+        return self._waits(busy, self.gathered, 0.0, self.from_host)
+
+    def waiting_back(self, busy: float) -> tuple[float, float]:
+        """Likewise a backward pass."""
+        return self._waits(busy, self.gathered_back, self.reduced if self.overlaps else 0.0, self.from_host_back)
+
+    def _waits(self, busy: float, gathered: float, reduced: float, linked: float) -> tuple[float, float]:
+        if not self.ahead:
+            return gathered + _beside(reduced, busy, constants.COLLECTIVE_COST), linked
+        moved = gathered + reduced
+        return (
+            _beside(moved, busy, constants.COLLECTIVE_COST),
+            _beside(linked, max(busy, moved), constants.HOST_COPY_COST),
+        )
+
+
+def _beside(moved: float, busy: float, cost: float) -> float:
+    """What moving data adds to a computation that runs beside it: what is longer, and a share of what is not."""
+    return max(0.0, moved - busy) + cost * min(moved, busy)
 
 
 class Step(NamedTuple):
@@ -119,6 +143,7 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
         gathered_back=gathered,
         reduced=reduced,
         overlaps=sharded if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm,
+        ahead=levers.engine != "zero3" or _fetches_ahead(shape, levers),
         each_time=levers.engine in ("zero2", "zero3", "fsdp2"),
         updated=updated,
         copied=copied,
@@ -135,6 +160,16 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
 def _recomputed_share(shape: ModelShape, levers: Levers) -> float:
     again = levers.checkpointing.layers
     return 1.0 if again is None else again / shape.n_layers
+
+
+def _fetches_ahead(shape: ModelShape, levers: Levers) -> bool:
+    """The limit on live parameters leaves room for a layer beside the one at work."""
+    return levers.buckets.max_live_parameters >= 2 * _largest_layer(shape)
+
+
+@lru_cache(maxsize=256)
+def _largest_layer(shape: ModelShape) -> int:
+    return max(sum(tensor.numel for tensor in block.tensors) for block in shape.blocks)
 
 
 def _gradients_out(levers: Levers, weights: Weights, world: int, link: _Links) -> float:
@@ -222,6 +257,7 @@ def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *,
             launches *= 4  # written in Python, several kernels a tensor
         return Step(numel * _step_bytes(levers) / rates.traffic, launches, 0.0, 0.0)
     ranks = 1 if rehearsal else hardware.gpus_per_node
+    launches = tensors * constants.STEP_PARAMETER_S[levers.engine]
     seconds = numel * ranks / constants.HOST_ADAM_PARAMETERS_PER_S
     seconds += numel * ranks * constants.HOST_STEP_BYTES / constants.HOST_COPY_BYTES_PER_S
     if levers.engine == "fsdp2":
@@ -232,7 +268,7 @@ def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *,
     if levers.offload_optimizer == "nvme":
         states = (state_bytes(levers.optimizer, numel, FP32, flat=True) + FP32 * numel) * ranks
         linked += states / constants.NVME_READ_BYTES_PER_S + states / constants.NVME_WRITE_BYTES_PER_S
-    return Step(0.0, 0.0, seconds, linked)
+    return Step(0.0, launches, seconds, linked)
 
 
 def _step_bytes(levers: Levers) -> int:

@@ -104,6 +104,11 @@ LINK_SHARE = {"nvlink": 0.75, "xgmi": 0.7, "pcie3": 0.4, "pcie4": 0.4, "pcie5": 
 """Of the stated link rate, reached by collectives. Assumed: PCIe cards meet at bridges and mostly lack peer access."""
 NETWORK_BYTES_PER_S = 12.5e9
 """Of one node. Assumed: 100 Gb/s."""
+COLLECTIVE_COST = 0.15
+"""What collectives cost the computation beside which they run, of their own time: they take some of the GPU.
+Assumed."""
+HOST_COPY_COST = 0.3
+"""Likewise copies from the host. Measured on FSDP2 with weights on the host."""
 COLLECTIVE_S = 30e-6
 """Latency of one collective inside a node. Assumed."""
 NETWORK_COLLECTIVE_S = 80e-6
