@@ -165,13 +165,14 @@ INTRODUCTION = """\
 # Predicted against measured
 
 Every run below is a real one: the real engine and the real Hugging Face model with random weights on one NVIDIA
-H200 that posed as rank 0 of the job, three steps. Its process group was torch's fake one, so every buffer was
-allocated as in the whole job and nothing was communicated. `benchmarks/measure_peaks.py` makes such rows.
+H200 that posed as rank 0 of the job, three steps or more. Its process group was torch's fake one, so every buffer
+was allocated as in the whole job and nothing was communicated. `benchmarks/measure_peaks.py` makes such rows.
 
 *Peak* is `torch.cuda.max_memory_allocated` over the training steps, *init* the same while the model was built
-and the engine started, *host* the peak resident memory of the process. All in GiB, measured → predicted. Unless
-the description says otherwise: bf16, AdamW with fp32 states, every layer checkpointed, SDPA attention, plain
-loss, the official scan for Mamba, DeepSpeed's defaults for every bucket.
+and the engine started, *host* the peak resident memory of the process (not compared where runs were forks of one
+process: a fork does not count all that it shares). All in GiB, measured → predicted. Unless the description says
+otherwise: bf16, AdamW with fp32 states, every layer checkpointed, SDPA attention, plain loss, the official scan
+for Mamba, DeepSpeed's defaults for every bucket.
 
 No term of the model is fitted to a row: each is a buffer in PyTorch's, transformers' or DeepSpeed's source."""
 
@@ -184,8 +185,9 @@ FROZEN = """\
 ## Rows that were predicted first
 
 What decides these runs was written down before they were measured, and nothing in it was changed because of
-them. Runs of the same batch that did disagree (FSDP2's layout, ZeRO-3 with adapters, experts) stand above: they
-taught us something."""
+them. Runs of the first batch of this kind that did disagree (FSDP2's layout, ZeRO-3 with adapters, experts) stand
+above: they taught us something. The runs without a host figure were made for their times; some of them repeat a
+run from above."""
 
 OTHERS = """\
 ## The other estimators on the same runs

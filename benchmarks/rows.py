@@ -1,8 +1,13 @@
-"""Measured runs, each with the levers that describe it, so that the footprint model can be held against them.
+"""Measured runs, each with the levers that describe it, so that both models can be held against them.
 
-`data/h200-peaks.jsonl` and `data/h200-own.jsonl` hold one run a line: real DeepSpeed or FSDP2 and a real
-Hugging Face model on one H200 that posed as rank 0 of `world`. `measure_peaks.py` makes such rows. What a
-scenario does not say has the value that `levers_of` gives it.
+`data/h200-*.jsonl` hold one run a line: real DeepSpeed or FSDP2 and a real Hugging Face model on one H200 that
+posed as rank 0 of `world`. `measure_peaks.py` makes such rows. What a scenario does not say has the value that
+`levers_of` gives it.
+
+The rows of `h200-pace*.jsonl` were measured for their times, five steps and more; those of the first file when the
+footprint model stood as it stands. They ran in forks of one process that had torch loaded. A fork does not count
+the pages of libraries that it has not touched, so its resident memory is a few hundred MiB below that of a process
+of its own, and is not compared.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tightfit.inputs.models import shape_from_config
@@ -23,6 +29,10 @@ GIB = 2**30
 DATA = Path(__file__).parent / "data"
 GIVEN = DATA / "h200-peaks.jsonl"
 OWN = DATA / "h200-own.jsonl"
+PACE = DATA / "h200-pace.jsonl"
+PACE_LATER = DATA / "h200-pace2.jsonl"
+"""Measured after the constants of the pace model had been set."""
+FORKED = frozenset({PACE.name, PACE_LATER.name})
 
 Scenario = Mapping[str, Any]
 
@@ -51,18 +61,28 @@ class Row:
     peak_bytes: int
     init_bytes: int | None
     """None: not measured, or measured of something else than loading."""
-    host_bytes: int
+    host_bytes: int | None
+    """None: of a fork."""
+    step_s: float
+    """The median of the steps that were only timed; without such steps, of those after the first."""
+    timed_steps: int
+    """How many were only timed; 0: the steps were watched phase by phase as well, which slows them."""
     source: str
     """The file it stands in."""
     frozen: bool = False
-    """Measured after the model had been written down; the others were there to learn from."""
+    """Measured after the footprint model had been written down; the others were there to learn from."""
+    pace_frozen: bool = False
+    """Likewise of the pace model's constants."""
     note: str = ""
 
 
 def read_rows(*paths: Path) -> tuple[Row, ...]:
-    """Every complete row of these files, or of all that we have; a run that failed has no peak and is no row."""
+    """Every complete row of these files, or of those that the footprint is held against.
+
+    A run that failed has no peak and is no row.
+    """
     rows = []
-    for path in paths or (GIVEN, OWN):
+    for path in paths or (GIVEN, OWN, PACE):
         for line in path.read_text(encoding="utf-8").splitlines():
             raw = json.loads(line)
             if "peak" in raw:
@@ -79,9 +99,12 @@ def _row(raw: Mapping[str, Any], source: str) -> Row:
         parameters=raw["params"],
         peak_bytes=_bytes(raw["peak"]),
         init_bytes=None if init is None else _bytes(init),
-        host_bytes=_bytes(raw["host_rss"]),
+        host_bytes=None if source in FORKED else _bytes(raw["host_rss"]),
+        step_s=raw.get("median_s") or median(raw["times"][1:]),
+        timed_steps=len(raw.get("timed", ())),
         source=source,
-        frozen=raw.get("frozen", False),
+        frozen=raw.get("frozen", source == PACE.name),
+        pace_frozen=raw.get("pace_frozen", False),
         note=raw.get("note", ""),
     )
 

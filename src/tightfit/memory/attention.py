@@ -60,8 +60,9 @@ def kernel_of(shape: Attention, setting: Setting) -> Kernel:
 
 
 def _is_masked(shape: Attention, setting: Setting) -> bool:
-    """A window shorter than the sequence needs a mask; causality alone does not."""
-    return shape.sliding_window is not None and setting.sequence > shape.sliding_window
+    """A window needs a mask as soon as the sequence is as long (transformers does not look whether it hides anything);
+    causality alone does not."""
+    return shape.sliding_window is not None and setting.sequence >= shape.sliding_window
 
 
 def _project(ops: Operations, x: Slot, shape: Attention, hidden: int, *, by_head: bool) -> tuple[Slot, Slot, Slot]:

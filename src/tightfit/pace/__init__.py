@@ -48,14 +48,18 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
 
 
 def step_times(shape: ModelShape, levers: Levers, hardware: Hardware) -> list[float]:
-    """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all, at the price of one."""
+    """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all, at the price of one.
+
+    Layer inputs stay on the GPU, whatever `levers.checkpointing` says.
+    """
     rates = rates_of(hardware.gpu, levers.precision)
     none = replace(levers, checkpointing=Checkpointing(layers=0))
     passes = _passes(shape, none, rates, hardware.gpu)
     traffic = engines.traffic(shape, none, hardware, rehearsal=False)
     step = engines.step(shape, levers, hardware, rates, rehearsal=False)
     times, micro_batches = [], levers.accumulation
-    fixed = sum(step) + traffic.updated + micro_batches * (passes.forward_s(traffic) + traffic.to_host)
+    fixed = sum(step) + traffic.updated + micro_batches * passes.forward_s(traffic)
+    fixed += traffic.reductions(micro_batches) * traffic.to_host
     if not traffic.overlaps:
         fixed += traffic.reductions(micro_batches) * traffic.reduced
     setting, frozen = setting_of(levers, hardware.gpu), _frozen(levers)
@@ -70,7 +74,7 @@ def step_times(shape: ModelShape, levers: Levers, hardware: Hardware) -> list[fl
             gpu += layer.products + layer.traffic + layer.unpacking
             host += layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules)
         busy = max(gpu, host)
-        times.append(fixed + micro_batches * (busy + sum(traffic.waiting_back(busy))))
+        times.append(fixed + micro_batches * busy + sum(traffic.waiting_back(busy, micro_batches)))
     return times
 
 
@@ -89,7 +93,8 @@ class _Causes:
         self.add("memory traffic", times * (passes.traffic + traffic.copied))
         self.add("dequantisation", times * passes.unpacking)
         busy = self._busy(times, passes.forward_gpu + traffic.copied, passes.host + traffic.host)
-        self._waited(times, *traffic.waiting(busy))
+        collectives, host_link = traffic.waiting(busy)
+        self._waited(times * collectives, times * host_link)
         self.add("host link", times * traffic.kept_out)
 
     def backward(self, passes: Passes, traffic: Traffic, times: int) -> None:
@@ -98,8 +103,8 @@ class _Causes:
         self.add("dequantisation", times * passes.unpacking_back)
         self.add("recomputation", times * passes.recomputed)
         busy = self._busy(times, passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back)
-        self._waited(times, *traffic.waiting_back(busy))
-        self.add("host link", times * (traffic.to_host + traffic.kept_out))
+        self._waited(*traffic.waiting_back(busy, times))
+        self.add("host link", times * traffic.kept_out + traffic.reductions(times) * traffic.to_host)
         if not traffic.overlaps:
             self.add("communication", traffic.reductions(times) * traffic.reduced)
 
@@ -108,9 +113,9 @@ class _Causes:
         self.add("launch overhead", times * (host - gpu))
         return max(gpu, host)
 
-    def _waited(self, times: int, collectives: float, host_link: float) -> None:
-        self.add("communication", times * collectives)
-        self.add("host link", times * host_link)
+    def _waited(self, collectives: float, host_link: float) -> None:
+        self.add("communication", collectives)
+        self.add("host link", host_link)
 
     def step(self, step: engines.Step, traffic: Traffic) -> None:
         self.add("optimizer", step.gpu)

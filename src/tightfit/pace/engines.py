@@ -64,10 +64,10 @@ class Traffic(NamedTuple):
     reduced: float
     overlaps: bool
     """Reductions run beside the backward pass."""
-    ahead: bool
-    """What comes next is fetched while the GPU computes: there is room for it beside what is in use."""
+    copy_cost: float
+    """What copies from the host cost the computation beside which they run, of their own time."""
     each_time: bool
-    """They follow every micro batch, not only the last."""
+    """They follow every micro batch, not only the last; gradients leave for the host when they are reduced."""
     updated: float
     copied: float
     """On the GPU: shards laid out for a collective and back."""
@@ -87,17 +87,22 @@ class Traffic(NamedTuple):
         """What a forward pass of `busy` seconds waits for collectives, and for the host link."""
         return self._waits(busy, self.gathered, 0.0, self.from_host)
 
-    def waiting_back(self, busy: float) -> tuple[float, float]:
-        """Likewise a backward pass."""
-        return self._waits(busy, self.gathered_back, self.reduced if self.overlaps else 0.0, self.from_host_back)
+    def waiting_back(self, busy: float, accumulation: int) -> tuple[float, float]:
+        """Likewise all backward passes of a step together, of which some or all reduce gradients."""
+        reduced = self.reduced if self.overlaps else 0.0
+        collectives, host_link = self._waits(busy, self.gathered_back, reduced, self.from_host_back)
+        reducing = self.reductions(accumulation)
+        if reducing == accumulation:
+            return accumulation * collectives, accumulation * host_link
+        gathering, fetching = self._waits(busy, self.gathered_back, 0.0, self.from_host_back)
+        others = accumulation - reducing
+        return reducing * collectives + others * gathering, reducing * host_link + others * fetching
 
     def _waits(self, busy: float, gathered: float, reduced: float, linked: float) -> tuple[float, float]:
-        if not self.ahead:
-            return gathered + _beside(reduced, busy, constants.COLLECTIVE_COST), linked
         moved = gathered + reduced
         return (
             _beside(moved, busy, constants.COLLECTIVE_COST),
-            _beside(linked, max(busy, moved), constants.HOST_COPY_COST),
+            _beside(linked, max(busy, moved), self.copy_cost),
         )
 
 
@@ -142,8 +147,8 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
         gathered=gathered,
         gathered_back=gathered,
         reduced=reduced,
-        overlaps=sharded if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm,
-        ahead=levers.engine != "zero3" or _fetches_ahead(shape, levers),
+        overlaps=_overlaps(levers),
+        copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
         each_time=levers.engine in ("zero2", "zero3", "fsdp2"),
         updated=updated,
         copied=copied,
@@ -157,19 +162,16 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
     )
 
 
+def _overlaps(levers: Levers) -> bool:
+    """`overlap_comm` is ZeRO's: the unsharded engine reduces after the backward pass, FSDP2 always within it."""
+    if levers.engine in ("zero0", "fsdp2"):
+        return levers.engine == "fsdp2"
+    return levers.engine == "zero3" if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm
+
+
 def _recomputed_share(shape: ModelShape, levers: Levers) -> float:
     again = levers.checkpointing.layers
     return 1.0 if again is None else again / shape.n_layers
-
-
-def _fetches_ahead(shape: ModelShape, levers: Levers) -> bool:
-    """The limit on live parameters leaves room for a layer beside the one at work."""
-    return levers.buckets.max_live_parameters >= 2 * _largest_layer(shape)
-
-
-@lru_cache(maxsize=256)
-def _largest_layer(shape: ModelShape) -> int:
-    return max(sum(tensor.numel for tensor in block.tensors) for block in shape.blocks)
 
 
 def _gradients_out(levers: Levers, weights: Weights, world: int, link: _Links) -> float:

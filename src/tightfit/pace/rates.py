@@ -93,6 +93,7 @@ FSDP2_STEP_S_PER_PARAMETER = 2.1e-9
 HOST_LINK_SHARE = 0.88
 """Of PCIe's rate, reached by pinned copies. Measured: 55 of 63 GB/s."""
 HOST_LINKS = {"pcie3": 15.8e9, "pcie4": 31.5e9, "pcie5": 63e9}
+"""Bytes/s of sixteen lanes, one direction, after encoding. The standard."""
 HOST_MEMORY_BYTES_PER_S = 131e9
 """What all GPUs of a node together can move to and from the host's memory. Measured through CPUAdam."""
 NVME_READ_BYTES_PER_S, NVME_WRITE_BYTES_PER_S = 3e9, 2e9
@@ -107,8 +108,8 @@ NETWORK_BYTES_PER_S = 12.5e9
 COLLECTIVE_COST = 0.15
 """What collectives cost the computation beside which they run, of their own time: they take some of the GPU.
 Assumed."""
-HOST_COPY_COST = 0.3
-"""Likewise copies from the host. Measured on FSDP2 with weights on the host."""
+HOST_COPY_COST = {"zero3": 0.3, "fsdp2": 1.0}
+"""Likewise copies of weights from the host. Measured: FSDP2 hides none of them where they take longer than a layer."""
 COLLECTIVE_S = 30e-6
 """Latency of one collective inside a node. Assumed."""
 NETWORK_COLLECTIVE_S = 80e-6
@@ -158,10 +159,17 @@ def host_link_of(gpu: Gpu) -> float:
     """Bytes/s between the card and host memory, one direction: PCIe, of the card's generation."""
     if gpu.link in HOST_LINKS:
         return HOST_LINKS[gpu.link] * HOST_LINK_SHARE
-    generation = {"sm_70": "pcie3", "sm_80": "pcie4"}.get(gpu.arch or "", "pcie4")
-    if gpu.link == "nvlink" and (gpu.arch or "") >= "sm_90":
-        generation = "pcie5"
-    return HOST_LINKS[generation] * HOST_LINK_SHARE
+    return HOST_LINKS[_generation(gpu.arch or "")] * HOST_LINK_SHARE
+
+
+def _generation(arch: str) -> str:
+    """PCIe's, of a card whose link to other cards is another one; where the maker's word tells nothing, the fourth."""
+    if arch in ("gfx942", "gfx950"):
+        return "pcie5"
+    number = arch.removeprefix("sm_").rstrip("a")
+    if not number.isdigit():
+        return "pcie4"
+    return "pcie3" if int(number) < 80 else "pcie4" if int(number) < 90 else "pcie5"
 
 
 def assumptions(gpu: Gpu, nodes: int) -> tuple[str, ...]:

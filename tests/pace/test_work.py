@@ -1,0 +1,161 @@
+"""What is counted for a layer is what its matrices say.
+
+On a card that does one product operation a second, and moves data in no time, seconds are FLOPs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tightfit.inputs.models import load_model, shape_from_config
+from tightfit.memory.activations import setting_of
+from tightfit.pace import pace
+from tightfit.pace.rates import ATTENTION_BACK, GROUPED_SHARE, PRODUCT_SHARE, Rates
+from tightfit.pace.work import head_time, layer_time
+from tightfit.types import Attention, Block, Checkpointing, Gpu, Hardware, Levers, Lora, ModelShape
+
+FLOPS = Rates(products=1, attention=1, masked_attention=1, traffic=1e30, unpacking=1)
+COUNTING = Gpu(
+    name="counts",
+    vendor="nvidia",
+    arch="sm_90",
+    memory_bytes=2**40,
+    bf16_flops=1 / PRODUCT_SHARE,
+    fp16_flops=1 / PRODUCT_SHARE,
+    memory_bytes_per_s=1e30,
+)
+NONE = Checkpointing(layers=0)
+LEVERS = Levers(sequence=512, micro_batch=3)
+TOKENS = 512 * 3
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+
+
+def shape(**changed: Any) -> ModelShape:
+    return shape_from_config(LLAMA | changed, "model")
+
+
+def matrices(block: Block) -> int:
+    return sum(tensor.numel for tensor in block.tensors if len(tensor.shape) == 2)
+
+
+def attention_flops(block: Block, keys: float) -> float:
+    assert isinstance(block.mixer, Attention)
+    return 4 * TOKENS * keys * block.mixer.heads * block.mixer.head_dim
+
+
+def time_of(model: ModelShape, levers: Levers, rates: Rates = FLOPS) -> tuple[float, float]:
+    layer = layer_time(model.blocks[0], model.hidden_size, setting_of(levers, COUNTING), rates)
+    return layer.products, layer.products_back
+
+
+def test_a_layer_is_its_matrices_and_half_of_its_attention() -> None:
+    block = (model := shape()).blocks[0]
+    linear, attention = 2 * TOKENS * matrices(block), attention_flops(block, 512 / 2)
+    forward, back = time_of(model, LEVERS)
+    assert forward == pytest.approx(linear + attention)
+    assert back == pytest.approx(2 * linear + ATTENTION_BACK * attention)
+
+
+def test_eager_attention_computes_what_the_mask_hides() -> None:
+    block = (model := shape()).blocks[0]
+    forward, back = time_of(model, replace(LEVERS, attention="eager"))
+    linear, attention = 2 * TOKENS * matrices(block), attention_flops(block, 512)
+    assert forward == pytest.approx(linear + attention)
+    assert back == pytest.approx(2 * (linear + attention))
+
+
+@pytest.mark.parametrize(("window", "keys"), [(512, 256), (4096, 256), (128, 128 - 128**2 / 1024), (1, 1 - 1 / 1024)])
+def test_a_window_spares_what_it_hides(window: int, keys: float) -> None:
+    model = shape(model_type="mistral", sliding_window=window)
+    forward, _ = time_of(model, replace(LEVERS, attention="flash"))
+    block = model.blocks[0]
+    assert forward == pytest.approx(2 * TOKENS * matrices(block) + attention_flops(block, keys))
+
+
+def test_a_mask_spares_nothing() -> None:
+    """SDPA gets a window as a mask, also where the mask hides nothing."""
+    model = shape(model_type="mistral", sliding_window=512)
+    forward, _ = time_of(model, LEVERS)
+    block = model.blocks[0]
+    assert forward == pytest.approx(2 * TOKENS * matrices(block) + attention_flops(block, 512))
+
+
+def test_frozen_matrices_have_half_a_backward_pass_and_adapters_a_whole_one() -> None:
+    block = (model := shape()).blocks[0]
+    full, full_back = time_of(model, LEVERS)
+    lora = replace(LEVERS, method="lora", lora=Lora(rank=16))
+    forward, back = time_of(model, lora)
+    adapters = sum(16 * sum(t.shape) for t in block.tensors if len(t.shape) == 2)
+    assert forward == pytest.approx(full + 2 * TOKENS * adapters)
+    assert back == pytest.approx(full_back - 2 * TOKENS * matrices(block) + 4 * TOKENS * adapters)
+
+
+def test_experts_count_the_tokens_that_reach_them() -> None:
+    config = LLAMA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 64}
+    model = shape_from_config(config | {"model_type": "qwen3_moe"}, "experts")
+    block = model.blocks[0]
+    stacked = sum(tensor.numel for tensor in block.tensors if len(tensor.shape) == 3)
+    others = sum(tensor.numel for tensor in block.tensors if len(tensor.shape) == 2 and tensor.is_linear)
+    router = [tensor for tensor in block.tensors if tensor.name == "mlp.gate.weight"]
+    forward, back = time_of(model, LEVERS)
+    experts = 2 * TOKENS * (2 / 8) * stacked / GROUPED_SHARE
+    attention = attention_flops(block, 256)
+    assert router
+    assert forward == pytest.approx(2 * TOKENS * others + experts + attention, rel=1e-3)
+    assert back == pytest.approx(2 * (2 * TOKENS * others + experts) + ATTENTION_BACK * attention, rel=1e-3)
+
+
+def test_the_head_is_one_product_and_its_two_gradients() -> None:
+    model, setting = shape(), setting_of(LEVERS, COUNTING)
+    once = 2 * TOKENS * 32_000 * 1024
+    plain = head_time(model, setting, FLOPS, False, True)
+    assert (plain.products, plain.products_back) == (pytest.approx(once), pytest.approx(2 * once))
+    frozen = head_time(model, setting, FLOPS, False, False)
+    assert frozen.products_back == pytest.approx(once)
+    fused = head_time(model, setting, FLOPS, True, True)
+    assert fused.products + fused.products_back == pytest.approx(3 * once)
+
+
+def test_a_thin_product_takes_as_long_as_its_bytes() -> None:
+    """Decoding one token reads every weight for two operations each."""
+    model, one = shape(), replace(LEVERS, sequence=1, micro_batch=1)
+    slow_memory = FLOPS._replace(products=1e30, attention=1e30, traffic=1)
+    forward, _ = time_of(model, one, slow_memory)
+    assert forward == pytest.approx(2 * matrices(model.blocks[0]), rel=0.01)
+
+
+@pytest.mark.parametrize("preset", ["qwen2.5-7b", "qwen2.5-32b", "llama-3.1-8b", "gemma-3-27b", "7b_mamba", "3b_mamba"])
+def test_the_rule_of_six(preset: str) -> None:
+    """Training takes six operations for each token and each parameter that is multiplied."""
+    model = load_model(preset)
+    looked_up = 0 if model.tied else sum(tensor.numel for tensor in model.before)
+    few = Levers(sequence=64, checkpointing=NONE)  # so that attention is next to nothing
+    counted = pace(model, few, Hardware(gpu=COUNTING)).causes["arithmetic"]
+    assert counted == pytest.approx(6 * 64 * (model.parameters - looked_up), rel=0.02)
+
+
+def test_recomputation_is_a_forward_pass_of_the_layers() -> None:
+    model, hardware = shape(), Hardware(gpu=COUNTING)
+    again = pace(model, LEVERS, hardware).causes
+    once = pace(model, replace(LEVERS, checkpointing=NONE), hardware).causes
+    forward, _ = time_of(model, LEVERS, FLOPS._replace(attention=0.5 / PRODUCT_SHARE))
+    assert "recomputation" not in once
+    assert again["recomputation"] == pytest.approx(4 * forward)
+    assert again["arithmetic"] == pytest.approx(once["arithmetic"])
+
+
+def test_half_of_the_layers_recompute_half() -> None:
+    model, hardware = shape(), Hardware(gpu=COUNTING)
+    half = pace(model, replace(LEVERS, checkpointing=Checkpointing(layers=2)), hardware).causes["recomputation"]
+    assert half == pytest.approx(pace(model, LEVERS, hardware).causes["recomputation"] / 2)
