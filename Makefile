@@ -35,11 +35,12 @@ $(VENV)/.ready: $(SOURCES) | $(BIN)/python
 	$(PIP) install -c constraints.txt -e '.[train,dev]'
 	touch $(VENV)/.desk $@
 
-demo: $(VENV)/.desk  ## what every model and a 7B Mamba need on six 32 GB cards; no torch
+demo: $(VENV)/.desk  ## what a 7B Mamba needs on six 32 GB cards, and the fastest way to train it; no torch
 	@run() { printf '\n$$ tightfit %s\n' "$$*"; $(BIN)/tightfit "$$@"; }; set -e; \
 	run models --gpus 6x32GB --seq 2048; \
 	run estimate --model 7b_mamba --engine zero3 --offload-optimizer cpu --world 6 --gpus 6x32GB; \
-	run estimate --model 7b_mamba --world 6 --gpus 6x32GB --compare
+	run estimate --model 7b_mamba --world 6 --gpus 6x32GB --compare; \
+	run plan --model 7b_mamba --gpus 6x32GB --host-ram 256GB
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -53,8 +53,13 @@ files = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE
 
 
 def room_of(path: Path) -> str:
-    top = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "cli" if top.startswith("cli_") else top
+    return _room(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
+
+
+def _room(module: str) -> str:
+    """A room of several files beside each other: `cli_flags` → cli, `screen_plan` → screen."""
+    first = module.partition("_")[0]
+    return first if first in ("cli", "screen") else module
 
 
 def room_of_name(dotted: str) -> str:
@@ -62,7 +67,7 @@ def room_of_name(dotted: str) -> str:
     parts = dotted.split(".")
     if len(parts) == 1:
         return "__init__"
-    name = "cli" if parts[1].startswith("cli_") else parts[1]
+    name = _room(parts[1])
     return name if name in ORDER else "__init__"
 
 

@@ -1,7 +1,7 @@
 """The documentation says what the program does.
 
-In docs/*.md a fenced `console` block is a command and what it prints, at 80 columns and without colours; a file
-that commands read stands on the page, in a fenced block below its name (`ds_config.json`:). Every other
+In docs/*.md and in the README a fenced `console` block is a command and what it prints, at 80 columns and without
+colours; a file that commands read stands on the page, in a fenced block below its name (`ds_config.json`:). Every other
 `tightfit …` on a page must at least be a command that works. After a change of the program,
 
     python tests/test_docs.py
@@ -35,6 +35,7 @@ from tightfit.types import Levers
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+README = ROOT / "README.md"
 FOOTPRINT = DOCS / "footprint.md"
 PLACEHOLDERS = {"VERB", "MODEL", "HARDWARE", "FILE"}
 TERMINAL = {"COLUMNS": "80", "LINES": "40", "NO_COLOR": "1"}
@@ -155,7 +156,7 @@ def refreshed(text: str) -> str:
 # --- the tests ----------------------------------------------------------------------------------
 
 
-@every_page
+@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: page.name)
 def test_examples_show_what_the_program_prints(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert all(commands_in(body) for body in examples(text))
@@ -176,7 +177,7 @@ def test_notes_are_up_to_date() -> None:
     assert notes_table.main(["--check"]) == 0
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, README, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
         if re.match(r"[a-z]+:", link):
@@ -223,5 +224,5 @@ def test_our_own_names_on_the_footprint_page() -> None:
 
 
 if __name__ == "__main__":
-    for every in PAGES:
+    for every in (*PAGES, README):
         every.write_text(refreshed(every.read_text(encoding="utf-8")), encoding="utf-8")

@@ -85,10 +85,10 @@ def open_console() -> Console:
 def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitting: Sequence[str] = ()) -> None:
     """The whole answer: bars, components, verdict, and what would shrink the largest parts."""
     console.print(Text(f"{priced.shape.name}: {trained(priced)}", style="bold"))
-    _say(console, strategy_line(priced))
-    _say(console, training_line(priced))
+    say(console, strategy_line(priced))
+    say(console, training_line(priced))
     for note in priced.shape.notes:
-        _say(console, note, style="italic")
+        say(console, note, style="italic")
     console.print()
     fills = component_fills([*priced.footprint.gpu.phases.values()])
     _draw_bars(console, priced, fills)
@@ -96,12 +96,12 @@ def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitti
     _draw_components(console, priced, fills)
     console.print()
     style = {True: "bold green", False: "bold red", None: "bold"}[priced.fits]
-    _say(console, verdict(priced), style=style)
-    _say(console, _start_line(priced))
-    _say(console, _host_line(priced))
-    _draw_list(console, "The same training would fit as:", fitting)
-    _draw_list(console, "The largest parts, and what would shrink them:", advice)
-    _draw_list(console, "Because:", priced.because)
+    say(console, verdict(priced), style=style)
+    say(console, _start_line(priced))
+    say(console, _host_line(priced))
+    draw_list(console, "The same training would fit as:", fitting)
+    draw_list(console, "The largest parts, and what would shrink them:", advice)
+    draw_list(console, "Because:", priced.because)
 
 
 def component_fills(phases: Sequence[Phase]) -> dict[str, tuple[str, str]]:
@@ -132,7 +132,7 @@ def _draw_bars(console: Console, priced: Priced, fills: Mapping[str, tuple[str, 
     note = f"{word} on one GPU; ← the peak of a training step"
     if priced.hardware is not None and card is not None:
         note += f"; │ {card / unit:.2f}, all that a {priced.hardware.gpu.name} has"
-    _say(console, note, indent=" " * label, style="dim")
+    say(console, note, indent=" " * label, style="dim")
 
 
 def bar(parts: Sequence[tuple[tuple[str, str], int]], scale: int, room: int, limit: int | None) -> Text:
@@ -191,21 +191,22 @@ def _host_line(priced: Priced) -> str:
     return f"Host RAM: {node}{have} GiB a node{each}."
 
 
-def _draw_list(console: Console, title: str, sentences: Sequence[str]) -> None:
+def draw_list(console: Console, title: str, sentences: Sequence[str]) -> None:
+    """A title and a sentence a line; nothing, where there is none."""
     if not sentences:
         return
     console.print()
     console.print(title)
     for sentence in sentences:
-        _say(console, sentence, first="  - ", indent="    ")
+        say(console, sentence, first="  - ", indent="    ")
 
 
-def _say(console: Console, sentence: str, *, first: str | None = None, indent: str = "", style: str = "") -> None:
+def say(console: Console, sentence: str, *, first: str | None = None, indent: str = "", style: str = "") -> None:
     """Prose, wrapped here and not by the console, which leaves blanks at the ends of lines."""
     wrapped = textwrap.fill(
         sentence,
         max(console.width, NARROWEST),
-        initial_indent=first or indent,
+        initial_indent=indent if first is None else first,
         subsequent_indent=indent,
         break_on_hyphens=False,
     )
@@ -225,9 +226,9 @@ def draw_comparison(console: Console, rows: Sequence[tuple[str, Priced | str]]) 
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
     for priced in [outcome for _, outcome in rows if isinstance(outcome, Priced)][:1]:
         console.print(Text(f"{priced.shape.name}: {trained(priced)}", style="bold"))
-        _say(console, f"{machine_words(priced)} · {training_line(priced)}")
+        say(console, f"{machine_words(priced)} · {training_line(priced)}")
         console.print()
-    table = _table("strategy", "peak", "start-up", "needs", "host/node", "fits")
+    table = table_of("strategy", "peak", "start-up", "needs", "host/node", "fits")
     problems = []
     for name, outcome in rows:
         if isinstance(outcome, str):
@@ -239,25 +240,25 @@ def draw_comparison(console: Console, rows: Sequence[tuple[str, Priced | str]]) 
         sizes = (gpu.peak_bytes, gpu.init_peak_bytes, gpu.required_bytes, host.peak_bytes_per_node)
         table.add_row(name, *(f"{size / GIB:.2f}" for size in sizes), _yes_no(outcome.fits))
     console.print(table)
-    _say(console, "GiB on one GPU; host: GiB of RAM on one node.", style="dim")
-    _draw_list(console, "Without numbers:", problems)
+    say(console, "GiB on one GPU; host: GiB of RAM on one node.", style="dim")
+    draw_list(console, "Without numbers:", problems)
 
 
 def draw_models(console: Console, shapes: Sequence[ModelShape]) -> None:
     """The presets with their true sizes."""
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    table = _table("model", "parameters", "", "layers", "hidden", "vocabulary")
+    table = table_of("model", "parameters", "", "layers", "hidden", "vocabulary")
     for shape in shapes:
         counts = (f"{shape.parameters:,}", billions(shape.parameters), str(shape.n_layers))
         table.add_row(shape.name, *counts, str(shape.hidden_size), str(shape.vocab_size))
     console.print(table)
-    _draw_list(console, "Notes:", [f"{shape.name}: {'; '.join(shape.notes)}" for shape in shapes if shape.notes])
+    draw_list(console, "Notes:", [f"{shape.name}: {'; '.join(shape.notes)}" for shape in shapes if shape.notes])
 
 
 def draw_shares(console: Console, shares: Sequence[Share]) -> None:
     """What each preset would hold on one GPU."""
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    table = _table("model", "params", "weights", "grads", "optim.", "activ.", "needs", "fits")
+    table = table_of("model", "params", "weights", "grads", "optim.", "activ.", "needs", "fits")
     for share in shares:
         parts = (share.weights_bytes, share.gradients_bytes, share.optimizer_bytes, share.activations_bytes)
         needs = share.priced.footprint.gpu.required_bytes
@@ -265,18 +266,18 @@ def draw_shares(console: Console, shares: Sequence[Share]) -> None:
         shape = share.priced.shape
         table.add_row(shape.name, billions(shape.parameters), *numbers, _yes_no(share.priced.fits))
     for share in shares[:1]:
-        _say(console, strategy_line(share.priced))
-        _say(console, training_words(share.priced.levers))
+        say(console, strategy_line(share.priced))
+        say(console, training_words(share.priced.levers))
         console.print()
     console.print(table)
     note = "GiB on one GPU, each part at its largest: not all are held at once. Needs: with what the runtime takes."
-    _say(console, note, style="dim")
+    say(console, note, style="dim")
 
 
 def draw_gpus(console: Console, cards: Sequence[Card]) -> None:
     """The catalogue."""
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    table = _table("card", "box", "usable", "bf16", "fp16", "GB/s", "link", "GB/s")
+    table = table_of("card", "box", "usable", "bf16", "fp16", "GB/s", "link", "GB/s")
     for card in cards:
         gpu = card.gpu
         name = gpu.name if card.devices == 1 else f"{gpu.name} (each of {card.devices})"
@@ -288,14 +289,15 @@ def draw_gpus(console: Console, cards: Sequence[Card]) -> None:
         "box, usable: GiB as sold and as the driver reports; what the context and the communicator take of it is "
         "counted in `needs`. bf16, fp16: dense TFLOP/s as the maker states. ?: not stated."
     )
-    _say(console, note, style="dim")
+    say(console, note, style="dim")
 
 
 def _rate(value: float | None, unit: float) -> str:
     return "?" if value is None else f"{value / unit:.0f}"
 
 
-def _table(*heads: str) -> Table:
+def table_of(*heads: str) -> Table:
+    """A table without edges: the first column is text, the others are numbers."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for position, head in enumerate(heads):
         table.add_column(head, justify="right" if position else "left", overflow="fold", no_wrap=position > 0)

@@ -10,7 +10,7 @@ from tightfit.inputs.flags import checkpointing_word
 from tightfit.job import Job
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way
-from tightfit.planner.search import Question, excess_bytes
+from tightfit.planner.search import Question, excess_share
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import Checkpointing, Hardware, Mamba1
 
@@ -39,9 +39,9 @@ def of_choice(question: Question, way: Way) -> tuple[str, ...]:
     if way.levers.loss == "fused" and "loss" not in question.pinned:
         said.append("The fused loss never holds all logits at once; the result is the same.")
     if way.world < question.hardware.world:
+        used = f"{way.world} of the {question.hardware.world} GPUs {'is' if way.world == 1 else 'are'} used"
         said.append(
-            f"{way.world} of the {question.hardware.world} GPUs are used: with all of them, what they exchange takes "
-            "longer than what they save, or the host runs short."
+            f"{used}: with all of them, what they exchange takes longer than what they save, or the host runs short."
         )
     largest = next(iter(way.pace.causes), None)
     if largest is not None:
@@ -83,15 +83,19 @@ def _batch(plan: Plan) -> list[str]:
 
 def _against(plan: Plan, chosen: Way) -> list[str]:
     """The tempting others: what was faster and does not fit, what fits and is slower."""
-    sentences = []
+    faster, slower = [], []
     for way in plan.alternatives:
         name = strategy_name(way.levers)
+        name = name[:1].upper() + name[1:]
+        if way.world != chosen.world:
+            name += f" on {way.world} GPUs" if way.world > 1 else " on one GPU"
         if not way.fits and way.pace.step_s < chosen.pace.step_s:
-            sentences.append(f"{name} would be faster but {missing(way)}.")
+            faster.append(f"{name} would be faster but {missing(way)}.")
         elif way.fits:
-            slower = way.pace.step_s / chosen.pace.step_s - 1
-            sentences.append(f"{name} fits too and is {slower:.0%} slower, mostly by {_main_cause(way, chosen)}.")
-    return sentences[:MOST_COMPARED]
+            share = way.pace.step_s / chosen.pace.step_s - 1
+            much = f"{share:.0%}" if share >= 0.005 else "less than 1%"
+            slower.append(f"{name} fits too and is {much} slower, mostly by {_main_cause(way, chosen)}.")
+    return [*faster[: MOST_COMPARED // 2], *slower][:MOST_COMPARED]
 
 
 def missing(way: Way) -> str:
@@ -126,10 +130,10 @@ def _scan(way: Way) -> list[str]:
 def _nothing(plan: Plan, question: Question) -> list[str]:
     """Nothing fits: how far it is, what would fit, how many GPUs would do."""
     sentences = []
-    nearest = min(plan.alternatives, key=lambda way: excess_bytes(question, way.footprint), default=None)
+    nearest = min(plan.alternatives, key=lambda way: excess_share(question, way.footprint), default=None)
     if nearest is not None:
         sentences.append(
-            f"Nothing that keeps the training as it is fits. The nearest is {strategy_name(nearest.levers)} with "
+            f"Nothing free fits. The nearest is {strategy_name(nearest.levers)} with "
             f"checkpointing {checkpointing_word(nearest.levers.checkpointing)}: it {missing(nearest)}."
         )
     else:
@@ -140,8 +144,11 @@ def _nothing(plan: Plan, question: Question) -> list[str]:
             f"The cheapest change that would fit is --allow {first.allowance}: {first.cost} "
             f"({strategy_name(first.way.levers)}, {first.way.pace.tokens_per_s:,.0f} tokens/s)."
         )
-        if rest:
-            sentences.append("So would --allow " + ", or ".join(f"{r.allowance} ({r.cost})" for r in rest) + ".")
+        sentences += [
+            f"--allow {other.allowance} would do as well: {other.cost} ({strategy_name(other.way.levers)}, "
+            f"{other.way.pace.tokens_per_s:,.0f} tokens/s)."
+            for other in rest
+        ]
     else:
         sentences.append("No single change that can be allowed would make it fit.")
     if plan.gpus_needed is not None:
@@ -175,4 +182,9 @@ def unproven(hardware: Hardware) -> tuple[str, ...]:
         said.append("Several nodes: these files were rendered and never run by us.")
     if hardware.gpu.vendor in ("hygon", "amd"):
         said.append(f"{hardware.gpu.name}: planned and rendered from documentation, never run by us.")
+    if hardware.gpu.vendor == "hygon":
+        said.append(
+            "PyTorch's memory segments cannot grow on this stack, so fragmentation may take more than is priced: "
+            "--margin 10% leaves room for it."
+        )
     return tuple(said)

@@ -1,0 +1,186 @@
+"""The files of a plan: for which versions they are made, what starts them, and where they go."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from tightfit.inputs.flags import meant, spelt
+from tightfit.job import Job
+from tightfit.planner import question_of, reasons
+from tightfit.planner.limits import Limit
+from tightfit.planner.plan import Plan
+from tightfit.planner.search import rank
+from tightfit.planner.tiers import Tiered
+from tightfit.types import ConfigError, Hardware, Levers
+
+if TYPE_CHECKING:
+    from tightfit.render.target import Target
+
+DTK_DEEPSPEED = "0.14.2"
+"""What Hygon's own stack ships."""
+
+STARTS_DEEPSPEED = ("deepspeed", "llamafactory")
+"""The launchers that start no FSDP2."""
+ABOUT_FILES = {"write", "launcher", "port", "hostfile", "transformers_version", "llamafactory_version"}
+"""The flags that need the renderers, which a plan alone does without."""
+
+_VERSION = re.compile(r"\d+\.\d+(\.\d+)?([.+]?\w+)*")
+_MOST_PORT = 65_535
+
+Answer = Plan | Tiered | Limit | list[Tiered]
+
+
+def deepspeed_version(hardware: Hardware) -> tuple[str, tuple[str, ...]]:
+    """The DeepSpeed that will run the plan, where nobody named one, and a sentence if that may surprise."""
+    if hardware.gpu.vendor == "hygon":
+        said = (
+            f"DeepSpeed {DTK_DEEPSPEED}, which Hygon's stack ships, is planned for (--deepspeed-version for another)."
+        )
+        return DTK_DEEPSPEED, (said,)
+    here, usual = _installed("deepspeed"), Levers().deepspeed_version
+    if here in (None, usual):
+        return usual, ()
+    return str(here), (f"DeepSpeed {here}, which is installed here, is planned for (--deepspeed-version for another).",)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return None
+    return found if found and _VERSION.fullmatch(found) else None
+
+
+def target_of(args: argparse.Namespace) -> Target | None:
+    """What the flags say about the readers of the files; None: nothing. DeepSpeed's version is the job's."""
+    if not ABOUT_FILES & set(vars(args)):
+        return None
+    from tightfit.render.target import Launcher, Target
+
+    usual, launcher = Target(), getattr(args, "launcher", None)
+    if launcher is not None and launcher not in get_args(Launcher):
+        raise ConfigError(f"--launcher knows no {launcher!r}{meant(launcher, get_args(Launcher))}")
+    port = getattr(args, "port", usual.port)
+    if not 1 <= port <= _MOST_PORT:
+        raise ConfigError(f"--port must be from 1 to {_MOST_PORT}, not {port}")
+    return Target(
+        transformers_version=_version(args, "transformers_version", usual.transformers_version),
+        llamafactory_version=_version(args, "llamafactory_version", usual.llamafactory_version),
+        launcher=launcher,
+        port=port,
+        hostfile=_hostfile(args),
+    )
+
+
+def _version(args: argparse.Namespace, name: str, usual: str) -> str:
+    said: str | None = getattr(args, name, None)
+    if said is None:
+        return _installed(name.removesuffix("_version")) or usual
+    if not _VERSION.fullmatch(said):
+        raise ConfigError(f"{spelt(name)} takes a version such as {usual}, not {said!r}")
+    return said
+
+
+def _hostfile(args: argparse.Namespace) -> str | None:
+    if not hasattr(args, "hostfile"):
+        return None
+    from tightfit.inputs.spelling import read_text
+    from tightfit.render.hostfile import parse_hostfile
+
+    text = read_text(Path(args.hostfile), "a hostfile")
+    parse_hostfile(text)
+    return text
+
+
+def check_launcher(job: Job, target: Target | None) -> None:
+    """A launcher that cannot start the engine which was pinned."""
+    if target is not None and job.levers.get("engine") == "fsdp2" and target.launcher in STARTS_DEEPSPEED:
+        raise ConfigError(
+            f"--launcher {target.launcher} starts DeepSpeed's engines, not fsdp2: use --launcher torchrun or accelerate"
+        )
+
+
+def write_plan(
+    args: argparse.Namespace, job: Job, target: Target | None, answer: Answer
+) -> tuple[Answer, list[Path] | None]:
+    """The answer as the launcher can start it, and the files that were written for it, if that was asked."""
+    answer = _changed(answer, target.launcher if target else None)
+    if target is None or not hasattr(args, "write"):
+        return answer, None
+    from tightfit.render import render
+    from tightfit.render.write import write
+
+    answered = plan_of(answer)
+    if answered.chosen is None:
+        raise ConfigError(f"nothing fits, so nothing was written: {_way_out(answered)}")
+    deepspeed = answered.chosen.levers.deepspeed_version
+    target = replace(target, deepspeed_version=deepspeed, gpu_ids=job.hardware.gpu_ids)
+    return answer, write(render(answered, target), Path(args.write), hasattr(args, "force"))
+
+
+def plan_of(answer: Answer) -> Plan:
+    """The plan that an answer comes down to."""
+    found = answer if isinstance(answer, Plan) else None if isinstance(answer, list) else answer.plan
+    assert found is not None, "a comparison of tiers has no plan of its own"
+    return found
+
+
+def _way_out(answer: Plan) -> str:
+    if answer.remedies:
+        first = answer.remedies[0]
+        return f"--allow {first.allowance} would make it fit ({first.cost})"
+    if answer.gpus_needed is not None:
+        return f"{answer.gpus_needed} of these GPUs would do"
+    return "run it without --write to see how far it is"
+
+
+# --- what the launcher can start ----------------------------------------------------------------
+
+
+def _changed(answer: Answer, launcher: str | None) -> Answer:
+    if isinstance(answer, list):
+        return answer
+    if isinstance(answer, Plan):
+        return _settled(answer, launcher)
+    return replace(answer, plan=_settled(plan_of(answer), launcher))
+
+
+def _settled(answer: Plan, launcher: str | None) -> Plan:
+    """The plan as this launcher can start it, with what was never run by us."""
+    if answer.chosen is not None and answer.chosen.levers.engine == "fsdp2" and launcher in STARTS_DEEPSPEED:
+        assert launcher is not None
+        answer = _without_fsdp2(answer, launcher)
+    ways: Sequence[str] = ()
+    if answer.chosen is not None:
+        ways = (answer.chosen.levers.offload_optimizer, answer.chosen.levers.offload_param)
+    if "nvme" not in ways:
+        return answer
+    said = "NVMe offload: planned from DeepSpeed's source, never run by us."
+    return replace(answer, unproven=(*answer.unproven, said), because=(*answer.because, said))
+
+
+def _without_fsdp2(answer: Plan, launcher: str) -> Plan:
+    """The fastest of DeepSpeed's engines instead. The best of every strategy is among the alternatives."""
+    others = [way for way in answer.alternatives if way.levers.engine != "fsdp2"]
+    fitting = [way for way in others if way.fits]
+    if not fitting:
+        raise ConfigError(
+            f"--launcher {launcher} starts DeepSpeed's engines, and only FSDP2 fits: "
+            "use --launcher torchrun or accelerate"
+        )
+    question = question_of(answer.job, answer.shape, answer.hardware)
+    chosen = min(fitting, key=rank)
+    said = f"FSDP2 is left out: --launcher {launcher} starts DeepSpeed's engines."
+    changed = replace(
+        answer,
+        chosen=replace(chosen, because=reasons.of_choice(question, chosen)),
+        alternatives=tuple(way for way in others if way is not chosen),
+        hours=reasons.hours(answer.job, answer.effective_batch, chosen),
+    )
+    return replace(changed, because=reasons.of_plan(changed, question, (said,)))
