@@ -11,6 +11,7 @@ accelerate's `estimate-memory` ("Training using Adam").
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rows import GIB, Row, error, levers_of, predict, read_rows, shape_of
 
 from tightfit.inputs.flags import checkpointing_word
+from tightfit.priced import strategy_name
 from tightfit.types import Footprint, Levers, ModelShape
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +32,7 @@ PAGE = ROOT / "docs" / "accuracy.md"
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)", re.DOTALL)
 CLOSE = 0.02
+REHEARSALS = ROOT / "benchmarks" / "data" / "h200-rehearsed.jsonl"
 
 ENGINES = {
     "zero0": "DeepSpeed unsharded",
@@ -189,6 +192,13 @@ them. Runs of the first batch of this kind that did disagree (FSDP2's layout, Ze
 above: they taught us something. The runs without a host figure were made for their times; some of them repeat a
 run from above."""
 
+REHEARSED = """\
+## Plans, rehearsed
+
+`tightfit plan` chose each of these; `benchmarks/rehearse_plans.py` then ran the choice as one rank of the job, with
+PyTorch's allocator capped to the promised card less context and communicator. All of them ran. *Retries*: how
+often the allocator had to give blocks back before it could go on."""
+
 OTHERS = """\
 ## The other estimators on the same runs
 
@@ -207,8 +217,33 @@ def page(compared: Sequence[Compared]) -> str:
     notes = [f"- `{each.row.id}`: {each.row.note}" for each in compared if each.row.note]
     if notes:
         parts.append("\n".join(["## Notes", "", *notes]))
-    parts += [OTHERS, others_table(compared)]
+    parts += [REHEARSED, rehearsed_table(), OTHERS, others_table(compared)]
     return "\n\n".join(parts) + "\n"
+
+
+def rehearsed_table() -> str:
+    lines = [
+        "| plan | way | card | cap | peak: measured → predicted | retries | step, on the H200 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for line in REHEARSALS.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        wanted = row["scenario"]
+        predicted = wanted["predicted"]["peak_gib"]
+        peak = (
+            f"{row['peak']:.2f} → {predicted:.2f} ({predicted / row['peak'] - 1:+.1%})" if "peak" in row else "failed"
+        )
+        lines.append(
+            f"| {row['id']} | {_way_words(levers_of(wanted), wanted['world'])} | {wanted['promised_gib']:.1f} "
+            f"| {wanted['cap_gib']:.2f} | {peak} | {row.get('retries', '')} | {row.get('median_s', 0):.2f} s |"
+        )
+    return "\n".join(lines)
+
+
+def _way_words(levers: Levers, world: int) -> str:
+    words = [strategy_name(levers), f"checkpointing {checkpointing_word(levers.checkpointing)}", f"{levers.loss} loss"]
+    batch = f"{levers.micro_batch} × {levers.accumulation} × {levers.sequence} tokens"
+    return ", ".join([*words, batch if world == 1 else f"{batch}, rank of {world}"])
 
 
 def summary(learnt: Sequence[Compared], frozen: Sequence[Compared]) -> str:

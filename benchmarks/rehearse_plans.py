@@ -26,6 +26,7 @@ GIB = 2**30
 SITUATIONS: dict[str, dict[str, Any]] = {
     "0.5B LoRA on 4 GB": {"model": "qwen1.5-0.5b", "method": "lora", "gpus": "1x4GB", "host_ram": "32GB"},
     "0.5B LoRA on 8 GB": {"model": "qwen1.5-0.5b", "method": "lora", "gpus": "1x8GB", "host_ram": "32GB"},
+    "1.8B LoRA on 4 GB": {"model": "qwen1.5-1.8b", "method": "lora", "gpus": "1x4GB", "host_ram": "32GB"},
     "1.8B LoRA on 8 GB": {"model": "qwen1.5-1.8b", "method": "lora", "gpus": "1x8GB", "host_ram": "32GB"},
     "1.8B LoRA on 12 GB": {"model": "qwen1.5-1.8b", "method": "lora", "gpus": "1x12GB", "host_ram": "32GB"},
     "1.8B LoRA on 24 GB": {"model": "qwen1.5-1.8b", "method": "lora", "gpus": "1x24GB", "host_ram": "64GB"},
@@ -129,10 +130,11 @@ def report(rows: Path) -> None:
             print(f"{row['id']:28} FAILED {row['error'][-160:]}")
             continue
         predicted = wanted["predicted"]["peak_gib"]
+        off = row["peak"] / predicted - 1
         print(
-            f"{row['id']:28} card {wanted['promised_gib']:6.2f}  cap {wanted['cap_gib']:6.2f}  peak {row['peak']:6.2f}  "
-            f"predicted {predicted:6.2f} ({row['peak'] / predicted - 1:+.1%})  retries {row['retries']}  "
-            f"step {row['median_s']} s"
+            f"{row['id']:28} card {wanted['promised_gib']:6.2f}  cap {wanted['cap_gib']:6.2f}  "
+            f"peak {row['peak']:6.2f}  predicted {predicted:6.2f} ({off:+.1%})  "
+            f"retries {row['retries']}  step {row['median_s']} s"
         )
 
 

@@ -82,7 +82,7 @@ def read_rows(*paths: Path) -> tuple[Row, ...]:
     A run that failed has no peak and is no row.
     """
     rows = []
-    for path in paths or (GIVEN, OWN, PACE):
+    for path in paths or (GIVEN, OWN, PACE, PACE_LATER):
         for line in path.read_text(encoding="utf-8").splitlines():
             raw = json.loads(line)
             if "peak" in raw:

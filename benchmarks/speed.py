@@ -1,9 +1,10 @@
-"""How fast the footprint model answers, and how fast the whole command does.
+"""How fast the footprint model answers, how fast the search for a plan, and how fast the whole command.
 
     python benchmarks/speed.py
 
 Three figures of one evaluation: the first of a fresh process, the mean over a planner's sweep that meets every
-combination for the first time, and the same sweep again. Then the command `tightfit estimate --json` from a
+combination for the first time, and the same sweep again. Then the search of typical jobs, each in a fresh process:
+how many candidates it priced, and its seconds. Then the command `tightfit estimate --json` from a
 local config against a process that only imports the desk's dependencies, run by turns.
 """
 
@@ -31,6 +32,24 @@ SEQUENCES = (512, 1024, 2048, 4096, 8192)
 PLACES = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
 CHECKPOINTING = (Checkpointing(layers=0), Checkpointing(layers=None), Checkpointing(layers=8))
 IMPORTS = "import pydantic, yaml, rich"
+
+SEARCHES = (
+    ("qwen2.5-7b", "full", "8xRTX4090"),
+    ("llama-3.1-8b", "lora", "1xRTX4090"),
+    ("7b_mamba", "full", "6x32GB"),
+    ("qwen2.5-32b", "lora", "8xK100-64GB"),
+    ("qwen2.5-32b", "full", "2x24GB"),
+)
+"""The last does not fit: what it takes to say what would."""
+
+SEARCH = """
+import json, sys
+from tightfit import plan
+from tightfit.job import Job, Machine
+model, method, gpus = sys.argv[1:]
+answer = plan(Job(model=model, method=method, hardware=Machine(gpus=gpus, host_ram="512GB")))
+print(json.dumps([answer.considered, answer.search_s, answer.fits]))
+"""
 
 FIRST_CALL = """
 import time
@@ -80,6 +99,14 @@ def first_call(model: str, engine: str) -> float:
     return float(done.stdout)
 
 
+def search(model: str, method: str, gpus: str, runs: int = 3) -> tuple[int, float, bool]:
+    """Candidates priced, the least seconds of some runs, and whether anything fits."""
+    command = [sys.executable, "-c", SEARCH, model, method, gpus]
+    done = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(runs)]
+    answers = [json.loads(each.stdout) for each in done]
+    return answers[0][0], min(seconds for _, seconds, _ in answers), answers[0][2]
+
+
 def whole_process(runs: int = 9) -> tuple[float, float]:
     """Median seconds of `tightfit estimate --json` and of the imports alone, run by turns."""
     with tempfile.TemporaryDirectory() as folder:
@@ -105,6 +132,9 @@ def main() -> None:
         print(f"{model}: {len(asked)} combinations, {fresh * 1e6:.0f} µs each, {warm * 1e6:.0f} µs asked again")
         colds = {engine: first_call(model, engine) for engine in ("zero0", "zero2", "zero3", "fsdp2")}
         print("  first call of a process: " + ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in colds.items()))
+    for job in SEARCHES:
+        considered, seconds, fits = search(*job)
+        print(f"{' '.join(job)}: {considered} candidates, {seconds:.2f} s{'' if fits else ', nothing fits'}")
     command, imports = whole_process()
     print(f"tightfit estimate --json: {command * 1e3:.0f} ms, {command / imports:.2f} × `{IMPORTS}`")
 
