@@ -1,7 +1,7 @@
 """How much memory a training takes, by phase and component: pure arithmetic on a shape and levers.
 
-`estimate` is the one public function. Each engine has a file that says what that engine allocates when, with
-the name of the buffer in its source; `docs/footprint.md` walks through them.
+`estimate` is what everybody asks; `floor_bytes` spares the search some of it. Each engine has a file that says
+what that engine allocates when, with the name of the buffer in its source; `docs/footprint.md` walks through them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from tightfit.memory import fsdp2, host, overhead, zero0, zero3, zero12
 from tightfit.memory.job import Components, Job, combine, make_job, worst
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
-__all__ = ["estimate"]
+__all__ = ["estimate", "floor_bytes"]
 
 ENGINES = {
     "zero0": zero0.phases,
@@ -59,10 +59,20 @@ def estimate(shape: ModelShape, levers: Levers, world: int, hardware: Hardware |
         host=_host(job, per_node),
         trainable_parameters=job.weights.trainable_numel,
         because=(
-            *overhead.reasons(job, phases, peak_phase),
+            *overhead.reasons(phases, peak_phase, zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()),
             *((overhead.usable(gpu.memory_bytes, extra),) if gpu else ()),
         ),
     )
+
+
+def floor_bytes(shape: ModelShape, levers: Levers, hardware: Hardware, *, replayed: bool) -> int:
+    """No training step of ZeRO-3 requires less: what it holds at the loss, for a fraction of an estimate's price.
+
+    Without `replayed`, what is gathered by then is left out; with it, the floor is the loss phase itself.
+    """
+    job = make_job(shape, levers, hardware.world, hardware.gpu, overhead.CONTEXT_BYTES)
+    held = zero3.at_the_loss_bytes(job, replayed=replayed)
+    return held + sum(overhead.beside(held, hardware.world).values())
 
 
 def _resting(step: Components) -> Components:

@@ -18,10 +18,9 @@ the thresholds alone, so it is done once for a model and remembered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Param = tuple[int, int]
 """(identity, elements)"""
@@ -63,9 +62,26 @@ class Gathered:
     embedding: int
 
 
-FETCH, AGAIN, RELEASE = range(3)
-"""AGAIN: a fetch while a layer is recomputed."""
+FETCH, AGAIN, RELEASE, SKIP = range(4)
+"""AGAIN: a fetch while a layer is recomputed. SKIP: fetches of modules that own nothing, taken together."""
 Call = tuple[int, Module]
+
+UNCOUNTED, COUNTED, TURN = range(3)
+"""Whether what is held at a call goes into the report of its stretch; TURN: it is where its layer turns round."""
+Move = tuple[int, Module, "Module | None", int, int]
+"""One call, or several of modules that own nothing: its kind; the module; who keeps what is frozen, of a fetch while a
+layer is recomputed; how many calls; and whether they count."""
+Need = tuple[int, int, int, int]
+"""A parameter to come: its identity, its elements; the fetches and the elements since its stretch began."""
+
+
+class Script(NamedTuple):
+    """A stretch without the calls that change nothing: most modules own nothing, and their releases are empty."""
+
+    moves: tuple[Move, ...]
+    needs: tuple[Need, ...]
+    fetches: int
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -76,13 +92,48 @@ class Stretch:
     calls: tuple[Call, ...]
 
     @cached_property
-    def turn(self) -> tuple[int, int]:
-        """The call at which a layer turns round, the last fetch before something is released backwards; and the one
-        from which on its backward pass counts: that, or the first where nothing is recomputed."""
-        again = [index for index, (kind, _) in enumerate(self.calls) if kind == AGAIN]
-        if again:
-            return again[-1], again[-1]
-        return next(index for index, (kind, _) in enumerate(self.calls) if kind == RELEASE) - 1, 0
+    def script(self) -> Script:
+        turn, start = _turn(self.calls)
+        moves: list[Move] = []
+        needs: list[Need] = []
+        holders: set[Module] = set()
+        latest = EMPTY
+        fetches = elements = run = 0
+        for index, (kind, module) in enumerate(self.calls):
+            if kind == RELEASE:
+                if module.params or module in holders:
+                    moves.append((RELEASE, module, None, 1, UNCOUNTED))
+                    run = 0
+                continue
+            if kind == FETCH:
+                latest = module
+            mark = TURN if index == turn else COUNTED if index >= start else UNCOUNTED
+            if module.params:
+                holder = latest if kind == AGAIN and module.frozen else None
+                if holder is not None:
+                    holders.add(holder)
+                moves.append((FETCH, module, holder, 1, mark))
+                needs += [(identity, numel, fetches, elements) for identity, numel in module.params]
+                elements += sum([numel for _, numel in module.params])
+                run = 0
+            elif run and moves[-1][4] == mark:
+                run += 1
+                moves[-1] = (SKIP, module, None, run, mark)
+            else:
+                run = 1
+                moves.append((SKIP, module, None, run, mark))
+            fetches += 1
+        return Script(tuple(moves), tuple(needs), fetches, elements)
+
+
+def _turn(calls: tuple[Call, ...]) -> tuple[int, int]:
+    """The call at which a layer turns round, the last fetch before something is released backwards; and the one
+    from which on its backward pass counts: that, or the first where nothing is recomputed."""
+    kinds = [kind for kind, _ in calls]
+    if AGAIN in kinds:
+        last = len(kinds) - 1 - kinds[::-1].index(AGAIN)
+        return last, last
+    return kinds.index(RELEASE) - 1, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,24 +200,28 @@ def _layer_stretches(model: Model) -> tuple[list[Stretch], list[Stretch], list[S
     return forward, backward, recomputed
 
 
-def _forwards(node: Node) -> Iterator[Call]:
-    container, children = (node, ()) if isinstance(node, Module) else (node[0], node[1:])
+def _forwards(node: Node) -> list[Call]:
+    if isinstance(node, Module):
+        return [(FETCH, node), (RELEASE, node)]
+    container = node[0]
     assert isinstance(container, Module)
-    yield FETCH, container
-    for child in children:
-        yield from _forwards(child)
-    yield RELEASE, container
+    calls: list[Call] = [(FETCH, container)]
+    for child in node[1:]:
+        calls += _forwards(child)
+    calls.append((RELEASE, container))
+    return calls
 
 
-def _backwards(node: Node, *, without_input: bool = False) -> Iterator[Call]:
+def _backwards(node: Node, *, without_input: bool = False) -> list[Call]:
     container, children = (node, ()) if isinstance(node, Module) else (node[0], node[1:])
     assert isinstance(container, Module)
     if without_input and container.frozen and container.reads_input:
-        return
-    yield FETCH, container
+        return []
+    calls: list[Call] = [(FETCH, container)]
     for child in reversed(children):
-        yield from _backwards(child, without_input=without_input)
-    yield RELEASE, container
+        calls += _backwards(child, without_input=without_input)
+    calls.append((RELEASE, container))
+    return calls
 
 
 def _recomputed(layer: Node, back: tuple[Call, ...]) -> tuple[Call, ...]:
@@ -180,23 +235,21 @@ def _recomputed(layer: Node, back: tuple[Call, ...]) -> tuple[Call, ...]:
 
 
 def replay(whole: list[Stretch], limits: Limits) -> Gathered:
-    order = [module for stretch in whole for kind, module in stretch.calls if kind != RELEASE]
-    coordinator = _Coordinator(order, limits)
+    coordinator = _Coordinator(whole, limits)
     most: dict[int, int] = {}
     turns: dict[int, int] = {}
     for stretch in whole:
-        turn, start = stretch.turn
         highest = 0
-        for index, (kind, module) in enumerate(stretch.calls):
+        for kind, module, holder, count, mark in stretch.script.moves:
             if kind == RELEASE:
-                if module.params or coordinator.held:
-                    coordinator.release(module)
+                coordinator.release(module)
                 continue
-            held = coordinator.fetch(module, again=kind == AGAIN)
-            if held > highest and index >= start:
-                highest = held
-            if index == turn:
-                turns[stretch.tag] = held
+            held = coordinator.skip(count) if kind == SKIP else coordinator.fetch(module, holder)
+            if mark:
+                if held > highest:
+                    highest = held
+                if mark == TURN:
+                    turns[stretch.tag] = held
         most[stretch.tag] = max(most.get(stretch.tag, 0), highest)
     n_layers = max((stretch.tag for stretch in whole), default=-1) + 1
     return Gathered(
@@ -211,80 +264,107 @@ def replay(whole: list[Stretch], limits: Limits) -> Gathered:
 class _Batch:
     """Parameters that one prefetch gathered together."""
 
-    __slots__ = ("members", "numel", "unpacked", "waiting")
+    __slots__ = ("numel", "unpacked", "waiting")
 
-    def __init__(self) -> None:
-        self.members: list[int] = []
-        self.numel = self.waiting = 0
+    def __init__(self, numel: int, waiting: int) -> None:
+        self.numel, self.waiting = numel, waiting
         self.unpacked = False
 
 
 class _Coordinator:
     """`PartitionedParameterCoordinator` with a complete trace, reduced to its bookkeeping."""
 
-    def __init__(self, order: list[Module], limits: Limits) -> None:
-        self.limits = limits
-        self.step = 0
-        self.live = 0
-        self.copies = 0
+    __slots__ = (
+        "active",
+        "available",
+        "batches",
+        "copies",
+        "done",
+        "fetched_for",
+        "flat",
+        "held",
+        "live",
+        "max_live",
+        "max_reuse",
+        "next_in_queue",
+        "passed",
+        "prefetch",
+        "queue",
+        "step",
+        "uses",
+    )
+
+    def __init__(self, whole: list[Stretch], limits: Limits) -> None:
+        self.prefetch, self.max_live, self.max_reuse = limits.prefetch, limits.max_live, limits.max_reuse
+        self.flat = limits.flat
+        self.step = self.live = self.copies = self.next_in_queue = self.passed = 0
         self.batches: dict[int, _Batch] = {}
         self.available: set[int] = set()
-        self.active: dict[int, set[Module]] = {}
-        """The modules that are using a parameter right now."""
-        self.latest = EMPTY
-        """The last module that was fetched, recomputation apart."""
         self.held: dict[Module, list[Param]] = {}
         """Frozen parameters that a recomputation fetched: they stay for the module that asked for it, then go."""
-        self.queue = [(param, step) for step, module in enumerate(order) for param in module.params]
-        self.next_in_queue = 0
-        self.fetched_for: dict[int, int] = {}
-        self.traversed = [0]
+        self.queue: list[tuple[int, int, int]] = []
+        """Identity, elements and step of everything that will be fetched."""
         self.uses: dict[int, list[int]] = {}
-        passed = 0
-        for step, module in enumerate(order):
-            for identity, numel in module.params:
-                passed += numel
-                self.uses.setdefault(identity, []).append(step)
-            self.traversed.append(passed)
-        self.use_cursor = dict.fromkeys(self.uses, 0)
+        """For each parameter, how many elements are fetched before each of its uses."""
+        steps = elements = 0
+        for stretch in whole:
+            script = stretch.script
+            for identity, numel, fetches, before in script.needs:
+                self.queue.append((identity, numel, steps + fetches))
+                if identity in self.uses:
+                    self.uses[identity].append(elements + before)
+                else:
+                    self.uses[identity] = [elements + before]
+            steps, elements = steps + script.fetches, elements + script.elements
+        self.done = dict.fromkeys(self.uses, 0)
+        """How many of these uses lie behind."""
+        self.fetched_for = dict.fromkeys(self.uses, -1)
+        """The step for which it was prefetched or fetched last."""
+        self.active: dict[int, set[Module]] = {identity: set() for identity in self.uses}
+        """The modules that are using a parameter right now."""
 
-    def fetch(self, module: Module, *, again: bool) -> int:
+    def skip(self, count: int) -> int:
+        """Modules that own nothing: each lets the prefetcher go on, no more."""
+        queued = len(self.queue)
+        left = count
+        while left and self.live < self.max_live and self.next_in_queue < queued and self.prefetch:
+            self._prefetch()
+            left -= 1
+        self.step += count
+        return self.live + self.copies  # prefetching only adds
+
+    def fetch(self, module: Module, holder: Module | None) -> int:
         """Whole elements and copies of them, the most while this module's parameters arrive."""
-        if not again:
-            self.latest = module
-        if not module.params:
-            queue = self.queue
-            if self.next_in_queue < len(queue):
-                if queue[self.next_in_queue][1] <= self.step:
-                    self._catch_up()
-                if self.live < self.limits.max_live:
-                    self._prefetch()
-            self.step += 1
-            return self.live + self.copies  # prefetching only adds
-        fresh = [numel for identity, numel in module.params if identity not in self.available]
-        together = sum(fresh) if len(fresh) > 1 and self.limits.flat else 0
-        for identity, numel in module.params:
-            users = self.active.setdefault(identity, set())
+        available, params = self.available, module.params
+        fresh = together = 0
+        for identity, numel in params:
+            users = self.active[identity]
             users.add(module)
-            if again and module.frozen:
-                users.add(self.latest)
-                self.held.setdefault(self.latest, []).append((identity, numel))
-            if identity not in self.available:
-                self.available.add(identity)
+            self.done[identity] += 1
+            self.passed += numel
+            if holder is not None:
+                users.add(holder)
+                self.held.setdefault(holder, []).append((identity, numel))
+            if identity not in available:
+                available.add(identity)
                 self.live += numel
-        together = max(together, self._unpack(module))
-        self._catch_up()
-        arriving = self.live + self.copies + together
-        self._prefetch()
-        self.step += 1
-        return max(arriving, self.live + self.copies)
-
-    def _catch_up(self) -> None:
-        """What the queue has for this step or an earlier one needs no prefetch any more."""
-        while self.next_in_queue < len(self.queue) and self.queue[self.next_in_queue][1] <= self.step:
-            (identity, _), step = self.queue[self.next_in_queue]
-            self.fetched_for[identity] = max(step, self.fetched_for.get(identity, -1))
+                fresh += 1
+                together += numel
+        if fresh < 2 or not self.flat:
+            together = 0
+        if self.batches:
+            together = max(together, self._unpack(module))
+        queue = self.queue
+        while self.next_in_queue < len(queue) and queue[self.next_in_queue][2] <= self.step:
+            # what the queue has for this step needs no prefetch any more
+            self.fetched_for[queue[self.next_in_queue][0]] = self.step
             self.next_in_queue += 1
+        arriving = self.live + self.copies + together
+        if self.live < self.max_live and self.next_in_queue < len(queue):
+            self._prefetch()
+        self.step += 1
+        held = self.live + self.copies
+        return held if held > arriving else arriving
 
     def _unpack(self, module: Module) -> int:
         """Parameters that were gathered together are copied out of one buffer when the first of them is used; the
@@ -304,29 +384,30 @@ class _Coordinator:
         return max(most - self.copies, 0) if most > before else 0
 
     def _prefetch(self) -> None:
-        room = min(self.limits.max_live - self.live, self.limits.prefetch)
-        if room <= 0 or self.next_in_queue == len(self.queue):
-            return
-        taken = 0
-        batch = _Batch()
-        while taken < room and self.next_in_queue < len(self.queue):
-            (identity, numel), step = self.queue[self.next_in_queue]
-            self.next_in_queue += 1
-            self.fetched_for[identity] = max(step, self.fetched_for.get(identity, -1))
-            if identity not in self.available:
-                self.available.add(identity)
+        room = min(self.max_live - self.live, self.prefetch)
+        queue, index, available = self.queue, self.next_in_queue, self.available
+        queued, taken = len(queue), 0
+        members: list[int] = []
+        while taken < room and index < queued:
+            identity, numel, step = queue[index]
+            index += 1
+            self.fetched_for[identity] = step  # steps come in order
+            if identity not in available:
+                available.add(identity)
                 taken += numel
-                batch.members.append(identity)
+                members.append(identity)
+        self.next_in_queue = index
         self.live += taken
-        if len(batch.members) > 1 and self.limits.flat:
-            batch.numel, batch.waiting = taken, len(batch.members)
-            self.batches.update(dict.fromkeys(batch.members, batch))
+        if len(members) > 1 and self.flat:
+            self.batches.update(dict.fromkeys(members, _Batch(taken, len(members))))
 
     def release(self, module: Module) -> None:
         held = self.held.pop(module, ()) if self.held else ()
         for identity, numel in module.params:
             self.active[identity].discard(module)
-            if self.fetched_for.get(identity, -1) <= self.step and not self._reused_soon(identity):
+            uses, done = self.uses[identity], self.done[identity]
+            soon = done < len(uses) and uses[done] - self.passed < self.max_reuse
+            if not soon and self.fetched_for[identity] <= self.step:
                 self._free(identity, numel)
         for identity, numel in held:
             self.active[identity].discard(module)
@@ -336,12 +417,3 @@ class _Coordinator:
         if identity in self.available and not self.active[identity]:
             self.available.discard(identity)
             self.live -= numel
-
-    def _reused_soon(self, identity: int) -> bool:
-        uses, cursor = self.uses[identity], self.use_cursor[identity]
-        while cursor < len(uses) and uses[cursor] < self.step:
-            cursor += 1
-        self.use_cursor[identity] = cursor
-        if cursor == len(uses):
-            return False
-        return self.traversed[uses[cursor]] - self.traversed[self.step] < self.limits.max_reuse

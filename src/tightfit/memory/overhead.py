@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tightfit.memory.job import Components, Job
-from tightfit.memory.zero12 import flattens_on_gpu
+from tightfit.memory.job import Components
 from tightfit.types import Phase, PhaseName
 
 CONTEXT_BYTES = int(0.75 * 2**30)
@@ -38,13 +37,13 @@ def usable(memory_bytes: int, extra: Components) -> str:
     )
 
 
-def reasons(job: Job, phases: Mapping[PhaseName, Phase], peak_phase: PhaseName) -> tuple[str, ...]:
+def reasons(
+    phases: Mapping[PhaseName, Phase], peak_phase: PhaseName, engine_says: tuple[str, ...] = ()
+) -> tuple[str, ...]:
     peak = phases[peak_phase]
     largest = sorted(peak.components, key=lambda name: -peak.components[name])[:2]
     said = [f"The peak is in the {peak_phase} phase, mostly {' and '.join(n.replace('_', ' ') for n in largest)}."]
-    if job.levers.engine in ("zero1", "zero2"):
-        where = "on the GPU, next to them" if flattens_on_gpu(job) else "on the host"
-        said.append(f"DeepSpeed {job.levers.deepspeed_version} flattens the weights {where} while it initialises.")
+    said += engine_says
     if phases["init"].total_bytes > peak.total_bytes:
         said.append("Initialisation takes more than training.")
     return tuple(said)

@@ -18,6 +18,7 @@ from tightfit.memory.backward import accumulated, bucketed
 from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
+from tightfit.memory.overhead import CONTEXT_BYTES, beside
 from tightfit.types import PhaseName
 
 
@@ -146,6 +147,8 @@ def _initialise(job: Job, part: Partition) -> Components:
 
 CASTS_ON_HOST_SINCE = (0, 17, 0)
 FLATTENS_ON_GPU_SINCE = (0, 19, 0)
+FLATTENING_SHARE = 0.96
+"""Of the card: up to here the second copy is counted on the GPU."""
 
 
 def version(job: Job) -> tuple[int, ...]:
@@ -153,9 +156,21 @@ def version(job: Job) -> tuple[int, ...]:
 
 
 def flattens_on_gpu(job: Job) -> bool:
-    """Where the card has room for a second copy, recent versions flatten there; otherwise on the host."""
+    """Where the card has room for a second copy, recent versions flatten there; otherwise on the host.
+
+    DeepSpeed looks at what is free before it does so. A copy that would take the card's last few percent therefore
+    breaks nothing, whichever way it goes, and is counted on the host alone: a job must not cease to fit because the
+    card became a little larger.
+    """
     if version(job) < FLATTENS_ON_GPU_SINCE:
         return False
     if job.free_bytes is None:
         return True
-    return job.free_bytes - job.weights.bytes >= job.weights.trainable_numel * job.weights.trainable_width
+    both = job.weights.bytes + job.weights.trainable_numel * job.weights.trainable_width
+    card = job.free_bytes + CONTEXT_BYTES
+    return both + sum(beside(both, job.world).values()) <= FLATTENING_SHARE * card
+
+
+def reasons(job: Job) -> tuple[str, ...]:
+    where = "on the GPU, next to them" if flattens_on_gpu(job) else "on the host"
+    return (f"DeepSpeed {job.levers.deepspeed_version} flattens the weights {where} while it initialises.",)

@@ -84,6 +84,12 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     }
 
 
+def at_the_loss_bytes(job: Job, *, replayed: bool) -> int:
+    """The loss phase alone; without `replayed`, only the parameters that are never released count as whole."""
+    held = combine(_persistent(job), kept(job.acts), logits(job))
+    return sum(held.values()) + (gathered_of(job).loss * job.weights.width if replayed else 0)
+
+
 def _persistent(job: Job) -> Components:
     levers, weights, own = job.levers, job.weights, shards_of(job)
     width = weights.trainable_width
@@ -119,16 +125,20 @@ def _step(job: Job) -> Components:
 def _initialise(job: Job) -> Components:
     levers, weights, own = job.levers, job.weights, shards_of(job)
     width = weights.trainable_width
-    parts = 0 if levers.offload_param != "none" else own.trainable * width + own.frozen * weights.width
-    largest = max(weights.largest_trainable if levers.method == "full" else 0, max(weights.frozen, default=0))
-    # zero.Init builds each parameter whole and cuts it: the parts so far, and the largest one whole
-    building: Components = {"weights": parts, "temporaries": largest * weights.width}
+    full, offloaded = levers.method == "full", levers.offload_param != "none"
+    parts = 0 if offloaded else (own.trainable if full else 0) * width + own.frozen * weights.width
+    largest = max(weights.largest_trainable if full else 0, max(weights.frozen, default=0))
+    # zero.Init builds each parameter whole and cuts it: the parts so far, and the largest one whole. Adapters come
+    # later. A tied head is built and cut like any other, last of all, and only then tied.
+    head = job.shape.vocab_size * job.shape.hidden_size if job.shape.tied else 0
+    untied = 0 if offloaded else share(head, job.world)
+    building: Components = {"weights": parts, "temporaries": (max(largest, head) + untied) * weights.width}
     if weights.quantised_numel:
         # a quantised model is loaded whole on every rank, and only then cut
         building = {"weights": weights.bytes, "temporaries": quantising(job)}
     finished = _persistent(job) | {"temporaries": 0, "optimizer_states": 0, "gathered_weights": 0}
     # every trainable parameter is gathered once more to hang hooks on it
-    returned = share(weights.largest_trainable, job.world) * width if levers.offload_param != "none" else 0
+    returned = share(weights.largest_trainable, job.world) * width if offloaded else 0
     hooks = combine(finished, {"temporaries": weights.largest_trainable * width + returned})
     candidates = [building, hooks]
     if levers.offload_optimizer == "none":

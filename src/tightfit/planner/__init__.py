@@ -14,7 +14,7 @@ from tightfit.job import Job
 from tightfit.planner import costly, reasons
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.search import Found, Question, search
-from tightfit.types import ConfigError, Hardware, ModelShape
+from tightfit.types import ConfigError, Hardware, Lora, ModelShape
 
 __all__ = ["Plan", "Remedy", "Way", "plan", "question_of"]
 
@@ -53,9 +53,17 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware) -> Question:
         hardware=hardware,
         effective_batch=batch,
         margin=job.limits.margin,
+        adapters=_adapters(job),
     )
     _check_batch(question, asked=job.effective_batch is not None)
     return question
+
+
+def _adapters(job: Job) -> Lora:
+    lora = job.lora
+    return Lora(
+        rank=lora.rank, targets=None if isinstance(lora.targets, str) else lora.targets, adapter_dtype=lora.dtype
+    )
 
 
 def _usual_batch(micro_batch: int, accumulation: int, fixed: frozenset[str], world: int) -> int:
@@ -98,7 +106,7 @@ def _answer(
     gpus_needed = None
     if chosen is None:
         remedies = costly.remedies(question)
-        gpus_needed = costly.gpus_needed(question)
+        gpus_needed = costly.gpus_needed(question, batch_asked=job.effective_batch is not None)
     if chosen is not None:
         chosen = replace(
             chosen,

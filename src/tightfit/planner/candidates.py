@@ -1,12 +1,12 @@
 """The ways in which one training can be computed: the free levers, multiplied out.
 
 Nothing here changes what is trained. A lever that the user pinned has one value. The depth of checkpointing
-is left out: it is searched, since time only grows and memory only shrinks with the layers that recompute.
+is left out: `depths.py` searches it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,14 @@ STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
 )
 """Engine, place of the optimizer's states, place of the weights; the simpler ones first."""
 
+IF_PINNED: tuple[tuple[Engine, Offload, Offload], ...] = (
+    ("zero3", "none", "cpu"),
+    ("zero3", "none", "nvme"),
+    ("zero3", "cpu", "nvme"),
+)
+"""What runs as well but is never the better choice: only for those who name a place themselves."""
+_PLACES = (*STRATEGIES, *IF_PINNED)
+
 SMALL_BUCKETS = (200_000_000, 50_000_000)
 """Elements of ZeRO's buckets, beside DeepSpeed's own 500 million."""
 FRUGAL: dict[str, Any] = {
@@ -69,9 +77,10 @@ class Corner:
 def strategies(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Levers]:
     """The base with each engine and place that can run it."""
     ways = []
-    for engine, optimizer, param in STRATEGIES:
+    names = ("engine", "offload_optimizer", "offload_param")
+    places = {"offload_optimizer", "offload_param"} & pinned
+    for engine, optimizer, param in (*STRATEGIES, *(IF_PINNED if places else ())):
         levers = replace(base, engine=engine, offload_optimizer=optimizer, offload_param=param)
-        names = ("engine", "offload_optimizer", "offload_param")
         if any(name in pinned and getattr(levers, name) != getattr(base, name) for name in names):
             continue
         if _runs(levers, hardware):
@@ -127,11 +136,13 @@ def _is_legal(levers: Levers, shape: ModelShape) -> bool:
 
 
 def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
+    """Those that divide a GPU's share of the batch. Fewer GPUs have a larger one, which a pin may not divide."""
+    micros = [micro for micro in range(1, share + 1) if share % micro == 0]
     if "micro_batch" in pinned:
-        return [base.micro_batch]
+        micros = [micro for micro in micros if micro == base.micro_batch]
     if "accumulation" in pinned:
-        return [share // base.accumulation]
-    return [micro for micro in range(1, share + 1) if share % micro == 0]
+        micros = [micro for micro in micros if share // micro == base.accumulation]
+    return micros
 
 
 def _losses(shape: ModelShape, base: Levers, pinned: Pinned) -> tuple[Loss, ...]:
@@ -147,7 +158,7 @@ def attention_choices(
     mixers = [block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)]
     if "attention" in pinned or not mixers:
         return (base.attention,)
-    windowed = any(m.sliding_window is not None and m.sliding_window < base.sequence for m in mixers)
+    windowed = any(m.sliding_window is not None and m.sliding_window <= base.sequence for m in mixers)
     if windowed and base.precision != "fp32" and _has_flash(hardware):
         return ("sdpa", "flash", "eager")
     return ("sdpa", "eager")
@@ -178,12 +189,24 @@ def bucket_choices(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Buc
     return [replace(usual, **size) for size in sizes]
 
 
-def smallest_buckets(base: Levers, pinned: Pinned) -> Buckets:
-    """The ones of `bucket_choices` that hold least."""
-    if "buckets" in pinned or base.engine in ("zero0", "fsdp2"):
-        return base.buckets
-    small: dict[str, Any] = {"reduce_bucket": SMALL_BUCKETS[-1], "allgather_bucket": SMALL_BUCKETS[-1]}
-    return replace(base.buckets, **small, **(FRUGAL if base.engine == "zero3" else {}))
+def frugal(every: Iterable[Corner]) -> list[Corner]:
+    """The corners of one strategy that can hold least; the likeliest first.
+
+    One sequence at a time holds least where gradients of earlier ones wait anyway; all at once, where they need not.
+    """
+    all_corners = list(every)
+    micros = [corner.levers.micro_batch for corner in all_corners]
+    buffers = [_buffers(corner.levers.buckets) for corner in all_corners]
+    kept = [
+        corner
+        for corner, held in zip(all_corners, buffers, strict=True)
+        if corner.levers.micro_batch in (min(micros), max(micros)) and held == min(buffers)
+    ]
+    return sorted(kept, key=lambda corner: (corner.levers.micro_batch, corner.levers.loss != "fused"))
+
+
+def _buffers(buckets: Buckets) -> tuple[int, int]:
+    return int(buckets.overlap_comm or False), buckets.reduce_bucket
 
 
 def complexity(levers: Levers, world: int) -> tuple[int, ...]:
@@ -191,14 +214,17 @@ def complexity(levers: Levers, world: int) -> tuple[int, ...]:
     place = (levers.engine, levers.offload_optimizer, levers.offload_param)
     depth = levers.checkpointing
     return (
-        STRATEGIES.index(place) if place in STRATEGIES else len(STRATEGIES),
+        _PLACES.index(place) if place in _PLACES else len(_PLACES),
         int(levers.buckets != Buckets()),
         int(levers.loss != "plain"),
         ("sdpa", "flash", "eager").index(levers.attention),
         ("tightfit", "official", "torch").index(levers.scan),
         int(depth.offload),
-        0 if depth.layers in (0, None) else 1,
+        {0: 0, None: 1}.get(depth.layers, 2),
         levers.accumulation,
         -levers.buckets.reduce_bucket,
+        -levers.buckets.max_live_parameters,
+        int(levers.buckets.overlap_comm or False),
+        depth.layers or 0,
         world,
     )

@@ -1,62 +1,35 @@
 """When nothing free fits: what a change of the training itself would bring, the cheapest first.
 
 The order is that of `job.Allowance`. Each change has several sizes (half the rank, a quarter …); the smallest
-that fits is the one that is named. Whether anything fits at all is asked first of the corner of each
-strategy that holds least, which takes a thousandth of a search.
+that fits is the one that is named. Whether anything fits at all is asked first, of the candidates that can hold
+least: that takes a fraction of a search.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import combinations
 from typing import get_args
 
 from tightfit.inputs.models import load_model
 from tightfit.inputs.presets import PRESETS
 from tightfit.job import Allowance
-from tightfit.memory import estimate
-from tightfit.planner.candidates import attention_choices, smallest_buckets, strategies
 from tightfit.planner.plan import Remedy
-from tightfit.planner.search import FULL, OFFLOADED, Question, excess_bytes, search
-from tightfit.types import Hardware, Levers, Lora, ModelShape, UserError
+from tightfit.planner.search import Question, fits_at_all, search, something_fits
+from tightfit.types import Hardware, ModelShape
 
 ORDER: tuple[Allowance, ...] = get_args(Allowance)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHORTEST = 128
 LEAST_RANK = 1
 MOST_GPUS = 1024
+FULL_NODE = 8
+"""GPUs that one machine takes."""
 
 Change = tuple[Question, str]
 """The question with the change made, and what it changes in the result."""
-
-
-def least_excess_bytes(question: Question) -> int:
-    """How far the most frugal candidate is from fitting; 0: something fits."""
-    return min((excess for excess, _ in _frugal(question)), default=2**62)
-
-
-def _frugal(question: Question) -> Iterator[tuple[int, Levers]]:
-    """For every strategy the candidates that hold least: one sequence at a time, everything recomputed."""
-    share = question.effective_batch // question.hardware.world
-    for base in strategies(question.base, question.pinned, question.hardware):
-        changes: dict[str, object] = {}
-        if not {"micro_batch", "accumulation"} & question.pinned:
-            changes |= {"micro_batch": 1, "accumulation": share}
-        elif "micro_batch" in question.pinned:
-            changes |= {"accumulation": max(1, share // base.micro_batch)}
-        else:
-            changes |= {"micro_batch": max(1, share // base.accumulation)}
-        if "loss" not in question.pinned and not question.shape.final_softcap:
-            changes["loss"] = "fused"
-        if "scan" not in question.pinned:
-            changes["scan"] = "tightfit"
-        changes["buckets"] = smallest_buckets(base, question.pinned)
-        depths = (base.checkpointing,) if "checkpointing" in question.pinned else (FULL, OFFLOADED)
-        for kernel in attention_choices(question.shape, base, question.pinned, question.hardware):
-            for depth in depths:
-                levers = replace(base, **changes, attention=kernel, checkpointing=depth)  # type: ignore[arg-type]
-                footprint = estimate(question.shape, levers, question.hardware.world, question.hardware)
-                yield excess_bytes(question, footprint), levers
 
 
 def remedies(question: Question) -> tuple[Remedy, ...]:
@@ -64,31 +37,53 @@ def remedies(question: Question) -> tuple[Remedy, ...]:
     found = [remedy for name in ORDER if (remedy := _smallest(question, name)) is not None]
     if found:
         return tuple(found)
-    changed = allowed(question, ORDER)
-    return (changed[-1],) if changed else ()
+    for group in _groups(ORDER, 2):
+        if made := _together(question, group):
+            first, *others = made
+            also = "".join(f", together with --allow {other.allowance}: {other.cost}" for other in others)
+            return (replace(first, cost=first.cost + also),)
+    return ()
 
 
 def allowed(question: Question, names: Sequence[Allowance]) -> tuple[Remedy, ...]:
-    """The cheapest allowed change that fits; or several together, each at its strongest but the last."""
-    ordered = [name for name in ORDER if name in names]
-    for name in ordered:
-        if (remedy := _smallest(question, name)) is not None:
-            return (remedy,)
+    """The cheapest allowed change that fits; or as few together as it takes, each at its strongest but the last."""
+    for size in range(1, len(set(names)) + 1):
+        for group in _groups(names, size):
+            if made := _together(question, group):
+                return made
+    return ()
+
+
+def _groups(names: Sequence[Allowance], size: int) -> list[tuple[Allowance, ...]]:
+    """So many of the changes; those first whose dearest is cheapest, each in the order in which they are made.
+
+    Adapters come first: rank, targets and 4-bit weights mean nothing without them.
+    """
+    groups = combinations([name for name in ORDER if name in names], size)
+    cheapest = sorted(groups, key=lambda group: [ORDER.index(name) for name in reversed(group)])
+    return [tuple(sorted(group, key=lambda name: name != "lora")) for group in cheapest]
+
+
+def _together(question: Question, group: tuple[Allowance, ...]) -> tuple[Remedy, ...]:
+    *others, last = group
     made: list[tuple[Allowance, str]] = []
     now = question
-    for name in ordered:
-        if made and (remedy := _smallest(now, name)) is not None:
-            return (*(Remedy(allowance=each, cost=cost, way=remedy.way) for each, cost in made), remedy)
-        for changed, cost in list(CHANGES[name](now))[-1:]:
-            made.append((name, cost))
-            now = changed
-    return ()
+    for name in others:
+        strongest = list(CHANGES[name](now))[-1:]
+        if not strongest:
+            return ()
+        now, cost = strongest[0]
+        made.append((name, cost))
+    remedy = _smallest(now, last)
+    if remedy is None:
+        return ()
+    return (*(Remedy(allowance=name, cost=cost, way=remedy.way) for name, cost in made), remedy)
 
 
 def _smallest(question: Question, name: Allowance) -> Remedy | None:
     """The mildest size of this change with which something fits, with the fastest way that it opens."""
     for changed, cost in CHANGES[name](question):
-        if least_excess_bytes(changed) == 0:
+        if something_fits(changed):
             best = search(changed).best
             if best is not None:
                 return Remedy(allowance=name, cost=cost, way=best)
@@ -143,16 +138,21 @@ def _shorter(question: Question) -> Iterator[Change]:
         )
 
 
-def shorter_sequences(question: Question) -> list[int]:
-    """The longest shorter sequence that fits, found by bisection in steps of 128; empty: none does."""
-    low, high = 0, (question.base.sequence - 1) // SHORTEST
+@lru_cache(maxsize=64)
+def shorter_sequences(question: Question) -> tuple[int, ...]:
+    """The longest shorter sequence that fits, in steps of 128; where none does, the shortest."""
+    low, high = 1, (question.base.sequence - 1) // SHORTEST
+    if high < 1:
+        return ()
+    if not something_fits(_with(question, sequence=SHORTEST)):
+        return (SHORTEST,)
     while low < high:
         middle = (low + high + 1) // 2
-        if least_excess_bytes(_with(question, sequence=middle * SHORTEST)) == 0:
+        if something_fits(_with(question, sequence=middle * SHORTEST)):
             low = middle
         else:
             high = middle - 1
-    return [low * SHORTEST] if low else []
+    return (low * SHORTEST,)
 
 
 def _quantised(question: Question) -> Iterator[Change]:
@@ -162,7 +162,7 @@ def _quantised(question: Question) -> Iterator[Change]:
 
 def _adapters(question: Question) -> Iterator[Change]:
     if question.base.method == "full" and question.base.frozen_layers == 0:
-        lora = Lora()
+        lora = question.adapters
         yield _with(question, method="lora", lora=lora), f"trains adapters of rank {lora.rank} instead of every weight"
 
 
@@ -200,36 +200,35 @@ CHANGES: dict[Allowance, Callable[[Question], Iterator[Change]]] = {
 # --- more GPUs ------------------------------------------------------------------------------------
 
 
-def gpus_needed(question: Question) -> int | None:
-    """The smallest number of these GPUs that would do; None: no number would, up to a thousand."""
-    low, high = question.hardware.world, question.hardware.world
-    while high < MOST_GPUS:
-        high *= 2
-        if _would_do(question, high):
-            break
-        low = high
-    else:
-        return None
+def gpus_needed(question: Question, *, batch_asked: bool) -> int | None:
+    """The smallest number of these GPUs that would do; None: no number would, up to a thousand.
+
+    An effective batch that was asked for stays, so the GPUs must share it evenly; the usual one grows with them.
+    """
+    share = question.effective_batch // question.hardware.world
+    larger = [
+        replace(
+            question, hardware=more, effective_batch=question.effective_batch if batch_asked else share * more.world
+        )
+        for more in _more_machines(question.hardware)
+        if not batch_asked or question.effective_batch % more.world == 0
+    ]
+    low, high = -1, 0
+    while high < len(larger) and not fits_at_all(larger[high]):
+        low, high = high, 2 * high + 1
+    if high >= len(larger):
+        high = len(larger) - 1
+        if high <= low or not fits_at_all(larger[high]):
+            return None
     while low + 1 < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _would_do(question, middle) else (middle, high)
-    return high
+        low, high = (low, middle) if fits_at_all(larger[middle]) else (middle, high)
+    return larger[high].hardware.world
 
 
-def _would_do(question: Question, world: int) -> bool:
-    """The batch grows with the GPUs where it would not reach every one of them."""
-    hardware = _machines(question.hardware, world)
-    batch = -(-question.effective_batch // hardware.world) * hardware.world
-    try:
-        return least_excess_bytes(replace(question, hardware=hardware, effective_batch=batch)) == 0
-    except UserError:
-        return False
-
-
-def _machines(hardware: Hardware, world: int) -> Hardware:
-    """More of the same: in the same machine up to eight, then in more machines like it."""
-    room = max(8, hardware.gpus_per_node)
-    if hardware.nodes == 1 and world <= room:
-        return replace(hardware, gpus_per_node=world)
-    per_node = hardware.gpus_per_node if hardware.nodes > 1 else room
-    return replace(hardware, nodes=-(-world // per_node), gpus_per_node=per_node)
+def _more_machines(hardware: Hardware) -> list[Hardware]:
+    """More of the same: in the same machine up to eight, then in more machines, all of them full."""
+    room = max(FULL_NODE, hardware.gpus_per_node) if hardware.nodes == 1 else hardware.gpus_per_node
+    inside = [replace(hardware, gpus_per_node=gpus) for gpus in range(hardware.gpus_per_node + 1, room + 1)]
+    nodes = range(hardware.nodes + 1, MOST_GPUS // room + 1)
+    return [*inside, *(replace(hardware, nodes=count, gpus_per_node=room) for count in nodes)]

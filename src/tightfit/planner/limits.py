@@ -14,8 +14,8 @@ from tightfit.inputs.models import load_model
 from tightfit.inputs.presets import PRESETS
 from tightfit.job import Job
 from tightfit.planner import plan, question_of
-from tightfit.planner.costly import least_excess_bytes
 from tightfit.planner.plan import Plan
+from tightfit.planner.search import something_fits
 from tightfit.types import ConfigError, Hardware, ModelShape, UserError
 
 Wanted = Literal["seq", "micro-batch", "model"]
@@ -94,7 +94,7 @@ def largest_model(job: Job, hardware: Hardware, names: Iterable[str] = tuple(PRE
 
 
 def _fits(job: Job, shape: ModelShape, hardware: Hardware) -> bool:
-    return least_excess_bytes(question_of(job, shape, hardware)) == 0
+    return something_fits(question_of(job, shape, hardware))
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

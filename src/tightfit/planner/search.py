@@ -1,9 +1,8 @@
 """The search: price what can be run, keep the fastest that fits.
 
 Time is cheap to predict and memory is not, so every candidate is timed, and memory is predicted only for those
-that can still win. With more recomputing layers a step only takes longer and the GPU only holds less: the
-smallest number of them that fits is found by bisection. The answer is that of trying everything, which a test
-compares.
+that can still win. `depths.py` finds how many layers must recompute. The answer is that of trying everything,
+which a test compares.
 
 Fewer GPUs than there are is a way as well: where the links are slow or the host's RAM is short, it can be the
 faster one, or the only one. That is also what makes the answer monotone: a machine with more GPUs can do
@@ -12,21 +11,25 @@ whatever a smaller one can.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
-from tightfit.memory import estimate
+from tightfit.memory import estimate, floor_bytes
+from tightfit.memory.overhead import beside
 from tightfit.pace import pace, step_times
-from tightfit.planner.candidates import Corner, Pinned, complexity, corners, strategies
+from tightfit.planner.candidates import Corner, Pinned, complexity, corners, frugal, strategies
+from tightfit.planner.depths import in_a_valley, past_a_floor, tried_depths
 from tightfit.planner.plan import Way
-from tightfit.types import Checkpointing, Footprint, Hardware, Levers, ModelShape
+from tightfit.types import Cause, Checkpointing, Footprint, Hardware, Levers, Lora, ModelShape
 
 FULL = Checkpointing(layers=None)
 OFFLOADED = Checkpointing(layers=None, offload=True)
-MOST_DEPTHS = 32
-ROUNDING = 1 + 1e-9
-"""The same sum in another order."""
+TIE_S = 2e-9
+"""Two times that may round to the same, whatever the order in which they were summed up."""
+FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,8 @@ class Question:
     hardware: Hardware
     effective_batch: int
     margin: float
+    adapters: Lora = field(default_factory=Lora)
+    """What LoRA would be, should full training be allowed to become that."""
 
     @property
     def gpu_limit_bytes(self) -> int:
@@ -75,10 +80,39 @@ def rank(way: Way) -> tuple[float, tuple[int, ...]]:
 
 def excess_bytes(question: Question, footprint: Footprint) -> int:
     """How far a footprint is from fitting: the sum of what is missing on the GPU, in RAM and on NVMe; 0: it fits."""
-    hardware = question.hardware
     gpu = max(0, _needed(question, footprint) - question.gpu_limit_bytes)
-    host = _over(footprint.host.peak_bytes_per_node, hardware.host_ram_bytes)
-    return gpu + host + _over(footprint.host.nvme_bytes_per_node, hardware.nvme_bytes)
+    return gpu + _host_excess_bytes(question, footprint)
+
+
+def excess_share(question: Question, footprint: Footprint) -> float:
+    """The same as a share of what there is, of that which is shortest: a GiB of the GPU is not one of the host."""
+    hardware, host = question.hardware, footprint.host
+    missing = (
+        (_needed(question, footprint), question.gpu_limit_bytes),
+        (host.peak_bytes_per_node, hardware.host_ram_bytes),
+        (host.nvme_bytes_per_node, hardware.nvme_bytes),
+    )
+    return max(_over(need, have) / max(have or 1, 1) for need, have in missing)
+
+
+def _host_excess_bytes(question: Question, footprint: Footprint) -> int:
+    hardware, host = question.hardware, footprint.host
+    return _over(host.peak_bytes_per_node, hardware.host_ram_bytes) + _over(
+        host.nvme_bytes_per_node, hardware.nvme_bytes
+    )
+
+
+def _is_hopeless(question: Question, footprint: Footprint) -> bool:
+    """Too much on the host, while the model is built, or at the optimizer's step: no depth of checkpointing changes
+    these, except that offloading adds to the host."""
+    hardware, gpu = question.hardware, footprint.gpu
+    if _host_excess_bytes(question, footprint) or _required(gpu.init_peak_bytes, question) > hardware.gpu.memory_bytes:
+        return True
+    return _required(gpu.phases["step"].total_bytes, question) > question.gpu_limit_bytes
+
+
+def _required(held: int, question: Question) -> int:
+    return held + sum(beside(held, question.hardware.world).values())
 
 
 def _over(need: int, have: int | None) -> int:
@@ -90,7 +124,7 @@ def _needed(question: Question, footprint: Footprint) -> int:
     gpu = footprint.gpu
     if gpu.init_peak_bytes <= gpu.peak_bytes or gpu.required_bytes > question.hardware.gpu.memory_bytes:
         return gpu.required_bytes
-    return gpu.required_bytes - (gpu.init_peak_bytes - gpu.peak_bytes)
+    return _required(gpu.peak_bytes, question)
 
 
 def search(question: Question) -> Found:
@@ -99,13 +133,34 @@ def search(question: Question) -> Found:
     _search_world(question, found)
     best = found.best
     for fewer in _smaller(question):
-        if best is None or _fastest_thinkable(fewer) < best.pace.step_s:
-            attempt = Found(timed=found.timed, weighed=found.weighed)
-            _search_world(fewer, attempt)
-            if attempt.best is not None and (best is None or rank(attempt.best) < rank(best)):
-                best = attempt.best
-                found.ways.append(best)
+        most_s = inf if best is None else best.pace.step_s
+        if not fits_at_all(fewer) if best is None else _least_thinkable_s(fewer) > most_s + TIE_S:
+            continue
+        attempt = Found(timed=found.timed, weighed=found.weighed)
+        _search_world(fewer, attempt, most_s)
+        if attempt.best is not None and (best is None or rank(attempt.best) < rank(best)):
+            best = attempt.best
+            found.ways.append(best)
     return found
+
+
+def something_fits(question: Question) -> bool:
+    """Whether `search` would find anything; asked only of the candidates that can hold least."""
+    return any(fits_at_all(each) for each in (question, *_smaller(question)))
+
+
+def fits_at_all(question: Question) -> bool:
+    """The same for all GPUs and no fewer."""
+    return any(_can_fit(_frugal_ladders(question, _corners(question, levers))) for levers in _strategies(question))
+
+
+def _frugal_ladders(question: Question, every: Iterable[Corner]) -> list[_Ladder]:
+    return [_Ladder(question, corner, Found()) for corner in frugal(every)]
+
+
+def _can_fit(ladders: list[_Ladder]) -> bool:
+    """The deepest first: most often that is the answer."""
+    return any(not ladder.deepest.excess for ladder in ladders) or any(ladder.first_fit() for ladder in ladders)
 
 
 def _smaller(question: Question) -> Iterator[Question]:
@@ -119,17 +174,17 @@ def _smaller(question: Question) -> Iterator[Question]:
             yield replace(question, hardware=fewer)
 
 
-def _fastest_thinkable(question: Question) -> float:
-    """A bound: every corner with nothing recomputed, whether it fits or not."""
-    return min(
-        (
-            _times(question, corner)[0]
-            for levers in _strategies(question)
-            for corner in _corners(question, levers)
-            if corner.levers.attention != "eager" and corner.levers.scan != "torch"
-        ),
-        default=float("inf"),
-    )
+def _least_thinkable_s(question: Question) -> float:
+    """A bound: the GPU's own work on its share of the batch, with nothing recomputed and nobody to wait for."""
+    alone = replace(question.hardware, nodes=1, gpus_per_node=1)
+    levers = replace(question.base, engine="zero0", offload_optimizer="none", offload_param="none")
+    own: tuple[Cause, ...] = ("arithmetic", "memory traffic", "dequantisation")
+    least = inf
+    for corner in _corners(question, levers):
+        depth = Checkpointing(layers=0)
+        causes = pace(question.shape, replace(corner.levers, checkpointing=depth), alone).causes
+        least = min(least, sum(causes.get(cause, 0.0) for cause in own))
+    return least
 
 
 def _strategies(question: Question) -> list[Levers]:
@@ -140,50 +195,42 @@ def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
     return corners(question.shape, levers, question.pinned, question.hardware, question.effective_batch)
 
 
-def _search_world(question: Question, found: Found) -> None:
+def _search_world(question: Question, found: Found, most_s: float = inf) -> None:
+    """`most_s`: slower ways than that are of no interest."""
     for levers in _strategies(question):
-        way = _best_of_strategy(question, levers, found)
+        way = _best_of_strategy(question, levers, found, most_s)
         if way is not None:
             found.ways.append(way)
 
 
-def _best_of_strategy(question: Question, levers: Levers, found: Found) -> Way | None:
+def _best_of_strategy(question: Question, levers: Levers, found: Found, most_s: float) -> Way | None:
     """The fastest that fits, or the one nearest to fitting.
 
-    The corners are taken in the order of what they would take if nothing recomputed, and no corner is weighed
-    that even so is slower than what was found.
+    The corners are taken in the order of what they would take if nothing recomputed, and nothing is weighed that
+    even so is slower than what was found.
     """
-    race: list[tuple[float, int, Corner]] = []
+    race: list[tuple[float, int, Corner, list[float]]] = []
     for corner in _corners(question, levers):
         times = _times(question, corner)
         found.timed.update(times)
-        race.append((times[0], len(race), corner))
+        race.append((times[0], len(race), corner, times))
+    ladders = _frugal_ladders(question, [corner for _, _, corner, _ in race])
+    if not _can_fit(ladders):
+        found.weighed.update(key for ladder in ladders for key in ladder.found.weighed)
+        nearest = min(
+            (ladder.nearest() for ladder in ladders), key=lambda each: _distance(question, each), default=None
+        )
+        return _way(question, nearest, fits=False) if nearest else None
     best: Way | None = None
-    nearest: Weighed | None = None
-    for bound, _, corner in sorted(race):
-        if best is not None and bound > best.pace.step_s * ROUNDING:
+    for bound, _, corner, times in sorted(race):
+        if bound > most_s + TIE_S:
             break
-        least, fits = _shallowest(question, corner, found)
-        if fits:
-            way = _way(question, least, fits=True)
+        fitting = _Ladder(question, corner, found).first_fit(bisect_right(times, most_s + TIE_S))
+        if fitting is not None:
+            way = _way(question, fitting, fits=True)
             best = way if best is None or rank(way) < rank(best) else best
-        elif nearest is None or least.excess < nearest.excess:
-            nearest = least
-    if best is not None:
-        return best
-    return _way(question, nearest, fits=False) if nearest else None
-
-
-def tried_depths(n_layers: int) -> tuple[int, ...]:
-    """Numbers of recomputing layers, from none to all: every one, or in a deep model every second or third."""
-    step = -(-n_layers // MOST_DEPTHS)
-    return (*range(0, n_layers, step), n_layers)
-
-
-class Weighed(NamedTuple):
-    excess: int
-    levers: Levers
-    footprint: Footprint
+            most_s = min(most_s, best.pace.step_s)
+    return best
 
 
 def _times(question: Question, corner: Corner) -> list[float]:
@@ -206,29 +253,85 @@ def _way(question: Question, weighed: Weighed, *, fits: bool) -> Way:
     )
 
 
-def _weigh(question: Question, levers: Levers, found: Found) -> Weighed:
-    footprint = estimate(question.shape, levers, question.hardware.world, question.hardware)
-    found.weighed.add((footprint.gpu.required_bytes, footprint.host.peak_bytes_per_node))
-    return Weighed(excess_bytes(question, footprint), levers, footprint)
+class Weighed(NamedTuple):
+    excess: int
+    levers: Levers
+    footprint: Footprint
 
 
-def _shallowest(question: Question, corner: Corner, found: Found) -> tuple[Weighed, bool]:
-    """The smallest number of recomputing layers that fits; or what is nearest to it, and False."""
-    if not corner.searched:
-        only = _weigh(question, corner.levers, found)
-        return only, only.excess == 0
-    best = _weigh(question, replace(corner.levers, checkpointing=FULL), found)
-    if best.excess:
-        offloaded = _weigh(question, replace(corner.levers, checkpointing=OFFLOADED), found)
-        return min(best, offloaded, key=lambda weighed: weighed.excess), offloaded.excess == 0
-    depths = tried_depths(question.shape.n_layers)
-    low, high = 0, len(depths) - 1  # the last, all layers, was weighed just now
-    while low < high:
-        middle = (low + high) // 2
-        depth = Checkpointing(layers=depths[middle])
-        weighed = _weigh(question, replace(corner.levers, checkpointing=depth), found)
-        if weighed.excess:
-            low = middle + 1
+def _distance(question: Question, weighed: Weighed) -> tuple[float, tuple[int, ...]]:
+    return excess_share(question, weighed.footprint), complexity(weighed.levers, 1)
+
+
+class _Ladder:
+    """One corner at every depth of checkpointing, each weighed at most once."""
+
+    def __init__(self, question: Question, corner: Corner, found: Found) -> None:
+        self.question, self.corner, self.found = question, corner, found
+        self.depths = tried_depths(question.shape.n_layers) if corner.searched else (0,)
+        self.weighed: dict[Checkpointing, Weighed] = {}
+
+    def first_fit(self, most: int | None = None) -> Weighed | None:
+        """The fewest recomputing layers that fit, of the first `most` depths; then, after all of them, offloading."""
+        count = len(self.depths) if most is None else most
+        if count == 0:
+            return None
+        shallowest = self._at(0)
+        if _is_hopeless(self.question, shallowest.footprint):
+            return None
+        if self.corner.levers.engine == "zero3":
+            index = past_a_floor(self._excess, count - 1, self._floor, self._replayed_floor)
         else:
-            high, best = middle, weighed
-    return best, True
+            index = in_a_valley(self._excess, count - 1, self._layer_input_bytes)
+        if index is not None:
+            return self._at(index)
+        if self.corner.searched and count == len(self.depths):
+            offloaded = self._weigh(OFFLOADED)
+            return offloaded if offloaded.excess == 0 else None
+        return None
+
+    @property
+    def deepest(self) -> Weighed:
+        return self._at(len(self.depths) - 1)
+
+    def nearest(self) -> Weighed:
+        """What comes nearest to fitting of all that was weighed, and of the two that hold least in any case."""
+        if self.corner.searched:
+            self._weigh(OFFLOADED)
+        weighed = (self.deepest, *self.weighed.values())
+        return min(weighed, key=lambda each: _distance(self.question, each))
+
+    def _at(self, index: int) -> Weighed:
+        if not self.corner.searched:
+            return self._weigh(self.corner.levers.checkpointing)
+        return self._weigh(self._depth(index))
+
+    def _depth(self, index: int) -> Checkpointing:
+        return FULL if index == len(self.depths) - 1 else Checkpointing(layers=self.depths[index])
+
+    def _excess(self, index: int) -> int:
+        return self._at(index).excess
+
+    def _weigh(self, depth: Checkpointing) -> Weighed:
+        if depth not in self.weighed:
+            question = self.question
+            levers = replace(self.corner.levers, checkpointing=depth)
+            footprint = estimate(question.shape, levers, question.hardware.world, question.hardware)
+            self.found.weighed.add((footprint.gpu.required_bytes, footprint.host.peak_bytes_per_node))
+            self.weighed[depth] = Weighed(excess_bytes(question, footprint), levers, footprint)
+        return self.weighed[depth]
+
+    def _floor(self, index: int, *, replayed: bool = False) -> int:
+        question = self.question
+        levers = replace(self.corner.levers, checkpointing=self._depth(index))
+        least = floor_bytes(question.shape, levers, question.hardware, replayed=replayed)
+        return max(0, least - question.gpu_limit_bytes)
+
+    def _replayed_floor(self, index: int) -> int:
+        return self._floor(index, replayed=True)
+
+    @property
+    def _layer_input_bytes(self) -> int:
+        """Generously: in fp32, with what comes out of the layer, twice over."""
+        levers = self.corner.levers
+        return 4 * levers.micro_batch * levers.sequence * self.question.shape.hidden_size * FP32

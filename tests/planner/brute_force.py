@@ -1,0 +1,56 @@
+"""The slow twin of the search: every candidate priced in full, on every number of GPUs, and the best of them taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tightfit.memory import estimate
+from tightfit.pace import pace
+from tightfit.planner.candidates import complexity, corners, strategies
+from tightfit.planner.depths import tried_depths
+from tightfit.planner.search import FULL, OFFLOADED, Question, excess_bytes
+from tightfit.types import Checkpointing, Hardware, Levers
+
+Chosen = tuple[tuple[float, tuple[int, ...]], Levers, int]
+"""Rank, levers and number of GPUs."""
+
+
+def best(question: Question) -> Chosen | None:
+    """What `search(question).best` must be."""
+    found: Chosen | None = None
+    for asked, levers in candidates(question):
+        hardware = asked.hardware
+        footprint = estimate(asked.shape, levers, hardware.world, hardware)
+        if excess_bytes(asked, footprint):
+            continue
+        step_s = pace(asked.shape, levers, hardware).step_s
+        rank = (round(step_s, 9), complexity(levers, hardware.world))
+        if found is None or rank < found[0]:
+            found = (rank, levers, hardware.world)
+    return found
+
+
+def candidates(question: Question) -> Iterator[tuple[Question, Levers]]:
+    for hardware in parts(question.hardware):
+        if question.effective_batch % hardware.world:
+            continue
+        asked = replace(question, hardware=hardware)
+        for base in strategies(asked.base, asked.pinned, hardware):
+            for corner in corners(asked.shape, base, asked.pinned, hardware, asked.effective_batch):
+                depths = [corner.levers.checkpointing]
+                if corner.searched:
+                    some = tried_depths(asked.shape.n_layers)[:-1]
+                    depths = [*(Checkpointing(layers=count) for count in some), FULL, OFFLOADED]
+                for depth in depths:
+                    yield asked, replace(corner.levers, checkpointing=depth)
+
+
+def parts(hardware: Hardware) -> Iterator[Hardware]:
+    """All of it; fewer whole nodes; fewer GPUs of one node."""
+    yield hardware
+    for nodes in range(hardware.nodes - 1, 1, -1):
+        yield replace(hardware, nodes=nodes)
+    most = hardware.gpus_per_node - (hardware.nodes == 1)
+    for gpus in range(most, 0, -1):
+        yield replace(hardware, nodes=1, gpus_per_node=gpus)

@@ -1,0 +1,39 @@
+"""Thousands of candidates, without torch, in the time of a breath. `benchmarks/speed.py` has the seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "deepspeed", "transformers", "peft", "accelerate", "numpy")
+TYPICAL = [
+    ("qwen2.5-7b", "full", "8xRTX4090"),
+    ("llama-3.1-8b", "lora", "1xRTX4090"),
+    ("7b_mamba", "full", "6x32GB"),
+    ("qwen2.5-32b", "lora", "8xK100-64GB"),
+]
+PLAN = """
+import json, sys
+import tightfit
+from tightfit.job import Job, Machine
+model, method, gpus = sys.argv[1:]
+answer = tightfit.plan(Job(model=model, method=method, hardware=Machine(gpus=gpus, host_ram="512GB")))
+print(json.dumps([answer.considered, answer.search_s, answer.fits, sorted(sys.modules)]))
+"""
+MOST_S = 4.0
+"""On any machine, however busy: a search that became several times slower is seen, a slow afternoon is not."""
+
+
+@pytest.mark.parametrize(("model", "method", "gpus"), TYPICAL)
+def test_a_typical_job_has_thousands_of_candidates(model: str, method: str, gpus: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN, model, method, gpus], capture_output=True, text=True, check=True, timeout=60
+    )
+    considered, search_s, fits, modules = json.loads(done.stdout)
+    assert fits
+    assert considered >= 2000
+    assert search_s < MOST_S
+    assert not [name for name in modules if name.split(".")[0] in HEAVY]

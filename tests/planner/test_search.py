@@ -1,0 +1,265 @@
+"""The choice is the best there is under its own prices, whatever the order in which candidates come.
+
+`brute_force.py` prices every candidate; here its answer and the search's are compared, rank, levers and all, on
+machines whose cards are cut to sizes at which something just fits or just does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import brute_force
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from small_questions import GIB, ask, built, card, corners_of_any_job, machine, properties, questions, seeded
+
+from tightfit.memory import estimate, floor_bytes
+from tightfit.pace import pace, step_times
+from tightfit.planner import candidates
+from tightfit.planner.depths import in_a_valley, past_a_floor, tried_depths
+from tightfit.planner.search import FULL, OFFLOADED, Question, rank, something_fits
+from tightfit.types import Checkpointing, ModelShape
+
+search = import_module("tightfit.planner.search")  # the package has a function of this name
+
+
+def chosen(question: Question) -> brute_force.Chosen | None:
+    best = search.search(question).best
+    return None if best is None else (rank(best), best.levers, best.world)
+
+
+def sizes(question: Question, count: int, seed: int) -> list[int]:
+    """Sizes of cards at which one of the candidates has exactly room, or a byte too little."""
+    needs = set()
+    for asked, levers in seeded(seed).sample(list(brute_force.candidates(question)), 40):
+        needs.add(estimate(asked.shape, levers, asked.hardware.world, asked.hardware).gpu.required_bytes)
+    least = sorted(needs)[: 2 * count]
+    picked = seeded(seed).sample(least, min(count, len(least)))
+    return [int(need / (1 - question.margin)) + 1 - index % 2 for index, need in enumerate(picked)]
+
+
+QUESTIONS: dict[str, Callable[[], Question]] = {
+    "llama, two GPUs": lambda: ask(built("llama", 4, 512, 5000, True), machine("2x24GB"), levers={"attention": "sdpa"}),
+    "mamba, one GPU": lambda: ask(
+        built("mamba", 3, 512, 5000, True), machine("1x24GB", "16GB"), levers={"attention": "sdpa"}
+    ),
+    "adapters, three GPUs": lambda: ask(
+        built("llama", 3, 1024, 5000, False), machine("3x24GB", "16GB"), method="lora", levers={"attention": "sdpa"}
+    ),
+    "windows, short sequences": lambda: ask(
+        built("gemma3_text", 7, 256, 5000, True), machine("2x24GB"), sequence=64, levers={"loss": "plain"}
+    ),
+    "zero3 alone, 4-bit": lambda: ask(
+        built("gpt_neox", 6, 1024, 128, False), machine("4x24GB"), method="qlora", levers={"engine": "zero3"}
+    ),
+    "the host is small": lambda: ask(
+        built("llama", 3, 2048, 5000, True), machine("4x24GB", "8GB"), levers={"attention": "sdpa", "loss": "fused"}
+    ),
+    "pinned depth": lambda: ask(
+        built("mamba2", 3, 512, 5000, True), machine("2x24GB"), levers={"checkpointing": "layers:1"}
+    ),
+    "NVMe and two nodes": lambda: ask(
+        built("llama", 2, 1024, 128, False), machine("2x2x24GB", "9GB", "1GB"), levers={"attention": "sdpa"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_choice_is_that_of_trying_everything(name: str) -> None:
+    question = QUESTIONS[name]()
+    answers = []
+    for size in sizes(question, 2, seed=len(name)):
+        asked = replace(question, hardware=card(question.hardware, size))
+        answers.append(brute_force.best(asked))
+        assert chosen(asked) == answers[-1]
+        assert something_fits(asked) == (answers[-1] is not None)
+    assert any(answers)  # a machine on which nothing ever fits would prove nothing
+
+
+@pytest.mark.slow
+@properties(max_examples=30)
+@given(questions(), st.integers(0, 99))
+def test_the_choice_is_that_of_trying_everything_anywhere(question: Question, seed: int) -> None:
+    for size in sizes(question, 3, seed):
+        asked = replace(question, hardware=card(question.hardware, size))
+        expected = brute_force.best(asked)
+        assert chosen(asked) == expected
+        assert something_fits(asked) == (expected is not None)
+
+
+# --- in any order -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["llama, two GPUs", "adapters, three GPUs"])
+def test_the_order_of_candidates_does_not_matter(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    question = QUESTIONS[name]()
+    asked = replace(question, hardware=card(question.hardware, sizes(question, 6, seed)[-1]))
+    before = chosen(asked)
+    shuffle = seeded(seed).sample
+    strategies, corners = search.strategies, search.corners
+    monkeypatch.setattr(search, "strategies", lambda *given: shuffle(made := strategies(*given), len(made)))
+    monkeypatch.setattr(search, "corners", lambda *given: shuffle(made := list(corners(*given)), len(made)))
+    assert chosen(asked) == before is not None
+
+
+def test_no_two_candidates_are_equally_simple() -> None:
+    """Equally fast ways would otherwise be told apart by their place in a list."""
+    question = QUESTIONS["llama, two GPUs"]()
+    ranks: dict[tuple[int, ...], Any] = {}
+    for asked, levers in brute_force.candidates(question):
+        simple = candidates.complexity(levers, asked.hardware.world)
+        assert ranks.setdefault(simple, levers) == levers
+    assert len(ranks) > 1000
+
+
+# --- what the search takes for granted ----------------------------------------------------------
+
+
+@properties(max_examples=150)
+@given(corners_of_any_job())
+def test_more_recomputing_layers_never_make_a_step_faster(drawn: tuple[Question, candidates.Corner]) -> None:
+    question, corner = drawn
+    times = step_times(question.shape, corner.levers, question.hardware)
+    for depth, seconds in enumerate(times):
+        levers = replace(corner.levers, checkpointing=Checkpointing(layers=depth))
+        assert pace(question.shape, levers, question.hardware).step_s == pytest.approx(seconds, rel=1e-12)
+    assert times == sorted(times)
+    offloaded = replace(corner.levers, checkpointing=OFFLOADED)
+    assert pace(question.shape, offloaded, question.hardware).step_s >= times[-1] * (1 - 1e-12)
+
+
+@properties(max_examples=100)
+@given(corners_of_any_job())
+def test_the_need_of_every_engine_but_zero3_is_a_valley(drawn: tuple[Question, candidates.Corner]) -> None:
+    """From the first recomputing layer on it falls with each, then rises by no more than a layer's input."""
+    question, corner = drawn
+    _, *needs = needs_by_depth(question, corner)
+    assume(corner.levers.engine != "zero3")
+    bottom = needs.index(min(needs))
+    assert needs[: bottom + 1] == sorted(needs[: bottom + 1], reverse=True)
+    assert needs[bottom:] == sorted(needs[bottom:])
+    assert needs[-1] - min(needs) <= search._Ladder(question, corner, search.Found())._layer_input_bytes
+
+
+@properties(max_examples=60)
+@given(corners_of_any_job())
+def test_zero3_never_needs_less_than_its_floors(drawn: tuple[Question, candidates.Corner]) -> None:
+    question, corner = drawn
+    assume(corner.levers.engine == "zero3")
+    depths = [Checkpointing(layers=count) for count in range(question.shape.n_layers + 1)]
+    each = [replace(corner.levers, checkpointing=depth) for depth in depths]
+    low, high = (
+        [floor_bytes(question.shape, levers, question.hardware, replayed=replayed) for levers in each]
+        for replayed in (False, True)
+    )
+    needs = needs_by_depth(question, corner)
+    assert all(floor <= nearer <= need for floor, nearer, need in zip(low, high, needs, strict=True))
+    assert low[1:] == sorted(low[1:], reverse=True)
+
+
+def needs_by_depth(question: Question, corner: candidates.Corner) -> list[int]:
+    depths = [*(Checkpointing(layers=count) for count in range(question.shape.n_layers)), FULL]
+    world, hardware = question.hardware.world, question.hardware
+    each = [estimate(question.shape, replace(corner.levers, checkpointing=d), world, hardware) for d in depths]
+    return [footprint.gpu.required_bytes for footprint in each]
+
+
+def test_under_zero3_fewer_recomputing_layers_can_need_less() -> None:
+    """What is gathered depends on what is fetched next: why `past_a_floor` tries every depth."""
+    question = ask(built("mamba2", 3, 4096, 5000, True), machine("8x24GB"), method="lora", sequence=16)
+    base = next(levers for levers in search._strategies(question) if levers.engine == "zero3")
+    needs = needs_by_depth(question, next(search._corners(question, base)))
+    assert needs[0] < min(needs[1:])
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=33), st.integers(0, 33), st.integers(0, 60))
+@settings(derandomize=True)
+def test_the_first_fit_of_a_valley(falls: list[int], turn: int, limit: int) -> None:
+    falling = sorted(falls[: turn + 1], reverse=True)
+    needs = [*falling, *sorted(max(need, falling[-1]) for need in falls[turn + 1 :])]
+    found = in_a_valley(lambda index: max(0, needs[index] - limit), len(needs) - 1, rise=50)
+    assert found == next((index for index, need in enumerate(needs) if need <= limit), None)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=33), st.integers(0, 60))
+@settings(derandomize=True)
+def test_the_first_fit_past_a_floor(needs: list[int], limit: int) -> None:
+    floors = [min(needs[: index + 1]) // 2 for index in range(len(needs))]
+    asked: list[int] = []
+
+    def excess(index: int) -> int:
+        asked.append(index)
+        return max(0, needs[index] - limit)
+
+    found = past_a_floor(
+        excess,
+        len(needs) - 1,
+        lambda index: max(0, floors[index] - limit),
+        lambda index: max(0, needs[index] - 1 - limit),
+    )
+    assert found == next((index for index, need in enumerate(needs) if need <= limit), None)
+    assert all(floors[index] <= limit for index in asked if index)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 31, 32, 33, 64, 80, 126])
+def test_depths_go_from_none_to_all(layers: int) -> None:
+    depths = tried_depths(layers)
+    assert depths[0] == 0
+    assert depths[-1] == layers
+    assert list(depths) == sorted(set(depths))
+    assert len(depths) <= 34
+
+
+# --- what was pinned ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"engine": "fsdp2"},
+        {"engine": "zero3", "offload_param": "cpu", "offload_optimizer": "none"},
+        {"micro_batch": 2},
+        {"accum": 4},
+        {"micro_batch": 2, "accum": 3},
+        {"checkpointing": "layers:1"},
+        {"checkpointing": "full+offload"},
+        {"loss": "plain", "attention": "eager"},
+        {"reduce_bucket": 7_000_000},
+    ],
+    ids=str,
+)
+def test_a_pinned_lever_is_kept_on_any_number_of_gpus(pins: dict[str, Any]) -> None:
+    question = ask(built("llama", 4, 512, 5000, True), machine("3x24GB"), levers=pins)
+    ways = search.search(question).ways
+    assert ways
+    for way in ways:
+        assert way.effective_batch == question.effective_batch
+        for name in question.pinned - {"buckets"}:
+            assert getattr(way.levers, name) == getattr(question.base, name)
+        assert way.levers.buckets == question.base.buckets or "buckets" not in question.pinned
+
+
+def test_a_pinned_micro_batch_never_changes_the_batch_on_fewer_gpus() -> None:
+    """Four of twelve sequences a GPU: two GPUs would have six each, which four does not divide."""
+    question = ask(built("llama", 4, 512, 5000, True), machine("3x24GB"), levers={"micro_batch": 4})
+    for asked, levers in brute_force.candidates(question):
+        assert levers.micro_batch * levers.accumulation * asked.hardware.world == question.effective_batch
+
+
+def test_a_shape_from_the_smallest_card_up() -> None:
+    """Nothing fits, then everything does, and in between the choice only gets faster."""
+    shape: ModelShape = built("llama", 4, 512, 5000, True)
+    question = ask(shape, machine("2x24GB"))
+    steps = []
+    for tenths in range(7, 43, 4):
+        best = search.search(replace(question, hardware=card(question.hardware, tenths * GIB // 10))).best
+        steps.append(None if best is None else best.pace.step_s)
+    fitting = [step for step in steps if step is not None]
+    assert steps == [None] * (len(steps) - len(fitting)) + sorted(fitting, reverse=True)
+    assert steps[0] is None
+    assert len(set(fitting)) > 2

@@ -1,0 +1,152 @@
+"""Named corners of the levers, with the values that the users' notes give them."""
+
+from __future__ import annotations
+
+import pytest
+from small_questions import card, machine, preset
+
+from tightfit.job import Job
+from tightfit.planner.tiers import TIERS, all_tiers, applied, by_memory, tiered
+from tightfit.types import ConfigError, Method
+
+VALUES = {
+    # name: engine, optimizer, weights, micro batch, accumulation, tokens
+    "deepspeed": ("zero2", "none", "none", 4, 4, 2048),
+    "stage2_offload": ("zero2", "cpu", "none", 3, 6, 1792),
+    "stage3": ("zero3", "none", "none", 2, 8, 1536),
+    "minimal": ("zero3", "cpu", "cpu", 1, 16, 1024),
+    "standard": ("zero3", "cpu", "cpu", 1, 8, None),
+    "fp16_safe": ("zero3", "cpu", "cpu", 1, 8, None),
+    "extreme": ("zero3", "cpu", "cpu", 1, 1, 512),
+    "optimized": ("zero3", "cpu", "cpu", 1, 32, 512),
+    "quantized": ("zero2", "none", "none", 1, 32, 512),
+    "limit": ("zero2", "none", "none", 1, 64, 256),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_tier_has_the_values_of_its_note(name: str) -> None:
+    tier = TIERS[name]
+    found = (tier.engine, tier.offload_optimizer, tier.offload_param, tier.micro_batch, tier.accumulation)
+    assert (*found, tier.sequence) == VALUES[name]
+    assert (tier.precision == "fp16") == (name in ("fp16_safe", "extreme"))
+    assert tier.quantised == (name in ("quantized", "limit"))
+    assert tier.frugal == (name == "optimized")
+
+
+def test_no_other_tier_is_known() -> None:
+    assert list(TIERS) == list(VALUES)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        (3, "minimal"),
+        (4, "stage3"),
+        (5, "stage3"),
+        (6, "stage2_offload"),
+        (8, "stage2_offload"),
+        (12, "stage2_offload"),
+        (16, "deepspeed"),
+        (24, "deepspeed"),
+    ],
+)
+def test_auto_goes_by_the_size_of_the_card(size: int, name: str) -> None:
+    tier, why = by_memory(machine(f"1x{size}GB"))
+    assert tier.name == name
+    assert f"{size} GB" in why
+    assert name in why
+
+
+def test_auto_goes_by_the_size_on_the_box() -> None:
+    """A driver reports a little less than 12 GB for a card of 12."""
+    assert by_memory(card(machine("1x12GB"), 12_282 * 2**20))[0].name == "stage2_offload"
+
+
+MODELS = [("qwen1.5-0.5b", "full"), ("qwen1.5-0.5b", "lora"), ("1b_mamba", "full"), ("1b_mamba", "lora")]
+
+
+@pytest.mark.parametrize(("model", "method"), MODELS)
+def test_every_tier_is_planned_for_every_kind_of_model(model: str, method: Method) -> None:
+    job = Job(model=model, method=method)
+    found = all_tiers(job, preset(model), machine("2x24GB"), frozenset({"method"}))
+    assert [each.tier.name for each in found] == list(TIERS)
+    for each in found:
+        if method == "full" and each.tier.quantised:
+            assert each.plan is None
+            assert each.problem == (
+                f"--tier {each.tier.name} trains adapters on 4-bit weights: it needs --method lora or qlora"
+            )
+            continue
+        assert each.plan is not None, each.problem
+        way = each.plan.chosen or each.plan.alternatives[0]
+        tier = each.tier
+        assert (way.levers.engine, way.levers.micro_batch) == (tier.engine, tier.micro_batch)
+        assert (way.levers.offload_optimizer, way.levers.offload_param) == (tier.offload_optimizer, tier.offload_param)
+        assert way.levers.checkpointing.layers is None
+        if way.world == 2:
+            assert way.levers.accumulation == tier.accumulation
+
+
+def test_every_costly_value_is_said() -> None:
+    job = Job(model="qwen1.5-0.5b", method="full")
+    _, costs = applied(TIERS["limit"], job, machine("2x24GB"), frozenset())
+    assert costs == (
+        "sequences of 256 tokens instead of 2048",
+        "4-bit weights (NF4) instead of 16-bit ones",
+        "adapters of rank 8 instead of every weight",
+        "an effective batch of 128",
+    )
+    _, costs = applied(TIERS["fp16_safe"], job, machine("2x24GB"), frozenset())
+    assert costs == ("fp16 instead of bf16", "an effective batch of 16")
+
+
+def test_what_was_said_explicitly_wins() -> None:
+    job = Job(
+        model="qwen1.5-0.5b",
+        method="lora",
+        sequence=3000,
+        precision="bf16",
+        effective_batch=12,
+        levers={"offload_param": "none", "checkpointing": "none"},
+    )
+    said = frozenset(
+        {"sequence", "precision", "effective_batch", "method", "levers.offload_param", "levers.checkpointing"}
+    )
+    found = tiered("extreme", job, preset("qwen1.5-0.5b"), machine("2x24GB"), said)
+    assert found.costs == ()
+    assert found.plan is not None
+    assert found.plan.chosen is not None
+    levers = found.plan.chosen.levers
+    assert (levers.sequence, levers.precision) == (3000, "bf16")
+    assert (levers.engine, levers.offload_optimizer, levers.offload_param) == ("zero3", "cpu", "none")
+    assert levers.checkpointing.layers == 0
+    assert found.plan.chosen.effective_batch == 12
+
+
+def test_an_asked_batch_is_kept_by_any_tier() -> None:
+    for name, tier in TIERS.items():
+        job = Job(model="qwen1.5-0.5b", method="lora", effective_batch=10)
+        changed, costs = applied(tier, job, machine("2x24GB"), frozenset({"effective_batch"}))
+        assert changed.effective_batch == 10
+        assert changed.levers["micro_batch"] * changed.levers["accum"] * 2 == 10, name
+        assert not [cost for cost in costs if "batch" in cost]
+
+
+def test_a_tier_stands_beside_what_the_free_search_would_do() -> None:
+    found = tiered(
+        "auto", Job(model="qwen1.5-0.5b", method="lora"), preset("qwen1.5-0.5b"), machine("1x8GB"), frozenset()
+    )
+    assert found.tier.name == "stage2_offload"
+    assert found.free is not None
+    assert found.free.chosen is not None
+    assert found.plan is not None
+    assert found.plan.chosen is not None
+    assert found.free.chosen.pace.tokens_per_s > found.plan.chosen.pace.tokens_per_s
+    assert found.because[0].startswith("--tier auto: a card of 8 GB gets stage2_offload")
+    assert found.because[1].startswith("The free search, with 2048 tokens and an effective batch of 4")
+
+
+def test_an_unknown_tier_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean stage3"):
+        tiered("stage_3", Job(model="tiny_llama"), preset("tiny_llama"), machine("1x8GB"), frozenset())
