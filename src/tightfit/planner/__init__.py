@@ -23,16 +23,22 @@ SEQUENCES_A_GPU = 4
 
 
 def plan(
-    job: Job, shape: ModelShape | None = None, hardware: Hardware | None = None, said: tuple[str, ...] = ()
+    job: Job,
+    shape: ModelShape | None = None,
+    hardware: Hardware | None = None,
+    said: tuple[str, ...] = (),
+    *,
+    partial: bool = True,
+    every_gpu: bool = False,
 ) -> Plan:
     """The fastest way to run the job; its own model and hardware, unless others are given.
 
-    `said`: what the inputs' readers had to say.
+    `said`: what the inputs' readers had to say. `partial`: see `Question`; so `every_gpu`.
     """
     shape = shape or model_of(job)
     hardware = hardware or hardware_of(job)
     began = perf_counter()
-    question = question_of(job, shape, hardware)
+    question = replace(question_of(job, shape, hardware, every_gpu=every_gpu), partial=partial)
     found = search(question)
     changed: tuple[Remedy, ...] = ()
     if found.best is None and job.limits.allow:
@@ -42,8 +48,11 @@ def plan(
     return _answer(job, question, found, changed, said, began)
 
 
-def question_of(job: Job, shape: ModelShape, hardware: Hardware) -> Question:
-    """What is asked of the search, with the effective batch that every candidate must keep."""
+def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: bool = False) -> Question:
+    """What is asked of the search, with the effective batch that every candidate must keep.
+
+    Where the CPU stands in for GPUs, both of its ranks run: that is what it is there for.
+    """
     base, fixed = levers_of(job, shape), pinned(job)
     batch = job.effective_batch or _usual_batch(base.micro_batch, base.accumulation, fixed, hardware.world)
     question = Question(
@@ -54,6 +63,7 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware) -> Question:
         effective_batch=batch,
         margin=job.limits.margin,
         adapters=_adapters(job),
+        every_gpu=every_gpu or hardware.gpu.vendor == "cpu",
     )
     _check_batch(question, asked=job.effective_batch is not None)
     return question

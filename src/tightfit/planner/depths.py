@@ -16,16 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MOST_DEPTHS = 32
+MOST_DEPTHS = 128
 
 Excess = Callable[[int], int]
 """How far the corner is from fitting at the depth of this index; 0: it fits."""
 
 
-def tried_depths(n_layers: int) -> tuple[int, ...]:
-    """Numbers of recomputing layers, from none to all: every one, or in a deep model every second or third."""
-    step = -(-n_layers // MOST_DEPTHS)
-    return (*range(0, n_layers, step), n_layers)
+def tried_depths(n_layers: int, *, partial: bool = True) -> tuple[int, ...]:
+    """Numbers of recomputing layers, from none to all; or only these two, where a trainer knows nothing between."""
+    return tuple(range(n_layers + 1)) if partial else (0, n_layers)
 
 
 def in_a_valley(excess: Excess, last: int, rise: int) -> int | None:

@@ -1,6 +1,7 @@
 """The question turned round: for given hardware, the longest sequence, the largest micro batch, the largest model.
 
 Memory grows with each of them, so the largest that fits is found by bisection on the candidates that hold least.
+All GPUs take part: a longer sequence on one of eight is not what was meant.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def longest_sequence(job: Job, shape: ModelShape, hardware: Hardware) -> Limit:
     return Limit(
         wanted="seq",
         value=tokens,
-        plan=plan(replace(job, sequence=tokens or STEP_TOKENS), shape, hardware),
+        plan=plan(replace(job, sequence=tokens or STEP_TOKENS), shape, hardware, every_gpu=True),
         because=tuple(said),
     )
 
@@ -70,7 +71,10 @@ def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware) -> Limi
     micro = _largest(lambda count: _fits(asked(count), shape, hardware), MOST_SEQUENCES)
     said = f"The effective batch follows from it: {micro or 1} a GPU and forward pass."
     return Limit(
-        wanted="micro-batch", value=micro or None, plan=plan(asked(micro or 1), shape, hardware), because=(said,)
+        wanted="micro-batch",
+        value=micro or None,
+        plan=plan(asked(micro or 1), shape, hardware, every_gpu=True),
+        because=(said,),
     )
 
 
@@ -81,20 +85,22 @@ def largest_model(job: Job, hardware: Hardware, names: Iterable[str] = tuple(PRE
         asked = replace(job, model=shape.name)
         try:
             if _fits(asked, shape, hardware):
-                return Limit(wanted="model", value=shape.name, plan=plan(asked, shape, hardware), because=())
+                return Limit(
+                    wanted="model", value=shape.name, plan=plan(asked, shape, hardware, every_gpu=True), because=()
+                )
         except UserError:
             continue  # adapters for layers that this model does not have
     smallest = shapes[-1]
     return Limit(
         wanted="model",
         value=None,
-        plan=plan(replace(job, model=smallest.name), smallest, hardware),
+        plan=plan(replace(job, model=smallest.name), smallest, hardware, every_gpu=True),
         because=(f"Not even {smallest.name} fits.",),
     )
 
 
 def _fits(job: Job, shape: ModelShape, hardware: Hardware) -> bool:
-    return something_fits(question_of(job, shape, hardware))
+    return something_fits(question_of(job, shape, hardware, every_gpu=True))
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

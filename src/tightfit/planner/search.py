@@ -45,6 +45,10 @@ class Question:
     margin: float
     adapters: Lora = field(default_factory=Lora)
     """What LoRA would be, should full training be allowed to become that."""
+    partial: bool = True
+    """Some layers may recompute while others do not, as our own worker can; other trainers know all or none."""
+    every_gpu: bool = False
+    """No way that leaves GPUs idle."""
 
     @property
     def gpu_limit_bytes(self) -> int:
@@ -166,6 +170,8 @@ def _can_fit(ladders: list[_Ladder]) -> bool:
 def _smaller(question: Question) -> Iterator[Question]:
     """The same question with fewer GPUs, as many as share the batch evenly; the most first."""
     hardware = question.hardware
+    if question.every_gpu:
+        return
     whole_nodes = [replace(hardware, nodes=nodes) for nodes in range(hardware.nodes - 1, 1, -1)]
     most = hardware.gpus_per_node - 1 if hardware.nodes == 1 else hardware.gpus_per_node
     one_node = [replace(hardware, nodes=1, gpus_per_node=gpus) for gpus in range(most, 0, -1)]
@@ -237,7 +243,7 @@ def _times(question: Question, corner: Corner) -> list[float]:
     """Seconds of a step at every depth of checkpointing, or at the one that is pinned."""
     if corner.searched:
         times = step_times(question.shape, corner.levers, question.hardware)
-        return [times[depth] for depth in tried_depths(question.shape.n_layers)]
+        return [times[depth] for depth in tried_depths(question.shape.n_layers, partial=question.partial)]
     return [pace(question.shape, corner.levers, question.hardware).step_s]
 
 
@@ -268,7 +274,7 @@ class _Ladder:
 
     def __init__(self, question: Question, corner: Corner, found: Found) -> None:
         self.question, self.corner, self.found = question, corner, found
-        self.depths = tried_depths(question.shape.n_layers) if corner.searched else (0,)
+        self.depths = tried_depths(question.shape.n_layers, partial=question.partial) if corner.searched else (0,)
         self.weighed: dict[Checkpointing, Weighed] = {}
 
     def first_fit(self, most: int | None = None) -> Weighed | None:
