@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from tightfit.inputs.models import shape_from_config
+from tightfit.memory.attention import mask_bytes
 from tightfit.memory.layers import layer_cost, layer_input_bytes
 from tightfit.memory.operations import Operations, Setting
 from tightfit.memory.ssm import mamba1
 from tightfit.memory.tape import LayerCost, Slot, measure
-from tightfit.types import Block, Mamba1, ModelShape, Tensor, Traced
+from tightfit.types import Attention, Block, Mamba1, ModelShape, Tensor, Traced
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -381,6 +382,37 @@ def test_saved_bytes_of_the_matrix_product_fallback(family: str, width: int) -> 
         assert abs(relative(cost.saved, real.saved)) < 0.01
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2", "gpt2", "qwen2_moe", "mamba2"])
+@pytest.mark.parametrize("width", DTYPES)
+def test_the_lowest_layer_that_trains_keeps_less(family: str, width: int) -> None:
+    """Where nothing below trains, no gradient leaves the layer, and what only that one needs is not kept."""
+    config, shape = FAMILIES[family], shape_of(FAMILIES[family], 1)
+    block = shape.blocks[0]
+    for batch, sequence in SHAPES:
+        call = call_of(family_model(family, 1, width, "eager"), batch, sequence, block)
+        real = sum(saved_storages(lambda call=call: call(call.x), call.leave_out()).values())
+        setting = setting_of(batch, sequence, width, "eager")
+        cost = layer_cost(block, shape.hidden_size, setting, input_grad=False)
+        assert abs(relative(cost.saved, real)) < 0.01, (batch, sequence, cost.saved, real)
+        assert cost.saved <= cost_of(config, setting, layer=0).saved
+        assert cost.input_grad == 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["mistral", "llama", "gemma2", "gemma3_text"])
+def test_the_mask_of_a_pass(family: str, attention: str) -> None:
+    """A window as long as the sequence hides nothing, and still brings a mask."""
+    config = {**FAMILIES[family], **({} if family == "llama" else {"sliding_window": 24})}
+    shape = shape_of(config, 1)
+    mixer = shape.blocks[0].mixer
+    assert isinstance(mixer, Attention)
+    for batch, sequence in ((2, 23), (2, 24), (1, 40)):
+        made = "eager" if family == "gemma2" else attention  # it falls back by itself
+        mask = call_of(build(config, 1, 2, made), batch, sequence, shape.blocks[0]).kwargs["attention_mask"]
+        real = 0 if mask is None else mask.untyped_storage().nbytes()
+        assert mask_bytes(mixer, setting_of(batch, sequence, 2, attention)) == real, (batch, sequence)
+
+
 # --- LoRA ---------------------------------------------------------------------------------------
 
 
@@ -409,6 +441,9 @@ def test_lora_layers(family: str, targets: str, width: int, adapter_width: int) 
         assert abs(relative(cost.saved, real.saved)) < 0.01
         assert abs(relative(cost.forward, real.forward)) < 0.05
         assert abs(relative(cost.backward, real.backward)) < 0.05
+        lowest = layer_cost(shape.blocks[0], shape.hidden_size, setting, input_grad=False)
+        kept = saved_storages(lambda call=call: call(call.x), call.leave_out())
+        assert abs(relative(lowest.saved, sum(kept.values()))) < 0.01
 
 
 # --- CUDA's attention kernels, on the meta device -----------------------------------------------
@@ -578,6 +613,66 @@ def test_our_scan_keeps_less_than_the_official_one(shape: tuple[int, int, int]) 
     ours, _ = _mixer_cost(*shape, "tightfit")
     assert ours.saved < 0.9 * official.saved
     assert ours.backward < official.backward
+
+
+# --- Mamba-2 before einsum -----------------------------------------------------------------------
+
+
+def broadcast_chunk_scan(
+    x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any = None, dt_bias: Any = None, **_: Any
+) -> Any:
+    """`mamba2_chunk_scan` as transformers had it before 5.18, less its caches: products first, sums afterwards."""
+    from transformers.models.mamba2 import modeling_mamba2 as theirs
+
+    functional, heads = torch.nn.functional, x.shape[2]
+    dt = torch.clamp(functional.softplus(dt + dt_bias.to(dt.dtype)), min=0.0, max=float("inf"))
+    x = x.float()
+    B, C = (each.float().repeat_interleave(heads // each.shape[2], dim=2, output_size=heads) for each in (B, C))
+    pad = (chunk_size - x.shape[1] % chunk_size) % chunk_size
+    length = x.shape[1]
+    residual = D[..., None] * theirs.pad_tensor_by_size(x, pad)
+    x = x * dt[..., None].float()
+    A = A.to(x.dtype) * dt.float()
+    x, A, B, C = (theirs.reshape_into_chunks(each, pad, chunk_size) for each in (x, A, B, C))
+    A = A.permute(0, 3, 1, 2)
+    sums = torch.cumsum(A, dim=-1)
+    L = torch.exp(theirs.segment_sum(A))
+    G = (C[:, :, :, None, :, :] * B[:, :, None, :, :, :]).sum(dim=-1)
+    M = (G[..., None] * L.permute(0, 2, 3, 4, 1)[..., None]).sum(dim=-1)
+    near = (M[..., None] * x[:, :, None]).sum(dim=3)
+    decay = torch.exp(sums[:, :, :, -1:] - sums)
+    weighted = B * decay.permute(0, -2, -1, 1)[..., None]
+    states = (weighted[..., None, :] * x[..., None]).sum(dim=2)
+    previous = torch.zeros_like(states[:, :1])
+    states = torch.cat([previous, states], dim=1)
+    passing = torch.exp(theirs.segment_sum(functional.pad(sums[:, :, :, -1], (1, 0)))).transpose(1, 3)
+    passed = (passing[..., None, None] * states[:, :, None, ...]).sum(dim=1)
+    states = passed[:, :-1]
+    out_decay = torch.exp(sums)
+    read = C[..., None, :] * states[:, :, None, ...]
+    far = read.sum(-1) * out_decay.permute(0, 2, 3, 1)[..., None]
+    out = near + far
+    out = out.reshape(x.shape[0], -1, heads, x.shape[-1]) + residual
+    return out[:, :length] if pad else out
+
+
+@pytest.mark.parametrize("width", DTYPES)
+def test_mamba2_before_einsum(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mamba2 import modeling_mamba2
+
+    shape = shape_of(FAMILIES["mamba2"], 1)
+    block = shape.blocks[0]
+    model = build(FAMILIES["mamba2"], 1, width, "eager")
+    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", broadcast_chunk_scan)
+    for batch, sequence in ((1, 40), (2, 24), (1, 20), (3, 17)):
+        call = call_of(model, batch, sequence, block)
+        real = found_in(call)
+        cost = layer_cost(block, shape.hidden_size, setting_of(batch, sequence, width, broadcast_scan=True))
+        where = (batch, sequence)
+        assert abs(relative(cost.saved, real.saved)) < 0.01, where
+        assert abs(relative(cost.forward, real.forward)) < 0.05, where
+        assert abs(relative(cost.forward_unsaved, unsaved_peak(call))) < 0.05, where
+        assert abs(relative(cost.backward, real.backward)) < 0.05, where
 
 
 # --- layers that were traced --------------------------------------------------------------------

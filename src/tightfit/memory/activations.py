@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory import weights as weights_of
+from tightfit.memory.attention import mask_bytes
 from tightfit.memory.layers import layer_cost, layer_input_bytes
 from tightfit.memory.loss import HeadCost, head_cost
 from tightfit.memory.operations import Setting
@@ -36,13 +37,15 @@ class Activations:
     host_kept: int
     """The same on the host, where inputs are offloaded."""
     shared: int
-    """Kept once for the model: rotary tables."""
+    """Kept once for the model: rotary tables; and masks, which recomputed layers will be called with again."""
     below_top: int
     """By all but the last."""
     forward: int
-    """The most that the last layer holds in its turn, its input included."""
+    """The most that the last layer holds in its turn; its input, and a mask that is not kept, included."""
     evaluation: int
     """The most that a layer holds without keeping anything."""
+    stream: int
+    """What the last layer hands to the final norm."""
     moments: tuple[Moment, ...]
     """Top to bottom."""
     head: HeadCost
@@ -74,6 +77,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         quantised=levers.method == "qlora",
         attention=levers.attention,
         scan=levers.scan,
+        broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here
         flash_capable=levers.precision != "fp32" and not _before_ampere(gpu),
     )
 
@@ -93,6 +97,8 @@ def _activations(
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     embedded = setting.tokens * shape.hidden_size * setting.width
+    trains_below = frozen == 0 if setting.trains_base else recomputing > 0
+    lowest = frozen if setting.trains_base else 0
     kept = host_kept = own = stream = 0
     moments: list[Moment] = []
     for index, kind in enumerate(shape.pattern):
@@ -101,19 +107,24 @@ def _activations(
         if index < frozen and setting.trains_base:
             continue  # nothing below needs a gradient, so nothing is kept
         cost, again = costs[kind], index < recomputing
+        if index == lowest and not trains_below:
+            cost = layer_cost(shape.blocks[kind], shape.hidden_size, setting, False)
         own = stream if again else cost.saved
         if again and offload:
             host_kept, own = host_kept + own, 0
         moments.append(_moment(index, kept, own, cost, stream, again=again, offloaded=offload))
         kept += own
     top = costs[shape.pattern[-1]]
+    masks = _masks(shape, setting)
+    kept_masks = masks if recomputing > lowest else 0
     return Activations(
         kept=kept,
         host_kept=host_kept,
-        shared=_rotary_tables(shape, setting),
+        shared=_rotary_tables(shape, setting) + kept_masks,
         below_top=kept - own,
-        forward=(top.forward_unsaved if recomputing >= n_layers else top.forward) + stream,
-        evaluation=max(cost.forward_unsaved for cost in costs) + stream,
+        forward=(top.forward_unsaved if recomputing >= n_layers else top.forward) + stream + masks - kept_masks,
+        evaluation=max(cost.forward_unsaved for cost in costs) + stream + masks,
+        stream=stream,
         moments=tuple(reversed(moments)),
         head=head_cost(shape, setting, fused, setting.trains_base and not (shape.tied and frozen)),
         setting=setting,
@@ -128,6 +139,12 @@ def _moment(index: int, below: int, own: int, cost: LayerCost, stream: int, *, a
         working_kept = max(cost.recompute + cost.output, cost.backward_kept) + returned
         return Moment(index, below + own, working, working_kept, cost, True)
     return Moment(index, below, cost.backward, cost.backward_kept, cost, False)
+
+
+def _masks(shape: ModelShape, setting: Setting) -> int:
+    """One mask for every kind of attention: with this window, with that, with none."""
+    kinds = {block.mixer.sliding_window: block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)}
+    return sum([mask_bytes(mixer, setting) for mixer in kinds.values()])
 
 
 def _rotary_tables(shape: ModelShape, setting: Setting) -> int:

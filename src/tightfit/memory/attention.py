@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from tightfit.memory.operations import FP32, Operations, Setting
+from tightfit.memory.operations import BOOL, FP32, Operations, Setting
 from tightfit.memory.tape import Slot
 from tightfit.types import Attention
 
@@ -63,6 +63,18 @@ def _is_masked(shape: Attention, setting: Setting) -> bool:
     """A window needs a mask as soon as the sequence is as long (transformers does not look whether it hides anything);
     causality alone does not."""
     return shape.sliding_window is not None and setting.sequence >= shape.sliding_window
+
+
+def mask_bytes(shape: Attention, setting: Setting) -> int:
+    """The mask that the model makes once a pass and hands to every layer of this kind.
+
+    `sdpa` takes a boolean one, whose sequences share their storage (`expand` in `sdpa_mask`); eager attention adds a
+    mask, so that it is written out for every sequence (`eager_mask`).
+    """
+    kernel, pairs = kernel_of(shape, setting), setting.sequence * setting.sequence
+    if kernel == "eager":
+        return setting.micro_batch * pairs * setting.width
+    return pairs * BOOL if kernel == "efficient" and _is_masked(shape, setting) else 0
 
 
 def _project(ops: Operations, x: Slot, shape: Attention, hidden: int, *, by_head: bool) -> tuple[Slot, Slot, Slot]:

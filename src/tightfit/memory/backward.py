@@ -4,7 +4,8 @@ Gradients arrive one parameter at a time, in the reverse order of the forward pa
 differs by engine: it stays (unsharded, ZeRO-1), or it is copied into a bucket that is reduced when the next
 gradient would overflow it (ZeRO-2 and 3: `reduce_independent_p_g_buckets_and_remove_grads`); the reduction
 makes a second copy of what the bucket holds (`allreduce_bucket` flattens, `reduce_scatter_coalesced`
-concatenates). So the peak is a matter of order, and it is found by following the order.
+concatenates), unless stage 2 finds that all of it belongs to one rank: flattening a single slice copies nothing.
+So the peak is a matter of order, and it is found by following the order.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ class Peak(NamedTuple):
 NOTHING = Peak(0, 0, 0, 0, 0)
 
 
+class Owners(NamedTuple):
+    """Ranks own the flattened trainable weights in equal parts, in elements."""
+
+    numel: int
+    part: int
+
+    def is_one(self, low: int, high: int) -> bool:
+        """Do the elements from `low` up to `high` belong to one rank?"""
+        return max(low, 0) // self.part == max(high - 1, 0) // self.part
+
+
 @lru_cache(maxsize=2048)
 def bucketed(
     acts: Activations,
@@ -43,14 +55,17 @@ def bucketed(
     embedding_grad: int,
     gathered: Gathered | None,
     leaving_parts: int = 0,
+    owners: Owners | None = None,
 ) -> Peak:
     """Gradients leave through a bucket of `bucket` elements. The bucket itself is not counted, its copies are.
 
     A gradient that fills a bucket by itself is reduced in place by stage 3; stage 2 cuts it by owner first,
     and joining the pieces is a copy. `leaving_parts`: stage 3 with an offloaded optimizer brings each reduced
-    part, one of so many of its parameter, back to the GPU and upcasts it for its norm.
+    part, one of so many of its parameter, back to the GPU and upcasts it for its norm. `owners`: stage 2's.
     """
     lone_copy = gathered is None
+    start = place = owners.numel if owners else 0
+    """Where the bucket's last element stands in the model, and the one that came last: gradients come backwards."""
     width = acts.setting.width
     fill = largest = 0
     oversized = 0
@@ -69,12 +84,16 @@ def bucketed(
             count = grad // width
             if fill + count > bucket:
                 copy = fill * width if lone_copy or not oversized else 0
+                if owners and owners.is_one(place, start):
+                    copy = 0
+                start = place
                 copy += _leaving(largest, leaving_parts, width)
                 total = kept + live + tied_grad + oversized + grad + copy + whole_now * width
                 if total > highest:
                     highest = total
                     best = Peak(kept, live, tied_grad + oversized + grad, copy, whole_now * width)
                 fill, largest, oversized = 0, 0, 0
+            place -= count
             if count > largest:
                 largest = count
             if count > bucket:
@@ -84,7 +103,12 @@ def bucketed(
     if embedding_grad:
         whole = 0 if gathered is None else gathered.embedding
         lone = embedding_grad if lone_copy and embedding_grad > bucket * width else 0
-        copy = max(fill * width if lone_copy or not oversized else 0, lone)
+        if owners and owners.is_one(0, embedding_grad // width):
+            lone = 0
+        pending = fill * width if lone_copy or not oversized else 0
+        if owners and owners.is_one(place, start):
+            pending = 0
+        copy = max(pending, lone)
         copy = max(
             copy + _leaving(largest, leaving_parts, width), _leaving(embedding_grad // width, leaving_parts, width)
         )

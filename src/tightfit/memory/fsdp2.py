@@ -3,9 +3,10 @@
 Groups: the embedding, each layer, and the final norm with the head; a tied embedding belongs to the root and
 stays whole from the first use to the end of the step. Trainable parameters are kept in fp32 shards, gathered
 in the working precision and reduced in fp32; frozen ones are kept as they are. A gather writes into one flat
-buffer and then copies it out into the parameters (`foreach_all_gather_copy_out`); that buffer lives until the
-next group has been gathered, and the backward pass gathers the next layer while this one runs. A reduction
-copies the group's gradients into one flat fp32 buffer.
+buffer and then copies it out into the parameters (`foreach_all_gather_copy_out`). In the forward pass that buffer
+lives until the next group has been copied out, or the pass ends; in the backward pass it goes at once, and the next
+layer's is filled while this one runs. A single rank has nothing to gather: it copies its parameters one by one
+(`wait_for_unshard`), and nothing ahead. A reduction copies the group's gradients into one flat fp32 buffer.
 """
 
 from __future__ import annotations
@@ -26,55 +27,95 @@ class Group(NamedTuple):
     trainable: int
     frozen: int
     packed: int = 0
+    largest: int = 0
+    """Of its parameters."""
 
     def whole(self, width: int, trainable_width: int) -> int:
         return self.trainable * trainable_width + self.frozen * width + self.packed // 2
 
 
+class Gather(NamedTuple):
+    """Bytes of a group on its way."""
+
+    whole: int
+    buffer: int
+    """The flat buffer that travels."""
+    arriving: int
+    """What stands beside the parameters while they come: that buffer, or a single rank's copy of one of them."""
+
+
 def phases(job: Job) -> dict[PhaseName, Components]:
     embedding, layer, head = _groups(job.shape, effective_lora(job.levers), job.levers.method, job.trains_embedding)
-    acts = job.acts
-    width = job.weights.width
     base = _persistent(job)
     waiting: Components = {"gradients": _earlier(job)}
-
-    def whole(group: Group) -> int:
-        return group.whole(width, _compute_width(job))
-
-    head_whole, layer_whole, embedding_whole = whole(head), whole(layer), whole(embedding)
+    gathers = _gather(job, embedding), _gather(job, layer), _gather(job, head)
     return {
         "init": _initialise(job),
-        "forward": combine(base, waiting, _forward(job, embedding_whole, layer_whole, head_whole)),
-        "loss": combine(base, waiting, kept(acts), _loss(job, embedding_whole, layer_whole, head_whole)),
+        "forward": combine(base, waiting, _forward(job, *gathers)),
+        "loss": combine(base, waiting, kept(job.acts), _loss(job, *gathers)),
         "backward": combine(base, _backward(job, embedding, layer, head)),
         "step": combine(base, _step(job)),
     }
 
 
-def _forward(job: Job, embedding: int, layer: int, head: int) -> Components:
-    """The flat buffer of one gather lives until the next group has been gathered and copied out."""
-    acts, root = job.acts, embedding if job.shape.tied else 0
-    first: Components = {"recompute": acts.forward, "gathered_weights": embedding + root + 2 * layer}
-    middle = passing(acts) | {"gathered_weights": root + 3 * layer}
-    top = kept(acts) | {"gathered_weights": root + layer + 2 * head}
-    return worst(first, middle, top)
+def _gather(job: Job, group: Group) -> Gather:
+    width = _compute_width(job)
+    whole = group.whole(job.weights.width, width)
+    if job.world > 1:
+        return Gather(whole, whole, whole)
+    shard = _shard_width(job)
+    if job.levers.offload_param != "none":
+        return Gather(whole, 0, group.largest * max(shard, width))  # brought to the GPU as it is, then cast
+    return Gather(whole, 0, group.largest * width if shard != width else 0)
 
 
-def _loss(job: Job, embedding: int, layer: int, head: int) -> Components:
-    """The last gather's buffer goes when the forward pass ends; a head of its own is gathered again later."""
-    cost, root = job.acts.head, embedding if job.shape.tied else 0
-    norm = cost.saved_norm
-    before: Components = {
-        "activations": norm,
-        "logits": cost.forward_logits,
-        "gathered_weights": root + (layer if root else head),
-    }
-    after: Components = {"activations": norm, "logits": cost.backward_logits, "gathered_weights": root}
-    return worst(before, after)
+def _forward(job: Job, embedding: Gather, layer: Gather, head: Gather) -> Components:
+    """While a group is copied out of its buffer, `wait_for_unshard` still has the one before in a variable."""
+    acts, root = job.acts, embedding.whole if job.shape.tied else 0
+    arriving = root + layer.whole + layer.arriving
+    moments: list[Components] = [
+        {"gathered_weights": embedding.whole + embedding.arriving},
+        {"recompute": acts.stream, "gathered_weights": embedding.buffer + arriving},
+        kept(acts) | {"gathered_weights": layer.buffer + arriving},
+        passing(acts) | {"gathered_weights": root + layer.whole + layer.buffer},
+    ]
+    if not job.shape.tied:
+        top = layer.buffer + head.whole + head.arriving
+        moments.append(kept(acts) | {"recompute": acts.stream, "gathered_weights": top})
+    return worst(*moments)
+
+
+def _loss(job: Job, embedding: Gather, layer: Gather, head: Gather) -> Components:
+    """A head of its own is whole while it runs, which covers the fused loss and not the plain one, and is gathered once
+    more when its backward pass begins. A tied one is the root's, whose backward pass begins with the loss and fetches
+    the last layer's buffer at once."""
+    cost, tied, plain = job.acts.head, job.shape.tied, job.levers.loss == "plain"
+    norm, root = cost.saved_norm, embedding.whole + layer.buffer
+    own = head.buffer + (0 if plain else head.whole)
+    moments: list[Components] = [
+        {"activations": norm, "logits": cost.forward_logits, "gathered_weights": root if tied else own},
+        {"activations": norm, "logits": cost.backward_logits, "gathered_weights": root if tied else 0},
+    ]
+    if not tied:
+        logits = job.acts.setting.tokens * job.shape.vocab_size * job.weights.width
+        moments.append(
+            {
+                "activations": norm,
+                "logits": cost.arriving + (logits if plain else 0),
+                "gathered_weights": head.whole + max(head.arriving, layer.buffer),
+            }
+        )
+    return worst(*moments)
 
 
 def _compute_width(job: Job) -> int:
     return job.weights.width if job.levers.method == "full" else job.weights.trainable_width
+
+
+def _shard_width(job: Job) -> int:
+    """Bytes of a trainable element at rest, of its gradient and of each of its moments."""
+    full = job.levers.method == "full" and job.levers.master_weights
+    return FP32 if full else job.weights.trainable_width
 
 
 @lru_cache(maxsize=256)
@@ -83,6 +124,7 @@ def _groups(shape: ModelShape, lora: Lora | None, method: str, embedding: bool) 
     layers = []
     for block in shape.blocks:
         adapters = packed = plain = 0
+        largest = max([tensor.numel for tensor in block.tensors], default=0)
         for tensor in block.tensors:
             if method == "qlora" and is_linear(tensor):
                 packed += tensor.numel
@@ -90,10 +132,10 @@ def _groups(shape: ModelShape, lora: Lora | None, method: str, embedding: bool) 
                 plain += tensor.numel
             if lora is not None and is_adapted(tensor, lora):
                 adapters += lora.rank * (tensor.shape[0] + tensor.shape[1])
-        layers.append(Group(plain, 0) if method == "full" else Group(adapters, plain, packed))
-    before, after = sum(t.numel for t in shape.before), sum(t.numel for t in shape.after)
-    below = Group(before, 0) if embedding else Group(0, before)
-    above = Group(after, 0) if method == "full" else Group(0, after)
+        layers.append(Group(plain, 0, 0, largest) if method == "full" else Group(adapters, plain, packed, largest))
+    before, after = [t.numel for t in shape.before], [t.numel for t in shape.after]
+    below = Group(*((sum(before), 0) if embedding else (0, sum(before))), 0, max(before, default=0))
+    above = Group(*((sum(after), 0) if method == "full" else (0, sum(after))), 0, max(after, default=0))
     return below, max(layers, key=lambda group: group.whole(2, 2)), above
 
 
@@ -102,10 +144,9 @@ def _persistent(job: Job) -> Components:
     own = share(weights.trainable_numel, job.world)
     if levers.offload_param != "none":
         return {"temporaries": job.workspaces}
-    trainable_width = FP32 if levers.method == "full" and levers.master_weights else weights.trainable_width
     frozen = share(weights.frozen_bytes - weights.scales_bytes, job.world) + weights.scales_bytes
     return {
-        "weights": frozen + own * trainable_width,
+        "weights": frozen + own * _shard_width(job),
         "optimizer_states": _states(job, own),
         "temporaries": job.workspaces,
     }
@@ -114,13 +155,12 @@ def _persistent(job: Job) -> Components:
 def _states(job: Job, own: int) -> int:
     if job.levers.optimizer == "paged_adamw8bit":
         return 0
-    width = FP32 if job.levers.master_weights else job.weights.width
-    return state_bytes(job.levers.optimizer, own, width, flat=False)
+    return state_bytes(job.levers.optimizer, own, _shard_width(job), flat=False)
 
 
 def _own_grads(job: Job) -> int:
-    width = FP32 if job.levers.method == "full" and job.levers.master_weights else job.weights.trainable_width
-    return 0 if job.levers.offload_param != "none" else share(job.weights.trainable_numel, job.world) * width
+    offloaded = job.levers.offload_param != "none"
+    return 0 if offloaded else share(job.weights.trainable_numel, job.world) * _shard_width(job)
 
 
 def _earlier(job: Job) -> int:
@@ -131,31 +171,36 @@ def _earlier(job: Job) -> int:
 def _backward(job: Job, embedding: Group, layer: Group, head: Group) -> Components:
     """The top layer with everything kept, or the embedding at the end with all gradients there."""
     acts, width, tied = job.acts, job.weights.width, job.shape.tied
-    compute = _compute_width(job)
+    compute, shard = _compute_width(job), _shard_width(job)
     offloaded = job.levers.offload_param != "none"
     root = embedding.whole(width, compute) if tied else 0
     own = layer.whole(width, compute)
+    ahead, last_ahead = _gather(job, layer).buffer, _gather(job, embedding).buffer
     earlier = _earlier(job)
     reducing = 0 if tied else head.trainable * FP32  # the group above is still being reduced
-    reduced = 0 if tied else share(head.trainable * FP32, job.world)
+    reduced = 0 if tied else share(head.trainable * shard, job.world)
     candidates: list[Components] = []
     for moment in acts.moments:
-        below = own if moment.layer or tied else embedding.whole(width, compute)
         candidates.append(
             {
                 "activations": moment.kept + acts.shared,
                 "recompute": moment.working_kept,
                 "gradients": job.tied_grad + (earlier or (0 if offloaded else reduced)),
                 "buckets": reducing,
-                "gathered_weights": root + own + below,
+                "gathered_weights": root + own + (ahead if moment.layer or tied else last_ahead),
             }
         )
-        reduced += share(layer.trainable * FP32, job.world)
+        reduced += share(layer.trainable * shard, job.world)
         reducing = layer.trainable * FP32
+    # A gradient goes when it is in the buffer, before this rank's part of it comes; but of several ranks each has the
+    # group's last one in a variable of `foreach_reduce`, and the embedding is alone in its group.
+    last = embedding.trainable * compute
+    if job.world == 1 and not (earlier or offloaded):
+        last = max(last - embedding.trainable * shard, 0)
     candidates.append(
         {
             "activations": acts.shared,
-            "gradients": _own_grads(job) + embedding.trainable * compute,
+            "gradients": _own_grads(job) + last,
             "buckets": embedding.trainable * FP32,
             "gathered_weights": root,
         }
@@ -173,4 +218,11 @@ def _step(job: Job) -> Components:
 def _initialise(job: Job) -> Components:
     if job.weights.quantised_numel:
         return {"weights": job.weights.bytes, "temporaries": quantising(job)}
-    return _persistent(job) | {"optimizer_states": 0, "temporaries": 0}
+    # `Module._apply` makes a tied weight once for each module that has it
+    tied = job.shape.tied and job.levers.offload_param == "none"
+    twice = share(job.shape.before[0].numel, job.world) * _embedding_width(job) if tied else 0
+    return _persistent(job) | {"optimizer_states": 0, "temporaries": twice}
+
+
+def _embedding_width(job: Job) -> int:
+    return _shard_width(job) if job.trains_embedding else job.weights.width

@@ -97,9 +97,12 @@ def logits(job: Job) -> Components:
 
 
 def building(job: Job) -> Components:
-    """A model built whole on the GPU: a tied head exists until it is tied, and a matrix until it is packed."""
+    """A model built whole on the GPU: a tied head exists until it is tied, and a matrix until it is packed; adapters
+    come later."""
     untied = job.shape.vocab_size * job.shape.hidden_size * job.weights.width if job.shape.tied else 0
-    return {"weights": job.weights.bytes, "temporaries": untied + quantising(job)}
+    temporary = untied + quantising(job)
+    adapters = 0 if job.levers.method == "full" else job.weights.trainable_numel * job.weights.trainable_width
+    return {"weights": job.weights.bytes, "temporaries": max(temporary - adapters, 0)}
 
 
 def quantising(job: Job) -> int:

@@ -17,10 +17,12 @@ Inner = Callable[[Operations, Slot, Block, int], Slot]
 
 
 @lru_cache(maxsize=4096)
-def layer_cost(block: Block, hidden: int, setting: Setting) -> LayerCost:
+def layer_cost(block: Block, hidden: int, setting: Setting, input_grad: bool = True) -> LayerCost:
+    """`input_grad`: something below trains, so that the gradient goes on. Without it the layer's first norm, say,
+    keeps nothing."""
     if isinstance(block.mixer, Traced):
         return _traced(block, block.mixer, hidden, setting)
-    x = Slot(layer_input_bytes(block, hidden, setting), True)
+    x = Slot(layer_input_bytes(block, hidden, setting), input_grad)
     tape, out = layer_tape(block, hidden, setting, x)
     return measure(tape, x, out)
 

@@ -28,12 +28,16 @@ class HeadCost(NamedTuple):
     """Bytes beside the input of the final norm."""
 
     saved_norm: int
+    norm_backward: int
+    """Held in the final norm's backward pass, what it has kept and the gradient of its output included."""
     saved_logits: int
     """Kept for the backward pass: log-probabilities, or the fused loss's gradients."""
     forward_logits: int
     """Held at the worst moment of the forward pass, what is kept included."""
     backward_logits: int
-    """Likewise of the backward pass, before the head's own gradients."""
+    """Likewise of the backward pass, to the end of the final norm's."""
+    arriving: int
+    """Held when the head's gradient arrives: that and the gradient of the hidden states."""
     head_grad: int
     """The head's weight gradient, 0 where the head is frozen."""
     input_grad: int
@@ -43,7 +47,7 @@ class HeadCost(NamedTuple):
 @lru_cache(maxsize=1024)
 def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: bool) -> HeadCost:
     tokens, width, vocab, hidden = setting.tokens, setting.width, shape.vocab_size, shape.hidden_size
-    norm, head_input = _final_norm(shape, setting)
+    norm, norm_backward, head_input = _final_norm(shape, setting)
     logits, logits32 = tokens * vocab * width, tokens * vocab * FP32
     head_grad = vocab * hidden * width if trains_head else 0
     upcast = logits32 if width < FP32 else 0
@@ -52,20 +56,36 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
         rows = min(tokens, fused_chunk_tokens(vocab))
         chunk = rows * vocab * (width + FP32)
         grads = tokens * hidden * width
-        return HeadCost(norm, grads + head_grad, grads + head_grad + chunk, grads + head_grad, 0, grads, chunk)
+        kept = grads + head_grad
+        backward = max(kept, norm_backward - norm + head_grad)
+        return HeadCost(
+            saved_norm=norm,
+            norm_backward=norm_backward,
+            saved_logits=kept,
+            forward_logits=kept + chunk + head_input,
+            backward_logits=backward,
+            arriving=kept,
+            head_grad=0,
+            input_grad=grads,
+            eval_logits=chunk + head_input,
+        )
+    saved_norm = norm + (head_input if trains_head else 0)
     return HeadCost(
-        saved_norm=norm + (head_input if trains_head else 0),
+        saved_norm=saved_norm,
+        norm_backward=norm_backward,
         saved_logits=logits32 + capped // 2,
-        forward_logits=logits + upcast + logits32 + capped,
-        backward_logits=3 * logits32 + capped // 2,
+        # the caller's variable holds the head's input until the loss is there
+        forward_logits=logits + upcast + logits32 + capped + (0 if trains_head else head_input),
+        backward_logits=max(3 * logits32 + capped // 2, norm_backward - saved_norm + head_grad),
+        arriving=tokens * hidden * width + head_grad,
         head_grad=head_grad,
         input_grad=tokens * hidden * width,
-        eval_logits=logits + upcast + logits32 + capped,
+        eval_logits=logits + upcast + logits32 + capped + head_input,
     )
 
 
-def _final_norm(shape: ModelShape, setting: Setting) -> tuple[int, int]:
-    """What the final norm keeps, and its output, which a plain head that trains keeps as well.
+def _final_norm(shape: ModelShape, setting: Setting) -> tuple[int, int, int]:
+    """What the final norm keeps, what its backward pass holds, and its output, which a plain head that trains keeps.
 
     Behind an fp32 residual the norm works in fp32 throughout, and its output is cast for the head.
     """
@@ -75,4 +95,5 @@ def _final_norm(shape: ModelShape, setting: Setting) -> tuple[int, int]:
     y = ops.norm(x, shape.hidden_size, shape.final_norm)
     if wide and setting.width < FP32:
         y = ops.tape.op((y,), ops.size(shape.hidden_size, setting.width))
-    return measure(ops.tape, x, y).saved, y.size
+    cost = measure(ops.tape, x, y)
+    return cost.saved, cost.backward, y.size

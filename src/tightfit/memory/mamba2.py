@@ -4,8 +4,10 @@ official: `mamba_split_conv1d_scan_combined` of mamba-ssm 2.3 (`ops/triton/ssd_c
 that keeps the projected input, the scan's output and the norm's deviations, and recomputes the rest.
 
 torch: transformers without kernels (`mamba2_chunk_scan`): matrices of position against position in every chunk,
-kept together with every operand that `einsum` had to lay out anew. Ours covers Mamba-1 only, so `tightfit` is
-this path too.
+kept together with every operand that `einsum` had to lay out anew. Before 5.18 there was no `einsum`: two tensors
+were multiplied out into all of their indices and the product was summed, so that contracting the states took a
+number for every pair of positions, head and state, twice of them in the backward pass. Ours covers Mamba-1 only, so
+`tightfit` is this path too.
 
 Letters: E inner width, N state size, H heads, P head width, G groups, Q tokens a chunk.
 """
@@ -173,16 +175,22 @@ def _skip(ops: Operations, x32: Slot, sizes: _Sizes, shape: Mamba2) -> Slot:
 
 def _by_head(ops: Operations, x: Slot, sizes: _Sizes) -> Slot:
     """B or C as a batch of matrices for `bmm`: a copy, unless there is one sequence of one chunk."""
-    return _copied(ops, x, ops.setting.micro_batch * sizes.chunks > 1)
+    return _laid_out(ops, x, ops.setting.micro_batch * sizes.chunks > 1)
 
 
-def _copied(ops: Operations, x: Slot, copy: bool) -> Slot:
-    """x and the states have time or chunks last, so that one chunk alone needs no copy."""
-    return ops.tape.op((x,), x.size, passes=True) if copy else x
+def _laid_out(ops: Operations, x: Slot, copy: bool) -> Slot:
+    """x and the states have time or chunks last, so that one chunk alone needs no copy; a broadcast never does."""
+    return ops.tape.op((x,), x.size, passes=True) if copy and not ops.setting.broadcast_scan else x
 
 
-def _product(ops: Operations, a: Slot, b: Slot, size: int) -> Slot:
-    return ops.tape.op((a, b), size, saves=(a, b))
+def _contract(ops: Operations, a: Slot, b: Slot, size: int, summed: int) -> Slot:
+    """A product of a and b with an index of `summed` values summed over.
+
+    Broadcast, the whole product stands beside its sum; backwards both factors' gradients are as large, and autograd
+    sums them to their shapes when both are there.
+    """
+    whole = size * summed if ops.setting.broadcast_scan else 0
+    return ops.tape.op((a, b), size, saves=(a, b), forward_temp=whole, backward_temp=2 * whole)
 
 
 def _segment_sums(ops: Operations, x: Slot, size: int, side: int) -> Slot:
@@ -202,9 +210,11 @@ def _within_chunks(
     xp, bp, cp, ap = tensors
     decay = ops.output_saving(_segment_sums(ops, ap, sizes.scores, shape.chunk))
     left, right = _by_head(ops, cp, sizes), _by_head(ops, bp, sizes)
-    pairs = _product(ops, left, right, sizes.scores)
+    pairs = _contract(ops, left, right, sizes.scores, shape.state)
     scores = ops.multiply(pairs, decay)
-    near = _product(ops, scores, _copied(ops, xp, sizes.chunks > 1), sizes.inner)
+    if ops.setting.broadcast_scan:
+        scores = ops.tape.op((scores,), scores.size, passes=True)  # summed over an index of one value
+    near = _contract(ops, scores, _laid_out(ops, xp, sizes.chunks > 1), sizes.inner, shape.chunk)
     return near, (decay, pairs, scores)
 
 
@@ -216,19 +226,31 @@ def _across_chunks(
     xp, bp, cp, sums = tensors
     left = ops.output_saving(tape.op((sums,), sizes.per_head))
     weighted = tape.op((bp, left), sizes.state, saves=(bp, left), backward_temp=sizes.state)
-    own = _product(ops, _by_head(ops, weighted, sizes), _copied(ops, xp, sizes.chunks > 1), sizes.borders)
+    batches = _by_head(ops, weighted, sizes), _laid_out(ops, xp, sizes.chunks > 1)
+    own = _contract(ops, *batches, sizes.borders, shape.chunk)
     one = sizes.borders // sizes.chunks
     zeros = tape.op((), one)
     joined = tape.op((zeros, own), sizes.borders + one, grad_sizes=(0, sizes.borders))
     between = ops.setting.micro_batch * shape.heads * (sizes.chunks + 1) ** 2 * FP32
     last = tape.view(sums, size=between, copies_grad=True)
     passed_on = ops.output_saving(_segment_sums(ops, last, between, sizes.chunks + 1))
-    passed = _product(ops, passed_on, _copied(ops, joined, True), joined.size)
+    passed = _contract(ops, passed_on, _laid_out(ops, joined, True), joined.size, sizes.chunks + 1)
     starts = tape.view(passed, size=sizes.borders, copies_grad=True)
-    read = _product(ops, _by_head(ops, cp, sizes), _copied(ops, starts, sizes.chunks > 1), sizes.inner)
+    read, whole = _read_states(ops, cp, starts, shape, sizes)
     out_decay = ops.output_saving(sums)
     far = tape.op((read, out_decay), sizes.inner, saves=(read, out_decay), backward_temp=sizes.inner)
-    return far, (left, weighted, zeros, passed_on, passed, read, out_decay)
+    return far, (left, weighted, zeros, passed_on, passed, whole, out_decay)
+
+
+def _read_states(ops: Operations, cp: Slot, starts: Slot, shape: Mamba2, sizes: _Sizes) -> tuple[Slot, Slot]:
+    """Every position's C · state; and the variable that holds it, or broadcast, the product before it is summed."""
+    if not ops.setting.broadcast_scan:
+        batches = _by_head(ops, cp, sizes), _laid_out(ops, starts, sizes.chunks > 1)
+        read = _contract(ops, *batches, sizes.inner, shape.state)
+        return read, read
+    size = sizes.inner * shape.state
+    whole = ops.tape.op((cp, starts), size, saves=(cp, starts), backward_temp=2 * size)
+    return ops.tape.op((whole,), sizes.inner, passes=True), whole
 
 
 def _gated_norm(ops: Operations, x: Slot, gate: Slot, shape: Mamba2) -> Slot:

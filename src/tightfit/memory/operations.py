@@ -36,6 +36,8 @@ class Setting:
     quantised: bool = False
     attention: AttentionKernel = "sdpa"
     scan: str = "official"
+    broadcast_scan: bool = False
+    """Mamba-2 without kernels contracts by broadcasting: transformers before 5.18."""
     flash_capable: bool = True
     """PyTorch's own flash kernel can run: 16-bit numbers, and on NVIDIA sm_80 or newer."""
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from tightfit.memory.backward import accumulated, bucketed
+from tightfit.memory.backward import Owners, accumulated, bucketed
 from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
@@ -99,11 +99,11 @@ def _backward(job: Job, part: Partition, own_grads: int) -> Components:
     earlier = _earlier(job, own_grads)
     if levers.engine == "zero1":
         peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
-        copy = max(min(elements, weights.trainable_numel), weights.largest_trainable) * width
-        ends: Components = {"gradients": weights.trainable_numel * width, "buckets": bucket + copy}
+        ends: Components = {"gradients": _emptying(weights.trainable, elements, part) * width, "buckets": bucket}
         inside: Components = {"gradients": peak.gradients, "buckets": bucket}
     else:
-        peak = bucketed(acts, elements, job.tied_grad, job.embedding_grad, None)
+        owners = Owners(weights.trainable_numel, part.numel) if part.numel else None
+        peak = bucketed(acts, elements, job.tied_grad, job.embedding_grad, None, 0, owners)
         inside = {"gradients": peak.gradients + earlier, "buckets": bucket + peak.buckets}
         ends = {"gradients": own_grads + earlier, "buckets": bucket}
     if levers.offload_optimizer != "none":
@@ -112,7 +112,51 @@ def _backward(job: Job, part: Partition, own_grads: int) -> Components:
         leaving: Components = {"gradients": oversized * width, "buckets": bucket, "temporaries": FP64 * part.largest}
         ends = worst(ends, leaving)
     inside |= {"activations": peak.activations + acts.shared, "recompute": peak.recompute}
-    return worst(inside, ends)
+    return worst(_first_gradient(job, bucket, earlier), inside, ends)
+
+
+def _first_gradient(job: Job, bucket: int, earlier: int) -> Components:
+    """The first gradient, the head's where it trains, brings the bucket (`setup_buckets`), all activations there. One
+    that exceeds the bucket waits by itself through the final norm's backward pass."""
+    acts, head = job.acts, job.acts.head
+    if job.levers.method != "full":
+        return {}
+    whole = job.shape.vocab_size * job.shape.hidden_size
+    if job.shape.tied and not job.trains_embedding:
+        whole = 0
+    waits = job.levers.engine == "zero1" or job.shape.tied or whole > job.levers.buckets.reduce_bucket
+    norm = head.norm_backward + (whole * job.weights.width if waits else 0)
+    return {
+        "activations": acts.kept + acts.shared,
+        "gradients": earlier + max(head.saved_norm + head.arriving, norm),
+        "buckets": bucket,
+    }
+
+
+@lru_cache(maxsize=256)
+def _emptying(trainable: tuple[int, ...], bucket: int, part: Partition) -> int:
+    """Stage 1 reduces when all gradients are there, from the first on (`reduce_gradients`): each leaves its own memory
+    for the bucket's, which is reduced when it is full, and those of this rank go on into a buffer of their own.
+    The most elements beside the bucket."""
+    owners = Owners(sum(trainable), max(part.numel, 1))
+    waiting = most = sum(trainable)
+    fill = place = own = oversized = 0
+    for numel in (*trainable, bucket + 1):
+        if fill and fill + numel > bucket:
+            copy = 0 if owners.is_one(place - fill, place) else fill
+            most = max(most, waiting + own + copy)
+            if place <= part.covering:
+                own = part.covering
+                most = max(most, waiting + own)
+                waiting -= oversized
+            fill = oversized = 0
+        if numel <= bucket:
+            waiting -= numel
+        else:
+            oversized = numel  # it stays in its own memory until it is reduced
+        fill += numel
+        place += numel
+    return most
 
 
 def _step(job: Job, part: Partition, own_grads: int) -> Components:
