@@ -22,6 +22,7 @@ from tightfit.inputs import models
 from tightfit.inputs.families import FAMILIES
 from tightfit.inputs.families.reader import ACTIVATIONS
 from tightfit.inputs.models import find_config, load_model, shape_from_config, shape_from_fields
+from tightfit.inputs.presets import PRESETS
 from tightfit.types import Attention, Mamba1, Mamba2, Mlp, ModelError, ModelShape, Moe
 
 SRC = Path(models.__file__).parents[2]
@@ -587,7 +588,7 @@ def http_error(kind: str) -> Exception:
 def test_what_the_hub_refuses(hub: Callable[[Exception], None], error: str, message: str) -> None:
     hub(http_error(error))
     with pytest.raises(ModelError, match=message) as caught:
-        load_model("meta-llama/Llama-3.1-8B")
+        load_model("meta-llama/Llama-3.1-8B-Base")
     assert "\n" not in str(caught.value)
 
 
@@ -632,6 +633,7 @@ def test_a_cached_model_is_read_offline_and_torch_stays_out(tmp_path: Path) -> N
 def test_presets_and_files_need_no_hub_library() -> None:
     code = (
         "import sys\nfrom tightfit.inputs.models import load_model\nload_model('qwen2.5-7b')\n"
+        "load_model('Qwen/Qwen2.5-7B-Instruct')\n"
         "print({'huggingface_hub', 'torch', 'transformers', 'tightfit.inputs.trace'} & set(sys.modules))"
     )
     assert desk(code).strip() == "set()"
@@ -643,6 +645,23 @@ def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: py
     assert find_config("7b_mamba").called == "7B"
     with pytest.raises(ModelError, match="has no config"):
         find_config("./7b_mamba")
+
+
+def test_a_folder_wins_over_a_known_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "Qwen" / "Qwen2.5-7B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DENSE}))
+    monkeypatch.chdir(tmp_path)
+    assert load_model("Qwen/Qwen2.5-7B").model_type == "llama"
+
+
+def test_a_known_gemma_is_the_language_model_of_its_config() -> None:
+    """As if the published wrapper had been read."""
+    known = load_model("google/gemma-3-27b-it")
+    text = {key: value for key, value in PRESETS["gemma-3-27b"].config.items() if key != "model_type"}
+    read = shape_from_config({"model_type": "gemma3", "text_config": text}, "google/gemma-3-27b-it")
+    assert (known.name, known.tensors, known.model_type) == (read.name, read.tensors, read.model_type)
+    assert set(read.notes) <= set(known.notes)
 
 
 def test_a_yaml_file_may_hold_the_shape_fields(tmp_path: Path) -> None:

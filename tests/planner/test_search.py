@@ -17,12 +17,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_questions import GIB, ask, built, card, corners_of_any_job, machine, properties, questions, seeded
 
+from tightfit.job import Job, Machine
 from tightfit.memory import estimate, floor_bytes
 from tightfit.pace import pace, step_times
-from tightfit.planner import candidates
+from tightfit.planner import candidates, plan
 from tightfit.planner.depths import in_a_valley, past_a_floor, tried_depths
 from tightfit.planner.search import FULL, OFFLOADED, Question, rank, something_fits
-from tightfit.types import Checkpointing, ModelShape
+from tightfit.types import Checkpointing, Gpu, Hardware, ModelShape
 
 search = import_module("tightfit.planner.search")  # the package has a function of this name
 
@@ -206,13 +207,38 @@ def test_the_first_fit_past_a_floor(needs: list[int], limit: int) -> None:
     assert all(floors[index] <= limit for index in asked if index)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 31, 32, 33, 64, 80, 126])
+@pytest.mark.parametrize("layers", [1, 2, 33, 126])
 def test_depths_go_from_none_to_all(layers: int) -> None:
-    depths = tried_depths(layers)
-    assert depths[0] == 0
-    assert depths[-1] == layers
-    assert list(depths) == sorted(set(depths))
-    assert len(depths) <= 34
+    assert tried_depths(layers) == tuple(range(layers + 1))
+    assert tried_depths(layers, partial=False) == (0, layers)
+
+
+@pytest.mark.parametrize("hardware", ["8xRTX4090", "1x24GB", "4xA100-80GB"])
+def test_another_trainer_recomputes_all_layers_or_none(hardware: str) -> None:
+    job = Job(model="qwen2.5-7b", method="lora", hardware=Machine(gpus=hardware, host_ram="256GB"))
+    mine, others = plan(job), plan(job, partial=False)
+    assert mine.chosen is not None
+    assert others.chosen is not None
+    for way in (others.chosen, *others.alternatives):
+        assert way.levers.checkpointing.layers in (0, None)
+    assert mine.chosen.pace.step_s <= others.chosen.pace.step_s
+
+
+def test_every_gpu_means_every_gpu() -> None:
+    """Where fewer would do better, or are all that fits."""
+    job = Job(model="tiny_llama", effective_batch=8, hardware=Machine(gpus="8xRTX4090", host_ram="64GB"))
+    free, bound = plan(job), plan(job, every_gpu=True)
+    assert free.chosen is not None
+    assert free.chosen.world < 8
+    assert bound.chosen is not None
+    assert bound.chosen.world == 8
+
+
+def test_both_ranks_of_the_cpu_run() -> None:
+    cpu = Gpu(name="CPU", vendor="cpu", memory_bytes=8 * 2**30)
+    answer = plan(Job(model="tiny_llama"), hardware=Hardware(gpu=cpu, gpus_per_node=2))
+    assert answer.chosen is not None
+    assert answer.chosen.world == 2
 
 
 # --- what was pinned ----------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def expected(plan: Plan) -> dict[str, object]:
     common: dict[str, object] = {
         "processes": way.world,
         "port": 29500,
-        "gpu_ids": ",".join(map(str, range(way.hardware.gpus_per_node))),
+        "gpu_ids": "all",  # of the visible ones, so the user's CUDA_VISIBLE_DEVICES holds
         "machines": way.hardware.nodes,
     }
     if levers.engine == "fsdp2":
@@ -193,6 +193,7 @@ def test_chosen_gpus_and_port(make_plan: MakePlan) -> None:
     target = Target(gpu_ids=(1, 3), port=29511)
     values = read(make_plan(FSDP2), target)
     assert (values["gpu_ids"], values["main_process_port"], values["num_processes"]) == ("1,3", 29511, 2)
+    assert "gpu_ids" not in read(make_plan(FSDP2)), "a number that nobody chose would overrule CUDA_VISIBLE_DEVICES"
 
 
 def test_several_machines(make_plan: MakePlan) -> None:
@@ -220,6 +221,13 @@ def test_some_layers_become_all_and_it_is_said(make_plan: MakePlan) -> None:
 def test_layer_inputs_on_the_host(make_plan: MakePlan) -> None:
     plan = make_plan(Levers(engine="fsdp2", checkpointing=Checkpointing(layers=None, offload=True)))
     assert read(plan)["fsdp_config"]["fsdp_activation_checkpointing_offload"] is True
+
+
+def test_a_low_loss_scale_that_accelerate_cannot_start_with_is_said(make_plan: MakePlan) -> None:
+    levers = Levers(engine="fsdp2", precision="fp16")
+    for tier, told in (("fp16_safe", True), ("standard", False), (None, False)):
+        plan = make_plan(levers, job=Job(model="tiny_llama", tier=tier))
+        assert any("loss scale" in note for note in accelerate_notes(plan, NEW)) == told
 
 
 def test_a_mamba_is_wrapped_by_its_own_layer(make_plan: MakePlan) -> None:

@@ -127,10 +127,14 @@ def test_deepspeed_gets_the_first_gpus_and_our_worker(plan_of: PlanOf, folder: F
     assert call.cwd == str(folder.path)
 
 
-def test_accelerate_would_overrule_visible_devices_so_they_are_handed_on(plan_of: PlanOf, folder: Folder) -> None:
+def test_accelerate_would_overrule_visible_devices_so_it_is_told_none(plan_of: PlanOf, folder: Folder) -> None:
     call = start(folder, plan_of(), Target(launcher="accelerate"), CUDA_VISIBLE_DEVICES="4,5,6,7")
-    assert as_accelerate(call).gpu_ids == "4,5,6,7"
-    assert as_accelerate(start(folder, plan_of(), Target(launcher="accelerate"))).gpu_ids == "0,1,2,3"
+    assert as_accelerate(call).gpu_ids is None
+    assert call.env["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert "gpu_ids" not in accelerate_yaml(plan_of(), Target(launcher="accelerate"), "deepspeed.json")
+    call = start(folder, plan_of(gpus="4xK100-64GB"), Target(launcher="accelerate"), HIP_VISIBLE_DEVICES="4,5,6,7")
+    visible = {name: value for name, value in call.env.items() if name.endswith("VISIBLE_DEVICES")}
+    assert visible == {"HIP_VISIBLE_DEVICES": "4,5,6,7"}, "two that differ leave no GPU"
 
 
 def test_deepspeed_would_ignore_visible_devices_so_they_are_handed_on(plan_of: PlanOf, folder: Folder) -> None:

@@ -19,11 +19,17 @@ import yaml
 from tightfit.inputs.deepspeed_file import read_deepspeed
 from tightfit.inputs.hardware import parse_hardware
 from tightfit.inputs.llamafactory_file import check_deepspeed, read_llamafactory, to_levers
-from tightfit.inputs.presets import PRESETS
+from tightfit.inputs.presets import PRESETS, checkpoint_of
 from tightfit.job import Adapters, Data, Evaluation, Job, Saving
 from tightfit.planner.plan import Plan
 from tightfit.render.deepspeed import deepspeed_json
-from tightfit.render.llamafactory import CHECKPOINTS, dataset_info_json, llamafactory_yaml, template_of
+from tightfit.render.llamafactory import (
+    dataset_info_json,
+    llamafactory_notes,
+    llamafactory_yaml,
+    newest_transformers,
+    template_of,
+)
 from tightfit.render.target import Target
 from tightfit.types import Checkpointing, ConfigError, Levers, Lora
 
@@ -47,9 +53,6 @@ TRAINER_KEYS = frozenset(
     logging_steps report_to save_strategy save_steps save_total_limit dataloader_num_workers""".split()
 )
 """transformers' keys that we write; every transformers that those releases accept has them all."""
-
-TRANSFORMERS = {"0.9.2": "4.49.0", "0.9.3": "4.52.4", "0.9.4": "4.57.1", "0.9.5": "5.6.0"}
-"""The newest that each release accepts."""
 
 FULL_JOB = Job(
     model="qwen2.5-7b",
@@ -149,7 +152,10 @@ def test_the_released_classes_have_these_keys(release: str, request: pytest.Fixt
     with wheel(f"llamafactory=={release}", folder) as package:
         arguments = r"llamafactory/hparams/(model|data|finetuning|generating|training)_args\.py"
         assert fields_of(package, arguments) >= OWN_KEYS
-    with wheel(f"transformers=={TRANSFORMERS[release]}", folder) as package:
+        needed = package.read(f"llamafactory-{release}.dist-info/METADATA").decode()
+    limits = re.findall(r"^Requires-Dist: transformers\b.*<=([\d.]+)", needed, flags=re.MULTILINE)
+    assert newest_transformers(release) == max(limits, key=lambda limit: tuple(map(int, limit.split("."))))
+    with wheel(f"transformers=={newest_transformers(release)}", folder) as package:
         assert fields_of(package, r"transformers/training_args(_seq2seq)?\.py") >= TRAINER_KEYS
 
 
@@ -218,10 +224,11 @@ def test_the_fused_loss_is_for_the_families_of_the_release(
     with wheel(f"llamafactory=={release}", request.config.cache.mkdir("llamafactory")) as package:
         source = package.read("llamafactory/model/model_utils/liger_kernel.py").decode()
     compared = re.findall(r"model_type (?:==|in) (.*):", source)
-    theirs = {name for line in compared for name in re.findall(r'"(\w+)"', line)}
+    # Liger patches Granite, but takes its loss from whole logits.
+    theirs = {name for line in compared for name in re.findall(r'"(\w+)"', line)} - {"granite"}
     plan = plan_of(Levers(engine="zero2", loss="fused"))
     assert plan.chosen is not None
-    for kind in theirs | {"gpt2", "gpt_neox", "stablelm", "gemma3_text", "olmo2", "qwen3"}:
+    for kind in theirs | {"gpt2", "gpt_neox", "stablelm", "gemma3_text", "granite", "olmo2", "qwen3"}:
         other = replace(plan, chosen=replace(plan.chosen, shape=replace(plan.shape, model_type=kind, name="a/b")))
         if kind in theirs:
             assert values(other, target_of(release))["enable_liger_kernel"] is True
@@ -436,7 +443,27 @@ def test_a_folder_of_ones_own(plan_of: MakePlan, model: str, name: str) -> None:
     assert values(replace(plan, job=replace(plan.job, model=model)))["model_name_or_path"] == name
 
 
-def test_presets_lead_to_the_checkpoints_that_they_describe() -> None:
-    assert all(name in PRESETS[preset].source for preset, name in CHECKPOINTS.items())
-    without = [name for name in PRESETS if name not in CHECKPOINTS]
-    assert all("mamba" in name or name.startswith("tiny") for name in without)
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "mamba" not in name and not name.startswith("tiny")])
+def test_presets_lead_to_the_checkpoints_that_they_describe(plan_of: MakePlan, preset: str) -> None:
+    """Also in capitals, as `--model` takes them."""
+    for word in (preset, preset.upper()):
+        name = values(plan_of(Levers(engine="zero2"), model=word))["model_name_or_path"]
+        assert name == checkpoint_of(preset)
+        assert name in PRESETS[preset].source
+
+
+@pytest.mark.parametrize(("release", "template"), [("0.9.2", "deepseek3"), ("0.9.3", "deepseekr1")])
+@pytest.mark.parametrize(
+    "word", ["deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "deepseek-ai/deepseek-r1-distill-qwen-32b"]
+)
+def test_a_known_id_keeps_its_name_and_its_template(plan_of: MakePlan, word: str, release: str, template: str) -> None:
+    read = values(plan_of(Levers(engine="zero3", method="lora", lora=Lora()), model=word), target_of(release))
+    assert read["model_name_or_path"] == "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"
+    assert read["template"] == template
+
+
+def test_liger_on_a_dcu_was_never_run(plan_of: MakePlan) -> None:
+    fused = Levers(engine="zero2", loss="fused")
+    for gpus, told in (("8xK100-64GB", True), ("8xA100-80GB", False)):
+        assert any("never ran" in note for note in llamafactory_notes(plan_of(fused, gpus), target_of())) == told
+    assert not any("Liger" in note for note in llamafactory_notes(plan_of(Levers(), "8xK100-64GB"), target_of()))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tightfit.inputs.hardware import parse_hardware
-from tightfit.job import Data, Job
+from tightfit.inputs.models import load_model
+from tightfit.job import Data, Job, Limits
+from tightfit.planner import plan as planned
 from tightfit.planner.plan import Plan
+from tightfit.planner.tiers import tiered
 from tightfit.render import render
 from tightfit.render.environment import environment
 from tightfit.render.plan_md import plan_md
@@ -224,3 +229,126 @@ def test_what_is_written_is_what_was_rendered(plan_of: MakePlan, tmp_path: Path)
     paths = write(files, tmp_path / "plan", force=False)
     assert {path.name: path.read_bytes().decode() for path in paths} == files
     assert {path.name for path in (tmp_path / "plan").iterdir()} == set(files)
+
+
+# --- tiers, time, versions ----------------------------------------------------------------------
+
+
+def tier_plan(name: str, **limits: Any) -> Plan:
+    job = Job(model="tiny_llama", limits=Limits(**limits))
+    answer = tiered(name, job, load_model("tiny_llama"), parse_hardware("2xRTX4090"), frozenset())
+    assert answer.plan is not None
+    assert answer.costs
+    return answer.plan
+
+
+def test_what_a_tier_changes_is_said_in_every_file_that_people_read() -> None:
+    plan = tier_plan("extreme")
+    files = render(plan, Target())
+    text = files["PLAN.md"]
+    assert "- Tier: extreme (ZeRO-3 with everything on the host" in text
+    assert "Nothing of this changes" not in text
+    changed = section(text, "It changes the result of the training")
+    assert "The tier extreme brings these where you said nothing:" in changed
+    for cost in ("Sequences of 512 tokens instead of 2048", "fp16 instead of bf16", "An effective batch of 2"):
+        assert f"- **{cost}.**" in changed
+    worker = json.loads(files["worker.json"])
+    assert worker["tier"] == "extreme"
+    assert worker["changes"] == [
+        "sequences of 512 tokens instead of 2048",
+        "fp16 instead of bf16",
+        "an effective batch of 2",
+    ]
+
+
+def test_a_tier_beside_allowed_changes_does_not_claim_them_all() -> None:
+    assert ", or you allowed them and without them nothing fits:" in text_of(tier_plan("extreme", allow=("lora",)))
+
+
+@pytest.mark.parametrize(("tier", "power"), [("extreme", 8), ("fp16_safe", 8), ("standard", 12), (None, 12)])
+def test_tiers_that_promise_a_low_loss_scale_have_one(make_plan: MakePlan, tier: str | None, power: int) -> None:
+    plan = make_plan(Levers(engine="zero3", precision="fp16"), job=Job(model="tiny_llama", tier=tier))  # type: ignore[arg-type]
+    written = json.loads(render(plan, Target())["deepspeed.json"])
+    assert written["fp16"]["initial_scale_power"] == power
+
+
+def test_the_real_tiers_reach_the_deepspeed_file() -> None:
+    for name in ("extreme", "fp16_safe"):
+        fp16 = json.loads(render(tier_plan(name), Target())["deepspeed.json"])["fp16"]
+        assert (fp16["enabled"], fp16["initial_scale_power"]) == (True, 8)
+
+
+def test_nothing_is_said_twice() -> None:
+    job = Job(model="3b_mamba", limits=Limits(margin=0.05))
+    text = text_of(planned(job, load_model("3b_mamba"), parse_hardware("4x24GB")))
+    lines = [line for line in text.splitlines() if line.startswith("- ")]
+    assert len(lines) == len(set(lines))
+    assumed = section(text, "What was assumed")
+    assert "- The shape of state-spaces/mamba-2.8b-hf." in assumed
+    assert "tensors can use" in assumed
+    assert "No rates of the 24GB card are known" in assumed
+    for reason in ("Needs ", "layers recompute", "fused loss", "Of each step", "The peak is"):
+        assert reason not in assumed
+    assert "- Needs " in section(text, "Why this one")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_page_says_whether_there_is_a_worker_to_start(
+    plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
+) -> None:
+    worker = tmp_path / "__main__.py"
+    if there:
+        worker.touch()
+    monkeypatch.setattr(import_module("tightfit.render.plan_md"), "WORKER", worker)
+    said = section(text_of(plan_of()), "How to start it")
+    assert ("not in this version of tightfit yet" in said) != there
+    assert ("`--launcher llamafactory`" in said) != there
+    mamba = section(text_of(plan_of(Levers(engine="zero3"), "6x32GB", model="7b_mamba")), "How to start it")
+    assert ("not in this version" in mamba) != there
+    assert "--launcher llamafactory" not in mamba, "which cannot train it"
+    plan, target = plan_of(), Target(launcher="llamafactory")
+    assert "not in this version" not in text_of(plan, target)
+
+
+def test_the_worker_is_where_the_page_looks_for_it() -> None:
+    from tightfit import train
+
+    (folder,) = train.__path__
+    assert Path(folder) / "__main__.py" == import_module("tightfit.render.plan_md").WORKER
+
+
+@pytest.mark.parametrize(
+    ("timeout", "said"),
+    [
+        (None, None),
+        ("4h", None),
+        ("1h", "cuts the training off at about 31% of its steps"),
+        ("1m", "cuts the training off at less than 1% of its steps"),
+    ],
+)
+def test_a_time_limit_that_is_too_short_is_said(plan_of: MakePlan, timeout: str | None, said: str | None) -> None:
+    head = text_of(plan_of(timeout=timeout)).partition("\n## ")[0]
+    assert ("Time limit" in head) == (said is not None)
+    assert said is None or said in head
+    if said is not None:
+        factory = text_of(plan_of(timeout=timeout), Target(launcher="llamafactory")).partition("\n## ")[0]
+        assert "LLaMA-Factory does not keep it" in factory
+        assert "cuts the training off" not in factory
+
+
+def versions(plan: Plan, target: Target) -> str:
+    return section(text_of(plan, target), "The files").partition("Which versions they are for:")[2]
+
+
+def test_each_file_names_its_version(plan_of: MakePlan) -> None:
+    lora = Levers(engine="zero3", method="lora", lora=Lora(), deepspeed_version="0.14.2")
+    old = Target(deepspeed_version="0.14.2", llamafactory_version="0.9.2")
+    apart = versions(plan_of(lora, "8xK100-64GB", method="lora"), old)
+    assert "- `deepspeed.json`: DeepSpeed 0.14.2." in apart
+    assert "- `training_args.json`: transformers 5.22.2, which wants a newer PyTorch than the 2.4" in apart
+    assert "takes transformers up to 4.49.0 and never reads `training_args.json`" in apart
+    assert "`--transformers-version 4.49.0`" in apart
+    together = versions(plan_of(lora, "8xK100-64GB", method="lora"), replace(old, transformers_version="4.49.0"))
+    assert "- `training_args.json`: transformers 4.49.0.\n" in together
+    assert "- `llamafactory.yaml`: LLaMA-Factory 0.9.2, which takes transformers up to 4.49.0." in together
+    assert "LLaMA-Factory" not in versions(plan_of(Levers(engine="fsdp2")), Target())

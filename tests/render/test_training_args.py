@@ -19,6 +19,7 @@ import pytest
 from tightfit.inputs.hardware import parse_hardware
 from tightfit.job import Evaluation, Job, Saving
 from tightfit.planner.plan import Plan
+from tightfit.render import liger
 from tightfit.render.deepspeed import deepspeed_json
 from tightfit.render.target import Target
 from tightfit.render.training_args import training_args_json, training_args_notes
@@ -34,6 +35,7 @@ DEEPSPEED = "deepspeed.json"
 ASK = """
 import json, os, sys, warnings
 warnings.simplefilter("ignore")
+from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import HfArgumentParser, TrainingArguments
 answers = []
 for path in json.load(sys.stdin):
@@ -50,6 +52,11 @@ for path in json.load(sys.stdin):
             answer["stage"] = args.deepspeed_plugin.zero_stage
         else:
             answer["fsdp"] = args.fsdp_plugin_args
+            if args.fsdp_plugin_args["activation_checkpointing"]:  # as the Trainer makes it under `accelerate launch`
+                os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = "true"
+                plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+                answer["moved"] = plugin.activation_checkpointing_offload
+                del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
         answers.append(answer)
     except Exception as error:
         answers.append({"error": f"{type(error).__name__}: {error}"})
@@ -104,6 +111,8 @@ def expected(plan: Plan) -> dict[str, object]:
     }
     if not sharded:
         return common | {"stage": int(levers.engine[-1])}
+    if levers.checkpointing.layers != 0:
+        common["moved"] = True
     return common | {
         "fsdp": {
             "fsdp_version": 2,
@@ -286,6 +295,73 @@ def test_the_fused_loss_is_ligers(make_plan: MakePlan) -> None:
     assert read(plan, "5.22.2")["use_liger_kernel"] is True
     assert any("liger-kernel" in note for note in training_args_notes(plan, NEW))
     assert any("plain" in note for note in training_args_notes(plan, OLD))
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "gpt2", "granite"])
+def test_liger_is_off_for_models_whose_loss_it_does_not_fuse(make_plan: MakePlan, model_type: str) -> None:
+    job = Job(model="qwen1.5-0.5b")
+    plan = make_plan(Levers(loss="fused", micro_batch=4), job=job)
+    assert plan.chosen
+    other = replace(plan, chosen=replace(plan.chosen, shape=replace(plan.shape, model_type=model_type)))
+    assert read(other, "5.22.2")["use_liger_kernel"] is False
+    notes = training_args_notes(other, NEW)
+    assert any(f"no fused loss for {model_type}" in note for note in notes)
+    plain = make_plan(Levers(micro_batch=4), job=job).chosen
+    assert plain
+    assert any(f"needs {plain.footprint.gpu.required_bytes / 2**30:.1f} GiB" in note for note in notes)
+
+
+@pytest.mark.slow
+def test_the_families_are_those_whose_loss_liger_fuses(tmp_path: Path) -> None:
+    from tightfit.inputs.families import FAMILIES
+
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path)]
+    done = subprocess.run([*pip, "liger-kernel==0.8.5"], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        pytest.skip(f"liger-kernel cannot be fetched here: {done.stderr.strip()[-200:]}")
+    tree = ast.parse(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).read("liger_kernel/transformers/monkey_patch.py"))
+    fused = set()
+    table: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            usual = dict(zip([each.arg for each in node.args.args][::-1], node.args.defaults[::-1], strict=False))
+            if ast.unparse(usual.get("fused_linear_cross_entropy", ast.Constant(False))) == "True":
+                fused.add(node.name)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN":
+            assert isinstance(node.value, ast.Dict)
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            table = {ast.literal_eval(key): ast.unparse(value) for key, value in pairs if key}
+    assert {kind for kind in FAMILIES if table.get(kind) in fused} == liger.UNDER_THE_TRAINER
+
+
+def test_liger_on_a_dcu_was_never_run(make_plan: MakePlan) -> None:
+    for gpus, told in (("2xK100-64GB", True), ("2xA100-80GB", False)):
+        notes = training_args_notes(make_plan(Levers(loss="fused"), parse_hardware(gpus)), NEW)
+        assert any("never ran" in note for note in notes) == told
+
+
+def test_a_mamba_needs_what_the_trainers_own_scan_needs(make_plan: MakePlan) -> None:
+    job = Job(model="3b_mamba")
+    ours = make_plan(Levers(engine="zero3", scan="tightfit"), job=job)
+    notes = training_args_notes(ours, NEW)
+    assert any("tightfit's scan" in note and "causal-conv1d" in note for note in notes)
+    (needs,) = [note for note in notes if "As the Trainer runs it" in note]
+    for scan, words in (("official", "with the official kernels"), ("torch", "on the plain path")):
+        way = make_plan(Levers(engine="zero3", scan=scan), job=job).chosen
+        assert way
+        assert f"{way.footprint.gpu.required_bytes / 2**30:.1f} GiB {words}" in needs
+    assert "on the plain path, which does not fit" in needs
+    assert not any("scan" in note or "needs" in note for note in training_args_notes(make_plan(Levers()), NEW))
+
+
+def test_layer_inputs_on_the_host_under_fsdp2_come_from_accelerate(make_plan: MakePlan) -> None:
+    moved = make_plan(Levers(engine="fsdp2", sequence=8192, checkpointing=Checkpointing(layers=None, offload=True)))
+    stayed = make_plan(Levers(engine="fsdp2", sequence=8192)).chosen
+    assert stayed
+    (note,) = training_args_notes(moved, NEW)
+    assert "accelerate launch --config_file accelerate.yaml" in note
+    assert f"Started otherwise, a GPU needs {stayed.footprint.gpu.required_bytes / 2**30:.1f} GiB" in note
+    assert training_args_notes(make_plan(Levers(engine="fsdp2")), NEW) == ()
 
 
 def test_what_the_trainer_cannot_do_is_said(make_plan: MakePlan) -> None:

@@ -87,6 +87,7 @@ def test_every_field_of_a_job_arrives(make_plan: MakePlan) -> None:
         "max_steps": 2000,
         "weight_decay": 0.1,
         "clip": 0.5,
+        "first_scale_power": None,
         "seed": 7,
     }
     assert read["evaluation"] == {"split": 0.1, "every_steps": 50}
@@ -102,6 +103,17 @@ def test_what_depends_on_the_method_is_resolved(make_plan: MakePlan, method: Any
     assert read["training"]["learning_rate"] == rate
     assert read["training"]["epochs"] == 1.0
     assert (read["lora"] or {"alpha": None})["alpha"] == (None if lora is None else 64.0)
+
+
+def test_a_tier_and_what_it_changes_arrive(make_plan: MakePlan) -> None:
+    plan = make_plan(Levers(precision="fp16"), job=Job(model="tiny_llama", tier="extreme"))
+    assert plan.chosen is not None
+    changed = replace(plan, chosen=replace(plan.chosen, changes=("fp16 instead of bf16",)))
+    read = config(changed)
+    assert (read["tier"], read["changes"]) == ("extreme", ["fp16 instead of bf16"])
+    assert read["training"]["first_scale_power"] == 8
+    read = config(make_plan(Levers(precision="fp16")))
+    assert (read["tier"], read["changes"], read["training"]["first_scale_power"]) == (None, [], 12)
 
 
 def test_fsdp2_has_no_deepspeed_file(make_plan: MakePlan) -> None:

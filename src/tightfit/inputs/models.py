@@ -2,6 +2,9 @@
 
 Only the config is ever read, never weights, and never with torch: `families` knows the tensors that
 transformers would make of it. What it does not know by name can be measured instead (`trace`), if asked.
+
+Ids that `presets` knows are answered from there, before the cache and the network are asked: a shape does not change
+once it is published, and a machine without a network, or without the licence, gets the same answer as any other.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 from tightfit.inputs import families
 from tightfit.inputs.families import NotByName, did_you_mean
 from tightfit.inputs.families.reader import MAX_SIZE
-from tightfit.inputs.presets import PRESETS
+from tightfit.inputs.presets import CHECKPOINTS, PRESETS, checkpoint_named
 from tightfit.inputs.spelling import shown
 from tightfit.types import ModelError, ModelShape
 
@@ -54,7 +57,7 @@ def load_model(word: str, *, trust_trace: bool = False) -> ModelShape:
 
 
 def find_config(word: str) -> FoundConfig:
-    """The config that `word` names: a preset wins over a path, and a path over a Hugging Face id."""
+    """The config that `word` names: a preset wins over a path, a path over an id that is known, that over the hub."""
     name = word.strip()
     if not name:
         raise ModelError("the model has no name: give a preset, a folder, a config.json or a Hugging Face id")
@@ -66,7 +69,8 @@ def find_config(word: str) -> FoundConfig:
         return _local(Path(path))
     if name.endswith(".json") or name.startswith((".", "/", "~")) or os.path.isabs(path):
         raise ModelError(f"there is no file or folder {shown(name)}")
-    return FoundConfig(name, _read_json(_from_hub(name), name))
+    known = checkpoint_named(name)
+    return FoundConfig(name, _read_json(_from_hub(name), name)) if known is None else _known(known)
 
 
 def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
@@ -152,6 +156,16 @@ def _promise(found: FoundConfig, shape: ModelShape) -> tuple[str, ...]:
 
 HONEST = 0.05
 """A name that is this close to the count needs no correction."""
+
+
+def _known(name: str) -> FoundConfig:
+    """A public model that has a preset's shape, under its own name."""
+    checkpoint = CHECKPOINTS[name]
+    config = PRESETS[checkpoint.preset].config
+    notes = [f"known here as the shape of {checkpoint.preset}; Hugging Face was not asked"]
+    if config["model_type"] == "gemma3_text":
+        notes.append("the language model only: the vision tower and its projector are not counted")
+    return FoundConfig(name, {**config, **checkpoint.differs}, tuple(notes))
 
 
 def _local(path: Path) -> FoundConfig:

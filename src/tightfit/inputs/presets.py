@@ -2,12 +2,16 @@
 
 The Mamba names come from users' notes and promise round numbers; `called` keeps the promise beside the
 count, so that the screen can say both. Vocabularies and tied embeddings are those of the public models.
+
+Public checkpoints that have a preset's shape are in `CHECKPOINTS`: their ids need no network, also where the licence
+is gated. Only those are there whose published config gives the same tensors; what may differ beside is the number of
+positions, which is said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +22,15 @@ class Preset:
     source: str
     called: str | None = None
     """The size in the name, where the true count ought to be said beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A public model that has the shape of a preset."""
+
+    preset: str
+    differs: Mapping[str, object] = field(default_factory=dict)
+    """What its own config says otherwise."""
 
 
 def _mamba(**sizes: int | bool) -> Mapping[str, object]:
@@ -126,7 +139,7 @@ PRESETS: Mapping[str, Preset] = {
             max_position_embeddings=131_072,
             tie_word_embeddings=False,
         ),
-        source="Qwen/Qwen2.5-32B, and so deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+        source="Qwen/Qwen2.5-32B; deepseek-ai/DeepSeek-R1-Distill-Qwen-32B, of the same shape, is known by that name",
         called="32B",
     ),
     "llama-3.1-8b": Preset(
@@ -174,3 +187,40 @@ PRESETS: Mapping[str, Preset] = {
         called="27B",
     ),
 }
+
+_SHORT: Mapping[str, object] = {"max_position_embeddings": 32_768}
+"""Qwen2.5's chat models promise fewer positions than the base models that they were made from."""
+
+CHECKPOINTS: Mapping[str, Checkpoint] = {
+    "state-spaces/mamba-2.8b-hf": Checkpoint(preset="3b_mamba"),
+    "state-spaces/mamba-1.4b-hf": Checkpoint(preset="1b_mamba"),
+    "Qwen/Qwen1.5-0.5B": Checkpoint(preset="qwen1.5-0.5b"),
+    "Qwen/Qwen1.5-0.5B-Chat": Checkpoint(preset="qwen1.5-0.5b"),
+    "Qwen/Qwen1.5-1.8B": Checkpoint(preset="qwen1.5-1.8b"),
+    "Qwen/Qwen1.5-1.8B-Chat": Checkpoint(preset="qwen1.5-1.8b"),
+    "Qwen/Qwen2.5-7B": Checkpoint(preset="qwen2.5-7b"),
+    "Qwen/Qwen2.5-7B-Instruct": Checkpoint(preset="qwen2.5-7b", differs=_SHORT),
+    "Qwen/Qwen2.5-32B": Checkpoint(preset="qwen2.5-32b"),
+    "Qwen/Qwen2.5-32B-Instruct": Checkpoint(preset="qwen2.5-32b", differs=_SHORT),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": Checkpoint(preset="qwen2.5-32b"),
+    "meta-llama/Llama-3.1-8B": Checkpoint(preset="llama-3.1-8b"),
+    "meta-llama/Llama-3.1-8B-Instruct": Checkpoint(preset="llama-3.1-8b"),
+    "meta-llama/Meta-Llama-3.1-8B": Checkpoint(preset="llama-3.1-8b"),
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": Checkpoint(preset="llama-3.1-8b"),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": Checkpoint(preset="llama-3.1-8b"),
+    "google/gemma-3-27b-pt": Checkpoint(preset="gemma-3-27b"),
+    "google/gemma-3-27b-it": Checkpoint(preset="gemma-3-27b"),
+}
+"""By Hugging Face id. The first of a preset is the checkpoint that the preset describes."""
+
+_SPELT = {name.lower(): name for name in CHECKPOINTS}
+
+
+def checkpoint_named(word: str) -> str | None:
+    """The id that is known, as Hugging Face spells it; None: not known here."""
+    return _SPELT.get(word.strip().lower())
+
+
+def checkpoint_of(preset: str) -> str | None:
+    """Where a preset's weights lie; None: no public model has its shape."""
+    return next((name for name, checkpoint in CHECKPOINTS.items() if checkpoint.preset == preset), None)

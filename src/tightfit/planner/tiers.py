@@ -193,9 +193,16 @@ def all_tiers(job: Job, shape: ModelShape, hardware: Hardware, explicit: frozens
 def _planned(tier: Tier, job: Job, shape: ModelShape, hardware: Hardware, explicit: frozenset[str]) -> Tiered:
     try:
         changed, costs = applied(tier, job, hardware, explicit)
-        return Tiered(tier=tier, plan=plan(changed, shape, hardware), costs=costs)
+        return Tiered(tier=tier, plan=_with_costs(plan(changed, shape, hardware), costs), costs=costs)
     except UserError as error:
         return Tiered(tier=tier, plan=None, problem=str(error))
+
+
+def _with_costs(answer: Plan, costs: tuple[str, ...]) -> Plan:
+    """Each of its ways says what the tier changes, so that files and JSON know it without the tier."""
+    ways = [replace(way, changes=(*costs, *way.changes)) for way in answer.alternatives]
+    chosen = answer.chosen and replace(answer.chosen, changes=(*costs, *answer.chosen.changes))
+    return replace(answer, chosen=chosen, alternatives=tuple(ways))
 
 
 def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) -> tuple[Job, tuple[str, ...]]:

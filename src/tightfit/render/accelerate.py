@@ -6,6 +6,9 @@ there as well: accelerate refuses a stage, an offload, an accumulation, a clippi
 
 On several machines DeepSpeed's part says `deepspeed_multinode_launcher: standard`: `accelerate launch` is then
 started on each machine, as it is for FSDP2, instead of being sent over ssh from a hostfile.
+
+`gpu_ids` stands there only where GPUs were chosen by number: it overrules CUDA_VISIBLE_DEVICES, and without it
+accelerate takes the first of those that are visible.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tightfit.render.deepspeed import pure_16bit
 from tightfit.render.environment import gpu_ids_of, release
 from tightfit.render.hostfile import hosts_for
 from tightfit.render.target import Target
-from tightfit.render.worker import chosen_way
+from tightfit.render.worker import LOW_SCALE_TIERS, chosen_way
 from tightfit.types import ConfigError, Moe, Precision
 
 Block = dict[str, Any]
@@ -81,7 +84,7 @@ def accelerate_notes(plan: Plan, target: Target) -> tuple[str, ...]:
     way = chosen_way(plan)
     notes = []
     if way.levers.engine == "fsdp2":
-        notes += _fsdp_notes(way)
+        notes += _fsdp_notes(plan, way)
     elif way.levers.engine == "zero3" and way.levers.method == "qlora":
         notes.append(
             "zero3_init_flag is off: a 4-bit model is loaded whole by every process and sharded afterwards, as priced."
@@ -159,14 +162,14 @@ def _machines(plan: Plan, way: Way, target: Target) -> Block:
         "enable_cpu_affinity": False,
         "use_cpu": on_cpu,
     }
-    if not on_cpu:
+    if not on_cpu and target.gpu_ids is not None:
         values["gpu_ids"] = ",".join(map(str, ids))
     if hardware.nodes > 1:
         values["main_process_ip"] = hosts_for(target.hostfile, hardware.nodes, ids)[0][0]
     return values
 
 
-def _fsdp_notes(way: Way) -> list[str]:
+def _fsdp_notes(plan: Plan, way: Way) -> list[str]:
     levers = way.levers
     notes = ["fsdp_state_dict_type is SHARDED_STATE_DICT: `accelerate merge-weights` makes one model of the parts."]
     if levers.checkpointing.layers:
@@ -176,6 +179,11 @@ def _fsdp_notes(way: Way) -> list[str]:
         )
     if levers.checkpointing.offload:
         notes.append("fsdp_activation_checkpointing_offload needs accelerate 1.15 or later; older ones ignore it.")
+    if levers.precision == "fp16" and plan.job.tier in LOW_SCALE_TIERS and not pure_16bit(levers):
+        notes.append(
+            f"The tier {plan.job.tier} starts fp16's loss scale low; under FSDP2 accelerate starts it at 65,536, and "
+            "skips the first steps until it has come down."
+        )
     if pure_16bit(levers):
         notes.append(f"mixed_precision is no: load the model in {levers.precision}, and it trains in that alone.")
     return notes

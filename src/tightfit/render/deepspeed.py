@@ -28,12 +28,10 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.priced import GIB
 from tightfit.render.deepspeed_versions import check_version, knows, newer_than_known
 from tightfit.render.target import Target
-from tightfit.render.worker import chosen_way, learning_rate
+from tightfit.render.worker import chosen_way, first_scale_power, learning_rate
 from tightfit.types import ConfigError, Levers
 
 STEPS_PER_PRINT = 100
-FIRST_SCALE_POWER = 12
-"""fp16's loss scale starts at two to this power. At DeepSpeed's own 16 the first steps overflow and are skipped."""
 HOST_ADAM = "adamw"
 """The one optimizer of ours that DeepSpeed has a host version of."""
 ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
@@ -102,7 +100,7 @@ def _values(plan: Plan, way: Way, with_optimizer: bool) -> Block:
         "gradient_accumulation_steps": levers.accumulation,
         "gradient_clipping": clip(job, levers),
         "bf16": _bf16(levers),
-        "fp16": _fp16(levers),
+        "fp16": _fp16(job, levers),
         "zero_optimization": _zero(way, job.hardware.nvme_path),
         "zero_allow_untested_optimizer": levers.optimizer != HOST_ADAM,
         "zero_force_ds_cpu_optimizer": levers.optimizer == HOST_ADAM,
@@ -223,12 +221,12 @@ def _bf16(levers: Levers) -> Block:
     }
 
 
-def _fp16(levers: Levers) -> Block:
+def _fp16(job: Job, levers: Levers) -> Block:
     return {
         "enabled": levers.precision == "fp16",
         "auto_cast": False,
         "loss_scale": 0,
-        "initial_scale_power": FIRST_SCALE_POWER,
+        "initial_scale_power": first_scale_power(job),
         "loss_scale_window": 1000,
         "hysteresis": 2,
         "consecutive_hysteresis": False,

@@ -10,7 +10,7 @@ The launchers differ in how they are told the GPUs, the port and the machines:
 - `deepspeed` takes `--include` and then ignores CUDA_VISIBLE_DEVICES, so the script hands that on itself; on
   several nodes it goes by ssh from one, and passes on no variables but NCCL's and Python's: the others go
   through its `.deepspeed_env`. It would add `--local_rank` to the trainer's arguments; `--no_local_rank` stops that;
-- `accelerate` overrules CUDA_VISIBLE_DEVICES by the `gpu_ids` of its file, so it is handed on as well;
+- `accelerate` overrules CUDA_VISIBLE_DEVICES by `gpu_ids`, which it is told only where GPUs were chosen by number;
 - `torchrun` and `accelerate` are started on every node, with NODE_RANK and MASTER_ADDR telling them apart;
 - `llamafactory-cli` reads everything from variables, and starts torchrun itself.
 """
@@ -200,10 +200,8 @@ def _accelerate(plan: Plan, target: Target) -> Iterator[str]:
     way = chosen_way(plan)
     yield "exec accelerate launch \\"
     yield "  --config_file accelerate.yaml \\"
-    if way.hardware.gpu.vendor != "cpu":
-        listed = ",".join(map(str, gpu_ids_of(plan, target)))
-        ids = f'"${{CUDA_VISIBLE_DEVICES:-{listed}}}"' if target.gpu_ids is None else listed
-        yield f"  --gpu_ids {ids} \\"
+    if way.hardware.gpu.vendor != "cpu" and target.gpu_ids is not None:
+        yield f"  --gpu_ids {','.join(map(str, gpu_ids_of(plan, target)))} \\"
     if way.hardware.nodes > 1:
         yield f"  {_node('machine_rank', 'NODE_RANK')} {_node('main_process_ip', 'MASTER_ADDR')} \\"
         if way.levers.engine != "fsdp2":

@@ -37,10 +37,11 @@ from typing import Any
 import yaml
 
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.inputs.presets import PRESETS
+from tightfit.inputs.presets import PRESETS, checkpoint_named, checkpoint_of
 from tightfit.job import Job
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import strategy_name
+from tightfit.render import liger
 from tightfit.render.deepspeed import clip
 from tightfit.render.environment import release
 from tightfit.render.target import Target
@@ -59,23 +60,13 @@ OLDEST = (0, 9, 2)
 DEEPSPEED_LIMITS = {(0, 9, 3): "0.16.9", (0, 9, 4): "0.16.9"}
 """The newest DeepSpeed that a release starts with; the others do not look."""
 
-CHECKPOINTS = {
-    "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B",
-    "qwen1.5-1.8b": "Qwen/Qwen1.5-1.8B",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
-    "qwen2.5-32b": "Qwen/Qwen2.5-32B",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
-    "gemma-3-27b": "google/gemma-3-27b-pt",
+TRANSFORMERS_LIMITS: dict[tuple[int, ...], str] = {
+    (0, 9, 2): "4.49.0",
+    (0, 9, 3): "4.52.4",
+    (0, 9, 4): "4.57.1",
+    (0, 9, 5): "5.6.0",
 }
-"""The presets that have weights, with where they lie."""
-
-_LIGER_SINCE = {
-    (0, 9, 2): "gemma gemma2 llama mistral mixtral mllama phi3 qwen2 qwen2_vl qwen2_5_vl",
-    (0, 9, 3): "gemma3 gemma3_text glm4 granite llava olmo2 paligemma qwen3 qwen3_moe",
-    (0, 9, 4): "glm4v gpt_oss",
-    (0, 9, 5): "glm qwen3_next qwen3_5",
-}
-"""The model types that get Liger's kernels, by the release that began it."""
+"""The newest transformers that a release starts with."""
 
 _TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
 """Model types that the transformers of an older release cannot load."""
@@ -155,6 +146,11 @@ def dataset_info_json(plan: Plan) -> str:
     return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"
 
 
+def newest_transformers(version: str) -> str | None:
+    """The newest transformers that this LLaMA-Factory starts with; None: a release that we have not read."""
+    return TRANSFORMERS_LIMITS.get(release(version)[:3])
+
+
 def names_a_file(path: str) -> bool:
     """Whether a job's data is a file or folder rather than a data set's name; told from the text alone."""
     return path.startswith(("/", ".", "~")) or path.endswith(("/", *DATA_FILES))
@@ -174,6 +170,7 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
         notes.append("use_unsloth_gc keeps the layer inputs on the host; it needs no Unsloth, and we never ran it")
     if levers.loss == "fused":
         notes.append("the fused loss is Liger's here: pip install liger-kernel")
+        notes += filter(None, [liger.unproven(way.hardware)])
     if levers.attention == "flash":
         notes.append("flash_attn fa2 needs the flash-attn package")
     if job.timeout is not None:
@@ -206,7 +203,7 @@ def _refuse(plan: Plan, way: Way, target: Target) -> None:
         raise ConfigError(
             "LLaMA-Factory's freeze leaves the head untrained too: frozen_layers cannot be written for it"
         )
-    if levers.loss == "fused" and shape.model_type not in _liger_types(at):
+    if levers.loss == "fused" and shape.model_type not in liger.under_llamafactory(at):
         raise ConfigError(f"LLaMA-Factory {version} has no fused loss for {shape.model_type}: pin --loss plain for it")
     if not levers.master_weights and (levers.engine == "zero3" or levers.precision != "bf16"):
         where = "under ZeRO-3" if levers.engine == "zero3" else f"in {levers.precision}"
@@ -225,10 +222,6 @@ def _refuse(plan: Plan, way: Way, target: Target) -> None:
     _name(plan, way)
 
 
-def _liger_types(at: tuple[int, ...]) -> set[str]:
-    return {kind for since, kinds in _LIGER_SINCE.items() if since <= at for kind in kinds.split()}
-
-
 # --- the sections -------------------------------------------------------------------------------
 
 
@@ -237,12 +230,13 @@ def _name(plan: Plan, way: Way) -> str:
     model = plan.job.model if way.shape is plan.shape else way.shape.name
     if not isinstance(model, str):
         raise ConfigError("LLaMA-Factory loads weights: name a model that has some instead of a block of shape fields")
-    if model in CHECKPOINTS:
-        return CHECKPOINTS[model]
-    if model in PRESETS:
-        raise ConfigError(f"LLaMA-Factory loads weights, and the preset {model} has none: name a Hugging Face id")
-    path = PurePosixPath(model)
-    return str(path.parent) if path.name == "config.json" else model
+    preset, path = model.strip().lower(), PurePosixPath(model)
+    if preset not in PRESETS:
+        return str(path.parent) if path.name == "config.json" else checkpoint_named(model) or model
+    weights = checkpoint_of(preset)
+    if weights is None:
+        raise ConfigError(f"LLaMA-Factory loads weights, and the preset {preset} has none: name a Hugging Face id")
+    return weights
 
 
 def _model(plan: Plan, way: Way) -> dict[str, Any]:

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.planner.plan import Plan, Way
-from tightfit.priced import GIB, amounts, billions, strategy_name, training_words
+from tightfit.planner.tiers import TIERS
+from tightfit.priced import GIB, amounts, billions, shown, strategy_name, training_words
 from tightfit.render.accelerate import accelerate_notes
 from tightfit.render.deepspeed import deepspeed_notes
-from tightfit.render.environment import environment, launcher_of
+from tightfit.render.environment import environment, launcher_of, release
 from tightfit.render.launch import PROGRAMS
-from tightfit.render.llamafactory import llamafactory_notes
+from tightfit.render.llamafactory import llamafactory_notes, newest_transformers
 from tightfit.render.target import Target
 from tightfit.render.training_args import training_args_notes
-from tightfit.render.worker import chosen_way
+from tightfit.render.worker import chosen_way, timeout_s
+
+WORKER = Path(__file__).parents[1] / "train" / "__main__.py"
+"""What `launch.sh` starts, unless it starts LLaMA-Factory: not every version of tightfit has it."""
+
+DTK_TORCH, OLD_TORCH_LAST = "2.4", (5, 10)
+"""The PyTorch that Hygon's toolkit documents, and the newest transformers that we have seen accept it."""
 
 FILES = {
     "deepspeed.json": "DeepSpeed's settings, every value written out",
@@ -46,9 +54,9 @@ def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mappin
     """The reasons of a plan. `left_out` says for each file that could not be written why not."""
     chosen_way(plan)
     sections = (
-        _title(plan),
+        _title(plan, target),
         _changes(plan),
-        _bullets("Why this one", plan.because),
+        _bullets("Why this one", _reasons(plan)),
         _alternatives(plan),
         _start(plan, target, files),
         _files(plan, target, files, left_out or {}),
@@ -59,7 +67,7 @@ def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mappin
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
 
-def _title(plan: Plan) -> Iterator[str]:
+def _title(plan: Plan, target: Target) -> Iterator[str]:
     way = chosen_way(plan)
     gpu = way.hardware.gpu
     needed, size, spare = amounts(way.footprint.gpu.required_bytes, gpu.memory_bytes, abs(way.gpu_spare_bytes))
@@ -67,25 +75,44 @@ def _title(plan: Plan) -> Iterator[str]:
     yield f"# {way.shape.name} on {way.world} × {gpu.name}: {strategy_name(way.levers)}"
     yield ""
     words = _cell(training_words(way.levers))
+    if plan.job.tier in TIERS:
+        yield f"- Tier: {plan.job.tier} ({TIERS[plan.job.tier].about})"
     yield f"- Training: {words}, {billions(way.shape.parameters)} parameters, {way.effective_batch} sequences a step"
     yield f"- GPU: {needed} of {size} GiB on each, {spare} GiB ({share:.0%}) to spare"
     yield f"- Limit: {_gib(way.gpu_limit_bytes)} GiB of each GPU, the margin taken off"
-    yield f"- Peak: in the {way.footprint.gpu.peak_phase} phase"
+    yield f"- Peak: in the {way.footprint.gpu.peak_phase} phase, mostly {_largest(way)}"
     yield f"- Host: {_gib(way.footprint.host.peak_bytes_per_node)} GiB of RAM on each node{_nvme(way)}"
     yield f"- Pace: {_seconds(way.pace.step_s)} a step, {_rate(way)} tokens a second in all"
     if plan.hours is not None:
         yield f"- Time to finish: about {_hours(plan.hours)}"
+        yield from _cut_off(plan, target, plan.hours)
+
+
+def _cut_off(plan: Plan, target: Target, hours: float) -> Iterator[str]:
+    limit = timeout_s(plan.job.timeout)
+    if limit is None or limit >= hours * 3600:
+        return
+    if launcher_of(plan, target) == "llamafactory":
+        yield f"- **Time limit: {plan.job.timeout}, which is shorter; LLaMA-Factory does not keep it**"
+        return
+    share = limit / (hours * 3600)
+    done = f"about {share:.0%}" if share >= 0.01 else "less than 1%"
+    yield f"- **Time limit: {plan.job.timeout}, which cuts the training off at {done} of its steps: raise it**"
 
 
 def _changes(plan: Plan) -> list[str]:
     """Costly changes stand alone and first: they change what comes out."""
-    changes = chosen_way(plan).changes
+    changes, job = chosen_way(plan).changes, plan.job
     if not changes:
         return ["Nothing of this changes the result of the training: only how it is computed was chosen."]
+    said = "You allowed these, and without them nothing fits:"
+    if job.tier is not None:
+        also = ", or you allowed them and without them nothing fits" if job.limits.allow else ""
+        said = f"The tier {job.tier} brings these where you said nothing{also}:"
     return [
         "## It changes the result of the training",
         "",
-        "You allowed these, and without them nothing fits:",
+        said,
         "",
         *(f"- **{_sentence(change)}**" for change in changes),
     ]
@@ -122,12 +149,17 @@ def _alternatives(plan: Plan) -> Iterator[str]:
 
 def _start(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
     launcher = launcher_of(plan, target)
-    trainer = "LLaMA-Factory" if launcher == "llamafactory" else "tightfit's worker"
+    trainer = "LLaMA-Factory" if launcher == "llamafactory" else "tightfit's own worker"
     yield "## How to start it"
     yield ""
     yield f"`./launch.sh` starts {trainer} with `{PROGRAMS[launcher]}`, in the environment that is active. What you add"
     yield "to the line goes to the trainer. Relative paths count from this folder. A second run on the same machine"
     yield f"needs a port of its own: `MASTER_PORT={target.port + 1} ./launch.sh`."
+    if launcher != "llamafactory" and not WORKER.exists():
+        yield ""
+        other = ", or write them with `--launcher llamafactory`" if "llamafactory.yaml" in files else ""
+        missing = "**That worker is not in this version of tightfit yet**"
+        yield f"{missing}: start a trainer of your own with these files{other}."
     if "slurm.sbatch" in files:
         yield ""
         yield "Under SLURM, from this folder: `sbatch slurm.sbatch`."
@@ -159,8 +191,40 @@ def _files(plan: Plan, target: Target, files: Collection[str], left_out: Mapping
             yield ""
             yield from (f"- {_sentence(note)}" for note in notes)
     yield ""
-    others = f"transformers {target.transformers_version} and LLaMA-Factory {target.llamafactory_version}"
-    yield f"Written for DeepSpeed {target.deepspeed_version}, {others}."
+    yield "Which versions they are for:"
+    yield ""
+    yield from (f"- {sentence}" for sentence in _versions(plan, target, files))
+
+
+def _versions(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
+    """Each file has its readers; one environment may not hold them all."""
+    asked, factory = target.transformers_version, target.llamafactory_version
+    if "deepspeed.json" in files:
+        yield f"`deepspeed.json`: DeepSpeed {target.deepspeed_version}."
+    if "training_args.json" in files:
+        yield f"`training_args.json`: transformers {asked}{_dtk(plan, asked)}."
+    if "llamafactory.yaml" not in files:
+        return
+    newest = newest_transformers(factory)
+    if newest is None:
+        yield f"`llamafactory.yaml`: LLaMA-Factory {factory}."
+    elif release(asked) <= release(newest):
+        yield f"`llamafactory.yaml`: LLaMA-Factory {factory}, which takes transformers up to {newest}."
+    else:
+        yield (
+            f"`llamafactory.yaml`: LLaMA-Factory {factory}, which takes transformers up to {newest} and never reads "
+            "`training_args.json`; for a Trainer in its environment write that one with "
+            f"`--transformers-version {newest}`."
+        )
+
+
+def _dtk(plan: Plan, asked: str) -> str:
+    if chosen_way(plan).hardware.gpu.vendor != "hygon" or release(asked)[:2] <= OLD_TORCH_LAST:
+        return ""
+    return (
+        f", which wants a newer PyTorch than the {DTK_TORCH} that Hygon's toolkit documents: name the one that is "
+        "installed there with `--transformers-version`"
+    )
 
 
 def _environment(plan: Plan, target: Target) -> Iterator[str]:
@@ -173,10 +237,24 @@ def _environment(plan: Plan, target: Target) -> Iterator[str]:
         yield f"| `{variable.name}` | {value} | {_cell(variable.reason)} |"
 
 
+def _reasons(plan: Plan) -> list[str]:
+    """What is said nowhere else on the page."""
+    elsewhere = {*_assumed(plan), *plan.unproven}
+    elsewhere |= {f"It changes the training: {change}." for change in chosen_way(plan).changes}
+    return [sentence for sentence in plan.because if sentence not in elsewhere]
+
+
 def _assumed(plan: Plan) -> Iterable[str]:
+    """What was taken to be so: the model, the machine, what the runtime keeps of the card, the rates."""
     way = chosen_way(plan)
-    said = (*plan.shape.notes, *plan.hardware.because, *way.hardware.because, *way.because)
-    return dict.fromkeys((*said, *way.footprint.because, *way.pace.because))
+    memory = [sentence for sentence in way.footprint.because if not sentence.startswith("The peak is ")]
+    said = (*way.shape.notes, *plan.hardware.because, *way.hardware.because)
+    return dict.fromkeys((*said, *memory, *way.pace.because))
+
+
+def _largest(way: Way) -> str:
+    held = way.footprint.gpu.phases[way.footprint.gpu.peak_phase].components
+    return " and ".join(shown(name) for name in sorted(held, key=lambda name: -held[name])[:2])
 
 
 def _bullets(title: str, sentences: Iterable[str]) -> list[str]:

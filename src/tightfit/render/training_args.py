@@ -7,21 +7,27 @@ GPU, and `optim` without `fused` takes temporaries of the size of the weights.
 
 What must agree with the DeepSpeed file (batch sizes, clipping, precision) comes from the same place; the Trainer
 compares them and refuses to start otherwise.
+
+What the Trainer cannot do of a plan (our scan, a fused loss for every model, layer inputs on the host) is said in
+PLAN.md with what it then needs: the same levers, as the Trainer would run them, are priced again.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from tightfit.job import Job
+from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way
-from tightfit.render import environment
+from tightfit.priced import amounts
+from tightfit.render import environment, liger
 from tightfit.render.accelerate import all_or_none, layer_class, loads_once
 from tightfit.render.deepspeed import ADAM_BETAS, ADAM_EPS, clip, pure_16bit
 from tightfit.render.target import Target
 from tightfit.render.worker import chosen_way, epochs, learning_rate
-from tightfit.types import ConfigError, Levers, Optimizer
+from tightfit.types import Checkpointing, ConfigError, Levers, Mamba1, Mamba2, Optimizer
 
 OLDEST, NEWEST = "4.40.0", "5.22.2"
 """The range whose sources were read."""
@@ -60,7 +66,7 @@ def training_args_json(plan: Plan, target: Target, deepspeed_file: str | None) -
     """The file; `deepspeed_file` is the JSON's name, as the training's working folder sees it, or None for FSDP2."""
     way, job, version = chosen_way(plan), plan.job, target.transformers_version
     _check_version(version)
-    values = _training(job, way.levers) | _watching(job, way.levers) | _memory(way)
+    values = _training(job, way.levers) | _watching(job, way.levers) | _memory(way, version)
     values |= _sharding(way, target, deepspeed_file)
     if way.hardware.gpu.vendor == "cpu":
         values["use_cpu"] = True
@@ -79,26 +85,87 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[str, ...]:
         notes.append(
             f"transformers {version} is newer than any that we have read: TrainingArguments are as for {NEWEST}."
         )
-    if levers.loss == "fused":
-        notes.append(
-            "Under the Trainer, Liger's fused loss stands in for ours (use_liger_kernel: pip install liger-kernel); a "
-            "model that Liger does not know keeps the plain loss and needs more memory than was priced."
-            if _knows(version, "use_liger_kernel")
-            else f"transformers {version} has no use_liger_kernel: its loss is the plain one, which needs more memory "
-            "than was priced."
-        )
+    notes += _loss_notes(way, version)
     if levers.checkpointing.layers and levers.engine != "fsdp2":
         notes.append(
             f"The plan recomputes {levers.checkpointing.layers} layers, the Trainer all or none: it recomputes all, "
             "which needs less memory and is slower."
         )
-    if levers.checkpointing.offload and levers.engine != "fsdp2":
-        notes.append("The Trainer cannot keep layer inputs on the host: it needs more GPU memory than was priced.")
+    notes += _offload_notes(way)
+    notes += _scan_notes(way)
+    notes += _needs(way, version)
     if levers.engine == "fsdp2" and _release(version) < _release(FSDP2_SINCE):
         notes.append(f"With transformers {version} FSDP2 comes from accelerate.yaml: start with `accelerate launch`.")
     if plan.job.timeout is not None:
         notes.append(f"The Trainer has no time limit: it does not stop after {plan.job.timeout}.")
     return tuple(notes)
+
+
+def _loss_notes(way: Way, version: str) -> list[str]:
+    if way.levers.loss != "fused":
+        return []
+    if not _knows(version, "use_liger_kernel"):
+        return [f"transformers {version} has no use_liger_kernel: its loss is the plain one, the plan's is fused."]
+    if not fuses(way, version):
+        return [f"use_liger_kernel is off: Liger has no fused loss for {way.shape.model_type}, so it is the plain one."]
+    notes = ["Under the Trainer, Liger's fused loss stands in for ours (use_liger_kernel: pip install liger-kernel)."]
+    return notes + list(filter(None, [liger.unproven(way.hardware)]))
+
+
+def _offload_notes(way: Way) -> list[str]:
+    if not way.levers.checkpointing.offload:
+        return []
+    if way.levers.engine != "fsdp2":
+        return ["The Trainer cannot keep layer inputs on the host, as the plan does."]
+    need = _required_bytes(way, replace(way.levers, checkpointing=Checkpointing(layers=None)))
+    return [
+        "fsdp_config has no key that keeps layer inputs on the host, as the plan does; accelerate.yaml has: start with "
+        "`accelerate launch --config_file accelerate.yaml`, and the Trainer takes it from there. Started otherwise, a "
+        f"GPU needs {amounts(need)[0]} GiB."
+    ]
+
+
+def _scan_notes(way: Way) -> list[str]:
+    if not _scans(way):
+        return []
+    kernels = "the official kernels where mamba-ssm and causal-conv1d are installed, else the plain path"
+    if way.levers.scan == "tightfit":
+        return [f"tightfit's scan, which the plan counts on, is in no other trainer: there Mamba takes {kernels}."]
+    return [f"Mamba takes {kernels}; the plan counts on the {way.levers.scan} one."]
+
+
+def _needs(way: Way, version: str) -> list[str]:
+    """What a GPU holds under the Trainer, where that is more than the plan says."""
+    levers, card = way.levers, way.hardware.gpu.memory_bytes
+    needs = {}
+    for scan in ("official", "torch") if _scans(way) else (levers.scan,):
+        run = replace(
+            levers,
+            loss=levers.loss if fuses(way, version) else "plain",
+            checkpointing=Checkpointing(
+                layers=None if all_or_none(way) else 0,
+                offload=levers.checkpointing.offload and levers.engine == "fsdp2",
+            ),
+            scan=scan,
+        )
+        needs[scan] = _required_bytes(way, run)
+    if max(needs.values()) <= way.footprint.gpu.required_bytes:
+        return []
+    words = {"official": " with the official kernels", "torch": " on the plain path"} if len(needs) > 1 else {}
+    each = [
+        f"{amounts(need)[0]} GiB{words.get(scan, '')}{', which does not fit' if need > card else ''}"
+        for scan, need in needs.items()
+    ]
+    planned, size = amounts(way.footprint.gpu.required_bytes, card)
+    return [f"As the Trainer runs it a GPU needs {'; '.join(each)}; planned are {planned} of {size} GiB."]
+
+
+def _required_bytes(way: Way, levers: Levers) -> int:
+    return estimate(way.shape, levers, way.world, way.hardware).gpu.required_bytes
+
+
+def _scans(way: Way) -> bool:
+    return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in way.shape.blocks)
 
 
 # --- the parts ----------------------------------------------------------------------------------
@@ -157,14 +224,20 @@ def _watching(job: Job, levers: Levers) -> Values:
     return values
 
 
-def _memory(way: Way) -> Values:
+def fuses(way: Way, version: str) -> bool:
+    """Whether the Trainer's loss is fused too: by Liger, for the models whose loss Liger fuses."""
+    known = way.shape.model_type in liger.UNDER_THE_TRAINER and _knows(version, "use_liger_kernel")
+    return way.levers.loss == "fused" and known
+
+
+def _memory(way: Way, version: str) -> Values:
     levers = way.levers
     mixed = not (levers.engine == "fsdp2" and pure_16bit(levers))
     recompute = levers.engine != "fsdp2" and all_or_none(way)
     values: Values = {
         "bf16": levers.precision == "bf16" and mixed,
         "fp16": levers.precision == "fp16" and mixed,
-        "use_liger_kernel": levers.loss == "fused",
+        "use_liger_kernel": fuses(way, version),
         "gradient_checkpointing": recompute,
     }
     if recompute:

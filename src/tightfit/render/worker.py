@@ -23,6 +23,12 @@ SCHEMA = 1
 
 DEEPSPEED_FILE = "deepspeed.json"
 
+FIRST_SCALE_POWER = 12
+"""At DeepSpeed's own 16 the first steps overflow and are skipped."""
+LOW_SCALE_POWER = 8
+"""What the guide says that these tiers come from: hardly a step overflows, and the scale grows from there."""
+LOW_SCALE_TIERS = ("fp16_safe", "extreme")
+
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -57,6 +63,8 @@ def worker_json(plan: Plan) -> str:
         "evaluation": asdict(job.evaluation),
         "saving": asdict(job.saving),
         "timeout_s": timeout_s(job.timeout),
+        "tier": job.tier,
+        "changes": list(way.changes),
         "predicted": _predicted(way),
     }
     return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -72,6 +80,7 @@ def training_values(job: Job, levers: Levers) -> dict[str, Any]:
         "max_steps": job.max_steps,
         "weight_decay": job.weight_decay,
         "clip": job.clip if levers.gradient_clipping else 0.0,
+        "first_scale_power": first_scale_power(job) if levers.precision == "fp16" else None,
         "seed": job.seed,
     }
 
@@ -81,6 +90,11 @@ def learning_rate(job: Job, levers: Levers) -> float:
     if job.learning_rate is not None:
         return float(job.learning_rate)
     return 1e-5 if levers.method == "full" else 1e-4
+
+
+def first_scale_power(job: Job) -> int:
+    """fp16's loss scale starts at two to this power; the tiers that promise a low start have it."""
+    return LOW_SCALE_POWER if job.tier in LOW_SCALE_TIERS else FIRST_SCALE_POWER
 
 
 def epochs(job: Job) -> float | None:
