@@ -98,15 +98,16 @@ def _block(finding: Finding, width: int) -> str:
     where = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
     first = "  ".join(part for part in (where, finding.place) if part)
     lines = [f"{first}  {finding.severity} [{finding.rule}]"]
-    lines += textwrap.wrap(_sentence(finding.what), width, initial_indent="  ", subsequent_indent="  ")
+    lines += textwrap.wrap(_sentence(finding.what, finding.place), width, initial_indent="  ", subsequent_indent="  ")
     lines += textwrap.wrap(f"Fix: {finding.fix}.", width, initial_indent="  ", subsequent_indent="       ")
     return "\n".join(lines)
 
 
-def _sentence(text: str) -> str:
+def _sentence(text: str, place: str) -> str:
     """A full stop, and a capital unless the first word is a key of the file."""
     first = text.split(maxsplit=1)[0]
-    begins = text if "_" in first or "." in first or not first.isalpha() else text[:1].upper() + text[1:]
+    is_key = first in place.split(".") or not first.isalpha()
+    begins = text if is_key else text[:1].upper() + text[1:]
     return begins if begins.endswith((".", "?")) else f"{begins}."
 
 

@@ -195,17 +195,19 @@ def test_a_block_of_shape_fields(tmp_path: Path) -> None:
         ("", "job.yaml is empty: the least is one line, `model: llama-3.1-8b` say"),
         ("# nothing but a comment", "job.yaml is empty: the least is one line, `model: llama-3.1-8b` say"),
         ("- model", 'job.yaml is no job file: it should be lines of `field: value`, not ["model"]'),
-        ("model: m\nlora: [1, 2", "job.yaml is not YAML: expected ',' or ']', but got '<stream end>' in line 2"),
+        ("model: m\nlora: [1, 2", "job.yaml is not YAML: write a comma there, or close the bracket, in line 2"),
         ("model: m\nmodel: n", "'model' stands twice in job.yaml, again in line 2: keep one"),
         ("model: m\nlora:\n  rank: 1\n  rank: 2", "'rank' stands twice in job.yaml, again in line 4: keep one"),
         (
             "model: m\nx: !!python/object/apply:os.getcwd []",
-            "job.yaml is not YAML: could not determine a constructor for the tag "
-            "'tag:yaml.org,2002:python/object/apply:os.getcwd' in line 2",
+            "job.yaml is not YAML: leave out the tag that begins with !, in line 2",
         ),
-        ("seed: !!int ''", "job.yaml is not YAML: a tag such as !!int stands before what it cannot be"),
+        ("seed: !!int ''", "job.yaml is not YAML: leave out the tag, !!int say, before what it cannot be"),
         ("a: &a\n  b: *a", "job.yaml holds more than any job has: look for YAML anchors that name each other"),
-        ("learning_rate: .inf", "learning_rate in job.yaml has a value that no job can have: inf"),
+        (
+            "learning_rate: .inf",
+            "learning_rate in job.yaml has inf, which no job can have: write a plain number or text",
+        ),
         (
             "sequence: 3",
             "job.yaml names no model: add `model:` with a preset (`tightfit models`), a Hugging Face id or a folder",
@@ -281,7 +283,7 @@ def test_files_that_are_no_jobs(tmp_path: Path, text: str, sentence: str) -> Non
             "hardware: {gpus: 8xA100}",
             "hardware.gpus in job.yaml: A100 comes with 40GB or 80GB: write A100-80GB, say.",
         ),
-        ("hardware: {gpu_ids: [1, 1]}", "hardware.gpu_ids in job.yaml names a GPU twice: [1, 1]"),
+        ("hardware: {gpu_ids: [1, 1]}", "hardware.gpu_ids in job.yaml is [1, 1] and names a GPU twice: name each once"),
         ("hardware: {gpu_ids: [-1]}", None),
         (
             "hardware: {host_ram: 1TB}\nlimits: {host_ram: 2TB}",
@@ -328,9 +330,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_json_that_is_none(tmp_path: Path) -> None:
-    assert refusal(tmp_path, '{"model": "m",\n "seed": }', "job.json").endswith("expecting value in line 2")
+    assert refusal(tmp_path, '{"model": "m",\n "seed": }', "job.json").endswith(
+        "write the value that is missing, in line 2"
+    )
     assert refusal(tmp_path, '{"model": 1, "model": 2}', "j.json") == "'model' stands twice in j.json: keep one"
-    assert "nested too deeply" in refusal(tmp_path, '{"a":' * 20_000, "j.json")
+    assert "nest its blocks less deeply" in refusal(tmp_path, '{"a":' * 20_000, "j.json")
 
 
 def test_a_model_block_that_is_wrong(tmp_path: Path) -> None:

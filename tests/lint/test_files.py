@@ -66,9 +66,9 @@ def test_a_file_that_could_be_anybodys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("a.json", '{"a": 1,, "b"', "is not JSON"),
+        ("a.json", '{"a": 1,, "b"', "is not JSON: take out the second comma, in line 1"),
         ("a.json", "[1, 2]", "holds no keys"),
-        ("a.yaml", "a: b: c", "is not YAML: .* in line 1"),
+        ("a.yaml", "a: b: c", "is not YAML: put text with a colon in it in quotes.*, in line 1"),
         ("a.yaml", "", "holds no keys"),
         ("a.yaml", "1: 2", "is not a key"),
     ],
@@ -162,16 +162,52 @@ def test_findings_come_by_line_and_name_their_file(tmp_path: Path) -> None:
     )
     errors = [(found.file, found.line, found.rule) for found in lint(path) if found.severity == "error"]
     assert errors == [
-        ("train.yaml", 4, "lf-template"),
-        ("train.yaml", 6, "lf-unknown"),
-        ("ds.json", 2, "ds-refused-key"),
+        (str(path), 4, "lf-template"),
+        (str(path), 6, "lf-unknown"),
+        (str(tmp_path / "ds.json"), 2, "ds-refused-key"),
     ]
+
+
+def test_files_are_named_by_their_way_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    file(tmp_path, "cache/ds.json", '{"train_micro_batch_size_per_gpu": "auto",\n"zero_optimization": {"stag": 3}}')
+    file(tmp_path, "cache/arguments.json", '{"output_dir": "x", "deepspeed": "ds.json"}')
+    monkeypatch.chdir(tmp_path)
+    code, text = run("cache/arguments.json")
+    assert code == 1
+    assert text.splitlines()[0] == "cache/ds.json:2  zero_optimization.stag  error [ds-refused-key]"
+    assert text.splitlines()[-1].startswith("cache/arguments.json (huggingface): 1 error")
+    monkeypatch.chdir(tmp_path / "cache")
+    assert run("../cache/arguments.json")[1].startswith("ds.json:2 ")
+
+
+@pytest.mark.parametrize(
+    ("beside", "what", "fix"),
+    [
+        (None, "'zero3.json' is neither in this folder nor beside", "write its path as seen from"),
+        ("zero_3.json", "'zero3.json' is neither in this folder nor beside", "write zero_3.json"),
+        (
+            "zero3.json",
+            "zero3.json is not JSON: the training cannot start",
+            "close the bracket that is open, in line 1",
+        ),
+    ],
+)
+def test_a_deepspeed_file_that_is_not_there(tmp_path: Path, beside: str | None, what: str, fix: str) -> None:
+    path = file(tmp_path, "a.yaml", "output_dir: x\nlearning_rate: 1.0e-4\ndeepspeed: zero3.json")
+    if beside is not None:
+        file(tmp_path, beside, '{"a": 1')
+    (found,) = lint(path)
+    assert (found.rule, found.severity, found.line) == ("pair-missing", "error", 3)
+    assert found.what.startswith(what)
+    assert found.fix.startswith(fix)
+    assert run(str(path))[0] == 1
 
 
 def test_a_block_of_deepspeed_inside_the_trainers_file(tmp_path: Path) -> None:
     path = file(tmp_path, "a.json", '{"output_dir": "x",\n"deepspeed": {\n"zero_optimisation": {}}}')
     (found,) = [found for found in lint(path) if found.rule == "ds-typo"]
-    assert (found.place, found.line, found.file) == ("deepspeed.zero_optimisation", 3, "a.json")
+    assert (found.place, found.line, found.file) == ("deepspeed.zero_optimisation", 3, str(path))
 
 
 def test_a_json_file_for_llamafactory(tmp_path: Path) -> None:
@@ -183,9 +219,10 @@ def test_a_json_file_for_llamafactory(tmp_path: Path) -> None:
 # --- the verb -----------------------------------------------------------------------------------
 
 
-def test_the_verb_prints_a_block_a_finding_and_the_counts(tmp_path: Path) -> None:
-    path = file(tmp_path, "ds.json", '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 3}\n}')
-    code, text = run(str(path))
+def test_the_verb_prints_a_block_a_finding_and_the_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file(tmp_path, "ds.json", '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 3}\n}')
+    monkeypatch.chdir(tmp_path)
+    code, text = run("ds.json")
     assert code == 1
     assert text.splitlines()[:4] == [
         "ds.json:3  zero_optimisation  error [ds-typo]",
@@ -201,7 +238,7 @@ def test_the_verb_for_programs(tmp_path: Path) -> None:
     code, text = run(str(path), "--json", "--world", "8", "--kind", "deepspeed")
     report = json.loads(text)
     assert code == 1
-    assert (report["file"], report["kind"], report["errors"], report["warnings"]) == ("ds.json", "deepspeed", 1, 0)
+    assert (report["file"], report["kind"], report["errors"], report["warnings"]) == (str(path), "deepspeed", 1, 0)
     (error,) = [found for found in report["findings"] if found["severity"] == "error"]
     assert error["rule"] == "ds-batch"
     assert error["place"] == "train_batch_size"

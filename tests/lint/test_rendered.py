@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.inputs.hardware import parse_hardware
+from tightfit.inputs.job_file import read_job
 from tightfit.inputs.models import load_model
 from tightfit.job import Data, Job, Machine
 from tightfit.lint import examine
@@ -14,7 +15,7 @@ from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way
 from tightfit.render import render
 from tightfit.render.target import Target
-from tightfit.types import Levers, Lora, Pace
+from tightfit.types import ConfigError, Levers, Lora, Pace
 
 LORA = Lora(rank=8)
 WAYS = [
@@ -78,3 +79,14 @@ def test_rendered_files_are_clean(tmp_path: Path, gpus: str, levers: Levers, dee
         report = examine(tmp_path / name, target, world=plan.hardware.world)
         assert report.kind == CONFIGS[name]
         assert [finding for finding in report.findings if finding.severity != "note"] == []
+
+
+def test_the_workers_config_is_generated_and_nothing_to_lint(tmp_path: Path) -> None:
+    gpus, levers = WAYS[0]
+    path = tmp_path / "worker.json"
+    path.write_text(render(plan_of(levers, gpus), Target())["worker.json"], encoding="utf-8")
+    (found,) = examine(path).findings
+    assert (found.rule, found.severity) == ("job-generated", "note")
+    assert "`tightfit plan --write`" in found.what
+    with pytest.raises(ConfigError, match="is no job file but the config of our worker"):
+        read_job(path)

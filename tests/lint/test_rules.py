@@ -119,6 +119,10 @@ def hf(rule: str, bad: dict[str, Any] | str, good: dict[str, Any] | str | None =
     return Case(rule=rule, kind="huggingface", bad=bad, good=good or {}, **more)
 
 
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
 CPU = {"device": "cpu", "pin_memory": True}
 NVME = {"device": "nvme", "pin_memory": True}
 PAIR: dict[str, Any] = {"deepspeed": "beside.json"}
@@ -220,7 +224,13 @@ DEEPSPEED_CASES = [
         {"optimizer": {"type": "AdamW"}, **zero(offload_optimizer=CPU)},
     ),
     ds("ds-adam-is-adamw", {"optimizer": {"type": "Adam"}}, {"optimizer": {"type": "AdamW"}}),
-    ds("ds-scheduler", {"scheduler": {"type": "Cosine"}}, {"scheduler": {"type": "WarmupCosineLR"}}),
+    ds("ds-scheduler", {"scheduler": {"type": "Cosine"}}, scheduler("WarmupCosineLR", total_num_steps=100)),
+    ds(
+        "ds-scheduler-params",
+        scheduler("WarmupDecayLR", warmup_num_steps=10),
+        scheduler("WarmupDecayLR", warmup_num_steps=10, total_num_steps=100),
+        place="scheduler.params",
+    ),
     ds("ds-no-batch", {"train_micro_batch_size_per_gpu": None}),
     ds("ds-batch", {"train_batch_size": 100}, {"train_batch_size": 96}, place="train_batch_size"),
     ds("ds-batch", {"train_batch_size": 96}, {"train_batch_size": 64}, world=8),
@@ -339,6 +349,8 @@ ACCELERATE_CASES = [
 LLAMAFACTORY_CASES = [
     lf("key-twice", "cutoff_len: 1024", ""),
     lf("lf-unknown", {"cutoff_length": 1024}),
+    lf("lf-unknown", {"lora_r": 16, "lora_rank": None}, place="lora_r"),
+    lf("lf-unknown", {"deepspeed_stage": 3}, place="deepspeed_stage"),
     lf("lf-foreign", {"flux_capacitor": 1}),
     lf("lf-version", {"enable_thinking": False}, target=factory("0.9.2"), good={"template": "qwen"}),
     lf("lf-version", {"ray_run_name": "x"}),
@@ -376,13 +388,19 @@ LLAMAFACTORY_CASES = [
     lf("hf-not-whole", {"max_samples": 1000.0}, {"max_samples": 1000}),
     lf("hf-text-switch", {"packing": "false"}),
     lf("hf-two-precisions", {"fp16": True}),
-    lf("pair-missing", {"deepspeed": "elsewhere.json"}),
+    lf("pair-missing", {"deepspeed": "elsewhere.json"}, PAIR, beside={}, place="deepspeed"),
+    lf(
+        "pair-clipping",
+        PAIR | {"max_grad_norm": 0.5},
+        beside={"gradient_clipping": None},
+        good=PAIR | {"max_grad_norm": 1.0},
+    ),
     lf("pair-hjson", PAIR, PAIR, beside='"steps_per_print": 10 # often', good_beside={}),
     lf("pair-mismatch", PAIR, PAIR, beside={"train_micro_batch_size_per_gpu": 4}, good_beside={}),
     lf("pair-mismatch", PAIR, PAIR, beside={"train_batch_size": 4}, good_beside={"train_batch_size": 8}, world=8),
     lf("pair-mismatch", PAIR, PAIR, beside={"bf16": {"enabled": False}}, good_beside={"bf16": {"enabled": True}}),
     lf("pair-optimizer", PAIR | {"optim": "adafactor"}, PAIR, beside=zero(offload_optimizer=CPU)),
-    lf("pair-optim-ignored", PAIR | {"lr_scheduler_type": "cosine"}, PAIR, beside={"scheduler": {"type": "WarmupLR"}}),
+    lf("pair-optim-ignored", PAIR | {"lr_scheduler_type": "cosine"}, PAIR, beside=scheduler("WarmupLR")),
     lf("pair-optim-ignored", PAIR | {"optim": "adafactor"}, PAIR, beside={"optimizer": {"type": "AdamW"}}),
     lf("pair-quantization", PAIR | {"quantization_bit": 8}, PAIR | {"quantization_bit": 4}, beside=zero3()),
     lf("pair-quantization", PAIR | {"quantization_bit": 8}, beside=zero3(), good_beside=zero()),
@@ -393,6 +411,8 @@ LLAMAFACTORY_CASES = [
 ARGUMENT_CASES = [
     hf("hf-unknown", {"per_device_train_batchsize": 2, "per_device_train_batch_size": None}),
     hf("hf-foreign", {"max_seq_length": 1024}),
+    hf("hf-foreign", {"cpu_offload": True}, place="cpu_offload"),
+    hf("json-comments", '"seed": 1 // comment', '"seed": 1'),
     hf("hf-gone", {"no_cuda": True}, {"use_cpu": True}),
     hf("hf-number-text", {"learning_rate": "1e-4"}),
     hf("hf-not-whole", {"max_steps": 1e3}, {"max_steps": 1000}),
@@ -457,7 +477,7 @@ def test_a_rule_finds_what_it_is_for_and_nothing_once_that_is_corrected(tmp_path
 
 
 def test_every_rule_is_tried() -> None:
-    elsewhere = {"lf-json-file"}  # tests/lint/test_files.py
+    elsewhere = {"lf-json-file", "job-generated"}  # test_files.py, test_rendered.py
     assert {case.rule for case in CASES} | elsewhere == set(RULES)
 
 

@@ -6,6 +6,7 @@ One process for all of them, apart from the tests' own: they read the environmen
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tightfit.lint import accelerate, arguments, deepspeed_values
+from tightfit.inputs.deepspeed_file import LOUD
+from tightfit.lint import accelerate, arguments, deepspeed_kinds, deepspeed_values, lint
 from tightfit.lint.versions import LLAMAFACTORY_ADDED, LLAMAFACTORY_GONE, templates
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("stage as text", 3),
         ("stage auto", 0),
         ("zero true", 1),
+        ("micro batch 1.5", 0),
+        ("switch as yes", 3),
     ],
 )
 def test_deepspeed_accepts_without_a_word(truth: dict[str, Any], file: str, stage: int) -> None:
@@ -67,12 +71,79 @@ def test_deepspeed_accepts_without_a_word(truth: dict[str, Any], file: str, stag
         ("elasticity", "removed"),
         ("mics", "removed"),
         ("both spellings", "max_live_parameters"),
+        ("micro batch 0", "greater than 0"),
+        ("accumulation 0", "greater than 0"),
+        ("gradients in fp8", "communication_data_type"),
+        ("optimizer 1", "AttributeError"),
     ],
 )
 def test_deepspeed_refuses(truth: dict[str, Any], file: str, complaint: str) -> None:
     answer = truth["deepspeed"]["files"][file]
     assert not answer["accepted"], answer
     assert complaint in answer["value"]
+
+
+STRICT = sorted(place for place in deepspeed_kinds.TAKES if place.rpartition(".")[0] in LOUD)
+
+
+@pytest.mark.parametrize("place", STRICT)
+def test_values_that_deepspeed_takes_and_refuses(truth: dict[str, Any], tmp_path: Path, place: str) -> None:
+    """One file a value: lint has an error where, and only where, DeepSpeed refuses it."""
+    script = runpy.run_path(str(Path(__file__).with_name("truth.py")), run_name="truth")
+    for value, accepted in zip(script["VALUES"], truth["deepspeed"]["values"][place], strict=True):
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps(script["laid_out"](place, value)), encoding="utf-8")
+        rules = {found.rule for found in lint(path) if found.place == place and found.severity == "error"}
+        slip = isinstance(value, bool) and deepspeed_kinds.TAKES[place].kind != "switch"  # taken for 0 or 1
+        if accepted and not slip:
+            assert not rules & {"ds-value", "ds-number-text", "ds-text-switch"}, value
+        else:
+            assert rules, value
+
+
+def test_every_number_and_switch_of_those_blocks_is_known(truth: dict[str, Any]) -> None:
+    kinds = {"<class 'bool'>": "switch", "<class 'int'>": "whole", "<class 'float'>": "number"}
+    fields = truth["deepspeed"]["fields"]
+    assert len(fields) > 80
+    for place, annotation in fields.items():
+        if annotation in kinds:
+            assert deepspeed_kinds.TAKES[place].kind == kinds[annotation], place
+
+
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ("without params", "must be a mapping"),
+        ("without total_num_steps", "total_num_steps"),
+        ("with a parameter of another", "warmup_max_lr"),
+        ("without warmup", "warmup_num_steps must be a positive integer"),
+    ],
+)
+def test_schedulers_that_cannot_be_made(truth: dict[str, Any], file: str, complaint: str) -> None:
+    answers = truth["deepspeed"]["scheduler files"]
+    assert answers["right"]["accepted"]
+    assert not answers[file]["accepted"]
+    assert complaint in answers[file]["value"]
+
+
+def test_parameters_of_the_schedulers(truth: dict[str, Any]) -> None:
+    real = truth["deepspeed"]["scheduler params"]
+    assert set(deepspeed_kinds.SCHEDULER_PARAMS) == set(real)
+    for kind, (needed, takes) in deepspeed_kinds.SCHEDULER_PARAMS.items():
+        assert takes == set(real[kind]), kind
+        assert set(needed) == {name for name, required in real[kind].items() if required}, kind
+
+
+def test_plain_json_only(truth: dict[str, Any]) -> None:
+    assert [answer["accepted"] for answer in truth["transformers"]["json"].values()] == [True, False, False]
+
+
+def test_transformers_fills_in_clipping_only_where_it_is_written(truth: dict[str, Any]) -> None:
+    left = {name: answer["value"] for name, answer in truth["transformers"]["clipping"].items()}
+    assert left["left out"] == [None, []]
+    assert left["auto"] == [0.5, []]
+    assert left["another"][0] == 1.0
+    assert "gradient_clipping" in left["another"][1][0]
 
 
 def test_deepspeeds_clipping_is_on_by_default(truth: dict[str, Any]) -> None:

@@ -53,6 +53,23 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "max_live_parameters": 1, "stage3_max_live_parameters": 1},
     },
     "clipping left out": BATCH,
+    "micro batch 0": {"train_micro_batch_size_per_gpu": 0},
+    "accumulation 0": {**BATCH, "gradient_accumulation_steps": 0},
+    "micro batch 1.5": {"train_micro_batch_size_per_gpu": 1.5},
+    "switch as yes": {**BATCH, "zero_optimization": {"stage": 3, "overlap_comm": "yes"}},
+    "gradients in fp8": {**BATCH, "communication_data_type": "fp8"},
+    "optimizer 1": {**BATCH, "optimizer": {"type": 1}},
+}
+
+VALUES: list[Any] = [-1, 0, 1, 2, 0.5, 1.5, 2.0, 1e9, True, False, None, "yes", "maybe", "12", "abc", "cpu", "gpu", [1]]
+"""What each key of the blocks that pydantic reads is tried with."""
+
+SCHEDULERS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "without params": ("WarmupLR", None),
+    "without total_num_steps": ("WarmupDecayLR", {}),
+    "with a parameter of another": ("WarmupCosineLR", {"total_num_steps": 10, "warmup_max_lr": 1}),
+    "without warmup": ("WarmupLR", {"warmup_num_steps": 0}),
+    "right": ("WarmupDecayLR", {"total_num_steps": 10, "warmup_num_steps": 2}),
 }
 
 ACCELERATE = {
@@ -80,6 +97,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+JSON = ('{"output_dir": "x"}', '{"output_dir": "x"} // why', '{"output_dir": "x",}')
+CLIPPING: dict[str, dict[str, Any]] = {
+    "left out": {},
+    "auto": {"gradient_clipping": "auto"},
+    "another": {"gradient_clipping": 1.0},
+}
+
+
 def tried(what: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"accepted": True, "value": what()}
@@ -87,16 +112,66 @@ def tried(what: Callable[[], Any]) -> dict[str, Any]:
         return {"accepted": False, "value": f"{type(error).__name__}: {error}"[:300]}
 
 
+def laid_out(place: str, value: Any) -> dict[str, Any]:
+    """A small file at stage 3 with a value at a dotted place."""
+    values: dict[str, Any] = {**BATCH, "zero_optimization": {"stage": 3}}
+    *blocks, key = place.split(".")
+    inner = values
+    for block in blocks:
+        inner = inner.setdefault(block, {})
+    inner[key] = value
+    return values
+
+
 def deepspeed() -> dict[str, Any]:
+    import inspect
+    from types import SimpleNamespace
+
     import torch
-    from deepspeed.runtime import config, lr_schedules
+    from deepspeed.runtime import config, lr_schedules, precision_config
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import config as zero
+
+    from tightfit.inputs.deepspeed_file import LOUD
+    from tightfit.lint.deepspeed_kinds import TAKES
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
         made = config.DeepSpeedConfig(json.loads(json.dumps(values)))
         return {"stage": int(made.zero_config.stage), "clipping": made.gradient_clipping}
 
+    def schedule(kind: str, params: dict[str, Any] | None) -> None:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        engine = SimpleNamespace(scheduler_name=lambda: kind, scheduler_params=lambda: params)
+        DeepSpeedEngine._scheduler_from_config(engine, optimizer)
+
+    def parameters(kind: str) -> dict[str, bool]:
+        known = list(inspect.signature(getattr(lr_schedules, kind).__init__).parameters.values())[2:]
+        return {each.name: each.default is each.empty for each in known}
+
+    blocks = {
+        "zero_optimization": zero.DeepSpeedZeroConfig,
+        "zero_optimization.offload_param": zero.DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": zero.DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.zenflow": zero.ZenFlowConfig,
+        "fp16": precision_config.DeepSpeedFP16Config,
+        "bf16": precision_config.DeepSpeedBF16Config,
+        "compile": config.CompileConfig,
+        "hybrid_engine": config.HybridEngineConfig,
+    }
+    strict = [place for place in TAKES if place.rpartition(".")[0] in LOUD]
     return {
         "files": {name: tried(lambda values=values: read(values)) for name, values in DEEPSPEED.items()},
+        "values": {
+            place: [tried(lambda p=place, v=value: read(laid_out(p, v)))["accepted"] for value in VALUES]
+            for place in strict
+        },
+        "fields": {
+            f"{block}.{field.alias or name}": str(field.annotation)
+            for block, fields in blocks.items()
+            for name, field in fields.model_fields.items()
+        },
+        "scheduler files": {name: tried(lambda args=args: schedule(*args)) for name, args in SCHEDULERS.items()},
+        "scheduler params": {kind: parameters(kind) for kind in lr_schedules.VALID_LR_SCHEDULES},
         "optimizers": list(config.DEEPSPEED_OPTIMIZERS),
         "torch optimizers": [name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)],
         "schedulers": list(lr_schedules.VALID_LR_SCHEDULES),
@@ -139,7 +214,25 @@ def transformers() -> dict[str, Any]:
         (made,) = HfArgumentParser(Seq2SeqTrainingArguments).parse_dict({"output_dir": "x", **values})
         return getattr(made, next(iter(values)))
 
+    def from_json(text: str) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "a.json")
+            path.write_text(text, encoding="utf-8")
+            (made,) = HfArgumentParser(Seq2SeqTrainingArguments).parse_json_file(str(path))
+        return str(made.output_dir)
+
+    def clipping(values: dict[str, Any]) -> Any:
+        """What is left for DeepSpeed after transformers has filled in a trainer's max_grad_norm of 0.5."""
+        from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+        config = HfTrainerDeepSpeedConfig({**BATCH, "zero_optimization": {"stage": 2}, **values})
+        args = Seq2SeqTrainingArguments(output_dir="x", use_cpu=True, max_grad_norm=0.5, per_device_train_batch_size=1)
+        config.trainer_config_process(args)
+        return [config.config.get("gradient_clipping"), config.mismatches]
+
     return {
+        "json": {text: tried(lambda text=text: from_json(text)) for text in JSON},
+        "clipping": {name: tried(lambda values=values: clipping(values)) for name, values in CLIPPING.items()},
         "files": {name: tried(lambda values=values: read(values)) for name, values in ARGUMENTS.items()},
         "kinds": {field.name: str(field.type) for field in dataclasses.fields(Seq2SeqTrainingArguments)},
     }

@@ -35,25 +35,10 @@ from tightfit.types import ConfigError
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-FREE_LEVERS = (
-    "engine",
-    "offload_optimizer",
-    "offload_param",
-    "checkpointing",
-    "loss",
-    "attention",
-    "scan",
-    "micro_batch",
-    "accum",
-    "reduce_bucket",
-    "allgather_bucket",
-    "prefetch_bucket",
-    "persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "overlap_comm",
-    "deepspeed_version",
-    "dataloader_workers",
+FREE_LEVERS = tuple(
+    """engine offload_optimizer offload_param checkpointing loss attention scan micro_batch accum reduce_bucket
+    allgather_bucket prefetch_bucket persistence_threshold max_live_parameters max_reuse_distance overlap_comm
+    deepspeed_version dataloader_workers""".split()
 )
 """What `levers` may pin, under the names of the `estimate` flags: what changes no result."""
 
@@ -290,9 +275,31 @@ def job_from_tree(tree: Mapping[str, Any], source: Source) -> tuple[Job, tuple[s
     """The job that a tree of plain values means, and what had to be taken for something else."""
     said: list[str] = []
     mended = _mend_block(tree, "", source, said)
-    if isinstance(mended.get("levers"), dict):
-        _check_levers(mended["levers"], source)
-    return _validated(mended, source), tuple(said)
+    for _, fault in _levers_faults(mended.get("levers"), source):
+        raise fault
+    job = _validated(mended)
+    if not isinstance(job, Job):
+        raise next(_faults(job, mended, source))[1]
+    return job, tuple(said)
+
+
+def faults_in_tree(tree: Mapping[str, Any], source: Source) -> tuple[Job | None, tuple[str, ...]]:
+    """Every sentence that `job_from_tree` could raise, and the job that is left without those fields.
+
+    There is no job where what is wrong cannot be left out: a model, or a whole block.
+    """
+    mended = _mend_block(tree, "", source, [])
+    found = list(_levers_faults(mended.get("levers"), source))
+    job = _validated(mended)
+    if not isinstance(job, Job):
+        found += _faults(job, mended, source)
+    for path, _ in found:
+        block, _, key = path.rpartition(".")
+        inside = mended.get(block) if block else mended
+        if isinstance(inside, dict):
+            inside.pop(key, None)
+    job = _validated(mended)
+    return job if isinstance(job, Job) else None, tuple(str(fault) for _, fault in found)
 
 
 def wrong(path: str, value: object, source: Source) -> ConfigError:
@@ -387,18 +394,20 @@ def _fold(word: str) -> str:
 # --- what is wrong ------------------------------------------------------------------------------
 
 
-def _check_levers(levers: Mapping[str, Any], source: Source) -> None:
-    for key, value in levers.items():
+Fault = tuple[str, ConfigError]
+"""The field that is wrong, by its dotted path, and the sentence about it."""
+
+
+def _levers_faults(levers: object, source: Source) -> Iterator[Fault]:
+    for key, value in levers.items() if isinstance(levers, Mapping) else ():
         path = f"levers.{key}"
         if key in COSTLY:
-            raise ConfigError(
-                f"{source.called(path)} changes the result of the training, so it is no free lever: "
-                f"write it as {COSTLY[key]}"
-            )
-        if key not in FREE_LEVERS:
-            raise _unknown("levers", key, source)
-        if not _is_taken(value, job_fields()[path].takes):
-            raise wrong(path, value, source)
+            sentence = f"{source.called(path)} changes the result of the training, so it is no free lever"
+            yield path, ConfigError(f"{sentence}: write it as {COSTLY[key]}")
+        elif key not in FREE_LEVERS:
+            yield path, _unknown("levers", key, source)
+        elif not _is_taken(value, job_fields()[path].takes):
+            yield path, wrong(path, value, source)
 
 
 def _is_taken(value: object, takes: Takes) -> bool:
@@ -423,34 +432,42 @@ def _adapter() -> TypeAdapter[Job]:
     return TypeAdapter(Job)
 
 
-def _validated(tree: Mapping[str, Any], source: Source) -> Job:
+def _validated(tree: Mapping[str, Any]) -> Job | Mapping[tuple[int | str, ...], str]:
+    """The job, or where pydantic found fault and of which type."""
     from pydantic import ValidationError
 
     try:
         # As JSON, where strict still lets a list be a tuple and a mapping a block, but no `true` be a number.
         return _adapter().validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        found = {tuple(each["loc"]): each["type"] for each in error.errors(include_url=False, include_input=False)}
-        raise _first_fault(found, tree, source) from None
+        return {tuple(each["loc"]): each["type"] for each in error.errors(include_url=False, include_input=False)}
 
 
-def _first_fault(found: Mapping[tuple[int | str, ...], str], tree: Mapping[str, Any], source: Source) -> ConfigError:
+def _faults(found: Mapping[tuple[int | str, ...], str], tree: Mapping[str, Any], source: Source) -> Iterator[Fault]:
+    """The worst first: fields that nobody knows, then a model that is missing, then values that are wrong."""
     for place, kind in found.items():
         if kind == "unexpected_keyword_argument":
-            return _unknown(".".join(map(str, place[:-1])), str(place[-1]), source)
+            parent, key = ".".join(map(str, place[:-1])), str(place[-1])
+            yield f"{parent}.{key}" if parent else key, _unknown(parent, key, source)
     if "missing" in found.values():
         where = f"{source.file} names no model" if source.file else "say which model"
         ask = "add `model:`" if source.file else "--model"
-        return ConfigError(f"{where}: {ask} with a preset (`tightfit models`), a Hugging Face id or a folder")
-    place = next(iter(found))
-    path = ""
-    value: Any = tree
-    for step in place:  # behind the field's own name come indices and the names of union branches
-        longer = f"{path}.{step}" if path else str(step)
-        if longer not in job_fields():
-            break
-        path, value = longer, value[step]
-    return wrong(path, value, source)
+        sentence = f"{where}: {ask} with a preset (`tightfit models`), a Hugging Face id or a folder"
+        yield "model", ConfigError(sentence)
+    said = set()
+    for place, kind in found.items():
+        if kind in ("unexpected_keyword_argument", "missing"):
+            continue
+        path = ""
+        value: Any = tree
+        for step in place:  # behind the field's own name come indices and the names of union branches
+            longer = f"{path}.{step}" if path else str(step)
+            if longer not in job_fields():
+                break
+            path, value = longer, value[step]
+        if path not in said:
+            said.add(path)
+            yield path, wrong(path, value, source)
 
 
 def _unknown(parent: str, key: str, source: Source) -> ConfigError:

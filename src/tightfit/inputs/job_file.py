@@ -10,16 +10,16 @@ What only shows between two fields is checked here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.flags import Flags, levers_from_flags, spelt
 from tightfit.inputs.hardware import parse_hardware, parse_size
-from tightfit.inputs.job_fields import FREE_LEVERS, Source, default_of, job_fields, job_from_tree, wrong
+from tightfit.inputs.job_fields import FREE_LEVERS, Source, default_of, faults_in_tree, job_fields, job_from_tree, wrong
 from tightfit.inputs.job_text import is_json, read_tree
-from tightfit.inputs.job_training import translate
+from tightfit.inputs.job_training import Translated, translate
 from tightfit.inputs.models import load_model, shape_from_fields
 from tightfit.inputs.spelling import LARGEST, nearest, shown
 from tightfit.job import Adapters, Job
@@ -59,6 +59,7 @@ _FOREIGN = {
     "model_name_or_path": "a LLaMA-Factory config, which `tightfit estimate FILE` reads",
     "zero_optimization": "a DeepSpeed config, which goes after --deepspeed",
     "distributed_type": "an accelerate config, which says nothing of the training",
+    "predicted": "the config of our worker, which `tightfit plan --write` made from one: name the job file",
 }
 """A key that only another program's file has, and what that file is."""
 
@@ -74,16 +75,57 @@ class JobFile:
     """GPUs of a node to use, where the file gives a number and need not name a card."""
 
 
-def read_job(path: Path) -> JobFile:
-    """The job of a YAML or JSON file."""
+def read_job(path: Path, *, model: str | None = None) -> JobFile:
+    """The job of a YAML or JSON file. `model`: what a flag says, for a file that names none."""
+    tree = _read_own(path)
+    ours = translate(tree, path.name)
+    source = Source(file=path.name, names=ours.names, kind="json" if is_json(path) else "yaml")
+    if model is not None:
+        ours.tree.setdefault("model", model)
+    job, mended = job_from_tree(ours.tree, source)
+    return JobFile(job=job, said=(*ours.said, *mended, *_check(job, source)), num_gpus=ours.num_gpus)
+
+
+def job_faults(path: Path) -> tuple[str, ...]:
+    """Every sentence for which `read_job` would refuse the file, where it can go on after the first."""
+    try:
+        ours, found = _translate_all(_read_own(path), path.name)
+    except UserError as error:
+        return (str(error),)
+    if ours is None:
+        return found
+    source = Source(file=path.name, names=ours.names, kind="json" if is_json(path) else "yaml")
+    job, wrong_fields = faults_in_tree(ours.tree, source)
+    found += wrong_fields
+    if job is None:
+        return found
+    # What shows between fields is asked only where every field is there to be asked.
+    for check in (_check_words, *(() if found else (_check_levers, _check_model, _check_ids))):
+        found += tuple(map(str, check(job, source)))
+    return found
+
+
+def _read_own(path: Path) -> dict[str, Any]:
     tree = read_tree(path)
     for key, what in _FOREIGN.items():
         if key in tree:
             raise ConfigError(f"{path.name} is no job file but {what}")
-    ours = translate(tree, path.name)
-    source = Source(file=path.name, names=ours.names, kind="json" if is_json(path) else "yaml")
-    job, mended = job_from_tree(ours.tree, source)
-    return JobFile(job=job, said=(*ours.said, *mended, *_check(job, source)), num_gpus=ours.num_gpus)
+    return tree
+
+
+def _translate_all(tree: Mapping[str, Any], file: str) -> tuple[Translated | None, tuple[str, ...]]:
+    """The file in our own form without the fields of its `training` block that are wrong, and their sentences."""
+    found: list[str] = []
+    while True:
+        try:
+            return translate(tree, file), tuple(found)
+        except UserError as error:
+            found.append(str(error))
+            training = tree.get("training")
+            named = re.search(r"training\.(\w+)", str(error))
+            if named is None or not isinstance(training, Mapping) or named[1] not in training:
+                return None, tuple(found)
+            tree = {**tree, "training": {key: value for key, value in training.items() if key != named[1]}}
 
 
 def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
@@ -255,52 +297,57 @@ def _capped(hardware: Hardware, job: Job) -> Hardware:
 
 def _check(job: Job, source: Source) -> tuple[str, ...]:
     """Raise what is wrong beyond single types; give back what is odd but can be lived with."""
-    _check_words(job, source)
-    _check_levers(job, source)
+    for check in (_check_words, _check_levers, _check_model, _check_ids):
+        for fault in check(job, source):
+            raise fault
+    return tuple(_oddities(job, source))
+
+
+def _check_model(job: Job, source: Source) -> Iterator[UserError]:
     if not isinstance(job.model, str):
         try:
             model_of(job)
         except ModelError as error:
-            raise ModelError(f"{source.file}: {error}" if source.file else str(error)) from None
+            yield ModelError(f"{source.file}: {error}" if source.file else str(error))
+
+
+def _check_ids(job: Job, source: Source) -> Iterator[UserError]:
     ids = job.hardware.gpu_ids or ()
     if len(set(ids)) < len(ids):
-        raise ConfigError(f"{source.called('hardware.gpu_ids')} names a GPU twice: {shown(list(ids))}")
-    return tuple(_oddities(job, source))
+        twice = shown(list(ids))
+        yield ConfigError(f"{source.called('hardware.gpu_ids')} is {twice} and names a GPU twice: name each once")
 
 
-def _check_words(job: Job, source: Source) -> None:
+def _check_words(job: Job, source: Source) -> Iterator[UserError]:
     """Text that has a form: sizes, times, hardware."""
     for path, field in job_fields().items():
         value = _at(job, path)
         if field.takes.kind == "text" and isinstance(value, str) and not value.strip():
-            raise wrong(path, value, source)
-    sizes = {path: _read(parse_size, path, job, source) for path in _SIZES}
+            yield wrong(path, value, source)
+    forms: dict[str, Callable[[str], Any]] = {**dict.fromkeys(_SIZES, parse_size), "timeout": timeout_s}
     if not _is_this(job.hardware.gpus):
-        _read(parse_hardware, "hardware.gpus", job, source)
-    _read(timeout_s, "timeout", job, source)
-    most, there = sizes["limits.host_ram"], sizes["hardware.host_ram"]
+        forms["hardware.gpus"] = parse_hardware
+    sizes = {}
+    for path, reader in forms.items():
+        text = _at(job, path)
+        if not isinstance(text, str) or not text.strip():
+            continue
+        try:
+            sizes[path] = reader(text)
+        except UserError as error:
+            yield type(error)(f"{source.called(path)}: {error}")
+    most, there = sizes.get("limits.host_ram"), sizes.get("hardware.host_ram")
     if most is not None and there is not None and most > there:
-        raise ConfigError(
+        yield ConfigError(
             f"{source.called('limits.host_ram')} is {job.limits.host_ram}, more than the {job.hardware.host_ram} of "
             f"{source.name('hardware.host_ram')}: lower it or leave it out"
         )
 
 
-def _read(reader: Any, path: str, job: Job, source: Source) -> Any:
-    """What a reader makes of a field's text, with the field's name in its complaint."""
-    text = _at(job, path)
-    if text is None:
-        return None
-    try:
-        return reader(text)
-    except UserError as error:
-        raise type(error)(f"{source.called(path)}: {error}") from None
-
-
-def _check_levers(job: Job, source: Source) -> None:
+def _check_levers(job: Job, source: Source) -> Iterator[UserError]:
     for name in ("offload_optimizer", "offload_param"):
         if job.levers.get(name) == "nvme" and job.hardware.nvme is None:
-            raise ConfigError(
+            yield ConfigError(
                 f"{source.called('levers.' + name)} is nvme, but no NVMe is there: "
                 + ("say how much with --nvme, 2TB say" if source.file is None else "add hardware.nvme, 2TB say")
             )
@@ -308,7 +355,7 @@ def _check_levers(job: Job, source: Source) -> None:
     if job.effective_batch is not None and job.effective_batch % (micro * accum):
         pins = [name for name in ("micro_batch", "accum") if name in job.levers]
         product = " × ".join(f"{source.name('levers.' + name)} {job.levers[name]}" for name in pins)
-        raise ConfigError(
+        yield ConfigError(
             f"{source.called('effective_batch')} is {job.effective_batch}, which {product} does not divide: "
             f"make it a multiple of {micro * accum}"
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.spelling import LARGEST, read_text, shown
+from tightfit.inputs.syntax_faults import json_fault, yaml_fault
 from tightfit.types import ConfigError
 
 MOST_VALUES = 20_000
@@ -42,15 +43,14 @@ def _yaml(text: str, file: str) -> Any:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{file} is not YAML: {error.problem or error.context}{line}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not YAML: {yaml_fault(error)}") from None
     except RecursionError:
-        raise ConfigError(f"{file} is no job file: its blocks are nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that Python cannot hold
-        raise ConfigError(f"{file} is not YAML: {_reason(error)}") from None
+        raise ConfigError(f"{file} is no job file: nest its blocks less deeply") from None
+    except ValueError as error:  # a date or a number that Python cannot hold
+        raise ConfigError(f"{file} is not YAML ({_reason(error)}): put the value that is meant in quotes") from None
     except (TypeError, LookupError, AttributeError):  # how PyYAML answers `!!int ''` and `!!timestamp x`
-        raise ConfigError(f"{file} is not YAML: a tag such as !!int stands before what it cannot be") from None
+        raise ConfigError(f"{file} is not YAML: leave out the tag, !!int say, before what it cannot be") from None
     if twice := _twice(node):
         raise ConfigError(f"{shown(twice[0])} stands twice in {file}, again in line {twice[1]}: keep one")
     return values
@@ -88,14 +88,14 @@ def _json(text: str, file: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=once)
-    except json.JSONDecodeError as error:
+    except json.JSONDecodeError:
         if not text.strip():
             return None
-        raise ConfigError(f"{file} is not JSON: {error.msg.lower()} in line {error.lineno}") from None
+        raise ConfigError(f"{file} is not JSON: {json_fault(text)}") from None
     except RecursionError:
-        raise ConfigError(f"{file} is no job file: its blocks are nested too deeply") from None
+        raise ConfigError(f"{file} is no job file: nest its blocks less deeply") from None
     except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {_reason(error)}") from None
+        raise ConfigError(f"{file} is not JSON ({_reason(error)}): write a shorter number") from None
 
 
 def _reason(error: Exception) -> str:
@@ -130,7 +130,7 @@ class _Copy:
         if isinstance(value, int | float) and abs(value) <= LARGEST and not math.isnan(value):
             return value
         where = f"{path} in {self.file}" if path else self.file
-        raise ConfigError(f"{where} has a value that no job can have: {ascii(value)[:48]}")
+        raise ConfigError(f"{where} has {ascii(value)[:48]}, which no job can have: write a plain number or text")
 
 
 def _half_letters(text: str) -> bool:

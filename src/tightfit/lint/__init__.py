@@ -37,6 +37,9 @@ def examine(path: Path, target: Target | None = None, *, kind: Kind | None = Non
     if kind == "deepspeed":
         check_deepspeed(sheet)
         return _report(kind, sheet)
+    if document.syntax == "hjson":
+        what = "the file has comments, a trailing comma or the like, and its reader takes plain JSON and refuses it"
+        sheet.say("json-comments", "", what, document.json_remedy)
     if kind == "job":
         check_job(sheet)
         return _report(kind, sheet)
@@ -76,4 +79,4 @@ def _report(kind: Kind, sheet: Sheet, other: Sheet | None = None) -> Report:
         return sorted(found, key=lambda finding: (finding.line is None, finding.line or 0))
 
     findings = (*ordered(own), *ordered(theirs))
-    return Report(file=sheet.document.path.name, kind=kind, findings=findings)
+    return Report(file=sheet.document.shown_path, kind=kind, findings=findings)

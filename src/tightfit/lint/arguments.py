@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tightfit.inputs.llamafactory_file import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
 from tightfit.inputs.spelling import as_number, nearest, shown
+from tightfit.lint.foreign import meant_by_arguments
 from tightfit.lint.sheet import Sheet
 from tightfit.lint.versions import EVALUATION_STRATEGY_GONE, OLDER_ARGUMENTS_GONE, release
 
@@ -31,7 +32,7 @@ _INSTEAD = {
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",
     "use_mps_device": "use_cpu",
-    "warmup_ratio": "warmup_steps, which takes a share of all steps too: 0.03",
+    "warmup_ratio": "warmup_steps",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "group_by_length": "train_sampling_strategy: group_by_length",
@@ -46,8 +47,11 @@ def check_training_arguments(sheet: Sheet) -> None:
     """Every rule for a file of TrainingArguments alone."""
     for place in sheet.document.doubles:
         sheet.say("key-twice", place, "the last one counts and the other is forgotten without a word", "keep one")
-    for key in sheet.document.values:
+    for key, value in sheet.document.values.items():
         if key in TRAINING_ARGUMENTS or key in OLDER_TRAINING_ARGUMENTS:
+            continue
+        if known := meant_by_arguments(key, value):
+            sheet.say("hf-foreign", key, *known)
             continue
         close = nearest(key, TRAINING_ARGUMENTS, cutoff=0.85)
         if close and close not in sheet.document.values:
@@ -70,7 +74,8 @@ def check_gone(sheet: Sheet, version: str) -> None:
             instead = _INSTEAD.get(key)
             what = f"transformers {version} has no {key} and refuses the file"
             there = instead is None or instead in sheet.document.values
-            sheet.say("hf-gone", key, what, "delete it" if there else f"write {instead}")
+            share = f": {sheet.get(key)}, which below 1 is a share of all steps" if key == "warmup_ratio" else ""
+            sheet.say("hf-gone", key, what, "delete it" if there else f"write {instead}{share}")
 
 
 def check_values(

@@ -12,8 +12,9 @@ from typing import Any
 
 from tightfit.inputs.deepspeed_file import KEYS, LOUD, REMOVED, REMOVED_FROM_ZERO, REMOVED_IN, SCHEDULERS
 from tightfit.inputs.spelling import as_number, nearest, shown
+from tightfit.lint.deepspeed_kinds import TAKES
 from tightfit.lint.sheet import Sheet
-from tightfit.lint.versions import ARRIVED, GONE, LEARNT_AFTER, MOVED_DEFAULTS, release
+from tightfit.lint.versions import ARRIVED, GONE, LEARNT_AFTER, MOVED_DEFAULTS, PYDANTIC_BF16, release
 
 FILLED = frozenset(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer.params.lr
@@ -61,8 +62,9 @@ def check_keys(sheet: Sheet) -> None:
         sheet.say(
             "ds-hjson",
             "",
-            "the file is Hjson (comments, bare words …): DeepSpeed reads it, the Hugging Face layer only plain JSON",
-            "leave the comments out if transformers or accelerate read the file",
+            "the file is Hjson (comments, a trailing comma …): DeepSpeed reads it, the Hugging Face layer only plain "
+            "JSON",
+            f"if transformers or accelerate read the file, {sheet.document.json_remedy}",
         )
 
 
@@ -138,7 +140,7 @@ def _too_new(sheet: Sheet, place: str) -> bool:
     else:
         return False
     # Before it was pydantic's, bf16 took any key; the top level and aio still do.
-    bf16 = place.startswith("bf16.") and release(version) < release("0.17.1")
+    bf16 = place.startswith("bf16.") and release(version) < release(PYDANTIC_BF16)
     if "." not in place or place.startswith("aio.") or bf16:
         what = f"DeepSpeed {version} does not know {place} yet and ignores it without a word"
         sheet.say("ds-not-yet", place, what, f"delete it, or {newer}")
@@ -196,6 +198,8 @@ def _check_moved_defaults(sheet: Sheet) -> None:
             value = now if release(version) >= release(since) else before
             what = f"{key} is left out: {shown(before)} before DeepSpeed {since} and {shown(now)} since"
             fix = f"write it, {shown(value)} to keep what DeepSpeed {version} does"
+            if sheet.paired and place == "gradient_clipping":
+                fix = 'write "auto", which becomes the trainer\'s max_grad_norm'
             sheet.say("ds-moved-default", place, what, fix)
 
 
@@ -214,7 +218,7 @@ def _check_texts(sheet: Sheet) -> None:
             sheet.say("ds-text-switch", place, what, f"write {value.lower()} without quotes")
             continue
         number = as_number(value)
-        if number is None:
+        if number is None or (coerced and place in TAKES and TAKES[place].kind == "switch"):
             continue
         if coerced and not (set("eE.") & set(value) and not key.endswith(("ratio", "scale", "perc"))):
             what = f"DeepSpeed makes a number of {shown(value)}, but the Hugging Face layer compares it as text"

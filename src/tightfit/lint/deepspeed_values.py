@@ -244,12 +244,19 @@ def _check_batch(sheet: Sheet) -> None:
         return
     verb = "is not" if exact else "is no multiple of"
     what = f"{_TOTAL} {total:g} {verb} {words} = {product:g}: DeepSpeed refuses the file"
-    sheet.say("ds-batch", _TOTAL, what, f"write {_fitting(total, product)}, or delete {_TOTAL}")
+    sheet.say("ds-batch", _TOTAL, what, _fitting(sheet, total, product, exact=exact))
 
 
-def _fitting(total: float, product: float) -> str:
-    """The nearest whole batch that would do."""
-    return f"{max(1, round(total / product)) * product:g}"
+def _fitting(sheet: Sheet, total: float, product: float, *, exact: bool) -> str:
+    """What makes the product right: the nearest batch, or the same batch in other steps."""
+    if not exact:
+        return f"write {max(1, round(total / product)) * product:g}, or delete {_TOTAL}"
+    for key in (_STEPS, _MICRO):
+        value = sheet.number(key) or 1
+        other = total * value / product
+        if other >= 1 and other.is_integer():
+            return f"write {product:g}, or {key} {other:g} to keep {total:g}"
+    return f"write {product:g}, or delete {_TOTAL}"
 
 
 def _check_checkpointing(sheet: Sheet) -> None:

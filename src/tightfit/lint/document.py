@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from tightfit.inputs.spelling import read_text, shown
+from tightfit.inputs.syntax_faults import json_fault, yaml_fault
 from tightfit.types import ConfigError
 
 
@@ -37,8 +38,18 @@ class Document:
     """Keys that stand more than once."""
     quoted: frozenset[str] = frozenset()
     """Keys of YAML whose value is text because of its quotes."""
+    json_remedy: str = ""
+    """Of Hjson: what to write so that a reader of plain JSON takes it."""
     within: str = ""
     """The block of the file that this is, where it is not the whole file."""
+
+    @property
+    def shown_path(self) -> str:
+        """The path from where the user stands; as it was given where it lies elsewhere."""
+        try:
+            return str(self.path.absolute().relative_to(Path.cwd()))
+        except (ValueError, OSError):  # OSError: the folder that one stands in is gone
+            return str(self.path)
 
     def line(self, place: str) -> int | None:
         """The line of a key, or of the nearest block around it that is there."""
@@ -61,7 +72,8 @@ class Document:
 def read_document(path: Path) -> Document:
     """Read a JSON, Hjson or YAML file that holds one block of keys."""
     text = read_text(path, "JSON or YAML")
-    looks_like_json = path.suffix.lower() in (".json", ".hjson") or text.lstrip()[:1] == "{"
+    suffix = path.suffix.lower()
+    looks_like_json = suffix in (".json", ".hjson") or (text.lstrip()[:1] == "{" and suffix not in (".yaml", ".yml"))
     document = _read_json(path, text) if looks_like_json else _read_yaml(path, text)
     if not isinstance(document.values, dict) or not document.values:
         raise ConfigError(f"{path.name} holds no keys: a config is a block of keys with values")
@@ -78,12 +90,12 @@ def _read_yaml(path: Path, text: str) -> Document:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path.name} is not YAML: {error.problem or error.context}{line}") from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path.name} is not YAML: {yaml_fault(error)}") from None
+    except (ValueError, TypeError, RecursionError, AttributeError) as error:
         # PyYAML lets dates, numbers and keys that Python cannot hold fall through as plain errors.
-        raise ConfigError(f"{path.name} is not YAML: {(str(error) or 'unreadable').splitlines()[0]}") from None
+        reason = (str(error) or "unreadable").splitlines()[0]
+        raise ConfigError(f"{path.name} is not YAML ({reason}): put the value that is meant in quotes") from None
     lines: dict[str, int] = {}
     doubles: list[str] = []
     quoted: set[str] = set()
@@ -113,23 +125,21 @@ def _read_yaml(path: Path, text: str) -> Document:
 def _read_json(path: Path, text: str) -> Document:
     try:
         values, syntax = json.loads(text), "json"
-    except (ValueError, RecursionError) as error:
-        values, syntax = _read_hjson(path, text, error), "hjson"
+    except (ValueError, RecursionError):
+        values, syntax = _read_hjson(path, text), "hjson"
     lines, doubles = _scan(text)
-    return Document(path=path, values=values, syntax=syntax, lines=lines, doubles=doubles)
+    remedy = json_fault(text) if syntax == "hjson" else ""
+    return Document(path=path, values=values, syntax=syntax, lines=lines, doubles=doubles, json_remedy=remedy)
 
 
-def _read_hjson(path: Path, text: str, plain: Exception) -> Any:
-    """Hjson forgives so much that its complaint about a missing comma is no help: then JSON's is given."""
+def _read_hjson(path: Path, text: str) -> Any:
+    """Hjson forgives so much that its complaints are no help: what is said is how to make it JSON."""
     import hjson
 
     try:
         return hjson.loads(text, object_pairs_hook=dict)
-    except hjson.HjsonDecodeError as error:
-        cause = str(error if re.search(r"//|/\*|#", text) else plain)
-    except (ValueError, RecursionError) as error:
-        cause = str(error)
-    raise ConfigError(f"{path.name} is not JSON: {cause[:1].lower()}{cause[1:]}")
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path.name} is not JSON: {json_fault(text)}") from None
 
 
 _SKIP = re.compile(r"(?:[\s,]|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)

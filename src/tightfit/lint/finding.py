@@ -30,7 +30,7 @@ class Finding:
     """One place in a file, what happens there, and what to write instead."""
 
     file: str
-    """The file's name: a config may name another file, which is read with it."""
+    """The file's path from here: a config may name another file, which is read with it."""
     place: str
     """The key, with the blocks that it stands in: `zero_optimization.offload_param`."""
     line: int | None

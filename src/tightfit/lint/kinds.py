@@ -41,6 +41,8 @@ _TELLING: dict[Kind, tuple[str, ...]] = {
 
 def kind_of(document: Document) -> Kind:
     """The kind of a file, or an error that says how to name it."""
+    if is_workers(document.values):
+        return "job"
     scores = {kind: _score(document.values, kind) for kind in KINDS}
     best = max(scores.values())
     likely = [kind for kind in KINDS if scores[kind] == best]
@@ -52,6 +54,11 @@ def kind_of(document: Document) -> Kind:
             f"the keys of {document.path.name} do not tell whose config it is: add --kind {listed(KINDS)}"
         )
     return likely[0]
+
+
+def is_workers(values: Mapping[str, Any]) -> bool:
+    """Whether this is the config that we write for our own worker."""
+    return {"schema", "levers", "buckets", "predicted"} <= set(values)
 
 
 def _score(values: Mapping[str, Any], kind: Kind) -> float:

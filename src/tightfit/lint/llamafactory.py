@@ -8,6 +8,7 @@ from __future__ import annotations
 from tightfit.inputs.llamafactory_file import KNOWN
 from tightfit.inputs.spelling import listed, nearest, shown
 from tightfit.lint.arguments import FRACTIONS, SWITCHES, WHOLE, check_gone, check_together, check_values
+from tightfit.lint.foreign import meant_by_llamafactory
 from tightfit.lint.sheet import Sheet
 from tightfit.lint.versions import (
     BROKEN_JSON_SINCE,
@@ -67,7 +68,7 @@ def check_llamafactory(sheet: Sheet) -> None:
 
 def _check_keys(sheet: Sheet, version: str) -> None:
     since = {key: first for first, keys in LLAMAFACTORY_ADDED.items() for key in keys.split()}
-    for key in sheet.document.values:
+    for key, value in sheet.document.values.items():
         if key in LLAMAFACTORY_GONE:
             gone, instead = LLAMAFACTORY_GONE[key]
             if release(version) >= release(gone):
@@ -78,9 +79,10 @@ def _check_keys(sheet: Sheet, version: str) -> None:
             sheet.say("lf-version", key, what, f"delete it, or use LLaMA-Factory {since[key]} or newer")
         elif key not in KNOWN:
             close = nearest(key, KNOWN, cutoff=0.8)
-            if close:
+            fix = meant_by_llamafactory(key, value) or (f"write {close}" if close else None)
+            if fix:
                 what = f"LLaMA-Factory knows no {key} and refuses the file"
-                sheet.say("lf-unknown", key, what, f"write {close}")
+                sheet.say("lf-unknown", key, what, fix)
             else:
                 what = f"no LLaMA-Factory up to 0.9.6 has {key}; one that does not know it refuses the file"
                 sheet.say("lf-foreign", key, what, "delete it if it is not one of yours")

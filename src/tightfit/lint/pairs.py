@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tightfit.inputs.deepspeed_file import read_deepspeed
-from tightfit.inputs.spelling import shown
+from tightfit.inputs.spelling import nearest, shown
 from tightfit.lint.deepspeed_keys import check_keys
+from tightfit.lint.deepspeed_kinds import check_kinds
 from tightfit.lint.deepspeed_values import check_values, offload_of, stage_of
-from tightfit.lint.document import read_document
-from tightfit.lint.sentences import parted, place_in
+from tightfit.lint.document import Document, read_document
+from tightfit.lint.sentences import begun, parted, place_in
 from tightfit.lint.sheet import Sheet
+from tightfit.lint.versions import MOVED_DEFAULTS, release
 from tightfit.types import ConfigError
 
 _MATCHED: tuple[tuple[str, float, str], ...] = (
@@ -48,6 +50,7 @@ _ZERO3_REFUSES = {
 def check_deepspeed(sheet: Sheet) -> None:
     """Every rule for a DeepSpeed file, and as a last net what our own reader of such files refuses."""
     check_keys(sheet)
+    check_kinds(sheet)
     check_values(sheet)
     if sheet.document.within or any(finding.severity == "error" for finding in sheet.found):
         return
@@ -57,7 +60,11 @@ def check_deepspeed(sheet: Sheet) -> None:
         sentence = str(error)
         # Unknown keys have rules of their own, and what cannot be priced may be quite right.
         if not any(words in sentence for words in ("unknown key", "not priced", "'auto', and nobody")):
-            sheet.say("ds-value", place_in(sentence, sheet.document), *parted(sentence))
+            what, fix = parted(sentence)
+            place = place_in(sentence, sheet.document)
+            if any(place and finding.place == place for finding in sheet.found):
+                return  # a switch as "yes", say: DeepSpeed takes what we do not
+            sheet.say("ds-value", place, begun(what, sheet.document), fix or "write what DeepSpeed's own docs give")
 
 
 def deepspeed_beside(sheet: Sheet, place: str) -> Sheet | None:
@@ -65,25 +72,43 @@ def deepspeed_beside(sheet: Sheet, place: str) -> Sheet | None:
     value = sheet.get(place)
     if isinstance(value, Mapping) and value and "." not in place:
         document = sheet.document.block(place)
-    elif isinstance(value, str) and value.strip():
-        found = _find(value, sheet.document.path)
-        if found is None:
-            what = f"{shown(value)} is neither in this folder nor beside {sheet.document.path.name}: it was not checked"
-            sheet.say("pair-missing", place, what, "run lint where the file is")
+    elif isinstance(value, str) and value.strip() not in ("", "none"):
+        named = _read(sheet, place, value)
+        if named is None:
             return None
-        document = read_document(found)
+        document = named
     else:
         return None
     other = Sheet(document=document, target=sheet.target, world=sheet.world, paired=True)
-    if document.syntax == "hjson":
+    if document.syntax == "hjson" and not document.within:
         what = f"{document.path.name} has comments or other Hjson: transformers and accelerate read plain JSON and fail"
-        sheet.say("pair-hjson", place, what, "take the comments out")
+        sheet.say("pair-hjson", place, what, document.json_remedy)
     return other
+
+
+def _read(sheet: Sheet, place: str, name: str) -> Document | None:
+    """The file of that name. Where there is none, the trainer fails as well."""
+    found = _find(name, sheet.document.path)
+    if found is None:
+        folder = sheet.document.path.parent
+        close = nearest(Path(name).name, [other.name for other in folder.glob("*.json")]) if folder.is_dir() else None
+        what = (
+            f"{shown(name)} is neither in this folder nor beside {sheet.document.path.name}: the training cannot start"
+        )
+        fix = f"write {close}" if close else "write its path as seen from where the training is started"
+        sheet.say("pair-missing", place, what, fix)
+        return None
+    try:
+        return read_document(found)
+    except ConfigError as error:
+        what, fix = parted(str(error))
+        sheet.say("pair-missing", place, f"{what}: the training cannot start", fix or "write a DeepSpeed config there")
+        return None
 
 
 def _find(name: str, beside: Path) -> Path | None:
     try:
-        places = (Path(name).expanduser().absolute(), beside.absolute().parent / name)
+        places = (Path(name).expanduser(), beside.parent / name)
         return next((place for place in places if place.is_file()), None)
     except (ValueError, RuntimeError, OSError):  # a path that no file system can hold, a home that nobody has
         return None
@@ -111,7 +136,26 @@ def check_arguments_pair(sheet: Sheet, deepspeed: Sheet) -> None:
             and not (name == "bf16" and sheet.on("pure_bf16"))
         ):
             _mismatch(sheet, deepspeed, name, sheet.on(name), f"{name}.enabled")
+    _check_clipping(sheet, deepspeed)
     _check_optimizer(sheet, deepspeed)
+
+
+def _check_clipping(sheet: Sheet, deepspeed: Sheet) -> None:
+    """DeepSpeed clips, not the trainer; and transformers fills in a key only where it is written."""
+    wanted, file = sheet.number("max_grad_norm"), deepspeed.document.path.name
+    if wanted is None or deepspeed.get("gradient_clipping") is not None:
+        return
+    version = sheet.target.deepspeed_version
+    ((since, before, now),) = [moved[1:] for moved in MOVED_DEFAULTS if moved[0] == "gradient_clipping"]
+    clips = now if release(version) >= release(since) else before
+    if clips == wanted:
+        return
+    does = f"clips at {clips}" if clips else "clips nothing"
+    what = (
+        f"DeepSpeed does the clipping, transformers fills in only what {file} has, and gradient_clipping is not there: "
+        f"DeepSpeed {version} {does}, whatever max_grad_norm says"
+    )
+    sheet.say("pair-clipping", "max_grad_norm", what, f'add "gradient_clipping": "auto" to {file}, or {wanted:g}')
 
 
 def _said(sheet: Sheet, field: str, default: float) -> float:
@@ -126,7 +170,7 @@ def _mismatch(sheet: Sheet, deepspeed: Sheet, field: str, ours: float | bool, ke
         f"{field} makes it {here}{left_out}, and {key} in {deepspeed.document.path.name} is "
         f"{shown(deepspeed.get(key))}: transformers refuses the pair"
     )
-    sheet.say("pair-mismatch", field, what, f'write "auto" for {key} in {deepspeed.document.path.name}')
+    sheet.say("pair-mismatch", field, what, f'write "auto" for {key} in {deepspeed.document.path.name}, or {here}')
 
 
 def _check_optimizer(sheet: Sheet, deepspeed: Sheet) -> None:

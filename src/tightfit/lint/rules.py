@@ -7,6 +7,12 @@ from tightfit.lint.finding import Kind, Rule, Severity
 _TABLE: tuple[tuple[str, str, Severity, str], ...] = (
     # keys
     ("key-twice", "deepspeed accelerate llamafactory huggingface job", "error", "a key that stands twice in a block"),
+    (
+        "json-comments",
+        "accelerate llamafactory huggingface job",
+        "error",
+        "comments or a trailing comma in JSON, which all but DeepSpeed refuse",
+    ),
     ("ds-typo", "deepspeed", "error", "a misspelt key that DeepSpeed ignores without a word (`zero_optimisation`)"),
     ("ds-misplaced", "deepspeed", "error", "a key that belongs into another block"),
     ("ds-refused-key", "deepspeed", "error", "an unknown key in a block where DeepSpeed refuses those"),
@@ -24,11 +30,11 @@ _TABLE: tuple[tuple[str, str, Severity, str], ...] = (
         "ds-quoted",
         "deepspeed",
         "warning",
-        "a number in quotes that DeepSpeed takes and the Hugging Face layer misreads",
+        "a number or a switch in quotes that DeepSpeed takes and the Hugging Face layer misreads",
     ),
     ("ds-text-switch", "deepspeed", "error", 'the text `"false"`, which counts as true'),
     ("ds-stage", "deepspeed", "error", "a ZeRO stage that is none, or `auto`, which ends as stage 0"),
-    ("ds-value", "deepspeed", "error", "a value that DeepSpeed refuses"),
+    ("ds-value", "deepspeed", "error", "a value that DeepSpeed refuses, or cannot work with (`-1`, `1.5`, `gpu`)"),
     ("ds-auto", "deepspeed", "note", "`auto` values: without the Hugging Face layer DeepSpeed fails on them"),
     ("ds-auto-unfilled", "deepspeed", "error", "`auto` in a key that nobody fills in"),
     ("ds-hjson", "deepspeed", "note", "comments or other Hjson, which only DeepSpeed itself reads"),
@@ -54,6 +60,7 @@ _TABLE: tuple[tuple[str, str, Severity, str], ...] = (
     ("ds-slow-offload", "deepspeed", "warning", "an offloaded optimizer without a CPU kernel"),
     ("ds-adam-is-adamw", "deepspeed", "note", "`Adam`, which DeepSpeed runs as AdamW"),
     ("ds-scheduler", "deepspeed", "error", "a scheduler that DeepSpeed does not have"),
+    ("ds-scheduler-params", "deepspeed", "error", "a scheduler without what it needs, or with what it does not take"),
     ("ds-no-batch", "deepspeed", "error", "neither `train_batch_size` nor `train_micro_batch_size_per_gpu`"),
     ("ds-batch", "deepspeed", "error", "batch sizes that do not multiply"),
     (
@@ -106,7 +113,7 @@ _TABLE: tuple[tuple[str, str, Severity, str], ...] = (
     ),
     ("acc-fsdp-unwrapped", "accelerate", "warning", "FSDP without a wrap policy: the whole model is gathered at once"),
     # LLaMA-Factory
-    ("lf-unknown", "llamafactory", "error", "a misspelt key: refused"),
+    ("lf-unknown", "llamafactory", "error", "a misspelt key, or another trainer's (`lora_r`): refused"),
     ("lf-foreign", "llamafactory", "warning", "a key that we do not know and that resembles none"),
     ("lf-version", "llamafactory", "error", "a key that this release does not take"),
     ("lf-json-file", "llamafactory", "error", "a JSON file, which 0.9.5 cannot read"),
@@ -132,7 +139,7 @@ _TABLE: tuple[tuple[str, str, Severity, str], ...] = (
     ("lf-force-torchrun", "llamafactory", "note", "DeepSpeed on one GPU: needs FORCE_TORCHRUN=1"),
     # TrainingArguments
     ("hf-unknown", "huggingface", "error", "a misspelt field of TrainingArguments: refused"),
-    ("hf-foreign", "huggingface", "note", "a key that is no field of TrainingArguments"),
+    ("hf-foreign", "huggingface", "warning", "a key that is no field of TrainingArguments (`lora_r`, `zero_stage`)"),
     ("hf-gone", "llamafactory huggingface", "error", "a field that transformers no longer has (`evaluation_strategy`)"),
     (
         "hf-number-text",
@@ -150,7 +157,12 @@ _TABLE: tuple[tuple[str, str, Severity, str], ...] = (
         "`load_best_model_at_end` with evaluation and saving out of step",
     ),
     # a trainer's config and its DeepSpeed file together
-    ("pair-missing", "accelerate llamafactory huggingface", "note", "a DeepSpeed file that is not here"),
+    (
+        "pair-missing",
+        "accelerate llamafactory huggingface",
+        "error",
+        "a DeepSpeed file that is not there, or cannot be read",
+    ),
     (
         "pair-hjson",
         "accelerate llamafactory huggingface",
@@ -158,6 +170,12 @@ _TABLE: tuple[tuple[str, str, Severity, str], ...] = (
         "a DeepSpeed file with comments, which the Hugging Face layer refuses",
     ),
     ("pair-mismatch", "llamafactory huggingface", "error", "a value that differs from the DeepSpeed file's: refused"),
+    (
+        "pair-clipping",
+        "llamafactory huggingface",
+        "error",
+        "a `max_grad_norm` that never reaches DeepSpeed, whose own default counts",
+    ),
     (
         "pair-optimizer",
         "llamafactory huggingface",
@@ -176,6 +194,7 @@ _TABLE: tuple[tuple[str, str, Severity, str], ...] = (
     ("pair-no-zero", "accelerate", "error", "a DeepSpeed file without `zero_optimization`, which accelerate refuses"),
     # job files
     ("job-refused", "job", "error", "whatever a plan would refuse"),
+    ("job-generated", "job", "note", "our worker's config, which a plan wrote: nothing to lint"),
     ("job-said", "job", "note", "what was understood from another form of job file"),
 )
 

@@ -64,7 +64,7 @@ class Sheet:
         inner = self.document.within
         self.found.append(
             Finding(
-                file=self.document.path.name,
+                file=self.document.shown_path,
                 place=f"{inner}.{place}" if inner and place else inner or place,
                 line=self.document.line(place),
                 severity=RULES[rule].severity,

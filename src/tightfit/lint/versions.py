@@ -111,6 +111,12 @@ OMEGACONF_SINCE = "0.9.4"
 BROKEN_JSON_SINCE = "0.9.5"
 """From here on `llamafactory-cli train FILE.json` dies in `json.load` of a path."""
 
+PYDANTIC_BF16 = "0.17.1"
+"""From here on DeepSpeed reads fp16 and bf16 with pydantic; before, it took any key there, and any text for true."""
+
+WARMUP_CHECKED_SINCE = "0.19.6"
+"""From here on DeepSpeed refuses a warmup_num_steps that is no whole number above 0; before, it took 2 at least."""
+
 EVALUATION_STRATEGY_GONE = "4.46"
 """transformers' release that no longer takes `evaluation_strategy`."""
 
