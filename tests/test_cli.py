@@ -238,6 +238,30 @@ def test_a_llamafactory_file_is_enough(tmp_path: Path) -> None:
     assert {"method": "lora", "lora_rank": 16, "seq": 256, "micro_batch": 2}.items() <= levers.items()
 
 
+def test_a_job_file_is_priced_as_it_stands(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "model: tiny_llama\nmethod: lora\nlora: {rank: 4}\nsequence: 512\neffective_batch: 16\n"
+        "hardware: {gpus: 4x24GB}\nlevers: {engine: zero2, micro_batch: 2}\n"
+    )
+    found = answer("estimate", str(job))
+    pinned = {"method": "lora", "lora_rank": 4, "seq": 512, "engine": "zero2", "micro_batch": 2, "accum": 2, "world": 4}
+    assert pinned.items() <= found["levers"].items()
+    assert found["fits"] is True
+    over = answer("estimate", str(job), "--seq", "256", "--world", "2", "--engine", "zero3")["levers"]
+    assert (over["seq"], over["world"], over["engine"], over["accum"]) == (256, 2, "zero3", 4), "flags win"
+    job.write_text("sequence: 512\nmethod: full\n")
+    assert answer("estimate", str(job), "--model", "tiny_llama")["levers"]["seq"] == 512
+    assert "names no model" in refused("estimate", str(job))
+
+
+def test_a_training_config_is_priced_too() -> None:
+    found = answer("estimate", str(Path(__file__).parent / "data" / "config_7b_mamba.yaml"), "--engine", "zero3")
+    assert {"seq": 4096, "micro_batch": 1, "accum": 8, "world": 4, "engine": "zero3"}.items() <= found["levers"].items()
+    assert found["model"]["parameters"] == pytest.approx(6.9e9, rel=0.01)
+    assert "An effective batch of 32 on 4 GPUs: priced as 1 × 8 on each." in found["because"]
+
+
 def test_qlora_under_zero3_is_priced() -> None:
     said = answer("estimate", "--model", "tiny_llama", "--method", "qlora", "--engine", "zero3", "--world", "2")
     assert said["model"]["trainable_parameters"] < said["model"]["parameters"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -102,7 +103,7 @@ def test_help_fits_the_terminal_and_shows_an_example(shell: Shell) -> None:
 
 def test_the_chosen_way_is_marked_and_explained(shell: Shell) -> None:
     lines = shell.run(*SMALL).splitlines()
-    assert lines[0].startswith("qwen1.5-0.5b (464M), full, bf16, on 2 × 24GB card: 8 × 2048 tokens a step")
+    assert lines[0].startswith("qwen1.5-0.5b (464M), full, bf16, on 2 × 24GB cards: 8 × 2048 tokens a step")
     assert sum(line.startswith("→ ") for line in lines) == 2, "one row, and the legend"
     assert any(line.startswith("Levers: --engine ") for line in lines)
     reasons = lines[lines.index("Because:") :]
@@ -154,6 +155,48 @@ def test_levers_fed_back_to_estimate_give_the_same_footprint(shell: Shell, words
         again = shell.estimate("--model", way["model"], *hardware, *flags)
         assert again["levers"] == way["levers"]
         assert {"gpu": again["gpu"], "host": again["host"]} == way["footprint"]
+
+
+PRINTED = {
+    "a plan": ("--model", "qwen2.5-7b", "--gpus", "8xRTX4090", "--host-ram", "256GB", "--seq", "1024"),
+    "what was allowed": (
+        "--model",
+        "llama-3.1-8b",
+        "--gpus",
+        "1x12GB",
+        "--host-ram",
+        "32GB",
+        "--allow",
+        "lora,quantize",
+    ),
+    "a smaller model": ("--model", "7b_mamba", "--gpus", "1x24GB", "--host-ram", "32GB", "--allow", "smaller-model"),
+    "an old DeepSpeed": ("--model", "qwen2.5-32b", "--method", "lora", "--gpus", "8xK100-64GB"),
+    "a card without bf16": ("--model", "qwen1.5-0.5b", "--gpus", "2xV100-32GB", "--no-master-weights"),
+    "fewer GPUs": ("--model", "qwen1.5-0.5b", "--gpus", "4x24GB", "--world", "2"),
+    "the longest sequence": ("--model", "qwen1.5-0.5b", "--gpus", "1x8GB", "--host-ram", "64GB", "--max", "seq"),
+    "the largest micro batch": ("--model", "qwen1.5-0.5b", "--gpus", "1x12GB", "--max", "micro-batch"),
+    "the largest model": ("--gpus", "1xRTX4090", "--host-ram", "64GB", "--method", "qlora", "--max", "model"),
+    **{
+        f"tier {name}": ("--model", "qwen1.5-0.5b", "--gpus", "2x12GB", "--host-ram", "64GB", "--tier", name)
+        for name in ("auto", "stage3", "fp16_safe", "extreme", "optimized", "quantized")
+    },
+}
+
+
+@pytest.mark.parametrize("words", PRINTED.values(), ids=PRINTED)
+def test_the_line_of_levers_given_to_estimate_prices_the_same(shell: Shell, words: tuple[str, ...]) -> None:
+    answer = shell.json(*words)
+    assert answer["fits"], "or this shows nothing"
+    lines = shell.run(*words).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("Levers: "))
+    printed = " ".join(lines[first : lines.index("", first)]).removeprefix("Levers: ").split()
+    machine = [
+        word for flag, value in pairwise(words) if flag in ("--gpus", "--host-ram", "--model") for word in (flag, value)
+    ]
+    again = shell.estimate(*machine, *printed)
+    assert again["model"]["name"] == answer["chosen"]["model"]
+    assert again["levers"] == answer["chosen"]["levers"]
+    assert {"gpu": again["gpu"], "host": again["host"]} == answer["chosen"]["footprint"]
 
 
 def test_a_lever_that_is_named_is_kept(shell: Shell) -> None:
@@ -274,11 +317,127 @@ def test_a_flag_wins_over_the_number_of_gpus_in_a_training_config(shell: Shell) 
     assert answer["hardware"]["gpus_per_node"] == 8
     about = [sentence for sentence in answer["because"] if "num_gpus" in sentence]
     assert about == ["--gpus wins over the job file's num_gpus of 4."]
+    alike = shell.json(file, "--gpus", "4x24GB", "--host-ram", "256GB", "--engine", "zero3", "--checkpointing", "full")
+    assert not [sentence for sentence in alike["because"] if "num_gpus" in sentence], "they agree"
+
+
+def test_a_number_of_gpus_that_this_machine_has_not_asks_for_the_cards(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = shell.refused(str(Path(__file__).parent / "data" / "config_7b_mamba.yaml"))
+    assert "num_gpus in config_7b_mamba.yaml is 4, more GPUs than this machine has" in said
+    assert "--gpus 4x24GB" in said
+
+
+def test_a_flag_names_the_model_of_a_job_file_that_names_none(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("method: lora\nhardware: {gpus: 1x24GB}\n", encoding="utf-8")
+    answer = shell.json(str(file), "--model", "qwen1.5-0.5b")
+    assert answer["chosen"]["model"] == "qwen1.5-0.5b"
+    assert answer["chosen"]["levers"]["method"] == "lora"
+    assert shell.json(str(file), "--max", "model")["fits"]
+    assert "names no model" in shell.refused(str(file))
+
+
+LLAMAFACTORY = """
+model_name_or_path: qwen1.5-1.8b
+stage: sft
+finetuning_type: lora
+lora_rank: 16
+lora_alpha: 64
+lora_target: q_proj,v_proj
+dataset: mine
+cutoff_len: 1024
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+learning_rate: 2e-4
+num_train_epochs: 2.0
+bf16: true
+flash_attn: fa2
+"""
+
+
+def test_a_llamafactory_file_is_planned(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(LLAMAFACTORY, encoding="utf-8")
+    out = tmp_path / "out"
+    answer = shell.json(str(file), "--gpus", "4x24GB", "--host-ram", "64GB", "--write", str(out))
+    levers = answer["chosen"]["levers"]
+    assert (levers["method"], levers["seq"], levers["precision"]) == ("lora", 1024, "bf16")
+    assert (levers["lora_rank"], levers["lora_targets"], levers["adapter_dtype"]) == (16, "q_proj,v_proj", "fp32")
+    assert answer["effective_batch"] == 64
+    said = " ".join(answer["because"])
+    assert "sft.yaml does 16 sequences a step on each GPU: with 4 GPUs, 64 in all." in said
+    assert "The plan chooses anew what sft.yaml says in flash_attn." in said
+    assert "Left aside from sft.yaml: dataset." in said
+    worker = json.loads((out / "worker.json").read_text(encoding="utf-8"))
+    assert worker["lora"]["alpha"] == 64
+    assert "learning_rate: 0.0002" in (out / "llamafactory.yaml").read_text(encoding="utf-8")
+    assert shell.json(str(file), "--gpus", "2x24GB", "--seq", "512")["chosen"]["levers"]["seq"] == 512
+    file.write_text(LLAMAFACTORY.replace("cutoff_len", "cutof_len"), encoding="utf-8")
+    assert "cutoff_len" in shell.refused(str(file), "--gpus", "4x24GB")
+
+
+# --- defaults that the card decides, and what is said for nothing ---------------------------------
+
+
+def test_a_card_without_bf16_computes_in_fp16_unless_told_otherwise(shell: Shell) -> None:
+    asked = ("--model", "qwen1.5-0.5b", "--gpus", "2xV100-32GB")
+    answer = shell.json(*asked)
+    assert answer["chosen"]["levers"]["precision"] == "fp16"
+    assert any("No --precision was named, and the V100" in sentence for sentence in answer["because"])
+    told = shell.json(*asked, "--precision", "bf16")
+    assert told["chosen"]["levers"]["precision"] == "bf16"
+    assert any("--precision fp16 is what it trains in" in sentence for sentence in told["because"])
+    assert shell.estimate(*asked)["levers"]["precision"] == "fp16"
+    assert shell.estimate(*asked, "--precision", "bf16")["levers"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("model", "flag", "word", "lacks"),
+    [("tiny_mamba", "--attention", "flash", "attention"), ("qwen1.5-0.5b", "--scan", "torch", "Mamba")],
+)
+def test_a_flag_about_layers_that_are_not_there(shell: Shell, model: str, flag: str, word: str, lacks: str) -> None:
+    said = f"{flag} is without effect: {model} has no {lacks} layers."
+    asked = ("--model", model, "--gpus", "2x24GB")
+    assert said in shell.json(*asked, flag, word)["because"]
+    assert said in shell.estimate(*asked, flag, word)["because"]
+    assert said not in shell.json(*asked)["because"]
+
+
+def test_allowed_changes_that_do_not_help_say_why(shell: Shell) -> None:
+    text = " ".join(shell.run(*HOPELESS, "--allow", "quantize,8bit-optimizer").split())
+    assert "Nothing fits, even with what was allowed." in text
+    assert "--allow quantize is without effect: only frozen weights can have 4 bits" in text
+    assert "(--allow lora,quantize)" in text
+    assert "--allow 8bit-optimizer: not enough." in text
+    two = " ".join(shell.run(*HOPELESS, "--allow", "precision,8bit-optimizer").split())
+    assert "not enough, alone or together." in two
+    unneeded = " ".join(shell.run(*SMALL, "--allow", "lora").split())
+    assert "This fits as it is: none of the allowed changes was made." in unneeded
+
+
+def test_slower_is_told_in_time(shell: Shell) -> None:
+    text = " ".join(shell.run("--model", "qwen2.5-7b", "--gpus", "8xRTX4090", "--host-ram", "256GB").split())
+    assert re.search(r"fits too and takes \d+% longer", text)
+    assert "slower" not in text
 
 
 def test_a_tier_that_does_not_fit_says_so(shell: Shell) -> None:
     text = shell.run("--model", "7b_mamba", "--gpus", "2x24GB", "--host-ram", "32GB", "--tier", "stage3")
-    assert "stage3 does not fit." in text
+    assert "The tier stage3 does not fit: it needs " in text
+
+
+def test_a_tier_that_does_not_fit_names_those_that_do(shell: Shell) -> None:
+    asked = ("--model", "7b_mamba", "--gpus", "2x24GB", "--host-ram", "256GB")
+    fitting = [each["tier"] for each in shell.json(*asked, "--tier", "all")["tiers"] if each["fits"]]
+    assert fitting, "or this shows nothing"
+    text = " ".join(shell.run(*asked, "--tier", "auto").split())
+    assert "The tier deepspeed does not fit" in text
+    assert f"Of the other tiers {', '.join(fitting)} fit: --tier all" in text
+    poor = ("--model", "qwen1.5-0.5b", "--gpus", "1x2GB", "--host-ram", "1GB", "--tier", "auto")
+    assert "None of the other tiers fits either." in shell.run(*poor)
 
 
 def test_the_longest_sequence(shell: Shell) -> None:
@@ -321,7 +480,9 @@ def test_written_files_are_listed_and_lead_to_the_data(
     first = {path: path.read_bytes() for path in Path("out").iterdir()}
     assert "exists: say --force" in shell.refused("job.yaml", "--write", "out")
     text = shell.run("job.yaml", "--write", "out", "--force")
-    assert "\nStart it with: bash out/launch.sh\n" in text
+    assert "--launcher llamafactory; or a trainer" in " ".join(text.split()), "until there is a worker"
+    started = shell.run("job.yaml", "--write", "there", "--launcher", "llamafactory")
+    assert started.endswith("\nStart it with: bash there/launch.sh\n")
     assert {path: path.read_bytes() for path in Path("out").iterdir()} == first
 
 
@@ -379,7 +540,8 @@ REFUSED = {
     "a wrong allowance": (("--allow", "lora,magic"), "--allow knows no 'magic'"),
     "launcher and engine": (("--launcher", "deepspeed", "--engine", "fsdp2"), "--launcher deepspeed"),
     "a wrong launcher": (("--launcher", "mpirun"), "--launcher knows no"),
-    "a huge margin": (("--margin", "1.5"), "--margin"),
+    "a huge margin": (("--margin", "95%"), "--margin"),
+    "a margin in percent": (("--margin", "4"), "write 4% or 0.04"),
     "force alone": (("--force",), "--force needs --write"),
     "all tiers written": (("--tier", "all", "--write", "out"), "name one tier"),
     "too many GPUs": (("--num-gpus", "9"), "9"),

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.cli_flags import Parser, add_lever_flags, flags_of, whole_number
-from tightfit.inputs.flags import check_levers, flags_from_levers, levers_from_flags
+from tightfit.cli_flags import Parser, add_lever_flags, flags_of, whole_number, without_effect
+from tightfit.inputs.flags import check_levers, flags_from_levers, levers_from_flags, spelt
 from tightfit.priced import Priced, strategy_name
 from tightfit.types import (
     ConfigError,
@@ -25,6 +25,7 @@ from tightfit.types import (
 )
 
 if TYPE_CHECKING:
+    from tightfit.cli_estimate_job import JobInput
     from tightfit.inputs.deepspeed_file import DeepSpeedSettings
 
 EXAMPLE = "tightfit estimate --model 7b_mamba --engine zero3 --gpus 6x32GB --seq 1024"
@@ -52,9 +53,9 @@ def parser() -> Parser:
         "estimate",
         "Say what every GPU and the host will hold, phase by phase, before anything runs.",
         EXAMPLE,
-        "--model MODEL [--gpus HARDWARE] [flags] [FILE]",
+        "[FILE] [--model MODEL] [--gpus HARDWARE] [flags]",
     )
-    made.add_argument("file", nargs="?", metavar="FILE", help="a LLaMA-Factory YAML; flags win over it")
+    made.add_argument("file", nargs="?", metavar="FILE", help="a job file or a LLaMA-Factory YAML; flags win")
     made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
     made.add_argument("--deepspeed", metavar="FILE", help="a DeepSpeed JSON; flags win over it")
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
@@ -75,32 +76,57 @@ def add_hardware_flags(made: argparse.ArgumentParser) -> None:
 def estimate(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
-    hardware = hardware_of(args)
-    world = world_of(args, hardware)
-    shape, base, said = _inputs(args, world)
+    job = _job(args)
+    hardware = job.hardware if job else hardware_of(args)
+    world = world_of(args, hardware, job.world if job else 1)
+    usual, chosen = _precision(args, job, hardware)
+    shape, base, said = _inputs(args, world, job, usual)
     levers = levers_from_flags(flags_of(args), shape, base)
     as_json = getattr(args, "json", False)
     if getattr(args, "compare", False):
         _show_comparison(compare(shape, levers, world, hardware), as_json)
     else:
-        said += _chosen(args, levers, world, hardware)
+        said += (*chosen, *_chosen(args, levers, world, hardware, job), *_idle(args, shape))
         _show(replace(price(shape, levers, world, hardware), said=said), as_json)
     return 0
 
 
-def _chosen(args: argparse.Namespace, levers: Levers, world: int, hardware: Hardware | None) -> tuple[str, ...]:
+def _chosen(
+    args: argparse.Namespace, levers: Levers, world: int, hardware: Hardware | None, job: JobInput | None
+) -> tuple[str, ...]:
     """What was chosen without being asked for, and what the cards or our knowledge lack for it."""
     said = []
-    if not any(hasattr(args, name) for name in ("engine", "deepspeed", "file")) and world > 1:
+    named = any(hasattr(args, name) for name in ("engine", "deepspeed")) or (hasattr(args, "file") and job is None)
+    if not named and world > 1 and levers.engine == "zero0" and not (job and "levers.engine" in job.explicit):
         said.append("No --engine was named, so nothing is sharded (zero0); --compare shows the others.")
-    if hardware is not None and levers.precision == "bf16":
-        from tightfit.inputs.catalogue import native_bf16
-
-        if native_bf16(hardware.gpu.arch) is False:
-            said.append(f"The {hardware.gpu.name} has no bf16 of its own: --precision fp16 is what it trains in.")
+    if hardware is not None and levers.precision == "bf16" and _lacks_bf16(hardware):
+        said.append(f"The {hardware.gpu.name} has no bf16 of its own: --precision fp16 is what it trains in.")
     if "nvme" in (levers.offload_optimizer, levers.offload_param):
         said.append("NVMe offload was read in DeepSpeed's source, and not measured.")
     return tuple(said)
+
+
+def _idle(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]:
+    return without_effect({name: spelt(name) for name in vars(args)}, shape)
+
+
+def _precision(
+    args: argparse.Namespace, job: JobInput | None, hardware: Hardware | None
+) -> tuple[Levers, tuple[str, ...]]:
+    """The defaults for this card: a card without bf16 computes in fp16, unless somebody says otherwise."""
+    usual = Levers()
+    asked = hasattr(args, "precision") or (job is not None and "precision" in job.explicit)
+    from_files = (hasattr(args, "file") and job is None) or hasattr(args, "deepspeed")
+    if asked or from_files or hardware is None or not _lacks_bf16(hardware):
+        return usual, ()
+    said = f"No --precision was named, and the {hardware.gpu.name} has no bf16 of its own: fp16."
+    return replace(usual, precision="fp16"), (said,)
+
+
+def _lacks_bf16(hardware: Hardware) -> bool:
+    from tightfit.inputs.catalogue import native_bf16
+
+    return native_bf16(hardware.gpu.arch) is False
 
 
 def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> Priced:
@@ -131,32 +157,49 @@ def hardware_of(args: argparse.Namespace) -> Hardware | None:
     return parse_hardware(word, **sizes)
 
 
-def world_of(args: argparse.Namespace, hardware: Hardware | None) -> int:
-    """How many GPUs train: what was said, or all there are, or one."""
+def world_of(args: argparse.Namespace, hardware: Hardware | None, otherwise: int = 1) -> int:
+    """How many GPUs train: what was said, or all there are, or what a file names, or one."""
     there = hardware.world if hardware else None
-    world: int = getattr(args, "world", there or 1)
+    world: int = getattr(args, "world", there or otherwise)
     if world < 1:
         raise ConfigError(f"--world must be at least 1, not {world}")
     if there is not None and world > there:
-        raise HardwareError(f"--world {world} is more than the {there} GPUs of --gpus {args.gpus}")
+        where = f"of --gpus {args.gpus}" if hasattr(args, "gpus") else "that there are"
+        raise HardwareError(f"--world {world} is more than the {there} GPUs {where}")
     return world
 
 
-def _inputs(args: argparse.Namespace, world: int) -> tuple[ModelShape, Levers, tuple[str, ...]]:
-    """The model, the levers that files have set, and what their readers had to say."""
+def _job(args: argparse.Namespace) -> JobInput | None:
+    """What the file says, if it is a job file."""
+    if not hasattr(args, "file"):
+        return None
+    from tightfit.cli_estimate_job import is_job, read_job_input
+
+    return read_job_input(args) if is_job(Path(args.file)) else None
+
+
+def _inputs(
+    args: argparse.Namespace, world: int, job: JobInput | None, usual: Levers
+) -> tuple[ModelShape, Levers, tuple[str, ...]]:
+    """The model, the levers that files have set over the `usual` ones, and what their readers had to say."""
     if getattr(args, "deepspeed", None) and getattr(args, "engine", "").lower() == "fsdp2":
         raise ConfigError("--deepspeed and --engine fsdp2 are two engines: leave one out")
-    if hasattr(args, "file"):
+    if job is not None:
+        shape, base, said = job.shape, job.levers, job.said
+        if usual.precision != Levers().precision:
+            base = replace(base, precision=usual.precision)
+    elif hasattr(args, "file"):
         return _from_llamafactory(args, world)
-    if not hasattr(args, "model"):
+    elif not hasattr(args, "model"):
         raise ConfigError("say which model: --model with a preset (`tightfit models`), a Hugging Face id or a folder")
-    shape = _model(args.model, args)
+    else:
+        shape, base, said = _model(args.model, args), usual, ()
     if not hasattr(args, "deepspeed"):
-        return shape, Levers(), ()
+        return shape, base, said
     from tightfit.inputs.deepspeed_file import to_levers
 
     settings = _read_deepspeed(args.deepspeed, args, shape)
-    return shape, to_levers(settings, Levers(), world=world), settings.because
+    return shape, to_levers(settings, base, world=world), (*said, *settings.because)
 
 
 def _from_llamafactory(args: argparse.Namespace, world: int) -> tuple[ModelShape, Levers, tuple[str, ...]]:

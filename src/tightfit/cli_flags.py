@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import NoReturn
 
 from tightfit.inputs.flags import LEAST, WORDS, Flags, spelt
 from tightfit.inputs.spelling import nearest
-from tightfit.types import ConfigError
+from tightfit.types import Attention, ConfigError, Mamba1, Mamba2, ModelShape, Traced
 
 HELP = {
     "method": "train every weight, adapters, or adapters on a 4-bit model (full)",
@@ -23,7 +23,7 @@ HELP = {
     "seq": "tokens in a sequence (2048)",
     "micro_batch": "sequences in one forward pass on one GPU (1)",
     "accum": "forward passes before a step (1)",
-    "precision": "the number format of the computation (bf16)",
+    "precision": "the number format of the computation (bf16; fp16 on cards without it)",
     "offload_optimizer": "where the optimizer's states live, if not on the GPU",
     "offload_param": "where the weights live between uses, if not on the GPU",
     "checkpointing": "which layers keep no activations and compute them again (full)",
@@ -144,6 +144,19 @@ def flags_of(namespace: argparse.Namespace) -> Flags:
     """The lever flags among what was parsed."""
     names = {field.name for field in fields(Flags)}
     return Flags(**{name: value for name, value in vars(namespace).items() if name in names})
+
+
+def without_effect(named: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
+    """What was said about layers that the model does not have. `named`: lever → how the user called it."""
+    kinds = [type(block.mixer) for block in shape.blocks]
+    if Traced in kinds:  # what is in there is not known
+        return ()
+    said = []
+    if "attention" in named and Attention not in kinds:
+        said.append(f"{named['attention']} is without effect: {shape.name} has no attention layers.")
+    if "scan" in named and not {Mamba1, Mamba2} & set(kinds):
+        said.append(f"{named['scan']} is without effect: {shape.name} has no Mamba layers.")
+    return tuple(said)
 
 
 def whole_number(flag: str) -> Callable[[str], int]:

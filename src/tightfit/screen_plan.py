@@ -1,35 +1,32 @@
 """What `tightfit plan` draws: ways side by side, and under them why one was chosen.
 
-The rows stand in the order of their pace, so that what was tempting and does not fit is above the chosen one.
-The bar takes what the other columns leave of the line: a table that wraps cannot be compared by eye.
+The rows stand in the order of their pace, so that what was tempting and does not fit is above the chosen one. Where
+nothing fits they stand in the order of how far they are from it, and say what they lack.
+The bar takes what the other columns leave of the line: a table that wraps cannot be compared by eye. On a terminal
+too narrow for all columns, those go first that are told elsewhere.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from tightfit.inputs.flags import checkpointing_word, flags_from_levers, spelt
-from tightfit.inputs.job_fields import COSTLY
+from tightfit.inputs.flags import checkpointing_word
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
-from tightfit.planner.reasons import steps_of
+from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
 from tightfit.planner.tiers import Tiered
-from tightfit.priced import GIB, amounts, billions, strategy_name
-from tightfit.screen import TABLE, WIDEST, bar, draw_list, say
-from tightfit.types import Hardware, Levers
-
-MOST_FITTING = 5
-MOST_TEMPTING = 3
-MOST_HOPELESS = 6
-"""Rows of each kind: the chosen one with the next best, those that were faster and do not fit, and, where
-nothing fits, those that are nearest to it."""
+from tightfit.priced import GIB, amounts, strategy_name
+from tightfit.screen import NARROWEST, TABLE, WIDEST, bar, draw_list, say
+from tightfit.screen_plan_words import duration_words, hardware_words, lever_flags, model_words, reason_lines
+from tightfit.types import Levers
 
 CHOSEN, UNFIT = "→", "×"
 FILL = ("█", "blue")
@@ -38,6 +35,11 @@ SHORTEST_BAR, TELLING_BAR, LONGEST_BAR = 6, 14, 40
 """Cells. The middle one is worth more than a second blank between the columns."""
 MOST_OVER = 1.5
 """A bar ends at this multiple of the card; what needs more is told by its number."""
+LEFT_OUT = ("GPU", "free", "batch", "host", "checkpoint", "lacks", "offload")
+"""The columns that a narrow terminal does without, the first one first."""
+TEXT = ("", "engine", "offload", "checkpoint", "batch", "GPUs", "GPU", "lacks")
+"""The columns that stand to the left."""
+UNBROKEN = "\N{NO-BREAK SPACE}"
 
 ENGINES = {"zero0": "unsharded", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
@@ -55,15 +57,22 @@ def waiting(text: str) -> AbstractContextManager[object]:
 # --- the answers --------------------------------------------------------------------------------
 
 
-def draw_plan(console: Console, plan: Plan, lead: Sequence[str] = ()) -> None:
-    """The whole answer. `lead` stands first among the reasons."""
+def draw_plan(console: Console, plan: Plan, lead: Sequence[str] = (), *, with_model: bool = False) -> None:
+    """The whole answer. `lead` stands first among the reasons; `with_model`: the plan found the model as well."""
     _draw_head(console, plan)
     rows = _rows(plan)
     if rows:
-        draw_ways(console, rows)
-        _draw_legend(console, plan, rows)
-    _draw_verdict(console, plan, "Nothing fits that keeps the training as it is.")
-    draw_list(console, "Because:", [*lead, *_reasons(plan)])
+        columns = draw_ways(console, rows)
+        nearest = ["the nearest first"] if plan.chosen is None and len(rows) > 1 else []
+        _draw_legend(console, plan, rows, columns, nearest)
+        hidden = len(plan.alternatives) + (plan.chosen is not None) - len(rows)
+        more = f"; {hidden} more in --json" if hidden > 0 else ""
+        say(console, f"{plan.considered:,} ways were priced{more}.", style="dim")
+    unfit = "Nothing fits that keeps the training as it is."
+    if plan.job.limits.allow:
+        unfit = "Nothing fits, even with what was allowed."
+    _draw_verdict(console, plan, unfit, with_model=with_model)
+    draw_list(console, "Because:", [*lead, *reason_lines(plan)])
     draw_list(console, "Never run by us:", plan.unproven)
 
 
@@ -72,41 +81,53 @@ def draw_tier(console: Console, tiered: Tiered) -> None:
     plan = tiered.plan
     assert plan is not None, "what a tier cannot run is an error before anything is drawn"
     _draw_head(console, plan)
+    way = plan.chosen or next(iter(worth_showing(plan)), None)
+    held = "" if way is None else f": {amounts(way.footprint.gpu.required_bytes)[0]} GiB a GPU here"
     say(console, f"Tier {tiered.tier.name}: {tiered.tier.about}.")
+    say(console, f"A tier fixes the levers; what it holds follows from model and sequence{held}.")
     console.print()
-    way = plan.chosen or next(iter(plan.alternatives), None)
     rows = [("tier", way)] if way else []
     if tiered.free is not None and tiered.free.chosen is not None:
         rows.append(("free", tiered.free.chosen))
     if rows:
-        draw_ways(console, rows)
-        _draw_legend(console, plan, rows)
-    _draw_verdict(console, plan, f"{tiered.tier.name} does not fit.")
+        columns = draw_ways(console, rows)
+        free = ["free: what the search would do without a tier"] if len(rows) > 1 else []
+        _draw_legend(console, plan, rows, columns, free)
+    why = f": it {missing(way)}" if way else ""
+    _draw_verdict(console, plan, f"The tier {tiered.tier.name} does not fit{why}.")
     draw_list(console, "The tier brings, where you said nothing:", [f"{cost}." for cost in tiered.costs])
-    draw_list(console, "Because:", [*tiered.because, *_reasons(plan)])
+    lines = [*tiered.because, *reason_lines(plan)]
+    draw_list(console, "Because:", [line for line in lines if not line.startswith("The nearest is ")])
     draw_list(console, "Never run by us:", plan.unproven)
 
 
 def draw_tiers(console: Console, rows: Sequence[Tiered]) -> None:
     """Every tier, with what it costs."""
-    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
     plans = [tiered.plan for tiered in rows if tiered.plan is not None]
     for plan in plans[:1]:
-        say(console, f"{_model_words(plan)}, on {_hardware_words(plan.hardware)}", style="bold")
+        say(console, f"{model_words(plan)}, on {hardware_words(plan.hardware)}", style="bold")
         console.print()
     names = max(len(tiered.tier.name) for tiered in rows)
     before = names + len("  999.9  fits  tokens/s  ")
-    console.print(Text(f"{'tier':<{names}}  {'GiB':>5}  fits  tokens/s  what it changes", style="bold"))
-    console.print(Text("─" * console.width))
+    beside = console.width >= TABLE
+    console.print(
+        Text(f"{'tier':<{names}}  {'GiB':>5}  fits  tokens/s{'  what it changes' if beside else ''}", style="bold")
+    )
+    console.print(Text("─" * (console.width if beside else before - 2)))
     for tiered in rows:
-        way = None if tiered.plan is None else tiered.plan.chosen or next(iter(tiered.plan.alternatives), None)
+        way = None if tiered.plan is None else tiered.plan.chosen or next(iter(worth_showing(tiered.plan)), None)
         cells, changes = ("-", "-", "-"), tiered.problem or "no engine runs it"
         if way is not None:
             needs = f"{way.footprint.gpu.required_bytes / GIB:.1f}"
             cells = (needs, "yes" if way.fits else "no", f"{way.pace.tokens_per_s:,.0f}")
             changes = "; ".join(tiered.costs) or "nothing"
-        first = f"{tiered.tier.name:<{names}}  {cells[0]:>5}  {cells[1]:>4}  {cells[2]:>8}  "
-        say(console, changes, first=first, indent=" " * before, style="" if way and way.fits else "dim")
+        first = f"{tiered.tier.name:<{names}}  {cells[0]:>5}  {cells[1]:>4}  {cells[2]:>8}"
+        style = "" if way and way.fits else "dim"
+        if beside:
+            say(console, changes, first=f"{first}  ", indent=" " * before, style=style)
+        else:
+            console.print(Text(first, style=style), soft_wrap=True)
+            say(console, changes, indent="    ", style=style)
     for plan in plans[:1]:
         limit = f"{plan.hardware.gpu.memory_bytes / GIB:.1f}"
         say(console, f"GiB on one GPU, which has {limit}; tokens a second of all GPUs.", style="dim")
@@ -117,108 +138,112 @@ def draw_limit(console: Console, limit: Limit) -> None:
     """The most that fits, and the plan for it."""
     names = {"seq": "longest sequence", "micro-batch": "largest micro batch", "model": "largest preset"}
     units = {"seq": " tokens", "micro-batch": " sequences a GPU", "model": ""}
+    name = names[limit.wanted]
     if limit.value is None:
-        said = f"No {limit.wanted} fits: this is how far the smallest is from it."
+        said = f"No {name.partition(' ')[2]} fits: this is how far the smallest is from it."
     else:
-        said = f"The {names[limit.wanted]} that fits: {limit.value}{units[limit.wanted]}."
+        said = f"The {name} that fits: {limit.value}{units[limit.wanted]}."
     say(console, said, style="bold green" if limit.value is not None else "bold red")
     console.print()
-    draw_plan(console, limit.plan, limit.because)
+    draw_plan(console, limit.plan, limit.because, with_model=limit.wanted == "model")
 
 
 def draw_files(console: Console, files: Sequence[Path], has_worker: bool) -> None:
     """What was written, and how to start it."""
-    folder = files[0].parent
+    folder, names = files[0].parent, [path.name for path in files]
     console.print()
-    say(console, f"Written to {folder}: {', '.join(path.name for path in files)}", indent="  ", first="")
-    console.print(Text(f"Start it with: bash {shlex.quote(str(folder / 'launch.sh'))}"))
-    if not has_worker and "tightfit.train" in (folder / "launch.sh").read_text(encoding="utf-8"):
-        note = (
-            "launch.sh starts tightfit's own worker, which this version does not have yet: use --launcher "
-            "llamafactory, or start your own trainer with these files."
-        )
-        say(console, note)
+    say(console, f"Written to {folder}: {', '.join(names)}", indent="  ", first="")
+    if has_worker or "tightfit.train" not in (folder / "launch.sh").read_text(encoding="utf-8"):
+        console.print(Text(f"Start it with: bash {shlex.quote(str(folder / 'launch.sh'))}"), soft_wrap=True)
+        return
+    usable = [name for name in names if name in ("deepspeed.json", "accelerate.yaml", "training_args.json")]
+    note = "launch.sh is for tightfit's own worker, which comes with a later version. "
+    if "llamafactory.yaml" in names:
+        note += "What can be started now: LLaMA-Factory, with --launcher llamafactory; or "
+    else:
+        note += "LLaMA-Factory cannot run this plan (PLAN.md says why). What can be used now: "
+    say(console, f"{note}a trainer of your own with {_listed(usable)}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:]))) or "the values in PLAN.md"
 
 
 # --- the table ----------------------------------------------------------------------------------
 
 
 def _rows(plan: Plan) -> list[Row]:
-    """The best few ways and the tempting ones that do not fit, the fastest first."""
-    chosen, others = plan.chosen, plan.alternatives
-    if chosen is None:
-        return [(UNFIT, way) for way in sorted(others, key=_lacks)[:MOST_HOPELESS]]
-    tempting = [way for way in others if not way.fits and way.pace.step_s < chosen.pace.step_s]
-    tempting = sorted(tempting, key=_lacks)[:MOST_TEMPTING]
-    if not tempting:  # slower and too large: still what people try first
-        tempting = [way for way in others if not way.fits][:2]
-    fitting = [way for way in others if way.fits][: MOST_FITTING - 1]
-    ways = sorted((chosen, *tempting, *fitting), key=lambda way: way.pace.step_s)
-    return [(CHOSEN if way is chosen else "" if way.fits else UNFIT, way) for way in ways]
+    """Each way that is worth a line, with its mark."""
+    return [(CHOSEN if way is plan.chosen else "" if way.fits else UNFIT, way) for way in worth_showing(plan)]
 
 
-def _lacks(way: Way) -> int:
-    """How far a way is from fitting."""
-    hardware, host = way.hardware, way.footprint.host
-    lacking = max(0, way.footprint.gpu.required_bytes - way.gpu_limit_bytes)
-    for need, have in (
-        (host.peak_bytes_per_node, hardware.host_ram_bytes),
-        (host.nvme_bytes_per_node, hardware.nvme_bytes),
-    ):
-        lacking += 0 if have is None else max(0, need - have)
-    return lacking
-
-
-def draw_ways(console: Console, rows: Sequence[Row]) -> None:
-    """A line a way; its memory as a bar against the card."""
-    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    several = len({way.world for _, way in rows}) > 1
-    heads = ["", "engine", "offload", "checkpoint", "batch", *(["GPUs"] if several else [])]
-    at = len(heads)
-    heads += ["GPU", "GiB", "host", "tokens/s", "free"]
-    lines = [[mark, *_cells(way, several)] for mark, way in rows]
-    widths = [max(len(line[place]) for line in (heads, *lines)) for place in range(len(heads))]
-    widths[at] = 0
-    spare = min(console.width, WIDEST) - sum(widths) - len(widths) + 1
-    gap = 2 if spare >= TELLING_BAR + len(widths) else 1
-    widths[at] = max(SHORTEST_BAR, min(LONGEST_BAR, spare - (gap - 1) * (len(widths) - 2)))
-
-    def line_of(cells: Sequence[str | Text], style: str = "") -> Text:
-        line = Text()
-        for place, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-            text = cell if isinstance(cell, Text) else Text(f"{cell:<{width}}" if place <= at else f"{cell:>{width}}")
-            line.append(" " * (0 if not place else 1 if place == 1 else gap))
-            line.append_text(text)
-        line.rstrip()
-        line.stylize_before(style)
-        return line
-
-    console.print(line_of(heads, "bold"), soft_wrap=True)
-    console.print(Text("─" * (sum(widths) + 1 + gap * (len(widths) - 2))), soft_wrap=True)
+def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
+    """A line a way; its memory as a bar against the card. Gives back the columns that there was room for."""
+    lines = [_cells(mark, way) for mark, way in rows]
+    columns = [*lines[0]]
+    if len({way.world for _, way in rows}) == 1:
+        columns.remove("GPUs")
+    columns.remove("free" if not any(way.fits for _, way in rows) else "lacks")
+    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in columns}
+    room = min(console.width, WIDEST)
+    widths["GPU"] = SHORTEST_BAR
+    for name in LEFT_OUT if room < TABLE else ():
+        if name in columns and sum(widths.values()) + len(widths) - 1 > room:
+            columns.remove(name)
+            del widths[name]
+    gap = _widen(widths, room) if "GPU" in widths else 1
+    _draw_line(console, {name: name for name in columns}, widths, gap, "bold")
+    console.print(Text("─" * (sum(widths.values()) + 1 + gap * (len(widths) - 2))), soft_wrap=True)
     card = rows[0][1].hardware.gpu.memory_bytes
     scale = min(max(card, *(way.footprint.gpu.required_bytes for _, way in rows)), round(MOST_OVER * card))
     for (mark, way), line in zip(rows, lines, strict=True):
-        cells: list[str | Text] = [*line]
-        cells[at] = _memory(way.footprint.gpu.required_bytes, card, scale, widths[at])
+        cells: dict[str, str | Text] = {name: line[name] for name in columns}
+        if "GPU" in columns:
+            cells["GPU"] = _memory(way.footprint.gpu.required_bytes, card, scale, widths["GPU"])
         style = {CHOSEN: "bold green", "tier": "bold"}.get(mark, "" if way.fits else "dim")
-        console.print(line_of(cells, style), soft_wrap=True)
+        _draw_line(console, cells, widths, gap, style)
+    return columns
 
 
-def _cells(way: Way, several: bool) -> list[str]:
+def _widen(widths: dict[str, int], room: int) -> int:
+    """Give the bar what the columns leave; the blanks between them."""
+    spare = room - (sum(widths.values()) - widths["GPU"]) - len(widths) + 1
+    gap = 2 if spare >= TELLING_BAR + len(widths) else 1
+    widths["GPU"] = max(SHORTEST_BAR, min(LONGEST_BAR, spare - (gap - 1) * (len(widths) - 2)))
+    return gap
+
+
+def _draw_line(
+    console: Console, cells: Mapping[str, str | Text], widths: Mapping[str, int], gap: int, style: str
+) -> None:
+    line = Text()
+    for place, (name, cell) in enumerate(cells.items()):
+        width = widths[name]
+        text = cell if isinstance(cell, Text) else Text(f"{cell:<{width}}" if name in TEXT else f"{cell:>{width}}")
+        line.append(" " * (0 if not place else 1 if place == 1 else gap))
+        line.append_text(text)
+    line.rstrip()
+    line.stylize_before(style)
+    console.print(line, soft_wrap=True)
+
+
+def _cells(mark: str, way: Way) -> dict[str, str]:
     levers, host, ram = way.levers, way.footprint.host.peak_bytes_per_node, way.hardware.host_ram_bytes
     over = "!" if ram is not None and host > ram else ""
-    return [
-        ENGINES[levers.engine],
-        _offload(levers),
-        checkpointing_word(levers.checkpointing),
-        f"{levers.micro_batch} × {levers.accumulation}",
-        *([str(way.world)] if several else []),
-        "",
-        f"{way.footprint.gpu.required_bytes / GIB:.1f}",
-        f"{host / GIB:.0f}{over}",
-        f"{way.pace.tokens_per_s:,.0f}",
-        f"{100 * way.gpu_spare_bytes / way.hardware.gpu.memory_bytes:.0f} %",
-    ]
+    return {
+        "": mark,
+        "engine": ENGINES[levers.engine],
+        "offload": _offload(levers),
+        "checkpoint": checkpointing_word(levers.checkpointing),
+        "batch": f"{levers.micro_batch} × {levers.accumulation}",
+        "GPUs": str(way.world),
+        "GPU": "",
+        "GiB": f"{way.footprint.gpu.required_bytes / GIB:.1f}",
+        "host": f"{host / GIB:.0f}{over}",
+        "tokens/s": f"{way.pace.tokens_per_s:,.0f}",
+        "free": f"{100 * way.gpu_spare_bytes / way.hardware.gpu.memory_bytes:.0f} %",
+        "lacks": "+".join(lacking_bytes(way)),
+    }
 
 
 def _offload(levers: Levers) -> str:
@@ -236,62 +261,43 @@ def _memory(need: int, card: int, scale: int, room: int) -> Text:
     return bar([(FILL, min(shown, card)), (OVER, max(0, shown - card))], scale, room, card)
 
 
-def _draw_legend(console: Console, plan: Plan, rows: Sequence[Row]) -> None:
-    marks = [f"{CHOSEN} chosen"] if any(mark == CHOSEN for mark, _ in rows) else []
-    marks += [f"{UNFIT} does not fit"] if any(mark == UNFIT for mark, _ in rows) else []
-    nearest = [] if plan.chosen or len(rows) < 2 else ["the nearest first"]
-    parts = [
-        *marks,
-        *nearest,
-        f"│ the card's {plan.hardware.gpu.memory_bytes / GIB:.1f} GiB",
-        "batch: micro × accumulation",
-    ]
-    offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows}
+def _draw_legend(
+    console: Console, plan: Plan, rows: Sequence[Row], columns: Collection[str], more: Sequence[str]
+) -> None:
+    """What the marks and columns mean, those that are there."""
+    size, ram = f"{plan.hardware.gpu.memory_bytes / GIB:.1f} GiB", plan.hardware.host_ram_bytes
+    marks = {mark for mark, _ in rows}
+    parts = [f"{mark} {word}" for mark, word in ((CHOSEN, "chosen"), (UNFIT, "does not fit")) if mark in marks]
+    parts += [*more, f"│ the card's {size}" if "GPU" in columns else f"GiB: of the card's {size}"]
+    if "batch" in columns:
+        parts.append("batch: micro × accumulation")
     words = {
         "opt": "opt: the optimizer",
         "all": "all: optimizer and weights",
         "NVMe+CPU": "NVMe+CPU: optimizer+weights",
     }
+    offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows if "offload" in columns}
     parts += [word for key, word in words.items() if key in offloads]
-    parts.append("host: GiB of RAM a node")
-    if any(cell.endswith("!") for _, way in rows for cell in _cells(way, False)):
-        parts.append("!: more than it has")
+    if "host" in columns:
+        parts.append("host: GiB of RAM a node")
+        if ram is not None and any(way.footprint.host.peak_bytes_per_node > ram for _, way in rows):
+            parts.append(f"!: more than the {amounts(ram)[0]} it has")
     say(console, "; ".join(parts), style="dim")
-    hidden = 1 + len(plan.alternatives) - len(rows) if plan.chosen else len(plan.alternatives) - len(rows)
-    more = f"; {hidden} more in --json" if hidden > 0 and rows[0][0] in (CHOSEN, UNFIT, "") else ""
-    say(console, f"{plan.considered:,} ways were priced{more}.", style="dim")
 
 
 # --- the words ----------------------------------------------------------------------------------
 
 
 def _draw_head(console: Console, plan: Plan) -> None:
-    levers = plan.chosen.levers if plan.chosen else next((way.levers for way in plan.alternatives), None)
-    sequence = levers.sequence if levers else plan.job.sequence
-    batch = f"{plan.effective_batch} × {sequence} tokens a step"
-    say(console, f"{_model_words(plan)}, on {_hardware_words(plan.hardware)}: {batch}", style="bold")
-    for note in plan.shape.notes:
+    way = plan.chosen or next(iter(worth_showing(plan)), None)
+    batch = f"{plan.effective_batch} × {way.levers.sequence if way else plan.job.sequence} tokens a step"
+    say(console, f"{model_words(plan)}, on {hardware_words(plan.hardware)}: {batch}", style="bold")
+    for note in (way.shape if way else plan.shape).notes:
         say(console, note, style="italic")
     console.print()
 
 
-def _model_words(plan: Plan) -> str:
-    job = plan.job
-    parts = [
-        f"{plan.shape.name} ({billions(plan.shape.parameters)})",
-        job.method if job.method == "full" else f"{job.method} rank {job.lora.rank}",
-        job.precision if job.master_weights else f"pure {job.precision}",
-        *([] if job.optimizer == "adamw" else [job.optimizer]),
-    ]
-    return ", ".join(parts)
-
-
-def _hardware_words(hardware: Hardware) -> str:
-    nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
-    return f"{nodes}{hardware.gpus_per_node} × {hardware.gpu.name}"
-
-
-def _draw_verdict(console: Console, plan: Plan, otherwise: str) -> None:
+def _draw_verdict(console: Console, plan: Plan, otherwise: str, *, with_model: bool = False) -> None:
     console.print()
     way = plan.chosen
     if way is None:
@@ -299,36 +305,19 @@ def _draw_verdict(console: Console, plan: Plan, otherwise: str) -> None:
         return
     needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
     said = f"{strategy_name(way.levers)}: {way.pace.tokens_per_s:,.0f} tokens/s in {needed} of {size} GiB"
-    say(console, f"{said}{_duration(plan)}.", style="bold green")
-    say(console, f"Levers: {lever_words(way.levers, costly=bool(way.changes))}", indent="        ", first="")
+    say(console, f"{said}{duration_words(plan)}.", style="bold green")
+    _draw_levers(console, lever_flags(plan, way, with_model=with_model))
     draw_list(console, "IT CHANGES THE TRAINING:", [f"{change}." for change in way.changes])
 
 
-def _duration(plan: Plan) -> str:
-    steps = steps_of(plan.job, plan.effective_batch)
-    if plan.hours is None or steps is None:
-        return ""
-    hours = plan.hours
-    if hours < 1:
-        time = f"{max(1, round(60 * hours))} minutes"
-    else:
-        time = f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
-    return f", about {time} for {steps:,} steps"
-
-
-def lever_words(levers: Levers, *, costly: bool = False) -> str:
-    """The free levers as flags: what `estimate` takes to price the same way; with the costly ones, if asked."""
-    now, usual = flags_from_levers(levers), flags_from_levers(Levers())
-    always = ("engine", "micro_batch", "accum", "checkpointing")
-    kept = {"deepspeed_version", "dataloader_workers", *always, *(() if costly else COSTLY)}
-    names = [*always, *(name for name in now if name not in kept and now[name] != usual.get(name))]
-    return " ".join(f"{spelt(name)} {now[name]}" for name in names)
-
-
-def _reasons(plan: Plan) -> list[str]:
-    """The sentences that say something which was not said above or will be said below."""
-    said = set(plan.unproven)
-    if plan.chosen is not None:
-        said.add(f"Chosen: {strategy_name(plan.chosen.levers)}.")
-        said |= {f"It changes the training: {change}." for change in plan.chosen.changes}
-    return [sentence.removeprefix("Nothing free fits. ") for sentence in plan.because if sentence not in said]
+def _draw_levers(console: Console, flags: Sequence[str]) -> None:
+    """No line ends between a flag and its value: people copy this."""
+    wrapped = textwrap.fill(
+        " ".join(flag.replace(" ", UNBROKEN) for flag in flags),
+        max(console.width, NARROWEST),
+        initial_indent="Levers: ",
+        subsequent_indent=" " * len("Levers: "),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    console.print(Text(wrapped.replace(UNBROKEN, " ")), soft_wrap=True)

@@ -1,4 +1,7 @@
-"""Why this way and not another, in plain sentences; and what can be said about the time it takes."""
+"""Why this way and not another, in plain sentences; and what can be said about the time it takes.
+
+Which ways are worth showing is decided here too: a table and the sentences under it must speak of the same ones.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import replace
 from math import ceil
 
 from tightfit.inputs.flags import checkpointing_word
+from tightfit.inputs.job_file import timeout_s
 from tightfit.job import Job
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way
@@ -14,12 +18,58 @@ from tightfit.planner.search import Question, excess_share
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import Checkpointing, Hardware, Mamba1
 
-MOST_COMPARED = 4
+MOST_SLOWER = 3
+"""Sentences about ways that fit and are slower."""
+MOST_FITTING = 5
+MOST_TEMPTING = 3
+MOST_HOPELESS = 6
+"""Ways of each kind to show: the chosen one with the next best, those that were faster and do not fit, and, where
+nothing fits, those that are nearest to it."""
+NO_LEVER = {"deepspeed_version", "dataloader_workers"}
+"""What a job may pin without narrowing the choice."""
 
 
 def in_order(ways: Iterable[Way]) -> tuple[Way, ...]:
     """Those that fit first, each group the fastest first."""
     return tuple(sorted(ways, key=lambda way: (not way.fits, way.pace.step_s, strategy_name(way.levers))))
+
+
+def worth_showing(plan: Plan) -> tuple[Way, ...]:
+    """The best few ways and the tempting ones that do not fit, the fastest first; the nearest where nothing fits.
+
+    Where a change of the training was made, those that train otherwise are no alternatives to what was chosen.
+    """
+    chosen = plan.chosen
+    if chosen is None:
+        return tuple(sorted(plan.alternatives, key=lambda way: _distance(plan, way))[:MOST_HOPELESS])
+    others = [way for way in plan.alternatives if _training(way) == _training(chosen)]
+    unfit = [way for way in others if not way.fits]
+    tempting = [way for way in unfit if way.pace.step_s < chosen.pace.step_s]
+    tempting = sorted(tempting, key=lambda way: _distance(plan, way))[:MOST_TEMPTING]
+    if not tempting:  # slower and too large: still what people try first
+        tempting = unfit[:2]
+    fitting = [way for way in others if way.fits][: MOST_FITTING - 1]
+    return tuple(sorted((chosen, *tempting, *fitting), key=lambda way: way.pace.step_s))
+
+
+def _training(way: Way) -> tuple[object, ...]:
+    """All that changes the result."""
+    levers = way.levers
+    what = (way.shape.name, levers.method, levers.lora, levers.sequence, levers.frozen_layers)
+    return (*what, levers.precision, levers.optimizer, levers.master_weights)
+
+
+def _distance(plan: Plan, way: Way) -> tuple[float, float]:
+    """How far a way is from fitting, in the search's own measure; of two that are as far, the faster first."""
+    question = Question(
+        shape=way.shape,
+        base=way.levers,
+        pinned=frozenset(),
+        hardware=way.hardware,
+        effective_batch=way.effective_batch,
+        margin=plan.job.limits.margin,
+    )
+    return excess_share(question, way.footprint), way.pace.step_s
 
 
 def of_choice(question: Question, way: Way) -> tuple[str, ...]:
@@ -31,8 +81,8 @@ def of_choice(question: Question, way: Way) -> tuple[str, ...]:
             fewer = replace(way.levers, checkpointing=Checkpointing(layers=depth - 1))
             need = estimate(way.shape, fewer, way.world, way.hardware).gpu.required_bytes
             said.append(
-                f"{depth} of {total} layers recompute their activations: with {depth - 1} a GPU would need "
-                f"{amounts(need)[0]} GiB."
+                f"{depth} of {total} layers recompute their activations: with {depth - 1} "
+                f"{'a' if way.world > 1 else 'the'} GPU would need {amounts(need)[0]} GiB."
             )
         elif depth == 0:
             said.append("No layer recomputes: there is room for all activations.")
@@ -53,20 +103,22 @@ def of_choice(question: Question, way: Way) -> tuple[str, ...]:
 def _margin(way: Way) -> str:
     card, need = way.hardware.gpu.memory_bytes, way.footprint.gpu.required_bytes
     needed, size, spare = amounts(need, card, max(card - need, 1))
-    return f"Needs {needed} of {size} GiB on each GPU: {spare} GiB ({(card - need) / card:.1%} of the card) stay free."
+    where = "each GPU" if way.world > 1 else "the GPU"
+    return f"Needs {needed} of {size} GiB on {where}: {spare} GiB ({(card - need) / card:.1%} of the card) stays free."
 
 
 def of_plan(plan: Plan, question: Question, said: tuple[str, ...]) -> tuple[str, ...]:
     """Every sentence under the table."""
     sentences = [*said, *_batch(plan), *question.hardware.because]
-    if plan.chosen is not None:
-        sentences += [f"Chosen: {strategy_name(plan.chosen.levers)}.", *plan.chosen.because]
-        sentences += [f"It changes the training: {change}." for change in plan.chosen.changes]
-        sentences += _against(plan, plan.chosen)
-        sentences += plan.chosen.pace.because
-        sentences += _scan(plan.chosen)
+    chosen = plan.chosen
+    if chosen is not None:
+        sentences += [f"Chosen: {strategy_name(chosen.levers)}.", *chosen.because]
+        sentences += [f"It changes the training: {change}." for change in chosen.changes]
+        sentences += [*_unchanged(plan, chosen), *_against(plan, chosen), *_cut_off(plan)]
+        sentences += chosen.pace.because
+        sentences += _scan(chosen)
     else:
-        sentences += _nothing(plan, question)
+        sentences += _nothing(plan)
     if question.hardware.host_ram_bytes is None:
         sentences.append("The host's RAM is not known (--host-ram 256GB, say): every way is taken to have enough.")
     return tuple(dict.fromkeys((*sentences, *plan.unproven)))
@@ -81,39 +133,78 @@ def _batch(plan: Plan) -> list[str]:
     ]
 
 
+def _unchanged(plan: Plan, chosen: Way) -> list[str]:
+    """What there was without the changes; or that none of those allowed was needed."""
+    if not chosen.changes:
+        return ["This fits as it is: none of the allowed changes was made."] if plan.job.limits.allow else []
+    others = [way for way in plan.alternatives if _training(way) != _training(chosen)]
+    if not others:
+        return []
+    return [f"Without a change nothing fits. {_nearest(min(others, key=lambda way: _distance(plan, way)))}"]
+
+
 def _against(plan: Plan, chosen: Way) -> list[str]:
-    """The tempting others: what was faster and does not fit, what fits and is slower."""
+    """The others that are shown: what was faster and does not fit, what fits and is slower."""
     faster, slower = [], []
-    for way in plan.alternatives:
+    for way in worth_showing(plan):
         name = strategy_name(way.levers)
         name = name[:1].upper() + name[1:]
         if way.world != chosen.world:
             name += f" on {way.world} GPUs" if way.world > 1 else " on one GPU"
         if not way.fits and way.pace.step_s < chosen.pace.step_s:
             faster.append(f"{name} would be faster but {missing(way)}.")
-        elif way.fits:
+        elif way.fits and way is not chosen:
             share = way.pace.step_s / chosen.pace.step_s - 1
             much = f"{share:.0%}" if share >= 0.005 else "less than 1%"
-            slower.append(f"{name} fits too and is {much} slower, mostly by {_main_cause(way, chosen)}.")
-    return [*faster[: MOST_COMPARED // 2], *slower][:MOST_COMPARED]
+            slower.append(f"{name} fits too and takes {much} longer, mostly by {_main_cause(way, chosen)}.")
+    return [*faster, *slower[:MOST_SLOWER]]
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+def lacking_bytes(way: Way) -> dict[str, int]:
+    """What a way lacks: of `GPU`, less the margin, of host `RAM`, of `NVMe`; only what is missing is named."""
+    hardware, gpu, host = way.hardware, way.footprint.gpu, way.footprint.host
+    on_card = max(gpu.required_bytes - hardware.gpu.memory_bytes, _step_bytes(way) - way.gpu_limit_bytes)
+    ram, nvme = hardware.host_ram_bytes, hardware.nvme_bytes
+    lacking = {
+        "GPU": on_card,
+        "RAM": 0 if ram is None else host.peak_bytes_per_node - ram,
+        "NVMe": 0 if nvme is None else host.nvme_bytes_per_node - nvme,
+    }
+    return {place: size for place, size in lacking.items() if size > 0}
 
 
 def missing(way: Way) -> str:
-    """`needs 2.1 GiB more than the card has at the optimizer step`."""
+    """`needs 2.1 GiB more than the card has at the optimizer step, and 32.0 GiB more host RAM than there is`."""
+    lacking = lacking_bytes(way)
+    said = [_missing_on_card(way)] if "GPU" in lacking else []
+    more = [
+        f"{amounts(lacking[place])[0]} GiB more {what} than there is"
+        for place, what in (("RAM", "host RAM"), ("NVMe", "NVMe"))
+        if place in lacking
+    ]
+    if more:
+        said.append(f"{'' if said and said[0].startswith('needs') else 'needs '}{' and '.join(more)}")
+    return ", and ".join(said) or "does not fit"
+
+
+def _missing_on_card(way: Way) -> str:
     card, gpu = way.hardware.gpu.memory_bytes, way.footprint.gpu
-    phase = "init" if gpu.init_peak_bytes > gpu.peak_bytes else gpu.peak_phase
-    place = {"step": "at the optimizer step", "init": "while it is set up", "loss": "at the loss"}.get(
-        phase, f"in the {phase} pass"
-    )
+    places = {"step": "at the optimizer step", "init": "while it is set up", "loss": "at the loss"}
     if gpu.required_bytes > card:
+        phase = "init" if gpu.init_peak_bytes > gpu.peak_bytes else gpu.peak_phase
+        place = places.get(phase, f"in the {phase} pass")
         return f"needs {amounts(gpu.required_bytes - card)[0]} GiB more than the card has {place}"
-    if gpu.required_bytes > way.gpu_limit_bytes:
-        return f"would leave only {amounts(max(card - gpu.required_bytes, 1))[0]} GiB of the card free {place}"
-    ram = way.hardware.host_ram_bytes
-    host = way.footprint.host
-    if ram is not None and host.peak_bytes_per_node > ram:
-        return f"needs {amounts(host.peak_bytes_per_node)[0]} of {amounts(ram)[0]} GiB of the host's RAM"
-    return f"needs {amounts(max(host.nvme_bytes_per_node, 1))[0]} GiB of NVMe"
+    place = places.get(gpu.peak_phase, f"in the {gpu.peak_phase} pass")
+    return f"would leave only {amounts(max(card - _step_bytes(way), 1))[0]} GiB of the card free {place}"
+
+
+def _step_bytes(way: Way) -> int:
+    """What a step needs: the margin is for the steps, and building the model must only fit the card."""
+    gpu = way.footprint.gpu
+    return gpu.required_bytes - max(0, gpu.init_peak_bytes - gpu.peak_bytes)
 
 
 def _main_cause(way: Way, chosen: Way) -> str:
@@ -127,17 +218,14 @@ def _scan(way: Way) -> list[str]:
     return []
 
 
-def _nothing(plan: Plan, question: Question) -> list[str]:
+def _nothing(plan: Plan) -> list[str]:
     """Nothing fits: how far it is, what would fit, how many GPUs would do."""
-    sentences = []
-    nearest = min(plan.alternatives, key=lambda way: excess_share(question, way.footprint), default=None)
-    if nearest is not None:
-        sentences.append(
-            f"Nothing free fits. The nearest is {strategy_name(nearest.levers)} with "
-            f"checkpointing {checkpointing_word(nearest.levers.checkpointing)}: it {missing(nearest)}."
-        )
+    shown = worth_showing(plan)
+    if shown:
+        sentences = [f"Nothing free fits. {_nearest(shown[0])}"]
     else:
-        sentences.append("No engine runs what was asked for: fewer pinned levers would leave a choice.")
+        sentences = ["No engine runs what was asked for: fewer pinned levers would leave a choice."]
+    sentences += _allowed_in_vain(plan)
     if plan.remedies:
         first, *rest = plan.remedies
         sentences.append(
@@ -150,12 +238,58 @@ def _nothing(plan: Plan, question: Question) -> list[str]:
             for other in rest
         ]
     else:
-        sentences.append("No single change that can be allowed would make it fit.")
+        sentences.append("None of the changes that can be allowed would make it fit, and no two of them together.")
+    pins = " and with the pinned levers" if set(plan.job.levers) - NO_LEVER else ""
     if plan.gpus_needed is not None:
-        sentences.append(f"Without any change, {plan.gpus_needed} of these GPUs would do.")
+        sentences.append(f"Without any change{pins}, {plan.gpus_needed} of these GPUs would do.")
     else:
-        sentences.append("No number of these GPUs would do without a change.")
+        sentences.append(f"No number of these GPUs would do without a change{pins}.")
     return sentences
+
+
+def _nearest(way: Way) -> str:
+    return (
+        f"The nearest is {strategy_name(way.levers)} with checkpointing "
+        f"{checkpointing_word(way.levers.checkpointing)}: it {missing(way)}."
+    )
+
+
+def _allowed_in_vain(plan: Plan) -> list[str]:
+    """What was allowed and did not help: because it means nothing here, or because it is not enough."""
+    job, idle = plan.job, {}
+    for name in job.limits.allow:
+        if why := _idle(name, job):
+            idle[name] = why
+    tried = [name for name in job.limits.allow if name not in idle]
+    said = [f"--allow {name} is without effect: {why}." for name, why in idle.items()]
+    if tried:
+        together = " and ".join(tried) if len(tried) < 3 else ", ".join(tried)
+        said.append(f"--allow {together}: not enough{', alone or together' if len(tried) > 1 else ''}.")
+    return said
+
+
+def _idle(allowance: str, job: Job) -> str | None:
+    """Why a change that was allowed cannot be made on this job; None: it can."""
+    full = job.method == "full" and "lora" not in job.limits.allow
+    if allowance in ("quantize", "lora-rank", "lora-targets") and full:
+        what = "only frozen weights can have 4 bits" if allowance == "quantize" else "full training has no adapters"
+        return f"{what}, so it needs lora beside it (--allow lora,{allowance})"
+    if allowance == "quantize" and job.method == "qlora":
+        return "the weights have 4 bits already"
+    if allowance == "lora" and job.method != "full":
+        return "adapters are trained already"
+    if allowance == "lora-targets" and job.lora.targets != "all":
+        return "the adapters' layers were named"
+    if allowance == "lora-rank" and job.lora.rank == 1:
+        return "no rank is lower than 1"
+    if allowance == "8bit-optimizer" and job.optimizer != "adamw":
+        return f"it is for adamw, and the optimizer is {job.optimizer}"
+    if allowance == "precision" and not job.master_weights and job.precision != "fp32":
+        return f"it is pure {job.precision} already"
+    return None
+
+
+# --- time -----------------------------------------------------------------------------------------
 
 
 def hours(job: Job, effective_batch: int, way: Way) -> float | None:
@@ -174,6 +308,30 @@ def steps_of(job: Job, effective_batch: int) -> int | None:
         return None
     trained = samples * (1 - job.evaluation.split)
     return max(1, ceil(trained * (job.epochs or 1.0) / effective_batch))
+
+
+def time_words(hours: float) -> str:
+    """In the unit that people would use."""
+    if hours < 1:
+        minutes = max(1, round(60 * hours))
+        return f"{minutes} minute{'' if minutes == 1 else 's'}"
+    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
+
+
+def is_cut_off(plan: Plan) -> bool:
+    """Whether the job's own time limit ends before the training does."""
+    limit = plan.job.timeout
+    return plan.hours is not None and limit is not None and 3600 * plan.hours > timeout_s(limit)
+
+
+def _cut_off(plan: Plan) -> list[str]:
+    if not is_cut_off(plan) or plan.hours is None or plan.job.timeout is None:
+        return []
+    share = timeout_s(plan.job.timeout) / (3600 * plan.hours)
+    return [
+        f"The timeout of {plan.job.timeout} cuts it off: all steps take about {time_words(plan.hours)}, so about "
+        f"{share:.0%} of them are done when it stops."
+    ]
 
 
 def unproven(hardware: Hardware) -> tuple[str, ...]:

@@ -1,0 +1,155 @@
+"""`tightfit plan FILE.yaml` where the file is LLaMA-Factory's: the training that it describes, as a job.
+
+What changes the result is taken over. How it is computed (DeepSpeed file, kernels, checkpointing, how the batch is
+split) is what a plan chooses, so those keys are left aside, and the plan says which. What a LLaMA-Factory run has no
+field of ours for is named too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from tightfit.inputs.job_fields import Source, job_from_tree
+from tightfit.inputs.job_text import read_tree
+from tightfit.inputs.llamafactory_file import LlamaFactorySettings, read_llamafactory
+from tightfit.job import Job, Schedule
+from tightfit.types import UserError
+
+MARK = "model_name_or_path"
+"""The key that every LLaMA-Factory training has, and no job file."""
+
+FIELD_OF = {
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "max_samples": "max_samples",
+    "learning_rate": "learning_rate",
+    "lr_scheduler_type": "schedule",
+    "warmup_ratio": "warmup",
+    "warmup_steps": "warmup",
+    "num_train_epochs": "epochs",
+    "max_steps": "max_steps",
+    "weight_decay": "weight_decay",
+    "seed": "seed",
+    "val_size": "evaluation.split",
+    "eval_steps": "evaluation.every_steps",
+    "output_dir": "saving.folder",
+    "save_steps": "saving.every_steps",
+    "save_total_limit": "saving.keep",
+    "template": "data.template",
+    "packing": "data.packing",
+    "trust_remote_code": "trust_remote_code",
+}
+"""A key of the YAML → the field of the job that takes its value as it is."""
+
+READ = frozenset(
+    """model_name_or_path stage do_train finetuning_type quantization_bit quantization_method pure_bf16 bf16 fp16
+    lora_rank lora_target cutoff_len per_device_train_batch_size gradient_accumulation_steps optim max_grad_norm
+    dataloader_num_workers freeze_trainable_layers""".split()
+)
+"""The keys that the reader of these files understands, and whose meaning becomes the job's."""
+
+CHOSEN = frozenset(
+    """deepspeed flash_attn enable_liger_kernel use_liger_kernel gradient_checkpointing use_unsloth_gc
+    disable_gradient_checkpointing""".split()
+)
+"""What the plan chooses anew."""
+
+USUAL_EPOCHS = 3.0
+"""What Hugging Face's trainer takes where nothing is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaFactoryJob:
+    """Such a file in our words."""
+
+    job: Job
+    tree: Mapping[str, Any]
+    """The fields of the job that the file sets."""
+    said: tuple[str, ...]
+    batch_per_gpu: int
+    """Sequences a step of one GPU: micro batch × accumulation."""
+
+
+def is_llamafactory(path: Path) -> bool:
+    """Whether it is one of these files. What cannot be read at all is left to the reader of job files to say."""
+    try:
+        return MARK in read_tree(path)
+    except UserError:
+        return False
+
+
+def read_llamafactory_job(path: Path, model: str | None) -> LlamaFactoryJob:
+    """Read such a file. `model`: what a flag says, which wins."""
+    settings, written = read_llamafactory(path), read_tree(path)
+    tree, names = _tree(settings, written)
+    tree["model"] = model or settings.model
+    if settings.trainable_layers is not None:
+        from tightfit.inputs.models import load_model
+
+        tree["frozen_layers"] = max(0, load_model(tree["model"]).n_layers - settings.trainable_layers)
+    job, _ = job_from_tree(tree, Source(file=path.name, names=names, kind="yaml"))
+    return LlamaFactoryJob(
+        job=job,
+        tree=tree,
+        said=(*_kept(settings.because), *_aside(written, {*READ, *names.values()}, path.name)),
+        batch_per_gpu=settings.micro_batch * settings.accumulation,
+    )
+
+
+def _tree(settings: LlamaFactorySettings, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields of the job, and the key that each was written under, where it was taken as it is."""
+    tree: dict[str, Any] = {
+        "method": settings.method,
+        "sequence": settings.sequence,
+        "optimizer": settings.optimizer,
+        "master_weights": settings.master_weights,
+        "clip": settings.max_grad_norm,
+    }
+    if settings.precision != "bf16" or any(written.get(key) for key in ("bf16", "pure_bf16")):
+        tree["precision"] = settings.precision
+    if settings.dataloader_workers:
+        tree["levers"] = {"dataloader_workers": settings.dataloader_workers}
+    if settings.lora is not None:
+        targets = list(settings.lora.targets) if settings.lora.targets else "all"
+        tree["lora"] = {"rank": settings.lora.rank, "targets": targets, "dtype": settings.lora.adapter_dtype}
+    names = {}
+    for key, field in FIELD_OF.items():
+        value = written.get(key)
+        if value is None or not _is_ours(key, value) or (field.startswith("lora.") and settings.lora is None):
+            continue
+        block, _, name = field.rpartition(".")
+        (tree.setdefault(block, {}) if block else tree)[name] = value
+        names[field] = key
+    if "epochs" not in tree and "max_steps" not in tree:
+        tree["epochs"] = USUAL_EPOCHS
+    return tree, names
+
+
+def _is_ours(key: str, value: object) -> bool:
+    """Whether the field of the job takes this value, which has other meanings in the YAML."""
+    if key == "max_steps":
+        return value != -1  # Hugging Face's word for: as the epochs say
+    if key in ("warmup_steps", "warmup_ratio"):
+        return value != 0
+    if key == "lr_scheduler_type":
+        return value in get_args(Schedule)
+    if key in ("val_size", "save_steps", "eval_steps"):  # a share or a count, as its size tells
+        return not isinstance(value, int | float) or (0 <= value < 1 if key == "val_size" else value >= 1)
+    return True
+
+
+def _kept(because: tuple[str, ...]) -> list[str]:
+    """The reader's sentences, without those about the engine, which the plan chooses."""
+    kept = [sentence for sentence in because if "zero0" not in sentence and "checkpoint" not in sentence]
+    return [f"{sentence.removesuffix('.')}." for sentence in kept]
+
+
+def _aside(written: Mapping[str, Any], taken: set[str], file: str) -> list[str]:
+    """The keys that do not reach the plan."""
+    chosen = [key for key in written if key in CHOSEN]
+    rest = [key for key in written if key not in taken and key not in CHOSEN]
+    said = [f"The plan chooses anew what {file} says in {', '.join(chosen)}."] if chosen else []
+    return [*said, *([f"Left aside from {file}: {', '.join(rest)}."] if rest else [])]

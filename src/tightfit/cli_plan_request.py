@@ -1,0 +1,239 @@
+"""What was asked of `tightfit plan`: flags, a file and the machine, become one request.
+
+The file is a job file or a LLaMA-Factory YAML; flags win over it. What is decided here without being asked for, and
+what was said without effect, comes back as a sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli_flags import without_effect
+from tightfit.cli_plan_files import deepspeed_version
+from tightfit.inputs.flags import spelt
+from tightfit.inputs.job_file import JOB_FLAGS, hardware_of, job_from_flags, model_of, read_job
+from tightfit.inputs.presets import PRESETS
+from tightfit.job import Job
+from tightfit.types import ConfigError, Hardware, HardwareError, ModelShape
+
+COUNTS = {"gpus", "num_gpus", "world"}
+"""The flags that win over a job file's number of GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked, once flags and file are one."""
+
+    job: Job
+    shape: ModelShape
+    hardware: Hardware
+    explicit: frozenset[str]
+    """The fields of the job that the user set, by dotted name."""
+    said: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSays:
+    """What a file asks for."""
+
+    path: Path
+    job: Job
+    explicit: frozenset[str]
+    """The fields that it sets, also those set to their defaults."""
+    said: tuple[str, ...] = ()
+    num_gpus: int | None = None
+    """GPUs of a node, where the file gives a number and need not name a card."""
+    batch_per_gpu: int | None = None
+    """Sequences a step of one GPU, where the file counts them so."""
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """Flags, file and machine as one."""
+    given = {name: value for name, value in vars(args).items() if name in JOB_FLAGS}
+    file = _file(args, given)
+    if file is None and getattr(args, "max", None) == "model":
+        given["model"] = next(iter(PRESETS))  # whose place every preset takes
+    job = job_from_flags(given, file.job if file else None)
+    explicit = {JOB_FLAGS[name] for name in given} | {"levers.deepspeed_version"} | (file.explicit if file else set())
+    hardware = _hardware(args, job, file)
+    job, batch_said = _batched(job, file, hardware, explicit)
+    job, max_said = _for_max(args, job)
+    job, version_said = _versioned(job, hardware)
+    job, precision_said = _precise(job, hardware, "precision" in explicit)
+    shape = model_of(job, trust_trace=hasattr(args, "trace"))
+    said = (*_said_by(args, file, hardware), *batch_said, *max_said, *version_said, *precision_said)
+    return Request(
+        job=_placed(job, file.path if file else None),
+        shape=shape,
+        hardware=hardware,
+        explicit=frozenset(explicit),
+        said=(*said, *_idle(args, job, hardware, shape)),
+    )
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def _file(args: argparse.Namespace, given: Mapping[str, Any]) -> FileSays | None:
+    if not hasattr(args, "file"):
+        return None
+    from tightfit.cli_plan_llamafactory import is_llamafactory, read_llamafactory_job  # brings yaml
+
+    path = Path(args.file)
+    model = given.get("model")
+    if model is None and getattr(args, "max", None) == "model":
+        model = next(iter(PRESETS))
+    if is_llamafactory(path):
+        found = read_llamafactory_job(path, model)
+        names = names_in(found.tree)
+        return FileSays(path=path, job=found.job, explicit=names, said=found.said, batch_per_gpu=found.batch_per_gpu)
+    read = read_job(path, model=model)
+    return FileSays(path=path, job=read.job, explicit=fields_of(path), said=read.said, num_gpus=read.num_gpus)
+
+
+def fields_of(path: Path) -> frozenset[str]:
+    """The fields that a job file sets, also those set to their defaults."""
+    from tightfit.inputs.job_text import read_tree
+    from tightfit.inputs.job_training import translate
+
+    return names_in(translate(read_tree(path), path.name).tree)
+
+
+def names_in(tree: Mapping[str, Any], before: str = "") -> frozenset[str]:
+    """The dotted names of a tree of fields."""
+    found = {before + key for key in tree}
+    for key, value in tree.items():
+        found |= names_in(value, f"{before}{key}.") if isinstance(value, Mapping) else set()
+    return frozenset(found)
+
+
+def _said_by(args: argparse.Namespace, file: FileSays | None, hardware: Hardware) -> tuple[str, ...]:
+    """What the file's reader had to say, and which of its numbers makes way for a flag."""
+    if file is None:
+        return ()
+    winner = next((spelt(name) for name in sorted(COUNTS) if hasattr(args, name)), None)
+    if winner is None or file.num_gpus is None:
+        return file.said
+    kept = [sentence for sentence in file.said if not sentence.startswith("num_gpus ")]
+    if hardware.gpus_per_node == file.num_gpus and hardware.nodes == 1:
+        return tuple(kept)
+    return (*kept, f"{winner} wins over the job file's num_gpus of {file.num_gpus}.")
+
+
+def _batched(
+    job: Job, file: FileSays | None, hardware: Hardware, explicit: set[str] | frozenset[str]
+) -> tuple[Job, tuple[str, ...]]:
+    """The sequences of a step, where a file says how many each GPU does."""
+    if file is None or file.batch_per_gpu is None or "effective_batch" in explicit:
+        return job, ()
+    batch = file.batch_per_gpu * hardware.world
+    gpus = "one GPU" if hardware.world == 1 else f"{hardware.world} GPUs"
+    said = f"{file.path.name} does {file.batch_per_gpu} sequences a step on each GPU: with {gpus}, {batch} in all."
+    return replace(job, effective_batch=batch), (said,)
+
+
+# --- what was not said --------------------------------------------------------------------------
+
+
+def _for_max(args: argparse.Namespace, job: Job) -> tuple[Job, tuple[str, ...]]:
+    """Without what `--max` replaces. Flags that contradict it are refused; a file's values only make way."""
+    wanted = getattr(args, "max", None)
+    if wanted is None:
+        return job, ()
+    if job.tier is not None:
+        raise ConfigError(f"--max {wanted} and the job's tier contradict each other: leave one out")
+    job, said = replace(job, limits=replace(job.limits, allow=())), []
+    if wanted == "micro-batch":
+        if job.effective_batch is not None:
+            said.append(f"--max micro-batch: the job's effective batch of {job.effective_batch} makes way.")
+        levers = {name: value for name, value in job.levers.items() if name != "micro_batch"}
+        job = replace(job, effective_batch=None, levers=levers)
+    return job, tuple(said)
+
+
+def _versioned(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
+    """The job with the DeepSpeed that will run it: what it holds in memory differs between versions."""
+    if "deepspeed_version" in job.levers:
+        return job, ()
+    version, said = deepspeed_version(hardware)
+    return replace(job, levers={**job.levers, "deepspeed_version": version}), said
+
+
+def _precise(job: Job, hardware: Hardware, asked: bool) -> tuple[Job, tuple[str, ...]]:
+    """The precision is the user's; where nobody named one, it is what the card multiplies."""
+    from tightfit.inputs.catalogue import native_bf16
+
+    if job.precision != "bf16" or native_bf16(hardware.gpu.arch) is not False:
+        return job, ()
+    card = f"the {hardware.gpu.name} has no bf16 of its own"
+    if asked:
+        return job, (f"{card[0].upper()}{card[1:]}: --precision fp16 is what it trains in.",)
+    return replace(job, precision="fp16"), (f"No --precision was named, and {card}: fp16.",)
+
+
+def _idle(args: argparse.Namespace, job: Job, hardware: Hardware, shape: ModelShape) -> tuple[str, ...]:
+    """What was said for nothing."""
+    names = {name: spelt(name) if hasattr(args, name) else f"levers.{name}" for name in job.levers}
+    said = without_effect(names, shape)
+    if hasattr(args, "hostfile") and hardware.nodes == 1:
+        said += ("--hostfile is without effect: all the GPUs are in one node.",)
+    return said
+
+
+# --- the machine --------------------------------------------------------------------------------
+
+
+def _hardware(args: argparse.Namespace, job: Job, file: FileSays | None) -> Hardware:
+    """What the flags name, else what the file names, else this machine; as much of it as is to be used."""
+    hardware = _node(args, job, file)
+    world = getattr(args, "world", hardware.world)
+    if world == hardware.world:
+        return hardware
+    if world > hardware.world:
+        raise HardwareError(f"--world {world} is more than the {hardware.world} GPUs that there are: lower it")
+    per_node = hardware.gpus_per_node
+    if world > per_node and world % per_node:
+        raise HardwareError(f"--world {world} is no whole number of nodes with {per_node} GPUs: use a multiple of it")
+    nodes, each = (world // per_node, per_node) if world > per_node else (1, world)
+    said = f"GPUs used: {world} of {hardware.world}."
+    return replace(hardware, nodes=nodes, gpus_per_node=each, because=(*hardware.because, said))
+
+
+def _node(args: argparse.Namespace, job: Job, file: FileSays | None) -> Hardware:
+    counted = file is None or COUNTS & set(vars(args))
+    num_gpus = getattr(args, "num_gpus", None) if counted or file is None else file.num_gpus
+    try:
+        return hardware_of(job, num_gpus)
+    except HardwareError as error:
+        if not str(error).startswith("num_gpus is ") or job.hardware.gpus is not None:
+            raise
+        where = "--num-gpus" if counted or file is None else f"num_gpus in {file.path.name}"
+        raise HardwareError(
+            f"{where} is {num_gpus}, more GPUs than this machine has: name the cards with --gpus {num_gpus}x24GB"
+        ) from None
+
+
+def _placed(job: Job, file: Path | None) -> Job:
+    """Paths that lead somewhere from here, made absolute: the written files may lie anywhere."""
+
+    def place(text: str | None) -> str | None:
+        for folder in (Path(), *((file.parent,) if file else ())):
+            path = folder / Path(text or "").expanduser()
+            if text and path.exists():
+                return str(path.absolute())
+        return text
+
+    model = job.model
+    if isinstance(model, str) and model.strip().lower() not in PRESETS:
+        model = place(model.strip()) or model
+    return replace(
+        job,
+        model=model,
+        data=replace(job.data, path=place(job.data.path)),
+        saving=replace(job.saving, folder=place(job.saving.folder) or job.saving.folder),
+        hardware=replace(job.hardware, nvme_path=place(job.hardware.nvme_path)),
+    )
