@@ -50,7 +50,8 @@ lint: $(VENV)/.ready
 test: lint  ## lint, types and every test that is not slow
 	$(BIN)/pytest -n $(WORKERS) -m "not slow"
 
-check: test  ## the same: what to run before a commit
+check: lint  ## lint, types and the quick tests: what to run before a commit
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not thorough"
 
 test-all: lint  ## the slow tests as well
 	$(BIN)/pytest -n $(WORKERS)

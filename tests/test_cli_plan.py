@@ -300,7 +300,17 @@ def test_a_tier_beside_the_free_search(shell: Shell) -> None:
     text = shell.run(*asked, "--tier", "stage3")
     assert "\ntier ZeRO-3 " in text
     assert "\nfree " in text
-    assert "The tier brings, where you said nothing:\n  - sequences of 1536 tokens instead of 2048." in text
+    assert "IT CHANGES THE TRAINING:\n  - sequences of 1536 tokens instead of 2048." in text
+    assert text.count("sequences of 1536 tokens instead of 2048.") == 1
+
+
+def test_for_llamafactory_only_what_it_can_run_is_promised(shell: Shell) -> None:
+    asked = ("--model", "qwen2.5-32b", "--method", "lora", "--gpus", "8xK100-64GB", "--seq", "1024")
+    assert shell.json(*asked)["chosen"]["levers"]["checkpointing"].startswith("layers:")
+    answer = shell.json(*asked, "--launcher", "llamafactory")
+    for way in (answer["chosen"], *answer["alternatives"]):
+        assert way["levers"]["checkpointing"] in ("none", "full", "full+offload")
+    assert any("every layer or none" in sentence for sentence in answer["because"])
 
 
 def test_what_a_job_file_says_wins_over_a_tier_even_if_it_is_the_default(shell: Shell, tmp_path: Path) -> None:

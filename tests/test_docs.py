@@ -32,6 +32,8 @@ import notes_table
 from tightfit.cli import main
 from tightfit.types import Levers
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

@@ -306,7 +306,8 @@ def test_tiers() -> None:
     assert "The tier deepspeed does not fit: it needs " in large
     assert "the nearest first" not in large
     assert [row[:4] for row in body(one)] == ["tier", "free"]
-    assert "The tier brings, where you said nothing:" in one
+    assert "IT CHANGES THE TRAINING:" in one
+    assert "The tier brings, where you said nothing:" in large
     needs_adapters = all_tiers(job, shape, hardware, frozenset({"method"}))
     row = next(line for line in drawn(draw_tiers, needs_adapters) if line.startswith("quantized"))
     assert re.match(r"quantized +- +- +-  --tier quantized trains adapters", row)

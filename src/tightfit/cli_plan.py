@@ -194,7 +194,10 @@ def _answer(args: argparse.Namespace, request: Request) -> Answer:
             raise ConfigError(answer.problem)
         others = () if answer.plan.fits else _fitting_tiers(answer.tier.name, request)
         return replace(answer, because=(*request.said, *answer.because, *others))
-    return planned(job, shape, hardware, request.said)
+    # LLaMA-Factory recomputes every layer or none; what is promised must be what it runs
+    own = getattr(args, "launcher", None) != "llamafactory"
+    said = () if own else ("LLaMA-Factory recomputes every layer or none, so nothing in between was considered.",)
+    return planned(job, shape, hardware, (*request.said, *said), partial=own)
 
 
 def _fitting_tiers(name: str, request: Request) -> tuple[str, ...]:

@@ -167,6 +167,7 @@ def _settled(answer: Plan, launcher: str | None) -> Plan:
 
 def _without_fsdp2(answer: Plan, launcher: str) -> Plan:
     """The fastest of DeepSpeed's engines instead. The best of every strategy is among the alternatives."""
+    assert answer.chosen is not None
     others = [way for way in answer.alternatives if way.levers.engine != "fsdp2"]
     fitting = [way for way in others if way.fits]
     if not fitting:
@@ -179,7 +180,7 @@ def _without_fsdp2(answer: Plan, launcher: str) -> Plan:
     said = f"FSDP2 is left out: --launcher {launcher} starts DeepSpeed's engines."
     changed = replace(
         answer,
-        chosen=replace(chosen, because=reasons.of_choice(question, chosen)),
+        chosen=replace(chosen, because=reasons.of_choice(question, chosen), changes=answer.chosen.changes),
         alternatives=tuple(way for way in others if way is not chosen),
         hours=reasons.hours(answer.job, answer.effective_batch, chosen),
     )

@@ -95,7 +95,8 @@ def draw_tier(console: Console, tiered: Tiered) -> None:
         _draw_legend(console, plan, rows, columns, free)
     why = f": it {missing(way)}" if way else ""
     _draw_verdict(console, plan, f"The tier {tiered.tier.name} does not fit{why}.")
-    draw_list(console, "The tier brings, where you said nothing:", [f"{cost}." for cost in tiered.costs])
+    if plan.chosen is None:  # otherwise the verdict has said it
+        draw_list(console, "The tier brings, where you said nothing:", [f"{cost}." for cost in tiered.costs])
     lines = [*tiered.because, *reason_lines(plan)]
     draw_list(console, "Because:", [line for line in lines if not line.startswith("The nearest is ")])
     draw_list(console, "Never run by us:", plan.unproven)

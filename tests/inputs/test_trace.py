@@ -12,6 +12,8 @@ from tightfit.inputs.models import load_model, shape_from_config
 from tightfit.inputs.trace import trace_config
 from tightfit.types import ModelError, Traced
 
+pytestmark = pytest.mark.thorough
+
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,

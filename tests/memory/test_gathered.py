@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 WORLD = 4
 SLACK = 0
 """Elements by which the replay may be off. The largest matrix of a layer would still be a good prediction."""

@@ -13,6 +13,8 @@ from tightfit.planner import costly, plan
 from tightfit.planner.plan import Plan
 from tightfit.types import ConfigError, Hardware
 
+pytestmark = pytest.mark.thorough
+
 ORDER = get_args(Allowance)
 
 

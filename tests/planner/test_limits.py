@@ -10,6 +10,8 @@ from tightfit.job import Job
 from tightfit.planner.limits import STEP_TOKENS, largest_micro_batch, largest_model, longest_sequence
 from tightfit.types import ConfigError, Method
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     ("model", "method", "word"),

@@ -17,6 +17,8 @@ from tightfit.planner.plan import Way
 from tightfit.planner.search import Question, excess_bytes, search
 from tightfit.types import Hardware, Levers
 
+pytestmark = pytest.mark.thorough
+
 SLACK = 1 + 1e-9
 """The same sum in another order."""
 

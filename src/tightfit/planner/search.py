@@ -265,8 +265,9 @@ class Weighed(NamedTuple):
     footprint: Footprint
 
 
-def _distance(question: Question, weighed: Weighed) -> tuple[float, tuple[int, ...]]:
-    return excess_share(question, weighed.footprint), complexity(weighed.levers, 1)
+def _distance(question: Question, weighed: Weighed) -> tuple[float, int, tuple[int, ...]]:
+    """By what is shortest; where that is the host's RAM, which no depth changes, by what is missing in all."""
+    return excess_share(question, weighed.footprint), weighed.excess, complexity(weighed.levers, 1)
 
 
 class _Ladder:
