@@ -8,7 +8,7 @@ import pytest
 from small_questions import ask, fits, machine, preset
 
 from tightfit.inputs.presets import PRESETS
-from tightfit.job import Adapters, Allowance, Job, Limits
+from tightfit.job import Adapters, Allowance, Job, Limits, Machine
 from tightfit.planner import costly, plan
 from tightfit.planner.plan import Plan
 from tightfit.types import ConfigError, Hardware
@@ -216,3 +216,26 @@ def test_pins_that_no_engine_runs_are_said_so() -> None:
     answer = planned("tiny_llama", machine("2x24GB"), optimizer="adamw8bit", levers={"offload_optimizer": "cpu"})
     assert not answer.fits
     assert any(sentence.startswith("No engine runs what was asked for") for sentence in answer.because)
+
+
+def test_skipped_data_is_told_from_cut_data() -> None:
+    asked = {"model": "qwen2.5-7b", "method": "lora", "sequence": 131072}
+    machine_of = Machine(gpus="1x24GB", host_ram="64GB")
+    for allowed, skips in (("skip-data", True), ("shorter-seq", False)):
+        way = plan(Job(**asked, hardware=machine_of, limits=Limits(allow=(allowed,)))).chosen
+        assert way is not None
+        assert way.skips_long is skips
+
+
+def test_a_large_batch_is_planned_as_quickly() -> None:
+    job = Job(model="tiny_llama", effective_batch=720_720, hardware=Machine(gpus="1x24GB", host_ram="64GB"))
+    assert plan(job).fits
+
+
+def test_another_model_is_the_last_resort() -> None:
+    machine_of = Machine(gpus="1x8GB", host_ram="16GB")
+    allow: tuple[Allowance, ...] = ("lora", "quantize", "smaller-model")
+    way = plan(Job(model="qwen2.5-7b", hardware=machine_of, limits=Limits(allow=allow))).chosen
+    assert way is not None
+    assert way.shape.name == "qwen2.5-7b"
+    assert way.levers.method == "qlora"

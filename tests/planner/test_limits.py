@@ -7,6 +7,7 @@ from small_questions import fits, machine, preset
 
 from tightfit.inputs.presets import PRESETS
 from tightfit.job import Job
+from tightfit.planner import plan
 from tightfit.planner.limits import STEP_TOKENS, largest_micro_batch, largest_model, longest_sequence
 from tightfit.types import ConfigError, Method
 
@@ -23,7 +24,8 @@ def test_the_longest_sequence_fits_and_the_next_does_not(model: str, method: Met
     assert isinstance(found.value, int)
     assert found.plan.chosen is not None
     assert found.plan.chosen.levers.sequence == found.value
-    assert not fits(model, hardware, method=method, sequence=found.value + STEP_TOKENS)
+    longer = Job(model=model, method=method, sequence=found.value + STEP_TOKENS)
+    assert plan(longer, shape, hardware, every_gpu=True).chosen is None
 
 
 def test_a_sequence_is_never_longer_than_the_model_was_made_for() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from small_questions import card, machine, preset
 
-from tightfit.job import Job
+from tightfit.job import Job, Machine
+from tightfit.planner import plan
 from tightfit.planner.tiers import TIERS, all_tiers, applied, by_memory, tiered
 from tightfit.types import ConfigError, Method
 
@@ -150,3 +151,16 @@ def test_a_tier_stands_beside_what_the_free_search_would_do() -> None:
 def test_an_unknown_tier_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean stage3"):
         tiered("stage_3", Job(model="tiny_llama"), preset("tiny_llama"), machine("1x8GB"), frozenset())
+
+
+def test_the_public_function_applies_a_jobs_tier() -> None:
+    machine_of = Machine(gpus="1x24GB", host_ram="64GB")
+    way = plan(Job(model="qwen1.5-0.5b", tier="minimal", hardware=machine_of)).chosen
+    assert way is not None
+    assert (way.levers.engine, way.levers.offload_param, way.levers.sequence) == ("zero3", "cpu", 1024)
+    assert "sequences of 1024 tokens instead of 2048" in way.changes
+    kept = plan(Job(model="qwen1.5-0.5b", tier="minimal", sequence=512, hardware=machine_of)).chosen
+    assert kept is not None
+    assert kept.levers.sequence == 512, "what the job says wins"
+    with pytest.raises(ConfigError, match="name one tier"):
+        plan(Job(model="qwen1.5-0.5b", tier="all", hardware=machine_of))

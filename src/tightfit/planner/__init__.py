@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from time import perf_counter
 
-from tightfit.inputs.job_file import hardware_of, levers_of, model_of, pinned
+from tightfit.inputs.job_file import dump_job, hardware_of, levers_of, model_of, pinned
 from tightfit.job import Job
 from tightfit.planner import costly, reasons
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.search import Found, Question, search
+from tightfit.planner.tier_values import TIERS, applied, by_memory
 from tightfit.types import ConfigError, Hardware, Lora, ModelShape
 
 __all__ = ["Plan", "Remedy", "Way", "plan", "question_of"]
@@ -30,22 +31,44 @@ def plan(
     *,
     partial: bool = True,
     every_gpu: bool = False,
+    engines: frozenset[str] | None = None,
 ) -> Plan:
     """The fastest way to run the job; its own model and hardware, unless others are given.
 
-    `said`: what the inputs' readers had to say. `partial`: see `Question`; so `every_gpu`.
+    A job's tier is applied first. `said`: what the inputs' readers had to say. `partial`, `every_gpu` and `engines`
+    bound the search: see `Question`.
     """
     shape = shape or model_of(job)
     hardware = hardware or hardware_of(job)
+    costs: tuple[str, ...] = ()
+    if job.tier is not None and "engine" not in job.levers:
+        job, costs = _tiered(job, hardware)
     began = perf_counter()
-    question = replace(question_of(job, shape, hardware, every_gpu=every_gpu), partial=partial)
+    question = question_of(job, shape, hardware, every_gpu=every_gpu)
+    question = replace(question, partial=partial, engines=engines)
     found = search(question)
     changed: tuple[Remedy, ...] = ()
     if found.best is None and job.limits.allow:
         changed = costly.allowed(question, job.limits.allow)
         if changed:
             found.ways.append(changed[-1].way)
-    return _answer(job, question, found, changed, said, began)
+    answer = _answer(job, question, found, changed, said, began)
+    if answer.chosen is None or not costs:
+        return answer
+    return replace(answer, chosen=replace(answer.chosen, changes=(*costs, *answer.chosen.changes)))
+
+
+def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
+    """The job with its tier's values wherever it has its defaults, and what that changes in the result.
+
+    A pinned engine shows that this was done.
+    """
+    if job.tier == "all":
+        raise ConfigError("tier: all is a comparison, not a plan: name one tier, or auto")
+    tier = by_memory(hardware)[0] if job.tier == "auto" else TIERS[str(job.tier)]
+    said = dump_job(job)
+    names = {*said, *(f"levers.{lever}" for lever in job.levers)}
+    return applied(tier, job, hardware, frozenset(names))
 
 
 def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: bool = False) -> Question:
@@ -122,6 +145,7 @@ def _answer(
             chosen,
             because=reasons.of_choice(question, chosen),
             changes=tuple(remedy.cost for remedy in changed),
+            skips_long=any(remedy.allowance == "skip-data" for remedy in changed),
         )
     answer = Plan(
         job=job,

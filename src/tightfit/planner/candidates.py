@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from tightfit.inputs.flags import check_levers
@@ -56,6 +57,8 @@ _PLACES = (*STRATEGIES, *IF_PINNED)
 
 SMALL_BUCKETS = (200_000_000, 50_000_000)
 """Elements of ZeRO's buckets, beside DeepSpeed's own 500 million."""
+MOST_MICRO = 256
+"""Sequences in one forward pass: long before that a GPU is busy, and more only take memory."""
 FRUGAL: dict[str, Any] = {
     "prefetch_bucket": 10_000_000,
     "max_live_parameters": 100_000_000,
@@ -135,11 +138,18 @@ def _is_legal(levers: Levers, shape: ModelShape) -> bool:
     return True
 
 
+@lru_cache(maxsize=256)
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, min(number, MOST_MICRO) + 1) if number % each == 0)
+
+
 def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
     """Those that divide a GPU's share of the batch. Fewer GPUs have a larger one, which a pin may not divide."""
-    micros = [micro for micro in range(1, share + 1) if share % micro == 0]
+    micros = list(_divisors(share))
     if "micro_batch" in pinned:
-        micros = [micro for micro in micros if micro == base.micro_batch]
+        micros = [base.micro_batch] if share % base.micro_batch == 0 else []
+    elif "accumulation" in pinned and share % base.accumulation == 0:
+        micros = [share // base.accumulation]
     if "accumulation" in pinned:
         micros = [micro for micro in micros if share // micro == base.accumulation]
     return micros

@@ -46,11 +46,17 @@ def remedies(question: Question) -> tuple[Remedy, ...]:
 
 
 def allowed(question: Question, names: Sequence[Allowance]) -> tuple[Remedy, ...]:
-    """The cheapest allowed change that fits; or as few together as it takes, each at its strongest but the last."""
-    for size in range(1, len(set(names)) + 1):
-        for group in _groups(names, size):
-            if made := _together(question, group):
-                return made
+    """The cheapest allowed change that fits; or as few together as it takes, each at its strongest but the last.
+
+    Another model is the last resort: whatever keeps the user's comes first, alone or together.
+    """
+    same_model = [name for name in ORDER if name in names and name != "smaller-model"]
+    for group in (group for size in range(1, len(same_model) + 1) for group in _groups(same_model, size)):
+        if made := _together(question, group):
+            return made
+    for group in (group for size in range(1, len(set(names)) + 1) for group in _groups(names, size)):
+        if "smaller-model" in group and (made := _together(question, group)):
+            return made
     return ()
 
 

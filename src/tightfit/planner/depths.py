@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MOST_DEPTHS = 128
-
 Excess = Callable[[int], int]
 """How far the corner is from fitting at the depth of this index; 0: it fits."""
 

@@ -1,7 +1,8 @@
 """The question turned round: for given hardware, the longest sequence, the largest micro batch, the largest model.
 
 Memory grows with each of them, so the largest that fits is found by bisection on the candidates that hold least.
-All GPUs take part: a longer sequence on one of eight is not what was meant.
+All GPUs take part: a longer sequence on one of eight is not what was meant. `partial` and `engines` bound the search
+as in `Question`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ Wanted = Literal["seq", "micro-batch", "model"]
 STEP_TOKENS = 64
 MOST_TOKENS = 2**22
 MOST_SEQUENCES = 2**14
+Engines = frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +39,15 @@ class Limit:
     because: tuple[str, ...]
 
 
-def longest_sequence(job: Job, shape: ModelShape, hardware: Hardware) -> Limit:
+def longest_sequence(
+    job: Job, shape: ModelShape, hardware: Hardware, *, partial: bool = True, engines: Engines = None
+) -> Limit:
     """In steps of 64 tokens, up to what the model was made for."""
     known = shape.max_positions
     most = min(known or MOST_TOKENS, MOST_TOKENS)
 
     def fits(steps: int) -> bool:
-        return _fits(replace(job, sequence=steps * STEP_TOKENS), shape, hardware)
+        return _fits(replace(job, sequence=steps * STEP_TOKENS), shape, hardware, partial, engines)
 
     steps = _largest(fits, max(1, most // STEP_TOKENS))
     tokens = steps * STEP_TOKENS if steps else None
@@ -53,12 +57,14 @@ def longest_sequence(job: Job, shape: ModelShape, hardware: Hardware) -> Limit:
     return Limit(
         wanted="seq",
         value=tokens,
-        plan=plan(replace(job, sequence=tokens or STEP_TOKENS), shape, hardware, every_gpu=True),
+        plan=_plan(replace(job, sequence=tokens or STEP_TOKENS), shape, hardware, partial, engines),
         because=tuple(said),
     )
 
 
-def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware) -> Limit:
+def largest_micro_batch(
+    job: Job, shape: ModelShape, hardware: Hardware, *, partial: bool = True, engines: Engines = None
+) -> Limit:
     """Sequences in one forward pass of one GPU, without accumulation unless that is pinned."""
     if "micro_batch" in job.levers:
         raise ConfigError("--max micro-batch and --micro-batch contradict each other: leave one out")
@@ -68,39 +74,50 @@ def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware) -> Limi
         batch = micro * accumulation * hardware.world
         return replace(job, effective_batch=batch, levers={**job.levers, "micro_batch": micro})
 
-    micro = _largest(lambda count: _fits(asked(count), shape, hardware), MOST_SEQUENCES)
+    micro = _largest(lambda count: _fits(asked(count), shape, hardware, partial, engines), MOST_SEQUENCES)
     said = f"The effective batch follows from it: {micro or 1} a GPU and forward pass."
     return Limit(
         wanted="micro-batch",
         value=micro or None,
-        plan=plan(asked(micro or 1), shape, hardware, every_gpu=True),
+        plan=_plan(asked(micro or 1), shape, hardware, partial, engines),
         because=(said,),
     )
 
 
-def largest_model(job: Job, hardware: Hardware, names: Iterable[str] = tuple(PRESETS)) -> Limit:
+def largest_model(
+    job: Job,
+    hardware: Hardware,
+    names: Iterable[str] = tuple(PRESETS),
+    *,
+    partial: bool = True,
+    engines: Engines = None,
+) -> Limit:
     """Of the presets, the one with the most parameters that fits."""
     shapes = sorted((load_model(name) for name in names), key=lambda shape: -shape.parameters)
     for shape in shapes:
         asked = replace(job, model=shape.name)
         try:
-            if _fits(asked, shape, hardware):
-                return Limit(
-                    wanted="model", value=shape.name, plan=plan(asked, shape, hardware, every_gpu=True), because=()
-                )
+            if _fits(asked, shape, hardware, partial, engines):
+                found = _plan(asked, shape, hardware, partial, engines)
+                return Limit(wanted="model", value=shape.name, plan=found, because=())
         except UserError:
             continue  # adapters for layers that this model does not have
     smallest = shapes[-1]
     return Limit(
         wanted="model",
         value=None,
-        plan=plan(replace(job, model=smallest.name), smallest, hardware, every_gpu=True),
+        plan=_plan(replace(job, model=smallest.name), smallest, hardware, partial, engines),
         because=(f"Not even {smallest.name} fits.",),
     )
 
 
-def _fits(job: Job, shape: ModelShape, hardware: Hardware) -> bool:
-    return something_fits(question_of(job, shape, hardware, every_gpu=True))
+def _fits(job: Job, shape: ModelShape, hardware: Hardware, partial: bool, engines: Engines) -> bool:
+    question = question_of(job, shape, hardware, every_gpu=True)
+    return something_fits(replace(question, partial=partial, engines=engines))
+
+
+def _plan(job: Job, shape: ModelShape, hardware: Hardware, partial: bool, engines: Engines) -> Plan:
+    return plan(job, shape, hardware, every_gpu=True, partial=partial, engines=engines)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

@@ -26,6 +26,8 @@ class Way:
     because: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     """What it changes in the result of the training, a sentence each; empty: nothing."""
+    skips_long: bool = False
+    """Samples longer than the sequence are left out, not cut."""
 
     @property
     def world(self) -> int:

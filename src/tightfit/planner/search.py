@@ -47,6 +47,8 @@ class Question:
     """What LoRA would be, should full training be allowed to become that."""
     partial: bool = True
     """Some layers may recompute while others do not, as our own worker can; other trainers know all or none."""
+    engines: frozenset[str] | None = None
+    """Those that can be started; None: any."""
     every_gpu: bool = False
     """No way that leaves GPUs idle."""
 
@@ -84,7 +86,7 @@ def rank(way: Way) -> tuple[float, tuple[int, ...]]:
 
 def excess_bytes(question: Question, footprint: Footprint) -> int:
     """How far a footprint is from fitting: the sum of what is missing on the GPU, in RAM and on NVMe; 0: it fits."""
-    gpu = max(0, _needed(question, footprint) - question.gpu_limit_bytes)
+    gpu = max(0, needed_bytes(footprint, question.hardware) - question.gpu_limit_bytes)
     return gpu + _host_excess_bytes(question, footprint)
 
 
@@ -92,7 +94,7 @@ def excess_share(question: Question, footprint: Footprint) -> float:
     """The same as a share of what there is, of that which is shortest: a GiB of the GPU is not one of the host."""
     hardware, host = question.hardware, footprint.host
     missing = (
-        (_needed(question, footprint), question.gpu_limit_bytes),
+        (needed_bytes(footprint, hardware), question.gpu_limit_bytes),
         (host.peak_bytes_per_node, hardware.host_ram_bytes),
         (host.nvme_bytes_per_node, hardware.nvme_bytes),
     )
@@ -110,25 +112,29 @@ def _is_hopeless(question: Question, footprint: Footprint) -> bool:
     """Too much on the host, while the model is built, or at the optimizer's step: no depth of checkpointing changes
     these, except that offloading adds to the host."""
     hardware, gpu = question.hardware, footprint.gpu
-    if _host_excess_bytes(question, footprint) or _required(gpu.init_peak_bytes, question) > hardware.gpu.memory_bytes:
+    if _host_excess_bytes(question, footprint) or _required(gpu.init_peak_bytes, hardware) > hardware.gpu.memory_bytes:
         return True
-    return _required(gpu.phases["step"].total_bytes, question) > question.gpu_limit_bytes
+    return _required(gpu.phases["step"].total_bytes, hardware) > question.gpu_limit_bytes
 
 
-def _required(held: int, question: Question) -> int:
-    return held + sum(beside(held, question.hardware.world).values())
+def _required(held: int, hardware: Hardware) -> int:
+    return held + sum(beside(held, hardware.world).values())
 
 
 def _over(need: int, have: int | None) -> int:
     return 0 if have is None else max(0, need - have)
 
 
-def _needed(question: Question, footprint: Footprint) -> int:
-    """The margin is for the steps: building the model is the same every time, and must fit the card alone."""
+def needed_bytes(footprint: Footprint, hardware: Hardware) -> int:
+    """What must stay within the card less its margin.
+
+    The margin is for the steps: building the model is the same every time, and must fit the card alone. Where even
+    that does not, it is what counts.
+    """
     gpu = footprint.gpu
-    if gpu.init_peak_bytes <= gpu.peak_bytes or gpu.required_bytes > question.hardware.gpu.memory_bytes:
+    if gpu.init_peak_bytes <= gpu.peak_bytes or gpu.required_bytes > hardware.gpu.memory_bytes:
         return gpu.required_bytes
-    return _required(gpu.peak_bytes, question)
+    return _required(gpu.peak_bytes, hardware)
 
 
 def search(question: Question) -> Found:
@@ -194,7 +200,8 @@ def _least_thinkable_s(question: Question) -> float:
 
 
 def _strategies(question: Question) -> list[Levers]:
-    return strategies(question.base, question.pinned, question.hardware)
+    every = strategies(question.base, question.pinned, question.hardware)
+    return [levers for levers in every if question.engines is None or levers.engine in question.engines]
 
 
 def _corners(question: Question, levers: Levers) -> Iterator[Corner]:

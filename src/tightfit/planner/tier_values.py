@@ -1,0 +1,192 @@
+"""What the named corners of the levers are, and what becomes of a job in one of them.
+
+The values are those of the guides that the names come from. What the user said explicitly wins, and whatever a
+tier changes in the result is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tightfit.job import Job
+from tightfit.planner.candidates import FRUGAL
+from tightfit.priced import GIB
+from tightfit.types import ConfigError, Hardware, Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """What a name stands for."""
+
+    name: str
+    about: str
+    engine: str
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    micro_batch: int = 1
+    accumulation: int = 1
+    sequence: int | None = None
+    """None: the user's."""
+    precision: Precision | None = None
+    quantised: bool = False
+    """4-bit weights under adapters."""
+    frugal: bool = False
+    """ZeRO-3 with little gathered at a time."""
+
+    def levers(self) -> dict[str, Any]:
+        """The free levers that it pins, under the names of the flags."""
+        pins: dict[str, Any] = {
+            "engine": self.engine,
+            "offload_optimizer": self.offload_optimizer,
+            "offload_param": self.offload_param,
+            "checkpointing": "full",
+            "micro_batch": self.micro_batch,
+            "accum": self.accumulation,
+        }
+        if self.frugal:
+            pins |= {**FRUGAL, "persistence_threshold": 10_000}
+        return pins
+
+
+_BOTH = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+
+TIERS: dict[str, Tier] = {
+    tier.name: tier
+    for tier in (
+        Tier(
+            name="deepspeed",
+            about="ZeRO-2, for cards of more than 12 GB",
+            engine="zero2",
+            micro_batch=4,
+            accumulation=4,
+            sequence=2048,
+        ),
+        Tier(
+            name="stage2_offload",
+            about="ZeRO-2 with the optimizer on the host, for 6 to 12 GB",
+            engine="zero2",
+            offload_optimizer="cpu",
+            micro_batch=3,
+            accumulation=6,
+            sequence=1792,
+        ),
+        Tier(
+            name="stage3",
+            about="ZeRO-3, for 4 to 6 GB",
+            engine="zero3",
+            micro_batch=2,
+            accumulation=8,
+            sequence=1536,
+        ),
+        Tier(
+            name="minimal",
+            about="ZeRO-3 with everything on the host, for less than 4 GB",
+            engine="zero3",
+            **_BOTH,  # type: ignore[arg-type]
+            micro_batch=1,
+            accumulation=16,
+            sequence=1024,
+        ),
+        Tier(
+            name="standard",
+            about="ZeRO-3 with everything on the host, eight sequences a GPU",
+            engine="zero3",
+            **_BOTH,  # type: ignore[arg-type]
+            accumulation=8,
+        ),
+        Tier(
+            name="fp16_safe",
+            about="standard in fp16, with a loss scale that starts low",
+            engine="zero3",
+            **_BOTH,  # type: ignore[arg-type]
+            accumulation=8,
+            precision="fp16",
+        ),
+        Tier(
+            name="extreme",
+            about="ZeRO-3 with everything on the host, one sequence of 512 tokens a GPU",
+            engine="zero3",
+            **_BOTH,  # type: ignore[arg-type]
+            accumulation=1,
+            sequence=512,
+            precision="fp16",
+        ),
+        Tier(
+            name="optimized",
+            about="ZeRO-3 with everything on the host and little gathered at a time, 512 tokens",
+            engine="zero3",
+            **_BOTH,  # type: ignore[arg-type]
+            accumulation=32,
+            sequence=512,
+            frugal=True,
+        ),
+        Tier(
+            name="quantized",
+            about="ZeRO-2 on 4-bit weights, 512 tokens",
+            engine="zero2",
+            accumulation=32,
+            sequence=512,
+            quantised=True,
+        ),
+        Tier(
+            name="limit",
+            about="ZeRO-2 on 4-bit weights, 256 tokens",
+            engine="zero2",
+            accumulation=64,
+            sequence=256,
+            quantised=True,
+        ),
+    )
+}
+
+BY_MEMORY = ((12, "deepspeed"), (6, "stage2_offload"), (4, "stage3"), (0, "minimal"))
+"""GiB of the card, as sold: more than 12; from 6; from 4; less."""
+
+
+def by_memory(hardware: Hardware) -> tuple[Tier, str]:
+    """The tier for this card, and why."""
+    size = round(hardware.gpu.memory_bytes / GIB)
+    least, roomy = BY_MEMORY[0]
+    name = roomy if size > least else next(name for least, name in BY_MEMORY[1:] if size >= least)
+    return TIERS[name], f"--tier auto: a card of {size} GB gets {name} ({TIERS[name].about})."
+
+
+def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) -> tuple[Job, tuple[str, ...]]:
+    """The job with the tier's values wherever the user said nothing, and what that changes in the result."""
+    costs: list[str] = []
+    changes: dict[str, Any] = {"tier": tier.name}
+    if tier.sequence is not None and "sequence" not in explicit:
+        changes["sequence"] = tier.sequence
+        if tier.sequence != job.sequence:
+            costs.append(f"sequences of {tier.sequence} tokens instead of {job.sequence}")
+    if tier.precision is not None and "precision" not in explicit and tier.precision != job.precision:
+        changes["precision"] = tier.precision
+        costs.append(f"{tier.precision} instead of {job.precision}")
+    if tier.quantised and job.method != "qlora":
+        if "method" in explicit and job.method == "full":
+            raise ConfigError(f"--tier {tier.name} trains adapters on 4-bit weights: it needs --method lora or qlora")
+        changes["method"] = "qlora"
+        costs.append("4-bit weights (NF4) instead of 16-bit ones")
+        if job.method == "full":
+            changes["lora"] = job.lora
+            costs.append(f"adapters of rank {job.lora.rank} instead of every weight")
+    pins = {key: value for key, value in tier.levers().items() if f"levers.{key}" not in explicit}
+    levers = {**pins, **{key: value for key, value in job.levers.items() if f"levers.{key}" in explicit}}
+    changes["levers"] = levers
+    if "effective_batch" in explicit and job.effective_batch is not None:
+        changes["levers"] = _kept_batch(levers, job.effective_batch, hardware.world, explicit)
+    else:
+        batch = int(levers["micro_batch"]) * int(levers["accum"]) * hardware.world
+        changes["effective_batch"] = batch
+        costs.append(f"an effective batch of {batch}")
+    return replace(job, **changes), tuple(costs)
+
+
+def _kept_batch(levers: dict[str, Any], batch: int, world: int, explicit: frozenset[str]) -> dict[str, Any]:
+    """The asked batch wins: the tier's accumulation follows it, then its micro batch."""
+    share = batch // world
+    if "levers.accum" in explicit or batch % world:
+        return levers
+    micro = next(size for size in range(min(int(levers["micro_batch"]), max(share, 1)), 0, -1) if share % size == 0)
+    return {**levers, "micro_batch": micro, "accum": share // micro}

@@ -1,0 +1,36 @@
+"""What bounds a search: the engines that can be started, and the bytes that must stay within the margin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tightfit.job import Job, Machine
+from tightfit.planner import plan
+from tightfit.planner.search import needed_bytes
+
+
+@pytest.mark.parametrize("engines", [{"zero2"}, {"zero1", "zero3"}, {"fsdp2"}])
+def test_only_the_named_engines_are_considered(engines: set[str]) -> None:
+    """Also on fewer GPUs than there are."""
+    job = Job(model="tiny_llama", effective_batch=8, hardware=Machine(gpus="8xRTX4090", host_ram="64GB"))
+    answer = plan(job, engines=frozenset(engines))
+    assert answer.chosen is not None
+    assert {way.levers.engine for way in (answer.chosen, *answer.alternatives)} == engines
+    free = plan(job).chosen
+    assert free is not None
+    assert free.pace.step_s <= answer.chosen.pace.step_s
+
+
+def test_building_the_model_needs_the_card_and_the_steps_the_margin_too() -> None:
+    way = plan(Job(model="qwen1.5-0.5b", hardware=Machine(gpus="1x24GB", host_ram="64GB"))).chosen
+    assert way is not None
+    gpu, card = way.footprint.gpu, way.hardware.gpu.memory_bytes
+    assert gpu.init_peak_bytes <= gpu.peak_bytes
+    assert needed_bytes(way.footprint, way.hardware) == gpu.required_bytes
+    steps = gpu.required_bytes
+    for required in (card, card + 1):
+        init = replace(gpu, init_peak_bytes=gpu.peak_bytes + 1, required_bytes=required)
+        needed = needed_bytes(replace(way.footprint, gpu=init), way.hardware)
+        assert needed == (steps if required <= card else required)
