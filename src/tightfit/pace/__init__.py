@@ -43,7 +43,7 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         causes=causes.ordered(),
-        because=assumptions(hardware.gpu, hardware.nodes),
+        because=assumptions(hardware, levers),
     )
 
 
