@@ -391,7 +391,7 @@ def test_keys_of_stage_3_stand_at_stage_3_alone(make_plan: MakePlan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "named"), [("0.13.5", "too old"), ("1.0.0", "unknown"), ("new", "takes a version")]
+    ("version", "named"), [("0.13.5", "too old"), ("1.0.0", "unknown"), ("new", "is not a version")]
 )
 def test_versions_out_of_range(make_plan: MakePlan, version: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):

@@ -142,6 +142,59 @@ def test_deepspeed_would_ignore_visible_devices_so_they_are_handed_on(plan_of: P
     assert args.include == "localhost:4,5,6,7"
 
 
+@pytest.mark.parametrize("visible", ["4,5", "4,5,6,7", " 4, 5 ,GPU-1", "4,5,-1"])
+def test_deepspeed_starts_as_many_ranks_as_the_plan_has(plan_of: PlanOf, folder: Folder, visible: str) -> None:
+    plan = plan_of(gpus="2xRTX4090")
+    assert as_deepspeed(start(folder, plan, Target(), CUDA_VISIBLE_DEVICES=visible)).include == "localhost:4,5"
+
+
+@pytest.mark.parametrize(
+    ("visible", "sentence"),
+    [
+        ("", "CUDA_VISIBLE_DEVICES names 0 of the 2 GPUs that the plan uses: name more, or unset it"),
+        ("3", "CUDA_VISIBLE_DEVICES names 1 of the 2 GPUs that the plan uses: name more, or unset it"),
+        ("GPU-8932f937,GPU-1", "by different numbers, and CUDA_VISIBLE_DEVICES is GPU-8932f937,GPU-1: write numbers"),
+        ("MIG-41b3359c,MIG-2", "by different numbers, and CUDA_VISIBLE_DEVICES is MIG-41b3359c,MIG-2: write numbers"),
+        ("0,-1", "by different numbers, and CUDA_VISIBLE_DEVICES is 0,-1: write numbers"),
+        ("0,0", "by different numbers, and CUDA_VISIBLE_DEVICES is 0,0: write numbers"),
+        ("0,$(touch hit)", "by different numbers, and CUDA_VISIBLE_DEVICES is 0,$(touch hit): write numbers"),
+    ],
+)
+def test_visible_devices_that_are_no_slots(plan_of: PlanOf, folder: Folder, visible: str, sentence: str) -> None:
+    done = folder.run(launch_sh(plan_of(gpus="2xRTX4090"), Target(), FILES), CUDA_VISIBLE_DEVICES=visible)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert {path.name for path in folder.path.iterdir()} == {*FILES, "launch.sh"}
+
+
+def test_on_hip_its_own_variable_is_handed_on_and_taken_away(plan_of: PlanOf, folder: Folder) -> None:
+    plan = plan_of(gpus="2xK100-64GB")
+    call = start(folder, plan, Target(), HIP_VISIBLE_DEVICES="4,5,6", CUDA_VISIBLE_DEVICES="0")
+    assert as_deepspeed(call).include == "localhost:4,5"
+    assert "HIP_VISIBLE_DEVICES" not in call.env, "DeepSpeed would count the GPUs that it leaves, and find no slot 4"
+    assert as_deepspeed(start(folder, plan, Target(), CUDA_VISIBLE_DEVICES="2,3")).include == "localhost:2,3"
+    assert as_deepspeed(start(folder, plan, Target())).include == "localhost:0,1"
+    done = folder.run(launch_sh(plan, Target(), FILES), HIP_VISIBLE_DEVICES="4")
+    assert (done.returncode, "HIP_VISIBLE_DEVICES names 1 of the 2" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "llamafactory"])
+def test_others_start_the_ranks_on_the_first_visible_gpus(plan_of: PlanOf, folder: Folder, launcher: Launcher) -> None:
+    (folder.path / "train.json").write_text("[]", encoding="utf-8")
+    plan, target = plan_of(gpus="2xRTX4090"), Target(launcher=launcher)
+    call = start(folder, plan, target, CUDA_VISIBLE_DEVICES="GPU-1,GPU-2,GPU-3")
+    assert call.env["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2,GPU-3"
+    if launcher == "torchrun":
+        assert as_torchrun(call).nproc_per_node == "2"
+    elif launcher == "accelerate":
+        assert "num_processes: 2\n" in accelerate_yaml(plan, target, "deepspeed.json")
+    else:
+        assert call.env["NPROC_PER_NODE"] == "2"
+    done = folder.run(launch_sh(plan, target, FILES), CUDA_VISIBLE_DEVICES="GPU-1")
+    assert (done.returncode, "CUDA_VISIBLE_DEVICES names 1 of the 2 GPUs" in done.stderr) == (2, True)
+
+
 def test_chosen_gpus_win_over_visible_devices(plan_of: PlanOf, folder: Folder) -> None:
     target = Target(gpu_ids=(0, 2, 5, 7), port=29777)
     args = as_deepspeed(start(folder, plan_of(), target, CUDA_VISIBLE_DEVICES="1"))

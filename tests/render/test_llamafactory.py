@@ -407,7 +407,7 @@ def test_the_data_is_found_through_dataset_info(plan_of: MakePlan, data: Data, e
         (Levers(engine="zero2", method="lora", lora=Lora(), precision="fp32"), {}, "0.9.5", "take bf16 for lora"),
         (Levers(engine="zero2", frozen_layers=4), {}, "0.9.5", "frozen_layers"),
         (Levers(engine="zero2"), {}, "0.8.3", "0.9.2 and later"),
-        (Levers(engine="zero2"), {"timeout": "soon"}, "0.9.5", "timeout"),
+        (Levers(engine="zero2"), {"timeout": "soon"}, "0.9.5", "is no time"),
     ],
 )
 def test_what_it_cannot_train_is_refused(
@@ -415,6 +415,33 @@ def test_what_it_cannot_train_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         values(plan_of(levers, **job), target_of(release))
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_adapters_are_fp32_there_and_larger_ones_are_said(plan_of: MakePlan, method: Any) -> None:
+    """It casts them up unless pure_bf16 is on; below ZeRO-3 DeepSpeed casts them down again, whatever was planned."""
+    said = {}
+    for engine in ("zero2", "zero3"):
+        for dtype in ("bf16", "fp32"):
+            levers = Levers(engine=engine, method=method, lora=Lora(rank=64, adapter_dtype=dtype))
+            text = llamafactory_yaml(plan_of(levers), target_of(), "deepspeed.json")
+            assert "pure_bf16" not in yaml.safe_load(text)
+            said[engine, dtype] = "keeps adapters in fp32, the plan's are bf16: a GPU needs" in text
+    assert said == {
+        ("zero2", "bf16"): False,
+        ("zero2", "fp32"): False,
+        ("zero3", "bf16"): True,
+        ("zero3", "fp32"): False,
+    }
+
+
+def test_samples_that_the_plan_leaves_out_are_cut_there(plan_of: MakePlan) -> None:
+    plan = plan_of(Levers(engine="zero2", sequence=512))
+    assert plan.chosen is not None
+    skipping = replace(plan, chosen=replace(plan.chosen, skips_long=True))
+    sentence = "leaves out samples longer than 512 tokens, LLaMA-Factory cuts them: take them out of the data first"
+    assert sentence in llamafactory_yaml(skipping, target_of(), "deepspeed.json")
+    assert "leaves out" not in llamafactory_yaml(plan, target_of(), "deepspeed.json")
 
 
 def test_zero3_on_the_cpu_is_refused(plan_of: MakePlan) -> None:

@@ -336,6 +336,10 @@ def test_a_time_limit_that_is_too_short_is_said(plan_of: MakePlan, timeout: str 
         assert "cuts the training off" not in factory
 
 
+def test_a_minute_is_one_minute(plan_of: MakePlan) -> None:
+    assert "- Time to finish: about 1 minute\n" in text_of(replace(plan_of(), hours=0.01))
+
+
 def versions(plan: Plan, target: Target) -> str:
     return section(text_of(plan, target), "The files").partition("Which versions they are for:")[2]
 

@@ -392,3 +392,11 @@ def test_the_same_plan_gives_the_same_bytes(make_plan: MakePlan) -> None:
     first, again = (training_args_json(make_plan(Levers()), NEW, DEEPSPEED) for _ in range(2))
     assert first == again
     assert first.endswith("}\n")
+
+
+def test_samples_that_the_plan_leaves_out_must_be_filtered_before(make_plan: MakePlan) -> None:
+    plan = make_plan(Levers(engine="zero2", sequence=512))
+    assert plan.chosen is not None
+    skipping = replace(plan, chosen=replace(plan.chosen, skips_long=True))
+    assert any("longer than 512 tokens" in note for note in training_args_notes(skipping, Target()))
+    assert not any("longer than" in note for note in training_args_notes(plan, Target()))

@@ -15,7 +15,11 @@ from tightfit.inputs.models import load_model
 from tightfit.job import Adapters, Data, Evaluation, Job, Machine, Saving
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan
-from tightfit.render.worker import SCHEMA, timeout_s, worker_json
+from tightfit.render.deepspeed import deepspeed_json
+from tightfit.render.slurm import slurm_sbatch
+from tightfit.render.target import Target
+from tightfit.render.versions import release
+from tightfit.render.worker import SCHEMA, worker_json
 from tightfit.types import Buckets, ConfigError, Levers, Lora
 
 MakePlan = Callable[..., Plan]
@@ -78,6 +82,7 @@ def test_every_field_of_a_job_arrives(make_plan: MakePlan) -> None:
         "packing": True,
         "samples": 1000,
         "max_samples": 500,
+        "overlong": "cut",
     }
     assert read["training"] == {
         "learning_rate": 3e-4,
@@ -145,14 +150,41 @@ def test_nothing_is_written_for_a_plan_that_does_not_fit(make_plan: MakePlan) ->
         worker_json(replace(make_plan(Levers(engine="zero2")), chosen=None))
 
 
+@pytest.mark.parametrize(("words", "seconds"), [(None, None), ("45 s", 45), ("1d12h", 129600), ("1.5h", 5400)])
+def test_a_time_limit_is_read_as_the_job_file_reads_it(
+    make_plan: MakePlan, words: str | None, seconds: int | None
+) -> None:
+    job = Job(model="tiny_llama", timeout=words)
+    assert config(make_plan(Levers(engine="zero2"), job=job))["timeout_s"] == seconds
+
+
+@pytest.mark.parametrize("words", ["30m1h", "1h1h", "12", "0s"])
+def test_a_time_that_a_job_file_may_not_say_is_in_no_other_file(make_plan: MakePlan, words: str) -> None:
+    plan = make_plan(Levers(engine="zero2"), job=Job(model="tiny_llama", timeout=words))
+    for render in (worker_json, lambda plan: slurm_sbatch(plan, Target())):
+        with pytest.raises(ConfigError, match="write 12h, 90m or 1h30m"):
+            render(plan)
+
+
+@pytest.mark.parametrize(("skips", "word"), [(True, "skip"), (False, "cut")])
+def test_what_becomes_of_samples_that_are_too_long(make_plan: MakePlan, skips: bool, word: str) -> None:
+    plan = make_plan(Levers(engine="zero2"))
+    assert plan.chosen is not None
+    read = config(replace(plan, chosen=replace(plan.chosen, skips_long=skips)))
+    assert read["data"]["overlong"] == word
+
+
+def test_without_clipping_every_file_says_so(make_plan: MakePlan) -> None:
+    plan = make_plan(Levers(engine="zero2", gradient_clipping=False))
+    assert config(plan)["training"]["clip"] == 0.0
+    assert json.loads(deepspeed_json(plan, Target()))["gradient_clipping"] == 0.0
+
+
 @pytest.mark.parametrize(
-    ("words", "seconds"), [("12h", 43200), ("90m", 5400), ("1h30m", 5400), ("45 s", 45), ("1.5h", 5400), ("2d", 172800)]
+    ("version", "numbers"),
+    [("0.14.2+das.opt1.dtk25041", (0, 14, 2)), ("0.9.3.post1", (0, 9, 3)), ("5.10", (5, 10, 0)), (" 5 ", (5, 0, 0))],
 )
-def test_times_as_people_write_them(words: str, seconds: int) -> None:
-    assert timeout_s(words) == seconds
-
-
-@pytest.mark.parametrize("words", ["", "12", "h", "12x", "-1h", "0s", "1h junk", "nan h", "1e9h"])
-def test_a_time_that_cannot_be_read(words: str) -> None:
-    with pytest.raises(ConfigError, match="timeout"):
-        timeout_s(words)
+def test_a_version_is_three_numbers(version: str, numbers: tuple[int, ...]) -> None:
+    assert release(version) == numbers
+    with pytest.raises(ConfigError, match="'new' is not a version: write its numbers"):
+        release("new")

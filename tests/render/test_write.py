@@ -99,6 +99,12 @@ def test_a_path_that_no_disk_can_hold(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_a_text_that_no_disk_can_hold_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write to"):
+        write({"worker.json": "{}", "PLAN.md": "\ud800"}, tmp_path / "a" / "b", force=False)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_read_only_folder_is_one_sentence() -> None:
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o555)

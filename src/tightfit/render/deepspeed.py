@@ -28,7 +28,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.priced import GIB
 from tightfit.render.deepspeed_versions import check_version, knows, newer_than_known
 from tightfit.render.target import Target
-from tightfit.render.worker import chosen_way, first_scale_power, learning_rate
+from tightfit.render.worker import chosen_way, clip, first_scale_power, learning_rate
 from tightfit.types import ConfigError, Levers
 
 STEPS_PER_PRINT = 100
@@ -77,11 +77,6 @@ def deepspeed_notes(plan: Plan, target: Target) -> tuple[str, ...]:
             f"{extra:.1f} GiB more than was priced; communication_data_type in the file overrules that."
         )
     return tuple(notes)
-
-
-def clip(job: Job, levers: Levers) -> float:
-    """The gradient norm above which gradients are scaled down; 0: never."""
-    return float(job.clip) if levers.gradient_clipping else 0.0
 
 
 def pure_16bit(levers: Levers) -> bool:

@@ -12,15 +12,13 @@ between two of these is read as the nearest lower one, and one that is newer tha
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from tightfit.render.versions import Release, release
 from tightfit.types import ConfigError
 
 OLDEST, NEWEST = "0.14.0", "0.19.8"
 """The range whose sources were read."""
-
-Release = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +79,6 @@ TABLE = (
 )
 
 _BY_PATH = {key.path: key for key in TABLE}
-
-
-def release(version: str) -> Release:
-    """`0.14.2+das.opt1.dtk25041` is release (0, 14, 2)."""
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version.strip())
-    if found is None:
-        raise ConfigError(f"--deepspeed-version takes a version such as {NEWEST}, not {version!r}")
-    return int(found[1]), int(found[2]), int(found[3] or 0)
 
 
 def check_version(version: str) -> Release:

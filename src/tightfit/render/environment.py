@@ -7,11 +7,11 @@ misses a variable finds the reason. Values are shell text: some are only known o
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from tightfit.planner.plan import Plan, Way
 from tightfit.render.target import Launcher, Target
+from tightfit.render.versions import release
 from tightfit.render.worker import chosen_way
 from tightfit.types import ConfigError
 
@@ -64,14 +64,6 @@ def environment(plan: Plan, target: Target) -> tuple[Variable, ...]:
         *(_llamafactory(way, target) if launcher == "llamafactory" else ()),
         *_left_out(),
     )
-
-
-def release(version: str) -> tuple[int, ...]:
-    """`0.9.3.post1` as (0, 9, 3), to be compared."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    if not found:
-        raise ConfigError(f"{version!r} is not a version: write it as 0.9.5")
-    return tuple(int(part) for part in found[0].split("."))
 
 
 def _allocator(way: Way) -> tuple[Variable, ...]:

@@ -7,9 +7,11 @@ Arguments of the script go to the trainer.
 
 The launchers differ in how they are told the GPUs, the port and the machines:
 
-- `deepspeed` takes `--include` and then ignores CUDA_VISIBLE_DEVICES, so the script hands that on itself; on
-  several nodes it goes by ssh from one, and passes on no variables but NCCL's and Python's: the others go
-  through its `.deepspeed_env`. It would add `--local_rank` to the trainer's arguments; `--no_local_rank` stops that;
+- `deepspeed` takes `--include` and then ignores CUDA_VISIBLE_DEVICES, so the script hands that on itself, as many
+  as the plan uses: a rank starts on each. It counts slots, so they must be numbers, and HIP_VISIBLE_DEVICES must be
+  gone by then, or it would count what that leaves. On several nodes it goes by ssh from one, and passes on no
+  variables but NCCL's and Python's: the others go through its `.deepspeed_env`. It would add `--local_rank` to the
+  trainer's arguments; `--no_local_rank` stops that;
 - `accelerate` overrules CUDA_VISIBLE_DEVICES by `gpu_ids`, which it is told only where GPUs were chosen by number;
 - `torchrun` and `accelerate` are started on every node, with NODE_RANK and MASTER_ADDR telling them apart;
 - `llamafactory-cli` reads everything from variables, and starts torchrun itself.
@@ -23,7 +25,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from tightfit.planner.plan import Plan
 from tightfit.priced import strategy_name
-from tightfit.render.environment import Variable, environment, gpu_ids_of, launcher_of
+from tightfit.render.environment import HIP, Variable, environment, gpu_ids_of, launcher_of
 from tightfit.render.hostfile import hosts_for
 from tightfit.render.llamafactory import PLACEHOLDER_DATA, names_a_file
 from tightfit.render.target import Launcher, Target
@@ -72,6 +74,7 @@ def launch_sh(plan: Plan, target: Target, files: Collection[str]) -> str:
         "",
         *(dtk() if way.hardware.gpu.vendor == "hygon" else ()),
         *exports(environment(plan, target)),
+        *(_visible(plan) if _sees(plan, target, launcher) else ()),
     ]
     if several and launcher == "deepspeed":
         lines += _deepspeed_env(environment(plan, target))
@@ -174,15 +177,54 @@ def _deepspeed(plan: Plan, target: Target) -> Iterator[str]:
             yield "# The machines of the file `hostfile`; replace the names in both."
         include = "@".join(f"{name}:{listed}" for name, _ in hosts)
         where = f'--hostfile hostfile --include "{include}"'
-    elif target.gpu_ids is None:
-        yield "# Beside --include DeepSpeed ignores CUDA_VISIBLE_DEVICES, so it is handed on here."
-        where = f'--include "localhost:${{CUDA_VISIBLE_DEVICES:-{listed}}}"'
+    elif _sees(plan, target, "deepspeed"):
+        yield from _slots(plan)
+        where = '--include "localhost:$slots"'
     else:
         where = f'--include "localhost:{listed}"'
     yield "exec deepspeed \\"
     yield f"  {where} \\"
     yield f'  --master_port "${{MASTER_PORT:-{target.port}}}" --no_local_rank \\'
     yield f'  {_WORKER} "$@"'
+
+
+def _sees(plan: Plan, target: Target, launcher: Launcher) -> bool:
+    """Whether the user's own choice of visible GPUs decides where the ranks run."""
+    hardware = chosen_way(plan).hardware
+    by_ssh = launcher == "deepspeed" and hardware.nodes > 1
+    return target.gpu_ids is None and hardware.gpu.vendor != "cpu" and not by_ssh
+
+
+def _visible(plan: Plan) -> Iterator[str]:
+    """The visible GPUs, in `gpus`, and that there are enough."""
+    hardware = chosen_way(plan).hardware
+    wanted, listed = hardware.gpus_per_node, ",".join(map(str, range(hardware.gpus_per_node)))
+    yield ""
+    yield "# The GPUs that may be seen; the ranks take the first ones."
+    yield "visible=CUDA_VISIBLE_DEVICES"
+    if hardware.gpu.vendor in HIP:
+        yield "if [[ -v HIP_VISIBLE_DEVICES ]]; then visible=HIP_VISIBLE_DEVICES; fi"
+    yield f'IFS=", " read -r -a gpus <<< "${{!visible-{listed}}}"'
+    hint = f"launch.sh: $visible names ${{#gpus[@]}} of the {wanted} GPUs that the plan uses: name more, or unset it"
+    yield f'(( ${{#gpus[@]}} >= {wanted} )) || {{ echo "{hint}" >&2; exit 2; }}'
+
+
+def _slots(plan: Plan) -> Iterator[str]:
+    """The first of `gpus` as DeepSpeed's slots, in `slots`."""
+    hardware = chosen_way(plan).hardware
+    hint = (
+        "launch.sh: DeepSpeed takes GPUs by different numbers, and $visible is ${!visible}: write numbers, or plan "
+        "with --launcher torchrun"
+    )
+    yield "# Beside --include DeepSpeed ignores what is visible, so it is handed on here."
+    yield 'slots=""'
+    yield f'for gpu in "${{gpus[@]:0:{hardware.gpus_per_node}}}"; do'
+    yield '  [[ "$gpu" =~ ^[0-9]+$ && ",$slots," != *",$gpu,"* ]] ||'
+    yield f'    {{ echo "{hint}" >&2; exit 2; }}'
+    yield '  slots="${slots:+$slots,}$gpu"'
+    yield "done"
+    if hardware.gpu.vendor in HIP:
+        yield "unset HIP_VISIBLE_DEVICES"
 
 
 def _torchrun(plan: Plan, target: Target) -> Iterator[str]:

@@ -8,6 +8,8 @@ written, and said:
 - `layers:K` checkpointing: it checkpoints all layers or none, so all; slower, and within the predicted memory;
 - `full+offload`: its `use_unsloth_gc` keeps layer inputs on the host in the same way;
 - the fused loss: Liger's, which LLaMA-Factory applies to the families that Liger knows;
+- adapters: it keeps them in fp32, which is more than bf16 ones under ZeRO-3; below, DeepSpeed casts them anyway;
+- samples that are to be left out because they are too long: it cuts them;
 - a time limit: it has none;
 - a job without data: a file name to be filled.
 
@@ -17,7 +19,7 @@ refused:
 - the fused loss for a family without it: LLaMA-Factory would warn, go on, and run out of memory;
 - frozen layers: its `freeze` leaves the final norm and the head untrained as well;
 - pure 16-bit training under ZeRO-3, or in fp16: its own check refuses the first and has no key for the second;
-- adapters in fp32: it loads the frozen model in the format of its files, whatever the YAML says;
+- adapters on a model in fp32: it loads the frozen model in the format of its files, whatever the YAML says;
 - ZeRO-3 on the CPU: with `use_cpu` transformers sets up DeepSpeed too late, and it counts one rank;
 - a model without weights (a block of shape fields, our Mamba presets): it loads checkpoints only;
 - a DeepSpeed newer than the release accepts.
@@ -31,6 +33,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -39,14 +42,14 @@ import yaml
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.presets import PRESETS, checkpoint_named, checkpoint_of
 from tightfit.job import Job
+from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way
-from tightfit.priced import strategy_name
+from tightfit.priced import amounts, strategy_name
 from tightfit.render import liger
-from tightfit.render.deepspeed import clip
-from tightfit.render.environment import release
 from tightfit.render.target import Target
 from tightfit.render.training_args import OPTIM
-from tightfit.render.worker import chosen_way, epochs, learning_rate, lora_alpha, timeout_s
+from tightfit.render.versions import release
+from tightfit.render.worker import chosen_way, clip, epochs, learning_rate, lora_alpha, time_limit_s
 from tightfit.types import ConfigError, Levers, Mamba1, Mamba2, ModelShape
 
 DATASET_INFO = "dataset_info.json"
@@ -171,8 +174,14 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
     if levers.loss == "fused":
         notes.append("the fused loss is Liger's here: pip install liger-kernel")
         notes += filter(None, [liger.unproven(way.hardware)])
+    notes += _adapter_notes(way)
     if levers.attention == "flash":
         notes.append("flash_attn fa2 needs the flash-attn package")
+    if way.skips_long:
+        notes.append(
+            f"the plan leaves out samples longer than {levers.sequence} tokens, LLaMA-Factory cuts them: take them out "
+            "of the data first"
+        )
     if job.timeout is not None:
         notes.append(f"LLaMA-Factory has no time limit: it does not stop after {job.timeout}")
     if job.data.path is None:
@@ -182,6 +191,26 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
     if job.data.format != "text" and _template(plan, way, target) is None:
         notes.append("no template is named: LLaMA-Factory parses the tokenizer's own")
     return tuple(notes)
+
+
+def _adapter_notes(way: Way) -> list[str]:
+    """Where no DeepSpeed casts them back, its adapters are larger than those of the plan."""
+    levers, card = way.levers, way.hardware.gpu.memory_bytes
+    if levers.lora is None or levers.lora.adapter_dtype == "fp32":
+        return []
+    run = replace(levers, lora=replace(levers.lora, adapter_dtype="fp32"))
+    need, planned = (
+        estimate(way.shape, run, way.world, way.hardware).gpu.required_bytes,
+        way.footprint.gpu.required_bytes,
+    )
+    if need <= planned:
+        return []
+    needed, there = amounts(need, planned)
+    misfit = ", which does not fit" if need > card else ""
+    return [
+        f"LLaMA-Factory keeps adapters in fp32, the plan's are {levers.lora.adapter_dtype}: a GPU needs {needed} GiB"
+        f"{misfit}; planned are {there} GiB"
+    ]
 
 
 # --- what cannot be written ---------------------------------------------------------------------
@@ -337,7 +366,7 @@ def _evaluation(job: Job, levers: Levers) -> dict[str, Any]:
 
 
 def _saving(job: Job) -> dict[str, Any]:
-    timeout_s(job.timeout)  # a time that cannot be read is an error in every file
+    time_limit_s(job)  # a time that cannot be read is an error in every file
     values: dict[str, Any] = {"output_dir": job.saving.folder, "logging_steps": 10, "report_to": "none"}
     if job.saving.every_steps is None:
         return values | {"save_strategy": "no"}

@@ -11,16 +11,18 @@ from pathlib import Path
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.planner.plan import Plan, Way
+from tightfit.planner.reasons import is_cut_off, time_words
 from tightfit.planner.tiers import TIERS
 from tightfit.priced import GIB, amounts, billions, shown, strategy_name, training_words
 from tightfit.render.accelerate import accelerate_notes
 from tightfit.render.deepspeed import deepspeed_notes
-from tightfit.render.environment import environment, launcher_of, release
+from tightfit.render.environment import environment, launcher_of
 from tightfit.render.launch import PROGRAMS
 from tightfit.render.llamafactory import llamafactory_notes, newest_transformers
 from tightfit.render.target import Target
 from tightfit.render.training_args import training_args_notes
-from tightfit.render.worker import chosen_way, timeout_s
+from tightfit.render.versions import release
+from tightfit.render.worker import chosen_way, time_limit_s
 
 WORKER = Path(__file__).parents[1] / "train" / "__main__.py"
 """What `launch.sh` starts, unless it starts LLaMA-Factory: not every version of tightfit has it."""
@@ -84,13 +86,13 @@ def _title(plan: Plan, target: Target) -> Iterator[str]:
     yield f"- Host: {_gib(way.footprint.host.peak_bytes_per_node)} GiB of RAM on each node{_nvme(way)}"
     yield f"- Pace: {_seconds(way.pace.step_s)} a step, {_rate(way)} tokens a second in all"
     if plan.hours is not None:
-        yield f"- Time to finish: about {_hours(plan.hours)}"
+        yield f"- Time to finish: about {time_words(plan.hours)}"
         yield from _cut_off(plan, target, plan.hours)
 
 
 def _cut_off(plan: Plan, target: Target, hours: float) -> Iterator[str]:
-    limit = timeout_s(plan.job.timeout)
-    if limit is None or limit >= hours * 3600:
+    limit = time_limit_s(plan.job)
+    if limit is None or not is_cut_off(plan):
         return
     if launcher_of(plan, target) == "llamafactory":
         yield f"- **Time limit: {plan.job.timeout}, which is shorter; LLaMA-Factory does not keep it**"
@@ -290,9 +292,3 @@ def _rate(way: Way) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
-
-
-def _hours(hours: float) -> str:
-    if hours < 1:
-        return f"{max(1, round(hours * 60))} minutes"
-    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"

@@ -15,7 +15,7 @@ from tightfit.priced import GIB, strategy_name
 from tightfit.render.environment import environment, launcher_of
 from tightfit.render.launch import comment, dtk, exports
 from tightfit.render.target import Target
-from tightfit.render.worker import chosen_way, timeout_s
+from tightfit.render.worker import chosen_way, time_limit_s
 
 _GRACE_S = 1800
 """What SLURM adds to the job's own limit, so that the run can save and end by itself."""
@@ -65,7 +65,7 @@ def _directives(plan: Plan) -> Iterator[str]:
     yield "#SBATCH --exclusive"
     yield f"# All of a node's memory; the plan needs {need} GiB of it."
     yield "#SBATCH --mem=0"
-    limit = timeout_s(plan.job.timeout)
+    limit = time_limit_s(plan.job)
     if limit is not None:
         yield f"# The job's own limit is {plan.job.timeout}; the rest is for saving."
         yield f"#SBATCH --time={math.ceil((limit + _GRACE_S) / 60)}"

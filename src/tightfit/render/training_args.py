@@ -22,11 +22,12 @@ from tightfit.job import Job
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import amounts
-from tightfit.render import environment, liger
+from tightfit.render import liger
 from tightfit.render.accelerate import all_or_none, layer_class, loads_once
-from tightfit.render.deepspeed import ADAM_BETAS, ADAM_EPS, clip, pure_16bit
+from tightfit.render.deepspeed import ADAM_BETAS, ADAM_EPS, pure_16bit
 from tightfit.render.target import Target
-from tightfit.render.worker import chosen_way, epochs, learning_rate
+from tightfit.render.versions import release
+from tightfit.render.worker import chosen_way, clip, epochs, learning_rate
 from tightfit.types import Checkpointing, ConfigError, Levers, Mamba1, Mamba2, Optimizer
 
 OLDEST, NEWEST = "4.40.0", "5.22.2"
@@ -81,7 +82,7 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[str, ...]:
     way = chosen_way(plan)
     levers, version = way.levers, target.transformers_version
     notes = []
-    if _release(version) > _release(NEWEST):
+    if release(version) > release(NEWEST):
         notes.append(
             f"transformers {version} is newer than any that we have read: TrainingArguments are as for {NEWEST}."
         )
@@ -94,8 +95,13 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[str, ...]:
     notes += _offload_notes(way)
     notes += _scan_notes(way)
     notes += _needs(way, version)
-    if levers.engine == "fsdp2" and _release(version) < _release(FSDP2_SINCE):
+    if levers.engine == "fsdp2" and release(version) < release(FSDP2_SINCE):
         notes.append(f"With transformers {version} FSDP2 comes from accelerate.yaml: start with `accelerate launch`.")
+    if way.skips_long:
+        notes.append(
+            f"The plan leaves out samples longer than {levers.sequence} tokens; the Trainer takes what it is given: "
+            "filter the data first."
+        )
     if plan.job.timeout is not None:
         notes.append(f"The Trainer has no time limit: it does not stop after {plan.job.timeout}.")
     return tuple(notes)
@@ -252,8 +258,8 @@ def _sharding(way: Way, target: Target, deepspeed_file: str | None) -> Values:
         return {"deepspeed": deepspeed_file}
     if deepspeed_file is not None:
         raise ConfigError("engine fsdp2 has no DeepSpeed file: leave deepspeed_file out")
-    asked, offloaded = _release(target.transformers_version), way.levers.offload_param == "cpu"
-    if asked < _release(FSDP2_SINCE):
+    asked, offloaded = release(target.transformers_version), way.levers.offload_param == "cpu"
+    if asked < release(FSDP2_SINCE):
         return {}
     config: Values = {
         "version": 2,
@@ -265,7 +271,7 @@ def _sharding(way: Way, target: Target, deepspeed_file: str | None) -> Values:
     }
     if layer := layer_class(way):
         config["transformer_layer_cls_to_wrap"] = [layer]
-    if asked >= _release(FSDP_SWITCH_SINCE):
+    if asked >= release(FSDP_SWITCH_SINCE):
         return {"fsdp": True, "fsdp_config": config | {"cpu_offload": offloaded}}
     del config["auto_wrap_policy"]
     return {"fsdp": "full_shard auto_wrap" + (" offload" if offloaded else ""), "fsdp_config": config}
@@ -283,18 +289,13 @@ def _optim(levers: Levers) -> str:
 
 def _knows(version: str, name: str) -> bool:
     since, gone = _NAMES.get(name, (OLDEST, None))
-    return _release(since) <= _release(version) and (gone is None or _release(version) < _release(gone))
+    return release(since) <= release(version) and (gone is None or release(version) < release(gone))
 
 
 def _check_version(version: str) -> None:
-    if _release(version) < _release(OLDEST):
+    if release(version) < release(OLDEST):
         raise ConfigError(
             f"--transformers-version {version} is too old: files are written for {OLDEST} and later, so upgrade"
         )
-    if _release(version)[0] > _release(NEWEST)[0]:
+    if release(version)[0] > release(NEWEST)[0]:
         raise ConfigError(f"--transformers-version {version} is unknown: name one up to {NEWEST}")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """`5.10` is 5.10.0."""
-    return (*environment.release(version), 0, 0)[:3]

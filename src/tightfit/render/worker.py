@@ -9,11 +9,11 @@ hold its own measurements against it.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
 from typing import Any
 
 from tightfit.inputs.flags import flags_from_levers
+from tightfit.inputs.job_file import timeout_s
 from tightfit.job import Job
 from tightfit.planner.plan import Plan, Way
 from tightfit.types import ConfigError, Levers
@@ -28,8 +28,6 @@ FIRST_SCALE_POWER = 12
 LOW_SCALE_POWER = 8
 """What the guide says that these tiers come from: hardly a step overflows, and the scale grows from there."""
 LOW_SCALE_TIERS = ("fp16_safe", "extreme")
-
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def chosen_way(plan: Plan) -> Way:
@@ -58,11 +56,11 @@ def worker_json(plan: Plan) -> str:
         "effective_batch": way.effective_batch,
         "deepspeed": DEEPSPEED_FILE if way.levers.engine != "fsdp2" else None,
         "nvme_path": job.hardware.nvme_path,
-        "data": asdict(job.data) | {"max_samples": job.max_samples},
+        "data": _data(job, way),
         "training": training_values(job, way.levers),
         "evaluation": asdict(job.evaluation),
         "saving": asdict(job.saving),
-        "timeout_s": timeout_s(job.timeout),
+        "timeout_s": time_limit_s(job),
         "tier": job.tier,
         "changes": list(way.changes),
         "predicted": _predicted(way),
@@ -79,7 +77,7 @@ def training_values(job: Job, levers: Levers) -> dict[str, Any]:
         "epochs": epochs(job),
         "max_steps": job.max_steps,
         "weight_decay": job.weight_decay,
-        "clip": job.clip if levers.gradient_clipping else 0.0,
+        "clip": clip(job, levers),
         "first_scale_power": first_scale_power(job) if levers.precision == "fp16" else None,
         "seed": job.seed,
     }
@@ -111,18 +109,14 @@ def lora_alpha(job: Job, levers: Levers) -> float | None:
     return float(2 * levers.lora.rank) if job.lora.alpha is None else float(job.lora.alpha)
 
 
-def timeout_s(words: str | None) -> int | None:
-    """`12h`, `90m`, `1h30m` in seconds."""
-    if words is None:
-        return None
-    text = words.replace(" ", "").lower()
-    parts = re.findall(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd])", text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise ConfigError(f"timeout takes a time such as 12h, 90m or 1h30m, not {words!r}")
-    seconds = round(sum(float(number) * _UNITS_S[unit] for number, unit in parts))
-    if seconds < 1:
-        raise ConfigError(f"timeout must be longer than nothing, not {words!r}")
-    return seconds
+def clip(job: Job, levers: Levers) -> float:
+    """The gradient norm above which gradients are scaled down; 0: never."""
+    return float(job.clip) if levers.gradient_clipping else 0.0
+
+
+def time_limit_s(job: Job) -> int | None:
+    """When the job itself wants to be stopped; None: never."""
+    return None if job.timeout is None else timeout_s(job.timeout)
 
 
 def _model(plan: Plan, way: Way) -> dict[str, Any]:
@@ -135,6 +129,11 @@ def _model(plan: Plan, way: Way) -> dict[str, Any]:
         "parameters": way.shape.parameters,
         "trust_remote_code": plan.job.trust_remote_code,
     }
+
+
+def _data(job: Job, way: Way) -> dict[str, Any]:
+    overlong = "skip" if way.skips_long else "cut"
+    return asdict(job.data) | {"max_samples": job.max_samples, "overlong": overlong}
 
 
 def _lora(job: Job, levers: Levers) -> dict[str, Any] | None:

@@ -29,7 +29,8 @@ def write(files: Mapping[str, str], folder: Path, force: bool) -> list[Path]:
     except OSError as error:
         _unmake(made)
         raise ConfigError(_sentence(error, folder)) from None
-    except ValueError as error:  # a path that no file system can hold
+    except ValueError as error:  # a path or a text that no file system can hold
+        _unmake(made)
         raise ConfigError(f"cannot write to {str(folder)!r}: {error}: name another folder") from None
     except BaseException:
         _unmake(made)
