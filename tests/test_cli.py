@@ -96,6 +96,20 @@ def test_the_flags_are_those_of_the_contract() -> None:
 # --- wrong input --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("line", ["plan --model 7b_mamba --nvme-path", "estimate --model", "lint", "gpus", ""])
+def test_bytes_that_are_no_text(line: str) -> None:
+    assert "'/n\\udcff' on the command line is not text in UTF-8" in refused(*line.split(), "/n\udcff")
+
+
+def test_a_step_of_more_sequences_than_anybody_means() -> None:
+    line = "estimate --model tiny_llama --micro-batch 2000 --accum 2000"
+    assert "--micro-batch 2000 × --accum 2000 must be at most 1000000 sequences a step" in refused(*line.split())
+    assert "--seq must be at most 100000000, not 100000001" in refused(*line.split()[:3], "--seq", "100000001")
+    assert "--effective-batch must be at most 1000000" in refused(
+        *"plan --model tiny_llama --gpus 1x24GB --effective-batch 50000000".split()
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

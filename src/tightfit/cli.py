@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=PLAIN_LETTERS)
     try:
+        _check_letters(words)
         code = _dispatch(words)
         sys.stdout.flush()
         return code
@@ -65,6 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone (`| head`): nothing is wrong, and Python must not try to flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0 if isinstance(error, BrokenPipeError) else USER_ERROR
+
+
+def _check_letters(words: Sequence[str]) -> None:
+    """Bytes that are no text reach Python as half letters, which no file, JSON or screen can hold."""
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise ConfigError(f"{ascii(word)[:48]} on the command line is not text in UTF-8: write it in plain letters")
 
 
 def _dispatch(words: list[str]) -> int:

@@ -825,3 +825,41 @@ def test_the_door_is_light_until_it_is_used() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# --- what no job can hold -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1: 2", "1 in job.yaml is not a key"),
+        ("data: {yes: 2}", "true in data in job.yaml is not a key"),
+        ("model: {a: [{2: 3}]}", "2 in model.a in job.yaml is not a key"),
+    ],
+)
+def test_a_key_is_text(tmp_path: Path, text: str, says: str) -> None:
+    assert refusal(tmp_path, text).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "most"),
+    [
+        ("effective_batch", "effective_batch", 1_000_000),
+        ("sequence", "seq", 100_000_000),
+        ("levers.micro_batch", "micro_batch", 1_000_000),
+        ("levers.accum", "accum", 1_000_000),
+    ],
+)
+def test_counts_end_somewhere(tmp_path: Path, line: str, flag: str, most: int) -> None:
+    block, _, key = line.rpartition(".")
+    text = "model: tiny_llama\n" + (f"{block}: {{{key}: %d}}" if block else f"{key}: %d")
+    assert read(tmp_path, text % most).job
+    assert refusal(tmp_path, text % (most + 1)) == f"{line} in job.yaml must be at most {most}, not {most + 1}"
+    with pytest.raises(ConfigError, match=f"^{spelt(flag)} must be at most {most}, not {most + 1}$"):
+        job_from_flags({"model": "tiny_llama", flag: most + 1})
+
+
+def test_half_a_letter_is_a_sentence_whatever_the_field() -> None:
+    with pytest.raises(ConfigError, match=r"^the command line holds text that is no UTF-8"):
+        job_from_flags({"model": "tiny_llama", "nvme_path": "/n\udcff"})

@@ -68,9 +68,12 @@ def test_a_file_that_could_be_anybodys(tmp_path: Path) -> None:
     [
         ("a.json", '{"a": 1,, "b"', "is not JSON: take out the second comma, in line 1"),
         ("a.json", "[1, 2]", "holds no keys"),
+        ("a.json", "fp16: 1e400", "is not JSON"),
         ("a.yaml", "a: b: c", "is not YAML: put text with a colon in it in quotes.*, in line 1"),
         ("a.yaml", "", "holds no keys"),
         ("a.yaml", "1: 2", "is not a key"),
+        ("a.yaml", "distributed_type: FSDP\nfsdp_config: {1: 2}", "^1 in fsdp_config in a.yaml is not a key"),
+        ("a.yaml", "fp16: true\na: {b: [{null: 2}]}", "^null in a.b in a.yaml is not a key"),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, name: str, text: str, sentence: str) -> None:

@@ -268,7 +268,7 @@ def _load_hjson(text: str, file: str, plain: Exception) -> object:
         return hjson.loads(text, object_pairs_hook=_no_duplicates)
     except hjson.HjsonDecodeError as error:
         cause = str(error if re.search(r"//|/\*|#", text) else plain)
-    except (ValueError, RecursionError) as error:  # int() refuses thousands of digits with a ValueError
+    except (ValueError, OverflowError, RecursionError) as error:  # int() refuses thousands of digits with a ValueError
         cause = str(error)
     raise ConfigError(f"{file} is not JSON: {cause[:1].lower()}{cause[1:]}")
 

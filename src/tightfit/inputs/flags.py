@@ -63,6 +63,14 @@ LEAST: dict[str, int] = {
 }
 """The flags that take a whole number, and the smallest that makes sense."""
 
+MOST: dict[str, int] = {
+    "seq": 100_000_000,
+    "effective_batch": 1_000_000,
+    "micro_batch": 1_000_000,
+    "accum": 1_000_000,
+}
+"""The largest that anybody can mean. More would only keep the search busy: it tries what divides a batch."""
+
 _LEVER_OF_FLAG = {
     "method": "method",
     "engine": "engine",
@@ -153,6 +161,11 @@ def levers_from_flags(flags: Flags, shape: ModelShape, base: Levers | None = Non
 def check_levers(levers: Levers, shape: ModelShape) -> None:
     """Raise the first contradiction among the levers, or between them and the model."""
     _check_offload(levers)
+    if levers.micro_batch * levers.accumulation > MOST["effective_batch"]:
+        raise ConfigError(
+            f"--micro-batch {levers.micro_batch} × --accum {levers.accumulation} must be at most "
+            f"{MOST['effective_batch']} sequences a step: lower one"
+        )
     depth = shape.n_layers
     recomputed = levers.checkpointing.layers
     if recomputed is not None and recomputed > depth:
@@ -209,6 +222,9 @@ def _checked_words(given: dict[str, Any]) -> dict[str, Any]:
     for flag, least in LEAST.items():
         if flag in given and given[flag] < least:
             raise ConfigError(f"{spelt(flag)} must be at least {least}, not {given[flag]}")
+    for flag, most in MOST.items():
+        if flag in given and given[flag] > most:
+            raise ConfigError(f"{spelt(flag)} must be at most {most}, not {given[flag]}")
     version = given.get("deepspeed_version")
     if version is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?([.+]?\w+)*", version):
         raise ConfigError(f"--deepspeed-version takes a version such as {Levers().deepspeed_version}, not {version!r}")

@@ -467,7 +467,13 @@ def _faults(found: Mapping[tuple[int | str, ...], str], tree: Mapping[str, Any],
             path, value = longer, value[step]
         if path not in said:
             said.add(path)
-            yield path, wrong(path, value, source)
+            yield path, wrong(path, value, source) if path else _unreadable(source)
+
+
+def _unreadable(source: Source) -> ConfigError:
+    """Of the whole tree, where pydantic could not even name a field: half a letter, say, which JSON cannot hold."""
+    where = source.file or "the command line"
+    return ConfigError(f"{where} holds text that is no UTF-8: write it in plain letters")
 
 
 def _unknown(parent: str, key: str, source: Source) -> ConfigError:

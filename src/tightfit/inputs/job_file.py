@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.flags import Flags, levers_from_flags, spelt
+from tightfit.inputs.flags import MOST, Flags, levers_from_flags, spelt
 from tightfit.inputs.hardware import parse_hardware, parse_size
 from tightfit.inputs.job_fields import FREE_LEVERS, Source, default_of, faults_in_tree, job_fields, job_from_tree, wrong
 from tightfit.inputs.job_text import is_json, read_tree
@@ -100,7 +100,7 @@ def job_faults(path: Path) -> tuple[str, ...]:
     if job is None:
         return found
     # What shows between fields is asked only where every field is there to be asked.
-    for check in (_check_words, *(() if found else (_check_levers, _check_model, _check_ids))):
+    for check in (_check_words, _check_counts, *(() if found else (_check_levers, _check_model, _check_ids))):
         found += tuple(map(str, check(job, source)))
     return found
 
@@ -297,7 +297,7 @@ def _capped(hardware: Hardware, job: Job) -> Hardware:
 
 def _check(job: Job, source: Source) -> tuple[str, ...]:
     """Raise what is wrong beyond single types; give back what is odd but can be lived with."""
-    for check in (_check_words, _check_levers, _check_model, _check_ids):
+    for check in (_check_words, _check_counts, _check_levers, _check_model, _check_ids):
         for fault in check(job, source):
             raise fault
     return tuple(_oddities(job, source))
@@ -342,6 +342,14 @@ def _check_words(job: Job, source: Source) -> Iterator[UserError]:
             f"{source.called('limits.host_ram')} is {job.limits.host_ram}, more than the {job.hardware.host_ram} of "
             f"{source.name('hardware.host_ram')}: lower it or leave it out"
         )
+
+
+def _check_counts(job: Job, source: Source) -> Iterator[UserError]:
+    for flag, most in MOST.items():
+        path = JOB_FLAGS[flag]
+        value = _at(job, path)
+        if value is not None and value > most:
+            yield ConfigError(f"{source.called(path)} must be at most {most}, not {value}")
 
 
 def _check_levers(job: Job, source: Source) -> Iterator[UserError]:

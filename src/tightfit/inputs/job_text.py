@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.spelling import LARGEST, read_text, shown
+from tightfit.inputs.spelling import LARGEST, check_keys, read_text, shown
 from tightfit.inputs.syntax_faults import json_fault, yaml_fault
 from tightfit.types import ConfigError
 
@@ -29,6 +29,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.name} is empty: the least is one line, `model: llama-3.1-8b` say")
     if not isinstance(values, dict):
         raise ConfigError(f"{path.name} is no job file: it should be lines of `field: value`, not {shown(values)}")
+    check_keys(values, path.name)
     tree: dict[str, Any] = _Copy(path.name).of(values, "", 0)
     return tree
 

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from tightfit.inputs.deepspeed_file import DeepSpeedSettings
+from tightfit.inputs.flags import MOST
 from tightfit.inputs.spelling import Fields, listed, nearest, read_text, shown, unknown_key
 from tightfit.types import (
     AttentionKernel,
@@ -198,9 +199,9 @@ def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
         method=method,
         lora=None if method == "full" else _lora(said, pure),
         trainable_layers=_trainable_layers(said, because),
-        sequence=said.integer("cutoff_len", least=1) or 2048,
-        micro_batch=said.integer("per_device_train_batch_size", least=1) or 8,
-        accumulation=said.integer("gradient_accumulation_steps", least=1) or 1,
+        sequence=said.integer("cutoff_len", least=1, most=MOST["seq"]) or 2048,
+        micro_batch=said.integer("per_device_train_batch_size", least=1, most=MOST["micro_batch"]) or 8,
+        accumulation=said.integer("gradient_accumulation_steps", least=1, most=MOST["accum"]) or 1,
         precision=_precision(said, method, pure, because),
         master_weights=not pure,
         optimizer=_optimizer(said),

@@ -57,6 +57,25 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def check_keys(tree: object, file: str) -> None:
+    """Refuse keys that are no text, at any depth: YAML has numbers, dates, null and `yes` as keys too."""
+    waiting: list[tuple[str, object]] = [("", tree)]
+    known: set[int] = set()  # YAML can tie a value into a knot
+    while waiting:
+        place, here = waiting.pop()
+        if not isinstance(here, dict | list) or id(here) in known:
+            continue
+        known.add(id(here))
+        if isinstance(here, list):
+            waiting += [(place, inside) for inside in here]
+            continue
+        for key, inside in here.items():
+            if not isinstance(key, str):
+                where = f"{place} in {file}" if place else file
+                raise ConfigError(f"{shown(key)} in {where} is not a key: write it in quotes if you mean the word")
+            waiting.append((f"{place}.{key}" if place else key, inside))
+
+
 def shown(value: object) -> str:
     """A value as the user wrote it, short enough for a sentence."""
     try:
@@ -99,15 +118,15 @@ class Fields:
         value = self.values.get(key)
         return key in self.values and not any(value is word or value == word for word in self.silent)
 
-    def integer(self, key: str, *, least: int | None = 0) -> int | None:
+    def integer(self, key: str, *, least: int | None = 0, most: int = LARGEST) -> int | None:
         """A whole number; `5e8` is one, `true` is not."""
         if not self.says(key):
             return None
         value = self._number(key, "a whole number")
         if not float(value).is_integer():
             raise self.wrong(key, "a whole number")
-        if abs(value) > LARGEST:
-            raise self.wrong(key, f"at most {LARGEST}")
+        if abs(value) > most:
+            raise self.wrong(key, f"at most {most}")
         if least is not None and value < least:
             raise self.wrong(key, f"at least {least}")
         return int(value)

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from tightfit.inputs.spelling import read_text, shown
+from tightfit.inputs.spelling import check_keys, read_text
 from tightfit.inputs.syntax_faults import json_fault, yaml_fault
 from tightfit.types import ConfigError
 
@@ -77,9 +77,7 @@ def read_document(path: Path) -> Document:
     document = _read_json(path, text) if looks_like_json else _read_yaml(path, text)
     if not isinstance(document.values, dict) or not document.values:
         raise ConfigError(f"{path.name} holds no keys: a config is a block of keys with values")
-    for key in document.values:
-        if not isinstance(key, str):
-            raise ConfigError(f"{shown(key)} in {path.name} is not a key: write it in quotes if you mean the word")
+    check_keys(document.values, path.name)
     return document
 
 
@@ -138,7 +136,7 @@ def _read_hjson(path: Path, text: str) -> Any:
 
     try:
         return hjson.loads(text, object_pairs_hook=dict)
-    except (ValueError, RecursionError):
+    except (ValueError, OverflowError, RecursionError):  # OverflowError: how Hjson answers 1e400
         raise ConfigError(f"{path.name} is not JSON: {json_fault(text)}") from None
 
 
