@@ -517,6 +517,66 @@ def test_launchers_that_start_no_fsdp2_get_another_engine(shell: Shell, tmp_path
     assert any("FSDP2 is left out: --launcher llamafactory" in sentence for sentence in answer["because"])
     assert all(way["levers"]["engine"] != "fsdp2" for way in answer["alternatives"])
     assert "llamafactory-cli train" in (out / "launch.sh").read_text(encoding="utf-8")
+    request = "No --precision was named"
+    old = ("--model", "qwen1.5-0.5b", "--gpus", "4xV100-32GB", "--launcher", "deepspeed")
+    assert any(sentence.startswith(request) for sentence in shell.json(*old)["because"]), "what was said before stays"
+    pinned = shell.json(*asked, "--launcher", "deepspeed", "--engine", "zero3")
+    assert not any("FSDP2" in sentence for sentence in pinned["because"]), "nothing was left out"
+
+
+ONLY_FSDP2 = ("--model", "qwen2.5-7b", "--gpus", "8xRTX4090", "--host-ram", "20GB")
+"""ZeRO-3 holds more of the host's RAM than this."""
+WAY_OUT = "As it is, nothing fits that --launcher deepspeed starts: with --launcher torchrun FSDP2 would."
+
+
+def test_where_only_fsdp2_fits_another_launcher_is_named(shell: Shell, tmp_path: Path) -> None:
+    assert shell.json(*ONLY_FSDP2, "--launcher", "torchrun")["chosen"]["levers"]["engine"] == "fsdp2"
+    answer = shell.json(*ONLY_FSDP2, "--launcher", "deepspeed")
+    assert not answer["fits"]
+    assert WAY_OUT in answer["because"]
+    assert all(way["levers"]["engine"] != "fsdp2" for way in (*answer["alternatives"], *answer["remedies"]))
+    said = shell.refused(*ONLY_FSDP2, "--launcher", "deepspeed", "--write", str(tmp_path / "out"))
+    assert "nothing was written: --launcher torchrun would make it fit" in said
+    changed = shell.json(*ONLY_FSDP2, "--launcher", "deepspeed", "--allow", "lora")
+    assert changed["chosen"]["changes"] == ["trains adapters of rank 8 instead of every weight"]
+    assert changed["chosen"]["levers"]["engine"] != "fsdp2"
+    assert WAY_OUT in changed["because"]
+    assert not any("--launcher" in sentence for sentence in shell.json(*HOPELESS)["because"])
+    hopeless = shell.json(*HOPELESS, "--launcher", "deepspeed")
+    assert not any("torchrun" in sentence for sentence in hopeless["because"]), "that would not help"
+
+
+def test_the_most_that_fits_is_what_the_launcher_can_start(shell: Shell) -> None:
+    assert shell.json(*ONLY_FSDP2, "--max", "seq")["max"]["value"] > 0
+    answer = shell.json(*ONLY_FSDP2, "--max", "seq", "--launcher", "deepspeed")
+    assert answer["max"]["value"] is None
+    assert WAY_OUT in answer["because"]
+    asked = ("--method", "lora", "--gpus", "8xK100-64GB", "--launcher", "llamafactory", "--max")
+    for wanted in (("seq", "--model", "qwen2.5-32b"), ("micro-batch", "--model", "qwen2.5-32b"), ("model",)):
+        answer = shell.json(*asked, *wanted)
+        for way in (answer["chosen"], *answer["alternatives"]):
+            assert way["levers"]["checkpointing"] in ("none", "full", "full+offload")
+            assert way["levers"]["engine"] != "fsdp2"
+        assert any("every layer or none" in sentence for sentence in answer["because"])
+
+
+def test_the_output_folder_lies_beside_the_written_files_whatever_is_here(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = "model: qwen1.5-0.5b\nhardware: {gpus: 1x24GB}\n"
+
+    def output(text: str) -> str:
+        Path("job.yaml").write_text(text, encoding="utf-8")
+        shell.run("job.yaml", "--write", "out", "--force")
+        return str(json.loads(Path("out/training_args.json").read_text(encoding="utf-8"))["output_dir"])
+
+    assert output(job) == "output"
+    Path("output").mkdir()
+    assert output(job) == "output"
+    assert output(f"{job}saving: {{folder: {tmp_path}/runs}}\n") == f"{tmp_path}/runs"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert output(f"{job}saving: {{folder: ~/runs}}\n") == f"{tmp_path}/runs"
 
 
 def test_gpu_numbers_port_and_hosts_reach_the_script(shell: Shell, tmp_path: Path) -> None:

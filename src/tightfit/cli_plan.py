@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.cli_flags import Parser, add_lever_flags, whole_number
-from tightfit.cli_plan_files import Answer, check_launcher, target_of, write_plan
+from tightfit.cli_plan_files import Answer, Startable, beyond, check_launcher, startable_of, target_of, write_plan
 from tightfit.cli_plan_request import Request, request_of
 from tightfit.inputs.flags import meant, spelt
 from tightfit.inputs.job_fields import FREE_LEVERS
@@ -116,7 +116,7 @@ def _work(args: argparse.Namespace) -> tuple[Answer, list[Path] | None]:
     target = target_of(args)
     request = request_of(args)
     check_launcher(request.job, target)
-    answer = _answer(args, request)
+    answer = _answer(args, request, startable_of(request.job, target))
     return write_plan(args, request.job, target, answer)
 
 
@@ -180,10 +180,10 @@ def _check(args: argparse.Namespace) -> None:
 # --- answering ----------------------------------------------------------------------------------
 
 
-def _answer(args: argparse.Namespace, request: Request) -> Answer:
+def _answer(args: argparse.Namespace, request: Request, startable: Startable) -> Answer:
     job, shape, hardware = request.job, request.shape, request.hardware
     if hasattr(args, "max"):
-        return _most(args.max, request)
+        return _most(args.max, request, startable)
     if job.tier is not None:
         if job.tier == "all":
             if hasattr(args, "write"):
@@ -194,10 +194,10 @@ def _answer(args: argparse.Namespace, request: Request) -> Answer:
             raise ConfigError(answer.problem)
         others = () if answer.plan.fits else _fitting_tiers(answer.tier.name, request)
         return replace(answer, because=(*request.said, *answer.because, *others))
-    # LLaMA-Factory recomputes every layer or none; what is promised must be what it runs
-    own = getattr(args, "launcher", None) != "llamafactory"
-    said = () if own else ("LLaMA-Factory recomputes every layer or none, so nothing in between was considered.",)
-    return planned(job, shape, hardware, (*request.said, *said), partial=own)
+    said = (*request.said, *startable.said)
+    found = planned(job, shape, hardware, said, partial=startable.partial, engines=startable.engines)
+    way_out = beyond(startable, found)
+    return replace(found, because=(way_out, *found.because)) if way_out else found
 
 
 def _fitting_tiers(name: str, request: Request) -> tuple[str, ...]:
@@ -210,12 +210,15 @@ def _fitting_tiers(name: str, request: Request) -> tuple[str, ...]:
     return (f"Of the other tiers {', '.join(names)} {fit}: --tier all sets them side by side.",)
 
 
-def _most(wanted: Wanted, request: Request) -> Limit:
+def _most(wanted: Wanted, request: Request, startable: Startable) -> Limit:
     job, shape, hardware = request.job, request.shape, request.hardware
+    partial, engines = startable.partial, startable.engines
     if wanted == "seq":
-        limit = longest_sequence(job, shape, hardware)
+        limit = longest_sequence(job, shape, hardware, partial=partial, engines=engines)
     elif wanted == "micro-batch":
-        limit = largest_micro_batch(job, shape, hardware)
+        limit = largest_micro_batch(job, shape, hardware, partial=partial, engines=engines)
     else:
-        limit = largest_model(job, hardware)
-    return replace(limit, because=(*request.said, *limit.because))
+        limit = largest_model(job, hardware, partial=partial, engines=engines)
+    way_out = beyond(startable, limit.plan, every_gpu=True)
+    said = (*((way_out,) if way_out else ()), *request.said, *startable.said)
+    return replace(limit, because=(*said, *limit.because))

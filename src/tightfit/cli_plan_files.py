@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from tightfit.inputs.flags import meant, spelt
 from tightfit.job import Job
-from tightfit.planner import question_of, reasons
+from tightfit.planner import question_of
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan
-from tightfit.planner.search import rank
+from tightfit.planner.search import search, something_fits
 from tightfit.planner.tiers import Tiered
-from tightfit.types import ConfigError, Hardware, Levers
+from tightfit.priced import strategy_name
+from tightfit.types import ConfigError, Engine, Hardware, Levers
 
 if TYPE_CHECKING:
     from tightfit.render.target import Target
@@ -27,6 +28,9 @@ DTK_DEEPSPEED = "0.14.2"
 
 STARTS_DEEPSPEED = ("deepspeed", "llamafactory")
 """The launchers that start no FSDP2."""
+DEEPSPEED = frozenset(get_args(Engine)) - {"fsdp2"}
+STARTS_ANY = "torchrun"
+"""A launcher without bounds, to name where another one's are too narrow."""
 ABOUT_FILES = {"write", "launcher", "port", "hostfile", "transformers_version", "llamafactory_version"}
 """The flags that need the renderers, which a plan alone does without."""
 
@@ -34,6 +38,17 @@ _VERSION = re.compile(r"\d+\.\d+(\.\d+)?([.+]?\w+)*")
 _MOST_PORT = 65_535
 
 Answer = Plan | Tiered | Limit | list[Tiered]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Startable:
+    """What a launcher can start: the bounds of the search."""
+
+    launcher: str | None
+    partial: bool = True
+    """See `Question`; so `engines`."""
+    engines: frozenset[str] | None = None
+    said: tuple[str, ...] = ()
 
 
 def deepspeed_version(hardware: Hardware) -> tuple[str, tuple[str, ...]]:
@@ -106,11 +121,40 @@ def check_launcher(job: Job, target: Target | None) -> None:
         )
 
 
+def startable_of(job: Job, target: Target | None) -> Startable:
+    """What is promised must be what the launcher runs; what the user has pinned needs no sentence."""
+    launcher = target.launcher if target else None
+    if launcher not in STARTS_DEEPSPEED:
+        return Startable(launcher=launcher)
+    said = []
+    if "engine" not in job.levers:
+        said.append(f"FSDP2 is left out: --launcher {launcher} starts DeepSpeed's engines.")
+    partial = launcher != "llamafactory"
+    if not partial and "checkpointing" not in job.levers:
+        said.append("LLaMA-Factory recomputes every layer or none, so nothing in between was considered.")
+    return Startable(launcher=launcher, partial=partial, engines=DEEPSPEED, said=tuple(said))
+
+
+def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> str | None:
+    """What another launcher would make fit, where this one's bounds leave nothing, or nothing without a change."""
+    chosen = answer.chosen
+    if startable.engines is None or (chosen is not None and not chosen.changes):
+        return None
+    question = question_of(answer.job, answer.shape, answer.hardware, every_gpu=every_gpu)
+    best = search(question).best if something_fits(question) else None
+    if best is None:
+        return None
+    return (
+        f"As it is, nothing fits that --launcher {startable.launcher} starts: "
+        f"with --launcher {STARTS_ANY} {strategy_name(best.levers)} would."
+    )
+
+
 def write_plan(
     args: argparse.Namespace, job: Job, target: Target | None, answer: Answer
 ) -> tuple[Answer, list[Path] | None]:
-    """The answer as the launcher can start it, and the files that were written for it, if that was asked."""
-    answer = _changed(answer, target.launcher if target else None)
+    """The answer with what was never run by us, and the files that were written for it, if that was asked."""
+    answer = _changed(answer)
     if target is None or not hasattr(args, "write"):
         return answer, None
     from tightfit.render import render
@@ -118,7 +162,10 @@ def write_plan(
 
     answered = plan_of(answer)
     if answered.chosen is None:
-        raise ConfigError(f"nothing fits, so nothing was written: {_way_out(answered)}")
+        every_gpu = isinstance(answer, Limit)
+        narrow = beyond(startable_of(job, target), answered, every_gpu=every_gpu) is not None
+        way_out = f"--launcher {STARTS_ANY} would make it fit" if narrow else _way_out(answered)
+        raise ConfigError(f"nothing fits, so nothing was written: {way_out}")
     deepspeed = answered.chosen.levers.deepspeed_version
     target = replace(target, deepspeed_version=deepspeed, gpu_ids=job.hardware.gpu_ids)
     return answer, write(render(answered, target), Path(args.write), hasattr(args, "force"))
@@ -140,22 +187,16 @@ def _way_out(answer: Plan) -> str:
     return "run it without --write to see how far it is"
 
 
-# --- what the launcher can start ----------------------------------------------------------------
-
-
-def _changed(answer: Answer, launcher: str | None) -> Answer:
+def _changed(answer: Answer) -> Answer:
     if isinstance(answer, list):
         return answer
     if isinstance(answer, Plan):
-        return _settled(answer, launcher)
-    return replace(answer, plan=_settled(plan_of(answer), launcher))
+        return _settled(answer)
+    return replace(answer, plan=_settled(plan_of(answer)))
 
 
-def _settled(answer: Plan, launcher: str | None) -> Plan:
-    """The plan as this launcher can start it, with what was never run by us."""
-    if answer.chosen is not None and answer.chosen.levers.engine == "fsdp2" and launcher in STARTS_DEEPSPEED:
-        assert launcher is not None
-        answer = _without_fsdp2(answer, launcher)
+def _settled(answer: Plan) -> Plan:
+    """The plan with what was never run by us."""
     ways: Sequence[str] = ()
     if answer.chosen is not None:
         ways = (answer.chosen.levers.offload_optimizer, answer.chosen.levers.offload_param)
@@ -163,25 +204,3 @@ def _settled(answer: Plan, launcher: str | None) -> Plan:
         return answer
     said = "NVMe offload: planned from DeepSpeed's source, never run by us."
     return replace(answer, unproven=(*answer.unproven, said), because=(*answer.because, said))
-
-
-def _without_fsdp2(answer: Plan, launcher: str) -> Plan:
-    """The fastest of DeepSpeed's engines instead. The best of every strategy is among the alternatives."""
-    assert answer.chosen is not None
-    others = [way for way in answer.alternatives if way.levers.engine != "fsdp2"]
-    fitting = [way for way in others if way.fits]
-    if not fitting:
-        raise ConfigError(
-            f"--launcher {launcher} starts DeepSpeed's engines, and only FSDP2 fits: "
-            "use --launcher torchrun or accelerate"
-        )
-    question = question_of(answer.job, answer.shape, answer.hardware)
-    chosen = min(fitting, key=rank)
-    said = f"FSDP2 is left out: --launcher {launcher} starts DeepSpeed's engines."
-    changed = replace(
-        answer,
-        chosen=replace(chosen, because=reasons.of_choice(question, chosen), changes=answer.chosen.changes),
-        alternatives=tuple(way for way in others if way is not chosen),
-        hours=reasons.hours(answer.job, answer.effective_batch, chosen),
-    )
-    return replace(changed, because=reasons.of_plan(changed, question, (said,)))

@@ -218,7 +218,10 @@ def _node(args: argparse.Namespace, job: Job, file: FileSays | None) -> Hardware
 
 
 def _placed(job: Job, file: Path | None) -> Job:
-    """Paths that lead somewhere from here, made absolute: the written files may lie anywhere."""
+    """Paths that lead somewhere from here, made absolute: the written files may lie anywhere.
+
+    Not the run's folder: it lies beside the written files unless it is absolute, whatever happens to be here.
+    """
 
     def place(text: str | None) -> str | None:
         for folder in (Path(), *((file.parent,) if file else ())):
@@ -234,6 +237,6 @@ def _placed(job: Job, file: Path | None) -> Job:
         job,
         model=model,
         data=replace(job.data, path=place(job.data.path)),
-        saving=replace(job.saving, folder=place(job.saving.folder) or job.saving.folder),
+        saving=replace(job.saving, folder=str(Path(job.saving.folder).expanduser())),
         hardware=replace(job.hardware, nvme_path=place(job.hardware.nvme_path)),
     )

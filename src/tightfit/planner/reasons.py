@@ -14,7 +14,7 @@ from tightfit.inputs.job_file import timeout_s
 from tightfit.job import Job
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way
-from tightfit.planner.search import Question, excess_share
+from tightfit.planner.search import Question, excess_share, needed_bytes
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import Checkpointing, Hardware, Mamba1
 
@@ -166,7 +166,8 @@ def _against(plan: Plan, chosen: Way) -> list[str]:
 def lacking_bytes(way: Way) -> dict[str, int]:
     """What a way lacks: of `GPU`, less the margin, of host `RAM`, of `NVMe`; only what is missing is named."""
     hardware, gpu, host = way.hardware, way.footprint.gpu, way.footprint.host
-    on_card = max(gpu.required_bytes - hardware.gpu.memory_bytes, _step_bytes(way) - way.gpu_limit_bytes)
+    needed = needed_bytes(way.footprint, hardware)
+    on_card = max(gpu.required_bytes - hardware.gpu.memory_bytes, needed - way.gpu_limit_bytes)
     ram, nvme = hardware.host_ram_bytes, hardware.nvme_bytes
     lacking = {
         "GPU": on_card,
@@ -198,13 +199,7 @@ def _missing_on_card(way: Way) -> str:
         place = places.get(phase, f"in the {phase} pass")
         return f"needs {amounts(gpu.required_bytes - card)[0]} GiB more than the card has {place}"
     place = places.get(gpu.peak_phase, f"in the {gpu.peak_phase} pass")
-    return f"would leave only {amounts(max(card - _step_bytes(way), 1))[0]} GiB of the card free {place}"
-
-
-def _step_bytes(way: Way) -> int:
-    """What a step needs: the margin is for the steps, and building the model must only fit the card."""
-    gpu = way.footprint.gpu
-    return gpu.required_bytes - max(0, gpu.init_peak_bytes - gpu.peak_bytes)
+    return f"would leave only {amounts(max(card - needed_bytes(way.footprint, way.hardware), 1))[0]} GiB of the card free {place}"
 
 
 def _main_cause(way: Way, chosen: Way) -> str:
