@@ -199,7 +199,8 @@ def _missing_on_card(way: Way) -> str:
         place = places.get(phase, f"in the {phase} pass")
         return f"needs {amounts(gpu.required_bytes - card)[0]} GiB more than the card has {place}"
     place = places.get(gpu.peak_phase, f"in the {gpu.peak_phase} pass")
-    return f"would leave only {amounts(max(card - needed_bytes(way.footprint, way.hardware), 1))[0]} GiB of the card free {place}"
+    left = amounts(max(card - needed_bytes(way.footprint, way.hardware), 1))[0]
+    return f"would leave only {left} GiB of the card free {place}"
 
 
 def _main_cause(way: Way, chosen: Way) -> str:
