@@ -684,3 +684,11 @@ def test_a_plan_loads_neither_torch_nor_what_it_does_not_draw_with() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert not loaded & (HEAVY | {"rich", "yaml", "huggingface_hub"})
+
+
+def test_a_batch_that_the_file_makes_is_named_by_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(Path(__file__).parent / "data" / "config_7b_mamba.yaml")
+    assert main(["plan", file, "--gpus", "6x24GB"]) == 2
+    said = capsys.readouterr().err
+    assert "The 32 sequences a step of config_7b_mamba.yaml cannot be shared evenly by 6 GPUs" in said
+    assert "use --effective-batch 30 or 36" in said

@@ -116,8 +116,21 @@ def _work(args: argparse.Namespace) -> tuple[Answer, list[Path] | None]:
     target = target_of(args)
     request = request_of(args)
     check_launcher(request.job, target)
-    answer = _answer(args, request, startable_of(request.job, target))
+    try:
+        answer = _answer(args, request, startable_of(request.job, target))
+    except ConfigError as error:
+        raise _of_the_file(error, args) from None
     return write_plan(args, request.job, target, answer)
+
+
+def _of_the_file(error: ConfigError, args: argparse.Namespace) -> ConfigError:
+    """A batch that no flag gave is named by the file that did."""
+    said, flag = str(error), "--effective-batch "
+    if not said.startswith(flag) or hasattr(args, "effective_batch") or not hasattr(args, "file"):
+        return error
+    batch, _, rest = said.removeprefix(flag).partition(" ")
+    rest = rest.replace(": use ", f": use {flag}")
+    return ConfigError(f"The {batch} sequences a step of {Path(args.file).name} {rest}")
 
 
 # --- the parser ---------------------------------------------------------------------------------
