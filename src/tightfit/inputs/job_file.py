@@ -17,7 +17,16 @@ from typing import Any
 
 from tightfit.inputs.flags import MOST, Flags, levers_from_flags, spelt
 from tightfit.inputs.hardware import parse_hardware, parse_size
-from tightfit.inputs.job_fields import FREE_LEVERS, Source, default_of, faults_in_tree, job_fields, job_from_tree, wrong
+from tightfit.inputs.job_fields import (
+    COSTLY,
+    FREE_LEVERS,
+    Source,
+    default_of,
+    faults_in_tree,
+    job_fields,
+    job_from_tree,
+    wrong,
+)
 from tightfit.inputs.job_text import is_json, read_tree
 from tightfit.inputs.job_training import Translated, translate
 from tightfit.inputs.models import load_model, shape_from_fields
@@ -27,15 +36,7 @@ from tightfit.types import Buckets, ConfigError, Hardware, HardwareError, Levers
 
 JOB_FLAGS: Mapping[str, str] = {
     "model": "model",
-    "method": "method",
-    "seq": "sequence",
-    "precision": "precision",
-    "optimizer": "optimizer",
-    "lora_rank": "lora.rank",
-    "lora_targets": "lora.targets",
-    "adapter_dtype": "lora.dtype",
-    "master_weights": "master_weights",
-    "frozen_layers": "frozen_layers",
+    **{flag: field for flag, field in COSTLY.items() if flag != "sequence"},  # whose flag is --seq
     "effective_batch": "effective_batch",
     "gpus": "hardware.gpus",
     "host_ram": "hardware.host_ram",
