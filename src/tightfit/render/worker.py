@@ -9,11 +9,15 @@ hold its own measurements against it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.inputs.job_file import timeout_s
+from tightfit.inputs.models import config_from_fields, find_config
+from tightfit.inputs.presets import PRESETS
 from tightfit.job import Job
 from tightfit.planner.plan import Plan, Way
 from tightfit.types import ConfigError, Levers
@@ -122,13 +126,31 @@ def time_limit_s(job: Job) -> int | None:
 def _model(plan: Plan, way: Way) -> dict[str, Any]:
     """`source` is what the user named; where a smaller model was allowed, that one's name."""
     source = plan.job.model if way.shape is plan.shape else way.shape.name
+    config, weights = _origin(source, way.shape.name)
     return {
         "name": way.shape.name,
         "source": source if isinstance(source, str) else dict(source),
+        "config": config,
+        "weights": weights,
         "model_type": way.shape.model_type,
         "parameters": way.shape.parameters,
         "trust_remote_code": plan.job.trust_remote_code,
     }
+
+
+def _origin(source: str | Mapping[str, Any], name: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The config to build from, or what has both config and weights.
+
+    A preset, a block of fields and a config without weights beside it are drawn from the seed.
+    """
+    if not isinstance(source, str):
+        return dict(config_from_fields(source, name)), None
+    word = source.strip()
+    path = Path(word).expanduser()
+    if word.lower() not in PRESETS and (not path.exists() or (path.is_dir() and any(path.glob("*.safetensors")))):
+        return None, str(path.absolute()) if path.exists() else word
+    found = find_config(word)
+    return dict(config_from_fields(found.config, name) if found.is_block else found.config), None
 
 
 def _data(job: Job, way: Way) -> dict[str, Any]:

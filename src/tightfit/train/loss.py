@@ -14,22 +14,25 @@ off by percents on bf16 CPUs. The head's gradient is accumulated in its own dtyp
 
 from __future__ import annotations
 
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightfit.memory.loss import fused_chunk_tokens
+from tightfit.train.build import body_of
+from tightfit.types import ConfigError, Loss
 
 # B sequences of L tokens, T = B*L, H hidden, V vocabulary, C tokens of one chunk
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> Tensor:
-        need_hidden, need_weight, _ = ctx.needs_input_grad
+    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, divisor: float | None) -> Tensor:
+        need_hidden, need_weight, *_ = ctx.needs_input_grad
         kept_T = labels_T != -100
-        scale = 1.0 / kept_T.sum().clamp(min=1)
+        scale = 1.0 / kept_T.sum().clamp(min=1) if divisor is None else 1.0 / divisor
         total = torch.zeros((), dtype=torch.float32, device=hidden_TH.device)
         grad_hidden_TH = torch.empty_like(hidden_TH) if need_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if need_weight else None
@@ -63,15 +66,60 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         saved = list(ctx.saved_tensors)
-        need_hidden, need_weight, _ = ctx.needs_input_grad
+        need_hidden, need_weight, *_ = ctx.needs_input_grad
         grad_hidden_TH = saved.pop(0).mul_(grad) if need_hidden else None
         grad_weight_VH = saved.pop(0).mul_(grad) if need_weight else None
-        return grad_hidden_TH, grad_weight_VH, None
+        return grad_hidden_TH, grad_weight_VH, None, None
 
 
-def linear_cross_entropy(hidden_BLH: Tensor, weight_VH: Tensor, labels_BL: Tensor) -> Tensor:
-    """Mean next-token loss of `hidden @ weight.T` against `labels` shifted by one; -100 is ignored."""
+def linear_cross_entropy(
+    hidden_BLH: Tensor, weight_VH: Tensor, labels_BL: Tensor, divisor: float | None = None
+) -> Tensor:
+    """Next-token loss of `hidden @ weight.T` against `labels` shifted by one; -100 is ignored.
+
+    The sum over tokens is divided by `divisor`; None: by their number, which gives the mean.
+    """
     labels_T = torch.nn.functional.pad(labels_BL, (0, 1), value=-100)[..., 1:].reshape(-1)
     hidden_TH = hidden_BLH.reshape(-1, hidden_BLH.shape[-1])
-    loss: Tensor = _ChunkedLinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedLinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T, divisor)  # type: ignore[no-untyped-call]
     return loss
+
+
+class WindowLoss:
+    """The loss of a micro batch as its share of the whole window's mean.
+
+    A window is what one optimizer step is made of: every micro batch of every rank. Its loss is the mean over its
+    tokens, whichever micro batch they fell into, so that another split of the same window trains the same. Each
+    micro batch's sum is therefore divided by the tokens of the window, which `divisor` holds, set before each pass.
+    """
+
+    def __init__(self, model: Any, kind: Loss) -> None:
+        self.divisor = 1.0
+        body = body_of(model)
+        if kind == "plain":
+            body.loss_function = self._plain
+        else:
+            self._fuse(body)
+
+    def _plain(self, logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=self.divisor)  # type: ignore[arg-type]
+        return loss
+
+    def _fuse(self, body: Any) -> None:
+        """Inside the head's own forward, so that an engine that gathers its weight does so for the loss."""
+        head, divide = body.get_output_embeddings(), self
+        if getattr(head, "bias", None) is not None or getattr(body.config, "logits_scaling", 1) != 1:
+            raise ConfigError(f"--loss fused cannot do the head of {type(body).__name__}: use --loss plain")
+
+        def head_forward(self: Any, hidden: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, self.labels, divide.divisor)
+
+        def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
+            hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options)[0]
+            head.labels = labels
+            return SimpleNamespace(loss=head(hidden))
+
+        head.forward = MethodType(head_forward, head)
+        body.forward = MethodType(forward, body)

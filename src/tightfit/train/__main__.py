@@ -1,0 +1,137 @@
+"""The worker's entry: `python -m tightfit.train worker.json`, one process a GPU.
+
+Also the other work that needs torch and is asked for by the desk: `preview`, `export`.
+
+Exit codes: 0 done, 2 the input is wrong, 3 out of memory, 1 anything else. What ended a rank is left in the run's
+folder under `errors/`; a user's mistake is said by one rank alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from tightfit.types import TightfitError, UserError
+
+BUG, USER_ERROR, OUT_OF_MEMORY = 1, 2, 3
+TASKS = ("preview", "export")
+
+
+def main(argv: Sequence[str]) -> int:
+    if argv and argv[0] in TASKS:
+        return _task(argv[0], argv[1])
+    return _worker(argv)
+
+
+def _task(task: str, spec: str) -> int:
+    try:
+        if task == "preview":
+            from tightfit.train.data.preview import main as preview
+
+            return preview(spec)
+        from tightfit.train.export import main as export
+
+        return export(spec)
+    except UserError as error:
+        print(f"tightfit: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
+        return USER_ERROR
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tightfit.train", description="One rank of a planned training.")
+    parser.add_argument("worker", type=Path, help="the plan's worker.json")
+    parser.add_argument("--no-probe", action="store_true", help="do not try the largest batch first")
+    parser.add_argument("--rehearse", action="store_true", help="pose as rank 0 of the plan on one GPU")
+    parser.add_argument("--cap-bytes", type=int, help="use no more of the card than this")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a rehearsal")
+    parser.add_argument("--tensorboard", action="store_true")
+    parser.add_argument("--wandb", action="store_true")
+    return parser.parse_args(argv)
+
+
+def _worker(argv: Sequence[str]) -> int:
+    args = _options(argv)
+    _leave_with_parent()
+    _environment()
+    from tightfit.train.config import Options, read_worker_config
+    from tightfit.train.events import leave_error
+
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    folder = None
+    try:
+        config = read_worker_config(args.worker)
+        folder = config.folder
+        options = Options(
+            probe=not args.no_probe,
+            rehearse=args.rehearse,
+            cap_bytes=args.cap_bytes,
+            rehearse_steps=args.steps,
+            tensorboard=args.tensorboard,
+            wandb=args.wandb,
+        )
+        from tightfit.train.place import place_of
+        from tightfit.train.worker import run
+
+        run(config, options, place_of(os.environ, config, options), _cache())
+        return 0
+    except BaseException as error:
+        code, kind, text = _verdict(error)
+        if folder is not None and text:
+            leave_error(folder, rank, kind, text)
+        if kind in ("bug", "out_of_memory"):
+            traceback.print_exc()
+        elif text and (rank == 0 or kind != "user"):
+            print(f"tightfit: {text}", file=sys.stderr)  # noqa: T201
+        # No orderly farewell: the others may wait in a collective that never comes.
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _verdict(error: BaseException) -> tuple[int, str, str]:
+    """Exit code, kind and one sentence."""
+    sentence = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return USER_ERROR, "user", sentence
+    if type(error).__name__ == "OthersFailed":
+        return USER_ERROR, "user", ""
+    if type(error).__name__ == "OutOfMemoryError":
+        return OUT_OF_MEMORY, "out_of_memory", sentence
+    if isinstance(error, TightfitError):
+        return BUG, type(error).__name__.lower(), sentence
+    return BUG, "bug", f"{type(error).__name__}: {sentence}"
+
+
+def _environment() -> None:
+    """What must be set before torch is loaded. What the user set stays."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1") if not os.path.exists("/dev/nvidiactl") else None
+    if "MASTER_ADDR" not in os.environ and "SLURM_LAUNCH_NODE_IPADDR" in os.environ:
+        os.environ["MASTER_ADDR"] = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "tightfit"
+
+
+def _leave_with_parent() -> None:
+    """End when whoever started this rank is gone: it holds the other end of a pipe."""
+    descriptor = os.environ.get("TIGHTFIT_PARENT_FD")
+    if descriptor is None:
+        return
+
+    def watch(number: int) -> None:
+        while os.read(number, 1):
+            pass
+        os._exit(143)
+
+    threading.Thread(target=watch, args=(int(descriptor),), daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""LoRA adapters around a skeleton, and the 4-bit weights of QLoRA.
+
+Adapters are made on the meta device like everything else and get their values from `fill.py`: PEFT would draw them
+from the state of the global generator, which differs from engine to engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.train.build import DTYPES, body_of
+from tightfit.train.config import AdapterSettings
+from tightfit.types import ConfigError, Levers, Lora
+
+ReadWhole = Callable[[str, tuple[int, ...]], Tensor]
+"""A tensor's name and shape → its values, on the host."""
+
+
+def add_adapters(model: Any, lora: Lora, settings: AdapterSettings, dtype: torch.dtype) -> Any:
+    """The model with adapters around the targets; nothing else trains."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=settings.dropout,
+        target_modules="all-linear" if lora.targets is None else list(lora.targets),
+    )
+    try:
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ConfigError(f"PEFT cannot adapt these targets: {str(error).partition(chr(10))[0]}") from error
+    for module in adapted.modules():
+        for leaf, param in list(module._parameters.items()):
+            if param is not None and param.requires_grad and param.dtype != dtype:
+                module._parameters[leaf] = nn.Parameter(param.data.to(dtype))
+    return adapted
+
+
+def adapter_dtype(levers: Levers) -> torch.dtype:
+    """In which precision adapters rest. DeepSpeed keeps fp32 copies of its own; FSDP2's shards are the only ones."""
+    assert levers.lora is not None
+    if levers.precision == "fp32":
+        return torch.float32
+    if levers.engine == "fsdp2":
+        return torch.float32 if levers.master_weights else DTYPES[levers.precision]
+    if levers.lora.adapter_dtype == "fp32" and levers.engine == "zero3":
+        return torch.float32
+    return DTYPES[levers.precision]
+
+
+def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.dtype) -> None:
+    """Replace every linear layer but the head by an NF4 one, a matrix at a time."""
+    try:
+        import bitsandbytes.nn
+    except ImportError:
+        raise ConfigError("qlora needs bitsandbytes: pip install 'tightfit[qlora]'") from None
+    layers: Any = bitsandbytes.nn
+    body = body_of(model)
+    head = body.get_output_embeddings()
+    for parent_name, parent in list(body.named_modules()):
+        for leaf, child in list(parent.named_children()):
+            if not isinstance(child, nn.Linear) or child is head:
+                continue
+            name = f"{parent_name}.{leaf}"
+            packed = layers.Linear4bit(
+                child.in_features,
+                child.out_features,
+                bias=child.bias is not None,
+                compute_dtype=compute,
+                compress_statistics=True,
+                quant_type="nf4",
+                device="meta",
+            )
+            whole = read(f"{name}.weight", tuple(child.weight.shape)).to(compute)
+            packed.weight = layers.Params4bit(whole, requires_grad=False, quant_type="nf4").to(device)
+            if child.bias is not None:
+                bias = read(f"{name}.bias", tuple(child.bias.shape)).to(device, compute)
+                packed.bias = nn.Parameter(bias, requires_grad=False)
+            setattr(parent, leaf, packed)
+    body.is_loaded_in_4bit = True
+    body.config.quantization_config = None

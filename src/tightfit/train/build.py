@@ -1,0 +1,172 @@
+"""A Hugging Face model without its weights, ready for an engine to shard.
+
+Every engine starts from the same skeleton: parameters on the meta device, buffers computed for real on the host.
+Building everything on the meta device would lose what no checkpoint holds, rotary frequencies above all, and the
+loss would hardly show it. Hugging Face's own initialisation never runs: under ZeRO-3 it is skipped or raises, and
+elsewhere it would draw other numbers on each engine. `fill.py` gives the shards their values.
+
+ZeRO-3 has to build under its own context, so that each module is partitioned as it is made; it takes its buffers
+from a skeleton too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.train.config import ModelSource
+from tightfit.types import AttentionKernel, Levers, ModelError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_ATTENTION: dict[AttentionKernel, str] = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
+
+
+def hf_config(source: ModelSource, folder: Path | None) -> Any:
+    """The config of the language model; `folder` is where the weights lie."""
+    from transformers import AutoConfig
+
+    if source.config is None:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=source.trust_remote_code)
+    else:
+        fields = dict(source.config)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    text = config.get_text_config()  # of a model that also sees: only what reads and writes is trained
+    text.use_cache = False
+    return text
+
+
+def attention_of(levers: Levers, on_gpu: bool) -> tuple[AttentionKernel, str | None]:
+    """The kernel to use, and what to say where it is not the one that was asked for."""
+    if levers.attention != "flash":
+        return levers.attention, None
+    if not on_gpu:
+        return "sdpa", "flash attention needs a GPU: sdpa is used"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "sdpa", "the flash-attn package is not installed: sdpa is used"
+    return "flash", None
+
+
+def skeleton(config: Any, dtype: torch.dtype, attention: AttentionKernel, *, trust_remote_code: bool = False) -> Any:
+    """The model with its parameters on the meta device and its buffers as a plain build has them."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = _made(config, dtype, attention, trust_remote_code)
+    model.tie_weights()  # the context gives each name a parameter of its own
+    return model
+
+
+def _made(config: Any, dtype: torch.dtype, attention: AttentionKernel, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    maker: Any = AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": dtype}
+    if "mamba" not in config.model_type:
+        options["attn_implementation"] = _ATTENTION[attention]
+    with _no_init():
+        try:
+            model = maker.from_config(config, trust_remote_code=trust_remote_code, **options)
+        except ValueError as error:
+            raise ModelError(f"transformers builds no causal model of {config.model_type}: {_first(error)}") from error
+        model.tie_weights()
+    model.train()
+    return model
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _no_init() -> AbstractContextManager[Any]:
+    try:
+        place = import_module("transformers.initialization")
+    except ImportError:  # before transformers 5
+        place = import_module("transformers.modeling_utils")
+    context: AbstractContextManager[Any] = place.no_init_weights()
+    return context
+
+
+def partitioned(config: Any, dtype: torch.dtype, attention: AttentionKernel, deepspeed: Mapping[str, Any]) -> Any:
+    """The model as ZeRO-3 wants it: each module's parameters are partitioned as soon as they exist."""
+    import deepspeed as library
+
+    whole = skeleton(config, dtype, attention)
+    with library.zero.Init(config_dict_or_path=dict(deepspeed), dtype=dtype):
+        model = _made(config, dtype, attention, trust_remote_code=False)
+    copy_buffers(whole, model)
+    return model
+
+
+def copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    """Give `target` the buffers of `source`, on the device where its own are: the context may have rounded them."""
+    modules = dict(target.named_modules())
+    for name, buffer in source.named_buffers():
+        parent, _, leaf = name.rpartition(".")
+        mine = modules[parent]._buffers[leaf]
+        assert mine is not None
+        modules[parent]._buffers[leaf] = buffer.to(mine.device)
+
+
+def body_of(model: Any) -> Any:
+    """The Hugging Face model inside adapters, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The decoder's layers, bottom to top."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"{type(model).__name__} has no list of layers, so nothing of it can be sharded or recomputed")
+    return max((list(each) for each in lists), key=len)
+
+
+def named_once(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter under its first name: a tied head is the embedding."""
+    yield from model.named_parameters()
+
+
+def cast_meta(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) -> None:
+    """Give parameters on the meta device other dtypes; a tied pair stays one parameter."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for leaf, param in list(module._parameters.items()):
+            if param is None:
+                continue
+            if param not in made:
+                dtype = wanted(f"{prefix}.{leaf}" if prefix else leaf, param)
+                same = dtype == param.dtype
+                made[param] = param if same else nn.Parameter(param.to(dtype), requires_grad=param.requires_grad)
+            module._parameters[leaf] = made[param]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the library's advice to programmers."""
+    from transformers.utils import logging
+
+    talk: Any = logging
+    before = talk.get_verbosity()
+    talk.set_verbosity_error()
+    try:
+        yield
+    finally:
+        talk.set_verbosity(before)
+
+
+def freeze(model: Any, levers: Levers) -> None:
+    """The lowest layers and the embedding do not train; with adapters nothing else does."""
+    if levers.method != "full":
+        for param in model.parameters():
+            param.requires_grad_(False)
+    elif levers.frozen_layers:
+        frozen = [model.get_input_embeddings(), *layers_of(model)[: levers.frozen_layers]]
+        for module in frozen:
+            for param in module.parameters():
+                param.requires_grad_(False)

@@ -1,0 +1,197 @@
+"""The worker's orders: `worker.json`, as typed values.
+
+The desk wrote the file (`render/worker.py`), with every default resolved. What a run adds to it (a rehearsal, no
+probe) comes as options of the command line, because the same file serves them all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tightfit.inputs.flags import checkpointing_from_word
+from tightfit.types import Buckets, ConfigError, Levers, Lora, PhaseName
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """What to build, and where its weights come from."""
+
+    name: str
+    config: Mapping[str, Any] | None
+    """A Hugging Face config; None: the one that lies beside the weights."""
+    weights: str | None
+    """A folder or an id; None: they are drawn from the seed."""
+    parameters: int
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    nodes: int
+    gpus_per_node: int
+    vendor: str
+    gpu_memory_bytes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The numbers of the optimizer and its schedule."""
+
+    learning_rate: float
+    schedule: str
+    warmup: float
+    epochs: float | None
+    max_steps: int | None
+    weight_decay: float
+    clip: float
+    first_scale_power: int | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """What LoRA needs beside its rank and targets, which are levers."""
+
+    alpha: float
+    dropout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the desk expects, to be held against what is measured."""
+
+    phases: Mapping[PhaseName, int]
+    peak_bytes: int
+    init_peak_bytes: int
+    limit_bytes: int
+    host_bytes_per_rank: int
+    trainable_parameters: int
+    step_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    model: ModelSource
+    levers: Levers
+    adapters: AdapterSettings | None
+    world: World
+    effective_batch: int
+    deepspeed: Mapping[str, Any] | None
+    """DeepSpeed's own config; None: the engine is another."""
+    data: Mapping[str, Any]
+    """The fields of `train.data.DataSpec`, less those that stand elsewhere in this file."""
+    training: Training
+    evaluation_split: float
+    evaluation_steps: int | None
+    folder: Path
+    """The run's folder."""
+    timeout_s: int | None
+    predicted: Predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a start adds to the file."""
+
+    probe: bool = True
+    """Prove the plan on the largest batch before the first step."""
+    rehearse: bool = False
+    """Pose as rank 0 of the plan's ranks, on one GPU."""
+    cap_bytes: int | None = None
+    """Use no more of the card than this."""
+    rehearse_steps: int = 3
+    tensorboard: bool = False
+    wandb: bool = False
+
+
+def read_worker_config(path: Path) -> WorkerConfig:
+    """The file, or one sentence about what is wrong with it."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {path}: `tightfit plan --write` makes it") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    schema = tree.get("schema") if isinstance(tree, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(f"{path} has schema {schema}, and this worker knows {SCHEMA}: write the plan again")
+    try:
+        return _config(tree, path.parent)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path} lacks {error}: write the plan again with this version of tightfit") from None
+
+
+def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
+    lora, world = tree["lora"], tree["world"]
+    return WorkerConfig(
+        model=ModelSource(**{key: tree["model"][key] for key in ModelSource.__slots__}),
+        levers=_levers(tree["levers"], tree["buckets"], lora),
+        adapters=None if lora is None else AdapterSettings(alpha=lora["alpha"], dropout=lora["dropout"]),
+        world=World(**{key: world[key] for key in World.__slots__}),
+        effective_batch=tree["effective_batch"],
+        deepspeed=None if tree["deepspeed"] is None else _deepspeed(folder / tree["deepspeed"]),
+        data=tree["data"],
+        training=Training(**tree["training"]),
+        evaluation_split=tree["evaluation"]["split"],
+        evaluation_steps=tree["evaluation"]["every_steps"],
+        folder=(folder / tree["saving"]["folder"]).absolute(),
+        timeout_s=tree["timeout_s"],
+        predicted=_predicted(tree["predicted"]),
+    )
+
+
+def _deepspeed(path: Path) -> Mapping[str, Any]:
+    try:
+        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): write the plan again") from None
+    return config
+
+
+def _levers(words: Mapping[str, Any], buckets: Mapping[str, Any], lora: Mapping[str, Any] | None) -> Levers:
+    """The levers as they were written: their sense was checked by the desk, which knew the model's shape."""
+    adapters = None
+    if lora is not None:
+        targets = None if lora["targets"] == "all" else tuple(lora["targets"])
+        adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"])
+    plain = (
+        "method engine micro_batch precision offload_optimizer offload_param loss attention optimizer scan "
+        "deepspeed_version master_weights frozen_layers dataloader_workers"
+    ).split()
+    return Levers(
+        **{name: words[name] for name in plain},
+        sequence=words["seq"],
+        accumulation=words["accum"],
+        checkpointing=checkpointing_from_word(words["checkpointing"]),
+        lora=adapters,
+        buckets=Buckets(**buckets),
+    )
+
+
+def _predicted(tree: Mapping[str, Any]) -> Predicted:
+    gpu, host = tree["gpu"], tree["host"]
+    return Predicted(
+        phases=gpu["phases"],
+        peak_bytes=gpu["peak_bytes"],
+        init_peak_bytes=gpu["init_peak_bytes"],
+        limit_bytes=gpu["limit_bytes"],
+        host_bytes_per_rank=host["peak_bytes_per_rank"],
+        trainable_parameters=tree["trainable_parameters"],
+        step_s=tree["step_s"],
+        tokens_per_s=tree["tokens_per_s"],
+    )
+
+
+Milestone = Literal["init", "forward", "backward", "step"]
+"""The four moments at which memory is measured against the plan."""

@@ -1,0 +1,67 @@
+"""The two engines behind one small interface.
+
+An engine takes the skeleton of a model, shards it, and turns micro batches into optimizer steps. What it does not do:
+choose anything, read data, write files. The loop calls `micro` for each micro batch of a window and `step` once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """What an optimizer step did."""
+
+    grad_norm: float | None
+    """Before clipping; None: nobody measured it."""
+    skipped: bool
+    """A gradient overflowed, and nothing was updated."""
+    loss_scale: float | None
+    """fp16's; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What this rank really holds, to be set against the whole."""
+
+    weight_bytes: int
+    """Of parameters, on this rank, at rest."""
+    whole_weight_bytes: int
+    state_elements: int
+    """Of the optimizer's fp32 copies or, without them, of what it works on."""
+    trainable_elements: int
+    weights_on: str
+    """cpu, cuda or nvme."""
+    optimizer_on: str
+
+
+class Engine(Protocol):
+    model: Any
+    """The model as it was wrapped by adapters and sharded."""
+
+    def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
+        """A micro batch's share of the window's mean loss, times the number of ranks.
+
+        `divisor` is the number of tokens of the window that count.
+        """
+        ...
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """`last`: of the window; what follows is its step."""
+        ...
+
+    def step(self, learning_rate: float) -> Stepped: ...
+
+    def forget(self) -> None:
+        """Undo what steps at learning rate zero left behind: moments, counters, loss scale."""
+        ...
+
+    def train(self, mode: bool) -> None:
+        """Training, or evaluation."""
+        ...
+
+    def held(self) -> Held: ...

@@ -1,0 +1,165 @@
+"""DeepSpeed's engine, stages 0 to 3, with the file that the plan wrote.
+
+Three habits of it are met here. Stage 0 takes a step while it starts: the optimizer begins at learning rate zero, so
+nothing moves, and its counters are set back. `backward` would divide by the accumulation and the reduction divides by
+the ranks: the loss arrives as a share of the window's mean already, so the first is switched off and the second made
+good. ZeRO-3 wants the model built under its own context, the other stages take it whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.train import optimizers
+from tightfit.train.engines import Held, Stepped
+from tightfit.train.loss import WindowLoss
+from tightfit.train.place import Place
+from tightfit.types import ConfigError, Levers
+
+
+class DeepSpeed:
+    def __init__(
+        self, model: Any, config: Mapping[str, Any], levers: Levers, place: Place, weight_decay: float
+    ) -> None:
+        import deepspeed
+
+        self.model, self._levers, self._place = model, levers, place
+        self._loss = WindowLoss(model, levers.loss)
+        made = None if "optimizer" in config else self._optimizer(model, weight_decay)
+        options: dict[str, Any] = {"model": model, "config": copy.deepcopy(dict(config))}
+        if made is None:
+            options["model_parameters"] = optimizers.groups(model, weight_decay)
+            options["config"]["optimizer"]["params"]["lr"] = 0.0
+        else:
+            options["optimizer"] = made
+        buffers = _float_buffers(model)
+        self._engine, *_ = deepspeed.initialize(**options)
+        _restore(buffers, place.device)
+        self._wrapper = self._engine.optimizer
+        self._basic = self._engine.basic_optimizer
+        self._scaler = copy.deepcopy(getattr(getattr(self._wrapper, "loss_scaler", None), "__dict__", {}))
+        if self.stage == 0:
+            optimizers.forget(self._basic)
+
+    @property
+    def stage(self) -> int:
+        return int(self._levers.engine.removeprefix("zero"))
+
+    def _optimizer(self, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
+        groups = optimizers.groups(model, weight_decay)
+        kind, offloaded = self._levers.optimizer, self._levers.offload_optimizer != "none"
+        if kind == "adamw" and offloaded:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            made: torch.optim.Optimizer = DeepSpeedCPUAdam(
+                groups, lr=0.0, betas=optimizers.BETAS, eps=optimizers.EPS, adamw_mode=True
+            )
+            return made
+        if kind == "adamw" and self.stage == 0 and self._place.on_gpu and shutil.which("nvcc"):
+            from deepspeed.ops.adam import FusedAdam  # flat states, as they are priced; it has to be compiled
+
+            fused: torch.optim.Optimizer = FusedAdam(groups, lr=0.0, betas=optimizers.BETAS, eps=optimizers.EPS)
+            return fused
+        return optimizers.make_optimizer(kind, groups, fused=self._place.on_gpu)
+
+    def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
+        self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
+        loss: Tensor = self._engine(**inputs, use_cache=False).loss
+        return loss
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+        if not last:
+            self._engine.step()  # which only counts the micro batches
+
+    def step(self, learning_rate: float) -> Stepped:
+        optimizers.set_rate(self._basic, learning_rate)
+        skipped_before = self._engine.skipped_steps
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        scale = self._engine.optimizer.loss_scale if self._levers.precision == "fp16" else None
+        return Stepped(
+            grad_norm=None if norm is None else float(norm),
+            skipped=self._engine.skipped_steps > skipped_before,
+            loss_scale=None if scale is None else float(scale),
+        )
+
+    def forget(self) -> None:
+        if "nvme" in (self._levers.offload_optimizer, self._levers.offload_param):
+            raise ConfigError("what lies on NVMe cannot be probed: start with --no-probe")
+        optimizers.forget(self._basic)
+        scaler = getattr(self._wrapper, "loss_scaler", None)
+        if scaler is not None:
+            scaler.__dict__.update(copy.deepcopy(self._scaler))
+        for counter in ("global_steps", "micro_steps", "global_samples", "skipped_steps"):
+            setattr(self._engine, counter, 0)
+
+    def train(self, mode: bool) -> None:
+        self._engine.train(mode)
+
+    def held(self) -> Held:
+        here = whole = 0
+        devices = set()
+        for param in self.model.parameters():
+            part: Tensor = getattr(param, "ds_tensor", param.data)
+            here += part.numel() * part.element_size()
+            whole += getattr(param, "ds_numel", param.numel()) * part.element_size()
+            devices.add(part.device.type)
+        nvme = self._levers.offload_optimizer == "nvme"
+        return Held(
+            weight_bytes=here,
+            whole_weight_bytes=whole,
+            state_elements=sum(tensor.numel() for tensor in self._masters()),
+            trainable_elements=sum(
+                getattr(param, "ds_numel", param.numel()) for param in self.model.parameters() if param.requires_grad
+            ),
+            weights_on=",".join(sorted(devices)),
+            optimizer_on="nvme" if nvme else ",".join(sorted({tensor.device.type for tensor in self._masters()})),
+        )
+
+    def _masters(self) -> list[Tensor]:
+        """The fp32 copies that this rank's optimizer works on, or what it works on instead."""
+        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat"):
+            found = getattr(self._wrapper, name, None)
+            if found:
+                return [tensor for tensor in found if isinstance(tensor, Tensor)]
+        return [param for group in self._basic.param_groups for param in group["params"]]
+
+
+def _float_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point()
+    ]
+
+
+def _restore(buffers: list[tuple[nn.Module, str, Tensor]], device: torch.device) -> None:
+    """DeepSpeed rounds buffers to 16 bits with the weights; rotary frequencies do not survive that."""
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer.to(device)
+
+
+def quiet() -> None:
+    """DeepSpeed logs every choice that it makes; what matters of them is proved and said by us."""
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+
+
+def join(place: Place) -> None:
+    """Tell DeepSpeed of the group that is there already."""
+    import deepspeed
+
+    quiet()
+    deepspeed.init_distributed(
+        dist_backend="fake" if place.rehearsal else None, dist_init_required=False, verbose=False
+    )

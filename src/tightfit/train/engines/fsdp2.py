@@ -1,0 +1,124 @@
+"""PyTorch's `fully_shard`: fp32 shards of what trains, 16-bit computation, fp32 reductions.
+
+Groups are what the footprint prices: the embedding, each layer, the final norm with the head; a tied embedding stays
+with the root. Every micro batch reduces its gradients: to wait for the last one would hold whole fp32 gradients on each
+rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from tightfit.train import optimizers
+from tightfit.train.build import DTYPES, body_of, layers_of
+from tightfit.train.config import Training
+from tightfit.train.engines import Held, Stepped
+from tightfit.train.loss import WindowLoss
+from tightfit.train.place import Place
+from tightfit.types import Levers
+
+GROWTH_INTERVAL = 1000
+"""Steps without an overflow after which the loss scale doubles, as in the DeepSpeed files that we write."""
+
+
+def shard(model: Any, levers: Levers, place: Place) -> None:
+    """Shard in place; the model may be on the meta device, and then has its values yet to come."""
+    mesh = init_device_mesh(place.device.type, (place.world,))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[levers.precision], reduce_dtype=torch.float32),
+    }
+    if levers.offload_param != "none":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=place.on_gpu and levers.buckets.pin_memory)
+    for group in _groups(model):
+        fully_shard(group, **options)
+    fully_shard(model, **options)
+
+
+def _groups(model: Any) -> list[Any]:
+    body = body_of(model)
+    head, embedding, layers = body.get_output_embeddings(), body.get_input_embeddings(), layers_of(model)
+    if head.weight is embedding.weight:
+        return list(layers)
+    inner = getattr(body, body.base_model_prefix)
+    norms = [child for name, child in inner.named_children() if "norm" in name or name == "ln_f"]
+    return [embedding, *layers, [*norms, head]]
+
+
+class Fsdp2:
+    def __init__(self, model: Any, levers: Levers, place: Place, training: Training) -> None:
+        self.model, self._levers, self._place, self._clip = model, levers, place, training.clip
+        self._loss = WindowLoss(model, levers.loss)
+        self._trainable = [param for param in model.parameters() if param.requires_grad]
+        self._optimizer = optimizers.make_optimizer(
+            levers.optimizer, optimizers.groups(model, training.weight_decay), fused=True
+        )
+        self._first_scale = 2.0**training.first_scale_power if training.first_scale_power is not None else None
+        self._scaler = self._fresh_scaler()
+
+    def _fresh_scaler(self) -> torch.amp.GradScaler | None:
+        if self._first_scale is None:
+            return None
+        device = "cpu" if self._levers.offload_param != "none" else self._place.device.type
+        return torch.amp.GradScaler(device, init_scale=self._first_scale, growth_interval=GROWTH_INTERVAL)
+
+    def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
+        self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
+        loss: Tensor = self.model(**inputs, use_cache=False).loss
+        return loss
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        del last  # gradients are reduced at every micro batch
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, learning_rate: float) -> Stepped:
+        optimizers.set_rate(self._optimizer, learning_rate)
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        norm = self._clipped()
+        skipped = not bool(torch.isfinite(norm))
+        if self._scaler is not None:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        elif not skipped:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        scale = None if self._scaler is None else float(self._scaler.get_scale())
+        return Stepped(grad_norm=float(norm), skipped=skipped, loss_scale=scale)
+
+    def _clipped(self) -> Tensor:
+        most = self._clip if self._clip > 0 else float("inf")
+        norm = nn.utils.clip_grad_norm_(self._trainable, most)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def forget(self) -> None:
+        optimizers.forget(self._optimizer)
+        self._scaler = self._fresh_scaler()
+
+    def train(self, mode: bool) -> None:
+        self.model.train(mode)
+
+    def held(self) -> Held:
+        here = whole = states = trainable = 0
+        for param in self.model.parameters():
+            local = param.to_local() if hasattr(param, "to_local") else param
+            here += local.numel() * local.element_size()
+            whole += param.numel() * param.element_size()
+            if param.requires_grad:
+                states += local.numel()
+                trainable += param.numel()
+        device = "cpu" if self._levers.offload_param != "none" else self._place.device.type
+        return Held(
+            weight_bytes=here,
+            whole_weight_bytes=whole,
+            state_elements=states,
+            trainable_elements=trainable,
+            weights_on=next(iter(self.model.parameters())).device.type,
+            optimizer_on=device,
+        )

@@ -1,0 +1,76 @@
+"""What the worker says while it runs: one JSON object a line in `events.jsonl`, from rank 0 alone.
+
+The desk follows the file, pictures are drawn from it, and a later tool can tell from it what happened. A line is
+written whole and at once. What ends a rank goes into a file of its own, since any rank may have to say it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+EVENTS, ERRORS = "events.jsonl", "errors"
+
+
+class Events:
+    def __init__(self, folder: Path, *, speaks: bool) -> None:
+        self._file = None
+        self.path = folder / EVENTS
+        if speaks:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, event: str, **fields: Any) -> None:
+        """One line. Numbers that JSON has no word for become null."""
+        if self._file is None:
+            return
+        line = json.dumps(_plain({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def progress(self, what: str) -> Progress:
+        return Progress(self, what)
+
+    def told(self, what: str, done: int, total: int) -> None:
+        """For those that say each time what they do."""
+        self.write("progress", what=what, done=done, total=total)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Progress:
+    """Long work, told at most once a second."""
+
+    def __init__(self, events: Events, what: str) -> None:
+        self._events, self._what, self._last = events, what, 0.0
+
+    def __call__(self, done: int, total: int, what: str | None = None) -> None:
+        now = time.monotonic()
+        if now - self._last >= 1 or done >= total:
+            self._last = now
+            self._events.write("progress", what=what or self._what, done=done, total=total)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
+
+
+def leave_error(folder: Path, rank: int, kind: str, text: str) -> None:
+    """Why this rank ends, for whoever started it."""
+    try:
+        (folder / ERRORS).mkdir(parents=True, exist_ok=True)
+        record = {"kind": kind, "text": text, "rank": rank, "time": time.time()}
+        (folder / ERRORS / f"rank-{rank}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    except OSError:
+        return  # the disk may be what has failed; the exit code and the log remain

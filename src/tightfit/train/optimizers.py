@@ -1,0 +1,106 @@
+"""The optimizer of a job, for either engine, and its learning rate at each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.train.config import Training
+from tightfit.types import ConfigError, Optimizer
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+
+
+def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """What trains, in one group; with weight decay, norms and biases in another one without."""
+    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if not trainable:
+        raise ConfigError("nothing of the model trains: freeze fewer layers, or use adapters")
+    if weight_decay == 0:
+        return [{"params": [param for _, param in trainable], "weight_decay": 0.0}]
+    decayed = [param for name, param in trainable if _decays(name, param)]
+    rest = [param for name, param in trainable if not _decays(name, param)]
+    made = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [group for group in made if group["params"]]
+
+
+def _decays(name: str, param: nn.Parameter) -> bool:
+    """Matrices do. A_log is one by its shape alone: Mamba's authors keep decay off it."""
+    shape = getattr(param, "ds_shape", param.shape)
+    return len(shape) >= 2 and not name.endswith(("A_log", "bias"))
+
+
+def make_optimizer(kind: Optimizer, param_groups: list[dict[str, Any]], *, fused: bool) -> torch.optim.Optimizer:
+    """At learning rate zero: the loop sets it before each step, and DeepSpeed may take a step while it starts."""
+    if kind == "adamw":
+        return torch.optim.AdamW(param_groups, lr=0.0, betas=BETAS, eps=EPS, fused=fused)
+    if kind == "sgd":
+        return torch.optim.SGD(param_groups, lr=0.0)
+    if kind == "adafactor":
+        from transformers.optimization import Adafactor
+
+        factored: Any = Adafactor
+        made: torch.optim.Optimizer = factored(param_groups, lr=0.0, relative_step=False, scale_parameter=False)
+        return made
+    try:
+        import bitsandbytes.optim as eight_bit
+    except ImportError:
+        raise ConfigError(f"optimizer {kind} needs bitsandbytes: pip install 'tightfit[qlora]'") from None
+    maker: Any = getattr(eight_bit, "AdamW8bit" if kind == "adamw8bit" else "PagedAdamW8bit")
+    optimizer: torch.optim.Optimizer = maker(param_groups, lr=0.0, betas=BETAS, eps=EPS)
+    return optimizer
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Moments and counters as before the first step, in place: engines hold references to them."""
+    for group in optimizer.param_groups:
+        if isinstance(group.get("step"), int):
+            group["step"] = 0
+    for state in optimizer.state.values():
+        if "qmap1" in state:  # 8-bit states: zero is no zero there, so they are made anew
+            state.clear()
+            continue
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                state[name] = 0
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def learning_rate(training: Training, step: int, steps: int) -> float:
+    """Of step 0 to steps - 1: up over the warm-up, then down by the schedule."""
+    peak, warm = training.learning_rate, warmup_steps(training, steps)
+    if step < warm:
+        return peak * (step + 1) / warm
+    if training.schedule in ("constant", "constant_with_warmup"):
+        return peak
+    done = (step - warm) / max(1, steps - warm)
+    if training.schedule == "linear":
+        return peak * (1 - done)
+    return peak * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def warmup_steps(training: Training, steps: int) -> int:
+    if training.schedule == "constant":
+        return 0
+    share = training.warmup
+    return min(steps, math.ceil(share * steps) if share < 1 else int(share))
+
+
+def states_on(optimizers: Iterable[Any]) -> str:
+    """The device that moments rest on; of none, `none`."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    return value.device.type
+    return "none"

@@ -1,0 +1,86 @@
+"""fp16 overflows: how many in a row, and which layer began.
+
+A skipped step now and then is how a dynamic loss scale finds its level. A streak is trouble, and its cause is a layer:
+so after an overflow the next window is watched, layer by layer, and the first one whose output or whose gradient is
+not finite is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.train.build import layers_of
+from tightfit.train.events import Events
+
+TELL_AFTER = 2
+"""Overflows in a row before they are worth a line."""
+
+
+@dataclass
+class _Seen:
+    forward: str | None = None
+    backward: str | None = None
+
+
+class OverflowWatch:
+    def __init__(self, model: nn.Module, events: Events) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        self._layers = [(names[layer], layer) for layer in layers_of(model)]
+        self._events = events
+        self._hooks: list[Any] = []
+        self._seen = _Seen()
+        self.streak = 0
+
+    def stepped(self, step: int, skipped: bool, loss_scale: float | None) -> None:
+        """After each step."""
+        if skipped:
+            self.streak += 1
+            if self.streak >= TELL_AFTER:
+                self._tell(step, loss_scale)
+            self._watch()
+        else:
+            self.streak = 0
+            self._unwatch()
+
+    def _tell(self, step: int, loss_scale: float | None) -> None:
+        seen = self._seen
+        layer = seen.forward or seen.backward
+        where = "forward" if seen.forward else "backward" if seen.backward else None
+        self._events.write(
+            "overflow",
+            step=step,
+            streak=self.streak,
+            loss_scale=loss_scale,
+            layer=layer,
+            where=where,
+        )
+
+    def _watch(self) -> None:
+        self._unwatch()
+        self._seen = seen = _Seen()
+        for name, layer in self._layers:
+
+            def look(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
+                first = output[0] if isinstance(output, tuple) else output
+                if not isinstance(first, Tensor):
+                    return
+                if seen.forward is None and not bool(torch.isfinite(first).all()):
+                    seen.forward = name
+                if first.requires_grad:
+                    first.register_hook(lambda grad: note(grad, name))  # type: ignore[no-untyped-call]
+
+            self._hooks.append(layer.register_forward_hook(look))
+
+        def note(grad: Tensor, name: str) -> None:
+            # Backwards runs from the top: the first that is seen is the one that began.
+            if seen.backward is None and not bool(torch.isfinite(grad).all()):
+                seen.backward = name
+
+    def _unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,160 @@
+"""Where this process stands among the ranks: its number, its device, and the group it belongs to.
+
+Ranks must part in order: without a last barrier and `destroy_process_group` about one exit in ten aborts. In a
+rehearsal the group is torch's fake one, in which every buffer is allocated and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tightfit.train.config import Options, WorkerConfig
+from tightfit.types import ConfigError, HardwareError
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""For a collective: one that takes longer hangs."""
+PATIENCE = timedelta(days=2)
+"""For the rank that downloads weights and tokenises data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+    launcher: str
+    rehearsal: bool = False
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Options) -> Place:
+    """This process's place, as its launcher told it; a plan for several ranks is not started alone."""
+    ranks = config.world.ranks
+    if options.rehearse:
+        return Place(rank=0, local_rank=0, world=ranks, device=_device(0, config), launcher="rehearsal", rehearsal=True)
+    rank, local, world, launcher = _told(environment)
+    if world != ranks:
+        fix = f"start it with `tightfit train --plan {config_folder(config)}`, or with the launch.sh beside the plan"
+        if world == 1:
+            raise ConfigError(f"the plan is for {ranks} ranks and this is a single process: {fix}")
+        raise ConfigError(f"the plan is for {ranks} ranks and {world} were started: {fix}")
+    return Place(rank=rank, local_rank=local, world=world, device=_device(local, config), launcher=launcher)
+
+
+def config_folder(config: WorkerConfig) -> str:
+    """The folder that the plan of a run lies in."""
+    return str(config.folder / "plan")
+
+
+def _told(environment: Mapping[str, str]) -> tuple[int, int, int, str]:
+    """Rank, rank within the node, ranks, and who said so: torchrun's names, or SLURM's under `srun`."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        launcher = environment.get("TIGHTFIT_LAUNCHER", "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "")
+        return rank, int(environment.get("LOCAL_RANK", rank)), world, launcher or "a launcher"
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        rank = int(environment["SLURM_PROCID"])
+        return rank, int(environment.get("SLURM_LOCALID", rank)), int(environment["SLURM_NTASKS"]), "srun"
+    return 0, 0, 1, "python"
+
+
+def _device(local_rank: int, config: WorkerConfig) -> torch.device:
+    if config.world.vendor == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise HardwareError("the plan is for GPUs and torch sees none here: plan again on this machine")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise HardwareError(
+            f"the plan uses {config.world.gpus_per_node} GPUs of this machine and {count} can be seen: plan again"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def rendezvous(place: Place) -> Any:
+    """Where ranks leave each other messages before there is a group. Preparing data may take hours."""
+    if place.rehearsal:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        return FakeStore()
+    if place.world == 1:
+        return torch._C._distributed_c10d.HashStore()
+    from torch.distributed.rendezvous import rendezvous as meeting
+
+    store, *_ = next(iter(meeting("env://", rank=place.rank, world_size=place.world, timeout=PATIENCE)))
+    return store
+
+
+def join(place: Place, store: Any) -> None:
+    """Become a member of the group. The host has a backend of its own: offloaded gradients meet there."""
+    if place.on_gpu:
+        torch.cuda.set_device(place.device)
+    backend = "fake" if place.rehearsal else "cpu:gloo,cuda:nccl" if place.on_gpu else "gloo"
+    group = (
+        torch._C._distributed_c10d.PrefixStore("tightfit", store) if place.world > 1 and not place.rehearsal else store
+    )
+    dist.init_process_group(backend, rank=place.rank, world_size=place.world, store=group, timeout=GROUP_TIMEOUT)
+
+
+def cap(place: Place, cap_bytes: int) -> None:
+    """Make the card a smaller one. DeepSpeed asks how much is free and takes other ways on a small card."""
+    if not place.on_gpu:
+        return
+    total = torch.cuda.get_device_properties(place.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(cap_bytes / total, 1.0), place.device)
+    try:
+        from deepspeed.accelerator import get_accelerator
+    except ImportError:
+        return
+    get_accelerator().available_memory = lambda *_: cap_bytes - torch.cuda.memory_allocated()
+
+
+def meet(place: Place) -> None:
+    """Wait for every rank."""
+    if not place.rehearsal and place.world > 1:
+        flag = torch.zeros(1)
+        dist.all_reduce(flag)  # over gloo: a barrier of NCCL would claim memory on the GPU
+
+
+def total(place: Place, value: float) -> float:
+    """The sum over all ranks, on the host."""
+    if place.rehearsal or place.world == 1:
+        return value
+    held = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(held)
+    return float(held.item())
+
+
+def everyone(place: Place, value: int) -> list[int]:
+    """The number that each rank has, in the order of ranks."""
+    if place.rehearsal or place.world == 1:
+        return [value]
+    held = torch.zeros(place.world, dtype=torch.int64)
+    held[place.rank] = value
+    dist.all_reduce(held)
+    return [int(each) for each in held.tolist()]
+
+
+def part(place: Place) -> None:
+    """Leave together."""
+    if not dist.is_initialized():
+        return
+    meet(place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.destroy_process_group()

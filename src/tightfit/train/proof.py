@@ -1,0 +1,81 @@
+"""Proof at the start: what was planned is what runs.
+
+Guides say which lines to look for in a log. Here each claim is checked against what this process really holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tightfit.train.config import WorkerConfig
+from tightfit.train.engines import Held
+from tightfit.train.place import Place
+from tightfit.types import Levers
+
+MEBIBYTE = 2**20
+ROOM = 0.25
+"""Small parameters are not sharded, and parts are padded; a share may be this much above the ideal and is still one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    name: str
+    ok: bool
+    text: str
+
+
+def proofs(config: WorkerConfig, place: Place, held: Held) -> Iterator[Proof]:
+    """What can be seen before the first batch."""
+    levers, world = config.levers, place.world
+    where = f"{place.device.type}, {config.world.nodes} node{'s' if config.world.nodes > 1 else ''}"
+    yield Proof("world", True, f"{world} rank{'s' if world > 1 else ''} started by {place.launcher} ({where})")
+    yield _counted(held, config)
+    if levers.engine in ("zero3", "fsdp2"):
+        yield _weights(held, world, config)
+    if levers.engine != "zero0":
+        yield _states(held, world)
+    if place.on_gpu:
+        yield from _offload(levers, held)
+
+
+def _counted(held: Held, config: WorkerConfig) -> Proof:
+    """An untied head or a layer too many would show here; 4-bit weights are counted by their bytes."""
+    trained, wanted = held.trainable_elements, config.predicted.trainable_parameters
+    return Proof("parameters", trained == wanted, f"{trained:,} parameters train, as planned ({wanted:,})")
+
+
+def _weights(held: Held, world: int, config: WorkerConfig) -> Proof:
+    share = held.weight_bytes / max(1, held.whole_weight_bytes)
+    small = config.levers.buckets.persistence_threshold * 4 / max(1, held.whole_weight_bytes)
+    ok = world == 1 or share <= (1 + ROOM) / world + small
+    text = (
+        f"weights are sharded: {held.weight_bytes / MEBIBYTE:.1f} of {held.whole_weight_bytes / MEBIBYTE:.1f} MiB "
+        f"rest on this rank ({share:.0%})"
+    )
+    return Proof("weights", ok, text)
+
+
+def _states(held: Held, world: int) -> Proof:
+    share = held.state_elements / max(1, held.trainable_elements)
+    ok = world == 1 or share <= (1 + ROOM) / world + 1e-3
+    text = (
+        f"optimizer is sharded: {held.state_elements:,} of {held.trainable_elements:,} trained numbers are this "
+        f"rank's ({share:.0%})"
+    )
+    return Proof("optimizer", ok, text)
+
+
+def _offload(levers: Levers, held: Held) -> Iterator[Proof]:
+    if levers.offload_optimizer != "none":
+        ok = "cuda" not in held.optimizer_on
+        yield Proof("offload_optimizer", ok, f"the optimizer's numbers are on {held.optimizer_on}")
+    if levers.offload_param != "none":
+        yield Proof("offload_param", "cuda" not in held.weights_on, f"the weights rest on {held.weights_on}")
+
+
+def recomputation(wanted: int, seen: int) -> Proof:
+    """After the first backward pass: layers that really ran twice."""
+    if wanted == 0:
+        return Proof("checkpointing", seen == 0, "no layer recomputes" if seen == 0 else f"{seen} layers recompute")
+    return Proof("checkpointing", seen == wanted, f"{seen} of {wanted} layers recompute in the backward pass")

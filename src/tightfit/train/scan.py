@@ -1,0 +1,47 @@
+"""Which selective scan Mamba runs on, and in which precision its sensitive numbers are.
+
+Hugging Face binds the official kernels when they are installed. Its own fallback adds the bias of the time step in the
+working precision; here it is added in fp32, as the kernels do: A, D and that bias decide how long a state lives.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from tightfit.types import Levers
+
+_MODULES = {
+    "mamba": "transformers.models.mamba.modeling_mamba",
+    "falcon_mamba": "transformers.models.falcon_mamba.modeling_falcon_mamba",
+}
+
+
+def install_scan(model_type: str, levers: Levers) -> str | None:
+    """Prepare the model's module; what to say where the scan is another than was planned."""
+    if model_type not in _MODULES:
+        return None
+    official = importlib.util.find_spec("mamba_ssm") is not None
+    module = import_module(_MODULES[model_type])
+    if not (official and levers.scan == "official"):
+        _wide_time_step(module)
+    if levers.scan == "official" and not official:
+        return "the mamba-ssm package is not installed: the scan is transformers' own, slower and larger than planned"
+    if levers.scan == "tightfit":
+        return "tightfit's own scan is not there yet: the scan is transformers' own, slower and larger than planned"
+    return None
+
+
+def _wide_time_step(module: Any) -> None:
+    scan = getattr(module, "mamba_selective_scan", None)
+    if scan is None or getattr(scan, "wide", False):
+        return
+
+    def wide(hidden_states: torch.Tensor, dt: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return scan(hidden_states, dt.float(), *args, **kwargs)
+
+    wide.wide = True  # type: ignore[attr-defined]
+    module.mamba_selective_scan = wide

@@ -1,0 +1,87 @@
+"""What one optimizer step is made of, dealt out to ranks and micro batches.
+
+A window is `effective_batch` samples, and which ones depends on the step's number alone. Rank and micro batch only
+decide who computes which of them, so another number of GPUs or another micro batch trains on the same windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.train.data import Order, Samples, batch
+from tightfit.train.place import Place
+from tightfit.types import Levers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One rank's part of a window."""
+
+    micro_batches: tuple[Any, ...]
+    """Arrays of sample numbers."""
+    divisor: float
+    """Tokens of the whole window, all ranks', that the loss counts."""
+    tokens: int
+    """Tokens of the whole window."""
+    samples: Any
+    """The numbers of all its samples."""
+
+
+class Windows:
+    def __init__(self, samples: Samples, order: Order, levers: Levers, place: Place, pad_id: int) -> None:
+        self._samples, self._order, self._levers, self._place, self._pad = samples, order, levers, place, pad_id
+
+    def window(self, step: int) -> Window:
+        return self.of(self._order.window(step))
+
+    def of(self, indices: Any) -> Window:
+        """The window of these samples, in this order."""
+        micro, world, rank = self._levers.micro_batch, self._place.world, self._place.rank
+        stride = micro * world
+        mine = tuple(
+            indices[begin + rank * micro : begin + (rank + 1) * micro] for begin in range(0, len(indices), stride)
+        )
+        return Window(
+            micro_batches=mine,
+            divisor=float(max(1, int(self._samples.loss_tokens[indices].sum()))),
+            tokens=int(self._samples.lengths[indices].sum()),
+            samples=indices,
+        )
+
+    def inputs(self, window: Window) -> Iterator[dict[str, Tensor]]:
+        """The tensors of each micro batch, on the device."""
+        for indices in window.micro_batches:
+            yield self.tensors(indices)
+
+    def tensors(self, indices: Any, pad_to: int | None = None) -> dict[str, Tensor]:
+        made = batch(self._samples, indices, self._pad, pad_to=pad_to)
+        tensors = {"input_ids": made.input_ids, "labels": made.labels}
+        if made.position_ids is not None:
+            tensors["position_ids"] = made.position_ids
+        return {name: self._placed(tensor) for name, tensor in tensors.items()}
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        if not self._place.on_gpu:
+            return tensor
+        return tensor.pin_memory().to(self._place.device, non_blocking=True)
+
+
+def rng_state(place: Place) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(place.device) if place.on_gpu else None
+
+
+def set_rng_state(place: Place, state: tuple[Tensor, Tensor | None]) -> None:
+    host, gpu = state
+    torch.set_rng_state(host)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu, place.device)
+
+
+def seed_everything(seed: int, place: Place) -> None:
+    """Dropout differs from rank to rank, and not from run to run."""
+    torch.manual_seed(seed * 1_000_003 + place.rank)

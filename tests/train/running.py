@@ -1,0 +1,107 @@
+"""Real ranks for tests: a plan for so many CPU processes, the worker in each of them, and what they said."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.inputs.job_file import job_from_flags
+from tightfit.planner import plan
+from tightfit.render import Target, render
+from tightfit.types import Gpu, Hardware
+
+GIB = 2**30
+LIMIT_S = 240
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run left behind."""
+
+    folder: Path
+    codes: list[int]
+    events: list[dict[str, Any]]
+    stderr: list[str]
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [each for each in self.events if each["event"] == event]
+
+    @property
+    def losses(self) -> list[float]:
+        return [each["loss"] for each in self.of("step")]
+
+
+def write_plan(folder: Path, world: int, **flags: Any) -> Path:
+    """The files of a job on `world` CPU ranks, with these flags; the run's folder is beside them."""
+    hardware = Hardware(
+        gpu=Gpu(name="CPU", vendor="cpu", memory_bytes=12 * GIB), gpus_per_node=world, host_ram_bytes=24 * GIB
+    )
+    flags.setdefault("scan", "torch")
+    if "mamba" not in str(flags["model"]):
+        del flags["scan"]
+    job = job_from_flags({"output": str(folder / "run"), **flags})
+    found = plan(job, None, hardware)
+    assert found.chosen is not None
+    assert found.chosen.world == world
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in render(found, Target()).items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def edit(folder: Path, **changes: Any) -> Path:
+    """Change the worker's orders: `data__path=…` sets the field `path` of the block `data`."""
+    orders = json.loads((folder / "worker.json").read_text())
+    for key, value in changes.items():
+        *blocks, leaf = key.split("__")
+        tree = orders
+        for block in blocks:
+            tree = tree[block]
+        tree[leaf] = value
+    (folder / "worker.json").write_text(json.dumps(orders))
+    return folder
+
+
+def run_ranks(folder: Path, *options: str, world: int | None = None, cache: Path | None = None) -> Ran:
+    """Start the ranks of a plan and wait for them."""
+    orders = json.loads((folder / "worker.json").read_text())
+    world = orders["world"]["ranks"] if world is None else world
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(cache or folder / "cache"),
+        "TIGHTFIT_LAUNCHER": "tests",
+    }
+    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json"), *options]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        stderr = [process.communicate(timeout=LIMIT_S)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    run = Path(orders["saving"]["folder"])
+    log = run / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return Ran(run, [process.returncode for process in started], events, stderr)
