@@ -1,0 +1,246 @@
+"""A LoRA adapter merged into its base: W + scale · B · A, some rows at a time.
+
+The sum is taken in fp32 and rounded once. What PEFT can put into an adapter and a plain weight cannot hold (DoRA,
+biases of B, other methods than LoRA) is refused by name rather than left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.train.export import Exported, Found, Spec, Told
+from tightfit.train.export_model import Output, Skeleton, model_on_meta, stored_or, write
+from tightfit.train.safetensors_files import Files, read_header
+from tightfit.train.shards import plain_name
+from tightfit.train.sources import find_weights, open_weights
+from tightfit.types import ModelError
+
+HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""`init_lora_weights` that leave the base as it is; PiSSA and its kin change it before training starts."""
+
+LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<which>A|B|embedding_A|embedding_B)(\.weight)?")
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is added to one weight."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    transposed: bool
+    """The weight is stored as (in, out): Conv1D of GPT-2, embeddings, some experts."""
+    experts: int = 1
+
+    def rows(self, low: int, high: int) -> torch.Tensor:
+        """Rows [low, high) of the first dimension, in fp32; with experts, those of that number, whole."""
+        if self.experts == 1:
+            left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
+            return self.scale * (left[low:high] @ right)
+        a = self.a.reshape(self.experts, -1, self.a.shape[-1])[low:high]
+        b = self.b.reshape(self.b.shape[0], -1, self.experts)[..., low:high].permute(2, 0, 1)
+        both = torch.bmm(b, a)
+        return self.scale * (both.transpose(1, 2) if self.transposed else both)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's file, read whole: it is small."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
+
+    @property
+    def base(self) -> str | None:
+        name = self.config.get("base_model_name_or_path")
+        return str(name) if name else None
+
+    def scale(self, module: str, rank: int) -> float:
+        patterns = self.config.get("alpha_pattern") or {}
+        found = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+        alpha = float(patterns[found] if found is not None else self.config.get("lora_alpha", 8))
+        return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+
+
+def export_merged(found: Found, spec: Spec, told: Told) -> Exported:
+    """The base with the adapter in it, as a plain model."""
+    adapter = read_adapter(found.folder)
+    named = spec.base or adapter.base
+    if named is None:
+        raise ModelError(f"{found.folder} does not say which model it adapts: name it with --base")
+    base = find_weights(_beside(named, found.folder), progress=told)
+    whole = model_on_meta(base, trust_remote_code=spec.trust_remote_code)
+    source = open_weights(base, whole.model)
+    deltas, replaced = placed(adapter, whole)
+
+    def values(name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        brought = replaced.get(name)
+        plain = source.read(name, shape, start, stop) if brought is None else brought.reshape(-1)[start:stop]
+        if name not in deltas:
+            return plain
+        row = prod(shape[1:])
+        return plain.float() + deltas[name].rows(start // row, stop // row).reshape(-1)
+
+    output = Output(
+        kind="adapter",
+        folder=Path(spec.to),
+        dtype=stored_or(spec.dtype, source),
+        beside=(base, found.folder),
+        notes=_notes(found, adapter, named),
+    )
+    return write(whole, values, output, told)
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Check that it is one that can be merged, and read it."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the adapter_config.json in {folder} cannot be read: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ModelError(f"{folder} holds an adapter of the kind {kind}: only LoRA can be merged into a model")
+    _refuse(config, folder)
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        why = "is pickled: save it again with safetensors" if pickled else "has no adapter_model.safetensors"
+        raise ModelError(f"the adapter in {folder} {why}")
+    stored, metadata = read_header(path)
+    files = Files()
+    tensors = {name: files.read(one, 0, one.numel).reshape(one.shape) for name, one in stored.items()}
+    files.close()
+    return Adapter(config, tensors, metadata)
+
+
+def _refuse(config: Mapping[str, Any], folder: Path) -> None:
+    for key, what in (
+        ("use_dora", "DoRA's magnitudes"),
+        ("lora_bias", "biases of its own"),
+        ("layer_replication", "layers that the base does not have"),
+        ("trainable_token_indices", "single tokens of the embedding"),
+        ("alora_invocation_tokens", "tokens that switch it on"),
+        ("use_qalora", "QA-LoRA's groups"),
+    ):
+        if config.get(key):
+            raise ModelError(
+                f"the adapter in {folder} has {what} ({key}), which this cannot merge: use PEFT's merge_and_unload"
+            )
+    start = config.get("init_lora_weights", True)
+    if start not in HARMLESS_STARTS:
+        raise ModelError(
+            f"the adapter in {folder} began as {start}, which changes the base too: use PEFT's merge_and_unload"
+        )
+
+
+def placed(adapter: Adapter, whole: Skeleton) -> tuple[dict[str, Delta], dict[str, torch.Tensor]]:
+    """What is added to which weight, and which tensors the adapter brings whole."""
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    replaced: dict[str, torch.Tensor] = {}
+    shapes = whole.shapes
+    for key, tensor in adapter.tensors.items():
+        match = LORA_KEY.fullmatch(key)
+        if match is not None:
+            pairs.setdefault(match["module"], {})[match["which"]] = tensor.float()
+            continue
+        name = plain_name(key)
+        _refuse_tied(name, whole)
+        if shapes.get(name) != tuple(tensor.shape):
+            raise ModelError(_stranger(key, whole))
+        replaced[name] = tensor
+    deltas: dict[str, Delta] = {}
+    for module, pair in pairs.items():
+        name, delta = _delta(module, pair, adapter, whole)
+        if name in deltas:
+            raise ModelError(
+                f"the adapter changes {name!r} twice, which this cannot merge: use PEFT's merge_and_unload"
+            )
+        deltas[name] = delta
+    return deltas, replaced
+
+
+def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whole: Skeleton) -> tuple[str, Delta]:
+    embedding = "embedding_A" in pair
+    a, b = (pair.get(f"embedding_{which}" if embedding else which) for which in "AB")
+    if a is None or b is None or a.dim() != 2 or b.dim() != 2:
+        raise ModelError(f"the adapter at {module!r} is no pair of matrices, which this cannot merge")
+    path = plain_name(f"{module}.").removesuffix(".")
+    name, shape = f"{path}.weight", whole.shapes.get(f"{path}.weight")
+    _refuse_tied(name, whole)
+    if shape is None:
+        return _experts_delta(path, a, b, adapter, whole)
+    transposed = embedding or (bool(adapter.config.get("fan_in_fan_out")) and shape != (b.shape[0], a.shape[1]))
+    if adapter.config.get("fan_in_fan_out") and b.shape[0] == a.shape[1]:
+        transposed = transposed or _is_conv1d(whole, path)
+    wanted = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
+    if shape != wanted:
+        raise ModelError(f"the adapter at {path!r} is for a weight of {list(wanted)}, and the model's is {list(shape)}")
+    return name, Delta(a, b, adapter.scale(path, a.shape[0]), transposed)
+
+
+def _experts_delta(path: str, a: torch.Tensor, b: torch.Tensor, adapter: Adapter, whole: Skeleton) -> tuple[str, Delta]:
+    """PEFT's adapters of whole parameters: one pair holds all experts, and shapes tell which parameter it is for."""
+    for name, shape in whole.shapes.items():
+        if name.rpartition(".")[0] != path or len(shape) != 3 or a.shape[0] % shape[0]:
+            continue
+        for transposed in (False, True):
+            outer, inner = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
+            if shape[1:] == (outer, inner):
+                rank = a.shape[0] // shape[0]
+                return name, Delta(a, b, adapter.scale(path, rank), transposed, shape[0])
+    raise ModelError(_stranger(path, whole))
+
+
+def _refuse_tied(name: str, whole: Skeleton) -> None:
+    """A head that is the embedding cannot become another matrix than it."""
+    if whole.first_name(name) not in (None, name):
+        raise ModelError(
+            f"the adapter changes {name!r}, which is tied to the embedding, so that merging would change both: "
+            "use it unmerged"
+        )
+
+
+def _is_conv1d(whole: Skeleton, path: str) -> bool:
+    return type(whole.model.get_submodule(path)).__name__ == "Conv1D"
+
+
+def _stranger(key: str, whole: Skeleton) -> str:
+    return f"the adapter has {key!r}, and {type(whole.model).__name__} nothing that it fits: name its base with --base"
+
+
+def _beside(name: str, adapter: Path) -> str:
+    """A base that is given relative to nothing: as it is, or where the adapter lies."""
+    here = (adapter / name).resolve()
+    return str(here) if not Path(name).exists() and here.is_dir() else name
+
+
+def _notes(found: Found, adapter: Adapter, base: str) -> tuple[str, ...]:
+    notes = [f"merged into {base}"]
+    quantised = adapter.metadata.get("base_quantised") or _run_method(found.run)
+    if quantised:
+        notes.append(
+            "the base was quantised while the adapter was trained, and is not here: answers may differ a little from "
+            "those seen in training"
+        )
+    return tuple(notes)
+
+
+def _run_method(run: Path | None) -> str | None:
+    """What the run's plan says of quantisation."""
+    if run is None:
+        return None
+    try:
+        worker = json.loads((run / "plan" / "worker.json").read_text(encoding="utf-8"))
+        return "nf4" if worker["levers"]["method"] == "qlora" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,97 @@
+"""A DeepSpeed checkpoint of some other program → a Hugging Face folder, through DeepSpeed's own converter.
+
+The converter opens pickles; the caller has made sure that the user trusts them. It is asked to be lazy: it holds
+references into the files, and each tensor is put together when it is written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.train.export import Exported, Found, Spec, Told
+from tightfit.train.export_model import DTYPES, Output, model_on_meta, write
+from tightfit.train.safetensors_files import Stored
+from tightfit.train.sources import find_weights
+from tightfit.train.sources_names import map_names, wrong_shape
+from tightfit.types import ConfigError, ModelError
+
+
+def export_checkpoint(found: Found, spec: Spec, told: Told) -> Exported:
+    """Weights from the checkpoint, everything else from where the config is."""
+    settings = _config_folder(found.folder, spec, told)
+    whole = model_on_meta(settings, trust_remote_code=spec.trust_remote_code)
+    told("opening the checkpoint", 0, 1)
+    tensors = _opened(found.folder)
+    told("opening the checkpoint", 1, 1)
+    if any(".lora_" in name for name in tensors):
+        raise ModelError(
+            f"{found.folder} was made of a model with adapters: export the adapter folder that its program saved"
+        )
+    tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    stored = {name: Stored(found.folder, "F32", tuple(one.shape), 0, 0) for name, one in tensors.items()}
+    named = map_names(whole.model, stored)
+    lacking = (*named.missing, *named.needs_conversion)
+    if lacking:
+        raise ModelError(
+            f"the checkpoint lacks {lacking[0]!r}, which the config in {settings} wants: name its own config"
+        )
+    for name, shape in whole.shapes.items():
+        if problem := wrong_shape(name, shape, named.parts[name], stored):
+            raise ModelError(f"{problem}: name the checkpoint's own config with --config")
+    held: dict[str, torch.Tensor] = {}
+
+    def values(name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        if name not in held:  # one at a time: its chunks come one after another
+            held.clear()
+            held[name] = torch.cat([tensors[key].contiguous().reshape(-1) for key in named.parts[name]])
+        return held[name][start:stop]
+
+    dtype = DTYPES[spec.dtype] if spec.dtype is not None else _config_dtype(whole.model.config)
+    output = Output(kind="deepspeed", folder=Path(spec.to), dtype=lambda _: dtype, beside=(settings,))
+    return write(whole, values, output, told)
+
+
+def _config_folder(checkpoint: Path, spec: Spec, told: Told) -> Path:
+    if spec.config is not None:
+        return find_weights(spec.config, progress=told)
+    for folder in (checkpoint, checkpoint.parent):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ConfigError(
+        f"{checkpoint} does not say what model it is: name the folder or id that has its config.json with --config"
+    )
+
+
+def _opened(folder: Path) -> dict[str, Any]:
+    """Names → tensors, put together when `contiguous` is called."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    tag = None
+    if any(folder.glob("*_states.pt")):
+        folder, tag = folder.parent, folder.name
+    elif not (folder / "latest").is_file():
+        steps = sorted((path for path in folder.glob("global_step*") if path.is_dir()), key=_step)
+        if not steps:
+            raise ModelError(f"{folder} has no global_step folder, so there is no checkpoint in it")
+        tag = steps[-1].name
+    try:
+        return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag, lazy_mode=True))
+    except (FileNotFoundError, ValueError, KeyError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"DeepSpeed cannot put the checkpoint in {folder} together: {reason}") from error
+
+
+def _step(path: Path) -> int:
+    digits = path.name.removeprefix("global_step")
+    return int(digits) if digits.isdigit() else -1
+
+
+def _config_dtype(config: Any) -> torch.dtype:
+    """What the config says that the model is stored in; fp32, as the checkpoint is, where it says nothing."""
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -1,0 +1,182 @@
+"""safetensors files by the byte: a header that says where each tensor lies, and ranges read straight from there.
+
+The library of that name reads whole tensors, or slices along the first dimensions. A shard of an engine is a
+range of a flattened parameter that starts and stops anywhere; reading just those bytes is what keeps a rank
+from ever holding more than its own share.
+
+The layout: eight bytes with the length of the header (little endian), the header as JSON, the data. The header
+names for each tensor its dtype, shape and [begin, end) within the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tightfit.types import ModelError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""What we write and read. Weights are the first four; the others are counters and masks that lie beside them."""
+
+NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+LARGEST_HEADER = 100 * 2**20
+"""The library's own limit."""
+
+LENGTH_BYTES = 8
+READ_BYTES = 2**30
+"""Linux reads at most 2 GiB at once."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in one file. `begin` and `end` are bytes from the start of the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of one file, and its metadata; whatever is wrong with the file is said here."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = struct.unpack("<Q", file.read(LENGTH_BYTES).ljust(LENGTH_BYTES, b"\xff"))[0]
+            if size < LENGTH_BYTES or length > min(LARGEST_HEADER, size - LENGTH_BYTES):
+                raise ModelError(f"{path} is no safetensors file, or was cut off: fetch or copy it again")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} has a header that is not JSON: fetch or copy it again") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{path} has a header that is not a JSON object: fetch or copy it again")
+    metadata = header.pop("__metadata__", None) or {}
+    first = LENGTH_BYTES + length
+    stored = {name: _stored(path, name, entry, first, size) for name, entry in header.items()}
+    return stored, {str(key): str(value) for key, value in dict(metadata).items()}
+
+
+def _stored(path: Path, name: str, entry: object, first: int, size: int) -> Stored:
+    try:
+        assert isinstance(entry, dict)
+        begin, end = (int(offset) for offset in entry["data_offsets"])
+        found = Stored(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), first + begin, first + end)
+    except (AssertionError, KeyError, TypeError, ValueError):
+        raise ModelError(f"{path} says of {name!r} not where it lies: fetch or copy the file again") from None
+    if not 0 <= begin <= end or min(found.shape, default=0) < 0:
+        raise ModelError(f"{path} says of {name!r} that it lies nowhere: fetch or copy the file again")
+    if found.end > size:
+        raise ModelError(
+            f"{path} was cut off: {name!r} ends {found.end - size} bytes behind it; fetch or copy it again"
+        )
+    dtype = DTYPES.get(found.dtype)
+    if dtype is not None and found.numel * dtype.itemsize != end - begin:
+        raise ModelError(f"{path} gives {name!r} {end - begin} bytes, which is not its shape: fetch or copy it again")
+    return found
+
+
+def tensors_of(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder's model, from its index or its single file."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.is_file():
+        files = _indexed(index)
+    elif single.is_file():
+        files = [single]
+    else:
+        files = sorted(folder.glob("*.safetensors")) if not (folder / "adapter_config.json").exists() else []
+    if not files:
+        raise ModelError(_no_weights(folder))
+    found: dict[str, Stored] = {}
+    for file in files:
+        found |= read_header(file)[0]
+    return found
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{index} is no index of safetensors files: fetch or copy it again") from None
+    files = sorted(index.parent / str(name) for name in names)
+    for file in files:
+        if file.parent != index.parent or not file.is_file():
+            raise ModelError(f"{index} names {file.name}, which is not beside it: fetch or copy the folder again")
+    return files
+
+
+def _no_weights(folder: Path) -> str:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        return (
+            f"the weights in {folder} are pickled, and a pickle can run any program: take a copy with safetensors, "
+            "or convert it with transformers' save_pretrained"
+        )
+    if (folder / "adapter_config.json").exists():
+        return f"{folder} holds an adapter and no model: give the model that it adapts"
+    return f"{folder} holds no model.safetensors: give a folder or an id with safetensors weights"
+
+
+class Files:
+    """Open files and reads from them. Positions are given with each read, so threads may share it."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def read(self, stored: Stored, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a stored tensor, flat, as stored."""
+        dtype = DTYPES.get(stored.dtype)
+        if dtype is None:
+            raise ModelError(
+                f"{stored.file} holds {stored.dtype} numbers, which are quantised: take a copy in bf16, fp16 or fp32"
+            )
+        result = torch.empty(stop - start, dtype=dtype)
+        if start == stop:
+            return result
+        view = result.view(torch.uint8).numpy().data
+        position = stored.begin + start * dtype.itemsize
+        while view:
+            count = os.preadv(self._descriptor(stored.file), [view[:READ_BYTES]], position)
+            if count == 0:
+                raise ModelError(f"{stored.file} became shorter while it was read: fetch or copy it again")
+            view = view[count:]
+            position += count
+        return result
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._open:
+            try:
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ModelError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+        return self._open[path]
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()

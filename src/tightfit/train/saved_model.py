@@ -1,0 +1,367 @@
+"""Named tensors into safetensors files, every rank writing its own bytes; nothing is gathered.
+
+All ranks know the names, shapes and dtypes of everything that will be in the files, so each computes the same
+layout: which file, which byte. Rank 0 makes the files at their full size in a staging folder; every rank then
+writes the ranges that it owns, straight to their place; and only when all bytes are there does rank 0 rename the
+staging folder to its real name. A reader sees the old folder or the new one, never a half.
+
+Alternatives were to gather on one rank (the largest model no longer fits) or to let each rank write a file of
+its own (nobody else can read them). The price of this way is one folder that all ranks can write to.
+
+A failure on one rank must not leave the others waiting: it is noted in the staging folder, all barriers are
+still passed, and every rank raises. Which ranges each rank wrote is told through small files too, and a byte
+that nobody wrote is an error that names its tensor.
+
+    writer = Writer(folder, rank=…, world=…, barrier=…)
+    writer.write(names, pieces)             as often as there are sets of tensors
+    writer.commit(beside)                   `beside` writes config, tokenizer … on rank 0
+
+`write_model` is these three for one model.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tightfit.train.safetensors_files import LENGTH_BYTES, NAMES
+from tightfit.types import TightfitError, UserError
+
+SHARD_BYTES = 5 * 10**9
+"""Hugging Face's own limit for one file."""
+
+HOST_BYTES = 64 * 2**20
+"""How much of a tensor is moved to the host, and cast, at a time."""
+
+Names = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Every tensor of a set, in order: shape, and the dtype in the file."""
+
+Span = tuple[int, int]
+
+
+class SaveError(TightfitError):
+    """Some rank could not write its part; nothing was put in place."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + numel) of the row-major parameter `name`, flat and contiguous, on any device."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How a set of tensors is cut into files and what they are called."""
+
+    stem: str = "model"
+    shard_bytes: int | None = SHARD_BYTES
+    """None: one file, however large."""
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+    """Goes into every file's header; `format` is what from_pretrained looks for."""
+    beside: Callable[[Path], None] | None = None
+    """Called on rank 0 with the staging folder: config, tokenizer and so on."""
+
+
+ADAPTER = Style(stem="adapter_model", shard_bytes=None)
+"""PEFT's layout; `beside` has to write the adapter_config.json."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: str
+    offset: int
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Layout:
+    headers: Mapping[str, bytes]
+    sizes: Mapping[str, int]
+    places: Mapping[str, _Place]
+    index: str | None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+def write_model(
+    folder: Path,
+    pieces: Iterable[Piece],
+    names: Names,
+    *,
+    rank: int,
+    world: int,
+    barrier: Callable[[], None],
+    style: Style = Style(),  # noqa: B008 - frozen
+) -> int:
+    """Write one set of tensors as `folder`; called by all ranks alike. Returns the bytes of its files."""
+    writer = Writer(folder, rank=rank, world=world, barrier=barrier)
+    written = writer.write(names, pieces, style)
+    writer.commit(style.beside)
+    return written
+
+
+class Writer:
+    """One rank's hand in writing a folder. Every rank makes the same calls in the same order."""
+
+    def __init__(self, folder: Path, *, rank: int, world: int, barrier: Callable[[], None]) -> None:
+        self.folder = folder
+        self.staging = folder.with_name(f".{folder.name}.partial")
+        self._rank, self._world, self._barrier = rank, world, barrier
+        self._sets = 0
+        self._problem: Exception | None = None
+        if rank == 0:
+            self._attempt(self._begin)
+        barrier()
+
+    def write(self, names: Names, pieces: Iterable[Piece], style: Style = Style()) -> int:  # noqa: B008 - frozen
+        """Write this rank's pieces of one set of tensors. Pieces may overlap between ranks, or be none."""
+        layout = _laid_out(names, style)
+        if self._rank == 0:
+            self._attempt(lambda: self._make_files(layout))
+        self._barrier()
+        spans: dict[str, list[Span]] = defaultdict(list)
+        self._attempt(lambda: self._write_pieces(layout, pieces, spans))
+        self._attempt(lambda: self._tell(spans))
+        self._barrier()
+        self._attempt(lambda: self._check(layout))
+        self._sets += 1
+        return layout.total_bytes
+
+    def commit(self, beside: Callable[[Path], None] | None = None) -> None:
+        """Put the folder in its place, or raise on every rank."""
+        if beside is not None and self._rank == 0:
+            self._attempt(lambda: beside(self.staging))
+        self._attempt(self._tell_problem)
+        self._barrier()
+        others = self._problem_of_others()
+        self._barrier()
+        if self._rank == 0 and self._problem is None and others is None:
+            self._attempt(self._put_in_place)
+        if self._rank == 0 and self.staging.exists():
+            shutil.rmtree(self.staging, ignore_errors=True)
+        self._barrier()
+        if self._problem is not None:
+            if isinstance(self._problem, OSError):
+                raise _readable(self._problem, self.folder) from self._problem
+            raise self._problem
+        if others is not None:
+            raise SaveError(others)
+        if not self.folder.is_dir():
+            raise SaveError(f"rank 0 could not put {self.folder} in place")
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """A failure waits until all ranks can hear of it; after one, nothing more is tried."""
+        if self._problem is None:
+            try:
+                step()
+            except Exception as error:
+                self._problem = error
+
+    def _begin(self) -> None:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        if self.staging.exists():  # a former attempt was killed
+            shutil.rmtree(self.staging)
+        self.staging.mkdir()
+
+    def _make_files(self, layout: _Layout) -> None:
+        for name, header in layout.headers.items():
+            descriptor = os.open(self.staging / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            try:
+                _reserve(descriptor, layout.sizes[name])
+                _write_all(descriptor, memoryview(header), 0)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if layout.index is not None:
+            stem = next(iter(layout.headers)).split("-00001-of-")[0]
+            (self.staging / f"{stem}.safetensors.index.json").write_text(layout.index, encoding="utf-8")
+
+    def _write_pieces(self, layout: _Layout, pieces: Iterable[Piece], spans: dict[str, list[Span]]) -> None:
+        opened: dict[str, int] = {}
+        try:
+            for piece in pieces:
+                place = layout.places.get(piece.name)
+                stop = piece.start + piece.tensor.numel()
+                if place is None or stop > place.numel or math.prod(piece.shape) != place.numel:
+                    raise SaveError(f"{piece.name!r} [{piece.start}, {stop}) is not among what is being saved")
+                if piece.tensor.numel() == 0:
+                    continue
+                if place.file not in opened:
+                    opened[place.file] = os.open(self.staging / place.file, os.O_WRONLY | os.O_CLOEXEC)
+                _write_piece(opened[place.file], place, piece)
+                spans[piece.name].append((piece.start, stop))
+        finally:
+            for descriptor in opened.values():
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def _tell(self, spans: Mapping[str, list[Span]]) -> None:
+        told = {name: _merged(of_one) for name, of_one in spans.items()}
+        self._note(self._rank, "spans").write_text(json.dumps(told), encoding="utf-8")
+
+    def _check(self, layout: _Layout) -> None:
+        """Every rank looks, so that every rank comes to the same end."""
+        spans: dict[str, list[Span]] = defaultdict(list)
+        for rank in range(self._world):
+            note = self._note(rank, "spans")
+            if not note.exists():
+                return  # that rank has failed and will say why
+            for name, of_one in json.loads(note.read_text(encoding="utf-8")).items():
+                spans[name] += [(start, stop) for start, stop in of_one]
+        for name, place in layout.places.items():
+            covered = _merged(spans.get(name, []))
+            if place.numel and covered != [(0, place.numel)]:
+                held = sum(stop - start for start, stop in covered)
+                raise SaveError(f"only {held} of the {place.numel} elements of {name!r} were written by any rank")
+
+    def _tell_problem(self) -> None:
+        """Reached only without a problem: the note says that this rank is done."""
+        self._note(self._rank, "done").write_text("done", encoding="utf-8")
+
+    def _problem_of_others(self) -> str | None:
+        late = [rank for rank in range(self._world) if not self._note(rank, "done").exists()]
+        if not late:
+            return None
+        what = "rank" if len(late) == 1 else "ranks"
+        return f"{what} {', '.join(map(str, late))} could not write to {self.folder}: all ranks must share that folder"
+
+    def _put_in_place(self) -> None:
+        for note in self.staging.glob(".rank-*"):
+            note.unlink()
+        for path in self.staging.rglob("*"):
+            if path.is_file():
+                _fsync(path)
+        _fsync(self.staging)
+        old = self.folder.with_name(f".{self.folder.name}.old")
+        if old.exists():
+            shutil.rmtree(old)
+        if self.folder.exists():
+            self.folder.rename(old)
+        self.staging.rename(self.folder)
+        _fsync(self.folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _note(self, rank: int, what: str) -> Path:
+        number = f"-{self._sets}" if what == "spans" else ""
+        return self.staging / f".rank-{rank}-{what}{number}.json"
+
+
+# --- layout --------------------------------------------------------------------------------------
+
+
+def _laid_out(names: Names, style: Style) -> _Layout:
+    """The same on every rank: it depends on the names alone."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, (shape, dtype) in names.items():
+        numbytes = math.prod(shape) * dtype.itemsize
+        if style.shard_bytes is not None and size and size + numbytes > style.shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += numbytes
+    headers, sizes, places = {}, {}, {}
+    for number, shard in enumerate(shards, start=1):
+        many = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = f"{style.stem}{many}.safetensors"
+        header, offsets, end = _header(shard, names, style.metadata)
+        headers[file], sizes[file] = header, end
+        for name in shard:
+            shape, dtype = names[name]
+            places[name] = _Place(file, offsets[name], math.prod(shape), dtype)
+    index = None
+    if len(shards) > 1:
+        total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in names.values())
+        weight_map = {name: places[name].file for name in names}
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    return _Layout(headers, sizes, places, index)
+
+
+def _header(shard: Sequence[str], names: Names, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """The bytes before the data, where in the file each tensor starts, and where the file ends."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins: dict[str, int] = {}
+    end = 0
+    for name in sorted(shard, key=lambda one: -names[one][1].itemsize):  # wide numbers first: all stay aligned
+        shape, dtype = names[name]
+        if dtype not in NAMES:
+            raise SaveError(f"{name!r} is {dtype}, which safetensors files of ours do not hold")
+        begins[name] = end
+        end += math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + end
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def _write_piece(descriptor: int, place: _Place, piece: Piece) -> None:
+    flat = piece.tensor.detach().reshape(-1)
+    step = max(1, HOST_BYTES // max(flat.dtype.itemsize, place.dtype.itemsize))
+    for low in range(0, flat.numel(), step):
+        part = flat[low : low + step].to(device="cpu", dtype=place.dtype).contiguous()
+        offset = place.offset + (piece.start + low) * place.dtype.itemsize
+        _write_all(descriptor, part.view(torch.uint8).numpy().data, offset)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Take the space now: a full disk is then known before anything was written."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _readable(problem: OSError, folder: Path) -> UserError:
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"there is no room to write {folder}: free some space, or save somewhere else")
+    return UserError(f"cannot write {folder}: {(problem.strerror or str(problem)).lower()}")

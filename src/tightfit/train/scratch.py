@@ -1,0 +1,325 @@
+"""Weights of a new model, drawn per tensor from seed and name.
+
+Every engine, stage, world and split must start from the same model, and no process may hold a whole copy of
+it. So no number may depend on what was drawn before it: a tensor is cut into blocks of fixed length, and each
+block has a generator of its own, seeded by a hash of (seed, name of the tensor, number of the block). A read
+of any range draws the blocks that cover it, and nothing else.
+
+Which distribution a tensor gets is not written here a second time. transformers' own `_init_weights` runs
+over the model on the meta device, module by module in transformers' order, under a dispatch mode that notes
+which in-place operators reach which parameter: `normal_(0, 0.02)`, or `uniform_`, `div_` for Mamba's output
+projections. These notes are the rule, and a block is drawn by replaying them on it. Tensors that an
+initialisation makes in order to copy them (`log(1..N)` for A_log, the inverse softplus for the time step) are
+made on the CPU, with torch's global generator seeded from seed and module name: they are small, and kept.
+
+What `_init_weights` leaves alone, or does in a way that cannot be noted (an orthogonal matrix), falls back on
+the habits of the library: ones for the weights of norms, zeros for biases, a normal of `initializer_range`
+for the rest. PEFT's adapters have PEFT's rule, wherever they sit. Buffers that the initialisation fills
+(rotary frequencies) can be read as well, by their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightfit.types import ModelError
+
+BLOCK = 2**20
+"""Elements that share a generator. Changing it changes every new model."""
+
+LARGEST_KEPT = 2**26
+"""Elements of a copied-in tensor that may be kept whole; larger ones fall back on the habits."""
+
+DEFAULT_STD = 0.02
+
+_SOURCES = {"normal_", "uniform_", "fill_", "zero_"}
+"""What overwrites: whatever came before is forgotten."""
+
+_POINTWISE = {"add_", "sub_", "mul_", "div_", "neg_", "exp_", "log_", "sqrt_", "abs_", "erfinv_", "clamp_"}
+"""What changes each element by itself, so that it can be replayed on any block."""
+
+_FACTORIES = {"arange", "rand", "randn", "ones", "zeros", "full", "empty", "linspace", "randint", "scalar_tensor"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One in-place operator with its arguments, as torch will be asked to repeat it."""
+
+    operator: str
+    arguments: tuple[Any, ...] = ()
+    named: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A stretch that is constant whatever the rest is: the row of a padding token."""
+
+    start: int
+    stop: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a tensor is made: from the first step on, or from a kept tensor (flat)."""
+
+    steps: tuple[Step, ...]
+    kept: torch.Tensor | None = None
+    patches: tuple[Patch, ...] = ()
+
+
+class Scratch:
+    """A source of weights for a model that does not exist yet. `model` is on the meta device."""
+
+    def __init__(self, model: torch.nn.Module, seed: int, *, threads: int | None = None) -> None:
+        self._seed = seed
+        self._threads = threads or max(1, min(16, len(os.sched_getaffinity(0))))
+        self._first_names, shapes = _first_names(model)
+        recorded = _recorded(model, seed)
+        std = _initializer_range(model)
+        self._rules = recorded | {
+            name: _adapter_rule(name, shape) or recorded.get(name) or habit(name, shape, std)
+            for name, shape in shapes.items()
+        }
+
+    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the tensor in row-major order: fp32, on the CPU, one dimension."""
+        first = self._first_names.get(name, name)
+        rule = self._rules.get(first)
+        if rule is None:
+            raise ModelError(f"no weights can be drawn for {name!r}: the model does not say how it begins")
+        numel = math.prod(shape)
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"{name} has {numel} elements, not {start} to {stop}")
+        result = torch.empty(stop - start, dtype=torch.float32)
+        if start == stop:
+            return result
+        blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
+
+        def fill(block: int) -> None:
+            low = block * BLOCK
+            drawn = self._block(plain_name(first), rule, low, min(low + BLOCK, numel))
+            here = slice(max(start - low, 0), stop - low)
+            result[max(low - start, 0) : max(low - start, 0) + drawn[here].numel()] = drawn[here]
+
+        if len(blocks) == 1 or self._threads == 1:
+            for block in blocks:
+                fill(block)
+        else:
+            with ThreadPoolExecutor(self._threads) as pool:
+                list(pool.map(fill, blocks))
+        return result
+
+    def rule(self, name: str) -> Rule:
+        """How `name` is drawn."""
+        return self._rules[self._first_names.get(name, name)]
+
+    def _block(self, name: str, rule: Rule, low: int, high: int) -> torch.Tensor:
+        kept = rule.kept
+        values = torch.empty(high - low, dtype=torch.float32) if kept is None else kept[low:high].clone()
+        generator = torch.Generator().manual_seed(seed_of(self._seed, name, low // BLOCK))
+        for step in rule.steps:
+            named = dict(step.named)
+            if step.operator in ("normal_", "uniform_"):
+                named["generator"] = generator
+            getattr(values, step.operator)(*step.arguments, **named)
+        for patch in rule.patches:
+            values[max(patch.start - low, 0) : max(patch.stop - low, 0)] = patch.value
+        return values
+
+
+def seed_of(seed: int, name: str, block: int) -> int:
+    """A 63-bit seed that is the same in every process, Python and machine."""
+    digest = hashlib.blake2b(f"{seed}\0{name}\0{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def plain_name(name: str) -> str:
+    """The name without what PEFT wraps around it, so that a wrapped model draws the same base."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+# --- noting what transformers does ---------------------------------------------------------------
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes in-place operators on known storages. Factories make real tensors, on the CPU."""
+
+    def __init__(self, names: Mapping[int, str], numels: Mapping[str, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self._numels = numels
+        self.rules: dict[str, Rule | None] = {}
+        """None: touched in a way that cannot be repeated."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        operator = func.overloadpacket.__name__
+        if operator in _FACTORIES and "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        target = args[0] if args else None
+        name = self._name_of(target)
+        if name is None or not operator.endswith("_") or operator.startswith("_"):
+            return func(*args, **kwargs)
+        assert isinstance(target, torch.Tensor)
+        whole = target.numel() == self._numels[name] and target.is_contiguous()
+        self.rules[name] = self._after(name, operator, args[1:], kwargs, target, whole)
+        return target
+
+    def _name_of(self, tensor: object) -> str | None:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
+            return None
+        return self._names.get(tensor.untyped_storage()._cdata)
+
+    def _after(
+        self,
+        name: str,
+        operator: str,
+        arguments: tuple[Any, ...],
+        named: Mapping[str, Any],
+        target: torch.Tensor,
+        whole: bool,
+    ) -> Rule | None:
+        before = self.rules.get(name)
+        if not whole:
+            if operator in ("zero_", "fill_") and target.is_contiguous() and before is not None:
+                low = int(target.storage_offset())
+                value = float(arguments[0]) if arguments else 0.0
+                patch = Patch(low, low + target.numel(), value)
+                return Rule(before.steps, before.kept, (*before.patches, patch))
+            return None
+        if operator == "copy_":
+            return _kept_rule(arguments[0], target)
+        step = _step(operator, arguments, named)
+        if step is None:
+            return None
+        if operator in _SOURCES:
+            return Rule((step,))
+        if operator in _POINTWISE and before is not None and not before.patches:
+            return Rule((*before.steps, step), before.kept)
+        return None
+
+
+def _kept_rule(other: object, target: torch.Tensor) -> Rule | None:
+    if not isinstance(other, torch.Tensor) or other.device.type == "meta" or target.numel() > LARGEST_KEPT:
+        return None
+    return Rule((), other.detach().to(torch.float32).expand(target.shape).reshape(-1).clone())
+
+
+def _step(operator: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Step | None:
+    """The operator with plain numbers; None where it takes another tensor."""
+    values = [_number(value) for value in arguments]
+    keywords = {key: _number(value) for key, value in named.items() if key != "generator"}
+    if any(isinstance(value, torch.Tensor) for value in (*values, *keywords.values())):
+        return None
+    return Step(operator, tuple(values), tuple(keywords.items()))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        return value.item()
+    return value
+
+
+def _recorded(model: torch.nn.Module, seed: int) -> dict[str, Rule]:
+    """For each parameter, under its first name, what transformers' own initialisation does to it."""
+    by_storage: dict[int, str] = {}
+    numels: dict[str, int] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        by_storage[tensor.untyped_storage()._cdata] = name
+        numels[name] = tensor.numel()
+    recorder = _Recorder(by_storage, numels)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for path, module, initialise in _in_order(model, "", None):
+            if initialise is None or _only_borrows(module, path, by_storage):
+                continue
+            # Not torch.manual_seed, which would seed the GPUs as well, now or when they are first used.
+            torch.default_generator.manual_seed(seed_of(seed, plain_name(f"{path}."), 0))
+            with recorder:
+                _try(initialise, module)
+    return {name: rule for name, rule in recorder.rules.items() if rule is not None}
+
+
+def _in_order(
+    module: torch.nn.Module, path: str, initialise: Callable[[torch.nn.Module], None] | None
+) -> Sequence[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], None] | None]]:
+    """Modules as transformers visits them: children first, each by the innermost model that holds it."""
+    if hasattr(module, "_init_weights") and hasattr(module, "config"):
+        initialise = module._init_weights  # type: ignore[assignment]
+    visited = [
+        entry
+        for name, child in module.named_children()
+        for entry in _in_order(child, f"{path}.{name}" if path else name, initialise)
+    ]
+    return [*visited, (path, module, initialise)]
+
+
+def _only_borrows(module: torch.nn.Module, path: str, by_storage: Mapping[int, str]) -> bool:
+    """All its parameters belong to another module: a tied head is not drawn, it is the embedding."""
+    own = dict(module.named_parameters(recurse=False))
+    prefix = f"{path}." if path else ""
+    return bool(own) and all(by_storage[p.untyped_storage()._cdata] != prefix + name for name, p in own.items())
+
+
+def _try(initialise: Callable[[torch.nn.Module], None], module: torch.nn.Module) -> None:
+    try:
+        initialise(module)
+    except (RuntimeError, NotImplementedError):
+        # It looked at values, of which there are none on the meta device. What it has noted so far stands;
+        # the habits answer for the rest.
+        return
+
+
+# --- habits --------------------------------------------------------------------------------------
+
+
+def habit(name: str, shape: tuple[int, ...], std: float) -> Rule:
+    """What the library does with tensors that no model's own initialisation speaks of."""
+    words = name.rsplit(".", maxsplit=2)
+    if words[-1].endswith("bias"):
+        return Rule((Step("zero_"),))
+    if len(shape) <= 1 and ("norm" in name.lower() or "ln_" in name or words[-1] == "weight"):
+        return Rule((Step("fill_", (1.0,)),))
+    return Rule((Step("normal_", (0.0, std)),))
+
+
+def _adapter_rule(name: str, shape: tuple[int, ...]) -> Rule | None:
+    """PEFT's `reset_lora_parameters`: A kaiming-uniform with a = sqrt(5), B zero; the reverse for embeddings."""
+    if ".lora_B." in name or ".lora_embedding_A." in name:
+        return Rule((Step("zero_"),))
+    if ".lora_embedding_B." in name:
+        return Rule((Step("normal_", (0.0, 1.0)),))
+    if ".lora_A." in name:
+        bound = 1 / math.sqrt(math.prod(shape[1:]))
+        return Rule((Step("uniform_", (-bound, bound)),))
+    return None
+
+
+def _initializer_range(model: torch.nn.Module) -> float:
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return float(getattr(config, "initializer_range", None) or DEFAULT_STD)
+
+
+def _first_names(model: torch.nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """Every name of every parameter → its first name, and the shapes under first names."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        names[name] = owner
+        shapes.setdefault(owner, tuple(parameter.shape))
+    return names, shapes
