@@ -18,6 +18,10 @@ from tightfit.types import ConfigError, UserError
 VERBS = {
     "estimate": ("tightfit.cli_estimate", "what every GPU and the host will hold, before anything runs"),
     "plan": ("tightfit.cli_plan", "the fastest way that fits, and the configs for it"),
+    "train": ("tightfit.cli_train", "the training itself: planned, started, followed to its end"),
+    "rehearse": ("tightfit.cli_rehearse", "one rank of many on one GPU: what it really holds, and its pace"),
+    "data": ("tightfit.cli_data", "what the training will see, and what of it counts in the loss"),
+    "export": ("tightfit.cli_export", "a run or an adapter as one plain model folder"),
     "lint": ("tightfit.cli_lint", "what a config file of DeepSpeed, accelerate or LLaMA-Factory gets wrong"),
     "schema": ("tightfit.cli_schema", "the fields of a job file"),
     "models": ("tightfit.cli_lists", "the models known by name, and what they need"),

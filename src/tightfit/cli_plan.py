@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +29,7 @@ from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit plan --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB"
 
-_FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
+FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
     "the machine": {
         "gpus": ("HARDWARE", "6x32GB, 4xRTX4090, 2x8xA100-80GB …; left out: this machine"),
         "num_gpus": ("N", "GPUs of each node to use (all)"),
@@ -74,13 +74,14 @@ WORKER = Path(__file__).with_name("train") / "__main__.py"
 MOST_MARGIN = 90
 """Percent: what is below this may be meant as a percentage."""
 
-_WHOLE = ("num_gpus", "world", "effective_batch", "max_steps", "samples", "port")
+WHOLE = frozenset(("num_gpus", "world", "effective_batch", "max_steps", "samples", "port"))
+"""Those that take a whole number."""
 
 
 def plan(argv: Sequence[str]) -> int:
     """The verb."""
     args = _parser().parse(argv)
-    _check(args)
+    check_flags(args)
     if hasattr(args, "json"):
         from tightfit.cli_plan_report import report
 
@@ -119,11 +120,11 @@ def _work(args: argparse.Namespace) -> tuple[Answer, list[Path] | None]:
     try:
         answer = _answer(args, request, startable_of(request.job, target))
     except ConfigError as error:
-        raise _of_the_file(error, args) from None
+        raise of_the_file(error, args) from None
     return write_plan(args, request.job, target, answer)
 
 
-def _of_the_file(error: ConfigError, args: argparse.Namespace) -> ConfigError:
+def of_the_file(error: ConfigError, args: argparse.Namespace) -> ConfigError:
     """A batch that no flag gave is named by the file that did."""
     said, flag = str(error), "--effective-batch "
     if not said.startswith(flag) or hasattr(args, "effective_batch") or not hasattr(args, "file"):
@@ -150,22 +151,29 @@ def _parser() -> Parser:
     )
     made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
-    for title, flags in _FLAGS.items():
+    add_flags(made, FLAGS, WHOLE)
+    return made
+
+
+def add_flags(
+    made: argparse.ArgumentParser, table: Mapping[str, Mapping[str, tuple[str | None, str]]], whole: Collection[str]
+) -> None:
+    """The flags of a table like `FLAGS`, of which `whole` take whole numbers, and those of the levers."""
+    for title, flags in table.items():
         group = made.add_argument_group(title)
         for name, (metavar, text) in flags.items():
             if metavar is None:
                 group.add_argument(spelt(name), action="store_true", help=text)
             else:
-                kind: Callable[[str], Any] = whole_number(name) if name in _WHOLE else str
+                kind: Callable[[str], Any] = whole_number(name) if name in whole else str
                 group.add_argument(spelt(name), metavar=metavar, type=kind, help=text)
     add_lever_flags(made)
     for action in made._actions:
         if action.dest in FREE_LEVERS and action.help:  # the value in brackets is estimate's: here it is chosen
             action.help = re.sub(r" \([^()]*\)$", "", action.help)
-    return made
 
 
-def _check(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
     """Flags that contradict each other."""
     given = vars(args)
     if "force" in given and "write" not in given:

@@ -7,7 +7,7 @@ what was said without effect, comes back as a sentence.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ class FileSays:
     """Sequences a step of one GPU, where the file counts them so."""
 
 
-def request_of(args: argparse.Namespace) -> Request:
-    """Flags, file and machine as one."""
+def request_of(args: argparse.Namespace, adapt: Callable[[Job, Hardware], Hardware] | None = None) -> Request:
+    """Flags, file and machine as one; `adapt`: what the caller knows about the machine beyond its cards."""
     given = {name: value for name, value in vars(args).items() if name in JOB_FLAGS}
     file = _file(args, given)
     if file is None and getattr(args, "max", None) == "model":
@@ -60,6 +60,7 @@ def request_of(args: argparse.Namespace) -> Request:
     job = job_from_flags(given, file.job if file else None)
     explicit = {JOB_FLAGS[name] for name in given} | {"levers.deepspeed_version"} | (file.explicit if file else set())
     hardware = _hardware(args, job, file)
+    hardware = hardware if adapt is None else adapt(job, hardware)
     job, batch_said = _batched(job, file, hardware, explicit)
     job, max_said = _for_max(args, job)
     job, version_said = _versioned(job, hardware)

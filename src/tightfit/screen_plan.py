@@ -307,11 +307,11 @@ def _draw_verdict(console: Console, plan: Plan, otherwise: str, *, with_model: b
     needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
     said = f"{strategy_name(way.levers)}: {way.pace.tokens_per_s:,.0f} tokens/s in {needed} of {size} GiB"
     say(console, f"{said}{duration_words(plan)}.", style="bold green")
-    _draw_levers(console, lever_flags(plan, way, with_model=with_model))
+    draw_levers(console, lever_flags(plan, way, with_model=with_model))
     draw_list(console, "IT CHANGES THE TRAINING:", [f"{change}." for change in way.changes])
 
 
-def _draw_levers(console: Console, flags: Sequence[str]) -> None:
+def draw_levers(console: Console, flags: Sequence[str]) -> None:
     """No line ends between a flag and its value: people copy this."""
     wrapped = textwrap.fill(
         " ".join(flag.replace(" ", UNBROKEN) for flag in flags),

@@ -44,12 +44,12 @@ _NVIDIA_CSV = "--format=csv,noheader,nounits"
 _ASSUMED_RAM = 4 * GIB
 
 
-class _Silent(Exception):
+class Silent(Exception):
     """A tool that is there and shows no GPU. The message says why; empty: the tool is not installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class Seen:
     """One device as a tool shows it."""
 
     name: str
@@ -59,12 +59,12 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sight:
+class Sight:
     """All devices that one tool shows, in its order."""
 
     tool: str
     vendor: Vendor
-    devices: tuple[_Seen, ...]
+    devices: tuple[Seen, ...]
 
 
 def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardware:
@@ -74,10 +74,10 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     """
     ram, ram_because = _host_ram() if host_ram is None else (parse_size(host_ram), ())
     nvme_bytes = None if nvme is None else parse_size(nvme)
-    devices: tuple[_Seen, ...] = ()
-    sight, because = _look()
+    devices: tuple[Seen, ...] = ()
+    sight, because = look()
     if sight is not None:
-        devices, because = _visible(sight, os.environ)
+        devices, because = visible(sight, os.environ)
     if sight is not None and devices:
         gpu, more = _alike(devices, sight, os.environ)
         count, because = len(devices), (f"{sight.tool} shows {_tally(sight.devices)}.", *because, *more)
@@ -94,14 +94,14 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     )
 
 
-def _look() -> tuple[_Sight | None, tuple[str, ...]]:
+def look() -> tuple[Sight | None, tuple[str, ...]]:
     """What the first tool with an answer shows; else why those that are installed showed nothing."""
     failures: list[str] = []
-    probes: tuple[Callable[[], _Sight], ...] = (_nvml, _nvidia_smi, _hy_smi, _rocm_smi)
+    probes: tuple[Callable[[], Sight], ...] = (_nvml, _nvidia_smi, _hy_smi, _rocm_smi)
     for probe in probes:
         try:
             return probe(), ()
-        except _Silent as silence:
+        except Silent as silence:
             if str(silence) and str(silence) not in failures:
                 failures.append(str(silence))
     return None, tuple(failures)
@@ -114,7 +114,7 @@ def _cpu(ram: int | None) -> Gpu:
 # --- from devices to one Gpu --------------------------------------------------------------------
 
 
-def _alike(devices: tuple[_Seen, ...], sight: _Sight, env: Mapping[str, str]) -> tuple[Gpu, tuple[str, ...]]:
+def _alike(devices: tuple[Seen, ...], sight: Sight, env: Mapping[str, str]) -> tuple[Gpu, tuple[str, ...]]:
     """One Gpu to stand for all: the smallest memory and the slowest rates among them."""
     because: list[str] = []
     gpus: list[Gpu] = []
@@ -149,7 +149,7 @@ def _apart(gpu: Gpu, other: Gpu) -> bool:
     return abs(gpu.memory_bytes - other.memory_bytes) > GIB
 
 
-def _mixed(gpus: list[Gpu], smallest: Gpu, sight: _Sight, env: Mapping[str, str]) -> str:
+def _mixed(gpus: list[Gpu], smallest: Gpu, sight: Sight, env: Mapping[str, str]) -> str:
     variable = "CUDA_VISIBLE_DEVICES" if sight.vendor == "nvidia" else "HIP_VISIBLE_DEVICES"
     sentence = (
         f"The GPUs are not alike: all are planned with the smallest memory, the {smallest.memory_bytes / GIB:.1f} GiB "
@@ -178,14 +178,14 @@ def _slowest(gpus: list[Gpu], smallest: Gpu) -> Gpu:
     )
 
 
-def _tally(devices: tuple[_Seen, ...]) -> str:
+def _tally(devices: tuple[Seen, ...]) -> str:
     return " and ".join(f"{count} × {name}" for name, count in Counter(device.name for device in devices).items())
 
 
 # --- which of them a job would see --------------------------------------------------------------
 
 
-def _visible(sight: _Sight, env: Mapping[str, str]) -> tuple[tuple[_Seen, ...], tuple[str, ...]]:
+def visible(sight: Sight, env: Mapping[str, str]) -> tuple[tuple[Seen, ...], tuple[str, ...]]:
     """The devices that the visibility variables leave, as CUDA or HIP would read them.
 
     ROCr filters first and HIP counts among what is left; HIP's own variable wins over CUDA's, which
@@ -205,9 +205,9 @@ def _visible(sight: _Sight, env: Mapping[str, str]) -> tuple[tuple[_Seen, ...], 
     return devices, tuple(because)
 
 
-def _pick(devices: tuple[_Seen, ...], wanted: str, variable: str) -> tuple[_Seen, ...]:
+def _pick(devices: tuple[Seen, ...], wanted: str, variable: str) -> tuple[Seen, ...]:
     """As the drivers do it: in the order given, and nothing after the first that does not exist."""
-    picked: dict[int, _Seen] = {}
+    picked: dict[int, Seen] = {}
     for word in (part.strip() for part in wanted.split(",")):
         if word.startswith("MIG-"):
             raise HardwareError(f"{variable} names a MIG slice, whose size we cannot read: say it with --gpus 1x20GB.")
@@ -224,7 +224,7 @@ def _pick(devices: tuple[_Seen, ...], wanted: str, variable: str) -> tuple[_Seen
 # --- NVIDIA -------------------------------------------------------------------------------------
 
 
-def _nvml() -> _Sight:
+def _nvml() -> Sight:
     """nvidia-ml-py, where it is installed. Every field may be refused by itself."""
     import importlib
 
@@ -232,7 +232,7 @@ def _nvml() -> _Sight:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception as error:  # NVML's own errors are made when it is imported
-        raise _Silent("") from error
+        raise Silent("") from error
 
     def ask(function: str, *values: object) -> Any:
         try:
@@ -247,9 +247,9 @@ def _nvml() -> _Sight:
             memory = ask("nvmlDeviceGetMemoryInfo", handle)
             capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
             devices.append(
-                _Seen(
+                Seen(
                     name=_text(ask("nvmlDeviceGetName", handle)) or "NVIDIA GPU",
-                    memory_bytes=_positive(getattr(memory, "total", None)),
+                    memory_bytes=positive(getattr(memory, "total", None)),
                     arch=None if capability is None else f"sm_{capability[0]}{capability[1]}",
                     uuid=_text(ask("nvmlDeviceGetUUID", handle)),
                 )
@@ -259,30 +259,30 @@ def _nvml() -> _Sight:
     return _sight("NVML", "nvidia", devices)
 
 
-def _nvidia_smi() -> _Sight:
+def _nvidia_smi() -> Sight:
     """Drivers before 510 do not know `compute_cap` and refuse the whole query for it."""
     try:
-        lines = _run("nvidia-smi", "--query-gpu=index,uuid,memory.total,compute_cap,name", _NVIDIA_CSV)
+        lines = run_tool("nvidia-smi", "--query-gpu=index,uuid,memory.total,compute_cap,name", _NVIDIA_CSV)
         has_capability = True
-    except _Silent as silence:
+    except Silent as silence:
         if "compute_cap" not in str(silence):
             raise
-        lines = _run("nvidia-smi", "--query-gpu=index,uuid,memory.total,name", _NVIDIA_CSV)
+        lines = run_tool("nvidia-smi", "--query-gpu=index,uuid,memory.total,name", _NVIDIA_CSV)
         has_capability = False
     rows = csv.reader(lines.splitlines(), skipinitialspace=True)
     seen = (_nvidia_row([field.strip() for field in row], has_capability) for row in rows)
     return _sight("nvidia-smi", "nvidia", [device for device in seen if device is not None])
 
 
-def _nvidia_row(fields: list[str], has_capability: bool) -> _Seen | None:
+def _nvidia_row(fields: list[str], has_capability: bool) -> Seen | None:
     """One line of the query. The name comes last, for it may hold commas, quoted or not."""
     fixed = 4 if has_capability else 3
     if len(fields) <= fixed or not fields[0].isdigit():
         return None
     capability = re.fullmatch(r"([0-9]+)\.([0-9]+)", fields[3]) if has_capability else None
-    return _Seen(
+    return Seen(
         name=", ".join(fields[fixed:]),
-        memory_bytes=_positive(fields[2], MIB),
+        memory_bytes=positive(fields[2], MIB),
         arch=f"sm_{capability[1]}{capability[2]}" if capability else None,
         uuid=fields[1] if fields[1].startswith("GPU-") else None,
     )
@@ -295,22 +295,22 @@ _VRAM_UNITS = {"b": 1, "k": 2**10, "m": MIB, "g": GIB}
 _NAME_KEYS = ("card series", "card model", "device name", "marketing name", "market name")
 
 
-def _hy_smi() -> _Sight:
+def _hy_smi() -> Sight:
     return _smi_json("hy-smi", "hygon")
 
 
-def _rocm_smi() -> _Sight:
+def _rocm_smi() -> Sight:
     return _smi_json("rocm-smi", "amd")
 
 
-def _smi_json(tool: str, vendor: Vendor) -> _Sight:
-    cards = _cards_in(_run(tool, "--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--json"), tool)
+def _smi_json(tool: str, vendor: Vendor) -> Sight:
+    cards = cards_in(run_tool(tool, "--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--json"), tool)
     if any(re.match("[HD]CU ", key) for card in cards for key in card):
         vendor = "hygon"
     return _sight(tool, vendor, [_smi_card(card, vendor) for card in cards])
 
 
-def _cards_in(output: str, tool: str) -> list[Mapping[str, object]]:
+def cards_in(output: str, tool: str) -> list[Mapping[str, object]]:
     """The `cardN` objects by number, whatever banner stands before them.
 
     One hyhal release leaves out commas between pairs; they are put back if that is what ails it.
@@ -324,20 +324,20 @@ def _cards_in(output: str, tool: str) -> list[Mapping[str, object]]:
         if isinstance(read, dict):
             numbered = [(int(key[4:]), card) for key, card in read.items() if re.fullmatch("card[0-9]{1,6}", str(key))]
             return [card for _, card in sorted(numbered, key=lambda pair: pair[0]) if isinstance(card, dict)]
-    raise _Silent(f"{tool} answered with something other than JSON.")
+    raise Silent(f"{tool} answered with something other than JSON.")
 
 
-def _smi_card(card: Mapping[str, object], vendor: Vendor) -> _Seen:
+def _smi_card(card: Mapping[str, object], vendor: Vendor) -> Seen:
     lower = {str(key).strip().lower(): value for key, value in card.items()}
     memory: int | None = None
     for key, value in lower.items():
         if match := _VRAM_TOTAL.fullmatch(key):
-            memory = _positive(value, _VRAM_UNITS[match[1][0].lower()])
+            memory = positive(value, _VRAM_UNITS[match[1][0].lower()])
     names = [name for key in _NAME_KEYS if (name := _text(lower.get(key))) and not re.match("0x|n/a", name.lower())]
     known = [name for name in names if recognise(name, memory)[0] is not None]
     arch = re.match("gfx[0-9a-f]+", _text(lower.get("gfx version")) or "")
     fallback = "Hygon DCU" if vendor == "hygon" else "AMD GPU"
-    return _Seen(
+    return Seen(
         name=(*known, *names, fallback)[0],
         memory_bytes=memory,
         arch=arch[0] if arch else None,
@@ -348,31 +348,31 @@ def _smi_card(card: Mapping[str, object], vendor: Vendor) -> _Seen:
 # --- tools --------------------------------------------------------------------------------------
 
 
-def _run(tool: str, *arguments: str) -> str:
-    """A tool's output; _Silent if it is missing, fails or hangs."""
+def run_tool(tool: str, *arguments: str) -> str:
+    """A tool's output; Silent if it is missing, fails or hangs."""
     path = shutil.which(tool) or next((path for path in _BESIDE_PATH[tool] if os.access(path, os.X_OK)), None)
     if path is None:
-        raise _Silent("")
+        raise Silent("")
     try:
         done = subprocess.run([path, *arguments], capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise _Silent(f"{tool} did not answer within {_TIMEOUT_S} s.") from error
+        raise Silent(f"{tool} did not answer within {_TIMEOUT_S} s.") from error
     except OSError as error:
-        raise _Silent(f"{tool} cannot be started: {error.strerror or error}.") from error
+        raise Silent(f"{tool} cannot be started: {error.strerror or error}.") from error
     output = done.stdout.decode(errors="replace")
     if done.returncode != 0:
         said = (done.stderr.decode(errors="replace") + output).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise _Silent(f"{tool} failed: {said[0].strip().rstrip('.')[:200]}.")
+        raise Silent(f"{tool} failed: {said[0].strip().rstrip('.')[:200]}.")
     return output
 
 
-def _sight(tool: str, vendor: Vendor, devices: list[_Seen]) -> _Sight:
+def _sight(tool: str, vendor: Vendor, devices: list[Seen]) -> Sight:
     if not devices:
-        raise _Silent(f"{tool} shows no GPU.")
-    return _Sight(tool=tool, vendor=vendor, devices=tuple(devices))
+        raise Silent(f"{tool} shows no GPU.")
+    return Sight(tool=tool, vendor=vendor, devices=tuple(devices))
 
 
-def _positive(value: object, unit: int = 1) -> int | None:
+def positive(value: object, unit: int = 1) -> int | None:
     """A size that was really reported: '[N/A]', '[Not Supported]', a negative and zero are not."""
     try:
         number = float(str(value).strip())
@@ -403,8 +403,13 @@ def _host_ram(root: Path = Path("/")) -> tuple[int | None, tuple[str, ...]]:
     return total, ()
 
 
-def _meminfo(root: Path) -> int | None:
-    match = re.search(r"^MemTotal:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+def free_ram(root: Path = Path("/")) -> int | None:
+    """The RAM that the system could give to a new process now; None: it does not say."""
+    return _meminfo(root, "MemAvailable")
+
+
+def _meminfo(root: Path, name: str = "MemTotal") -> int | None:
+    match = re.search(rf"^{name}:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
 
@@ -412,7 +417,7 @@ def _sysconf() -> int | None:
     """macOS and other Unix systems."""
     if sys.platform != "win32":
         with suppress(OSError, ValueError):
-            return _positive(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            return positive(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return None
 
 
@@ -422,7 +427,7 @@ def _windows_ram() -> int | None:
 
         kilobytes = ctypes.c_ulonglong(0)
         if ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes)):
-            return _positive(kilobytes.value * 1024)
+            return positive(kilobytes.value * 1024)
     return None
 
 
@@ -442,7 +447,7 @@ def _cgroup_limits(root: Path) -> list[int]:
             continue
         group = PurePosixPath("/", path)
         for folder in (group, *group.parents):
-            value = _positive(_read(base / folder.relative_to("/") / name))
+            value = positive(_read(base / folder.relative_to("/") / name))
             limits.extend([] if value is None else [value])
     return limits
 

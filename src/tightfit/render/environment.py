@@ -13,7 +13,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.render.target import Launcher, Target
 from tightfit.render.versions import release
 from tightfit.render.worker import chosen_way
-from tightfit.types import ConfigError
+from tightfit.types import ConfigError, Vendor
 
 HIP = ("amd", "hygon")
 """The vendors whose cards torch reaches through HIP."""
@@ -57,17 +57,19 @@ def gpu_ids_of(plan: Plan, target: Target) -> tuple[int, ...]:
 def environment(plan: Plan, target: Target) -> tuple[Variable, ...]:
     """Every variable that is set or that a guide would have set, with the reason."""
     way, launcher = chosen_way(plan), launcher_of(plan, target)
+    hardware = way.hardware
     return (
-        *_allocator(way),
+        *allocator(hardware.gpu.vendor),
         *_visibility(plan, target, launcher),
-        *_host(way),
+        *host(hardware.gpu.vendor, way.levers.offload_optimizer, hardware.gpus_per_node),
         *(_llamafactory(way, target) if launcher == "llamafactory" else ()),
         *_left_out(),
     )
 
 
-def _allocator(way: Way) -> tuple[Variable, ...]:
-    name, vendor = "PYTORCH_CUDA_ALLOC_CONF", way.hardware.gpu.vendor
+def allocator(vendor: Vendor) -> tuple[Variable, ...]:
+    """How torch's allocator is set up on this kind of card."""
+    name = "PYTORCH_CUDA_ALLOC_CONF"
     if vendor == "cpu":
         return (Variable(name=name, value=None, reason="there is no GPU whose allocator it could configure"),)
     if vendor in HIP:
@@ -109,18 +111,18 @@ def _visibility(plan: Plan, target: Target, launcher: Launcher) -> tuple[Variabl
     return tuple(rows)
 
 
-def _host(way: Way) -> tuple[Variable, ...]:
-    ranks = way.hardware.gpus_per_node
+def host(vendor: Vendor, offload_optimizer: str, ranks: int) -> tuple[Variable, ...]:
+    """What the ranks of a node share out among them; `ranks` of them."""
     reason = "tokenizers' threads and forked data loaders lock each other out"
     rows = [Variable(name="TOKENIZERS_PARALLELISM", value="false", reason=reason)]
-    if way.levers.offload_optimizer == "none" and way.hardware.gpu.vendor != "cpu":
+    if offload_optimizer == "none" and vendor != "cpu":
         reason = "nothing heavy runs on the host, so the launcher's own choice does"
         rows.append(Variable(name="OMP_NUM_THREADS", value=None, reason=reason))
         return tuple(rows)
     # nproc obeys OMP_NUM_THREADS itself; rounding up keeps one thread for each rank of a small machine.
     cores = "$(env -u OMP_NUM_THREADS nproc)"
     value = cores if ranks == 1 else f"$(( ({cores} + {ranks - 1}) / {ranks} ))"
-    what = "the optimizer steps" if way.levers.offload_optimizer != "none" else "the training runs"
+    what = "the optimizer steps" if offload_optimizer != "none" else "the training runs"
     reason = (
         f"{what} on the CPU, so the cores are shared out among the ranks: torchrun would give each one thread, "
         "DeepSpeed's launcher each all of them"

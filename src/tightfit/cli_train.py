@@ -1,0 +1,250 @@
+"""`tightfit train`: plan for this machine, start a process on every GPU, follow it to the end.
+
+Exit codes: 0 the training is done; 2 something that the user has to change, in one sentence; 3 the training failed (a
+rank died, or memory ran out); 130 and 143 it was interrupted, by Ctrl-C or by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tightfit import cli_train_flags
+from tightfit.cli_plan import check_flags
+from tightfit.cli_train_machine import Machine, machine_for, nodes_of, reservations
+from tightfit.cli_train_request import Ready, prepare
+from tightfit.runs.events import Event
+from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
+from tightfit.runs.launch import RankStart
+from tightfit.runs.ports import check_port, free_port
+from tightfit.runs.ranks import WORKER, Meeting, Sight, launcher_start, rank_starts, worker_command
+from tightfit.runs.reservations import Reservation
+from tightfit.runs.run import Outcome, run
+from tightfit.types import ConfigError, HardwareError, UserError
+
+WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")
+"""What is passed on to the worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line says about the run itself."""
+
+    command: tuple[str, ...]
+    """Of `run.json`."""
+    options: tuple[str, ...]
+    """Of the worker."""
+    overwrite: bool
+    as_json: bool
+    worker: tuple[str, ...]
+    """What starts one rank."""
+
+
+def train(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = cli_train_flags.parser().parse(argv)
+    check_flags(args)
+    cli_train_flags.check(args)
+    if hasattr(args, "check_memory"):
+        return _check_memory(args)
+    asked = Asked(
+        command=("tightfit", "train", *argv),
+        options=tuple("--" + name.replace("_", "-") for name in WORKER_FLAGS if hasattr(args, name)),
+        overwrite=hasattr(args, "overwrite"),
+        as_json=hasattr(args, "json"),
+        worker=WORKER,
+    )
+    ready = _prepared(args, asked)
+    check_folder(ready.own_folder, overwrite=asked.overwrite)
+    if hasattr(args, "port") and ready.nodes.rank == 0:
+        check_port(args.port)
+    if hasattr(args, "dry_run"):
+        return _dry_run(ready, asked)
+    return _run(ready, asked)
+
+
+def _prepared(args: argparse.Namespace, asked: Asked) -> Ready:
+    if asked.as_json:
+        return prepare(args)
+    from tightfit.screen_plan import waiting
+
+    with waiting("planning …"):
+        return prepare(args)
+
+
+# --- without running ----------------------------------------------------------------------------
+
+
+def _check_memory(args: argparse.Namespace) -> int:
+    from tightfit.inputs.machine import free_ram, this_machine
+
+    machine = machine_for(args, nodes_of(args))
+    total, free = this_machine().host_ram_bytes, free_ram()
+    if hasattr(args, "json"):
+        print(json.dumps(_memory_report(machine, total, free), indent=2, ensure_ascii=False))
+        return 0
+    from tightfit.screen import open_console
+    from tightfit.screen_train import draw_occupancy
+
+    draw_occupancy(open_console(), machine.occupancy, machine.live, total, free)
+    return 0
+
+
+def _memory_report(machine: Machine, total: int | None, free: int | None) -> dict[str, Any]:
+    gpus = [
+        {
+            "number": device.number,
+            "name": device.name,
+            "total_bytes": device.total_bytes,
+            "free_bytes": device.free_bytes,
+            "run": machine.taken[device.key].folder if device.key in machine.taken else None,
+            "holders": [
+                {"pid": each.pid, "user": each.user, "command": each.command, "bytes": each.held_bytes}
+                for each in device.holders
+            ],
+        }
+        for device in machine.occupancy.devices
+    ]
+    runs = [{"pid": each.pid, "folder": each.folder, "bytes": each.host_bytes} for each in machine.live]
+    return {"gpus": gpus, "host_ram": {"total_bytes": total, "free_bytes": free, "reserved": runs}}
+
+
+def _dry_run(ready: Ready, asked: Asked) -> int:
+    if asked.as_json:
+        from tightfit.cli_plan_report import plan_report
+
+        plain = {} if ready.plan is None else plan_report(ready.plan)
+        print(json.dumps({"folder": str(ready.folder), "plan": plain}, indent=2, ensure_ascii=False, allow_nan=False))
+        return 0
+    from tightfit.screen import open_console, say
+    from tightfit.screen_plan import draw_plan
+
+    console = open_console()
+    if ready.plan is not None:
+        draw_plan(console, ready.plan)
+    for sentence in ready.said:
+        say(console, sentence)
+    console.print()
+    where = f"GPU {', '.join(str(device.number) for device in ready.devices)}" if ready.devices else "the CPU"
+    ranks = f"{ready.worker.ranks} rank{'' if ready.worker.ranks == 1 else 's'}"
+    say(console, f"Nothing was started or written (--dry-run): {ranks} would run on {where}, in {ready.folder}.")
+    return 0
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+def _run(ready: Ready, asked: Asked) -> int:
+    claimed = ClaimedFolder.claim(ready.own_folder, overwrite=asked.overwrite)
+    record = RunRecord.begin(asked.command)
+    try:
+        claimed.write_plan(ready.files)
+        record.write(claimed.folder)
+        with _reserved(ready) as meeting:
+            outcome = _followed(ready, asked, claimed.folder, meeting)
+    except (UserError, KeyboardInterrupt):
+        claimed.discard()
+        raise
+    except BaseException:
+        record.write(claimed.folder, state="failed", exit_code=1)
+        claimed.release()
+        raise
+    return _ended(ready, asked, outcome, claimed, record)
+
+
+def _ended(ready: Ready, asked: Asked, outcome: Outcome, claimed: ClaimedFolder, record: RunRecord) -> int:
+    """Leave what is worth keeping, and say how it went."""
+    folder = claimed.folder
+    record.write(folder, state=outcome.state, exit_code=outcome.exit_code)
+    in_vain = outcome.state in ("user error", "interrupted") and not outcome.tally.began
+    if in_vain or (ready.nodes.rank and outcome.state == "done"):
+        claimed.discard()
+    else:
+        claimed.release(done=outcome.state == "done")
+    if outcome.state == "user error":
+        assert outcome.failure is not None
+        raise ConfigError(outcome.failure.sentence)
+    if asked.as_json and ready.nodes.rank == 0:
+        from tightfit.cli_train_report import report
+
+        print(json.dumps(report(ready, outcome), indent=2, ensure_ascii=False))
+    _say_end(ready, asked, outcome)
+    return outcome.exit_code
+
+
+def _say_end(ready: Ready, asked: Asked, outcome: Outcome) -> None:
+    from rich.console import Console
+
+    from tightfit.screen import open_console
+    from tightfit.screen_train import draw_failure, draw_summary
+
+    if outcome.failure is not None:
+        draw_failure(Console(stderr=True, highlight=False, emoji=False, markup=False), outcome.failure)
+    elif outcome.state == "interrupted":
+        done = "before the first step" if outcome.tally.last is None else f"after step {outcome.tally.last.step:,}"
+        print(f"tightfit: interrupted {done}; every process has ended", file=sys.stderr)
+    elif not asked.as_json and ready.nodes.rank == 0:
+        draw_summary(open_console(), ready.worker, outcome.tally, str(ready.folder))
+
+
+def _followed(ready: Ready, asked: Asked, folder: RunFolder, meeting: Meeting) -> Outcome:
+    starts = _starts(ready, asked, folder, meeting)
+    run_folder = RunFolder(ready.folder)
+    if asked.as_json or ready.nodes.rank:
+        return run(starts, run_folder, _nothing, cwd=folder.plan)
+    from tightfit.screen import open_console
+    from tightfit.screen_train import Board, draw_start
+
+    console = open_console()
+    if ready.plan is not None:
+        draw_start(console, ready.plan, str(ready.folder))
+    for sentence in ready.said:
+        print(sentence)
+    console.print()
+    with Board(console, ready.worker) as board:
+        return run(starts, run_folder, board.show, cwd=folder.plan)
+
+
+def _nothing(event: Event) -> None:
+    """Nobody looks."""
+
+
+def _starts(ready: Ready, asked: Asked, folder: RunFolder, meeting: Meeting) -> list[RankStart]:
+    if ready.nodes.hostfile is not None:
+        return [launcher_start(folder, meeting, asked.options)]
+    words = None if not ready.devices else tuple(device.word for device in ready.devices)
+    sight = Sight(variable=ready.occupancy.variable, words=words)
+    return rank_starts(ready.worker, meeting, sight, folder, worker_command(folder, asked.options, asked.worker))
+
+
+@contextmanager
+def _reserved(ready: Ready) -> Iterator[Meeting]:
+    """What the run takes of this machine, written down for others; and where its ranks meet."""
+    registry, nodes = reservations(), ready.nodes
+    keys = tuple(device.key for device in ready.devices)
+    with registry.alone():
+        live = registry.live()
+        _check_taken(ready, live)
+        port = nodes.port or free_port([entry.port for entry in live if entry.port is not None])
+        ram = 0 if nodes.hostfile is not None else ready.worker.ram_bytes_per_node
+        ours = Reservation.ours(ready.folder, ram, keys, port)
+        registry.add(ours)
+    try:
+        yield Meeting(node=nodes.rank, nodes=nodes.count, address=nodes.address, port=port)
+    finally:
+        registry.remove(ours)
+
+
+def _check_taken(ready: Ready, live: Sequence[Reservation]) -> None:
+    """Another run may have started while this one was planned."""
+    for device in ready.devices:
+        for entry in live:
+            if device.key in entry.gpus:
+                raise HardwareError(
+                    f"GPU {device.number} was just taken by {entry.words}: start again, or choose others with --gpu-ids"
+                )

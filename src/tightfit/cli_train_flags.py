@@ -1,0 +1,135 @@
+"""The flags of `tightfit train`: those of `plan`, those of the data, and those of a run."""
+
+from __future__ import annotations
+
+import argparse
+
+from tightfit.cli_flags import Parser, whole_number
+from tightfit.cli_plan import FLAGS, WHOLE, add_flags
+from tightfit.inputs.flags import spelt
+from tightfit.inputs.job_fields import job_fields, meanings
+from tightfit.inputs.job_file import JOB_FLAGS
+from tightfit.types import ConfigError
+
+EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output runs/first"
+
+RUN_FLAGS: dict[str, tuple[str | None, str]] = {
+    "output": ("DIR", "the run's folder (output)"),
+    "overwrite": (None, "replace a finished run in that folder"),
+    "plan": ("DIR", "start this plan, which `tightfit plan --write DIR` made, instead of planning"),
+    "dry_run": (None, "stop after the plan and the checks; nothing is written"),
+    "check_memory": (None, "say what is free on each GPU and who holds the rest, and end"),
+    "no_probe": (None, "skip the trial of the largest batch before the first step"),
+    "tensorboard": (None, "write TensorBoard files into the run's folder as well"),
+    "wandb": (None, "report to wandb as well, where it is installed"),
+    "resume": ("DIR", "go on from a checkpoint"),
+    "deepspeed_config": ("FILE", "a DeepSpeed JSON: what it says is kept, and the rest is planned"),
+    "port": ("N", "where the ranks meet (a free one)"),
+}
+NODE_FLAGS: dict[str, tuple[str | None, str]] = {
+    "hostfile": ("FILE", "start on all machines of this file from here, `name slots=8` a line"),
+    "nodes": ("N", "machines that train together; start it on each, as below"),
+    "node_rank": ("K", "which of them this is, from 0"),
+    "master_addr": ("HOST", "the machine with number 0"),
+}
+ALIASES = {
+    "preset": "model",
+    "load_checkpoint": "resume",
+    "output_dir": "output",
+    "max_seq_length": "seq",
+    "ablation_config": "ablation",
+}
+"""Names that people know from other training scripts, and what they are here."""
+
+_NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank"}
+_WITH_PLAN = {
+    *("plan", "output", "overwrite", "dry_run", "check_memory", "no_probe", "tensorboard", "wandb", "port", "json"),
+    *("gpu_ids", "nodes", "node_rank", "master_addr", "hostfile", "resume"),
+}
+"""What may be said beside a plan that is written already."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        "train",
+        "Plan a training for this machine, start it on every GPU, and follow it to the end. Every lever can be pinned "
+        "by its flag; what is not named is planned as `tightfit plan` does.",
+        EXAMPLE,
+        "[JOB.yaml] [--model MODEL] [--data DATA] [--output DIR] [flags]",
+    )
+    made.add_argument(
+        "file", nargs="?", metavar="JOB.yaml", help="a job file, or a LLaMA-Factory YAML; flags win over it"
+    )
+    made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
+    made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
+    _add_data_flags(made)
+    add_flags(made, _table(), _NUMBERS)
+    for other, ours in ALIASES.items():
+        kind = whole_number(other) if ours == "seq" else str
+        if any(action.dest == ours for action in made._actions):
+            made.add_argument(spelt(other), dest=ours, type=kind, help=argparse.SUPPRESS)
+    return made
+
+
+def _table() -> dict[str, dict[str, tuple[str | None, str]]]:
+    table = {title: dict(flags) for title, flags in FLAGS.items() if title != "the files"}
+    del table["the machine"]["world"], table["the question"]["max"]
+    table["the machine"]["max_gpus"] = ("N", "use at most so many")
+    return {"the run": RUN_FLAGS, **table, "several machines": NODE_FLAGS}
+
+
+def _add_data_flags(made: argparse.ArgumentParser) -> None:
+    """Each field of the job's data that has a flag, with its own sentence."""
+    group = made.add_argument_group("the data")
+    for flag, path in JOB_FLAGS.items():
+        if flag == "samples" or not (path.startswith("data.") or path == "max_samples"):
+            continue
+        takes, text = job_fields()[path].takes, meanings()[path].rstrip(".").replace("%", "%%")
+        if takes.kind == "switch":
+            group.add_argument(spelt(flag), action="store_true", help=text)
+        else:
+            kind = whole_number(flag) if takes.kind == "integer" else str
+            metavar = "|".join(takes.words) or ("N" if takes.kind == "integer" else flag.upper())
+            group.add_argument(spelt(flag), metavar=metavar, type=kind, help=text)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Flags that contradict each other, or are for later."""
+    given = vars(args)
+    if "resume" in given:
+        raise ConfigError(
+            "resuming from a checkpoint comes with a later version: leave --resume out to train from the start"
+        )
+    if "plan" in given:
+        more = sorted(set(given) - _WITH_PLAN)
+        if more:
+            what = "a job file" if more[0] == "file" else spelt(more[0])
+            raise ConfigError(f"--plan {args.plan} has decided that already: leave {what} out, or leave --plan out")
+    for name in ("max_gpus", "nodes"):
+        if given.get(name, 1) < 1:
+            raise ConfigError(f"{spelt(name)} must be at least 1, not {given[name]}")
+    if "max_gpus" in given and ("num_gpus" in given or "gpu_ids" in given):
+        other = "num_gpus" if "num_gpus" in given else "gpu_ids"
+        raise ConfigError(f"--max-gpus and {spelt(other)} both say how many GPUs: leave one out")
+    if not 1 <= given.get("port", 1) <= 65_535:
+        raise ConfigError(f"--port must be from 1 to 65535, not {given['port']}")
+    _check_nodes(given)
+
+
+def _check_nodes(given: dict[str, object]) -> None:
+    together = [name for name in ("nodes", "node_rank", "master_addr") if name in given]
+    if together and "hostfile" in given:
+        raise ConfigError(f"--hostfile starts every machine from here: leave {spelt(together[0])} out")
+    if "node_rank" in given and "master_addr" not in given and given["node_rank"] != 0:
+        raise ConfigError(f"--node-rank {given['node_rank']} needs --master-addr, the machine with number 0")
+    if "node_rank" in given and "nodes" not in given:
+        raise ConfigError("--node-rank needs --nodes, the number of machines")
+    nodes, rank = given.get("nodes", 1), given.get("node_rank", 0)
+    assert isinstance(nodes, int)
+    assert isinstance(rank, int)
+    if nodes > 1 and "node_rank" not in given:
+        raise ConfigError(f"--nodes {nodes} needs --node-rank on each machine, from 0 to {nodes - 1}")
+    if not 0 <= rank < nodes:
+        raise ConfigError(f"--node-rank must be from 0 to {nodes - 1}, not {rank}")
+    if nodes > 1 and "master_addr" not in given:
+        raise ConfigError("--nodes needs --master-addr on each machine: the name of the machine with number 0")

@@ -1,0 +1,132 @@
+"""What `tightfit train` fixes before it plans: a DeepSpeed file's values, the scan that can run, paths, the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli_plan_request import Request
+from tightfit.inputs.presets import PRESETS, checkpoint_of
+from tightfit.inputs.surroundings import is_installed
+from tightfit.job import Job
+from tightfit.types import Buckets, ConfigError, Mamba1, Mamba2, ModelError
+
+RUNNABLE_SCANS = ("official", "torch")
+"""Those that the worker has."""
+
+
+def pinned_by_deepspeed(request: Request, path: str) -> Request:
+    """The request with what a DeepSpeed file says, wherever neither flag nor job file says it."""
+    from tightfit.inputs.deepspeed_file import read_deepspeed
+
+    version = str(request.job.levers.get("deepspeed_version"))
+    settings = read_deepspeed(path, hidden_size=request.shape.hidden_size, version=version)
+    levers: dict[str, Any] = {
+        "engine": settings.engine,
+        "offload_optimizer": settings.offload_optimizer,
+        "offload_param": settings.offload_param,
+        "micro_batch": settings.micro_batch,
+        "accum": settings.accumulation,
+    }
+    buckets = settings.buckets
+    for name in ("reduce_bucket", "allgather_bucket", "prefetch_bucket", "persistence_threshold"):
+        levers[name] = getattr(buckets, name)
+    levers |= {name: getattr(buckets, name) for name in ("max_live_parameters", "max_reuse_distance")}
+    if buckets.overlap_comm is not None:
+        levers["overlap_comm"] = "on" if buckets.overlap_comm else "off"
+    named = {name: value for name, value in levers.items() if value is not None}
+    values: dict[str, Any] = {
+        "precision": settings.precision,
+        "optimizer": settings.optimizer,
+        "master_weights": None if settings.master_weights else False,
+        "effective_batch": settings.train_batch,
+        "clip": settings.gradient_clipping,
+    }
+    job = _filled(request.job, values, request.explicit)
+    job = replace(job, levers={**named, **request.job.levers})
+    kept = f"{settings.file} says {', '.join(f'{name} {value}' for name, value in list(named.items())[:3])}: kept."
+    said = (kept, *settings.because, *_chosen_anew(buckets, settings.file))
+    return replace(request, job=job, said=(*request.said, *said))
+
+
+def _filled(job: Job, values: Mapping[str, Any], explicit: frozenset[str]) -> Job:
+    changes = {name: value for name, value in values.items() if value is not None and name not in explicit}
+    return replace(job, **changes)
+
+
+def _chosen_anew(buckets: Buckets, file: str) -> tuple[str, ...]:
+    """What a plan has no lever for."""
+    usual = Buckets()
+    for name in ("sub_group_size", "contiguous_gradients"):
+        if getattr(buckets, name) != getattr(usual, name):
+            return (f"{name} of {file} is left at DeepSpeed's own {getattr(usual, name)}: a plan cannot change it.",)
+    return ()
+
+
+def with_a_scan_that_runs(request: Request, *, on_gpu: bool) -> Request:
+    """Mamba's scan is a lever like others, but not every one can run here."""
+    kinds = {type(block.mixer) for block in request.shape.blocks}
+    if not kinds & {Mamba1, Mamba2}:
+        return request
+    asked = request.job.levers.get("scan")
+    if asked is not None:
+        if asked not in RUNNABLE_SCANS:
+            raise ConfigError(f"--scan {asked} comes with a later version: use --scan torch, or official on a GPU")
+        return request
+    there = is_installed("mamba_ssm")
+    scan = "official" if there and on_gpu else "torch"
+    why = "mamba_ssm is installed" if scan == "official" else "mamba_ssm is not installed"
+    if not on_gpu:
+        why = "there is no GPU for mamba_ssm's kernels"
+    said = f"The selective scan is {'mamba_ssm' if scan == 'official' else 'plain torch'}'s (--scan {scan}): {why}."
+    job = replace(request.job, levers={**request.job.levers, "scan": scan})
+    return replace(request, job=job, said=(*request.said, said))
+
+
+def check_weights(job: Job) -> tuple[str, ...]:
+    """A preset is a shape without weights: adapters need more than that."""
+    if not isinstance(job.model, str) or job.model.strip().lower() not in PRESETS:
+        return ()
+    name = job.model.strip().lower()
+    public = checkpoint_of(name)
+    if job.method == "full":
+        start = f": --model {public} would start from trained ones" if public else ""
+        return (f"{name} is a shape without weights, so they are drawn from the seed{start}.",)
+    if public is not None:
+        raise ModelError(
+            f"{name} is a shape without weights, and --method {job.method} adapts a trained model: "
+            f"use --model {public}, which has that shape"
+        )
+    return (f"{name} has no public weights: the adapters are trained on weights drawn from the seed, for trying only.",)
+
+
+PATHS = ("path", "tokenizer", "recipe", "template")
+"""The fields of the data that may name a file."""
+
+
+def with_paths(job: Job, file: str | None) -> Job:
+    """Files and folders of the data made absolute, as the ranks start in another folder; the run's folder too."""
+    near = [Path()] + ([Path(file).parent] if file else [])
+    changes: dict[str, Any] = {}
+    for name in PATHS:
+        value = getattr(job.data, name, None)
+        by_name = name in ("recipe", "template") and isinstance(value, str) and not set("/.") & set(value)
+        if isinstance(value, str) and not by_name and (path := _found(value, near)) is not None:
+            changes[name] = path
+    folder = Path(job.saving.folder).expanduser().absolute()
+    return replace(job, data=replace(job.data, **changes), saving=replace(job.saving, folder=str(folder)))
+
+
+def _found(word: str, near: list[Path]) -> str | None:
+    """The place that a word names; `FILE:ENTRY` is an entry of a file."""
+    if not word.strip() or word.startswith("shipped:"):
+        return None
+    name, colon, entry = word.rpartition(":")
+    for folder in near:
+        if (path := folder / Path(word).expanduser()).exists():
+            return str(path.absolute())
+        if colon and name and (path := folder / Path(name).expanduser()).exists():
+            return f"{path.absolute()}:{entry}"
+    return None

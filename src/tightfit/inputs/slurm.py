@@ -1,0 +1,107 @@
+"""What SLURM says about where a process stands, in torchrun's words.
+
+Two ways lead through `srun`: one task a node, each a `tightfit train` that starts the ranks of its node; or one task a
+GPU, each a worker that is a rank itself. Everything is read from the variables that `srun` sets, so that no tool of
+SLURM's is needed on the nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tightfit.types import ConfigError
+
+_FIRST_PORT, _PORTS = 20_000, 20_000
+"""A job's port is made from its number: all its nodes make the same, and two jobs seldom do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmNode:
+    """This node among those of a job, under `srun` with one task a node."""
+
+    rank: int
+    nodes: int
+    address: str
+    """The first node, where the ranks meet."""
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmRank:
+    """This process among the ranks, under `srun` with one task a GPU."""
+
+    rank: int
+    local_rank: int
+    world: int
+    local_world: int
+    address: str
+    port: int
+
+
+def slurm_node(env: Mapping[str, str]) -> SlurmNode | None:
+    """This node's place; None: there is one node only, or no SLURM."""
+    nodes = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    if nodes is None:
+        return None
+    in_step = _number(env, "SLURM_STEP_ID", "SLURM_STEPID") is not None
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if in_step else None
+    if tasks is not None and tasks > nodes:
+        raise ConfigError(
+            f"srun started {tasks} tasks on {nodes} node{'' if nodes == 1 else 's'}, and tightfit itself starts a rank "
+            "on each GPU: say srun --ntasks-per-node=1"
+        )
+    if nodes == 1:
+        return None
+    if not in_step:
+        raise ConfigError(
+            f"this job has {nodes} nodes and tightfit runs on one of them: "
+            "start it with srun --ntasks-per-node=1 tightfit train …"
+        )
+    rank = _number(env, "SLURM_NODEID", "SLURM_PROCID")
+    if rank is None:
+        raise ConfigError("SLURM does not say which node this is (SLURM_NODEID): start it with srun")
+    return SlurmNode(rank=rank, nodes=nodes, address=_address(env), port=_port(env))
+
+
+def slurm_rank(env: Mapping[str, str]) -> SlurmRank | None:
+    """This process's place among the ranks; None: SLURM started no ranks."""
+    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if rank is None or world is None or world < 2:
+        return None
+    nodes = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    return SlurmRank(
+        rank=rank,
+        local_rank=_number(env, "SLURM_LOCALID") or 0,
+        world=world,
+        local_world=_number(env, "SLURM_NTASKS_PER_NODE") or world // nodes,
+        address=_address(env),
+        port=_port(env),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first machine of a list such as `gpu[07-12,31],login1`."""
+    found = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodes.strip())
+    if not found:
+        raise ConfigError(f"SLURM's list of nodes, {nodes[:60]!r}, cannot be read: name the first with --master-addr")
+    return found[1] + (found[2] or "") + (found[3] or "")
+
+
+def _address(env: Mapping[str, str]) -> str:
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"]
+    return first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
+
+
+def _port(env: Mapping[str, str]) -> int:
+    return _number(env, "MASTER_PORT") or _FIRST_PORT + (_number(env, "SLURM_JOB_ID") or 0) % _PORTS
+
+
+def _number(env: Mapping[str, str], *names: str) -> int | None:
+    """The first of these variables that holds a number."""
+    for name in names:
+        if re.fullmatch("[0-9]{1,12}", env.get(name, "")):
+            return int(env[name])
+    return None

@@ -1,0 +1,53 @@
+"""What of the user's environment a run needs: where to keep things, and what the ranks inherit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from tightfit.inputs.slurm import SlurmNode, slurm_node
+
+
+def cache_folder() -> Path:
+    """Where things lie that can be made again; a relative XDG_CACHE_HOME counts for nothing, as its makers want."""
+    said = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (said if said.is_absolute() else Path.home() / ".cache") / "tightfit"
+
+
+def inherited(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The user's environment with these variables set, or taken away where the value is None.
+
+    Ranks start in another folder, so folders that Python is to search are made absolute.
+    """
+    env = dict(os.environ)
+    if env.get("PYTHONPATH"):
+        env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in env["PYTHONPATH"].split(os.pathsep))
+    for name, value in changes.items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def node_under_slurm() -> SlurmNode | None:
+    """See `slurm_node`."""
+    return slurm_node(os.environ)
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package could be imported, without importing it."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,264 @@
+"""What a worker reports, a JSON object a line, as typed values.
+
+The desk may be newer or older than the worker, and a line may be torn by a full disk or a killed process. So a key
+that is missing or has another type is None, an event that is not known is shown as text, and what is no event at all
+is left out. Nothing here raises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MOST_TEXT = 2000
+"""Characters of a sentence that are kept: a screen is not a log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The worker has read its orders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Long work before the first step: a download, the data's cache, weights being read."""
+
+    what: str
+    done: float | None
+    total: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Something that the plan promised, looked at in the running worker."""
+
+    name: str
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMark:
+    """Memory at a milestone, beside what was predicted for it."""
+
+    milestone: str
+    predicted_bytes: int | None
+    measured_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The largest batch has passed, before the first step."""
+
+    seconds: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    step: int
+    steps: int | None
+    loss: float | None
+    learning_rate: float | None
+    tokens_per_s: float | None
+    step_s: float | None
+    seconds_left: float | None
+    now_bytes: int | None
+    peak_bytes: int | None
+    host_bytes: int | None
+    """RAM of the rank that reports."""
+    loss_scale: float | None
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    step: int | None
+    loss: float | None
+    perplexity: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    folder: str
+    written_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A rank's last words."""
+
+    rank: int | None
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    reason: str
+    summary: str
+    """What the worker adds about the whole run, as JSON: for programs, which know their version of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    """An event of a newer worker."""
+
+    name: str
+    text: str
+
+
+Event = Started | Progress | Proof | MemoryMark | Probe | Step | Evaluation | Warned | Saved | Failed | Ended | Other
+
+
+def event_of(line: str) -> Event | None:
+    """The event in a line; None: there is none."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("event"), str):
+        return None
+    name = values["event"]
+    reader = _READERS.get(name)
+    event = reader(values) if reader is not None else None
+    return event or Other(name=name[:80], text=_rest(values))
+
+
+def _started(values: Mapping[str, Any]) -> Event:
+    return Started()
+
+
+def _progress(values: Mapping[str, Any]) -> Event:
+    what = _text(values.get("what")) or "working"
+    return Progress(what=what, done=_number(values.get("done")), total=_number(values.get("total")))
+
+
+def _proof(values: Mapping[str, Any]) -> Event:
+    name = _text(values.get("name")) or ""
+    return Proof(name=name, ok=values.get("ok") is True, text=_text(values.get("text")) or name)
+
+
+def _memory(values: Mapping[str, Any]) -> Event:
+    return MemoryMark(
+        milestone=_text(values.get("milestone")) or "?",
+        predicted_bytes=_count(values.get("predicted_bytes")),
+        measured_bytes=_count(values.get("measured_bytes")),
+    )
+
+
+def _probe(values: Mapping[str, Any]) -> Event:
+    return Probe(seconds=_number(values.get("seconds")), peak_bytes=_count(values.get("peak_bytes")))
+
+
+def _step(values: Mapping[str, Any]) -> Event | None:
+    step = _count(values.get("step"))
+    if step is None:
+        return None
+    memory = values.get("memory")
+    held: Mapping[str, Any] = memory if isinstance(memory, dict) else {}
+    return Step(
+        step=step,
+        steps=_count(values.get("steps")),
+        loss=_number(values.get("loss"), finite=False),
+        learning_rate=_number(values.get("learning_rate")),
+        tokens_per_s=_number(values.get("tokens_per_s")),
+        step_s=_number(values.get("step_s")),
+        seconds_left=_number(values.get("seconds_left")),
+        now_bytes=_count(held.get("now_bytes")),
+        peak_bytes=_count(held.get("peak_bytes")),
+        host_bytes=_count(held.get("host_bytes")),
+        loss_scale=_number(values.get("loss_scale")),
+        skipped=values.get("skipped") is True,
+    )
+
+
+def _evaluation(values: Mapping[str, Any]) -> Event:
+    return Evaluation(
+        step=_count(values.get("step")),
+        loss=_number(values.get("loss"), finite=False),
+        perplexity=_number(values.get("perplexity"), finite=False),
+    )
+
+
+def _warned(values: Mapping[str, Any]) -> Event | None:
+    text = _text(values.get("text"))
+    return Warned(text=text) if text else None
+
+
+def _saved(values: Mapping[str, Any]) -> Event:
+    return Saved(folder=_text(values.get("folder")) or "?", written_bytes=_count(values.get("bytes")))
+
+
+def _failed(values: Mapping[str, Any]) -> Event:
+    return Failed(
+        rank=_count(values.get("rank")),
+        kind=_text(values.get("kind")) or "crash",
+        text=_text(values.get("text")) or "no reason was given",
+    )
+
+
+def _ended(values: Mapping[str, Any]) -> Event:
+    summary = values.get("summary")
+    return Ended(
+        reason=_text(values.get("reason")) or "done",
+        summary=json.dumps(summary if isinstance(summary, dict) else {}),
+    )
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Event | None]] = {
+    "start": _started,
+    "progress": _progress,
+    "proof": _proof,
+    "memory": _memory,
+    "probe": _probe,
+    "step": _step,
+    "eval": _evaluation,
+    "warning": _warned,
+    "overflow": _warned,
+    "saved": _saved,
+    "error": _failed,
+    "end": _ended,
+}
+
+
+def _rest(values: Mapping[str, Any]) -> str:
+    """An event that is not known, as plain text."""
+    text = _text(values.get("text"))
+    if text:
+        return text
+    parts = [f"{key} {value}" for key, value in values.items() if key not in ("event", "at")]
+    return _clean(", ".join(parts))
+
+
+def _text(value: object) -> str | None:
+    return _clean(value) or None if isinstance(value, str) else None
+
+
+def _clean(text: str) -> str:
+    """One line that a terminal cannot be steered by."""
+    plain = "".join(letter if letter.isprintable() else " " for letter in text[:_MOST_TEXT])
+    return " ".join(plain.split())
+
+
+def _number(value: object, *, finite: bool = True) -> float | None:
+    """A number; a loss may be NaN, which has to be shown, and nothing else may."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return None if finite and (number != number or number in (float("inf"), float("-inf"))) else number
+
+
+def _count(value: object) -> int | None:
+    number = _number(value)
+    return None if number is None or number < 0 else int(number)

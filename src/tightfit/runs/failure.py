@@ -1,0 +1,136 @@
+"""Which rank failed first, and what it said.
+
+When one rank fails the others fail after it, with errors about lost connections that say nothing. A rank that leaves
+in distress writes `errors/rank-N.json` with the moment; one that was killed writes nothing, and the moment at which it
+was found ended stands for it. Words about a lost neighbour come last, whenever they were said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tightfit.runs.events import Failed as FailedEvent
+from tightfit.runs.events import event_of
+from tightfit.runs.launch import LOOK_S, Exit, RankStart
+
+USER = 2
+"""The exit code of a worker whose user has to change something."""
+TAIL_LINES = 15
+_TAIL_BYTES = 16_384
+_PEER = re.compile(
+    r"closed by peer|connection (was )?(reset|closed|refused)|broken pipe|remote process|"
+    r"socket timeout|timed out|ncclRemoteError|NCCL communicator was aborted|unhandled system error",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The first failure of a run."""
+
+    rank: int
+    is_users: bool
+    """The user's to mend: the sentence says how."""
+    sentence: str
+    tail: tuple[str, ...]
+    """The last lines of that rank's log."""
+    log: Path | None
+    """None: it ran on another machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastWords:
+    """What a rank wrote before it left."""
+
+    rank: int
+    kind: str
+    text: str
+    at: float
+
+
+def last_words(errors: Path, since: float) -> tuple[LastWords, ...]:
+    """The records of all ranks, of this run alone. Read them before ranks are ended: being ended is no failure."""
+    found = (_said(path) for path in sorted(errors.glob("rank-*.json")))
+    return tuple(words for words in found if words is not None and words.at >= since)
+
+
+def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Sequence[LastWords]) -> Failure:
+    """The failure that came before the others. `exits` are those that were seen before any was ended by us."""
+    start_of = {start.rank: start for start in starts}
+    said = [each for each in words if not _is_echo(each)]
+    killed = [gone for gone in exits if gone.code < 0]
+    silent = [gone for gone in exits if gone.code != 0 and gone.start.rank not in {each.rank for each in words}]
+    told = min(said or words, key=lambda each: each.at, default=None)
+    fell = min(killed, key=lambda gone: gone.at, default=None)
+    if told is not None and (fell is None or (said and told.at <= fell.at - LOOK_S)):
+        return _failure(told.rank, start_of.get(told.rank), told.text, is_users=told.kind == "user")
+    # One that was killed had no time for words; one that left with a code and without words has seen others fail.
+    gone = fell or min(silent or [each for each in exits if each.code], key=lambda each: each.at)
+    is_users = gone.code == USER
+    tail = tail_of(gone.start.log)
+    return _failure(gone.start.rank, gone.start, _sentence(gone, tail, is_users=is_users), is_users=is_users)
+
+
+def _is_echo(words: LastWords) -> bool:
+    """Words about a lost neighbour, which are about another rank's failure."""
+    return words.kind == "peer" or (words.kind != "user" and _PEER.search(words.text) is not None)
+
+
+def _failure(rank: int, start: RankStart | None, sentence: str, *, is_users: bool) -> Failure:
+    log = None if start is None else start.log
+    return Failure(rank=rank, is_users=is_users, sentence=sentence, tail=() if log is None else tail_of(log), log=log)
+
+
+def tail_of(log: Path) -> tuple[str, ...]:
+    """The last lines of a log, without what would steer a terminal."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ()
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
+    plain = ["".join(letter if letter.isprintable() else " " for letter in line).rstrip() for line in lines]
+    return tuple(line[:400] for line in plain if line)[-TAIL_LINES:]
+
+
+def _sentence(gone: Exit, tail: tuple[str, ...], *, is_users: bool) -> str:
+    """For a rank that left without a word of its own."""
+    who = gone.start.name.replace("-", " ")
+    if is_users and tail:
+        return tail[-1]
+    if gone.code >= 0:
+        return f"{who} ended with exit code {gone.code}"
+    name = _signal_name(-gone.code)
+    if -gone.code == signal.SIGKILL:
+        return f"{who} was killed from outside ({name}): most often the machine had run out of RAM"
+    return f"{who} crashed ({name})"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _said(path: Path) -> LastWords | None:
+    """One record; a torn file says nothing."""
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        rank = int(path.stem.removeprefix("rank-"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(plain, dict) or not isinstance(plain.get("text"), str):
+        return None
+    event = event_of(json.dumps({**plain, "event": "error"}))
+    at: object = plain.get("time")
+    if not isinstance(event, FailedEvent) or isinstance(at, bool) or not isinstance(at, int | float):
+        return None
+    return LastWords(rank=rank, kind=event.kind, text=event.text, at=float(at))

@@ -1,0 +1,57 @@
+"""Follow a file of events while a worker appends to it.
+
+A line counts when its end is there: what is half written now is read again with the next look. A file that has
+become shorter was begun anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tightfit.runs.events import Event, event_of
+
+_CHUNK = 1 << 20
+_LONGEST = 1 << 22
+"""Bytes of one line, above which it is no event of ours."""
+
+
+class Follower:
+    """Reads on where it stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._torn = b""
+
+    def poll(self) -> list[Event]:
+        """The events that have come since the last look."""
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._offset:
+                    self._offset, self._torn = 0, b""
+                file.seek(self._offset)
+                found: list[Event] = []
+                while chunk := file.read(_CHUNK):
+                    self._offset += len(chunk)
+                    found += self._events(chunk)
+                return found
+        except OSError:  # not there yet, or not any more
+            return []
+
+    def rest(self) -> list[Event]:
+        """What is left when nobody writes any more: a last line may lack its end."""
+        found = self.poll()
+        last = _event(self._torn)
+        self._torn = b""
+        return found if last is None else [*found, last]
+
+    def _events(self, chunk: bytes) -> list[Event]:
+        *lines, self._torn = (self._torn + chunk).split(b"\n")
+        if len(self._torn) > _LONGEST:
+            self._torn = b""
+        return [event for event in map(_event, lines) if event is not None]
+
+
+def _event(line: bytes) -> Event | None:
+    return event_of(line.decode("utf-8", errors="replace")) if line.strip() else None

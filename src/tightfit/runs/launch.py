@@ -1,0 +1,149 @@
+"""Start the ranks of a run, see them end, and end them: none is ever left behind.
+
+Every rank is the first process of a session of its own. A Ctrl-C at the terminal therefore reaches the desk alone, and
+whatever a rank starts (data loaders, compilers) can be ended with it. A rank that has ended is not collected until the
+last one has: until then its number, which is its group's, cannot be given to anybody else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from tightfit.runs.parent import PARENT_FD
+from tightfit.runs.processes import members_of, tell
+from tightfit.types import ConfigError
+
+GRACE_S = 10.0
+"""What ranks have between being asked to end and being ended."""
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """One process to start."""
+
+    name: str
+    """`rank-3`: the name of its log."""
+    rank: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    """The whole of it."""
+    log: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """A process that has ended."""
+
+    start: RankStart
+    code: int
+    """Negative: the signal that ended it."""
+    at: float
+    """Seconds since the epoch, when it was seen."""
+
+
+class Ranks:
+    """The processes of a run, from start to end. Leaving the `with` block ends whatever still runs."""
+
+    def __init__(self, starts: Sequence[RankStart], folder: Path) -> None:
+        self._starts, self._folder = starts, folder
+        self._running: dict[int, RankStart] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipe: tuple[int, int] | None = None
+        self.exits: list[Exit] = []
+
+    def __enter__(self) -> Ranks:
+        self._pipe = os.pipe()
+        try:
+            for start in self._starts:
+                process = self._spawn(start, self._pipe[0])
+                self._processes.append(process)
+                self._running[process.pid] = start
+        except BaseException:
+            self.end(grace_s=0)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(grace_s=GRACE_S if kind is None else 1.0)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of every rank, ended ones too."""
+        return [process.pid for process in self._processes]
+
+    def poll(self) -> list[Exit]:
+        """Those that have ended since the last look."""
+        found = []
+        for pid, start in list(self._running.items()):
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is None:
+                continue
+            code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+            found.append(Exit(start=start, code=code, at=time.time()))
+            del self._running[pid]
+        self.exits += found
+        return found
+
+    def end(self, grace_s: float = GRACE_S, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Ask all that runs to end, then end it; `hurry`: the user will not wait any longer."""
+        if self._pipe is None:
+            return
+        groups = frozenset(self.pids)
+        if grace_s > 0:
+            for group in groups:
+                tell(group, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and not hurry():
+            self.poll()
+            if not self._running and not members_of(groups):
+                break
+            time.sleep(LOOK_S)
+        for group in groups:
+            tell(group, signal.SIGKILL)
+        with ExitStack() as stack:
+            for process in self._processes:
+                stack.callback(process.wait)
+        self._gather()
+        os.close(self._pipe[0])
+        os.close(self._pipe[1])
+        self._pipe = None
+
+    def _gather(self) -> None:
+        """Those that ended by our hand, too late for a last look."""
+        codes = {process.pid: process.returncode for process in self._processes}
+        for pid, start in self._running.items():
+            self.exits.append(Exit(start=start, code=codes[pid], at=time.time()))
+        self._running.clear()
+
+    def _spawn(self, start: RankStart, fd: int) -> subprocess.Popen[bytes]:
+        start.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with start.log.open("wb") as log:
+                return subprocess.Popen(
+                    start.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=self._folder,
+                    env={**start.environment, PARENT_FD: str(fd)},
+                    pass_fds=(fd,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            what = (error.strerror or str(error)).lower()
+            raise ConfigError(f"{start.command[0]} cannot be started ({what}): see that it is installed here") from None

@@ -1,0 +1,117 @@
+"""The lock of a run folder: one run at a time, and a second is told who holds it.
+
+The kernel's lock on the open file decides, and ends with its process however that ended: a lock is never left behind.
+What the file says is for people. On a disk that several machines share the kernel's lock may be kept from one machine
+only, so a file that names another machine is believed: nobody here can know whether that run still lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from tightfit.runs.processes import this_host
+from tightfit.types import ConfigError
+
+LOCK = "lock"
+_MOST_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Who holds a lock."""
+
+    pid: int
+    host: str
+    since: str
+
+
+class FolderLock:
+    """Held from `take` to `release`."""
+
+    def __init__(self, path: Path, file: int) -> None:
+        self._path, self._file = path, file
+
+    @classmethod
+    def take(cls, folder: Path) -> FolderLock:
+        """Hold the folder's lock, or say who does."""
+        path = folder / LOCK
+        while True:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                _hold(file, folder)
+                if _is(path, file):
+                    _check_hosts(file, folder)
+                    owner = Owner(pid=os.getpid(), host=this_host(), since=_now())
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, (json.dumps(asdict(owner)) + "\n").encode(), 0)
+                    return cls(path, file)
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)  # somebody has removed it between our opening and our holding it
+
+    def release(self) -> None:
+        """Let it go, and leave no file that would name us."""
+        with suppress(OSError):
+            if _is(self._path, self._file):
+                self._path.unlink()
+        os.close(self._file)
+
+
+def check_unlocked(folder: Path) -> None:
+    """The same sentence as `take`, without holding or writing anything."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        _hold(file, folder)
+        _check_hosts(file, folder)
+    finally:
+        os.close(file)
+
+
+def _hold(file: int, folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{folder} is in use by {_who(file)}: wait for it, or name another --output") from None
+
+
+def _check_hosts(file: int, folder: Path) -> None:
+    owner = _owner(file)
+    if owner is not None and owner.host != this_host():
+        raise ConfigError(
+            f"{folder} is in use by {_who(file)}, another machine, so whether it still runs cannot be seen from here: "
+            f"name another --output, or remove {folder / LOCK} if it has ended"
+        )
+
+
+def _who(file: int) -> str:
+    owner = _owner(file)
+    return "another run" if owner is None else f"the run of process {owner.pid} on {owner.host} since {owner.since}"
+
+
+def _owner(file: int) -> Owner | None:
+    try:
+        said = json.loads(os.pread(file, _MOST_BYTES, 0))
+        return Owner(pid=int(said["pid"]), host=str(said["host"]), since=str(said["since"]))
+    except (ValueError, KeyError, TypeError, RecursionError):  # a run that was killed while it wrote
+        return None
+
+
+def _is(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except OSError:
+        return False
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

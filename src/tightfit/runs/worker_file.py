@@ -1,0 +1,110 @@
+"""What the desk needs to know of a plan's `worker.json` to start it: how many ranks, where, and what they will hold.
+
+It is read the same way whether it was rendered a moment ago or lies in a folder that `tightfit plan --write` made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from tightfit.inputs.spelling import read_text
+from tightfit.render.worker import SCHEMA
+from tightfit.types import ConfigError, Vendor
+
+WORKER_FILE = "worker.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFile:
+    """A plan as its launcher sees it."""
+
+    model: str
+    method: str
+    engine: str
+    offload_optimizer: str
+    nodes: int
+    gpus_per_node: int
+    vendor: Vendor
+    folder: str
+    """The run's folder, as the file says it."""
+    required_bytes: int
+    """What a GPU must have free."""
+    peak_bytes: int
+    host_bytes_per_node: int
+    step_s: float
+    tokens_per_s: float
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def ram_bytes_per_node(self) -> int:
+        """With what stands on the GPUs, where the CPU stands in for them."""
+        on_cpu = self.required_bytes * self.gpus_per_node if self.vendor == "cpu" else 0
+        return self.host_bytes_per_node + on_cpu
+
+
+def read_plan_folder(folder: Path) -> dict[str, str]:
+    """The files of a written plan, by name."""
+    if not (folder / WORKER_FILE).is_file():
+        raise ConfigError(f"{folder} holds no {WORKER_FILE}: name a folder that `tightfit plan --write` made")
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in (".json", ".yaml", ".sh", ".sbatch", ".md", "") and path.name[0] != ".":
+            files[path.name] = read_text(path, "the text of a plan")
+    return files
+
+
+def worker_file(text: str, where: str) -> WorkerFile:
+    """The text of a worker.json; `where`: what to call it in a sentence."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{where} is no JSON: write the plan again with `tightfit plan --write`") from None
+    schema = tree.get("schema") if isinstance(tree, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(f"{where} has schema {schema!r}, and {SCHEMA} is known here: write the plan again")
+    try:
+        return _read(tree)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{where} is not whole: write the plan again with `tightfit plan --write`") from None
+
+
+def placed(text: str, folder: Path) -> str:
+    """The same worker.json with another folder for the run."""
+    tree = json.loads(text)
+    tree["saving"]["folder"] = str(folder)
+    return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _read(tree: Mapping[str, Any]) -> WorkerFile:
+    world, levers, predicted = tree["world"], tree["levers"], tree["predicted"]
+    vendor = world["vendor"]
+    if vendor not in get_args(Vendor):
+        raise ValueError
+    return WorkerFile(
+        model=str(tree["model"]["name"]),
+        method=str(levers["method"]),
+        engine=str(levers["engine"]),
+        offload_optimizer=str(levers["offload_optimizer"]),
+        nodes=_least_one(world["nodes"]),
+        gpus_per_node=_least_one(world["gpus_per_node"]),
+        vendor=vendor,
+        folder=str(tree["saving"]["folder"]),
+        required_bytes=int(predicted["gpu"]["required_bytes"]),
+        peak_bytes=int(predicted["gpu"]["peak_bytes"]),
+        host_bytes_per_node=int(predicted["host"]["peak_bytes_per_node"]),
+        step_s=float(predicted["step_s"]),
+        tokens_per_s=float(predicted["tokens_per_s"]),
+    )
+
+
+def _least_one(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError
+    return value

@@ -1,0 +1,114 @@
+"""What live runs hold is held, and what dead ones held is free."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tightfit.runs.ports import check_port, free_port
+from tightfit.runs.processes import is_alive, mark_of
+from tightfit.runs.reservations import Reservation, Reservations
+from tightfit.types import ConfigError
+
+
+def entry(folder: Path, host_bytes: int = 5) -> Reservation:
+    return Reservation.ours(folder, host_bytes, ("GPU-1",), 29500)
+
+
+def test_a_live_run_is_seen_until_it_removes_itself(tmp_path: Path) -> None:
+    registry, ours = Reservations(tmp_path / "new" / "place"), entry(tmp_path)
+    assert registry.live() == ()
+    with registry.alone():
+        assert registry.add(ours)
+    assert registry.live() == (ours,)
+    registry.remove(ours)
+    assert registry.live() == ()
+
+
+def test_a_dead_run_holds_nothing_and_is_forgotten(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    registry = Reservations(tmp_path)
+    theirs = replace(entry(tmp_path), pid=process.pid, mark=mark_of(process.pid))
+    with registry.alone():
+        registry.add(theirs)
+    assert registry.live() == (theirs,)
+    process.communicate()
+    assert registry.live() == ()
+    assert list(tmp_path.glob("*.json")) == []
+
+
+def test_a_number_that_was_given_out_again_is_another_process(tmp_path: Path) -> None:
+    registry = Reservations(tmp_path)
+    with registry.alone():
+        registry.add(replace(entry(tmp_path), mark="another boot:1"))
+    assert registry.live() == ()
+
+
+def test_entries_of_other_machines_and_other_files_are_left_alone(tmp_path: Path) -> None:
+    registry = Reservations(tmp_path)
+    with registry.alone():
+        registry.add(replace(entry(tmp_path), host="elsewhere", pid=1))
+    (tmp_path / "odd.json").write_text("{")
+    (tmp_path / "other.json").write_text(json.dumps({"pid": 1}))
+    assert registry.live() == ()
+    assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+def test_a_cache_that_cannot_be_written_reserves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    registry = Reservations(tmp_path / "file" / "below")
+    with registry.alone():
+        assert not registry.add(entry(tmp_path))
+    assert registry.live() == ()
+
+
+def test_the_words_name_folder_and_process(tmp_path: Path) -> None:
+    assert entry(Path("/data/run")).words == f"the run in /data/run (process {os.getpid()})"
+
+
+def test_only_one_reserves_at_a_time(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from tightfit.runs.reservations import Reservations\n"
+        "with Reservations(Path(sys.argv[1])).alone():\n"
+        "    count = Path(sys.argv[1], 'count')\n"
+        "    before = int(count.read_text())\n"
+        "    time.sleep(0.05)\n"
+        "    count.write_text(str(before + 1))\n"
+    )
+    (tmp_path / "count").write_text("0")
+    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(4)]
+    assert [process.wait() for process in running] == [0] * 4
+    assert (tmp_path / "count").read_text() == "4"
+
+
+def test_a_process_is_alive_under_its_own_mark_only() -> None:
+    pid = os.getpid()
+    assert is_alive(pid, mark_of(pid))
+    assert is_alive(pid, None)
+    assert not is_alive(pid, "x:1")
+    assert not is_alive(2**22 + 1, None)
+
+
+def test_free_ports_can_be_bound_and_avoid_those_that_were_given_out() -> None:
+    port = free_port()
+    check_port(port)
+    assert free_port([port]) != port
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104
+def test_a_port_in_use_is_said(address: str) -> None:
+    with socket.socket() as taken:
+        taken.bind((address, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port} is in use"):
+            check_port(port)

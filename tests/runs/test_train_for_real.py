@@ -1,0 +1,70 @@
+"""`tightfit train` with the real worker on two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.thorough
+
+SMALL = ("--model", "tiny_llama", "--seq", "32", "--micro-batch", "1", "--accum", "1")
+
+
+def command(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """The run has a cache of its own, but for DeepSpeed's compiled optimizer: that would cost a minute each time."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(usual))
+    return subprocess.Popen(
+        [sys.executable, "-m", "tightfit", "train", *SMALL, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=os.environ
+        | {"XDG_CACHE_HOME": str(folder / "cache"), "TORCH_EXTENSIONS_DIR": compiled, "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def test_a_training_from_end_to_end(tmp_path: Path) -> None:
+    process = command(tmp_path, "--data", "shipped:text", "--max-steps", "3", "--json")
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    told = json.loads(out)
+    assert (told["state"], told["steps"]) == ("done", 3)
+    assert (tmp_path / "output/model/config.json").exists()
+    assert not (tmp_path / "output/lock").exists()
+    proofs = [json.loads(line) for line in (tmp_path / "output/events.jsonl").read_text().splitlines()]
+    assert all(event["ok"] for event in proofs if event["event"] == "proof")
+    assert any("started by tightfit" in event["text"] for event in proofs if event["event"] == "proof")
+
+
+def test_bad_data_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "words"}\n' * 16 + '{"text": \n')
+    process = command(tmp_path, "--data", "bad.jsonl", "--max-steps", "3")
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 2
+    assert "line 17" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "output").exists()
+
+
+def test_an_interrupt_while_it_trains(tmp_path: Path) -> None:
+    process = command(tmp_path, "--max-steps", "100000")
+    events, deadline = tmp_path / "output/events.jsonl", time.monotonic() + 120
+    while not (events.exists() and '"event": "step"' in events.read_text()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 15
+    assert "interrupted after step" in err

@@ -1,0 +1,118 @@
+"""What a training shows while it runs, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tightfit.runs.events import Event, Other, Progress, Proof, Step, Warned
+from tightfit.runs.worker_file import WorkerFile
+from tightfit.screen_train import Board, duration, step_line
+
+WORKER = WorkerFile(
+    model="tiny_mamba",
+    method="full",
+    engine="zero2",
+    offload_optimizer="none",
+    nodes=1,
+    gpus_per_node=2,
+    vendor="nvidia",
+    folder="output",
+    required_bytes=3 * 2**30,
+    peak_bytes=2 * 2**30,
+    host_bytes_per_node=2**30,
+    step_s=0.5,
+    tokens_per_s=1000.0,
+)
+
+
+def step(number: int, *, loss: float | None = 2.0, peak_bytes: int | None = 2**30, skipped: bool = False) -> Step:
+    return Step(
+        step=number,
+        steps=100,
+        loss=loss,
+        learning_rate=1e-4,
+        tokens_per_s=1234.5,
+        step_s=0.5,
+        seconds_left=3725.0,
+        now_bytes=2**29,
+        peak_bytes=peak_bytes,
+        host_bytes=2**28,
+        loss_scale=None,
+        skipped=skipped,
+    )
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def in_a_pipe(events: list[tuple[float, Event]]) -> list[str]:
+    """The lines for events that come at these seconds."""
+    out, clock = io.StringIO(), Clock()
+    with Board(Console(file=out, width=80), WORKER, clock) as board:
+        for clock.now, event in events:
+            board.show(event)
+    return out.getvalue().splitlines()
+
+
+def test_a_step_in_one_line() -> None:
+    assert step_line(step(7), WORKER.peak_bytes) == (
+        "step 7/100  loss 2.0000  1,234 tokens/s  1 h 02 min left  memory 0.50 GiB now, 1.00 GiB peak, 2.00 GiB planned"
+    )
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert step_line(step(7, peak_bytes=None), 0).endswith("left  256.0 MiB of RAM")
+    assert "loss ?" in step_line(step(7, loss=None), 0)
+    assert "loss nan" in step_line(step(7, loss=float("nan")), 0)
+    assert step_line(step(7, skipped=True), 0).endswith("skipped")
+
+
+def test_a_pipe_gets_a_line_in_ten_seconds_and_the_last_one() -> None:
+    lines = in_a_pipe([(second, step(1 + second)) for second in range(26)])
+    assert [line.split("/")[0] for line in lines] == ["step 1", "step 11", "step 21", "step 26"]
+
+
+def test_the_end_of_one_work_is_said_before_the_next() -> None:
+    data = [(0.0, Progress(what="data", done=done, total=4)) for done in (1.0, 2.0, 4.0)]
+    lines = in_a_pipe([*data, (0.1, Proof(name="a", ok=True, text="all is well")), (0.2, step(1))])
+    assert lines[:3] == ["data: 25 %", "data: 100 %", "✓ all is well"]
+    assert lines[3].startswith("step 1/100")
+
+
+def test_what_happens_once_is_always_said() -> None:
+    lines = in_a_pipe([(0.0, Warned(text="look")), (0.0, Other(name="moon", text="full")), (0.0, Warned(text="out"))])
+    assert lines == ["! look", "moon: full", "! out"]
+
+
+def test_no_markup_of_a_worker_is_obeyed() -> None:
+    out = io.StringIO()
+    with Board(Console(file=out, width=80, markup=True, emoji=True), WORKER) as board:
+        board.show(Warned(text="[bold]x[/nothing] :smile:"))
+    assert out.getvalue() == "! [bold]x[/nothing] :smile:\n"
+
+
+def test_a_terminal_keeps_one_line_and_the_last_state() -> None:
+    out = io.StringIO()
+    with Board(Console(file=out, width=200, force_terminal=True, no_color=True), WORKER) as board:
+        for number in range(1, 6):
+            board.show(step(number))
+        board.show(Warned(text="look"))
+    text = out.getvalue()
+    assert text.count("step 1/100") == 1
+    assert "look" in text
+    assert text.rstrip().splitlines()[-1].removeprefix("\x1b[1A\x1b[2K").startswith("step 5/100")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.25, "0.2 s"), (45, "45 s"), (200, "3 min 20 s"), (7500, "2 h 05 min"), (400_000, "4.6 days"), (-3, "0.0 s")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
