@@ -83,6 +83,8 @@ def run_ranks(folder: Path, *options: str, world: int | None = None, cache: Path
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "XDG_CACHE_HOME": str(cache or folder / "cache"),
+        # What DeepSpeed compiles is kept for the next test.
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions")),
         "TIGHTFIT_LAUNCHER": "tests",
     }
     command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json"), *options]

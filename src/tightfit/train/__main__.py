@@ -77,7 +77,10 @@ def _worker(argv: Sequence[str]) -> int:
         from tightfit.train.place import place_of
         from tightfit.train.worker import run
 
-        run(config, options, place_of(os.environ, config, options), _cache())
+        place = place_of(os.environ, config, options)
+        # DeepSpeed asks the environment, whoever started this process.
+        os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.world))
+        run(config, options, place, _cache())
         return 0
     except BaseException as error:
         code, kind, text = _verdict(error)

@@ -137,7 +137,7 @@ def cast_meta(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtyp
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for leaf, param in list(module._parameters.items()):
-            if param is None:
+            if param is None or param.device.type != "meta":
                 continue
             if param not in made:
                 dtype = wanted(f"{prefix}.{leaf}" if prefix else leaf, param)

@@ -24,12 +24,13 @@ def save_model(folder: Path, made: Assembled, config: WorkerConfig, tokenizer: A
     if config.levers.lora is not None:
         return _save_adapter(folder, made, config, tokenizer, place)
     parts = saved_parts(made.twin)
+    kinds = {name: tensor.dtype for name, tensor in made.twin.state_dict().items()}
     pieces = (Piece(shard.name, shard.shape, shard.start, shard.tensor) for shard in _mine(made, place))
     style = Style(beside=model_files(made.hf_config, type(made.twin).__name__, dtype, tokenizer=tokenizer))
     return write_model(
         folder,
         saved_pieces((*_buffers(made, place), *pieces), parts),
-        names_of(parts, lambda _: dtype),
+        names_of(parts, lambda name: dtype if kinds[name].is_floating_point else kinds[name]),
         rank=place.rank,
         world=place.world,
         barrier=lambda: meet(place),
@@ -43,6 +44,7 @@ def _save_adapter(folder: Path, made: Assembled, config: WorkerConfig, tokenizer
     every = [shard for shard in shards(model, place.rank) if ".lora_" in shard.path]
     names = {adapter_name(shard.path): (shard.shape, torch.float32) for shard in every}
     base = config.model.weights or config.model.name
+    metadata = {"format": "pt"} | ({"base_quantised": "nf4"} if config.levers.method == "qlora" else {})
     beside = adapter_files(model.peft_config["default"], base, tokenizer=tokenizer)
     return write_model(
         folder,
@@ -51,7 +53,7 @@ def _save_adapter(folder: Path, made: Assembled, config: WorkerConfig, tokenizer
         rank=place.rank,
         world=place.world,
         barrier=lambda: meet(place),
-        style=replace(ADAPTER, beside=beside),
+        style=replace(ADAPTER, beside=beside, metadata=metadata),
     )
 
 

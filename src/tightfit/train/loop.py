@@ -59,7 +59,8 @@ class Loop:
             rate = learning_rate(self.config.training, step, self.steps)
             share = self._accumulate(window)
             stepped = self.engine.step(rate)
-            loss = total(self.place, float(share)) / self.place.world
+            # In a rehearsal the other ranks' shares are missing, and this rank's stands for all of them.
+            loss = total(self.place, float(share)) / (1 if self.place.rehearsal else self.place.world)
             seconds = time.monotonic() - began
             recent.append((window.tokens, seconds))
             self.step_seconds.append(seconds)

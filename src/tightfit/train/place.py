@@ -88,11 +88,7 @@ def _device(local_rank: int, config: WorkerConfig) -> torch.device:
 
 def rendezvous(place: Place) -> Any:
     """Where ranks leave each other messages before there is a group. Preparing data may take hours."""
-    if place.rehearsal:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        return FakeStore()
-    if place.world == 1:
+    if place.rehearsal or place.world == 1:
         return torch._C._distributed_c10d.HashStore()
     from torch.distributed.rendezvous import rendezvous as meeting
 
@@ -105,9 +101,12 @@ def join(place: Place, store: Any) -> None:
     if place.on_gpu:
         torch.cuda.set_device(place.device)
     backend = "fake" if place.rehearsal else "cpu:gloo,cuda:nccl" if place.on_gpu else "gloo"
-    group = (
-        torch._C._distributed_c10d.PrefixStore("tightfit", store) if place.world > 1 and not place.rehearsal else store
-    )
+    if place.rehearsal:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        store = FakeStore()
+    alone = place.rehearsal or place.world == 1
+    group = store if alone else torch._C._distributed_c10d.PrefixStore("tightfit", store)
     dist.init_process_group(backend, rank=place.rank, world_size=place.world, store=group, timeout=GROUP_TIMEOUT)
 
 

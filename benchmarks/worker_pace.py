@@ -1,0 +1,277 @@
+"""Our worker against the same settings by hand: seconds a step and peak memory, on one GPU as one rank of N.
+
+    python benchmarks/worker_pace.py prepare DIR          # on the desk: plans, and the same settings for the hand loops
+    python benchmarks/worker_pace.py run DIR --out rows.jsonl [--only NAME,NAME]      # on a GPU
+    python benchmarks/worker_pace.py report rows.jsonl
+
+By hand is `measure_peaks.py`: a plain DeepSpeed loop and a plain FSDP2 loop, which do nothing but forward, backward and
+step; and, for one GPU, Hugging Face's Trainer with the DeepSpeed file that the plan wrote. Both do `STEPS` steps after a
+few that do not count; the medians are compared. Collectives are free in all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+STEPS, WARM_UP = 20, 3
+HERE = Path(__file__).parent
+
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "0.5B full, one GPU, ZeRO-1": {
+        "model": "qwen1.5-0.5b",
+        "gpus": "1xH200",
+        "engine": "zero1",
+        "loss": "plain",
+        "effective_batch": 8,
+    },
+    "0.5B full, one GPU, unsharded": {
+        "model": "qwen1.5-0.5b",
+        "gpus": "1xH200",
+        "engine": "zero0",
+        "effective_batch": 8,
+    },
+    "0.5B full, one GPU, FSDP2": {"model": "qwen1.5-0.5b", "gpus": "1xH200", "engine": "fsdp2", "effective_batch": 8},
+    "7.6B full, one of 8, ZeRO-2": {
+        "model": "qwen2.5-7b",
+        "gpus": "8xA100-80GB",
+        "host_ram": "512GB",
+        "engine": "zero2",
+        "offload_optimizer": "none",
+    },
+    "7.6B full, one of 8, ZeRO-3": {
+        "model": "qwen2.5-7b",
+        "gpus": "8xA100-80GB",
+        "host_ram": "512GB",
+        "engine": "zero3",
+        "offload_optimizer": "none",
+        "offload_param": "none",
+    },
+    "7.6B full, one of 8, FSDP2": {
+        "model": "qwen2.5-7b",
+        "gpus": "8xA100-80GB",
+        "host_ram": "512GB",
+        "engine": "fsdp2",
+        "offload_param": "none",
+    },
+    "32B LoRA, one of 8": {
+        "model": "qwen2.5-32b",
+        "method": "lora",
+        "seq": 1024,
+        "gpus": "8x64GB",
+        "host_ram": "512GB",
+    },
+    "7b_mamba, one of 4, ZeRO-2": {
+        "model": "7b_mamba",
+        "seq": 512,
+        "gpus": "4xH200",
+        "host_ram": "512GB",
+        "engine": "zero2",
+        "offload_optimizer": "none",
+        "effective_batch": 4,
+        "scan": "torch",
+        "steps": 3,
+    },
+    "7b_mamba, one of 4, FSDP2": {
+        "model": "7b_mamba",
+        "seq": 512,
+        "gpus": "4xH200",
+        "host_ram": "512GB",
+        "engine": "fsdp2",
+        "offload_param": "none",
+        "effective_batch": 4,
+        "scan": "torch",
+        "steps": 3,
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("prepare", "run", "report", "trainer"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--limit-s", type=int, default=200)
+    args = parser.parse_args()
+    if args.what == "prepare":
+        prepare(args.path)
+    elif args.what == "run":
+        run(args)
+    elif args.what == "trainer":
+        print("ROW " + json.dumps(trainer(args.path)))
+    else:
+        report(args.path)
+
+
+def prepare(folder: Path) -> None:
+    from rehearse_plans import scenario
+
+    from tightfit.inputs.job_file import hardware_of, job_from_flags, model_of
+    from tightfit.planner import plan
+    from tightfit.render import Target, render
+
+    for name, situation in SITUATIONS.items():
+        flags = {"attention": "sdpa", "output": "run", **situation}
+        steps = flags.pop("steps", STEPS)
+        job = job_from_flags(flags)
+        answer = plan(job, model_of(job), hardware_of(job))
+        assert answer.chosen is not None, name
+        place = folder / name.replace(" ", "_").replace(",", "")
+        place.mkdir(parents=True, exist_ok=True)
+        for file, text in render(answer, Target()).items():
+            (place / file).write_text(text)
+        by_hand = scenario(name, answer.chosen) | {"timed": steps, "steps": WARM_UP}
+        by_hand.pop("cap_gib")
+        (place / "by_hand.json").write_text(json.dumps(by_hand))
+
+
+def run(args: argparse.Namespace) -> None:
+    wanted = {word for word in args.only.split(",") if word}
+    for place in sorted(args.path.iterdir()):
+        by_hand = json.loads((place / "by_hand.json").read_text())
+        if wanted and not any(word in place.name for word in wanted):
+            continue
+        row: dict[str, Any] = {"id": by_hand["id"], "scenario": by_hand, "parameters": parameters(place)}
+        row["worker"] = worker(place, by_hand["timed"], args.limit_s)
+        row["by_hand"] = hand(place, by_hand, args.limit_s)
+        if by_hand["world"] == 1 and by_hand["engine"] == "zero1":
+            row["trainer"] = child([sys.executable, __file__, "trainer", str(place)], args.limit_s)
+        with args.out.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        print(row["id"], row["worker"], row["by_hand"], row.get("trainer"), flush=True)
+
+
+def parameters(place: Path) -> int:
+    return int(json.loads((place / "worker.json").read_text())["model"]["parameters"])
+
+
+def worker(place: Path, steps: int, limit_s: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tightfit.train", str(place / "worker.json"), "--rehearse"]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, "--steps", str(steps + WARM_UP)], check=False, capture_output=True, text=True, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": "timed out"}
+    if done.returncode:
+        return {"error": done.stderr[-1500:]}
+    lines = (place / "run" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    seconds = [event["step_s"] for event in events if event["event"] == "step"][WARM_UP:]
+    steps_seen = [event for event in events if event["event"] == "step"]
+    orders = json.loads((place / "worker.json").read_text())
+    return {
+        "median_s": statistics.median(seconds),
+        "peak_gib": round(steps_seen[-1]["memory"]["peak_bytes"] / GIB, 3),
+        "predicted_peak_gib": round(orders["predicted"]["gpu"]["peak_bytes"] / GIB, 3),
+        "milestones": {
+            event["milestone"]: [event["predicted_bytes"], event["measured_bytes"]]
+            for event in events
+            if event["event"] == "memory"
+        },
+        "predicted_s": orders["predicted"]["step_s"],
+        "tokens_a_step_and_rank": orders["levers"]["seq"] * orders["effective_batch"] // orders["world"]["ranks"],
+        "wall_s": round(time.monotonic() - began, 1),
+    }
+
+
+def hand(place: Path, scenario: dict[str, Any], limit_s: int) -> dict[str, Any]:
+    out = place / "hand.jsonl"
+    scenarios = place / "hand-scenarios.jsonl"
+    scenarios.write_text(json.dumps(scenario) + "\n")
+    command = [sys.executable, str(HERE / "measure_peaks.py"), str(scenarios), "--out", str(out)]
+    subprocess.run([*command, "--limit-s", str(limit_s)], check=False, capture_output=True)
+    row = json.loads(out.read_text().splitlines()[-1])
+    return {"error": row["error"]} if "error" in row else {"median_s": row["median_s"], "peak_gib": row["peak"]}
+
+
+def child(command: list[str], limit_s: int) -> dict[str, Any]:
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {"error": "timed out"}
+    rows = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    found: dict[str, Any] = json.loads(rows[0]) if rows else {"error": done.stderr[-1500:]}
+    return found
+
+
+def trainer(place: Path) -> dict[str, Any]:
+    """Hugging Face's Trainer on one GPU, with the plan's DeepSpeed file."""
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
+    os.environ.setdefault("MASTER_PORT", "29577")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    orders = json.loads((place / "worker.json").read_text())
+    fields = dict(orders["model"]["config"])
+    levers = orders["levers"]
+    times: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            times.append(time.monotonic())
+
+    class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 10_000
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            ids = torch.randint(0, 1000, (levers["seq"],))
+            return {"input_ids": ids, "labels": ids}
+
+    arguments = TrainingArguments(
+        output_dir=str(place / "trainer"),
+        per_device_train_batch_size=levers["micro_batch"],
+        gradient_accumulation_steps=levers["accum"],
+        max_steps=STEPS + WARM_UP,
+        bf16=True,
+        deepspeed=str(place / "deepspeed.json"),
+        gradient_checkpointing=levers["checkpointing"] == "full",
+        save_strategy="no",
+        report_to=[],
+        logging_steps=10_000,
+        optim="adamw_torch_fused",
+        learning_rate=1e-5,
+    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype="bfloat16")
+    Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=[Clock()]).train()
+    seconds = [later - earlier for earlier, later in zip(times, times[1:], strict=False)][WARM_UP - 1 :]
+    peak = torch.cuda.max_memory_allocated() / GIB
+    return {"median_s": round(statistics.median(seconds), 4), "peak_gib": round(peak, 3)}
+
+
+def report(rows: Path) -> None:
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        ours, others = row["worker"], {name: row[name] for name in ("by_hand", "trainer") if name in row}
+        if "error" in ours:
+            print(f"{row['id']}: FAILED {ours['error'][-200:]}")
+            continue
+        off = ours["peak_gib"] / ours["predicted_peak_gib"] - 1
+        tokens = ours["tokens_a_step_and_rank"] / ours["median_s"]
+        flops = 6 * row["parameters"] * tokens
+        print(
+            f"{row['id']:32} {ours['median_s']:.4f} s, {tokens:,.0f} tokens/s a GPU, {flops / 1e12:.0f} TFLOP/s (6N); "
+            f"peak {ours['peak_gib']:.2f} GiB, plan {ours['predicted_peak_gib']:.2f} ({off:+.1%})"
+        )
+        for name, other in others.items():
+            if "error" in other:
+                print(f"{'':32} {name}: FAILED {other['error'][-200:]}")
+            else:
+                ratio = ours["median_s"] / other["median_s"]
+                print(f"{'':32} {name}: {other['median_s']:.4f} s, ratio {ratio:.3f}; peak {other['peak_gib']:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()

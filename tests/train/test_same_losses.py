@@ -1,0 +1,104 @@
+"""Every engine and stage follows a plain single-process PyTorch run of the same job, step by step.
+
+Two ranks, two micro batches each, accumulation, clipping that bites, a schedule with warm-up, tied embeddings, half of
+the layers recomputing, answers of different lengths. fp32 may differ by the order of sums: one part in a hundred
+thousand. bf16 rounds activations and gradients to eight bits, in another order on each engine: two parts in a thousand
+of the loss.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plain import plain_losses, write_examples
+from running import Ran, run_ranks, write_plan
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
+STEPS = 5
+LEARNT = 0.05
+"""How far the loss must fall, or equal losses would say nothing."""
+
+FULL: dict[str, Any] = {
+    "model": "tiny_llama",
+    "precision": "bf16",
+    "seq": 128,
+    "effective_batch": 8,
+    "micro_batch": 2,
+    "max_steps": STEPS,
+    "learning_rate": 3e-3,
+    "checkpointing": "layers:2",
+}
+OFFLOADED = {"offload_optimizer": "cpu"}
+LORA = {"method": "lora", "precision": "fp32", "lora_rank": 4, "learning_rate": 3e-2}
+MAMBA = {"model": "tiny_mamba", "precision": "fp32", "seq": 48}
+
+WAYS: dict[str, dict[str, Any]] = {
+    "zero0": {"engine": "zero0"},
+    "zero1": {"engine": "zero1"},
+    "zero2": {"engine": "zero2"},
+    "zero3": {"engine": "zero3"},
+    "fsdp2": {"engine": "fsdp2"},
+    "zero0 fp32": {"engine": "zero0", "precision": "fp32"},
+    "zero1 fp32": {"engine": "zero1", "precision": "fp32"},
+    "zero2 fp32": {"engine": "zero2", "precision": "fp32"},
+    "zero3 fp32 fused": {"engine": "zero3", "precision": "fp32", "loss": "fused"},
+    "fsdp2 fp32 fused": {"engine": "fsdp2", "precision": "fp32", "loss": "fused", "checkpointing": "none"},
+    "zero2 offloaded": {"engine": "zero2", **OFFLOADED},
+    "zero3 offloaded": {"engine": "zero3", **OFFLOADED, "offload_param": "cpu", "checkpointing": "full"},
+    "fsdp2 offloaded": {"engine": "fsdp2", "offload_param": "cpu", "checkpointing": "full+offload"},
+    "zero2 lora": {"engine": "zero2", **LORA},
+    "zero3 lora": {"engine": "zero3", **LORA},
+    "fsdp2 lora": {"engine": "fsdp2", **LORA},
+    "zero3 mamba": {"engine": "zero3", **MAMBA},
+    "fsdp2 mamba": {"engine": "fsdp2", **MAMBA},
+}
+NEUTRAL = ("zero0", "zero1", "zero2", "zero3", "fsdp2", "zero2 offloaded", "zero3 offloaded")
+"""Where a run without the probe is compared too."""
+
+pytestmark = pytest.mark.thorough
+_references: dict[tuple[str, ...], list[float]] = {}
+
+
+def write(folder: Path, world: int, **flags: Any) -> Path:
+    data = write_examples(folder / "examples.jsonl")
+    return write_plan(folder, world, **{**FULL, "data": str(data), **flags})
+
+
+def reference(folder: Path, flags: dict[str, Any]) -> list[float]:
+    """What the plain program does; the engine and how it is fed make no difference to it."""
+    key = tuple(str({**FULL, **flags}[name]) for name in ("model", "precision", "seq", "learning_rate"))
+    if key not in _references:
+        _references[key] = plain_losses(folder)
+    return _references[key]
+
+
+def run_well(folder: Path, *options: str) -> Ran:
+    ran = run_ranks(folder, *options)
+    assert ran.codes == [0] * len(ran.codes), "\n".join(ran.stderr)
+    assert len(ran.losses) == STEPS
+    return ran
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_follows_plain_pytorch(tmp_path: Path, way: str) -> None:
+    folder = write(tmp_path, 2, **WAYS[way])
+    expected = reference(folder, WAYS[way])
+    ran = run_well(folder)
+    assert ran.losses == pytest.approx(expected, rel=TOLERANCE[{**FULL, **WAYS[way]}["precision"]])
+    assert expected[-1] < expected[0] - LEARNT
+    if way in NEUTRAL:
+        (tmp_path / "run" / "events.jsonl").unlink()
+        (tmp_path / "run" / "model").rename(tmp_path / "run" / "first")
+        assert run_well(folder, "--no-probe").losses == ran.losses, "the probe left something behind"
+
+
+@pytest.mark.parametrize(("world", "engine"), [(1, "zero1"), (1, "fsdp2"), (3, "zero2"), (3, "zero3"), (3, "fsdp2")])
+def test_another_number_of_ranks_trains_the_same(tmp_path: Path, world: int, engine: str) -> None:
+    flags = {"engine": engine, "precision": "fp32", "effective_batch": 6, "micro_batch": 1}
+    folder = write(tmp_path, world, **flags)
+    key = (FULL["model"], "fp32", "six", "")
+    if key not in _references:
+        _references[key] = plain_losses(folder)
+    assert run_well(folder).losses == pytest.approx(_references[key], rel=TOLERANCE["fp32"])
