@@ -33,7 +33,7 @@ Allowance = Literal[
 """The costly changes that a user can allow, in the order in which they are tried: the cheapest first."""
 
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup"]
-DataFormat = Literal["auto", "alpaca", "sharegpt", "text"]
+DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "text"]
 
 Tier = Literal[
     "auto",
@@ -87,15 +87,22 @@ class Data:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     path: str | None = None
-    """A JSON, JSONL or text file, a folder of them, or a data set's name; left out: generated samples."""
+    """A JSON, JSONL or text file, a folder of them, `dataset_info.json:NAME`, `shipped:text`, or a data set's name;
+    left out: generated samples."""
     format: DataFormat = "auto"
     """How a sample is laid out; `auto`: recognised by its keys."""
     template: str | None = None
-    """Chat template by name; left out: the tokenizer's own."""
+    """Chat template by name (`chatml`, `llama3` …) or a Jinja file; left out: the tokenizer's own."""
     packing: bool = False
     """Fill every sequence with several samples."""
     samples: Count | None = None
     """How many samples there are, where the file is not at hand: hours to finish need it."""
+    tokenizer: str | None = None
+    """A folder or a Hugging Face id; left out: the model's own, or a byte-level one for a model made from scratch."""
+    recipe: str | None = None
+    """A YAML recipe that says which fields of an example make up its prompt; `shipped:persona` is an example."""
+    ablation: str | None = None
+    """A setting of the recipe's fields, by its name there, or fields joined: `profile_and_history`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

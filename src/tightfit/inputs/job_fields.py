@@ -57,6 +57,7 @@ COSTLY = {
 """Levers that change the result, and the field of the job that each is."""
 
 OTHER_NAMES = {
+    "ablation_config": "data.ablation",
     "accumulation": "levers.accum",
     "batch_size": "effective_batch",
     "bf16": "precision",

@@ -49,6 +49,10 @@ JOB_FLAGS: Mapping[str, str] = {
     "max_steps": "max_steps",
     "samples": "data.samples",
     "tier": "tier",
+    "data": "data.path",
+    **{name: f"data.{name}" for name in ("format", "template", "packing", "tokenizer", "recipe", "ablation")},
+    "max_samples": "max_samples",
+    "output": "saving.folder",
     "learning_rate": "learning_rate",
     **{lever: f"levers.{lever}" for lever in FREE_LEVERS},
 }

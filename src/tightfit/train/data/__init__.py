@@ -1,0 +1,104 @@
+"""The data of a training: from files to batches.
+
+    spec ─► prepare (one process) ─► cache on disk ─► open_samples (every rank) ─► Order ─► batch
+
+Readers (`sources`, `layouts`, `dialogues`), what makes text of them (`chat`, `recipe`, `prompt`), what makes tokens of
+that (`encode`, `build`, `cache`), and what a loop sees (`view`, `samples`, `order`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tightfit.train.data.cache import build_store, locked, wanted
+from tightfit.train.data.order import Order
+from tightfit.train.data.samples import (
+    Batch,
+    Description,
+    GeneratedRows,
+    Sample,
+    Samples,
+    Split,
+    batch,
+    describe,
+    flattened,
+    worst,
+)
+from tightfit.train.data.spec import GENERATED_SAMPLES, DataSpec, check_spec
+from tightfit.train.data.tokens import byte_tokenizer, codec_of, load_tokenizer, pad_id
+from tightfit.train.data.view import build_view, open_view
+
+__all__ = [
+    "Batch",
+    "DataSpec",
+    "Description",
+    "Order",
+    "Sample",
+    "Samples",
+    "Split",
+    "batch",
+    "byte_tokenizer",
+    "describe",
+    "flattened",
+    "load_tokenizer",
+    "open_samples",
+    "pad_id",
+    "prepare",
+    "said",
+    "worst",
+]
+
+
+def prepare(spec: DataSpec, tokenizer: Any, cache: Path, progress: Callable[[int, int, str], None]) -> None:
+    """Build what `open_samples` maps, unless it is there. One process of a node calls it."""
+    check_spec(spec)
+    if spec.generated:
+        return
+    want = wanted(spec, codec_of(tokenizer, spec.template), cache)
+    with locked(cache, want.key):
+        build_store(want, cache, progress)
+        build_view(want, cache)
+
+
+def open_samples(spec: DataSpec, tokenizer: Any, cache: Path) -> Split:
+    """The samples of a prepared data set; every rank maps the same files."""
+    check_spec(spec)
+    if spec.generated:
+        return _generated(spec, len(tokenizer))
+    return open_view(wanted(spec, codec_of(tokenizer, spec.template), cache), cache)
+
+
+def said(spec: DataSpec, tokenizer: Any) -> tuple[str, ...]:
+    """What was chosen for the user and has to be known, a sentence each: to be shown once."""
+    from tightfit.train.data.recipe import resolve
+
+    if spec.generated:
+        return ("No data is named: the samples are random tokens.",)
+    resolved = resolve(spec) if spec.recipe is not None or spec.path == "shipped:dialogues" else None
+    return (*codec_of(tokenizer, spec.template).said, *(resolved.said if resolved else ()))
+
+
+def _generated(spec: DataSpec, vocabulary: int) -> Split:
+    count = min(spec.samples or GENERATED_SAMPLES, spec.max_samples or 2**62)
+    held = min(count - 1, max(1, round(spec.evaluation_split * count))) if spec.evaluation_split and count > 1 else 0
+    return Split(
+        train=_random(spec, vocabulary, 0, count - held),
+        held=_random(spec, vocabulary, count - held, held) if held else None,
+    )
+
+
+def _random(spec: DataSpec, vocabulary: int, first: int, count: int) -> Samples:
+    rows = GeneratedRows(count=count, sequence=spec.sequence, vocabulary=vocabulary, seed=spec.seed, first=first)
+    return Samples(
+        rows=rows,
+        lengths=np.full(count, spec.sequence, dtype=np.int32),
+        loss_tokens=np.full(count, spec.sequence - 1, dtype=np.int64),
+        fingerprint=sha256(repr(("generated", rows)).encode()).hexdigest(),
+        sequence=spec.sequence,
+        documents=count,
+    )

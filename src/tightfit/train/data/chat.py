@@ -1,0 +1,224 @@
+"""Chats to text, and which of the text is an answer.
+
+A chat template is a program that may do anything: fold the system turn into the user's, refuse two turns of one role,
+drop the thoughts of earlier answers, add an empty thought to the last. So the answers are not searched for by their
+markers. The template is asked: what it prints for the turns before an answer, with the prompt to answer, is what the
+model will be given; what it prints beyond that, up to the end of the turn, is what the model must write. Both must be
+found in the rendered whole, or the template cannot be trained with and we say so. Templates that mark their answers
+themselves (`{% generation %}`) are believed.
+
+Rendering is Hugging Face's in all that matters (a sandbox, trimmed blocks, `raise_exception`, `tojson`), but for the
+date: a template that asks for today's would give other tokens every day, so it gets a fixed one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tightfit.types import ConfigError
+
+OPEN, CLOSE = "\ue0f0", "\ue0f1"
+"""Private characters around what a template marks as generated. They never reach the tokenizer."""
+
+STAND_IN = "…"
+"""A user's turn where a template wants one and the chat has none."""
+
+DATE = "26 Jul 2024"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A chat as text."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    """From where to where the model must write."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` … `{% endgeneration %}`."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """A compiled template that knows its own limits."""
+
+    source: str
+    name: str
+    special: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def _compiled(self) -> Any:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _refuse
+        if "strftime_now is defined" not in self.source:
+            environment.globals["strftime_now"] = lambda form: DATE
+        try:
+            return environment.from_string(self.source)
+        except TemplateError as error:
+            raise ConfigError(f"the chat template {self.name} is not valid Jinja: {error}") from None
+
+    def render(self, turns: Sequence[Turn], *, prompt: bool = False) -> str:
+        """The text, with marks where the template has them. Raises jinja2's error where it refuses."""
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        special = {"bos_token": "", "eos_token": "", **dict(self.special)}
+        return str(
+            self._compiled.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special
+            )
+        )
+
+    # --- what it refuses --------------------------------------------------------------------------
+
+    @cached_property
+    def takes_system(self) -> bool:
+        return self._shows(Turn("system", "s-y-s"), Turn("user", "u-s-r"), Turn("assistant", "a-n-s"))
+
+    @cached_property
+    def takes_answer_first(self) -> bool:
+        return self._shows(Turn("assistant", "a-n-s"), Turn("user", "u-s-r"), Turn("assistant", "a-g-n"))
+
+    @cached_property
+    def takes_repeats(self) -> bool:
+        first = (Turn("user", "u-s-r"), Turn("user", "v-s-r"), Turn("assistant", "a-n-s"), Turn("assistant", "b-n-s"))
+        return self._shows(*first)
+
+    def _shows(self, *turns: Turn) -> bool:
+        """Whether it accepts these turns and leaves none out."""
+        try:
+            text = self.render(turns)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError):
+            return False
+        return all(turn.content in text for turn in turns)
+
+    def arranged(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+        """The same chat in a form that the template takes; what follows the last answer is left out."""
+        last = max((at for at, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
+        made = list(turns[: last + 1])
+        if not self.takes_system:
+            made = _folded(made)
+        first = 1 if made and made[0].role == "system" else 0
+        if made and made[first].role == "assistant" and not self.takes_answer_first:
+            made.insert(first, Turn("user", STAND_IN))
+        return tuple(made if self.takes_repeats else _merged(made))
+
+    # --- where the answers are --------------------------------------------------------------------
+
+    def rendered(self, turns: Sequence[Turn], *, last_only: bool = False) -> Rendered:
+        """The chat as text with its answers, of which `last_only` keeps one."""
+        turns = tuple(replace(turn, content=_unmarked(turn.content)) for turn in self.arranged(turns))
+        try:
+            whole = self.render(turns)
+            if OPEN in whole:
+                text, answers = _marks(whole)
+            else:
+                text = whole
+                answers = tuple(
+                    self._answer(text, turns, at) for at, turn in enumerate(turns) if turn.role == "assistant"
+                )
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise ConfigError(
+                f"the chat template {self.name} refuses a chat: {error}; name another, chatml say"
+            ) from None
+        return Rendered(text=text, answers=answers[-1:] if last_only else answers)
+
+    def _answer(self, text: str, turns: Sequence[Turn], at: int) -> tuple[int, int]:
+        """From the end of the prompt to the end of the turn."""
+        before = self.render(turns[:at], prompt=True)
+        content = turns[at].content.strip()
+        shown = content if content in text[len(before) :] else content.rpartition("</think>")[2].strip()
+        found = text.find(shown, len(before))
+        if not text.startswith(before) or found < 0:
+            raise ConfigError(
+                f"the chat template {self.name} rewrites earlier turns or answers, so that it cannot be seen what the "
+                "model must write: name another template, chatml say"
+            )
+        alone = self.render(turns[: at + 1])
+        if text.startswith(alone):
+            end = len(alone)
+        else:  # a last turn may be dressed otherwise than an earlier one: only its closing marks are common
+            end = found + len(shown)
+            closing = alone[alone.rfind(shown) + len(shown) :]
+            end += len(closing) if text.startswith(closing, end) else 0
+        # Line ends after the closing mark belong to the layout; those of an answer without one are no loss.
+        return len(before), len(before) + len(text[len(before) : end].rstrip())
+
+
+def _marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    answers, plain = [], ""
+    for part in text.split(OPEN):
+        inside, mark, after = part.partition(CLOSE)
+        if mark:
+            answers.append((len(plain), len(plain) + len(inside)))
+        plain += inside + after
+    return plain, tuple(answers)
+
+
+def _unmarked(text: str) -> str:
+    return text.replace(OPEN, "").replace(CLOSE, "") if OPEN in text or CLOSE in text else text
+
+
+def _folded(turns: Sequence[Turn]) -> list[Turn]:
+    """System turns as the beginning of the user's turn that follows."""
+    made: list[Turn] = []
+    waiting = ""
+    for turn in turns:
+        if turn.role == "system":
+            waiting = f"{waiting}\n\n{turn.content}".strip()
+        elif waiting and turn.role == "user":
+            made.append(Turn("user", f"{waiting}\n\n{turn.content}".strip()))
+            waiting = ""
+        elif waiting:
+            made += [Turn("user", waiting), turn]
+            waiting = ""
+        else:
+            made.append(turn)
+    return made
+
+
+def _merged(turns: Sequence[Turn]) -> list[Turn]:
+    """Neighbours of one role as one turn."""
+    made: list[Turn] = []
+    for turn in turns:
+        if made and made[-1].role == turn.role:
+            made[-1] = Turn(turn.role, f"{made[-1].content}\n{turn.content}")
+        else:
+            made.append(turn)
+    return made
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

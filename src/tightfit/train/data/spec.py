@@ -1,0 +1,66 @@
+"""What the data of one training is to be: the worker's config, as a typed value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tightfit.types import ConfigError
+
+FORMATS = ("auto", "text", "alpaca", "sharegpt", "messages")
+
+GENERATED_SAMPLES = 1024
+"""How many samples are made up where the job names no data and no number."""
+
+STATEFUL = (
+    "mamba rwkv recurrent_gemma jamba bamba zamba nemotron_h granitemoehybrid falcon_h1 lfm2 qwen3_next qwen3_5 "
+    "olmo_hybrid kimi_linear minimax"
+).split()
+"""Beginnings of (or words in) the types of models that carry a state from token to token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """The data of one training."""
+
+    path: str | None = None
+    """A file, a folder, `dataset_info.json:name`, `shipped:text`; None: generated samples, or the recipe's source."""
+    format: str = "auto"
+    template: str | None = None
+    packing: bool = False
+    samples: int | None = None
+    """How many samples to generate where there is no data."""
+    max_samples: int | None = None
+    overlong: Literal["skip", "cut"] = "cut"
+    recipe: str | None = None
+    ablation: str | None = None
+    tokenizer: str | None = None
+    evaluation_split: float = 0.0
+    sequence: int = 2048
+    seed: int = 42
+    model_type: str = "llama"
+
+    @property
+    def generated(self) -> bool:
+        """Nothing is read: the samples are random tokens."""
+        return self.path is None and self.recipe is None
+
+
+def check_spec(spec: DataSpec) -> None:
+    """What cannot work, whatever the files hold."""
+    if spec.format not in FORMATS:
+        raise ConfigError(f"there is no data format {spec.format!r}: there are {', '.join(FORMATS)}")
+    if spec.sequence < 2:
+        raise ConfigError(f"a sequence of {spec.sequence} tokens has nothing to predict: make it at least 2")
+    if spec.packing and carries_state(spec.model_type):
+        raise ConfigError(
+            f"packing would let documents leak into each other in {spec.model_type} models, whose scan runs on over "
+            "their borders: leave data.packing out"
+        )
+    if spec.ablation is not None and spec.recipe is None:
+        raise ConfigError(f"the ablation {spec.ablation!r} needs a recipe: name one, --recipe shipped:persona say")
+
+
+def carries_state(model_type: str) -> bool:
+    """Whether a token's state comes from the tokens before it by other ways than attention."""
+    return any(word in model_type.lower() for word in STATEFUL)

@@ -1,0 +1,199 @@
+"""Tokenizers: loading one, the byte-level one that ships, and the part of either that a build needs.
+
+A build runs in several processes, and none of them should load transformers (and with it, sooner or later, torch) to
+turn text into numbers. `Codec` is what they get instead: the tokenizer's own JSON for the Rust library that does the
+work anyway, its special tokens and the chat template. It is plain text, so it travels as a JSON file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tightfit.train.data.templates import CHATML, chosen_template
+from tightfit.types import ConfigError, ModelError
+
+END, PAD, TURN_START, TURN_END = "<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """Text to tokens and back, without transformers."""
+
+    tokenizer_json: str
+    special: Mapping[str, str]
+    """`eos_token` … → its text, as chat templates want them."""
+    template: str
+    """The chat template's Jinja source."""
+    template_name: str
+    bos_id: int | None
+    """Set where the tokenizer itself puts one before a text."""
+    eos_id: int | None
+    said: tuple[str, ...] = ()
+    """What was chosen for the user, a sentence each."""
+
+    @cached_property
+    def backend(self) -> Any:
+        from tokenizers import Tokenizer
+
+        made = Tokenizer.from_str(self.tokenizer_json)
+        made.no_truncation()  # some tokenizers ship with a limit set
+        made.no_padding()
+        return made
+
+    @cached_property
+    def vocabulary(self) -> int:
+        return int(max(self.backend.get_vocab(with_added_tokens=True).values())) + 1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest numbers that hold every token."""
+        return np.dtype("<u2") if self.vocabulary <= 2**16 else np.dtype("<u4")
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that changes tokens."""
+        parts = json.dumps([self.tokenizer_json, dict(self.special), self.template, self.bos_id, self.eos_id])
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without any that the tokenizer would add around it."""
+        return list(self._plain(text).ids)
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The same, and where in the text each token comes from."""
+        made = self.backend.encode(text, add_special_tokens=False)
+        return list(made.ids), list(made.offsets)
+
+    def count(self, text: str) -> int:
+        return len(self._plain(text)) if text else 0
+
+    def encode_with_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        """The same, and for each part of the text the tokens that lie wholly within it."""
+        made = self.backend.encode(text, add_special_tokens=False)
+        return list(made.ids), [_tokens_of(made, text, first, last) for first, last in spans]
+
+    def _plain(self, text: str) -> Any:
+        """Without places in the text, which take half of the time."""
+        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0]
+
+    def decode(self, ids: Any) -> str:
+        return str(self.backend.decode([int(each) for each in ids], skip_special_tokens=False))
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), ensure_ascii=False), encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> Codec:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return Codec(**{**values, "said": tuple(values["said"])})
+
+
+def _tokens_of(made: Any, text: str, first: int, last: int) -> tuple[int, int]:
+    """From the first token that begins at or after `first` to the first that reaches over `last`."""
+
+    def token_at(place: int) -> int:
+        found = (made.char_to_token(at) for at in range(place, len(text)))  # blanks may have no token
+        return next((token for token in found if token is not None), len(made.ids))
+
+    start = token_at(first)
+    if start < len(made.ids) and made.token_to_chars(start)[0] < first:
+        start += 1
+    return start, max(start, token_at(last))
+
+
+def codec_of(tokenizer: Any, template: str | None) -> Codec:
+    """What a build needs of a transformers tokenizer. `template`: a name, a file, or None for the tokenizer's own."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no fast version: "
+            "name one that has a tokenizer.json"
+        )
+    special = {name: str(value) for name in SPECIAL if (value := getattr(tokenizer, name, None)) is not None}
+    chosen = chosen_template(template, _own_template(tokenizer))
+    bos = tokenizer.bos_token_id
+    plain = tokenizer("a")["input_ids"]
+    return Codec(
+        tokenizer_json=backend.to_str(),
+        special=special,
+        template=chosen.source,
+        template_name=chosen.name,
+        bos_id=bos if bos is not None and plain[:1] == [bos] else None,
+        eos_id=tokenizer.eos_token_id,
+        said=chosen.said,
+    )
+
+
+def _own_template(tokenizer: Any) -> str | None:
+    """Some tokenizers have several templates by name; `default` is for plain chat."""
+    own = tokenizer.chat_template
+    return own.get("default") if isinstance(own, dict) else own
+
+
+def load_tokenizer(source: str | None, vocab_size: int, *, trust_remote_code: bool) -> Any:
+    """A fast tokenizer whose tokens the model knows. `source`: a folder or a name; None: the shipped byte-level one."""
+    if source is None:
+        tokenizer = byte_tokenizer()
+        name = "the shipped byte-level tokenizer"
+    else:
+        tokenizer = _from_source(source, trust_remote_code)
+        name = f"the tokenizer of {source}"
+    largest = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+    if largest > vocab_size:
+        raise ConfigError(
+            f"{name} has {largest} tokens but the model's vocabulary only {vocab_size}: "
+            "name the model's own with --tokenizer, or give the model a larger vocab_size"
+        )
+    return tokenizer
+
+
+def pad_id(tokenizer: Any) -> int:
+    """What rows are filled up with. Its labels never count, so any token will do."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def _from_source(source: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise ModelError(f"no tokenizer could be loaded from {source}: {reason}; name one with --tokenizer") from None
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"the tokenizer of {source} has no fast version: name one that has a tokenizer.json")
+    return tokenizer
+
+
+def byte_tokenizer() -> Any:
+    """One token a byte: for models made from scratch that have no tokenizer of their own."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    fast: Any = transformers.PreTrainedTokenizerFast  # untyped
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    made = fast(
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=[TURN_START, TURN_END],
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = CHATML
+    return made
