@@ -1,0 +1,115 @@
+"""What `tightfit rehearse` shows at its end: predicted beside measured, and whether it passed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from tightfit.priced import GIB
+from tightfit.runs.failure import Failure
+from tightfit.screen import MIB, draw_list, say, table_of
+
+Unit = Literal["bytes", "seconds", "tokens"]
+Verdict = Literal["passed", "out of memory", "over the cap"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure, predicted and measured; None: not known."""
+
+    key: str
+    """Its name for programs."""
+    name: str
+    unit: Unit
+    predicted: float | None
+    measured: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """How a rehearsal went."""
+
+    model: str
+    engine: str
+    ranks: int
+    device: str
+    """What it ran on."""
+    cap_bytes: int
+    tensor_bytes: int | None
+    """What of the cap is left for tensors; None: there is no GPU."""
+    verdict: Verdict
+    phase: str | None
+    """Where memory ran out, for programs."""
+    where: str | None
+    """The same for people."""
+    error: str | None
+    """What the worker said."""
+    steps: int
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    folder: str | None
+    """Where it was kept; None: it was not."""
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "passed"
+
+
+def draw_rehearsal(console: Console, found: Rehearsal) -> None:
+    """The table, the verdict, and what has to be known about the figures."""
+    console.print()
+    table = table_of("", "predicted", "measured", "difference")
+    for row in found.rows:
+        table.add_row(row.name, _value(row.predicted, row.unit), _value(row.measured, row.unit), _difference(row))
+    console.print(table)
+    console.print()
+    say(console, verdict_words(found), style="bold green" if found.passed else "bold red")
+    if found.error is not None:
+        say(console, found.error, style="dim")
+    draw_list(console, "About these figures:", found.notes)
+    if found.folder is not None:
+        console.print()
+        say(console, f"Kept: {found.folder}", indent="  ", first="")
+
+
+def verdict_words(found: Rehearsal) -> str:
+    who = "the only rank" if found.ranks == 1 else f"rank 0 of {found.ranks}"
+    card = _value(found.cap_bytes, "bytes")
+    if found.verdict == "out of memory":
+        return f"Failed: {who} ran out of memory {found.where}, with {card} for each."
+    peak = next((row.measured for row in found.rows if row.key == ("peak" if found.tensor_bytes else "host")), None)
+    held = "" if peak is None else f": its peak is {_value(peak, 'bytes')}"
+    if found.verdict == "over the cap":
+        return f"Failed: {who} took more than its {card}{held}."
+    room = "" if found.tensor_bytes is None else f" of the {_value(found.tensor_bytes, 'bytes')} left for tensors"
+    steps = f"{found.steps} step{'' if found.steps == 1 else 's'}"
+    return f"Passed: {who} made {steps} within {card}{held}{room if peak is not None else ''}."
+
+
+def draw_failure(console: Console, failure: Failure, folder: str | None) -> None:
+    """A rehearsal that failed for another reason than memory."""
+    console.print(Text(f"tightfit: the rehearsal failed: {failure.sentence.rstrip('.')}", style="bold"), soft_wrap=True)
+    if failure.tail:
+        where = f"{failure.log}" if folder is not None else "its log, which --keep DIR would keep"
+        console.print(Text(f"The last lines of {where}:"), soft_wrap=True)
+    for line in failure.tail:
+        console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
+
+
+def _value(value: float | None, unit: Unit) -> str:
+    if value is None:
+        return "-"
+    if unit == "seconds":
+        return f"{value:.3g} s"
+    if unit == "tokens":
+        return f"{value:,.0f}"
+    return f"{value / GIB:.2f} GiB" if value >= GIB // 2 else f"{value / MIB:.1f} MiB"
+
+
+def _difference(row: Row) -> str:
+    if row.predicted is None or row.measured is None or row.predicted <= 0:
+        return ""
+    return f"{100 * (row.measured / row.predicted - 1):+.1f} %"

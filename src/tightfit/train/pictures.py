@@ -1,0 +1,338 @@
+"""Pictures of a run, drawn from its events: `loss.png` and `memory.png`.
+
+They are drawn when the training is over, so nothing here may spoil it: a torn line, a loss that is no number or a full
+disk costs a picture at most. A long run has more steps than a picture has columns; of those only so many lines are read
+as JSON that the rest costs no more than a look at their first letters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.train.config import Milestone
+from tightfit.train.events import EVENTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOSS, MEMORY = "loss.png", "memory.png"
+MOST_STEPS = 4000
+"""That are drawn; between half and all of them, where there are more."""
+BLUE, SKY, ORANGE, VERMILLION, GREY = "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#666666"
+"""Okabe and Ito's colours: told apart by everybody."""
+MILESTONES: dict[Milestone, str] = {
+    "init": "engine\nready",
+    "forward": "first\nforward",
+    "backward": "first\nbackward",
+    "step": "first\nstep",
+}
+GIB, MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """None: not told, or no number."""
+
+    step: int
+    loss: float | None
+    learning_rate: float | None
+    peak_bytes: float | None
+    host_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    predicted_bytes: float | None
+    measured_bytes: float | None
+    host_bytes: float | None
+
+
+@dataclass(slots=True)
+class History:
+    """What the events say, later ones winning over earlier ones."""
+
+    model: str = ""
+    limit_bytes: float | None = None
+    peak_bytes: float | None = None
+    """Predicted."""
+    steps: list[Step] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    marks: dict[Milestone, Mark] = field(default_factory=dict)
+    restarts: list[int] = field(default_factory=list)
+    """The steps from which the run was begun again."""
+
+    @property
+    def on_gpu(self) -> bool:
+        measured = [mark.measured_bytes for mark in self.marks.values()] + [step.peak_bytes for step in self.steps]
+        return any(value is not None for value in measured)
+
+
+def draw(folder: Path) -> list[Path]:
+    """The pictures of the run in this folder. One that cannot be drawn is left out; without matplotlib, all are."""
+    made: list[Path] = []
+    with suppress(Exception):  # a picture is no reason for a finished training to fail
+        history = read(folder / EVENTS)
+        for name, picture in ((LOSS, _loss), (MEMORY, _memory)):
+            with suppress(Exception):
+                figure = picture(history)
+                if figure is not None:
+                    made.append(_written(figure, folder / name))
+    return made
+
+
+def _written(figure: Figure, path: Path) -> Path:
+    """Whole or not at all."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        figure.savefig(beside, format="png")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> History:
+    """The events of a file, of which some lines may be torn."""
+    history = History()
+    for line in _thinned(path):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict):
+            _take(history, event)
+    return history
+
+
+def _thinned(path: Path) -> Iterator[bytes]:
+    """The lines of the file in their order; of the steps an even choice, and the last one."""
+    kept: list[tuple[int, bytes]] = []
+    others: list[tuple[int, bytes]] = []
+    every, seen, last = 1, 0, None
+    with path.open("rb", buffering=MIB) as file:
+        for number, line in enumerate(file):
+            if not line.startswith(b'{"event": "step"'):
+                others.append((number, line))
+                continue
+            last = (number, line)
+            if seen % every == 0:
+                kept.append(last)
+                if len(kept) > MOST_STEPS:
+                    kept, every = kept[::2], 2 * every
+            seen += 1
+    if last is not None and kept[-1] != last:
+        kept.append(last)
+    return (line for _, line in sorted(kept + others, key=lambda each: each[0]))
+
+
+def _take(history: History, event: Mapping[str, Any]) -> None:
+    kind = event.get("event")
+    if kind == "start":
+        predicted = _block(event, "predicted")
+        history.model = str(event.get("model") or "")[:80]
+        history.limit_bytes = _number(predicted.get("limit_bytes"))
+        history.peak_bytes = _number(predicted.get("peak_bytes"))
+    elif kind == "step":
+        _take_step(history, event)
+    elif kind == "eval":
+        step, loss = _number(event.get("step")), _number(event.get("loss"))
+        if step is not None and loss is not None:
+            history.evaluations[int(step)] = loss
+    elif kind == "memory" and event.get("milestone") in list(MILESTONES):  # it may be anything, also what has no hash
+        history.marks[event["milestone"]] = Mark(
+            predicted_bytes=_number(event.get("predicted_bytes")),
+            measured_bytes=_number(event.get("measured_bytes")),
+            host_bytes=_number(event.get("host_bytes")),
+        )
+
+
+def _take_step(history: History, event: Mapping[str, Any]) -> None:
+    number = _number(event.get("step"))
+    if number is None:
+        return
+    memory = _block(event, "memory")
+    made = Step(
+        step=int(number),
+        loss=_number(event.get("loss")),
+        learning_rate=_number(event.get("learning_rate")),
+        peak_bytes=_number(memory.get("peak_bytes")),
+        host_bytes=_number(memory.get("host_bytes")),
+    )
+    steps = history.steps
+    if steps and made.step <= steps[-1].step:
+        history.restarts.append(made.step)
+        while steps and steps[-1].step >= made.step:  # they were lost, and are made again
+            steps.pop()
+    steps.append(made)
+
+
+def _block(event: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = event.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    with suppress(OverflowError):
+        number = float(value)
+        if math.isfinite(number) and abs(number) < 1e30:  # larger ones are no quantity, and break the axes
+            return number
+    return None
+
+
+# --- drawing ------------------------------------------------------------------------------------
+
+
+def _figure(width: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, 5.0), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _loss(history: History) -> Figure | None:
+    if not history.steps and not history.evaluations:
+        return None
+    figure = _figure(9.0)
+    axes = figure.subplots()
+    numbers = [step.step for step in history.steps]
+    losses = [step.loss for step in history.steps]
+    few = "o" if len(numbers) < 40 else ""
+    axes.plot(numbers, _gaps(losses), color=SKY, linewidth=1, marker=few, markersize=4, label="loss")
+    if len(numbers) > 2:
+        axes.plot(numbers, _gaps(smoothed(losses)), color=BLUE, linewidth=2, label="loss, smoothed")
+    lost = [number for number, loss in zip(numbers, losses, strict=True) if loss is None]
+    if lost:
+        low = [0.02] * len(lost)
+        axes.plot(
+            *(lost, low), "x", color=VERMILLION, transform=axes.get_xaxis_transform(), label="the loss is no number"
+        )
+    if history.evaluations:
+        places = sorted(history.evaluations)
+        values = [history.evaluations[place] for place in places]
+        axes.plot(places, values, "D", color=VERMILLION, markersize=6, label="evaluation")
+    for number, restart in enumerate(history.restarts[:50]):
+        axes.axvline(restart, color=GREY, linestyle=":", linewidth=1, label="begun again" if number == 0 else None)
+    _rate(axes, history.steps, few)
+    axes.set_title(history.model or "loss")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    _whole_steps(axes)
+    axes.grid(alpha=0.25)
+    return figure
+
+
+def _rate(axes: Axes, steps: list[Step], marker: str) -> None:
+    """The learning rate on an axis of its own, and the legend of both."""
+    lines, names = axes.get_legend_handles_labels()
+    if any(step.learning_rate is not None for step in steps):
+        other = axes.twinx()
+        rates = _gaps([step.learning_rate for step in steps])
+        other.plot(
+            [step.step for step in steps],
+            rates,
+            color=ORANGE,
+            linestyle="--",
+            marker=marker,
+            markersize=3,
+            label="learning rate (right)",
+        )
+        other.set_ylabel("learning rate")
+        other.set_ylim(bottom=0)
+        other.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        more, more_names = other.get_legend_handles_labels()
+        lines, names = [*lines, *more], [*names, *more_names]
+    axes.legend(lines, names, loc="upper right", framealpha=0.9)
+
+
+def _memory(history: History) -> Figure | None:
+    on_gpu = history.on_gpu
+    held = [step.peak_bytes if on_gpu else step.host_bytes for step in history.steps]
+    if not history.marks and all(value is None for value in held):
+        return None
+    bars = [(mark.predicted_bytes, mark.measured_bytes if on_gpu else mark.host_bytes) for mark in _in_order(history)]
+    limit = history.limit_bytes if on_gpu else None
+    top = max((value for value in (*_flat(bars), *held, limit) if value is not None), default=0)
+    unit, word = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
+    figure = _figure(11.0)
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw_bars(left, history, bars, unit)
+    numbers = [step.step for step in history.steps]
+    marker = "o" if len(numbers) < 40 else ""
+    right.plot(numbers, _gaps(held, unit), color=BLUE, marker=marker, markersize=4, label="measured")
+    if history.peak_bytes is not None:
+        right.axhline(history.peak_bytes / unit, color=ORANGE, linestyle="--", label="predicted peak")
+    for axes in (left, right):
+        if limit is not None:
+            axes.axhline(limit / unit, color=VERMILLION, linewidth=2, label="what the plan may use of the card")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25, axis="y")
+        axes.legend(loc="lower right" if axes is right else "upper left", framealpha=0.9)
+    left.set_ylabel(f"{word} of {'the GPU' if on_gpu else 'RAM, all of the process'}")
+    left.set_title("up to each milestone" if on_gpu else "at each milestone")
+    right.set_title("peak over the steps" if on_gpu else "over the steps")
+    right.set_xlabel("step")
+    _whole_steps(right)
+    figure.suptitle(f"{history.model}: memory of {'rank 0' if on_gpu else 'rank 0, which has no GPU'}".lstrip(": "))
+    return figure
+
+
+def _draw_bars(axes: Axes, history: History, bars: list[tuple[float | None, float | None]], unit: int) -> None:
+    names = [MILESTONES[name] for name in MILESTONES if name in history.marks]
+    kinds = ((0, "predicted", ORANGE, "//"), (1, "measured", BLUE, ""))
+    for which, label, colour, hatch in kinds:
+        places = [place + (which - 0.5) * 0.4 for place in range(len(bars))]
+        heights = [(bar[which] or 0) / unit for bar in bars]
+        drawn = axes.bar(places, heights, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label)
+        words = ["-" if bar[which] is None else _short((bar[which] or 0) / unit) for bar in bars]
+        axes.bar_label(drawn, labels=words, fontsize=8, padding=2)
+    axes.set_xticks(range(len(names)), names)
+
+
+def _in_order(history: History) -> list[Mark]:
+    return [history.marks[name] for name in MILESTONES if name in history.marks]
+
+
+def _flat(pairs: Iterable[tuple[float | None, float | None]]) -> list[float | None]:
+    return [value for pair in pairs for value in pair]
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _whole_steps(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+
+
+def _gaps(values: Iterable[float | None], unit: float = 1) -> list[float]:
+    """A line is broken where there is no number."""
+    return [math.nan if value is None else value / unit for value in values]
+
+
+def smoothed(values: list[float | None]) -> list[float | None]:
+    """The exponential average over about a fiftieth of the run; what is no number is passed over."""
+    share = 2 / (max(3.0, len(values) / 50) + 1)
+    found: list[float | None] = []
+    average, weight = 0.0, 0.0
+    for value in values:
+        if value is not None:
+            average += share * (value - average)
+            weight += share * (1 - weight)  # or the first values would pull towards nought
+        found.append(average / weight if weight else None)
+    return found
