@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,11 +109,14 @@ def _verdict(error: BaseException) -> tuple[int, str, str]:
 
 
 def _environment() -> None:
-    """What must be set before torch is loaded. What the user set stays."""
+    """What must be set before torch is loaded, and what DeepSpeed looks for. What the user set stays."""
+    from tightfit.inputs.slurm import slurm_rank
+
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1") if not os.path.exists("/dev/nvidiactl") else None
-    if "MASTER_ADDR" not in os.environ and "SLURM_LAUNCH_NODE_IPADDR" in os.environ:
-        os.environ["MASTER_ADDR"] = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+    found = slurm_rank(os.environ) if "RANK" not in os.environ else None
+    if found is not None:
+        os.environ.setdefault("MASTER_ADDR", found.address)
+        os.environ.setdefault("MASTER_PORT", str(found.port))
 
 
 def _cache() -> Path:
@@ -123,17 +125,11 @@ def _cache() -> Path:
 
 
 def _leave_with_parent() -> None:
-    """End when whoever started this rank is gone: it holds the other end of a pipe."""
-    descriptor = os.environ.get("TIGHTFIT_PARENT_FD")
-    if descriptor is None:
-        return
+    """End when whoever started this rank is gone."""
+    from tightfit.runs.parent import PARENT_FD, end_with_parent
 
-    def watch(number: int) -> None:
-        while os.read(number, 1):
-            pass
-        os._exit(143)
-
-    threading.Thread(target=watch, args=(int(descriptor),), daemon=True).start()
+    if PARENT_FD in os.environ:
+        end_with_parent(int(os.environ.pop(PARENT_FD)))
 
 
 if __name__ == "__main__":

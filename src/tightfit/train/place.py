@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tightfit.inputs.slurm import slurm_rank
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.types import ConfigError, HardwareError
 
@@ -67,9 +68,8 @@ def _told(environment: Mapping[str, str]) -> tuple[int, int, int, str]:
         rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         launcher = environment.get("TIGHTFIT_LAUNCHER", "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "")
         return rank, int(environment.get("LOCAL_RANK", rank)), world, launcher or "a launcher"
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        rank = int(environment["SLURM_PROCID"])
-        return rank, int(environment.get("SLURM_LOCALID", rank)), int(environment["SLURM_NTASKS"]), "srun"
+    if (found := slurm_rank(environment)) is not None:
+        return found.rank, found.local_rank, found.world, "srun"
     return 0, 0, 1, "python"
 
 
