@@ -4,9 +4,9 @@
     python benchmarks/worker_pace.py run DIR --out rows.jsonl [--only NAME,NAME]      # on a GPU
     python benchmarks/worker_pace.py report rows.jsonl
 
-By hand is `measure_peaks.py`: a plain DeepSpeed loop and a plain FSDP2 loop, which do nothing but forward, backward and
-step; and, for one GPU, Hugging Face's Trainer with the DeepSpeed file that the plan wrote. Both do `STEPS` steps after a
-few that do not count; the medians are compared. Collectives are free in all of them.
+By hand is `measure_peaks.py`: a plain DeepSpeed loop and a plain FSDP2 loop, which do nothing but forward, backward
+and step; and, for one GPU, Hugging Face's Trainer with the DeepSpeed file that the plan wrote. Each does `STEPS` steps
+after a few that do not count; the medians are compared. Collectives are free in all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def trainer(place: Path) -> dict[str, Any]:
     )
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype="bfloat16")
     Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=[Clock()]).train()
-    seconds = [later - earlier for earlier, later in zip(times, times[1:], strict=False)][WARM_UP - 1 :]
+    seconds = [later - earlier for earlier, later in pairwise(times)][WARM_UP - 1 :]
     peak = torch.cuda.max_memory_allocated() / GIB
     return {"median_s": round(statistics.median(seconds), 4), "peak_gib": round(peak, 3)}
 

@@ -490,7 +490,7 @@ def test_written_files_are_listed_and_lead_to_the_data(
     first = {path: path.read_bytes() for path in Path("out").iterdir()}
     assert "exists: say --force" in shell.refused("job.yaml", "--write", "out")
     text = shell.run("job.yaml", "--write", "out", "--force")
-    assert "--launcher llamafactory; or a trainer" in " ".join(text.split()), "until there is a worker"
+    assert "Start it with: tightfit train --plan out, or bash out/launch.sh" in " ".join(text.split())
     started = shell.run("job.yaml", "--write", "there", "--launcher", "llamafactory")
     assert started.endswith("\nStart it with: bash there/launch.sh\n")
     assert {path: path.read_bytes() for path in Path("out").iterdir()} == first

@@ -313,22 +313,15 @@ def test_tiers() -> None:
     assert re.match(r"quantized +- +- +-  --tier quantized trains adapters", row)
 
 
-def test_written_files_and_a_worker_that_is_not_there(tmp_path: Path) -> None:
+def test_written_files_and_how_to_start_them(tmp_path: Path) -> None:
     folder = tmp_path / "my plan"
     folder.mkdir()
+    files = [folder / name for name in ("deepspeed.json", "training_args.json", "launch.sh")]
     (folder / "launch.sh").write_text("exec torchrun --module tightfit.train worker.json\n", encoding="utf-8")
-    names = ["deepspeed.json", "training_args.json", "launch.sh"]
-    files = [folder / name for name in names]
-    text = " ".join(drawn(draw_files, files, False, width=200))
-    assert "which comes with a later version" in text
-    assert "a trainer of your own with deepspeed.json and training_args.json." in text
-    assert "Start it with" not in text
-    assert "--launcher llamafactory" not in text, "there is no file for it"
-    files.append(folder / "llamafactory.yaml")
-    assert "with --launcher llamafactory; or a trainer" in " ".join(drawn(draw_files, files, False, width=200))
-    started = " ".join(drawn(draw_files, files, True, width=200))
-    assert f"Start it with: bash '{folder}/launch.sh'" in started
-    assert "later version" not in started
+    started = " ".join(drawn(draw_files, files, width=200))
+    assert f"Start it with: tightfit train --plan '{folder}', or bash '{folder}/launch.sh'" in started
+    (folder / "launch.sh").write_text("exec llamafactory-cli train llamafactory.yaml\n", encoding="utf-8")
+    assert f"Start it with: bash '{folder}/launch.sh'" in " ".join(drawn(draw_files, files, width=200))
 
 
 def test_a_pipe_sees_no_spinner(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tightfit.cli_flags import Parser, whole_number
+from tightfit.cli_plan_request import placed
 from tightfit.inputs.job_file import JOB_FLAGS, job_from_flags, model_of, read_job
 from tightfit.inputs.presets import PRESETS
 from tightfit.inputs.spelling import nearest
@@ -103,7 +104,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Path | None]:
 def _spec(job: Job, folder: Path | None, *, named: bool) -> dict[str, Any]:
     values = asdict(job.data) | {"max_samples": job.max_samples, "sequence": job.sequence, "seed": job.seed}
     for key in ("path", "template", "tokenizer", "recipe"):
-        values[key] = _placed(values[key], folder)
+        values[key] = placed(values[key], folder)
     known = not isinstance(job.model, str) or job.model.lower() in PRESETS or Path(job.model).expanduser().exists()
     if values["tokenizer"] is None and isinstance(job.model, str) and job.model.lower() not in PRESETS:
         model = Path(job.model).expanduser()
@@ -113,18 +114,6 @@ def _spec(job: Job, folder: Path | None, *, named: bool) -> dict[str, Any]:
         "vocab_size": model_of(job).vocab_size if named and known else None,
         "trust_remote_code": job.trust_remote_code,
     }
-
-
-def _placed(text: str | None, folder: Path | None) -> str | None:
-    """A path in a job file counts from here, or else from the file; `file:name` by the part that is a path."""
-    if text is None or text.startswith("shipped:") or folder is None:
-        return text
-    path, colon, name = text.rpartition(":") if ":" in text and not Path(text).exists() else (text, "", "")
-    for base in (Path(), folder):
-        place = base / Path(path).expanduser()
-        if place.exists():
-            return f"{place.absolute()}{colon}{name}"
-    return text
 
 
 def _ask(spec: Mapping[str, Any]) -> list[dict[str, Any]]:

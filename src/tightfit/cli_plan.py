@@ -68,9 +68,6 @@ FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
 }
 """The flags beside those of the levers, each with its metavar and its help; no metavar: a switch."""
 
-WORKER = Path(__file__).with_name("train") / "__main__.py"
-"""What a launch script starts, unless it starts LLaMA-Factory."""
-
 MOST_MARGIN = 90
 """Percent: what is below this may be meant as a percentage."""
 
@@ -109,7 +106,7 @@ def _draw(answer: Answer, files: Sequence[Path] | None) -> None:
     else:
         screen_plan.draw_plan(console, answer)
     if files is not None:
-        screen_plan.draw_files(console, files, WORKER.exists())
+        screen_plan.draw_files(console, files)
 
 
 def _work(args: argparse.Namespace) -> tuple[Answer, list[Path] | None]:

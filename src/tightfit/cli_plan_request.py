@@ -225,11 +225,7 @@ def _placed(job: Job, file: Path | None) -> Job:
     """
 
     def place(text: str | None) -> str | None:
-        for folder in (Path(), *((file.parent,) if file else ())):
-            path = folder / Path(text or "").expanduser()
-            if text and path.exists():
-                return str(path.absolute())
-        return text
+        return placed(text, file.parent if file else None)
 
     model = job.model
     if isinstance(model, str) and model.strip().lower() not in PRESETS:
@@ -237,7 +233,25 @@ def _placed(job: Job, file: Path | None) -> Job:
     return replace(
         job,
         model=model,
-        data=replace(job.data, path=place(job.data.path)),
+        data=replace(
+            job.data,
+            path=place(job.data.path),
+            template=place(job.data.template),
+            tokenizer=place(job.data.tokenizer),
+            recipe=place(job.data.recipe),
+        ),
         saving=replace(job.saving, folder=str(Path(job.saving.folder).expanduser())),
         hardware=replace(job.hardware, nvme_path=place(job.hardware.nvme_path)),
     )
+
+
+def placed(text: str | None, beside: Path | None) -> str | None:
+    """What names a file counts from here, or else from the job file's folder; of `file:name`, the part before."""
+    if text is None or text.startswith("shipped:"):
+        return text
+    path, colon, name = (text, "", "") if ":" not in text or Path(text).exists() else text.rpartition(":")
+    for folder in (Path(), *((beside,) if beside else ())):
+        found = folder / Path(path).expanduser()
+        if path and found.exists():
+            return f"{found.absolute()}{colon}{name}"
+    return text

@@ -22,7 +22,7 @@ from typing import Any
 from tightfit.cli_flags import Parser
 from tightfit.cli_plan import FLAGS, WHOLE, add_flags, check_flags
 from tightfit.cli_rehearse_request import Ready, prepare
-from tightfit.cli_train_flags import _add_data_flags as add_data_flags
+from tightfit.cli_train_flags import add_data_flags
 from tightfit.cli_train_machine import reservations
 from tightfit.inputs.flags import spelt
 from tightfit.runs.events import Event, Probe

@@ -13,11 +13,7 @@ from tightfit.cli_plan_files import startable_of
 from tightfit.cli_plan_request import request_of
 from tightfit.cli_train_machine import holder_words, reservations
 from tightfit.cli_train_pins import with_a_scan_that_runs, with_paths
-from tightfit.cli_train_request import _answer as answer_of
-from tightfit.cli_train_request import _check_data as check_data
-from tightfit.cli_train_request import _check_packages as check_packages
-from tightfit.cli_train_request import _rendered as rendered
-from tightfit.cli_train_request import _way_out as way_out
+from tightfit.cli_train_request import answer_of, check_data, check_packages, rendered, way_out
 from tightfit.inputs.hardware import parse_size
 from tightfit.inputs.models import config_from_fields, find_config
 from tightfit.inputs.occupancy import Device, occupancy

@@ -62,7 +62,7 @@ def parser() -> Parser:
     )
     made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
-    _add_data_flags(made)
+    add_data_flags(made)
     add_flags(made, _table(), _NUMBERS)
     for other, ours in ALIASES.items():
         kind = whole_number(other) if ours == "seq" else str
@@ -78,7 +78,7 @@ def _table() -> dict[str, dict[str, tuple[str | None, str]]]:
     return {"the run": RUN_FLAGS, **table, "several machines": NODE_FLAGS}
 
 
-def _add_data_flags(made: argparse.ArgumentParser) -> None:
+def add_data_flags(made: argparse.ArgumentParser) -> None:
     """Each field of the job's data that has a flag, with its own sentence."""
     group = made.add_argument_group("the data")
     for flag, path in JOB_FLAGS.items():

@@ -56,7 +56,7 @@ def prepare(args: argparse.Namespace) -> Ready:
     nodes = nodes_of(args)
     machine = machine_for(args, nodes)
     ready = _from_folder(args, machine, nodes) if hasattr(args, "plan") else _planned(args, machine, nodes)
-    _check_packages(ready.worker)
+    check_packages(ready.worker)
     return ready
 
 
@@ -74,12 +74,12 @@ def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
         job=with_paths(request.job, getattr(args, "file", None)),
         said=(*check_weights(request.job), *request.said),
     )
-    _check_data(request.job)
+    check_data(request.job)
     target = _target(args, nodes)
-    answer = _answer(args, request, startable_of(request.job, target), every_gpu=nodes.count > 1)
+    answer = answer_of(args, request, startable_of(request.job, target), every_gpu=nodes.count > 1)
     if answer.chosen is None:
-        raise ConfigError(f"nothing fits, so nothing was started: {_way_out(answer)}")
-    files = _rendered(answer, request.job, target)
+        raise ConfigError(f"nothing fits, so nothing was started: {way_out(answer)}")
+    files = rendered(answer, request.job, target)
     worker = worker_file(files[WORKER_FILE], WORKER_FILE)
     ids = request.job.hardware.gpu_ids
     _check_nodes(nodes, worker)
@@ -94,7 +94,7 @@ def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
     )
 
 
-def _answer(args: argparse.Namespace, request: Request, startable: Startable, *, every_gpu: bool) -> Plan:
+def answer_of(args: argparse.Namespace, request: Request, startable: Startable, *, every_gpu: bool) -> Plan:
     """The plan. `every_gpu`: machines that were named all run; the search alone might do with one of them."""
     from tightfit.cli_plan import of_the_file
 
@@ -112,7 +112,7 @@ def _answer(args: argparse.Namespace, request: Request, startable: Startable, *,
     return replace(found.plan, because=(*said, *found.because, *found.plan.because))
 
 
-def _way_out(answer: Plan) -> str:
+def way_out(answer: Plan) -> str:
     if answer.remedies:
         first = answer.remedies[0]
         return f"--allow {first.allowance} would make it fit ({first.cost})"
@@ -131,7 +131,7 @@ def _target(args: argparse.Namespace, nodes: Nodes) -> Target:
     return replace(found, port=getattr(args, "port", found.port))
 
 
-def _rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
+def rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
     from tightfit.render import render
 
     assert answer.chosen is not None
@@ -192,7 +192,7 @@ def _check_nodes(nodes: Nodes, worker: WorkerFile) -> None:
     raise HardwareError(f"the plan uses {used} and {nodes.count} were named: name as many, or plan again")
 
 
-def _check_data(job: Job) -> None:
+def check_data(job: Job) -> None:
     from tightfit.render.llamafactory import names_a_file
 
     path = job.data.path
@@ -202,7 +202,7 @@ def _check_data(job: Job) -> None:
         raise ConfigError(f"there is no data at {path}: see that --data, or data.path, names a file or folder")
 
 
-def _check_packages(worker: WorkerFile) -> None:
+def check_packages(worker: WorkerFile) -> None:
     """What the worker could not start without; finding out costs it half a minute of imports."""
     needed = ["torch", "transformers"]
     needed += ["deepspeed"] if worker.engine != "fsdp2" else []

@@ -149,25 +149,14 @@ def draw_limit(console: Console, limit: Limit) -> None:
     draw_plan(console, limit.plan, limit.because, with_model=limit.wanted == "model")
 
 
-def draw_files(console: Console, files: Sequence[Path], has_worker: bool) -> None:
+def draw_files(console: Console, files: Sequence[Path]) -> None:
     """What was written, and how to start it."""
     folder, names = files[0].parent, [path.name for path in files]
     console.print()
     say(console, f"Written to {folder}: {', '.join(names)}", indent="  ", first="")
-    if has_worker or "tightfit.train" not in (folder / "launch.sh").read_text(encoding="utf-8"):
-        console.print(Text(f"Start it with: bash {shlex.quote(str(folder / 'launch.sh'))}"), soft_wrap=True)
-        return
-    usable = [name for name in names if name in ("deepspeed.json", "accelerate.yaml", "training_args.json")]
-    note = "launch.sh is for tightfit's own worker, which comes with a later version. "
-    if "llamafactory.yaml" in names:
-        note += "What can be started now: LLaMA-Factory, with --launcher llamafactory; or "
-    else:
-        note += "LLaMA-Factory cannot run this plan (PLAN.md says why). What can be used now: "
-    say(console, f"{note}a trainer of your own with {_listed(usable)}.")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:]))) or "the values in PLAN.md"
+    ours = "tightfit.train" in (folder / "launch.sh").read_text(encoding="utf-8")
+    start = "tightfit train --plan " + shlex.quote(str(folder)) + ", or " if ours else ""
+    console.print(Text(f"Start it with: {start}bash {shlex.quote(str(folder / 'launch.sh'))}"), soft_wrap=True)
 
 
 # --- the table ----------------------------------------------------------------------------------

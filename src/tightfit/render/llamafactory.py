@@ -134,6 +134,16 @@ def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) ->
     return "\n".join(lines) + "\n"
 
 
+MESSAGE_TAGS = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+}
+"""How OpenAI's layout of a conversation calls its parts."""
+
+
 def dataset_info_json(plan: Plan) -> str:
     """Where LLaMA-Factory finds the data, and how a sample is laid out."""
     data = plan.job.data
@@ -144,6 +154,8 @@ def dataset_info_json(plan: Plan) -> str:
         entry["file_name"] = data.path or PLACEHOLDER_DATA
     if data.format == "text":
         entry["columns"] = {"prompt": "text"}
+    elif data.format == "messages":
+        entry |= {"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": MESSAGE_TAGS}
     else:
         entry["formatting"] = "sharegpt" if data.format == "sharegpt" else "alpaca"
     return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"
@@ -184,6 +196,8 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
         )
     if job.timeout is not None:
         notes.append(f"LLaMA-Factory has no time limit: it does not stop after {job.timeout}")
+    if job.data.recipe is not None or (job.data.path or "").startswith("shipped:"):
+        notes.append("recipes, ablations and shipped data are tightfit's own: LLaMA-Factory needs a file of samples")
     if job.data.path is None:
         notes.append(f"the job names no data: put samples into {PLACEHOLDER_DATA} in this folder")
     if job.data.format == "auto":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.planner.plan import Plan, Way
@@ -23,9 +22,6 @@ from tightfit.render.target import Target
 from tightfit.render.training_args import training_args_notes
 from tightfit.render.versions import release
 from tightfit.render.worker import chosen_way, time_limit_s
-
-WORKER = Path(__file__).parents[1] / "train" / "__main__.py"
-"""What `launch.sh` starts, unless it starts LLaMA-Factory: not every version of tightfit has it."""
 
 DTK_TORCH, OLD_TORCH_LAST = "2.4", (5, 10)
 """The PyTorch that Hygon's toolkit documents, and the newest transformers that we have seen accept it."""
@@ -157,11 +153,9 @@ def _start(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
     yield f"`./launch.sh` starts {trainer} with `{PROGRAMS[launcher]}`, in the environment that is active. What you add"
     yield "to the line goes to the trainer. Relative paths count from this folder. A second run on the same machine"
     yield f"needs a port of its own: `MASTER_PORT={target.port + 1} ./launch.sh`."
-    if launcher != "llamafactory" and not WORKER.exists():
+    if launcher != "llamafactory":
         yield ""
-        other = ", or write them with `--launcher llamafactory`" if "llamafactory.yaml" in files else ""
-        missing = "**That worker is not in this version of tightfit yet**"
-        yield f"{missing}: start a trainer of your own with these files{other}."
+        yield "`tightfit train --plan` with this folder starts the same on one machine, and follows it."
     if "slurm.sbatch" in files:
         yield ""
         yield "Under SLURM, from this folder: `sbatch slurm.sbatch`."

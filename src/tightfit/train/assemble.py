@@ -121,6 +121,7 @@ class _Assembly:
             return self._fsdp2(model, origin, progress), oddities, recomputed
         materialise(model, self.place.device)
         fill(model, origin, self.place.rank, progress)
+        events.told("starting DeepSpeed", 0, 1)  # it may compile an optimizer first, for a minute
         return self._deepspeed(model), oddities, recomputed
 
     def _deepspeed(self, model: Any) -> Engine:

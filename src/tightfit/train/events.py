@@ -12,12 +12,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tightfit.train.watchers import Watcher
+
 EVENTS, ERRORS = "events.jsonl", "errors"
 
 
 class Events:
     def __init__(self, folder: Path, *, speaks: bool) -> None:
         self._file = None
+        self.watcher = Watcher()
+        """Others who are told of steps and evaluations; nobody, unless they are asked for."""
         self.path = folder / EVENTS
         if speaks:
             folder.mkdir(parents=True, exist_ok=True)
@@ -30,6 +34,10 @@ class Events:
         line = json.dumps(_plain({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
+        if event == "step":
+            self.watcher.step(fields)
+        elif event == "eval":
+            self.watcher.evaluation(fields)
 
     def progress(self, what: str) -> Progress:
         return Progress(self, what)
@@ -39,6 +47,7 @@ class Events:
         self.write("progress", what=what, done=done, total=total)
 
     def close(self) -> None:
+        self.watcher.close()
         if self._file is not None:
             self._file.close()
 

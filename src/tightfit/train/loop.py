@@ -139,8 +139,3 @@ class Loop:
             return False
         late = float(time.monotonic() - self.began >= limit)
         return total(self.place, late) > 0  # one clock decides for all
-
-
-def steps_of(config: WorkerConfig, steps_in_epochs: int) -> int:
-    """Optimizer steps of the whole training."""
-    return config.training.max_steps or max(1, steps_in_epochs)

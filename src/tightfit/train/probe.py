@@ -31,20 +31,17 @@ class Probed:
     peak_bytes: int | None
     recomputed_layers: int
     """How many layers ran a second time."""
-    forward_bytes: int | None
-    backward_bytes: int | None
-    step_bytes: int | None
 
 
 class Milestones:
     """Memory at the four moments, told as they come."""
 
     def __init__(self, events: Events, meter: Meter, predicted: Predicted, place: Place) -> None:
-        self._events, self._meter, self._predicted, self._place = events, meter, predicted, place
+        self._events, self.meter, self._predicted, self._place = events, meter, predicted, place
         self.measured: dict[Milestone, int | None] = {}
 
     def reached(self, milestone: Milestone) -> None:
-        reading = self._meter.read()
+        reading = self.meter.read()
         wanted = {"init": self._predicted.init_peak_bytes} | {
             "forward": max(self._predicted.phases["forward"], self._predicted.phases["loss"]),
             "backward": max(self._predicted.phases[name] for name in ("forward", "loss", "backward")),
@@ -68,10 +65,10 @@ class Milestones:
 def probe(engine: Engine, windows: Windows, window: Window, milestones: Milestones, place: Place) -> Probed:
     """Run the window at learning rate zero, twice, and forget it."""
     before = rng_state(place)
-    meter = milestones._meter
+    meter = milestones.meter
     meter.restart()
     calls = LayerCalls(engine.model)
-    seconds, measured = 0.0, {}
+    seconds, recomputed = 0.0, 0
     try:
         for turn in range(PASSES):
             began = time.monotonic()
@@ -89,7 +86,6 @@ def probe(engine: Engine, windows: Windows, window: Window, milestones: Mileston
             engine.step(0.0)
             seconds = time.monotonic() - began
         milestones.reached("step")
-        measured = milestones.measured
     finally:
         calls.stop()
     engine.forget()
@@ -98,7 +94,4 @@ def probe(engine: Engine, windows: Windows, window: Window, milestones: Mileston
         seconds=seconds,
         peak_bytes=meter.read().peak_bytes,
         recomputed_layers=recomputed,
-        forward_bytes=measured.get("forward"),
-        backward_bytes=measured.get("backward"),
-        step_bytes=measured.get("step"),
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.train.data import Order, Samples, batch
+from tightfit.train.data import Order, Samples, batch, flattened
 from tightfit.train.place import Place
 from tightfit.types import Levers
 
@@ -60,6 +60,8 @@ class Windows:
 
     def tensors(self, indices: Any, pad_to: int | None = None) -> dict[str, Tensor]:
         made = batch(self._samples, indices, self._pad, pad_to=pad_to)
+        if made.position_ids is not None and self._levers.attention == "flash":
+            made = flattened(made)  # transformers sees the borders of packed documents in a single row only
         tensors = {"input_ids": made.input_ids, "labels": made.labels}
         if made.position_ids is not None:
             tensors["position_ids"] = made.position_ids

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import platform
+import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,17 +16,18 @@ from tightfit.train import place as places
 from tightfit.train.assemble import Assembled, assemble
 from tightfit.train.build import hf_config
 from tightfit.train.config import Options, WorkerConfig
-from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, worst
+from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
 from tightfit.train.events import Events
 from tightfit.train.finish import save_model
-from tightfit.train.loop import Loop, steps_of
+from tightfit.train.loop import Loop
 from tightfit.train.meter import Meter
 from tightfit.train.place import Place
 from tightfit.train.probe import Milestones, probe
 from tightfit.train.proof import Proof, proofs, recomputation
 from tightfit.train.sources import find_weights
-from tightfit.train.windows import Windows, seed_everything
-from tightfit.types import TightfitError, UserError
+from tightfit.train.watchers import Watcher, watchers
+from tightfit.train.windows import Window, Windows, seed_everything
+from tightfit.types import TightfitError
 
 MODEL = "model"
 """The folder of the trained model, in the run's."""
@@ -42,88 +46,22 @@ class Prepared:
     weights: Path | None
     tokenizer: Any
     split: Split
+    said: tuple[str, ...]
 
 
 def run(config: WorkerConfig, options: Options, place: Place, cache: Path) -> None:
     """Train, and leave with everybody else."""
     events = Events(config.folder, speaks=place.leads)
-    began = time.monotonic()
-    _say_start(config, options, place, events)
-    store = places.rendezvous(place)
-    prepared = _prepared(config, place, store, cache, events)
-    places.join(place, store)
+    worker = Worker(config=config, options=options, place=place, cache=cache, events=events)
     try:
-        _train(config, options, place, prepared, cache, events, began)
+        worker.run()
     finally:
         events.close()
+    if place.leads and not options.rehearse:
+        from tightfit.train.pictures import draw
+
+        draw(config.folder)
     places.part(place)
-
-
-def _say_start(config: WorkerConfig, options: Options, place: Place, events: Events) -> None:
-    versions = {}
-    for name in ("torch", "transformers", "deepspeed", "peft", "accelerate", "tightfit"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    levers = config.levers
-    events.write(
-        "start",
-        model=config.model.name,
-        method=levers.method,
-        engine=levers.engine,
-        precision=levers.precision,
-        world=place.world,
-        launcher=place.launcher,
-        device=place.device.type,
-        rehearsal=options.rehearse,
-        host=platform.node(),
-        effective_batch=config.effective_batch,
-        sequence=levers.sequence,
-        versions=versions,
-        predicted={
-            "peak_bytes": config.predicted.peak_bytes,
-            "limit_bytes": config.predicted.limit_bytes,
-            "phases": dict(config.predicted.phases),
-            "host_bytes_per_rank": config.predicted.host_bytes_per_rank,
-            "step_s": config.predicted.step_s,
-            "tokens_per_s": config.predicted.tokens_per_s,
-        },
-    )
-
-
-# --- data and weights ---------------------------------------------------------------------------
-
-
-def _prepared(config: WorkerConfig, place: Place, store: Any, cache: Path, events: Events) -> Prepared:
-    """One rank a node fetches and tokenises; the others wait, and open what it made."""
-    key = f"prepared-{place.rank - place.local_rank}"
-    if place.local_rank == 0:
-        try:
-            made = _prepare(config, cache, events)
-        except Exception:
-            store.set(key, "failed")
-            time.sleep(0.3)  # the store may end with this process; the others read it first
-            raise
-        store.set(key, "done")
-        return made
-    store.wait([key], places.PATIENCE)
-    if store.get(key) == b"failed":
-        raise OthersFailed
-    return _prepare(config, cache, events)
-
-
-def _prepare(config: WorkerConfig, cache: Path, events: Events) -> Prepared:
-    weights = None
-    if config.model.weights is not None:
-        weights = find_weights(config.model.weights, progress=events.told)
-    hf = hf_config(config.model, weights)
-    named = config.data.get("tokenizer") or (str(weights) if weights is not None else None)
-    tokenizer = load_tokenizer(named, hf.vocab_size, trust_remote_code=config.model.trust_remote_code)
-    spec = data_spec(config, hf.model_type)
-    told = events.progress("data")
-    prepare(spec, tokenizer, cache / "data", told)
-    return Prepared(weights=weights, tokenizer=tokenizer, split=open_samples(spec, tokenizer, cache / "data"))
 
 
 def data_spec(config: WorkerConfig, model_type: str) -> DataSpec:
@@ -136,119 +74,193 @@ def data_spec(config: WorkerConfig, model_type: str) -> DataSpec:
     )
 
 
-# --- training -----------------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class Worker:
+    """What every stage of a run needs to know."""
 
+    config: WorkerConfig
+    options: Options
+    place: Place
+    cache: Path
+    events: Events
+    began: float = field(default_factory=time.monotonic)
 
-def _train(
-    config: WorkerConfig,
-    options: Options,
-    place: Place,
-    prepared: Prepared,
-    cache: Path,
-    events: Events,
-    began: float,
-) -> None:
-    if options.cap_bytes is not None:
-        places.cap(place, options.cap_bytes)
-    if config.levers.engine != "fsdp2":
-        from tightfit.train.engines.deepspeed import join
+    def run(self) -> None:
+        self._say_start()
+        if self.place.leads:
+            self.events.watcher = self._watcher()
+        store = places.rendezvous(self.place)
+        prepared = self._prepared(store)
+        places.join(self.place, store)
+        self._train(prepared)
 
-        join(place)
-    meter = Meter(place.device)
-    meter.restart()
-    seed_everything(config.training.seed, place)
-    made = assemble(config, place, prepared.weights, cache / "weights", events)
-    milestones = Milestones(events, meter, config.predicted, place)
-    milestones.reached("init")
-    _prove(proofs(config, place, made.engine.held()), events)
-    for said in (*made.said, *(f"dtype repaired: {odd}" for odd in made.oddities)):
-        events.write("warning", text=said)
-    samples, held = prepared.split.train, prepared.split.held
-    pad = pad_id(prepared.tokenizer)
-    order = Order(len(samples), config.effective_batch, config.training.seed)
-    windows = Windows(samples, order, config.levers, place, pad)
-    seed_everything(config.training.seed, place)
-    if options.probe:
-        _probe(config, made, windows, samples, milestones, place, events)
-    steps = (
-        options.rehearse_steps if options.rehearse else steps_of(config, order.steps_in(config.training.epochs or 1))
-    )
-    loop = Loop(
-        config=config,
-        engine=made.engine,
-        windows=windows,
-        held=None if held is None else (held, Windows(held, order, config.levers, place, pad)),
-        events=events,
-        meter=meter,
-        place=place,
-        samples=len(samples),
-        steps=steps,
-    )
-    ending = loop.run()
-    if not options.rehearse:
-        _save(config, made, prepared.tokenizer, place, events)
-    _say_end(ending, loop, milestones, time.monotonic() - began, events)
+    def _watcher(self) -> Watcher:
+        facts = {"model": self.config.model.name, "engine": self.config.levers.engine, "world": self.place.world}
+        return watchers(self.config.folder, self.options.tensorboard, self.options.wandb, facts)
 
-
-def _prove(found: Any, events: Events) -> None:
-    for proof in found:
-        assert isinstance(proof, Proof)
-        events.write("proof", name=proof.name, ok=proof.ok, text=proof.text)
-        if not proof.ok:
-            raise NotAsPlanned(f"the plan is not what runs: {proof.text}")
-
-
-def _probe(
-    config: WorkerConfig,
-    made: Assembled,
-    windows: Windows,
-    samples: Any,
-    milestones: Milestones,
-    place: Place,
-    events: Events,
-) -> None:
-    if "nvme" in (config.levers.offload_optimizer, config.levers.offload_param):
-        events.write("warning", text="the largest batch was not tried first: what lies on NVMe cannot be set back")
-        return
-    largest = windows.of(worst(samples, config.effective_batch))
-    found = probe(made.engine, windows, largest, milestones, place)
-    events.write("probe", seconds=round(found.seconds, 3), peak_bytes=found.peak_bytes)
-    micro_batches = 1
-    _prove([recomputation(made.recomputed * micro_batches, found.recomputed_layers)], events)
-
-
-def _save(config: WorkerConfig, made: Assembled, tokenizer: Any, place: Place, events: Events) -> None:
-    began = time.monotonic()
-    folder = config.folder / MODEL
-    written = save_model(folder, made, config, tokenizer, place)
-    events.write("saved", folder=str(folder), bytes=written, seconds=round(time.monotonic() - began, 3))
-
-
-def _say_end(ending: str, loop: Loop, milestones: Milestones, seconds: float, events: Events) -> None:
-    reading = loop.meter.read()
-    ordered = sorted(loop.step_seconds)
-    predicted = loop.config.predicted
-    events.write(
-        "end",
-        reason=ending,
-        summary={
-            "steps": len(loop.step_seconds),
-            "first_loss": loop.first_loss,
-            "last_loss": loop.last_loss,
-            "seconds": round(seconds, 3),
-            "median_step_s": ordered[len(ordered) // 2] if ordered else None,
-            "tokens_per_s": loop.tokens_per_s,
-            "peak_bytes": reading.peak_bytes,
-            "host_peak_bytes": reading.host_peak_bytes,
-            "milestones": dict(milestones.measured),
-            "predicted": {
+    def _say_start(self) -> None:
+        levers, predicted = self.config.levers, self.config.predicted
+        self.events.write(
+            "start",
+            model=self.config.model.name,
+            method=levers.method,
+            engine=levers.engine,
+            precision=levers.precision,
+            world=self.place.world,
+            launcher=self.place.launcher,
+            device=self.place.device.type,
+            rehearsal=self.options.rehearse,
+            host=platform.node(),
+            effective_batch=self.config.effective_batch,
+            sequence=levers.sequence,
+            versions=_versions(),
+            predicted={
                 "peak_bytes": predicted.peak_bytes,
+                "limit_bytes": predicted.limit_bytes,
+                "phases": dict(predicted.phases),
+                "host_bytes_per_rank": predicted.host_bytes_per_rank,
                 "step_s": predicted.step_s,
                 "tokens_per_s": predicted.tokens_per_s,
-                "host_bytes_per_rank": predicted.host_bytes_per_rank,
             },
-        },
-    )
+        )
+
+    # --- data and weights -----------------------------------------------------------------------
+
+    def _prepared(self, store: Any) -> Prepared:
+        """One rank a node fetches and tokenises; the others wait, and open what it made."""
+        key = f"prepared-{self.place.rank - self.place.local_rank}"
+        if self.place.local_rank == 0:
+            try:
+                made = self._prepare()
+            except Exception:
+                store.set(key, "failed")
+                time.sleep(0.3)  # the store may end with this process; the others read it first
+                raise
+            store.set(key, "done")
+            return made
+        store.wait([key], places.PATIENCE)
+        if store.get(key) == b"failed":
+            raise OthersFailed
+        return self._prepare()
+
+    def _prepare(self) -> Prepared:
+        source, weights = self.config.model, None
+        if source.weights is not None:
+            weights = find_weights(source.weights, progress=self.events.told)
+        hf = hf_config(source, weights)
+        named = self.config.data.get("tokenizer") or (str(weights) if weights is not None else None)
+        tokenizer = load_tokenizer(named, hf.vocab_size, trust_remote_code=source.trust_remote_code)
+        spec = data_spec(self.config, hf.model_type)
+        prepare(spec, tokenizer, self.cache / "data", self.events.progress("data"))
+        split = open_samples(spec, tokenizer, self.cache / "data")
+        return Prepared(weights=weights, tokenizer=tokenizer, split=split, said=said(spec, tokenizer))
+
+    # --- training -------------------------------------------------------------------------------
+
+    def _train(self, prepared: Prepared) -> None:
+        config, place = self.config, self.place
+        if self.options.cap_bytes is not None:
+            places.cap(place, self.options.cap_bytes)
+        meter = Meter(place.device)
+        meter.restart()
+        made = self._assembled(prepared)
+        milestones = Milestones(self.events, meter, config.predicted, place)
+        milestones.reached("init")
+        self._prove(*proofs(config, place, made.engine.held()))
+        for sentence in (*prepared.said, *made.said, *(f"dtype repaired: {odd}" for odd in made.oddities)):
+            self.events.write("warning", text=sentence)
+        samples, held = prepared.split.train, prepared.split.held
+        order = Order(len(samples), config.effective_batch, config.training.seed)
+        dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
+        windows = dealt(samples)
+        seed_everything(config.training.seed, place)
+        if self.options.probe:
+            self._probe(made, windows, windows.of(worst(samples, config.effective_batch)), milestones)
+        loop = Loop(
+            config=config,
+            engine=made.engine,
+            windows=windows,
+            held=None if held is None else (held, dealt(held)),
+            events=self.events,
+            meter=meter,
+            place=place,
+            samples=len(samples),
+            steps=self._steps(order),
+        )
+        gc.collect()
+        gc.freeze()  # what is there now stays to the end: it need not be looked through again and again
+        ending = loop.run()
+        if not self.options.rehearse:
+            self._save(made, prepared.tokenizer)
+        self._say_end(ending, loop, milestones)
+
+    def _assembled(self, prepared: Prepared) -> Assembled:
+        if self.config.levers.engine != "fsdp2":
+            from tightfit.train.engines.deepspeed import join
+
+            join(self.place)
+        return assemble(self.config, self.place, prepared.weights, self.cache / "weights", self.events)
+
+    def _steps(self, order: Order) -> int:
+        if self.options.rehearse:
+            return self.options.rehearse_steps
+        training = self.config.training
+        return training.max_steps or max(1, order.steps_in(training.epochs or 1))
+
+    def _prove(self, *found: Proof) -> None:
+        for proof in found:
+            self.events.write("proof", name=proof.name, ok=proof.ok, text=proof.text)
+            if not proof.ok:
+                raise NotAsPlanned(f"the plan is not what runs: {proof.text}")
+
+    def _probe(self, made: Assembled, windows: Windows, largest: Window, milestones: Milestones) -> None:
+        levers = self.config.levers
+        if "nvme" in (levers.offload_optimizer, levers.offload_param):
+            text = "the largest batch was not tried first: what lies on NVMe cannot be set back"
+            self.events.write("warning", text=text)
+            return
+        found = probe(made.engine, windows, largest, milestones, self.place)
+        self.events.write("probe", seconds=round(found.seconds, 3), peak_bytes=found.peak_bytes)
+        self._prove(recomputation(made.recomputed, found.recomputed_layers))
+
+    def _save(self, made: Assembled, tokenizer: Any) -> None:
+        began = time.monotonic()
+        folder = self.config.folder / MODEL
+        written = save_model(folder, made, self.config, tokenizer, self.place)
+        self.events.write("saved", folder=str(folder), bytes=written, seconds=round(time.monotonic() - began, 3))
+
+    def _say_end(self, ending: str, loop: Loop, milestones: Milestones) -> None:
+        reading, predicted = loop.meter.read(), self.config.predicted
+        peaks = places.everyone(self.place, reading.peak_bytes or 0)
+        self.events.write(
+            "end",
+            reason=ending,
+            summary={
+                "steps": len(loop.step_seconds),
+                "first_loss": loop.first_loss,
+                "last_loss": loop.last_loss,
+                "seconds": round(time.monotonic() - self.began, 3),
+                "median_step_s": statistics.median(loop.step_seconds) if loop.step_seconds else None,
+                "tokens_per_s": loop.tokens_per_s,
+                "peak_bytes": reading.peak_bytes,
+                "rank_peak_bytes": peaks if reading.peak_bytes is not None else None,
+                "host_peak_bytes": reading.host_peak_bytes,
+                "milestones": dict(milestones.measured),
+                "predicted": {
+                    "peak_bytes": predicted.peak_bytes,
+                    "step_s": predicted.step_s,
+                    "tokens_per_s": predicted.tokens_per_s,
+                    "host_bytes_per_rank": predicted.host_bytes_per_rank,
+                },
+            },
+        )
 
 
-__all__ = ["MODEL", "NotAsPlanned", "OthersFailed", "UserError", "run"]
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", "deepspeed", "peft", "accelerate", "tightfit"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

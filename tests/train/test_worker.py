@@ -1,0 +1,131 @@
+"""The worker as a process: what it refuses, what it proves, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from running import edit, run_ranks, write_plan
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.thorough
+
+SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 2, "data": "shipped:text"}
+
+
+def alone(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json")]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+
+
+def test_a_plan_for_two_ranks_is_not_started_alone(tmp_path: Path) -> None:
+    done = alone(write_plan(tmp_path, 2, **SMALL, engine="zero2"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "2 ranks and this is a single process" in done.stderr
+    assert "tightfit train --plan" in done.stderr
+
+
+def test_an_unknown_schema_is_one_sentence(tmp_path: Path) -> None:
+    folder = edit(write_plan(tmp_path, 1, **SMALL, engine="zero1"), schema=99)
+    done = alone(folder)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "schema 99" in done.stderr
+
+
+def test_bad_data_is_said_once_and_every_rank_leaves(tmp_path: Path) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"text": "one"}\n' * 16 + "{nothing\n")
+    ran = run_ranks(write_plan(tmp_path, 2, **{**SMALL, "data": str(data)}, engine="fsdp2"))
+    assert ran.codes == [2, 2]
+    said = "".join(ran.stderr)
+    assert said.count("tightfit:") == 1, said
+    assert "line 17" in said
+    record = json.loads((tmp_path / "run" / "errors" / "rank-0.json").read_text())
+    assert record["kind"] == "user"
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+def test_the_saved_folder_is_the_trained_model(tmp_path: Path, engine: str) -> None:
+    """Plain transformers loads it, on the same words it gives the last evaluation's loss, and it speaks."""
+    folder = edit(write_plan(tmp_path, 2, **SMALL, engine=engine, precision="fp32"), evaluation__split=0.02)
+    ran = run_ranks(folder)
+    assert ran.codes == [0, 0], "\n".join(ran.stderr)
+    model = AutoModelForCausalLM.from_pretrained(ran.folder / "model", dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(ran.folder / "model")
+    assert sum(p.numel() for p in model.parameters()) == 853_120
+    assert model.dtype == torch.float32
+    asked = tokenizer("Once", return_tensors="pt")
+    assert model.generate(**asked, max_new_tokens=4, do_sample=False).shape[1] > asked["input_ids"].shape[1]
+    assert ran.of("eval")[-1]["loss"] == pytest.approx(ran.losses[-1], abs=0.5)
+    saved = load_file(ran.folder / "model" / "model.safetensors")
+    assert "lm_head.weight" not in saved, "a tied head is stored once"
+
+
+def test_every_claim_of_the_plan_is_proved(tmp_path: Path) -> None:
+    ran = run_ranks(write_plan(tmp_path, 2, **SMALL, engine="zero3", checkpointing="layers:3", micro_batch=1))
+    assert ran.codes == [0, 0], "\n".join(ran.stderr)
+    proofs = {each["name"]: each for each in ran.of("proof")}
+    assert set(proofs) == {"world", "parameters", "weights", "optimizer", "checkpointing"}
+    assert all(each["ok"] for each in proofs.values())
+    assert "3 of 3 layers" in proofs["checkpointing"]["text"]
+    assert [each["milestone"] for each in ran.of("memory")] == ["init", "forward", "backward", "step"]
+    assert [each["step"] for each in ran.of("step")] == [1, 2]
+    last = ran.events[-1]
+    assert (last["event"], last["reason"]) == ("end", "finished")
+    for name in ("loss", "grad_norm", "tokens_per_s", "step_s", "seconds_left", "epoch", "memory"):
+        assert ran.of("step")[0][name] is not None
+
+
+def test_a_plan_that_is_not_what_runs_is_refused(tmp_path: Path) -> None:
+    """The DeepSpeed file says another stage than the plan: the proof fails, and nothing trains."""
+    folder = write_plan(tmp_path, 2, **SMALL, engine="zero2")
+    config = json.loads((folder / "deepspeed.json").read_text())
+    config["zero_optimization"]["stage"] = 0
+    (folder / "deepspeed.json").write_text(json.dumps(config))
+    ran = run_ranks(folder)
+    assert all(ran.codes)
+    assert "optimizer is sharded" in "".join(ran.stderr)
+    assert not ran.of("step")
+
+
+def test_an_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base = tmp_path / "base"
+    made = run_ranks(write_plan(tmp_path / "full", 1, **SMALL, engine="zero1", precision="fp32"))
+    (made.folder / "model").rename(base)
+    flags = {**SMALL, "model": str(base), "method": "lora", "engine": "zero3", "precision": "fp32"}
+    ran = run_ranks(write_plan(tmp_path / "lora", 2, **flags))
+    assert ran.codes == [0, 0], "\n".join(ran.stderr)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ran.folder / "model")
+    changed = [name for name, value in model.named_parameters() if "lora_B" in name and value.abs().max() > 0]
+    assert changed, "the adapter has learnt nothing"
+    config = json.loads((ran.folder / "model" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+
+
+def test_the_time_limit_stops_and_saves(tmp_path: Path) -> None:
+    folder = edit(write_plan(tmp_path, 1, **{**SMALL, "max_steps": 5000}, engine="fsdp2"), timeout_s=1)
+    ran = run_ranks(folder)
+    assert ran.codes == [0], ran.stderr
+    assert ran.events[-1]["reason"] == "timeout"
+    assert 0 < len(ran.of("step")) < 5000
+    assert (ran.folder / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
+def test_a_rehearsal_is_one_process_that_poses_as_many(tmp_path: Path, engine: str) -> None:
+    folder = write_plan(tmp_path, 4, **SMALL, engine=engine)
+    ran = run_ranks(folder, "--rehearse", "--steps", "2", world=1)
+    assert ran.codes == [0], ran.stderr
+    share = next(each["text"] for each in ran.of("proof") if each["name"] == "optimizer")
+    assert "(25%)" in share
+    assert len(ran.of("step")) == 2
+    assert not (ran.folder / "model").exists()
