@@ -146,6 +146,7 @@ def levers_of(scenario: Scenario) -> Levers:
         loss=scenario.get("loss", "plain"),
         attention=scenario.get("attention", "sdpa"),
         scan=scenario.get("scan", "official"),
+        master_weights=lora is None or scenario.get("engine") != "fsdp2",  # there the adapters rested in bf16
         lora=lora,
         buckets=Buckets(**{_BUCKETS[key]: value for key, value in scenario.get("zero", {}).items()}),
     )

@@ -109,13 +109,13 @@ def _loss(job: Job, embedding: Gather, layer: Gather, head: Gather) -> Component
 
 
 def _compute_width(job: Job) -> int:
-    return job.weights.width if job.levers.method == "full" else job.weights.trainable_width
+    """Adapters too are gathered in the working precision."""
+    return job.weights.width
 
 
 def _shard_width(job: Job) -> int:
     """Bytes of a trainable element at rest, of its gradient and of each of its moments."""
-    full = job.levers.method == "full" and job.levers.master_weights
-    return FP32 if full else job.weights.trainable_width
+    return FP32 if job.levers.master_weights else job.weights.trainable_width
 
 
 @lru_cache(maxsize=256)

@@ -84,9 +84,12 @@ def of(shape: ModelShape, levers: Levers) -> Weights:
 
 
 def effective_lora(levers: Levers) -> Lora | None:
-    """DeepSpeed casts every parameter to the working precision, adapters too, unless `zero.Init` built the model."""
+    """DeepSpeed casts every parameter to the working precision, adapters too, unless `zero.Init` built the model.
+
+    FSDP2's adapters rest in fp32 and are computed with in the working precision.
+    """
     lora = levers.lora
-    if lora is None or levers.precision == "fp32" or levers.engine in ("zero3", "fsdp2"):
+    if lora is None or levers.precision == "fp32" or levers.engine == "zero3":
         return lora
     return Lora(rank=lora.rank, targets=lora.targets, adapter_dtype="bf16")
 

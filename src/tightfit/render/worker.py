@@ -180,6 +180,7 @@ def _predicted(way: Way) -> dict[str, Any]:
             "required_bytes": gpu.required_bytes,
             "limit_bytes": way.gpu_limit_bytes,
             "phases": {name: phase.total_bytes for name, phase in gpu.phases.items()},
+            "milestones": _milestones(way),
         },
         "host": {
             "peak_bytes_per_rank": host.peak_bytes_per_rank,
@@ -189,4 +190,22 @@ def _predicted(way: Way) -> dict[str, Any]:
         "trainable_parameters": way.footprint.trainable_parameters,
         "step_s": way.pace.step_s,
         "tokens_per_s": way.pace.tokens_per_s,
+    }
+
+
+def _milestones(way: Way) -> dict[str, int]:
+    """What the first window shows at each of its ends. The optimizer makes its states in its first step.
+
+    With the plain loss the first forward pass stays below this: the loss is largest when its backward begins.
+    """
+    gpu, levers = way.footprint.gpu, way.levers
+    totals = {name: phase.total_bytes for name, phase in gpu.phases.items()}
+    at_once = levers.engine == "zero0" and levers.precision != "fp32"  # DeepSpeed takes a step while it starts
+    states = 0 if at_once else gpu.phases["step"].components.get("optimizer_states", 0)
+    forward = max(totals["forward"], totals["loss"])
+    return {
+        "init": gpu.init_peak_bytes,
+        "forward": forward - states,
+        "backward": max(forward, totals["backward"]) - states,
+        "step": gpu.peak_bytes,
     }

@@ -102,7 +102,7 @@ def _verdict(error: BaseException) -> tuple[int, str, str]:
     if type(error).__name__ == "OthersFailed":
         return USER_ERROR, "user", ""
     if type(error).__name__ == "OutOfMemoryError":
-        return OUT_OF_MEMORY, "out_of_memory", sentence
+        return OUT_OF_MEMORY, "out_of_memory", sentence.partition(" If reserved but unallocated")[0]
     if isinstance(error, TightfitError):
         return BUG, type(error).__name__.lower(), sentence
     return BUG, "bug", f"{type(error).__name__}: {sentence}"

@@ -71,6 +71,7 @@ class Predicted:
     """What the desk expects, to be held against what is measured."""
 
     phases: Mapping[PhaseName, int]
+    milestones: Mapping[str, int]
     peak_bytes: int
     init_peak_bytes: int
     limit_bytes: int
@@ -183,6 +184,7 @@ def _predicted(tree: Mapping[str, Any]) -> Predicted:
     gpu, host = tree["gpu"], tree["host"]
     return Predicted(
         phases=gpu["phases"],
+        milestones=gpu["milestones"],
         peak_bytes=gpu["peak_bytes"],
         init_peak_bytes=gpu["init_peak_bytes"],
         limit_bytes=gpu["limit_bytes"],

@@ -42,18 +42,13 @@ class Milestones:
 
     def reached(self, milestone: Milestone) -> None:
         reading = self.meter.read()
-        wanted = {"init": self._predicted.init_peak_bytes} | {
-            "forward": max(self._predicted.phases["forward"], self._predicted.phases["loss"]),
-            "backward": max(self._predicted.phases[name] for name in ("forward", "loss", "backward")),
-            "step": self._predicted.peak_bytes,
-        }
         known = reading.peak_bytes is not None
         ranks = everyone(self._place, reading.peak_bytes if reading.peak_bytes is not None else reading.host_bytes)
         self.measured[milestone] = reading.peak_bytes
         self._events.write(
             "memory",
             milestone=milestone,
-            predicted_bytes=wanted[milestone],
+            predicted_bytes=self._predicted.milestones[milestone],
             measured_bytes=reading.peak_bytes,
             now_bytes=reading.now_bytes,
             host_bytes=reading.host_bytes,
