@@ -1,8 +1,8 @@
 # Every target sets itself up: on a fresh machine `make demo` or `make test` is the first command.
 #
-# Two stages share one virtual environment. `.venv/.desk` is the small install that plans and
-# estimates; `.venv/.ready` adds torch, DeepSpeed and the tools of development. A stage is built
-# again only when pyproject.toml or constraints.txt has changed.
+# The stages share one virtual environment. `.venv/.train` has torch, DeepSpeed and what trains; `.venv/.ready` adds
+# bitsandbytes and the tools of development. A stage is built again only when pyproject.toml or constraints.txt has
+# changed.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -22,25 +22,28 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 
-$(VENV)/.desk: $(SOURCES) | $(BIN)/python
-	$(PIP) install -c constraints.txt -e .
-	touch $@
-
 # torch comes first and DeepSpeed second, outside pip's build isolation: DeepSpeed's setup.py imports
 # torch to learn what it is built for. Its kernels are compiled when first used, not now.
-$(VENV)/.ready: $(SOURCES) | $(BIN)/python
+$(VENV)/.train: $(SOURCES) | $(BIN)/python
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt setuptools ninja py-cpuinfo
 	DS_BUILD_OPS=0 $(PIP) install -c constraints.txt --no-build-isolation deepspeed
-	$(PIP) install -c constraints.txt -e '.[train,dev]'
-	touch $(VENV)/.desk $@
+	$(PIP) install -c constraints.txt -e '.[train]'
+	touch $@
 
-demo: $(VENV)/.desk  ## what a 7B Mamba needs on six 32 GB cards, and the fastest way to train it; no torch
-	@run() { printf '\n$$ tightfit %s\n' "$$*"; $(BIN)/tightfit "$$@"; }; set -e; \
-	run models --gpus 6x32GB --seq 2048; \
-	run estimate --model 7b_mamba --engine zero3 --offload-optimizer cpu --world 6 --gpus 6x32GB; \
-	run estimate --model 7b_mamba --world 6 --gpus 6x32GB --compare; \
-	run plan --model 7b_mamba --gpus 6x32GB --host-ram 256GB
+$(VENV)/.ready: $(VENV)/.train
+	$(PIP) install -c constraints.txt -e '.[train,qlora,tensorboard,dev]'
+	touch $@
+
+DEMO := build/demo
+
+demo: $(VENV)/.train  ## plan, train a tiny Mamba on this machine through real DeepSpeed, export it, let it speak
+	@run() { printf '\n$$ tightfit %s\n' "$$*"; $(BIN)/tightfit "$$@"; }; set -e; rm -rf $(DEMO); mkdir -p $(DEMO); \
+	run plan --model 7b_mamba --gpus 6x32GB --host-ram 256GB; \
+	run train --model tiny_mamba --data shipped:text --engine zero2 --precision fp32 --seq 64 --effective-batch 8 \
+		--max-steps 60 --learning-rate 3e-3 --output $(DEMO)/run; \
+	run export $(DEMO)/run --to $(DEMO)/model; \
+	printf '\n$$ python examples/generate.py %s\n' $(DEMO)/model; $(BIN)/python examples/generate.py $(DEMO)/model
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -101,7 +101,8 @@ def _runs(levers: Levers, hardware: Hardware) -> bool:
     if "nvme" in (levers.offload_optimizer, levers.offload_param) and hardware.nvme_bytes is None:
         return False
     if levers.engine == "fsdp2":
-        plain = levers.optimizer in ("adamw", "sgd", "adafactor") and levers.master_weights
+        # Adafactor's means go over whole rows and columns, bitsandbytes knows no sharded tensors
+        plain = levers.optimizer in ("adamw", "sgd") and levers.master_weights
         return plain and hardware.gpu.vendor != "hygon"  # the DTK's torch 2.4 is older than the fully_shard we use
     return True
 

@@ -20,7 +20,7 @@ from tightfit.train.config import Training
 from tightfit.train.engines import Held, Stepped
 from tightfit.train.loss import WindowLoss
 from tightfit.train.place import Place
-from tightfit.types import Levers
+from tightfit.types import ConfigError, Levers
 
 GROWTH_INTERVAL = 1000
 """Steps without an overflow after which the loss scale doubles, as in the DeepSpeed files that we write."""
@@ -54,6 +54,10 @@ class Fsdp2:
     def __init__(self, model: Any, levers: Levers, place: Place, training: Training) -> None:
         self.model, self._levers, self._place, self._clip = model, levers, place, training.clip
         self._loss = WindowLoss(model, levers.loss)
+        if levers.optimizer not in ("adamw", "sgd"):
+            raise ConfigError(
+                f"optimizer {levers.optimizer} cannot work on FSDP2's shards: use a ZeRO engine, or adamw"
+            )
         self._trainable = [param for param in model.parameters() if param.requires_grad]
         self._optimizer = optimizers.make_optimizer(
             levers.optimizer, optimizers.groups(model, training.weight_decay), fused=True
