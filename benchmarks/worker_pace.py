@@ -96,6 +96,24 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+INTRODUCTION = (
+    "What `tightfit train` costs beside the same settings by hand: a plain DeepSpeed loop, a plain FSDP2 loop "
+    "(`benchmarks/measure_peaks.py`), and Hugging Face's Trainer with the DeepSpeed file that the plan wrote. One "
+    "H200 poses as one rank of N, so nothing is communicated. Written by `python benchmarks/worker_pace.py page`; "
+    "every run is in `benchmarks/data/h200-worker.jsonl`, medians of the steps that the table counts."
+)
+COUNTED = (
+    "a step of full training counts as 6 floating-point operations a parameter and token, one of adapters as 4, and "
+    "what is recomputed is not counted. A ratio above 1 means that ours is slower."
+)
+NOISE = (
+    "ZeRO-3's steps are bound by Python's hooks here, so their ratios carry the noise of the host's processor: the "
+    "same pair of the 32B job gave 1.18 and 0.96 a quarter of an hour apart. A profile of both on a CPU shows the "
+    "same calls to one part in a hundred. The 7b_mamba rows that the benchmark names are not here: with "
+    "transformers' own scan they did not end in the time that there was."
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("prepare", "run", "page", "trainer"))
@@ -256,29 +274,19 @@ def trainer(place: Path) -> dict[str, Any]:
 def page(rows: list[dict[str, Any]]) -> str:
     """The rows as a page: what was measured, and nothing else."""
     rate = best_rate()
-    lines = [
-        "# The worker's pace",
-        "",
-        "What `tightfit train` costs beside the same settings by hand: a plain DeepSpeed loop, a plain FSDP2 loop "
-        "(`benchmarks/measure_peaks.py`), and Hugging Face's Trainer with the DeepSpeed file that the plan wrote. One H200 "
-        "poses as one rank of N, so nothing is communicated. Written by `python benchmarks/worker_pace.py page`; every "
-        "run is in `benchmarks/data/h200-worker.jsonl`, medians of the steps that the table counts.",
-        "",
-        "| run | steps | s a step | tokens/s a GPU | of the card's measured bf16 rate | peak, GiB | planned, GiB "
-        "| against by hand | against Trainer |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(_line(row, rate) for row in rows),
-        "",
-        f"The rate is that of the best bf16 product measured on the card, {rate / 1e12:.0f} TFLOP/s; a step of full "
-        "training counts as 6 floating-point operations a parameter and token, one of adapters as 4, and what is recomputed "
-        "is not counted. A ratio above 1 means that ours is slower.",
-        "",
-        "ZeRO-3's steps are bound by Python's hooks here, so their ratios carry the noise of the host's processor: the "
-        "same pair of the 32B job gave 1.18 and 0.96 a quarter of an hour apart. A profile of both on a CPU shows the same "
-        "calls to one part in a hundred. The 7b_mamba rows that the benchmark names are not here: with transformers' own "
-        "scan they did not end in the time that there was.",
-    ]
-    return "\n".join(lines) + "\n"
+    return f"""# The worker's pace
+
+{INTRODUCTION}
+
+| run | steps | s a step | tokens/s a GPU | of the card's measured bf16 rate | peak, GiB | planned, GiB \
+| against by hand | against Trainer |
+|---|---|---|---|---|---|---|---|---|
+{chr(10).join(_line(row, rate) for row in rows)}
+
+The rate is that of the best bf16 product measured on the card, {rate / 1e12:.0f} TFLOP/s; {COUNTED}
+
+{NOISE}
+"""
 
 
 def best_rate() -> float:

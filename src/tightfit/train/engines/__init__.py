@@ -1,7 +1,8 @@
 """The two engines behind one small interface.
 
 An engine takes the skeleton of a model, shards it, and turns micro batches into optimizer steps. What it does not do:
-choose anything, read data, write files. The loop calls `micro` for each micro batch of a window and `step` once.
+choose anything, read data, write files. The loop calls `forward` and `backward`
+for each micro batch of a window, and `step` once.
 """
 
 from __future__ import annotations
