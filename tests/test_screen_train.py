@@ -86,6 +86,10 @@ def test_the_end_of_one_work_is_said_before_the_next() -> None:
     assert lines[3].startswith("step 1/100")
 
 
+def test_one_thing_of_unknown_length_has_no_share() -> None:
+    assert in_a_pipe([(0.0, Progress(what="starting DeepSpeed", done=0.0, total=1.0))]) == ["starting DeepSpeed …"]
+
+
 def test_what_happens_once_is_always_said() -> None:
     lines = in_a_pipe([(0.0, Warned(text="look")), (0.0, Other(name="moon", text="full")), (0.0, Warned(text="out"))])
     assert lines == ["! look", "moon: full", "! out"]

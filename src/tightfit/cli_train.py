@@ -143,15 +143,14 @@ def _run(ready: Ready, asked: Asked) -> int:
     claimed = ClaimedFolder.claim(ready.own_folder, overwrite=asked.overwrite)
     record = RunRecord.begin(asked.command)
     try:
-        claimed.write_plan(ready.files)
-        record.write(claimed.folder)
+        claimed.begin(ready.files, record)
         with _reserved(ready) as meeting:
             outcome = _followed(ready, asked, claimed.folder, meeting)
     except (UserError, KeyboardInterrupt):
         claimed.discard()
         raise
     except BaseException:
-        record.write(claimed.folder, state="failed", exit_code=1)
+        record.close(claimed.folder, state="failed", exit_code=1)
         claimed.release()
         raise
     return _ended(ready, asked, outcome, claimed, record)
@@ -160,7 +159,7 @@ def _run(ready: Ready, asked: Asked) -> int:
 def _ended(ready: Ready, asked: Asked, outcome: Outcome, claimed: ClaimedFolder, record: RunRecord) -> int:
     """Leave what is worth keeping, and say how it went."""
     folder = claimed.folder
-    record.write(folder, state=outcome.state, exit_code=outcome.exit_code)
+    record.close(folder, state=outcome.state, exit_code=outcome.exit_code)
     in_vain = outcome.state in ("user error", "interrupted") and not outcome.tally.began
     if in_vain or (ready.nodes.rank and outcome.state == "done"):
         claimed.discard()

@@ -28,7 +28,7 @@ RUN_FLAGS: dict[str, tuple[str | None, str]] = {
 }
 NODE_FLAGS: dict[str, tuple[str | None, str]] = {
     "hostfile": ("FILE", "start on all machines of this file from here, `name slots=8` a line"),
-    "nodes": ("N", "machines that train together; start it on each, as below"),
+    "nodes": ("N", "machines that train together; start the same command on each, with its own --node-rank"),
     "node_rank": ("K", "which of them this is, from 0"),
     "master_addr": ("HOST", "the machine with number 0"),
 }

@@ -193,6 +193,8 @@ def _memory_line(event: MemoryMark) -> str:
 
 
 def _progress_line(event: Progress) -> str:
+    if event.total == 1 and event.done == 0:  # one thing, of which nobody knows how far it is
+        return f"{event.what} …"
     if event.total is not None and event.total > 0 and event.done is not None:
         return f"{event.what}: {100 * min(1.0, event.done / event.total):.0f} %"
     return event.what if event.done is None else f"{event.what}: {event.done:,.0f}"

@@ -93,7 +93,7 @@ def test_a_finished_run_goes_when_the_new_one_is_done(tmp_path: Path) -> None:
 def test_a_start_in_vain_gives_the_finished_run_back(tmp_path: Path) -> None:
     finished(tmp_path)
     claimed = ClaimedFolder.claim(tmp_path, overwrite=True)
-    claimed.write_plan({"worker.json": "{}"})
+    claimed.begin({"worker.json": "{}"}, RunRecord.begin(("x",)))
     claimed.discard()
     assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "model"]
     assert (tmp_path / "model" / "config.json").exists()
@@ -102,7 +102,7 @@ def test_a_start_in_vain_gives_the_finished_run_back(tmp_path: Path) -> None:
 def test_a_new_run_that_fails_leaves_the_finished_one_aside(tmp_path: Path) -> None:
     finished(tmp_path)
     claimed = ClaimedFolder.claim(tmp_path, overwrite=True)
-    claimed.write_plan({"worker.json": "{}"})
+    claimed.begin({"worker.json": "{}"}, RunRecord.begin(("x",)))
     claimed.release()
     assert (tmp_path / "earlier" / "1" / "model" / "config.json").exists()
 
@@ -125,7 +125,7 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
 def test_what_an_unfinished_run_left_is_kept_aside(tmp_path: Path) -> None:
     for number in (1, 2):
         claimed = ClaimedFolder.claim(tmp_path, overwrite=False)
-        claimed.write_plan({"worker.json": f"{number}"})
+        claimed.begin({"worker.json": f"{number}"}, RunRecord.begin(("x",)))
         RunRecord.begin(("tightfit", "train")).write(claimed.folder)
         claimed.release()
     claimed = ClaimedFolder.claim(tmp_path, overwrite=False)
@@ -137,7 +137,7 @@ def test_what_an_unfinished_run_left_is_kept_aside(tmp_path: Path) -> None:
 def test_a_discarded_run_leaves_no_folder(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     claimed = ClaimedFolder.claim(path, overwrite=False)
-    claimed.write_plan({"worker.json": "{}"})
+    claimed.begin({"worker.json": "{}"}, RunRecord.begin(("x",)))
     claimed.folder.log("rank-0").parent.mkdir()
     claimed.discard()
     assert os.listdir(tmp_path) == []
@@ -148,7 +148,7 @@ def test_a_discarded_run_leaves_what_was_there(tmp_path: Path) -> None:
     RunRecord.begin(("x",)).write(claimed.folder)
     claimed.release()
     again = ClaimedFolder.claim(tmp_path, overwrite=False)
-    again.write_plan({"worker.json": "{}"})
+    again.begin({"worker.json": "{}"}, RunRecord.begin(("x",)))
     again.discard()
     assert os.listdir(tmp_path) == ["run.json"]
 
@@ -173,3 +173,41 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="may not be written to"):
             check_folder(path)
     tmp_path.chmod(0o700)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_said_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    claimed = ClaimedFolder.claim(path, overwrite=False)
+    (path / "run.new").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"no space left on device\): make room, or name another"):
+        claimed.begin({"worker.json": "{}"}, RunRecord.begin(("x",)))
+    assert not (path / "run.new").is_symlink()
+    claimed.discard()
+    assert not path.exists()
+
+
+def test_a_plan_that_cannot_be_written_names_the_flag_of_a_run(tmp_path: Path) -> None:
+    claimed = ClaimedFolder.claim(tmp_path / "run", overwrite=False)
+    with pytest.raises(ConfigError, match="name another folder with --output"):
+        claimed.begin({"x" * 300: ""}, RunRecord.begin(("x",)))
+    claimed.discard()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_at_the_end_hides_nothing(tmp_path: Path) -> None:
+    claimed = ClaimedFolder.claim(tmp_path / "run", overwrite=False)
+    record = RunRecord.begin(("x",))
+    claimed.begin({}, record)
+    (claimed.folder.path / "run.new").symlink_to("/dev/full")
+    record.close(claimed.folder, state="failed", exit_code=3)
+    assert json.loads(claimed.folder.record.read_text())["state"] == "running"
+    claimed.release()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_lock_that_cannot_be_signed_is_not_left(tmp_path: Path) -> None:
+    (tmp_path / LOCK).symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        ClaimedFolder.claim(tmp_path, overwrite=False)
+    assert not (tmp_path / LOCK).is_symlink()

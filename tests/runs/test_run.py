@@ -15,8 +15,9 @@ import pytest
 
 from tightfit.inputs.surroundings import inherited
 from tightfit.runs.events import Event, Step
+from tightfit.runs.failure import first_failure
 from tightfit.runs.folder import RunFolder
-from tightfit.runs.launch import RankStart
+from tightfit.runs.launch import Exit, RankStart
 from tightfit.runs.processes import is_alive
 from tightfit.runs.run import Outcome, run
 from tightfit.types import ConfigError
@@ -180,3 +181,11 @@ def test_ranks_end_with_a_desk_that_was_killed(folder: RunFolder) -> None:
     process.kill()
     process.wait()
     assert all(gone(int(path.read_text())) for path in pids)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system without room")
+def test_a_rank_that_could_not_write_its_last_words() -> None:
+    start = RankStart(name="rank-0", rank=0, command=("x",), environment={}, log=Path("/proc/self/rank-0.log"))
+    failure = first_failure([Exit(start=start, code=2, at=1.0)], [start], ())
+    assert failure.sentence == "rank 0 could not go on, as the disk of /proc is full: make room"
+    assert failure.is_users

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ USER = 2
 """The exit code of a worker whose user has to change something."""
 TAIL_LINES = 15
 _TAIL_BYTES = 16_384
+_FULL_BYTES = 16_384
+"""With less than this a disk takes no file any more."""
 _PEER = re.compile(
     r"closed by peer|connection (was )?(reset|closed|refused)|broken pipe|remote process|"
     r"socket timeout|timed out|ncclRemoteError|NCCL communicator was aborted|unhandled system error",
@@ -103,6 +106,8 @@ def tail_of(log: Path) -> tuple[str, ...]:
 def _sentence(gone: Exit, tail: tuple[str, ...], *, is_users: bool) -> str:
     """For a rank that left without a word of its own."""
     who = gone.start.name.replace("-", " ")
+    if gone.code >= 0 and _is_full(gone.start.log.parent):  # nothing that it said could be written
+        return f"{who} could not go on, as the disk of {gone.start.log.parent.parent} is full: make room"
     if is_users and tail:
         return tail[-1]
     if gone.code >= 0:
@@ -111,6 +116,13 @@ def _sentence(gone: Exit, tail: tuple[str, ...], *, is_users: bool) -> str:
     if -gone.code == signal.SIGKILL:
         return f"{who} was killed from outside ({name}): most often the machine had run out of RAM"
     return f"{who} crashed ({name})"
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _FULL_BYTES
+    except OSError:
+        return False
 
 
 def _signal_name(number: int) -> str:

@@ -14,6 +14,7 @@ A start that fails before the first step leaves nothing behind, unless a rank cr
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -110,9 +111,7 @@ class ClaimedFolder:
             lock = FolderLock.take(path)
         except OSError as error:
             _unmake(made)
-            raise ConfigError(
-                f"{path} cannot be made ({(error.strerror or str(error)).lower()}): name another folder with --output"
-            ) from None
+            raise _unwritable(path, error) from None
         try:
             _check_contents(path, overwrite=overwrite)  # again, now that nobody else can change it
             aside = _make_way(path)
@@ -121,8 +120,15 @@ class ClaimedFolder:
             raise
         return cls(RunFolder(path), lock, made, aside)
 
-    def write_plan(self, files: Mapping[str, str]) -> None:
-        write(files, self.folder.plan, force=True)
+    def begin(self, files: Mapping[str, str], record: RunRecord) -> None:
+        """Write down what is to run."""
+        try:
+            write(files, self.folder.plan, force=True)
+            record.write(self.folder)
+        except OSError as error:
+            raise _unwritable(self.folder.path, error) from None
+        except ConfigError as error:  # `write` speaks of the flag of `tightfit plan`
+            raise ConfigError(str(error).replace("--write", "--output")) from None
 
     def release(self, *, done: bool = False) -> None:
         """Let it go. A finished run that this one was to replace goes when this one is `done`, and not before."""
@@ -143,6 +149,12 @@ class ClaimedFolder:
             _unmake([self._aside, self._aside.parent])
         self._lock.release()
         _unmake(self._made)
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    why = (error.strerror or str(error)).lower()
+    room = "make room, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return ConfigError(f"{path} cannot be written ({why}): {room}name another folder with --output")
 
 
 def _make_way(path: Path) -> Path | None:
@@ -197,8 +209,18 @@ class RunRecord:
             "exit_code": exit_code,
         }
         beside = folder.record.with_suffix(".new")
-        beside.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        beside.replace(folder.record)
+        try:
+            beside.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            beside.replace(folder.record)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+
+    def close(self, folder: RunFolder, *, state: str, exit_code: int) -> None:
+        """The last word. A full disk may be why it ended, and must not hide what is to be said about that."""
+        with suppress(OSError):
+            self.write(folder, state=state, exit_code=exit_code)
 
 
 def _now() -> str:

@@ -48,8 +48,7 @@ class FolderLock:
                 if _is(path, file):
                     _check_hosts(file, folder)
                     owner = Owner(pid=os.getpid(), host=this_host(), since=_now())
-                    os.ftruncate(file, 0)
-                    os.pwrite(file, (json.dumps(asdict(owner)) + "\n").encode(), 0)
+                    _sign(path, file, owner)
                     return cls(path, file)
             except BaseException:
                 os.close(file)
@@ -104,6 +103,15 @@ def _owner(file: int) -> Owner | None:
         return Owner(pid=int(said["pid"]), host=str(said["host"]), since=str(said["since"]))
     except (ValueError, KeyError, TypeError, RecursionError):  # a run that was killed while it wrote
         return None
+
+
+def _sign(path: Path, file: int, owner: Owner) -> None:
+    try:
+        os.ftruncate(file, 0)
+        os.pwrite(file, (json.dumps(asdict(owner)) + "\n").encode(), 0)
+    except OSError:  # a full disk; the file is ours, and nobody's name is in it
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _is(path: Path, file: int) -> bool:

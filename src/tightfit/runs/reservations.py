@@ -100,6 +100,8 @@ class Reservations:
             path.with_suffix(".new").write_text(json.dumps(asdict(entry), indent=2) + "\n", encoding="utf-8")
             path.with_suffix(".new").replace(path)
         except OSError:
+            with suppress(OSError):
+                path.with_suffix(".new").unlink(missing_ok=True)
             return False
         return True
 

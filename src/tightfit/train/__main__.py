@@ -9,11 +9,14 @@ folder under `errors/`; a user's mistake is said by one rank alone.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from tightfit.types import TightfitError, UserError
 
@@ -53,7 +56,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _worker(argv: Sequence[str]) -> int:
+def _worker(argv: Sequence[str]) -> NoReturn:
     args = _options(argv)
     _leave_with_parent()
     _environment()
@@ -80,18 +83,27 @@ def _worker(argv: Sequence[str]) -> int:
         # DeepSpeed asks the environment, whoever started this process.
         os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.world))
         run(config, options, place, _cache())
-        return 0
+        _leave(0)
     except BaseException as error:
         code, kind, text = _verdict(error)
         if folder is not None and text:
             leave_error(folder, rank, kind, text)
-        if kind in ("bug", "out_of_memory"):
-            traceback.print_exc()
-        elif text and (rank == 0 or kind != "user"):
-            print(f"tightfit: {text}", file=sys.stderr)  # noqa: T201
+        with suppress(OSError):  # the log's disk may be what is full; the exit code says it then
+            if kind in ("bug", "out_of_memory"):
+                traceback.print_exc()
+            elif text and (rank == 0 or kind != "user"):
+                print(f"tightfit: {text}", file=sys.stderr)  # noqa: T201
         # No orderly farewell: the others may wait in a collective that never comes.
-        sys.stderr.flush()
-        os._exit(code)
+        _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Leave at once. Everything is written and closed; libraries' own threads abort now and then when they are taken
+    down one by one, and a training that is done would look like one that crashed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk that they go to may be full
+            stream.flush()
+    os._exit(code)
 
 
 def _verdict(error: BaseException) -> tuple[int, str, str]:
@@ -103,6 +115,9 @@ def _verdict(error: BaseException) -> tuple[int, str, str]:
         return USER_ERROR, "user", ""
     if type(error).__name__ == "OutOfMemoryError":
         return OUT_OF_MEMORY, "out_of_memory", sentence.partition(" If reserved but unallocated")[0]
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" ({error.filename})" if error.filename else ""
+        return USER_ERROR, "user", f"the disk is full{where}: make room, or name another folder with --output"
     if isinstance(error, TightfitError):
         return BUG, type(error).__name__.lower(), sentence
     return BUG, "bug", f"{type(error).__name__}: {sentence}"

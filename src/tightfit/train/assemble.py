@@ -20,7 +20,7 @@ from tightfit.train.audit import Oddity, audit
 from tightfit.train.config import WorkerConfig
 from tightfit.train.engines import Engine
 from tightfit.train.events import Events
-from tightfit.train.fill import Origin, fill
+from tightfit.train.fill import Origin, fill, fill_buffers
 from tightfit.train.place import Place
 from tightfit.train.recompute import recompute
 from tightfit.train.scan import install_scan
@@ -105,10 +105,15 @@ class _Assembly:
         oddities: tuple[Oddity, ...] = ()
         if zero3:
             assert self.config.deepspeed is not None
-            model = build.partitioned(self.hf, self.working, self.kernel, self.config.deepspeed)
+            trusted = self.config.model.trust_remote_code
+            model = build.partitioned(
+                self.hf, self.working, self.kernel, self.config.deepspeed, trust_remote_code=trusted
+            )
         else:
             model = self.skeleton()
             oddities = audit(model, lambda *_: self.working)
+        if source is not None:
+            fill_buffers(model, source)
         build.freeze(model, self.levers)
         if self.levers.method == "qlora":
             quantise(model, origin.whole, self.place.device, self.working)

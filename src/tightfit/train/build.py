@@ -93,13 +93,20 @@ def _no_init() -> AbstractContextManager[Any]:
     return context
 
 
-def partitioned(config: Any, dtype: torch.dtype, attention: AttentionKernel, deepspeed: Mapping[str, Any]) -> Any:
+def partitioned(
+    config: Any,
+    dtype: torch.dtype,
+    attention: AttentionKernel,
+    deepspeed: Mapping[str, Any],
+    *,
+    trust_remote_code: bool = False,
+) -> Any:
     """The model as ZeRO-3 wants it: each module's parameters are partitioned as soon as they exist."""
     import deepspeed as library
 
-    whole = skeleton(config, dtype, attention)
+    whole = skeleton(config, dtype, attention, trust_remote_code=trust_remote_code)
     with library.zero.Init(config_dict_or_path=dict(deepspeed), dtype=dtype):
-        model = _made(config, dtype, attention, trust_remote_code=False)
+        model = _made(config, dtype, attention, trust_remote_code)
     copy_buffers(whole, model)
     return model
 
@@ -161,12 +168,22 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def freeze(model: Any, levers: Levers) -> None:
-    """The lowest layers and the embedding do not train; with adapters nothing else does."""
-    if levers.method != "full":
+    """The lowest layers and the embedding do not train, or nothing but the embedding; with adapters nothing else."""
+    if levers.method != "full" or levers.trains == "embeddings":
         for param in model.parameters():
             param.requires_grad_(False)
-    elif levers.frozen_layers:
-        frozen = [model.get_input_embeddings(), *layers_of(model)[: levers.frozen_layers]]
+    if levers.trains == "embeddings":
+        for module in _embeddings_of(model):
+            for param in module.parameters():
+                param.requires_grad_(True)
+    elif levers.method == "full" and levers.frozen_layers:
+        frozen = [*_embeddings_of(model), *layers_of(model)[: levers.frozen_layers]]
         for module in frozen:
             for param in module.parameters():
                 param.requires_grad_(False)
+
+
+def _embeddings_of(model: Any) -> list[nn.Module]:
+    """Of tokens, and of positions where these are learnt (gpt2): all that stands below the layers."""
+    inside = {id(module) for layer in layers_of(model) for module in layer.modules()}
+    return [each for each in model.modules() if isinstance(each, nn.Embedding) and id(each) not in inside]

@@ -168,7 +168,7 @@ def _levers(words: Mapping[str, Any], buckets: Mapping[str, Any], lora: Mapping[
         adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"])
     plain = (
         "method engine micro_batch precision offload_optimizer offload_param loss attention optimizer scan "
-        "deepspeed_version master_weights frozen_layers dataloader_workers"
+        "deepspeed_version master_weights frozen_layers trains dataloader_workers"
     ).split()
     return Levers(
         **{name: words[name] for name in plain},

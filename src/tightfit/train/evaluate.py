@@ -21,8 +21,7 @@ def evaluate(engine: Engine, held: Samples, windows: Windows, micro_batch: int, 
         for number in range(passes):
             begin = number * stride + place.rank * micro_batch
             indices = np.arange(begin, begin + micro_batch)
-            inputs = windows.tensors(np.minimum(indices, len(held) - 1))
-            inputs["labels"][torch.as_tensor(indices >= len(held), device=inputs["labels"].device)] = -100
+            inputs = windows.tensors(np.minimum(indices, len(held) - 1), unheard=indices >= len(held))
             # A share of a window of one token: the sum of the micro batch's losses, times the ranks.
             added += float(engine.forward(inputs, 1.0)) / place.world
     engine.train(True)

@@ -57,6 +57,21 @@ def fill(model: nn.Module, origin: Origin, rank: int, progress: Progress) -> Non
             progress(done, total)
 
 
+def fill_buffers(model: nn.Module, weights: Source) -> None:
+    """Buffers that the checkpoint holds: a router's correction, say, is learnt, and no build can compute it."""
+    kept = set(model.state_dict())
+    wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for path, module in model.named_modules():
+        for leaf, buffer in list(module._buffers.items()):
+            name = f"{path}.{leaf}" if path else leaf
+            if buffer is None or name not in kept:
+                continue
+            values = weights.read(name, tuple(buffer.shape), 0, buffer.numel()).view(buffer.shape)
+            precise = buffer.is_floating_point() and any(word in name for word in wide)
+            dtype = torch.float32 if precise else buffer.dtype
+            module._buffers[leaf] = values.to(buffer.device, dtype)
+
+
 def _fill_one(shard: Shard, origin: Origin) -> None:
     target = shard.tensor
     for begin in range(0, target.numel(), PIECE_ELEMENTS):

@@ -24,13 +24,15 @@ def save_model(folder: Path, made: Assembled, config: WorkerConfig, tokenizer: A
     if config.levers.lora is not None:
         return _save_adapter(folder, made, config, tokenizer, place)
     parts = saved_parts(made.twin)
-    kinds = {name: tensor.dtype for name, tensor in made.twin.state_dict().items()}
+    kinds = {name: buffer.dtype for name, buffer in made.engine.model.named_buffers()}  # as their authors chose
+    for name, param in made.twin.named_parameters(remove_duplicate=False):
+        kinds[name] = dtype if param.dtype.is_floating_point else param.dtype
     pieces = (Piece(shard.name, shard.shape, shard.start, shard.tensor) for shard in _mine(made, place))
     style = Style(beside=model_files(made.hf_config, type(made.twin).__name__, dtype, tokenizer=tokenizer))
     return write_model(
         folder,
         saved_pieces((*_buffers(made, place), *pieces), parts),
-        names_of(parts, lambda name: dtype if kinds[name].is_floating_point else kinds[name]),
+        names_of(parts, kinds.__getitem__),
         rank=place.rank,
         world=place.world,
         barrier=lambda: meet(place),
@@ -60,8 +62,7 @@ def _save_adapter(folder: Path, made: Assembled, config: WorkerConfig, tokenizer
 def _mine(made: Assembled, place: Place) -> Iterator[Shard]:
     """What this rank writes: its part of what is sharded, and its turn of what every rank holds whole."""
     for number, shard in enumerate(shards(made.engine.model, place.rank)):
-        whole = shard.tensor.numel() == shard.numel
-        if not whole or number % place.world == place.rank:
+        if shard.cut or number % place.world == place.rank:
             yield shard
 
 
@@ -70,6 +71,6 @@ def _buffers(made: Assembled, place: Place) -> Iterator[Piece]:
     if not place.leads:
         return
     kept = set(made.twin.state_dict())
-    for name, buffer in made.twin.named_buffers():
+    for name, buffer in made.engine.model.named_buffers():
         if name in kept:
             yield Piece(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))

@@ -12,7 +12,7 @@ import torch
 
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
-from tightfit.train.engines import Engine, Stepped
+from tightfit.train.engines import Diverged, Engine, Stepped
 from tightfit.train.evaluate import evaluate
 from tightfit.train.events import Events
 from tightfit.train.meter import Meter
@@ -20,16 +20,14 @@ from tightfit.train.optimizers import learning_rate
 from tightfit.train.overflow import OverflowWatch
 from tightfit.train.place import Place, total
 from tightfit.train.windows import Window, Windows
-from tightfit.types import TightfitError
 
 RECENT = 20
 """Steps that tokens a second and the time left are taken from."""
 
+SMALLEST_SCALE = 1.0
+"""Below it fp16 gradients are made smaller than they are, and still overflow; DeepSpeed gives up there as well."""
+
 Ending = Literal["finished", "timeout"]
-
-
-class Diverged(TightfitError):
-    """The loss is no number any more."""
 
 
 @dataclass(kw_only=True)
@@ -109,6 +107,11 @@ class Loop:
 
     def _check(self, step: int, loss: float, stepped: Stepped, window: Window) -> None:
         """A loss that is no number will not become one again; under fp16 an overflow of the loss is only skipped."""
+        if stepped.skipped and stepped.loss_scale is not None and stepped.loss_scale < SMALLEST_SCALE:
+            raise Diverged(
+                f"step {step + 1} overflowed at a loss scale of {stepped.loss_scale:g}, so the scale is not why: "
+                "use precision bf16 or fp32, or lower the learning rate"
+            )
         if math.isfinite(loss) or (stepped.skipped and stepped.loss_scale is not None):
             return
         ids = ", ".join(str(int(number)) for number in window.samples[:16])

@@ -10,6 +10,10 @@ were rounded to the working precision); no logit is computed twice.
 The alternative, recomputing the logits in the backward pass, would spare the head's gradient between the
 two passes and cost one more product with the head; torch's own `linear_cross_entropy` was measured to be
 off by percents on bf16 CPUs. The head's gradient is accumulated in its own dtype, with one rounding a chunk.
+
+fp16 needs care, since gradients are made before the loss scale is known: a token's share of a large window would round
+to zero, which the scale is there to prevent. There the gradients of whole tokens are kept, and both the share and
+the scale follow in the backward pass, multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +26,17 @@ from torch import Tensor
 
 from tightfit.memory.loss import fused_chunk_tokens
 from tightfit.train.build import body_of
-from tightfit.types import ConfigError, Loss
+from tightfit.types import ConfigError, Loss, ModelError
+
+FP16_AHEAD = 2.0**8
+"""fp16 gradients of a token are kept times this: small probabilities are near the smallest number that fp16 has."""
+FP16_HEAD = 2.0**-6
+"""The head's add up over many tokens, and are kept times this again: they may not overflow on their own."""
+PIECE_ELEMENTS = 1 << 22
+"""Widened to fp32 at a time."""
+
+LOGITS_ALTERED = {"logits_scaling": 1, "logit_scale": 1, "lm_head_multiplier": 1, "final_logit_softcapping": None}
+"""Fields of configs that speak of work between head and loss, and the value that means none (None always does)."""
 
 # B sequences of L tokens, T = B*L, H hidden, V vocabulary, C tokens of one chunk
 
@@ -33,6 +47,9 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         need_hidden, need_weight, *_ = ctx.needs_input_grad
         kept_T = labels_T != -100
         scale = 1.0 / kept_T.sum().clamp(min=1) if divisor is None else 1.0 / divisor
+        half = hidden_TH.dtype == torch.float16
+        ahead = FP16_AHEAD if half else scale
+        head_ahead = FP16_HEAD if half else 1.0
         total = torch.zeros((), dtype=torch.float32, device=hidden_TH.device)
         grad_hidden_TH = torch.empty_like(hidden_TH) if need_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if need_weight else None
@@ -52,14 +69,15 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 continue
             probs_CV.div_(sums_C1)
             probs_CV.scatter_add_(1, target_C1, torch.full_like(target_logit_C1, -1.0))
-            probs_CV.mul_((kept_C * scale).unsqueeze(1))
+            probs_CV.mul_((kept_C * ahead).unsqueeze(1))
             grads_CV = logits_CV.copy_(probs_CV)
             if grad_hidden_TH is not None:
                 torch.mm(grads_CV, weight_VH, out=grad_hidden_TH[piece])
             if grad_weight_VH is not None:
-                grad_weight_VH.addmm_(grads_CV.t(), hidden_CH)
+                grad_weight_VH.addmm_(grads_CV.t(), hidden_CH, alpha=head_ahead)
             del logits_CV, probs_CV, grads_CV
         ctx.save_for_backward(*(grad for grad in (grad_hidden_TH, grad_weight_VH) if grad is not None))
+        ctx.left = (scale / ahead, scale / ahead / head_ahead) if half else (1.0, 1.0)
         return total * scale
 
     @staticmethod
@@ -67,9 +85,19 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         (grad,) = grad_outputs
         saved = list(ctx.saved_tensors)
         need_hidden, need_weight, *_ = ctx.needs_input_grad
-        grad_hidden_TH = saved.pop(0).mul_(grad) if need_hidden else None
-        grad_weight_VH = saved.pop(0).mul_(grad) if need_weight else None
+        of_hidden, of_weight = ctx.left
+        grad_hidden_TH = _scaled(saved.pop(0), grad * of_hidden) if need_hidden else None
+        grad_weight_VH = _scaled(saved.pop(0), grad * of_weight) if need_weight else None
         return grad_hidden_TH, grad_weight_VH, None, None
+
+
+def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:
+    """In place. In fp16 the factor itself may be out of range (a loss scale of 2^16 is), so that is done in fp32."""
+    if tensor.dtype != torch.float16:
+        return tensor.mul_(factor)
+    for piece in torch.split(tensor.view(-1), PIECE_ELEMENTS):
+        piece.copy_(piece.float() * factor)
+    return tensor
 
 
 def linear_cross_entropy(
@@ -81,6 +109,8 @@ def linear_cross_entropy(
     """
     labels_T = torch.nn.functional.pad(labels_BL, (0, 1), value=-100)[..., 1:].reshape(-1)
     hidden_TH = hidden_BLH.reshape(-1, hidden_BLH.shape[-1])
+    if not torch.is_grad_enabled():
+        weight_VH = weight_VH.detach()  # a Function is told that a parameter wants its gradient all the same
     loss: Tensor = _ChunkedLinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T, divisor)  # type: ignore[no-untyped-call]
     return loss
 
@@ -97,20 +127,32 @@ class WindowLoss:
         self.divisor = 1.0
         body = body_of(model)
         if kind == "plain":
+            self._asked = False
             body.loss_function = self._plain
+            body.register_forward_hook(self._was_asked)
         else:
             self._fuse(body)
 
     def _plain(self, logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
         from transformers.loss.loss_utils import ForCausalLMLoss
 
+        self._asked = True
         loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=self.divisor)  # type: ignore[arg-type]
         return loss
+
+    def _was_asked(self, body: Any, *_: Any) -> None:
+        """Models of older libraries, or with code of their own, may take the mean of each micro batch themselves."""
+        if not self._asked:
+            raise ModelError(
+                f"{type(body).__name__} computes its own loss, which would weigh micro batches wrongly: "
+                "use --loss fused, or a newer transformers"
+            )
 
     def _fuse(self, body: Any) -> None:
         """Inside the head's own forward, so that an engine that gathers its weight does so for the loss."""
         head, divide = body.get_output_embeddings(), self
-        if getattr(head, "bias", None) is not None or getattr(body.config, "logits_scaling", 1) != 1:
+        altered = any(getattr(body.config, key, None) not in (None, none) for key, none in LOGITS_ALTERED.items())
+        if getattr(head, "bias", None) is not None or altered:
             raise ConfigError(f"--loss fused cannot do the head of {type(body).__name__}: use --loss plain")
 
         def head_forward(self: Any, hidden: Tensor) -> Tensor:

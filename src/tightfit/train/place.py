@@ -92,7 +92,8 @@ def rendezvous(place: Place) -> Any:
         return torch._C._distributed_c10d.HashStore()
     from torch.distributed.rendezvous import rendezvous as meeting
 
-    store, *_ = next(iter(meeting("env://", rank=place.rank, world_size=place.world, timeout=PATIENCE)))
+    # All processes are started at once: PATIENCE is for their work, not for one that never comes.
+    store, *_ = next(iter(meeting("env://", rank=place.rank, world_size=place.world, timeout=GROUP_TIMEOUT)))
     return store
 
 

@@ -58,7 +58,8 @@ def _weights(held: Held, world: int, config: WorkerConfig) -> Proof:
 
 def _states(held: Held, world: int) -> Proof:
     share = held.state_elements / max(1, held.trainable_elements)
-    ok = world == 1 or share <= (1 + ROOM) / world + 1e-3
+    fair = held.trainable_elements / world if held.fair_elements is None else held.fair_elements
+    ok = world == 1 or held.state_elements <= (1 + ROOM) * fair + 1e-3 * held.trainable_elements
     text = (
         f"optimizer is sharded: {held.state_elements:,} of {held.trainable_elements:,} trained numbers are this "
         f"rank's ({share:.0%})"

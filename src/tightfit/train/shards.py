@@ -14,6 +14,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from tightfit.types import ConfigError
+
 ADAPTED = "base_model.model."
 """What PEFT puts before every name, and `base_layer.` before a weight's."""
 
@@ -42,6 +44,13 @@ class Shard:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def cut(self) -> bool:
+        """Each element is on one rank alone, though one rank may have them all: a single row cannot be shared out."""
+        from torch.distributed.tensor import DTensor
+
+        return hasattr(self.parameter, "ds_tensor") or isinstance(self.parameter, DTensor)
+
 
 def plain_name(name: str) -> str:
     """The name in the model that was adapted."""
@@ -68,6 +77,8 @@ def _zero3(name: str, param: nn.Parameter, rank: int) -> Shard:
     """Equal parts, the last one padded."""
     shape = tuple(param.ds_shape)  # type: ignore[attr-defined]
     part: Tensor = param.ds_tensor  # type: ignore[attr-defined]
+    if getattr(part, "ds_numel", part.numel()) != part.numel():  # a stand-in: the part itself is in a file
+        raise ConfigError("weights that lie on NVMe can be neither filled nor saved yet: use --offload-param cpu")
     start = min(rank * part.numel(), prod(shape))
     stop = min(start + part.numel(), prod(shape))
     return Shard(name, shape, start, part.data.view(-1)[: stop - start], param)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit.train.build import attention_of
 from tightfit.train.data import Order, Samples, batch, flattened
+from tightfit.train.data.samples import IGNORED
 from tightfit.train.place import Place
 from tightfit.types import Levers
 
@@ -35,6 +37,8 @@ class Window:
 class Windows:
     def __init__(self, samples: Samples, order: Order, levers: Levers, place: Place, pad_id: int) -> None:
         self._samples, self._order, self._levers, self._place, self._pad = samples, order, levers, place, pad_id
+        # The kernel that runs, not the one that was asked for: sdpa would pay for a long row with the square of it.
+        self._one_row = attention_of(levers, place.on_gpu)[0] == "flash"
 
     def window(self, step: int) -> Window:
         return self.of(self._order.window(step))
@@ -58,9 +62,12 @@ class Windows:
         for indices in window.micro_batches:
             yield self.tensors(indices)
 
-    def tensors(self, indices: Any, pad_to: int | None = None) -> dict[str, Tensor]:
+    def tensors(self, indices: Any, pad_to: int | None = None, unheard: Any = None) -> dict[str, Tensor]:
+        """`unheard`: which of the rows do not count in the loss."""
         made = batch(self._samples, indices, self._pad, pad_to=pad_to)
-        if made.position_ids is not None and self._levers.attention == "flash":
+        if unheard is not None:
+            made.labels[torch.as_tensor(unheard)] = IGNORED
+        if made.position_ids is not None and self._one_row:
             made = flattened(made)  # transformers sees the borders of packed documents in a single row only
         tensors = {"input_ids": made.input_ids, "labels": made.labels}
         if made.position_ids is not None:

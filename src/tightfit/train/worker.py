@@ -15,6 +15,7 @@ from typing import Any
 from tightfit.train import place as places
 from tightfit.train.assemble import Assembled, assemble
 from tightfit.train.build import hf_config
+from tightfit.train.compiled import compiled_parts, left_locks, remove
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
 from tightfit.train.events import Events
@@ -127,21 +128,29 @@ class Worker:
     # --- data and weights -----------------------------------------------------------------------
 
     def _prepared(self, store: Any) -> Prepared:
-        """One rank a node fetches and tokenises; the others wait, and open what it made."""
-        key = f"prepared-{self.place.rank - self.place.local_rank}"
-        if self.place.local_rank == 0:
-            try:
-                made = self._prepare()
-            except Exception:
-                store.set(key, "failed")
+        """One rank a node fetches and tokenises; the others wait, and open what it made.
+
+        Then all wait for all: a group would not have the patience for a node that downloads longer than the others.
+        """
+        node, everybody = f"prepared-{platform.node()}", "prepared"  # SLURM may deal ranks to nodes in any order
+        try:
+            if self.place.local_rank > 0:
+                _heard(store, node)
+            made = self._prepare()
+        except Exception as error:
+            if not isinstance(error, OthersFailed):
+                store.set(node, "failed")
+                store.set(everybody, "failed")
                 time.sleep(0.3)  # the store may end with this process; the others read it first
-                raise
-            store.set(key, "done")
+            raise
+        if self.place.local_rank == 0:
+            store.set(node, "done")
+        if self.place.rehearsal:
             return made
-        store.wait([key], places.PATIENCE)
-        if store.get(key) == b"failed":
-            raise OthersFailed
-        return self._prepare()
+        if store.add("prepared-ranks", 1) == self.place.world:
+            store.set(everybody, "done")
+        _heard(store, everybody)
+        return made
 
     def _prepare(self) -> Prepared:
         source, weights = self.config.model, None
@@ -198,8 +207,15 @@ class Worker:
         if self.config.levers.engine != "fsdp2":
             from tightfit.train.engines.deepspeed import join
 
+            self.events.told("loading DeepSpeed", 0, 1)  # the first time it compiles, for a minute on the CPU
+            self._clear_locks()
             join(self.place)
         return assemble(self.config, self.place, prepared.weights, self.cache / "weights", self.events)
+
+    def _clear_locks(self) -> None:
+        """Nobody may wait for a process that was killed. Other machines may compile in a folder that all share."""
+        if self.place.leads and self.config.world.nodes == 1 and (left := left_locks(compiled_parts())):
+            self.events.write("warning", text=remove(left))
 
     def _steps(self, order: Order) -> int:
         if self.options.rehearse:
@@ -254,6 +270,13 @@ class Worker:
                 },
             },
         )
+
+
+def _heard(store: Any, key: str) -> None:
+    """Wait for what another rank has to say."""
+    store.wait([key], places.PATIENCE)
+    if store.get(key) == b"failed":
+        raise OthersFailed
 
 
 def _versions() -> dict[str, str]:

@@ -321,7 +321,8 @@ def locked(cache: Path, key: str) -> Iterator[None]:
         file = (cache / f"{key}.lock").open("w")
     except OSError as error:
         raise ConfigError(
-            f"the cache {cache} cannot be written ({(error.strerror or str(error)).lower()}): name another folder"
+            f"the cache {cache} cannot be written ({(error.strerror or str(error)).lower()}): "
+            "name another with XDG_CACHE_HOME"
         ) from None
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -346,7 +347,8 @@ def staged(folder: Path) -> Iterator[Path]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise ConfigError(
-            f"the disk of {folder.parent} is full or has a limit on file sizes: free some, or name another folder"
+            f"the disk of {folder.parent} is full or has a limit on file sizes: make room, "
+            "or name another cache with XDG_CACHE_HOME"
         ) from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)

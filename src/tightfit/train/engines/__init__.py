@@ -12,6 +12,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tightfit.types import TightfitError
+
+
+class Diverged(TightfitError):
+    """The loss, or the gradients, are no numbers any more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
@@ -38,6 +44,8 @@ class Held:
     weights_on: str
     """cpu, cuda or nvme."""
     optimizer_on: str
+    fair_elements: int | None = None
+    """The most of `state_elements` that a rank may have where parameters are not cut evenly; None: an even share."""
 
 
 class Engine(Protocol):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.train import optimizers
-from tightfit.train.engines import Held, Stepped
+from tightfit.train.engines import Diverged, Held, Stepped
 from tightfit.train.loss import WindowLoss
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
@@ -82,7 +82,7 @@ class DeepSpeed:
     def step(self, learning_rate: float) -> Stepped:
         optimizers.set_rate(self._basic, learning_rate)
         skipped_before = self._engine.skipped_steps
-        self._engine.step()
+        self._step()
         norm = self._engine.get_global_grad_norm()
         scale = self._engine.optimizer.loss_scale if self._levers.precision == "fp16" else None
         return Stepped(
@@ -90,6 +90,17 @@ class DeepSpeed:
             skipped=self._engine.skipped_steps > skipped_before,
             loss_scale=None if scale is None else float(scale),
         )
+
+    def _step(self) -> None:
+        try:
+            self._engine.step()
+        except Exception as error:
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise Diverged(
+                "gradients overflow at the smallest loss scale, so the scale is not why: "
+                "use precision bf16 or fp32, or lower the learning rate"
+            ) from None
 
     def forget(self) -> None:
         if "nvme" in (self._levers.offload_optimizer, self._levers.offload_param):

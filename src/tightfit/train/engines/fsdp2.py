@@ -109,7 +109,7 @@ class Fsdp2:
         self.model.train(mode)
 
     def held(self) -> Held:
-        here = whole = states = trainable = 0
+        here = whole = states = trainable = fair = 0
         for param in self.model.parameters():
             local = param.to_local() if hasattr(param, "to_local") else param
             here += local.numel() * local.element_size()
@@ -117,6 +117,8 @@ class Fsdp2:
             if param.requires_grad:
                 states += local.numel()
                 trainable += param.numel()
+                rows = max(1, param.shape[0])
+                fair += -(-rows // self._place.world) * (param.numel() // rows)  # whole rows: few of them share badly
         device = "cpu" if self._levers.offload_param != "none" else self._place.device.type
         return Held(
             weight_bytes=here,
@@ -125,4 +127,5 @@ class Fsdp2:
             trainable_elements=trainable,
             weights_on=next(iter(self.model.parameters())).device.type,
             optimizer_on=device,
+            fair_elements=fair,
         )

@@ -1,0 +1,39 @@
+"""How the worker leaves: with the code of what happened, whatever the libraries or the disk do at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import run_ranks, write_plan
+
+pytestmark = pytest.mark.thorough
+
+SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 2, "engine": "fsdp2"}
+ABORT_AT_THE_END = "import atexit, os\natexit.register(os.abort)\n"
+
+
+def test_a_library_that_aborts_at_the_end_spoils_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ABORT_AT_THE_END)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+    ran = run_ranks(write_plan(tmp_path, 2, **SMALL))
+    assert ran.codes == [0, 0], ran.stderr
+    assert ran.events[-1]["event"] == "end"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, 1, **SMALL)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "events.jsonl").symlink_to("/dev/full")
+    command = [sys.executable, "-m", "tightfit.train", str(plan / "worker.json")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "the disk is full: make room" in done.stderr
+    with Path("/dev/full").open("w") as log:
+        silent = subprocess.run(command, check=False, stdout=log, stderr=log, timeout=100)
+    assert silent.returncode == 2
