@@ -171,7 +171,12 @@ class _Line:
 
 def _as_text(end: dict[str, Any]) -> str:
     what = {"adapter": "the adapter, merged", "deepspeed": "the checkpoint", "model": "the model"}[end["kind"]]
-    lines = [f"{what}: {end['folder']} ({end['bytes'] / 1e9:.2f} GB, {end['dtype']})"]
+    lines = [f"{what}: {end['folder']} ({_size(end['bytes'])}, {end['dtype']})"]
     lines += [f"  {note}" for note in end["notes"]]
     lines.append(f'  use it: AutoModelForCausalLM.from_pretrained("{end["folder"]}")')
     return "\n".join(lines)
+
+
+def _size(size_bytes: int) -> str:
+    """As files are counted; what is so small that it would be nought in MB."""
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from tightfit.types import Method, Optimizer, Precision
+from tightfit.types import Method, Optimizer, Precision, Trains
 
 Allowance = Literal[
     "precision",
@@ -189,6 +189,8 @@ class Job:
     """false: pure 16-bit training, without fp32 copies of the weights."""
     frozen_layers: Number = 0
     """The lowest N layers and the embedding do not train."""
+    trains: Trains = "all"
+    """`embeddings`: only these train, and everything else is frozen; a head that is tied to them trains with them."""
     data: Data = field(default_factory=Data)
     """What is trained on."""
     max_samples: Count | None = None

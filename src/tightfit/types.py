@@ -270,6 +270,7 @@ class Hardware:
 # --- the levers ---------------------------------------------------------------------------------
 
 Method = Literal["full", "lora", "qlora"]
+Trains = Literal["all", "embeddings"]
 Engine = Literal["zero0", "zero1", "zero2", "zero3", "fsdp2"]
 Offload = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -342,6 +343,8 @@ class Levers:
     """Set for lora and qlora."""
     frozen_layers: int = 0
     """The lowest N layers and the embedding do not train."""
+    trains: Trains = "all"
+    """embeddings: every layer, the norms and a head of its own are frozen; a tied head is the embedding."""
     buckets: Buckets = Buckets()
     deepspeed_version: str = "0.19.8"
     gradient_clipping: bool = True

@@ -77,6 +77,7 @@ def test_every_flag_reaches_its_lever() -> None:
         dataloader_workers=2,
     )
     assert levers_from_flags(Flags(scan="tightfit", frozen_layers=2), MAMBA) == Levers(scan="tightfit", frozen_layers=2)
+    assert levers_from_flags(Flags(trains="Embeddings"), MAMBA) == Levers(trains="embeddings")
 
 
 def test_a_flag_wins_over_a_file() -> None:
@@ -108,6 +109,9 @@ def test_fsdp2_offloads_all_together() -> None:
         (Flags(checkpointing="layers:5"), "more layers than the 4 of tiny_llama"),
         (Flags(frozen_layers=5), "more than the 4 layers of tiny_llama"),
         (Flags(frozen_layers=1, method="lora"), "--frozen-layers is for --method full"),
+        (Flags(trains="embedding"), "--trains knows no 'embedding': did you mean embeddings?"),
+        (Flags(trains="embeddings", method="lora"), "--trains embeddings is for --method full"),
+        (Flags(trains="embeddings", frozen_layers=1), "and --frozen-layers the embeddings too: leave one out"),
         (Flags(lora_rank=64), "--lora-rank needs --method lora or qlora"),
         (Flags(adapter_dtype="fp32"), "--adapter-dtype needs --method lora or qlora"),
         (Flags(method="lora", lora_targets="qproj"), "did you mean q_proj?"),

@@ -716,6 +716,11 @@ def test_adapters_of_a_full_training_do_not_matter() -> None:
             "job.yaml: frozen_layers 9 is more than the 4 layers of tiny_llama",
         ),
         (
+            Job(model="m", method="qlora", trains="embeddings"),
+            "--trains embeddings is for --method full: qlora trains adapters and nothing else",
+            "job.yaml: trains embeddings is for method full: qlora trains adapters and nothing else",
+        ),
+        (
             Job(model="m", levers={"engine": "zero0", "offload_optimizer": "cpu"}),
             "--offload-optimizer cpu needs --engine zero1, zero2 or zero3, not zero0",
             "job.yaml: levers.offload_optimizer cpu needs levers.engine zero1, zero2 or zero3, not zero0",

@@ -1,9 +1,8 @@
 """FSDP2's buffers: the footprint against the real `fully_shard`.
 
 A process of its own (this file, run as a script) trains tiny models on the CPU, as one rank of several under torch's
-fake process group or as the only one. A dispatch mode sees every tensor come; storages are asked for their size
-again and again, since `fully_shard` frees a parameter by shrinking its storage. What is there at the worst moment
-of each pass, shards and gradients at rest left out, is compared.
+fake process group or as the only one. What is there at the worst moment of each pass, shards and gradients at
+rest left out, is compared.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,16 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "embedding": {"vocab_size": BROAD, "world": 4, "seq": 2},
     "layers": {"vocab_size": NARROW, "world": 4, "seq": 256},
     "only adapters": {"vocab_size": BROAD, "world": 4, "seq": 32, "lora": 4},
+    "only the embedding": {"vocab_size": BROAD, "world": 4, "seq": 32, "trains": "embeddings"},
+    "only a short batch's embedding": {"vocab_size": BROAD, "world": 4, "seq": 2, "trains": "embeddings"},
+    "only the tied embedding": {
+        "vocab_size": BROAD,
+        "world": 4,
+        "seq": 32,
+        "tie_word_embeddings": True,
+        "trains": "embeddings",
+    },
+    "only the embedding, layers": {"vocab_size": NARROW, "world": 4, "seq": 256, "trains": "embeddings"},
     "one rank": {"vocab_size": BROAD, "world": 1, "seq": 32, "loss": "fused"},
     "one rank, layers": {"vocab_size": NARROW, "world": 1, "seq": 256},
 }
@@ -45,7 +55,7 @@ TOLERANCE = 0.02
 def scenario(name: str) -> dict[str, Any]:
     words = dict(SCENARIOS[name])
     config = {**LLAMA, **{key: words.pop(key) for key in ("vocab_size", "tie_word_embeddings") if key in words}}
-    return {"id": name, "config": config, "engine": "fsdp2", "optimizer": "sgd", "micro": 2, **words}
+    return {"id": name, "config": config, "engine": "fsdp2", "optimizer": "sgd", "micro": 2, "trains": "all", **words}
 
 
 # --- the process that runs FSDP2 ----------------------------------------------------------------
@@ -55,14 +65,21 @@ def record(name: str) -> dict[str, int]:
     """The most that each pass of a second step held beside what rests between steps."""
     import torch
     import torch.distributed as dist
+    from live import live_mode
     from measure_peaks import Fsdp2
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tightfit.train.build import cast_meta, freeze
+    from tightfit.types import Levers
 
     torch.set_num_threads(1)
     each = scenario(name)
     dist.init_process_group("fake", rank=0, world_size=each["world"], store=FakeStore())
     trainer = Fsdp2(each)
     trainer.build()
+    freeze(trainer.model, Levers(trains=each["trains"]))
+    if each["trains"] == "embeddings":  # what is frozen rests in the working precision
+        cast_meta(trainer.model, lambda _, param: torch.float32 if param.requires_grad else torch.bfloat16)
     trainer.initialise()
     peaks: dict[str, int] = {}
     for _ in range(2):
@@ -78,45 +95,6 @@ def record(name: str) -> dict[str, int]:
     return peaks
 
 
-def live_mode(at_rest: list[Any]) -> Any:
-    import torch
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    def key_of(tensor: Any) -> int:
-        return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
-
-    resting = {key_of(tensor) for tensor in at_rest}
-
-    class Live(TorchDispatchMode):  # type: ignore[misc]
-        """Bytes of all storages that it has met, as they are now."""
-
-        known: dict[int, Any] = {}  # noqa: RUF012 -- one for the process: a parameter's storage outlives the mode
-        peak = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for tensor in tree_leaves((args, kwargs, out)):
-                if isinstance(tensor, torch.Tensor) and key_of(tensor) not in resting:
-                    storage = tensor.untyped_storage()
-                    self.known[int(storage._cdata)] = StorageWeakRef(storage)
-            self.peak = max(self.peak, self.now())
-            return out
-
-        def now(self) -> int:
-            total = 0
-            for key, weak in list(self.known.items()):
-                storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-                if storage is None:
-                    del self.known[key]
-                else:
-                    total += storage.nbytes()
-            return total
-
-    return Live()
-
-
 # --- the comparison -----------------------------------------------------------------------------
 
 
@@ -126,7 +104,8 @@ def predicted(name: str) -> dict[str, int]:
     from tightfit.memory import estimate
 
     each = scenario(name)
-    phases = estimate(shape_of(each), levers_of(each), each["world"]).gpu.phases
+    levers = replace(levers_of(each), trains=each["trains"])
+    phases = estimate(shape_of(each), levers, each["world"]).gpu.phases
     at_rest = ("weights", "optimizer_states", "temporaries")
     return {
         name: sum(size for part, size in phases[name].components.items() if part not in at_rest)

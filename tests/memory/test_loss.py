@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kept import BATCH, SEQUENCE, forward, saved_bytes  # noqa: E402
+
 from tightfit.inputs.models import shape_from_config  # noqa: E402
 from tightfit.memory.activations import activations  # noqa: E402
 from tightfit.memory.loss import fused_chunk_tokens  # noqa: E402
@@ -32,7 +34,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
     "falcon_mamba": {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
 }
-BATCH, SEQUENCE = 2, 48
 
 
 def built(model_type: str, dtype: Any, *, checkpointed: bool) -> Any:
@@ -44,31 +45,6 @@ def built(model_type: str, dtype: Any, *, checkpointed: bool) -> Any:
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
-
-
-def saved_bytes(model: Any, run: Any) -> int:
-    """Distinct storages that autograd keeps, parameters and buffers left out."""
-    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
-    seen: dict[int, Any] = {}
-
-    def pack(tensor: Any) -> Any:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(storage.nbytes() for storage in seen.values())
-
-
-def forward(model: Any, *, fused: bool) -> Any:
-    ids = torch.randint(0, 1024, (BATCH, SEQUENCE))
-    if not fused:
-        return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss
-    body = getattr(model, model.base_model_prefix)
-    head = model.get_output_embeddings().weight
-    return lambda: linear_cross_entropy(body(input_ids=ids, use_cache=False)[0].to(head.dtype), head, ids)
 
 
 # the fused loss cannot soft-cap, and `check_levers` says so

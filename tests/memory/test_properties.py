@@ -28,6 +28,8 @@ TRAINING = ("forward", "loss", "backward", "step")
 STATE = ("weights", "master_weights", "optimizer_states", "gradients")
 NONE, FULL, OFFLOADED = Checkpointing(layers=0), Checkpointing(layers=None), Checkpointing(layers=None, offload=True)
 FP32 = 4
+PARTS: tuple[dict[str, Any], ...] = ({}, {"frozen_layers": 1}, {"trains": "embeddings"})
+"""What of a model may train."""
 
 settings.register_profile(
     "properties",
@@ -121,7 +123,7 @@ def levers(
         attention=draw(st.sampled_from(["sdpa", "flash", "eager"])),
         scan=draw(st.sampled_from(["official", "tightfit", "torch"])),
         lora=None if method == "full" else draw(lora),
-        frozen_layers=draw(st.integers(0, 1)) if method == "full" else 0,
+        **draw(st.sampled_from(PARTS)) if method == "full" else {},
         buckets=draw(buckets(ample=ample)),
         gradient_clipping=draw(st.booleans()),
         dataloader_workers=draw(st.integers(0, 2)),

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama tied": {"config": {**LLAMA, "tie_word_embeddings": True}},
     "llama lora": {"config": {**LLAMA, "tie_word_embeddings": False}, "lora": 3},
     "mamba": {"config": {**MAMBA, "tie_word_embeddings": True}},
+    "llama embeddings": {"config": {**LLAMA, "tie_word_embeddings": False}, "trains": "embeddings"},
+    "llama tied embeddings": {"config": {**LLAMA, "tie_word_embeddings": True}, "trains": "embeddings"},
+    "mamba embeddings": {"config": {**MAMBA, "tie_word_embeddings": True}, "trains": "embeddings"},
 }
 
 
 def scenario(name: str, world: int) -> dict[str, Any]:
-    return {"id": name, "world": world, "engine": "zero2", "optimizer": "sgd", **MODELS[name]}
+    return {"id": name, "world": world, "engine": "zero2", "optimizer": "sgd", "trains": "all", **MODELS[name]}
 
 
 def cut(world: int) -> dict[str, Any]:
@@ -46,11 +50,15 @@ def cut(world: int) -> dict[str, Any]:
     from measure_peaks import DeepSpeed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from tightfit.train.build import freeze
+    from tightfit.types import Levers
+
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     found = {}
     for name in MODELS:
         trainer = DeepSpeed(scenario(name, world))
         trainer.build()
+        freeze(trainer.model, Levers(trains=trainer.scenario["trains"]))
         trainer.initialise()
         optimizer = trainer.engine.optimizer
         inside = optimizer.params_in_partition[0]
@@ -80,7 +88,8 @@ def test_rank_0_keeps_what_deepspeed_gives_it(world: int) -> None:
     assert lines, done.stderr[-2000:]
     for name, (size, covering, largest, master) in json.loads(lines[0].removeprefix("FOUND ")).items():
         each = scenario(name, world)
-        ours = partition(weights.of(shape_of(each), levers_of(each)).trainable, world)
+        levers = replace(levers_of(each), trains=each["trains"])
+        ours = partition(weights.of(shape_of(each), levers).trainable, world)
         assert (ours.numel, ours.covering, ours.largest) == (size, covering, largest), name
         assert ours.numel == master
 

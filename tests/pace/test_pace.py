@@ -136,6 +136,7 @@ def test_causes_are_positive_and_add_up(name: str) -> None:
         {"checkpointing": OFFLOADED},
         {"master_weights": False},
         {"frozen_layers": 2},
+        {"trains": "embeddings"},
         {"attention": "eager"},
         {"attention": "flash", "sequence": 5000},
         {"scan": "torch"},
@@ -163,7 +164,8 @@ def test_all_depths_at_once_are_each_depth_alone(name: str, method: Method) -> N
     for asked, plain in enumerate(ways(shape, **fixed)):
         odd = {
             "accumulation": 1 + asked % 3,
-            "frozen_layers": 2 * (method == "full" and asked % 2),
+            "frozen_layers": 2 * (method == "full" and asked % 3 == 1),
+            "trains": "embeddings" if method == "full" and asked % 3 == 2 else "all",
             "buckets": Buckets(overlap_comm=(None, True, False)[asked % 3]),
         }
         levers, hardware = replace(plain, **odd), machine(MACHINES[asked % len(MACHINES)])
@@ -358,6 +360,7 @@ def test_frozen_weights_save_time() -> None:
     shape, hardware = model("qwen2.5-7b"), machine("1xH200")
     full = seconds(shape, Levers(), hardware)
     assert seconds(shape, Levers(frozen_layers=14), hardware) < full
+    assert seconds(shape, Levers(trains="embeddings"), hardware) < full
     lora = seconds(shape, Levers(**LORA), hardware)
     assert lora < full
     assert seconds(shape, Levers(method="qlora", lora=Lora()), hardware) > lora, "unpacking costs"

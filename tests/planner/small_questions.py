@@ -98,7 +98,7 @@ def questions(draw: st.DrawFn) -> Question:
         method=method,
         sequence=draw(st.sampled_from([16, 128, 2048, 8192])),
         precision=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
-        frozen_layers=draw(st.integers(0, 1)) if method == "full" else 0,
+        **draw(st.sampled_from(({}, {"frozen_layers": 1}, {"trains": "embeddings"}))) if method == "full" else {},
         levers=draw(st.sampled_from(pins)),
     )
 

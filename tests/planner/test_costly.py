@@ -107,6 +107,12 @@ def test_adapters_are_those_of_the_job() -> None:
     assert "rank 32" in answer.chosen.changes[0]
 
 
+def test_embeddings_alone_are_not_turned_into_adapters() -> None:
+    changes = costly.CHANGES["lora"]
+    assert list(changes(ask(preset("tiny_llama"), SHORT)))
+    assert not list(changes(ask(preset("tiny_llama"), SHORT, trains="embeddings")))
+
+
 def test_the_longest_sequence_that_fits_is_kept() -> None:
     hardware = machine("1x2GB", "8GB")
     answer = planned("qwen1.5-0.5b", hardware, "shorter-seq", method="lora", sequence=32768)

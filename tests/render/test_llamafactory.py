@@ -406,6 +406,7 @@ def test_the_data_is_found_through_dataset_info(plan_of: MakePlan, data: Data, e
         (Levers(engine="zero2", master_weights=False, precision="fp16"), {}, "0.9.5", "in fp16"),
         (Levers(engine="zero2", method="lora", lora=Lora(), precision="fp32"), {}, "0.9.5", "take bf16 for lora"),
         (Levers(engine="zero2", frozen_layers=4), {}, "0.9.5", "frozen_layers"),
+        (Levers(engine="zero2", trains="embeddings"), {}, "0.9.5", "trains embeddings alone"),
         (Levers(engine="zero2"), {}, "0.8.3", "0.9.2 and later"),
         (Levers(engine="zero2"), {"timeout": "soon"}, "0.9.5", "is no time"),
     ],

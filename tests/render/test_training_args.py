@@ -372,6 +372,8 @@ def test_what_the_trainer_cannot_do_is_said(make_plan: MakePlan) -> None:
     assert any("2h" in note for note in notes)
     moved = make_plan(Levers(checkpointing=Checkpointing(layers=None, offload=True)))
     assert any("on the host" in note for note in training_args_notes(moved, NEW))
+    (note,) = training_args_notes(make_plan(Levers(trains="embeddings")), NEW)
+    assert "trains the embeddings alone" in note
 
 
 def test_a_cpu_plan_trains_on_the_cpu(make_plan: MakePlan) -> None:

@@ -28,6 +28,7 @@ from tightfit.types import (
     Optimizer,
     Precision,
     Scan,
+    Trains,
 )
 
 ADAPTER_DTYPES = ("fp32", "bf16")
@@ -43,6 +44,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "optimizer": get_args(Optimizer),
     "adapter_dtype": ADAPTER_DTYPES,
     "scan": get_args(Scan),
+    "trains": get_args(Trains),
     "overlap_comm": ("on", "off"),
 }
 """The flags that take one of a few words. The command line's help is made from this."""
@@ -87,6 +89,7 @@ _LEVER_OF_FLAG = {
     "deepspeed_version": "deepspeed_version",
     "master_weights": "master_weights",
     "frozen_layers": "frozen_layers",
+    "trains": "trains",
     "dataloader_workers": "dataloader_workers",
 }
 _BUCKET_FLAGS = (
@@ -131,6 +134,7 @@ class Flags:
     deepspeed_version: str | None = None
     master_weights: bool | None = None
     frozen_layers: int | None = None
+    trains: str | None = None
     dataloader_workers: int | None = None
 
     def given(self) -> dict[str, Any]:
@@ -176,10 +180,24 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(
             f"--frozen-layers is for --method full: {levers.method} freezes every weight of the model already"
         )
+    _check_trains(levers)
     if levers.loss == "fused" and shape.final_softcap:
         raise ConfigError(f"--loss fused cannot soft-cap logits, which {shape.name} does: use --loss plain")
     if levers.lora is not None and levers.lora.targets is not None:
         _check_targets(levers.lora.targets, shape)
+
+
+def _check_trains(levers: Levers) -> None:
+    if levers.trains == "all":
+        return
+    if levers.method != "full":
+        raise ConfigError(
+            f"--trains {levers.trains} is for --method full: {levers.method} trains adapters and nothing else"
+        )
+    if levers.frozen_layers:
+        raise ConfigError(
+            f"--trains {levers.trains} freezes every layer, and --frozen-layers the embeddings too: leave one out"
+        )
 
 
 def checkpointing_from_word(word: str) -> Checkpointing:

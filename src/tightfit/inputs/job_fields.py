@@ -53,6 +53,7 @@ COSTLY = {
     "adapter_dtype": "lora.dtype",
     "master_weights": "master_weights",
     "frozen_layers": "frozen_layers",
+    "trains": "trains",
 }
 """Levers that change the result, and the field of the job that each is."""
 

@@ -189,6 +189,7 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
         optimizer=job.optimizer,
         master_weights=job.master_weights,
         frozen_layers=job.frozen_layers,
+        trains=job.trains,
         **lora,
         **job.levers,
     )

@@ -70,7 +70,8 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         micro_batch=levers.micro_batch,
         sequence=levers.sequence,
         width=width,
-        trains_base=levers.method == "full",
+        trains_base=levers.method == "full" and levers.trains == "all",
+        trains_embedding=levers.method == "full" and levers.frozen_layers == 0,
         lora_rank=lora.rank if lora else 0,
         lora_targets=lora.targets if lora else None,
         adapter_width=4 if width == 4 or (lora and lora.adapter_dtype == "fp32") else 2,
@@ -97,7 +98,8 @@ def _activations(
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     embedded = setting.tokens * shape.hidden_size * setting.width
-    trains_below = frozen == 0 if setting.trains_base else recomputing > 0
+    # adapters alone need no gradient of the embedding, but checkpointing makes its output require one
+    trains_below = setting.trains_embedding or (not setting.trains_base and recomputing > 0)
     lowest = frozen if setting.trains_base else 0
     kept = host_kept = own = stream = 0
     moments: list[Moment] = []
@@ -126,7 +128,7 @@ def _activations(
         evaluation=max(cost.forward_unsaved for cost in costs) + stream + masks,
         stream=stream,
         moments=tuple(reversed(moments)),
-        head=head_cost(shape, setting, fused, setting.trains_base and not (shape.tied and frozen)),
+        head=head_cost(shape, setting, fused, setting.trains_head(tied=shape.tied)),
         setting=setting,
     )
 

@@ -45,7 +45,8 @@ class Gather(NamedTuple):
 
 
 def phases(job: Job) -> dict[PhaseName, Components]:
-    embedding, layer, head = _groups(job.shape, effective_lora(job.levers), job.levers.method, job.trains_embedding)
+    lora, method = effective_lora(job.levers), job.levers.method
+    embedding, layer, head = _groups(job.shape, lora, method, job.acts.setting.trains_base, job.trains_embedding)
     base = _persistent(job)
     waiting: Components = {"gradients": _earlier(job)}
     gathers = _gather(job, embedding), _gather(job, layer), _gather(job, head)
@@ -119,8 +120,10 @@ def _shard_width(job: Job) -> int:
 
 
 @lru_cache(maxsize=256)
-def _groups(shape: ModelShape, lora: Lora | None, method: str, embedding: bool) -> tuple[Group, Group, Group]:
-    """Embedding, the largest layer, and norm with head. `embedding`: it trains."""
+def _groups(
+    shape: ModelShape, lora: Lora | None, method: str, base: bool, embedding: bool
+) -> tuple[Group, Group, Group]:
+    """Embedding, the largest layer, and norm with head. `base`, `embedding`: what of them trains."""
     layers = []
     for block in shape.blocks:
         adapters = packed = plain = 0
@@ -132,10 +135,10 @@ def _groups(shape: ModelShape, lora: Lora | None, method: str, embedding: bool) 
                 plain += tensor.numel
             if lora is not None and is_adapted(tensor, lora):
                 adapters += lora.rank * (tensor.shape[0] + tensor.shape[1])
-        layers.append(Group(plain, 0, 0, largest) if method == "full" else Group(adapters, plain, packed, largest))
+        layers.append(Group(plain, 0, 0, largest) if base else Group(adapters, plain, packed, largest))
     before, after = [t.numel for t in shape.before], [t.numel for t in shape.after]
     below = Group(*((sum(before), 0) if embedding else (0, sum(before))), 0, max(before, default=0))
-    above = Group(*((sum(after), 0) if method == "full" else (0, sum(after))), 0, max(after, default=0))
+    above = Group(*((sum(after), 0) if base else (0, sum(after))), 0, max(after, default=0))
     return below, max(layers, key=lambda group: group.whole(2, 2)), above
 
 

@@ -30,6 +30,9 @@ class Setting:
     width: int
     """Bytes of the working precision."""
     trains_base: bool
+    """The layers, the final norm and a head of its own train."""
+    trains_embedding: bool = False
+    """The embedding trains, and with it a head that is tied to it."""
     lora_rank: int = 0
     lora_targets: tuple[str, ...] | None = None
     adapter_width: int = 2
@@ -44,6 +47,9 @@ class Setting:
     @property
     def tokens(self) -> int:
         return self.micro_batch * self.sequence
+
+    def trains_head(self, *, tied: bool) -> bool:
+        return self.trains_embedding if tied else self.trains_base
 
     def adapts(self, module: str) -> bool:
         """Does LoRA sit on this module? PEFT's `all-linear` leaves the head out; so do the blocks."""

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.operations import UNADAPTABLE
-from tightfit.types import Block, Levers, Lora, ModelShape, Moe, Tensor
+from tightfit.types import Block, Levers, Lora, ModelShape, Moe, Tensor, Trains
 
 WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -42,8 +42,15 @@ class Weights(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def weights(shape: ModelShape, method: str, lora: Lora | None, precision: str, frozen_layers: int) -> Weights:
-    width = WIDTH[precision]
+def weights(
+    shape: ModelShape,
+    method: str,
+    lora: Lora | None,
+    precision: str,
+    frozen_layers: int,
+    trains: Trains = "all",
+) -> Weights:
+    width, base_trains = WIDTH[precision], method == "full" and trains == "all"
     trainable: list[int] = []
     frozen: list[int] = []
     quantised: list[int] = []
@@ -53,14 +60,14 @@ def weights(shape: ModelShape, method: str, lora: Lora | None, precision: str, f
     for index, kind in enumerate(shape.pattern):
         base, adapters, packed = kinds[kind]
         if method == "full":
-            (trainable if index >= frozen_layers else frozen).extend(base)
+            (trainable if base_trains and index >= frozen_layers else frozen).extend(base)
             continue
         frozen.extend(base)
         quantised.extend(packed)
         if index >= frozen_layers:
             trainable.extend(adapters)
     for tensor in shape.after:
-        (trainable if method == "full" else frozen).append(tensor.numel)
+        (trainable if base_trains else frozen).append(tensor.numel)
     scales = sum(-(-numel // NF4_BLOCK) + 4 * -(-numel // (NF4_BLOCK * NF4_NESTED_BLOCK)) for numel in quantised)
     packed_bytes = sum(quantised) // 2 + scales
     adapter_width = {"bf16": min(2, width), "fp32": 4}[lora.adapter_dtype] if lora else width
@@ -80,7 +87,7 @@ def weights(shape: ModelShape, method: str, lora: Lora | None, precision: str, f
 
 
 def of(shape: ModelShape, levers: Levers) -> Weights:
-    return weights(shape, levers.method, effective_lora(levers), levers.precision, levers.frozen_layers)
+    return weights(shape, levers.method, effective_lora(levers), levers.precision, levers.frozen_layers, levers.trains)
 
 
 def effective_lora(levers: Levers) -> Lora | None:

@@ -56,7 +56,8 @@ def _states(job: Job) -> int:
     if levers.optimizer == "paged_adamw8bit":
         return 0
     if levers.optimizer == "adafactor":
-        return factored_bytes(tuple(tensor.shape for tensor in job.shape.tensors)) if levers.method == "full" else 0
+        matrices = job.shape.tensors if levers.trains == "all" else job.shape.before
+        return factored_bytes(tuple(tensor.shape for tensor in matrices)) if levers.method == "full" else 0
     if levers.optimizer == "adamw":
         return state_bytes("adamw", job.weights.trainable_numel, job.master_width, flat=True)
     return sum(state_bytes(levers.optimizer, numel, 4, flat=False) for numel in job.weights.trainable)

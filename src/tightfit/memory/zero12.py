@@ -93,6 +93,8 @@ def _bucket(job: Job) -> int:
 
 
 def _backward(job: Job, part: Partition, own_grads: int) -> Components:
+    if job.levers.trains == "embeddings":
+        return _backward_to_the_embedding(job, part, own_grads)
     acts, levers, weights = job.acts, job.levers, job.weights
     width, elements = weights.trainable_width, levers.buckets.reduce_bucket
     bucket = _bucket(job)
@@ -107,12 +109,57 @@ def _backward(job: Job, part: Partition, own_grads: int) -> Components:
         inside = {"gradients": peak.gradients + earlier, "buckets": bucket + peak.buckets}
         ends = {"gradients": own_grads + earlier, "buckets": bucket}
     if levers.offload_optimizer != "none":
-        # each gradient of the partition is upcast for its norm before it leaves for the host
-        oversized = weights.largest_trainable if weights.largest_trainable > elements else 0
-        leaving: Components = {"gradients": oversized * width, "buckets": bucket, "temporaries": FP64 * part.largest}
-        ends = worst(ends, leaving)
+        ends = worst(ends, _leaving(job, part, bucket))
     inside |= {"activations": peak.activations + acts.shared, "recompute": peak.recompute}
     return worst(_first_gradient(job, bucket, earlier), inside, ends)
+
+
+def _leaving(job: Job, part: Partition, bucket: int) -> Components:
+    """Each gradient of the partition is upcast for its norm before it leaves for the host."""
+    weights, elements = job.weights, job.levers.buckets.reduce_bucket
+    oversized = weights.largest_trainable if weights.largest_trainable > elements else 0
+    return {
+        "gradients": oversized * weights.trainable_width,
+        "buckets": bucket,
+        "temporaries": FP64 * part.largest,
+    }
+
+
+def _backward_to_the_embedding(job: Job, part: Partition, own_grads: int) -> Components:
+    """Where nothing above it trains, the first gradient to arrive is the last: only then does the bucket appear."""
+    acts, levers, weights, grad = job.acts, job.levers, job.weights, job.embedding_grad
+    elements, bucket, earlier = levers.buckets.reduce_bucket, _bucket(job), _earlier(job, own_grads)
+    resting = bucket if levers.engine == "zero1" and levers.accumulation > 1 else 0
+    peak = accumulated(acts, job.tied_grad, 0, earlier)
+    moments: list[Components] = [
+        {
+            "activations": peak.activations + acts.shared,
+            "recompute": peak.recompute,
+            "gradients": peak.gradients,
+            "buckets": resting,
+        },
+        # the layers' gradient is turned into the embedding's, to which a tied head's is added
+        {
+            "activations": acts.shared,
+            "recompute": acts.moments[-1].cost.input_grad,
+            "gradients": earlier + job.tied_grad + grad,
+            "buckets": resting,
+        },
+    ]
+    if levers.engine == "zero1":
+        left = _emptying(weights.trainable, elements, part) * weights.trainable_width
+        moments.append({"gradients": left, "buckets": bucket})
+    else:
+        stays = grad if grad > elements * weights.trainable_width else 0  # a larger one has no room in the bucket
+        one_owner = part.numel >= weights.trainable_numel
+        moments += [
+            {"gradients": earlier + grad, "buckets": bucket},
+            {"gradients": earlier + stays, "buckets": bucket + (0 if one_owner else grad)},
+            {"gradients": earlier + stays + own_grads, "buckets": bucket},
+        ]
+    if levers.offload_optimizer != "none":
+        moments.append(_leaving(job, part, bucket))
+    return worst(*moments)
 
 
 def _first_gradient(job: Job, bucket: int, earlier: int) -> Components:

@@ -166,7 +166,12 @@ def gathered_of(job: Job) -> Gathered:
         input_grad=levers.frozen_layers == 0 if trains else checkpointing != 0,
         wrappers=0 if trains else 1,
     )
-    style = Style(lora=effective_lora(levers), method=levers.method, scan_kernel=levers.scan != "torch")
+    style = Style(
+        lora=effective_lora(levers),
+        method=levers.method,
+        frozen=not job.acts.setting.trains_base,
+        scan_kernel=levers.scan != "torch",
+    )
     buckets = levers.buckets
     limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance, job.world > 1)
     return _gathered(job.shape, style, passes, limits, buckets.persistence_threshold)
@@ -178,6 +183,8 @@ class Style:
 
     lora: Lora | None
     method: str
+    frozen: bool
+    """The layers' own weights do not train."""
     scan_kernel: bool
     """A Mamba mixer hands its weights to one kernel: they are the mixer's, not those of modules inside it."""
 
@@ -241,11 +248,11 @@ def _layer(block: Block, style: Style, threshold: int, first: int) -> tuple[Node
         feedforward = [(EMPTY, feedforward[0], EMPTY, *feedforward[1:])]  # the activation is a module too
     inside: Node = (EMPTY, *mixer)
     if isinstance(block.mixer, Mamba1) and style.scan_kernel and style.method == "full":
-        inside = _kernel_mixer(list(named), mixer)
+        inside = _kernel_mixer(list(named), mixer, style.frozen)
     return (EMPTY, *before, inside, *between, *feedforward, *after), identity
 
 
-def _kernel_mixer(names: list[str], modules: list[Node]) -> Node:
+def _kernel_mixer(names: list[str], modules: list[Node], frozen: bool) -> Node:
     """in_proj is called; everything else belongs to the mixer itself, which works when in_proj has run.
 
     `zero.Init` numbers parameters as it closes modules: the mixer's direct ones come last.
@@ -255,7 +262,7 @@ def _kernel_mixer(names: list[str], modules: list[Node]) -> Node:
     inner = [node for name, node in mixing.items() if "." in name and node not in called]
     direct = [node for name, node in mixing.items() if "." not in name]
     own = [param for node in (*inner, *direct) if isinstance(node, Module) for param in node.params]
-    return (Module(tuple(own)), *called, EMPTY)
+    return (Module(tuple(own), frozen), *called, EMPTY)
 
 
 def _call(name: str, tensors: list[Tensor], style: Style, threshold: int, first: int) -> tuple[Node, int]:
@@ -267,7 +274,7 @@ def _call(name: str, tensors: list[Tensor], style: Style, threshold: int, first:
         params.append((first + index, numel))
     first += len(tensors)
     owned = tuple(param for param in params if param[1] > threshold)
-    base = Module(owned, frozen=method != "full", reads_input=name.rpartition(".")[2] in _READS_INPUT)
+    base = Module(owned, frozen=style.frozen, reads_input=name.rpartition(".")[2] in _READS_INPUT)
     adapted = next((t for t in tensors if lora is not None and is_adapted(t, lora)), None)
     if adapted is None or lora is None:
         return base, first

@@ -133,8 +133,7 @@ def _passes(shape: ModelShape, levers: Levers, rates: Rates, gpu: Gpu) -> Passes
     setting = setting_of(levers, gpu)
     again = levers.checkpointing.layers
     counts, recomputed, backed = _counts(shape, shape.n_layers if again is None else again, _frozen(levers))
-    trains_head = setting.trains_base and not (shape.tied and levers.frozen_layers)
-    head = head_time(shape, setting, rates, levers.loss == "fused", trains_head)
+    head = head_time(shape, setting, rates, levers.loss == "fused", setting.trains_head(tied=shape.tied))
     products, traffic, products_back, traffic_back, host = head
     unpacking = unpacking_back = again_s = 0.0
     host_back = HEAD_OPERATIONS * OPERATION_S

@@ -202,7 +202,8 @@ def head_time(shape: ModelShape, setting: Setting, rates: Rates, fused: bool, tr
     capped = 6 * width * logits if shape.final_softcap else 0
     forward = logits * (upcast + 2 * FP32) + capped
     back = logits * (FP32 + 3 * FP32 + upcast) + capped
-    embedding = vocab * hidden * width if setting.trains_base else 0  # a gradient of zeros, filled by token
+    trains = setting.trains_base or setting.trains_embedding
+    embedding = vocab * hidden * width if trains else 0  # a gradient of zeros, filled by token
     products_back = once * (2 if trains_head else 1)
     launches = constants.HEAD_OPERATIONS * constants.OPERATION_S
     if fused:

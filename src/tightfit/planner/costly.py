@@ -167,7 +167,8 @@ def _quantised(question: Question) -> Iterator[Change]:
 
 
 def _adapters(question: Question) -> Iterator[Change]:
-    if question.base.method == "full" and question.base.frozen_layers == 0:
+    base = question.base
+    if base.method == "full" and base.frozen_layers == 0 and base.trains == "all":
         lora = question.adapters
         yield _with(question, method="lora", lora=lora), f"trains adapters of rank {lora.rank} instead of every weight"
 

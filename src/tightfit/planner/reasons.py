@@ -55,7 +55,7 @@ def worth_showing(plan: Plan) -> tuple[Way, ...]:
 def _training(way: Way) -> tuple[object, ...]:
     """All that changes the result."""
     levers = way.levers
-    what = (way.shape.name, levers.method, levers.lora, levers.sequence, levers.frozen_layers)
+    what = (way.shape.name, levers.method, levers.lora, levers.sequence, levers.frozen_layers, levers.trains)
     return (*what, levers.precision, levers.optimizer, levers.master_weights)
 
 

@@ -18,6 +18,7 @@ refused:
 - Mamba: neither our scan kernels nor a checkpointing of its own;
 - the fused loss for a family without it: LLaMA-Factory would warn, go on, and run out of memory;
 - frozen layers: its `freeze` leaves the final norm and the head untrained as well;
+- embeddings alone: its `freeze` with no layer and an extra module might do it, but we have never run that;
 - pure 16-bit training under ZeRO-3, or in fp16: its own check refuses the first and has no key for the second;
 - adapters on a model in fp32: it loads the frozen model in the format of its files, whatever the YAML says;
 - ZeRO-3 on the CPU: with `use_cpu` transformers sets up DeepSpeed too late, and it counts one rank;
@@ -245,6 +246,10 @@ def _refuse(plan: Plan, way: Way, target: Target) -> None:
     if levers.frozen_layers:
         raise ConfigError(
             "LLaMA-Factory's freeze leaves the head untrained too: frozen_layers cannot be written for it"
+        )
+    if levers.trains != "all":
+        raise ConfigError(
+            f"tightfit writes no LLaMA-Factory file that trains {levers.trains} alone: train it with tightfit's worker"
         )
     if levers.loss == "fused" and shape.model_type not in liger.under_llamafactory(at):
         raise ConfigError(f"LLaMA-Factory {version} has no fused loss for {shape.model_type}: pin --loss plain for it")

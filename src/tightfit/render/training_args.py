@@ -92,6 +92,10 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[str, ...]:
             f"The plan recomputes {levers.checkpointing.layers} layers, the Trainer all or none: it recomputes all, "
             "which needs less memory and is slower."
         )
+    if levers.trains != "all":
+        notes.append(
+            f"The plan trains the {levers.trains} alone, the Trainer whatever requires a gradient: freeze the rest."
+        )
     notes += _offload_notes(way)
     notes += _scan_notes(way)
     notes += _needs(way, version)
