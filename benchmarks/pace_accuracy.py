@@ -132,6 +132,7 @@ def job_of(row: Row) -> tuple[str, int, Levers]:
         attention=plain.attention,
         scan=plain.scan,
         buckets=plain.buckets,
+        master_weights=True,  # that some loops left them out made no difference to the job
     )
     return json.dumps(row.scenario["config"], sort_keys=True), row.scenario["world"], asked
 

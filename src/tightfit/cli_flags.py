@@ -43,6 +43,7 @@ HELP = {
     "overlap_comm": "reduce gradients beside the backward pass, with a second bucket (on at stage 3 only)",
     "deepspeed_version": "the DeepSpeed whose behaviour is priced",
     "frozen_layers": "the lowest N layers and the embedding do not train (0)",
+    "trains": "what trains: everything, or the embeddings alone (all)",
     "dataloader_workers": "data loading processes of each rank (0)",
 }
 """What each flag means, and in brackets its default."""
@@ -54,7 +55,7 @@ METAVARS = {
 }
 
 GROUPS = {
-    "the training": ("method", "seq", "micro_batch", "accum", "precision", "optimizer", "frozen_layers"),
+    "the training": ("method", "seq", "micro_batch", "accum", "precision", "optimizer", "frozen_layers", "trains"),
     "adapters": ("lora_rank", "lora_targets", "adapter_dtype"),
     "what saves memory": ("engine", "offload_optimizer", "offload_param", "checkpointing", "loss", "attention", "scan"),
     "DeepSpeed's buffers": (

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -292,29 +291,10 @@ def test_nothing_is_said_twice() -> None:
     assert "- Needs " in section(text, "Why this one")
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_the_page_says_whether_there_is_a_worker_to_start(
-    plan_of: MakePlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
-) -> None:
-    worker = tmp_path / "__main__.py"
-    if there:
-        worker.touch()
-    monkeypatch.setattr(import_module("tightfit.render.plan_md"), "WORKER", worker)
-    said = section(text_of(plan_of()), "How to start it")
-    assert ("not in this version of tightfit yet" in said) != there
-    assert ("`--launcher llamafactory`" in said) != there
-    mamba = section(text_of(plan_of(Levers(engine="zero3"), "6x32GB", model="7b_mamba")), "How to start it")
-    assert ("not in this version" in mamba) != there
-    assert "--launcher llamafactory" not in mamba, "which cannot train it"
-    plan, target = plan_of(), Target(launcher="llamafactory")
-    assert "not in this version" not in text_of(plan, target)
-
-
-def test_the_worker_is_where_the_page_looks_for_it() -> None:
-    from tightfit import train
-
-    (folder,) = train.__path__
-    assert Path(folder) / "__main__.py" == import_module("tightfit.render.plan_md").WORKER
+def test_the_page_says_how_to_start_the_worker(plan_of: MakePlan) -> None:
+    assert "`tightfit train --plan`" in section(text_of(plan_of()), "How to start it")
+    other = text_of(plan_of(), Target(launcher="llamafactory"))
+    assert "tightfit train" not in section(other, "How to start it")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,9 @@ def test_every_field_of_a_job_arrives(make_plan: MakePlan) -> None:
         "template": "qwen",
         "packing": True,
         "samples": 1000,
+        "tokenizer": None,
+        "recipe": None,
+        "ablation": None,
         "max_samples": 500,
         "overlong": "cut",
     }

@@ -80,6 +80,7 @@ OTHER_NAMES = {
     "num_train_epochs": "epochs",
     "output_dir": "saving.folder",
     "per_device_train_batch_size": "levers.micro_batch",
+    "rank": "lora.rank",
     "save_steps": "saving.every_steps",
     "seq": "sequence",
     "stage": "levers.engine",

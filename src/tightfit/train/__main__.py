@@ -113,7 +113,11 @@ def _verdict(error: BaseException) -> tuple[int, str, str]:
         return USER_ERROR, "user", sentence
     if type(error).__name__ == "OthersFailed":
         return USER_ERROR, "user", ""
-    if type(error).__name__ == "OutOfMemoryError":
+    if (
+        type(error).__name__ == "OutOfMemoryError"
+        or isinstance(error, MemoryError)
+        or "CUDA error: out of mem" in sentence
+    ):
         return OUT_OF_MEMORY, "out_of_memory", sentence.partition(" If reserved but unallocated")[0]
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" ({error.filename})" if error.filename else ""
