@@ -99,7 +99,7 @@ def test_embeddings_first_then_everything(tmp_path: Path, start: dict[str, Path]
     assert changed(middle, saved(second.folder / "model")) == set(base)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "head"), [("zero2", "tied head"), ("fsdp2", "own head"), ("zero3", "own head")])
 def test_the_rest_stays_as_it_was(tmp_path: Path, start: dict[str, Path], engine: str, head: str) -> None:
     ran = stage(tmp_path, start[head], engine, trains="embeddings", checkpointing="full")

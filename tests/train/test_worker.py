@@ -111,6 +111,13 @@ def test_an_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
     assert config["base_model_name_or_path"] == str(base)
 
 
+def test_a_finished_run_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    done = alone(write_plan(tmp_path, 1, **SMALL, engine="fsdp2"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "holds a finished run" in done.stderr
+
+
 def test_the_time_limit_stops_and_saves(tmp_path: Path) -> None:
     folder = edit(write_plan(tmp_path, 1, **{**SMALL, "max_steps": 5000}, engine="fsdp2"), timeout_s=1)
     ran = run_ranks(folder)

@@ -28,7 +28,7 @@ from tightfit.train.proof import Proof, proofs, recomputation
 from tightfit.train.sources import find_weights
 from tightfit.train.watchers import Watcher, watchers
 from tightfit.train.windows import Window, Windows, seed_everything
-from tightfit.types import TightfitError
+from tightfit.types import ConfigError, TightfitError
 
 MODEL = "model"
 """The folder of the trained model, in the run's."""
@@ -87,6 +87,10 @@ class Worker:
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
+        if (self.config.folder / MODEL).exists() and not self.options.rehearse:
+            raise ConfigError(
+                f"{self.config.folder} holds a finished run: move it away, or name another folder for this one"
+            )
         self._say_start()
         if self.place.leads:
             self.events.watcher = self._watcher()
