@@ -104,7 +104,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Path | None]:
 def _spec(job: Job, folder: Path | None, *, named: bool) -> dict[str, Any]:
     values = asdict(job.data) | {"max_samples": job.max_samples, "sequence": job.sequence, "seed": job.seed}
     for key in ("path", "template", "tokenizer", "recipe"):
-        values[key] = placed(values[key], folder)
+        values[key] = values[key] if folder is None else placed(values[key], folder)
     known = not isinstance(job.model, str) or job.model.lower() in PRESETS or Path(job.model).expanduser().exists()
     if values["tokenizer"] is None and isinstance(job.model, str) and job.model.lower() not in PRESETS:
         model = Path(job.model).expanduser()

@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(bytes_tokenizer: Any, t
     from tightfit.types import ConfigError
 
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"the cache .* cannot be written .*: name another folder"):
+    with pytest.raises(ConfigError, match=r"the cache .* cannot be written .*: name another with XDG_CACHE_HOME"):
         prepare(DataSpec(path="shipped:text"), bytes_tokenizer, tmp_path / "file" / "cache", lambda *_: None)
 
 
