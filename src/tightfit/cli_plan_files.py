@@ -164,8 +164,8 @@ def write_plan(
     if answered.chosen is None:
         every_gpu = isinstance(answer, Limit)
         narrow = beyond(startable_of(job, target), answered, every_gpu=every_gpu) is not None
-        way_out = f"--launcher {STARTS_ANY} would make it fit" if narrow else _way_out(answered)
-        raise ConfigError(f"nothing fits, so nothing was written: {way_out}")
+        way = f"--launcher {STARTS_ANY} would make it fit" if narrow else way_out(answered, HOW_FAR)
+        raise ConfigError(f"nothing fits, so nothing was written: {way}")
     deepspeed = answered.chosen.levers.deepspeed_version
     target = replace(target, deepspeed_version=deepspeed, gpu_ids=job.hardware.gpu_ids)
     return answer, write(render(answered, target), Path(args.write), hasattr(args, "force"))
@@ -178,13 +178,17 @@ def plan_of(answer: Answer) -> Plan:
     return found
 
 
-def _way_out(answer: Plan) -> str:
+HOW_FAR = "run it without --write to see how far it is"
+
+
+def way_out(answer: Plan, otherwise: str) -> str:
+    """What would make a plan fit that does not; `otherwise`: where nothing is known to."""
     if answer.remedies:
         first = answer.remedies[0]
         return f"--allow {first.allowance} would make it fit ({first.cost})"
     if answer.gpus_needed is not None:
         return f"{answer.gpus_needed} of these GPUs would do"
-    return "run it without --write to see how far it is"
+    return otherwise
 
 
 def _changed(answer: Answer) -> Answer:

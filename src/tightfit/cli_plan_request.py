@@ -227,6 +227,10 @@ def _placed(job: Job, file: Path | None) -> Job:
     def place(text: str | None) -> str | None:
         return placed(text, file.parent if file else None)
 
+    def place_unless_named(text: str | None) -> str | None:
+        """A template or a recipe may be called by a name, which a folder of that name here must not catch."""
+        return place(text) if set("/.") & set(text or "") else text
+
     model = job.model
     if isinstance(model, str) and model.strip().lower() not in PRESETS:
         model = place(model.strip()) or model
@@ -236,9 +240,9 @@ def _placed(job: Job, file: Path | None) -> Job:
         data=replace(
             job.data,
             path=place(job.data.path),
-            template=place(job.data.template),
+            template=place_unless_named(job.data.template),
             tokenizer=place(job.data.tokenizer),
-            recipe=place(job.data.recipe),
+            recipe=place_unless_named(job.data.recipe),
         ),
         saving=replace(job.saving, folder=str(Path(job.saving.folder).expanduser())),
         hardware=replace(job.hardware, nvme_path=place(job.hardware.nvme_path)),

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli_plan_files import startable_of
+from tightfit.cli_plan_files import startable_of, way_out
 from tightfit.cli_plan_request import request_of
 from tightfit.cli_train_machine import holder_words, reservations
-from tightfit.cli_train_pins import with_a_scan_that_runs, with_paths
-from tightfit.cli_train_request import answer_of, check_data, check_packages, rendered, way_out
+from tightfit.cli_train_pins import with_a_scan_that_runs, with_whole_folder
+from tightfit.cli_train_request import HOW_FAR, answer_of, check_data, check_packages, rendered
 from tightfit.inputs.hardware import parse_size
 from tightfit.inputs.models import config_from_fields, find_config
 from tightfit.inputs.occupancy import Device, occupancy
@@ -99,12 +99,12 @@ def _planned(args: argparse.Namespace, cap: int | None) -> tuple[Plan, dict[str,
 
     request = request_of(args, smaller)
     request = with_a_scan_that_runs(request, on_gpu=request.hardware.gpu.vendor != "cpu")
-    request = replace(request, job=with_paths(request.job, getattr(args, "file", None)))
+    request = replace(request, job=with_whole_folder(request.job))
     check_data(request.job)
     target = Target()
     answer = answer_of(args, request, startable_of(request.job, target), every_gpu=False)
     if answer.chosen is None:
-        raise ConfigError(f"nothing fits, so there is nothing to rehearse: {way_out(answer)}")
+        raise ConfigError(f"nothing fits, so there is nothing to rehearse: {way_out(answer, HOW_FAR)}")
     return answer, dict(rendered(answer, request.job, target))
 
 

@@ -102,31 +102,7 @@ def check_weights(job: Job) -> tuple[str, ...]:
     return (f"{name} has no public weights: the adapters are trained on weights drawn from the seed, for trying only.",)
 
 
-PATHS = ("path", "tokenizer", "recipe", "template")
-"""The fields of the data that may name a file."""
-
-
-def with_paths(job: Job, file: str | None) -> Job:
-    """Files and folders of the data made absolute, as the ranks start in another folder; the run's folder too."""
-    near = [Path()] + ([Path(file).parent] if file else [])
-    changes: dict[str, Any] = {}
-    for name in PATHS:
-        value = getattr(job.data, name, None)
-        by_name = name in ("recipe", "template") and isinstance(value, str) and not set("/.") & set(value)
-        if isinstance(value, str) and not by_name and (path := _found(value, near)) is not None:
-            changes[name] = path
+def with_whole_folder(job: Job) -> Job:
+    """The run's folder made absolute, as the ranks start in another one."""
     folder = Path(job.saving.folder).expanduser().absolute()
-    return replace(job, data=replace(job.data, **changes), saving=replace(job.saving, folder=str(folder)))
-
-
-def _found(word: str, near: list[Path]) -> str | None:
-    """The place that a word names; `FILE:ENTRY` is an entry of a file."""
-    if not word.strip() or word.startswith("shipped:"):
-        return None
-    name, colon, entry = word.rpartition(":")
-    for folder in near:
-        if (path := folder / Path(word).expanduser()).exists():
-            return str(path.absolute())
-        if colon and name and (path := folder / Path(name).expanduser()).exists():
-            return f"{path.absolute()}:{entry}"
-    return None
+    return replace(job, saving=replace(job.saving, folder=str(folder)))

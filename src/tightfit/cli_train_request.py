@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.cli_plan_files import Startable, startable_of
+from tightfit.cli_plan_files import Startable, startable_of, way_out
 from tightfit.cli_plan_request import Request, request_of
 from tightfit.cli_train_machine import Machine, Nodes, machine_for, nodes_of
-from tightfit.cli_train_pins import check_weights, pinned_by_deepspeed, with_a_scan_that_runs, with_paths
+from tightfit.cli_train_pins import check_weights, pinned_by_deepspeed, with_a_scan_that_runs, with_whole_folder
 from tightfit.inputs.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
@@ -71,14 +71,14 @@ def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
     request = with_a_scan_that_runs(request, on_gpu=on_gpu)
     request = replace(
         request,
-        job=with_paths(request.job, getattr(args, "file", None)),
+        job=with_whole_folder(request.job),
         said=(*check_weights(request.job), *request.said),
     )
     check_data(request.job)
     target = _target(args, nodes)
     answer = answer_of(args, request, startable_of(request.job, target), every_gpu=nodes.count > 1)
     if answer.chosen is None:
-        raise ConfigError(f"nothing fits, so nothing was started: {way_out(answer)}")
+        raise ConfigError(f"nothing fits, so nothing was started: {way_out(answer, HOW_FAR)}")
     files = rendered(answer, request.job, target)
     worker = worker_file(files[WORKER_FILE], WORKER_FILE)
     ids = request.job.hardware.gpu_ids
@@ -92,6 +92,9 @@ def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
         devices=() if nodes.hostfile is not None else machine.devices_for(worker, ids),
         plan=answer,
     )
+
+
+HOW_FAR = "`tightfit plan` with the same flags shows how far it is"
 
 
 def answer_of(args: argparse.Namespace, request: Request, startable: Startable, *, every_gpu: bool) -> Plan:
@@ -110,15 +113,6 @@ def answer_of(args: argparse.Namespace, request: Request, startable: Startable, 
     if found.plan is None:
         raise ConfigError(found.problem)
     return replace(found.plan, because=(*said, *found.because, *found.plan.because))
-
-
-def way_out(answer: Plan) -> str:
-    if answer.remedies:
-        first = answer.remedies[0]
-        return f"--allow {first.allowance} would make it fit ({first.cost})"
-    if answer.gpus_needed is not None:
-        return f"{answer.gpus_needed} of these GPUs would do"
-    return "`tightfit plan` with the same flags shows how far it is"
 
 
 def _target(args: argparse.Namespace, nodes: Nodes) -> Target:

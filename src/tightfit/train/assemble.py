@@ -66,7 +66,7 @@ def assemble(config: WorkerConfig, place: Place, weights: Path | None, cache: Pa
         source: WeightSource | None = None
         if weights is not None:
             source = open_weights(weights, twin, cache, progress=events.told)
-        engine, oddities, recomputed = assembly.engine(source, events)
+        engine, oddities, recomputed = assembly.engine(twin, source, events)
     return Assembled(
         engine=engine,
         hf_config=hf,
@@ -98,9 +98,9 @@ class _Assembly:
         masters = self.levers.engine == "fsdp2" and self.levers.master_weights and param.requires_grad
         return torch.float32 if masters else self.working
 
-    def engine(self, source: WeightSource | None, events: Events) -> tuple[Engine, tuple[Oddity, ...], int]:
-        twin = self.adapted(self.skeleton())
-        origin = Origin(draws=Drawn(twin, self.config.training.seed), weights=source, rounding=self.working)
+    def engine(self, twin: Any, source: WeightSource | None, events: Events) -> tuple[Engine, tuple[Oddity, ...], int]:
+        drawn = twin if self.levers.lora is None else self.adapted(self.skeleton())
+        origin = Origin(draws=Drawn(drawn, self.config.training.seed), weights=source, rounding=self.working)
         zero3 = self.levers.engine == "zero3" and self.levers.method != "qlora"
         oddities: tuple[Oddity, ...] = ()
         if zero3:

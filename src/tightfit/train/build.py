@@ -134,11 +134,6 @@ def layers_of(model: Any) -> list[nn.Module]:
     return max((list(each) for each in lists), key=len)
 
 
-def named_once(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter under its first name: a tied head is the embedding."""
-    yield from model.named_parameters()
-
-
 def cast_meta(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) -> None:
     """Give parameters on the meta device other dtypes; a tied pair stays one parameter."""
     made: dict[nn.Parameter, nn.Parameter] = {}

@@ -36,7 +36,6 @@ class World:
     nodes: int
     gpus_per_node: int
     vendor: str
-    gpu_memory_bytes: int
 
     @property
     def ranks(self) -> int:

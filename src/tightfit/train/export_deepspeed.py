@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from tightfit.train.build import DTYPES
 from tightfit.train.export import Exported, Found, Spec, Told
-from tightfit.train.export_model import DTYPES, Output, model_on_meta, write
+from tightfit.train.export_model import Output, model_on_meta, write
 from tightfit.train.safetensors_files import Stored
 from tightfit.train.sources import find_weights
 from tightfit.train.sources_names import map_names, wrong_shape

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from tightfit.train.build import quiet_transformers, skeleton
+from tightfit.train.build import DTYPES, quiet_transformers, skeleton
 from tightfit.train.export import Exported, Found, Kind, Spec, Told
 from tightfit.train.saved_model import Piece, Style, write_model
 from tightfit.train.saved_names import model_files, names_of, saved_parts, saved_pieces
 from tightfit.train.sources import Safetensors, open_weights
 from tightfit.types import ModelError
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 CHUNK_ELEMENTS = 2**24

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -94,13 +93,3 @@ def warmup_steps(training: Training, steps: int) -> int:
         return 0
     share = training.warmup
     return min(steps, math.ceil(share * steps) if share < 1 else int(share))
-
-
-def states_on(optimizers: Iterable[Any]) -> str:
-    """The device that moments rest on; of none, `none`."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor) and value.numel() > 1:
-                    return value.device.type
-    return "none"

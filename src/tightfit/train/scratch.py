@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit.train.shards import plain_name
 from tightfit.types import ModelError
 
 BLOCK = 2**20
@@ -141,11 +142,6 @@ def seed_of(seed: int, name: str, block: int) -> int:
     """A 63-bit seed that is the same in every process, Python and machine."""
     digest = hashlib.blake2b(f"{seed}\0{name}\0{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def plain_name(name: str) -> str:
-    """The name without what PEFT wraps around it, so that a wrapped model draws the same base."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 # --- noting what transformers does ---------------------------------------------------------------

@@ -53,7 +53,7 @@ class Shard:
 
 
 def plain_name(name: str) -> str:
-    """The name in the model that was adapted."""
+    """The name in the model that was adapted, so that a wrapped model draws and loads the same base."""
     return name.removeprefix(ADAPTED).replace(".base_layer.", ".")
 
 
