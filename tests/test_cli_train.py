@@ -72,7 +72,7 @@ def test_json_is_the_summary_alone(shell: Shell) -> None:
 def test_what_ranks_are_told(shell: Shell) -> None:
     shell.run("options", *TINY, "--no-probe", "--tensorboard")
     first, second = (told(shell.folder / "output", rank) for rank in (0, 1))
-    assert first["arguments"] == ["--no-probe", "--tensorboard"]
+    assert first["arguments"] == ["--no-probe", "--tensorboard", "--resume", "auto"]
     assert first["cwd"] == str(shell.folder / "output/plan")
     assert (first["told"]["RANK"], second["told"]["RANK"], second["told"]["LOCAL_RANK"]) == ("0", "1", "1")
     assert first["told"]["WORLD_SIZE"] == first["told"]["LOCAL_WORLD_SIZE"] == "2"
@@ -240,12 +240,15 @@ def test_a_port_in_use(shell: Shell) -> None:
     ("words", "sentence"),
     [
         ((), "model"),
-        ((*TINY, "--load_checkpoint", "x"), "later version"),
-        ((*TINY, "--resume", "x"), "later version"),
+        ((*TINY, "--load_checkpoint", "x"), "there is nothing at"),
+        ((*TINY, "--resume", "x"), "name a checkpoint or a run's folder with --resume"),
+        ((*TINY, "--resume", "none", "--resume-anyway"), "leave --resume-anyway out"),
+        ((*TINY, "--save-every", "often"), "--save-every must be a number of steps such as 500, a time such as 10m"),
+        ((*TINY, "--keep-last", "0"), "--keep-last must be a whole number of at least 1, not 0"),
         ((*TINY, "--scan", "tightfit"), "--scan torch"),
         ((*TINY, "--data", "no.jsonl"), "there is no data at no.jsonl"),
         ((*TINY, "--gpu-ids", "4,5"), "this machine has none"),
-        ((*TINY, "--num-gpus", "3"), "--num-gpus is 3"),
+        ((*TINY, "--num-gpus", "3"), "--num-gpus is 3 and this machine has no GPU: leave it out to train on the CPU"),
         ((*TINY, "--gpus", "4xRTX4090"), "the plan wants"),
         (
             ("--model", "7b_mamba", "--gpus", "2x2x40GB", "--host-ram", "64GB", "--seq", "256"),

@@ -7,9 +7,23 @@ import io
 import pytest
 from rich.console import Console
 
-from tightfit.runs.events import Event, Other, Progress, Proof, Step, Warned
+from tightfit.runs.events import (
+    Checkpointed,
+    CheckpointFailed,
+    Event,
+    Other,
+    PassedOver,
+    Progress,
+    Proof,
+    Resumed,
+    Step,
+    Stopping,
+    Warned,
+)
+from tightfit.runs.lines import duration, step_line
+from tightfit.runs.tally import Tally
 from tightfit.runs.worker_file import WorkerFile
-from tightfit.screen_train import Board, duration, step_line
+from tightfit.screen_train import Board, draw_summary
 
 WORKER = WorkerFile(
     model="tiny_mamba",
@@ -93,6 +107,58 @@ def test_one_thing_of_unknown_length_has_no_share() -> None:
 def test_what_happens_once_is_always_said() -> None:
     lines = in_a_pipe([(0.0, Warned(text="look")), (0.0, Other(name="moon", text="full")), (0.0, Warned(text="out"))])
     assert lines == ["! look", "moon: full", "! out"]
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            Checkpointed(step=1500, folder="f", written_bytes=3 * GIB, seconds=42.0, blocked_s=0.75, background=True),
+            "✓ checkpoint at step 1,500, 3.00 GiB in 42 s, of which the training waited 0.8 s",
+        ),
+        (
+            Checkpointed(step=5, folder="f", written_bytes=2**20, seconds=2.0, blocked_s=2.0, background=False),
+            "✓ checkpoint at step 5, 1.0 MiB in 2 s",
+        ),
+        (
+            Checkpointed(step=None, folder="f", written_bytes=None, seconds=None, blocked_s=None, background=True),
+            "✓ checkpoint",
+        ),
+        (
+            CheckpointFailed(step=7, text="the disk is full."),
+            "✗ NO CHECKPOINT at step 7: the disk is full; the training goes on",
+        ),
+        (
+            Resumed(step=1500, folder="runs/a/x", from_engine="zero2", from_world=4, changed=("lr", "a rank fewer")),
+            "✓ going on from step 1,500 (runs/a/x, written by zero2 on 4 ranks; changed since: lr; a rank fewer)",
+        ),
+        (Resumed(step=2, folder="x", from_engine="fsdp2", from_world=1, changed=()), "written by fsdp2 on 1 rank)"),
+        (Resumed(step=2, folder="x", from_engine=None, from_world=None, changed=()), "✓ going on from step 2 (x)"),
+        (PassedOver(folder="a/b", text="b is missing"), "! a/b was passed over: b is missing"),
+        (Stopping(text="saving; Ctrl-C again leaves at once"), "! saving; Ctrl-C again leaves at once"),
+    ],
+)
+def test_checkpoints_in_a_line_each(event: Event, line: str) -> None:
+    (said,) = in_a_pipe([(0.0, event)])
+    assert said.endswith(line)
+
+
+def test_a_checkpoint_that_failed_is_loud() -> None:
+    out = io.StringIO()
+    with Board(Console(file=out, width=200, force_terminal=True, color_system="standard"), WORKER) as board:
+        board.show(CheckpointFailed(step=7, text="the disk is full"))
+    assert "\x1b[1;31m✗ NO CHECKPOINT" in out.getvalue()
+
+
+def test_the_summary_says_from_where_it_went_on() -> None:
+    tally, out = Tally(), io.StringIO()
+    tally.add(Resumed(step=60, folder="x", from_engine=None, from_world=None, changed=()))
+    tally.add(step(100))
+    draw_summary(Console(file=out, width=120), WORKER, tally, "runs/a")
+    assert "Trained tiny_mamba for 100 steps, from step 60 on in this start: loss" in out.getvalue()
 
 
 def test_no_markup_of_a_worker_is_obeyed() -> None:

@@ -21,6 +21,7 @@ VERBS = {
     "train": ("tightfit.cli_train", "the training itself: planned, started, followed to its end"),
     "rehearse": ("tightfit.cli_rehearse", "one rank of many on one GPU: what it really holds, and its pace"),
     "data": ("tightfit.cli_data", "what the training will see, and what of it counts in the loss"),
+    "checkpoints": ("tightfit.cli_checkpoints", "the checkpoints of a run: list, verify, prune"),
     "export": ("tightfit.cli_export", "a run or an adapter as one plain model folder"),
     "lint": ("tightfit.cli_lint", "what a config file of DeepSpeed, accelerate or LLaMA-Factory gets wrong"),
     "schema": ("tightfit.cli_schema", "the fields of a job file"),
@@ -105,7 +106,7 @@ def _meant(word: str) -> str:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:<10}{what}" for verb, (_, what) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<13}{what}" for verb, (_, what) in VERBS.items())
     return f"""usage: tightfit VERB [flags]
 
 Makes large-model training fit the GPUs you have, and stay fitted.

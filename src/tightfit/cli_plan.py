@@ -19,7 +19,8 @@ from tightfit.cli_flags import Parser, add_lever_flags, whole_number
 from tightfit.cli_plan_files import Answer, Startable, beyond, check_launcher, startable_of, target_of, write_plan
 from tightfit.cli_plan_request import Request, request_of
 from tightfit.inputs.flags import meant, spelt
-from tightfit.inputs.job_fields import FREE_LEVERS
+from tightfit.inputs.job_fields import FREE_LEVERS, job_fields, meanings
+from tightfit.inputs.job_file import JOB_FLAGS
 from tightfit.inputs.spelling import as_number
 from tightfit.job import Allowance, Tier
 from tightfit.planner import plan as planned
@@ -148,6 +149,7 @@ def _parser() -> Parser:
     )
     made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
+    add_data_flags(made)
     add_flags(made, FLAGS, WHOLE)
     return made
 
@@ -168,6 +170,21 @@ def add_flags(
     for action in made._actions:
         if action.dest in FREE_LEVERS and action.help:  # the value in brackets is estimate's: here it is chosen
             action.help = re.sub(r" \([^()]*\)$", "", action.help)
+
+
+def add_data_flags(made: argparse.ArgumentParser) -> None:
+    """Each field of the job's data that has a flag, with its own sentence."""
+    group = made.add_argument_group("the data")
+    for flag, path in JOB_FLAGS.items():
+        if flag == "samples" or not (path.startswith("data.") or path == "max_samples"):
+            continue
+        takes, text = job_fields()[path].takes, meanings()[path].rstrip(".").replace("%", "%%")
+        if takes.kind == "switch":
+            group.add_argument(spelt(flag), action="store_true", help=text)
+        else:
+            kind = whole_number(flag) if takes.kind == "integer" else str
+            metavar = "|".join(takes.words) or ("N" if takes.kind == "integer" else flag.upper())
+            group.add_argument(spelt(flag), metavar=metavar, type=kind, help=text)
 
 
 def check_flags(args: argparse.Namespace) -> None:

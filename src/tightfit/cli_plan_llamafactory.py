@@ -37,7 +37,7 @@ FIELD_OF = {
     "eval_steps": "evaluation.every_steps",
     "output_dir": "saving.folder",
     "save_steps": "saving.every_steps",
-    "save_total_limit": "saving.keep",
+    "save_total_limit": "saving.keep_last",
     "template": "data.template",
     "packing": "data.packing",
     "trust_remote_code": "trust_remote_code",

@@ -51,15 +51,21 @@ class FileSays:
     """Sequences a step of one GPU, where the file counts them so."""
 
 
-def request_of(args: argparse.Namespace, adapt: Callable[[Job, Hardware], Hardware] | None = None) -> Request:
-    """Flags, file and machine as one; `adapt`: what the caller knows about the machine beyond its cards."""
+def request_of(
+    args: argparse.Namespace,
+    adapt: Callable[[Job, Hardware], Hardware] | None = None,
+    *,
+    runs_here: bool = False,
+) -> Request:
+    """Flags, file and machine as one; `adapt`: what the caller knows about the machine beyond its cards; `runs_here`:
+    other cards than this machine's are of no use."""
     given = {name: value for name, value in vars(args).items() if name in JOB_FLAGS}
     file = _file(args, given)
     if file is None and getattr(args, "max", None) == "model":
         given["model"] = next(iter(PRESETS))  # whose place every preset takes
     job = job_from_flags(given, file.job if file else None)
     explicit = {JOB_FLAGS[name] for name in given} | {"levers.deepspeed_version"} | (file.explicit if file else set())
-    hardware = _hardware(args, job, file)
+    hardware = _hardware(args, job, file, runs_here=runs_here)
     hardware = hardware if adapt is None else adapt(job, hardware)
     job, batch_said = _batched(job, file, hardware, explicit)
     job, max_said = _for_max(args, job)
@@ -188,9 +194,9 @@ def _idle(args: argparse.Namespace, job: Job, hardware: Hardware, shape: ModelSh
 # --- the machine --------------------------------------------------------------------------------
 
 
-def _hardware(args: argparse.Namespace, job: Job, file: FileSays | None) -> Hardware:
+def _hardware(args: argparse.Namespace, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
     """What the flags name, else what the file names, else this machine; as much of it as is to be used."""
-    hardware = _node(args, job, file)
+    hardware = _node(args, job, file, runs_here=runs_here)
     world = getattr(args, "world", hardware.world)
     if world == hardware.world:
         return hardware
@@ -204,7 +210,7 @@ def _hardware(args: argparse.Namespace, job: Job, file: FileSays | None) -> Hard
     return replace(hardware, nodes=nodes, gpus_per_node=each, because=(*hardware.because, said))
 
 
-def _node(args: argparse.Namespace, job: Job, file: FileSays | None) -> Hardware:
+def _node(args: argparse.Namespace, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
     counted = file is None or COUNTS & set(vars(args))
     num_gpus = getattr(args, "num_gpus", None) if counted or file is None else file.num_gpus
     try:
@@ -213,9 +219,18 @@ def _node(args: argparse.Namespace, job: Job, file: FileSays | None) -> Hardware
         if not str(error).startswith("num_gpus is ") or job.hardware.gpus is not None:
             raise
         where = "--num-gpus" if counted or file is None else f"num_gpus in {file.path.name}"
+        if runs_here:
+            raise HardwareError(f"{where} is {num_gpus} and {_what_there_is(hardware_of(job))}") from None
         raise HardwareError(
             f"{where} is {num_gpus}, more GPUs than this machine has: name the cards with --gpus {num_gpus}x24GB"
         ) from None
+
+
+def _what_there_is(machine: Hardware) -> str:
+    if machine.gpu.vendor == "cpu":
+        return "this machine has no GPU: leave it out to train on the CPU"
+    count = machine.gpus_per_node
+    return f"this machine has {count}: say --num-gpus {count}, or leave it out"
 
 
 def _placed(job: Job, file: Path | None) -> Job:

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli_flags import Parser
-from tightfit.cli_plan import FLAGS, WHOLE, add_flags, check_flags
+from tightfit.cli_plan import FLAGS, WHOLE, add_data_flags, add_flags, check_flags
 from tightfit.cli_rehearse_request import Ready, prepare
-from tightfit.cli_train_flags import add_data_flags
 from tightfit.cli_train_machine import reservations
 from tightfit.inputs.flags import spelt
 from tightfit.runs.events import Event, Probe
@@ -272,7 +271,7 @@ def _phase(ready: Ready, outcome: Outcome) -> str:
 
 
 def _rows(ready: Ready, outcome: Outcome, probe: Probe | None) -> tuple[Row, ...]:
-    from tightfit.screen_train import MILESTONES
+    from tightfit.runs.lines import MILESTONES
 
     worker, tally = ready.worker, outcome.tally
     rows = [

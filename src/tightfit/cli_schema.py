@@ -15,6 +15,15 @@ from tightfit.cli_flags import HELP, Parser
 from tightfit.inputs.job_fields import FREE_LEVERS, JobField, Takes, job_fields, meanings
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+SHORT = {
+    "saving": {
+        "every": {
+            "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}, {"type": "null"}],
+            "description": "Steps (500) or time (10m) between two checkpoints: every_steps and every_minutes in one.",
+        }
+    }
+}
+"""By block: words that stand for several of its fields, and are not fields of `Job`."""
 
 
 def schema(argv: Sequence[str]) -> int:
@@ -62,7 +71,7 @@ def _described(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, 
             block = dict(blocks[each["$ref"].rpartition("/")[2]])
             described[name] = _without_title(block) | {
                 "description": meanings()[path],
-                "properties": _described(block["properties"], f"{path}.", blocks),
+                "properties": _described(block["properties"], f"{path}.", blocks) | SHORT.get(path, {}),
             }
         elif path == "levers":
             described[name] = _levers_schema()

@@ -1,7 +1,8 @@
 """`tightfit train`: plan for this machine, start a process on every GPU, follow it to the end.
 
 Exit codes: 0 the training is done; 2 something that the user has to change, in one sentence; 3 the training failed (a
-rank died, or memory ran out); 130 and 143 it was interrupted, by Ctrl-C or by SIGTERM.
+rank died, or memory ran out); 4 it was asked to stop (SIGTERM, SIGUSR1, Ctrl-C, the job's timeout) and has saved a
+checkpoint, from which the same command goes on; 130 and 143 it was interrupted before it could, by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tightfit import cli_train_flags
 from tightfit.cli_plan import check_flags
 from tightfit.cli_train_machine import Machine, machine_for, nodes_of, reservations
 from tightfit.cli_train_request import Ready, prepare
+from tightfit.cli_train_resume import Resume, resume_of
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
 from tightfit.runs.launch import RankStart
@@ -40,6 +42,7 @@ class Asked:
     options: tuple[str, ...]
     """Of the worker."""
     overwrite: bool
+    resume: Resume
     as_json: bool
     worker: tuple[str, ...]
     """What starts one rank."""
@@ -52,15 +55,19 @@ def train(argv: Sequence[str]) -> int:
     cli_train_flags.check(args)
     if hasattr(args, "check_memory"):
         return _check_memory(args)
+    resume = resume_of(args)
+    switches = tuple("--" + name.replace("_", "-") for name in WORKER_FLAGS if hasattr(args, name))
     asked = Asked(
         command=("tightfit", "train", *argv),
-        options=tuple("--" + name.replace("_", "-") for name in WORKER_FLAGS if hasattr(args, name)),
+        options=(*switches, *resume.options),
         overwrite=hasattr(args, "overwrite"),
+        resume=resume,
         as_json=hasattr(args, "json"),
         worker=WORKER,
     )
     ready = _prepared(args, asked)
     check_folder(ready.own_folder, overwrite=asked.overwrite)
+    ready = replace(ready, said=(*ready.said, *filter(None, [resume.sentence(ready.folder)])))
     if hasattr(args, "port") and ready.nodes.rank == 0:
         check_port(args.port)
     if hasattr(args, "dry_run"):
@@ -140,7 +147,7 @@ def _dry_run(ready: Ready, asked: Asked) -> int:
 
 
 def _run(ready: Ready, asked: Asked) -> int:
-    claimed = ClaimedFolder.claim(ready.own_folder, overwrite=asked.overwrite)
+    claimed = ClaimedFolder.claim(ready.own_folder, overwrite=asked.overwrite, resume=asked.resume.place)
     record = RunRecord.begin(asked.command)
     try:
         claimed.begin(ready.files, record)
@@ -184,11 +191,29 @@ def _say_end(ready: Ready, asked: Asked, outcome: Outcome) -> None:
 
     if outcome.failure is not None:
         draw_failure(Console(stderr=True, highlight=False, emoji=False, markup=False), outcome.failure)
-    elif outcome.state == "interrupted":
-        done = "before the first step" if outcome.tally.last is None else f"after step {outcome.tally.last.step:,}"
-        print(f"tightfit: interrupted {done}; every process has ended", file=sys.stderr)
+        if safe := _safe(asked, outcome):
+            print(f"tightfit: {safe}", file=sys.stderr)
+    elif outcome.state in ("interrupted", "stopped"):
+        print(f"tightfit: {_stopped(asked, outcome)}", file=sys.stderr)
     elif not asked.as_json and ready.nodes.rank == 0:
         draw_summary(open_console(), ready.worker, outcome.tally, str(ready.folder))
+
+
+def _stopped(asked: Asked, outcome: Outcome) -> str:
+    """How far it came, and how to go on."""
+    tally = outcome.tally
+    done = "before the first step" if tally.last is None else f"after step {tally.last.step:,}"
+    if outcome.state == "stopped":
+        return f"stopped {done} and saved a checkpoint: {asked.resume.how_to_go_on(wrote=True)}"
+    return "; ".join(filter(None, [f"interrupted {done}", _safe(asked, outcome), "every process has ended"]))
+
+
+def _safe(asked: Asked, outcome: Outcome) -> str:
+    """What of a run that ended in distress is not lost; empty: nothing, as far as its events say."""
+    step, wrote = outcome.tally.safe_step, outcome.tally.checkpoint is not None
+    if step is None:
+        return ""
+    return f"there is a checkpoint of step {step:,}, and {asked.resume.how_to_go_on(wrote=wrote)}"
 
 
 def _followed(ready: Ready, asked: Asked, folder: RunFolder, meeting: Meeting) -> Outcome:

@@ -13,6 +13,7 @@ from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output runs/first"
 
+RUN = "the run"
 RUN_FLAGS: dict[str, tuple[str | None, str]] = {
     "output": ("DIR", "the run's folder (output)"),
     "overwrite": (None, "replace a finished run in that folder"),
@@ -22,7 +23,15 @@ RUN_FLAGS: dict[str, tuple[str | None, str]] = {
     "no_probe": (None, "skip the trial of the largest batch before the first step"),
     "tensorboard": (None, "write TensorBoard files into the run's folder as well"),
     "wandb": (None, "report to wandb as well, where it is installed"),
-    "resume": ("DIR", "go on from a checkpoint"),
+    "save_every": ("500|10m|1h|none", "steps or time between two checkpoints (500 steps)"),
+    "keep_last": ("N", "how many checkpoints stay, the newest ones (2)"),
+    "keep_every": ("N", "a checkpoint at a multiple of so many steps stays for ever"),
+    "resume": (
+        "auto|none|PATH",
+        "where to begin: auto goes on from the newest whole checkpoint in the run's folder, where there is one; none "
+        "begins anew; PATH is a checkpoint, or a run and its newest (auto)",
+    ),
+    "resume_anyway": (None, "go on from a checkpoint although the model, the data or the sequence has changed"),
     "deepspeed_config": ("FILE", "a DeepSpeed JSON: what it says is kept, and the rest is planned"),
     "port": ("N", "where the ranks meet (a free one)"),
 }
@@ -41,10 +50,18 @@ ALIASES = {
 }
 """Names that people know from other training scripts, and what they are here."""
 
-_NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank"}
+EXIT_CODES = """exit codes:
+  0         done
+  2         something that you have to change; one sentence says what
+  3         the training failed: a rank died, or memory ran out
+  4         asked to stop (SIGTERM, SIGUSR1, Ctrl-C, or the job's timeout) and
+            saved a checkpoint: the same command goes on
+  130, 143  interrupted before a checkpoint could be saved, by Ctrl-C or SIGTERM"""
+
+_NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank", "keep_last", "keep_every"}
 _WITH_PLAN = {
     *("plan", "output", "overwrite", "dry_run", "check_memory", "no_probe", "tensorboard", "wandb", "port", "json"),
-    *("gpu_ids", "nodes", "node_rank", "master_addr", "hostfile", "resume"),
+    *("gpu_ids", "nodes", "node_rank", "master_addr", "hostfile", "resume", "resume_anyway"),
 }
 """What may be said beside a plan that is written already."""
 
@@ -64,6 +81,13 @@ def parser() -> Parser:
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
     add_data_flags(made)
     add_flags(made, _table(), _NUMBERS)
+    _run_group(made).add_argument(
+        "--no-async-save",
+        dest="async_save",
+        action="store_false",
+        help="the training waits while a checkpoint is written",
+    )
+    made.epilog = f"{EXIT_CODES}\n\n{made.epilog}"
     for other, ours in ALIASES.items():
         kind = whole_number(other) if ours == "seq" else str
         if any(action.dest == ours for action in made._actions):
@@ -71,11 +95,15 @@ def parser() -> Parser:
     return made
 
 
+def _run_group(made: Parser) -> argparse._ArgumentGroup:
+    return next(group for group in made._action_groups if group.title == RUN)
+
+
 def _table() -> dict[str, dict[str, tuple[str | None, str]]]:
     table = {title: dict(flags) for title, flags in FLAGS.items() if title != "the files"}
     del table["the machine"]["world"], table["the question"]["max"]
     table["the machine"]["max_gpus"] = ("N", "use at most so many")
-    return {"the run": RUN_FLAGS, **table, "several machines": NODE_FLAGS}
+    return {RUN: RUN_FLAGS, **table, "several machines": NODE_FLAGS}
 
 
 def add_data_flags(made: argparse.ArgumentParser) -> None:
@@ -94,12 +122,8 @@ def add_data_flags(made: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Flags that contradict each other, or are for later."""
+    """Flags that contradict each other."""
     given = vars(args)
-    if "resume" in given:
-        raise ConfigError(
-            "resuming from a checkpoint comes with a later version: leave --resume out to train from the start"
-        )
     if "plan" in given:
         more = sorted(set(given) - _WITH_PLAN)
         if more:

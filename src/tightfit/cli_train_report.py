@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from tightfit.cli_train_request import Ready
+from tightfit.runs.events import Checkpointed, Resumed
 from tightfit.runs.run import Outcome
 
 
@@ -21,6 +22,8 @@ def report(ready: Ready, outcome: Outcome) -> dict[str, Any]:
         "folder": str(ready.folder),
         "model": str(ready.folder / "model") if outcome.state == "done" else None,
         "steps": None if last is None else last.step,
+        "resumed_from": None if tally.resumed is None else _place(tally.resumed),
+        "checkpoint": None if tally.checkpoint is None else _place(tally.checkpoint),
         "loss": {"first": _finite(tally.first_loss), "last": _finite(last.loss if last else None)},
         "memory": {
             "predicted_peak_bytes": worker.peak_bytes,
@@ -42,6 +45,10 @@ def report(ready: Ready, outcome: Outcome) -> dict[str, Any]:
         },
         "summary": {} if tally.ended is None else json.loads(tally.ended.summary, parse_constant=lambda _: None),
     }
+
+
+def _place(event: Resumed | Checkpointed) -> dict[str, Any]:
+    return {"step": event.step, "folder": event.folder}
 
 
 def _finite(value: float | None) -> float | None:

@@ -64,7 +64,7 @@ def prepare(args: argparse.Namespace) -> Ready:
 
 
 def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
-    request = request_of(args, machine.adapt)
+    request = request_of(args, machine.adapt, runs_here=nodes.hostfile is None)
     on_gpu = request.hardware.gpu.vendor != "cpu"
     if hasattr(args, "deepspeed_config"):
         request = pinned_by_deepspeed(request, args.deepspeed_config)

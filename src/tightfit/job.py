@@ -126,9 +126,16 @@ class Saving:
     folder: str = "output"
     """The run's folder."""
     every_steps: Count | None = 500
-    """Steps between two checkpoints; null: at the end alone."""
-    keep: Count = 2
-    """How many checkpoints stay on disk."""
+    """Steps between two checkpoints; null: steps do not decide. `every: 500`, `10m`, `1h` or `none` says this and
+    `every_minutes` in one."""
+    every_minutes: Positive | None = None
+    """Minutes between two checkpoints; beside `every_steps`, whichever comes first."""
+    keep_last: Count = 2
+    """How many checkpoints stay on disk, the newest ones; `save_total_limit` is the same."""
+    keep_every: Count | None = None
+    """A checkpoint at a multiple of so many steps stays for ever."""
+    async_save: bool = True
+    """Write checkpoints while the training goes on, where the host's memory allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

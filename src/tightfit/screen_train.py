@@ -6,7 +6,6 @@ happens once, and for what goes on at most one in ten seconds.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -17,40 +16,16 @@ from rich.text import Text
 
 from tightfit.inputs.occupancy import Occupancy
 from tightfit.planner.plan import Plan
-from tightfit.priced import GIB, amounts, strategy_name
-from tightfit.runs.events import (
-    Ended,
-    Evaluation,
-    Event,
-    Failed,
-    MemoryMark,
-    Other,
-    Probe,
-    Progress,
-    Proof,
-    Saved,
-    Started,
-    Step,
-    Warned,
-)
+from tightfit.priced import amounts, strategy_name
+from tightfit.runs.events import Event, Progress, Step
 from tightfit.runs.failure import Failure
+from tightfit.runs.lines import MIB, MILESTONES, Lines, line_of, loss_words, moving_line, size_words
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.tally import Tally
 from tightfit.runs.worker_file import WorkerFile
 from tightfit.screen import draw_list, say, table_of
 from tightfit.screen_plan import draw_levers
 from tightfit.screen_plan_words import duration_words, hardware_words, lever_flags, model_words, reason_lines
-
-MIB = 2**20
-EVERY_S = 10.0
-"""In a pipe, what goes on is said so often."""
-MILESTONES = {
-    "init": "engine ready",
-    "forward": "first forward",
-    "backward": "first backward",
-    "step": "first optimizer step",
-}
-
 
 # --- before -------------------------------------------------------------------------------------
 
@@ -89,7 +64,7 @@ def draw_occupancy(
         say(console, "There is no GPU here: training runs on the CPU, in host RAM.")
     say(console, f"Host RAM: {_free(free_ram_bytes, ram_bytes)}")
     for entry in live:
-        say(console, f"{_size(entry.host_bytes)} are reserved by {entry.words}", first="  ", indent="    ")
+        say(console, f"{size_words(entry.host_bytes)} are reserved by {entry.words}", first="  ", indent="    ")
 
 
 def _free(free_bytes: int | None, total_bytes: int | None) -> str:
@@ -105,12 +80,10 @@ class Board:
     """Shows events as they come. Leaving the `with` block leaves the last state on the screen."""
 
     def __init__(self, console: Console, worker: WorkerFile, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._worker, self._clock = console, worker, clock
+        self._console, self._worker = console, worker
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self._said_at = -math.inf
-        self._about = ""
-        self._held: str | None = None
-        """The line that was passed over last, so that the end of something is always said."""
+        self._last: str | None = None
+        self._lines = Lines(self._say, worker.peak_bytes, clock)
 
     def __enter__(self) -> Board:
         if self._live is not None:
@@ -122,101 +95,26 @@ class Board:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-        if kind is None or not issubclass(kind, BrokenPipeError):
-            self._say_held()
+        if kind is not None and issubclass(kind, BrokenPipeError):
+            return
+        self._lines.end()
+        if self._last is not None:
+            self._say(self._last)
+            self._last = None
 
     def show(self, event: Event) -> None:
-        if isinstance(event, Progress):
-            self._going_on(event.what, _progress_line(event))
-        elif isinstance(event, Step):
-            self._going_on("step", step_line(event, self._worker.peak_bytes))
-        else:
-            line, style = _line(event)
-            if line:
-                self._once(line, style)
-
-    def _going_on(self, about: str, line: str) -> None:
-        if self._live is not None:
-            self._held = line
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-            return
-        now = self._clock()
-        if about != self._about:
-            self._say_held()
-        elif now - self._said_at < EVERY_S:
-            self._held = line
-            return
-        self._about, self._said_at, self._held = about, now, None
-        self._console.print(Text(line), soft_wrap=True)
-
-    def _once(self, line: str, style: str) -> None:
         if self._live is None:
-            self._say_held()
+            self._lines.show(event)
+        elif isinstance(event, Progress | Step):
+            self._last = moving_line(event, self._worker.peak_bytes)[1]
+            self._live.update(Text(self._last, no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            line, style = line_of(event)
+            if line:
+                self._say(line, style)
+
+    def _say(self, line: str, style: str = "") -> None:
         self._console.print(Text(line, style=style), soft_wrap=True)
-
-    def _say_held(self) -> None:
-        if self._held is not None:
-            self._console.print(Text(self._held), soft_wrap=True)
-            self._held = None
-
-
-def _line(event: Event) -> tuple[str, str]:
-    """What is said once, and how it looks."""
-    if isinstance(event, Proof):
-        return f"{'✓' if event.ok else '✗'} {event.text}", "" if event.ok else "bold red"
-    if isinstance(event, MemoryMark):
-        return _memory_line(event) if event.measured_bytes is not None else "", ""
-    if isinstance(event, Probe):
-        took = "" if event.seconds is None else f" in {duration(event.seconds)}"
-        peak = "" if event.peak_bytes is None else f", peak {_size(event.peak_bytes)}"
-        return f"✓ the largest batch passed{took}{peak}", ""
-    if isinstance(event, Evaluation):
-        step = "" if event.step is None else f" at step {event.step:,}"
-        perplexity = "" if event.perplexity is None else f", perplexity {event.perplexity:.4g}"
-        return f"evaluation{step}: loss {_loss(event.loss)}{perplexity}", "bold"
-    if isinstance(event, Warned):
-        return f"! {event.text}", "yellow"
-    if isinstance(event, Saved):
-        size = "" if event.written_bytes is None else f" ({_size(event.written_bytes)})"
-        return f"saved {event.folder}{size}", ""
-    if isinstance(event, Other):
-        return f"{event.name}: {event.text}", ""
-    assert isinstance(event, Started | Ended | Failed | Progress | Step)
-    return "", ""
-
-
-def _memory_line(event: MemoryMark) -> str:
-    name = MILESTONES.get(event.milestone, event.milestone)
-    measured = _size(event.measured_bytes or 0)
-    predicted = "" if event.predicted_bytes is None else f" (planned {_size(event.predicted_bytes)})"
-    return f"  memory, {name}: {measured}{predicted}"
-
-
-def _progress_line(event: Progress) -> str:
-    if event.total == 1 and event.done == 0:  # one thing, of which nobody knows how far it is
-        return f"{event.what} …"
-    if event.total is not None and event.total > 0 and event.done is not None:
-        return f"{event.what}: {100 * min(1.0, event.done / event.total):.0f} %"
-    return event.what if event.done is None else f"{event.what}: {event.done:,.0f}"
-
-
-def step_line(step: Step, predicted_bytes: int) -> str:
-    """The line that moves."""
-    parts = [f"step {step.step:,}" + ("" if step.steps is None else f"/{step.steps:,}"), f"loss {_loss(step.loss)}"]
-    if step.tokens_per_s is not None:
-        parts.append(f"{step.tokens_per_s:,.0f} tokens/s")
-    if step.seconds_left is not None:
-        parts.append(f"{duration(step.seconds_left)} left")
-    if step.peak_bytes:
-        now = "" if step.now_bytes is None else f"{_size(step.now_bytes)} now, "
-        parts.append(f"memory {now}{_size(step.peak_bytes)} peak, {_size(predicted_bytes)} planned")
-    elif step.host_bytes is not None:
-        parts.append(f"{_size(step.host_bytes)} of RAM")
-    if step.loss_scale is not None:
-        parts.append(f"scale {step.loss_scale:,.0f}")
-    if step.skipped:
-        parts.append("skipped")
-    return "  ".join(parts)
 
 
 # --- after --------------------------------------------------------------------------------------
@@ -227,9 +125,11 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
     console.print()
     last = tally.last
     if last is not None:
-        first = "" if tally.first_loss is None or last.step <= 1 else f"{_loss(tally.first_loss)} → "
+        first = "" if tally.first_loss is None or last.step <= 1 else f"{loss_words(tally.first_loss)} → "
         steps = f"{last.step:,} step{'' if last.step == 1 else 's'}"
-        say(console, f"Trained {worker.model} for {steps}: loss {first}{_loss(last.loss)}.", style="bold green")
+        if tally.resumed is not None and tally.resumed.step:
+            steps += f", from step {tally.resumed.step:,} on in this start"
+        say(console, f"Trained {worker.model} for {steps}: loss {first}{loss_words(last.loss)}.", style="bold green")
         console.print()
     _draw_table(console, worker, tally)
     model = f"{folder}/model"
@@ -254,7 +154,7 @@ def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
     rows.append(("tokens a second", worker.tokens_per_s, tally.tokens_per_s, ""))
     table = table_of("", "predicted", "measured", "")
     shown = {
-        "bytes": lambda value: _size(int(value)),
+        "bytes": lambda value: size_words(int(value)),
         "seconds": lambda value: f"{value:.3g} s",
         "": lambda value: f"{value:,.0f}",
     }
@@ -274,24 +174,3 @@ def draw_failure(console: Console, failure: Failure) -> None:
         console.print(Text(f"The last lines of {failure.log}:"), soft_wrap=True)
     for line in failure.tail:
         console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s" if seconds >= 1 else f"{max(0.0, seconds):.1f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86_400 * 3:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole / 86_400:.1f} days"
-
-
-def _loss(loss: float | None) -> str:
-    return "?" if loss is None else f"{loss:.4f}"
-
-
-def _size(size_bytes: int) -> str:
-    """GiB, except for what is so small that it would be nought."""
-    return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB // 2 else f"{size_bytes / MIB:.1f} MiB"

@@ -103,7 +103,7 @@ EVERYTHING_MEANS = Job(
     clip=0.0,
     seed=7,
     evaluation=Evaluation(split=0.1, every_steps=50),
-    saving=Saving(folder="runs/a", every_steps=None, keep=1),
+    saving=Saving(folder="runs/a", every_steps=None, keep_last=1),
     timeout="1h30m",
     hardware=Machine(gpus="4x24GB", host_ram="1TB", nvme="2TB", nvme_path="/mnt/nvme", gpu_ids=(0, 2)),
     limits=Limits(margin=0.1, gpu_memory="20GB", host_ram="500GB", allow=("lora-rank", "shorter-seq")),
@@ -464,7 +464,7 @@ evaluation: {split: 0.1}
         schedule="linear",
         seed=9,
         clip=0.5,
-        saving=Saving(folder="checkpoints", every_steps=1000, keep=3),
+        saving=Saving(folder="checkpoints", every_steps=1000, keep_last=3),
         evaluation=Evaluation(split=0.1, every_steps=500),
         levers={"dataloader_workers": 4, "checkpointing": "full"},
     )
@@ -586,7 +586,8 @@ def test_wrong_flags_are_named(flags: dict[str, Any], sentence: str) -> None:
 
 
 def test_every_flag_has_its_field() -> None:
-    assert set(JOB_FLAGS.values()) <= set(job_fields())
+    short = {"saving.every"}  # for every_steps and every_minutes
+    assert set(JOB_FLAGS.values()) <= set(job_fields()) | short
     assert {name for name in JOB_FLAGS if JOB_FLAGS[name].startswith("levers.")} == set(FREE_LEVERS)
     for flag in set(WORDS) & set(JOB_FLAGS):
         assert job_fields()[JOB_FLAGS[flag]].takes.words == WORDS[flag], spelt(flag)
@@ -632,7 +633,7 @@ JOBS = st.builds(
         targets=st.just("all") | st.lists(st.sampled_from(["q_proj", "v_proj"]), min_size=1).map(tuple),
     ),
     data=st.builds(Data, path=st.none() | st.text("ab/. é", min_size=1).filter(str.strip), packing=st.booleans()),
-    saving=st.builds(Saving, every_steps=st.none() | COUNTS, keep=COUNTS),
+    saving=st.builds(Saving, every_steps=st.none() | COUNTS, keep_last=COUNTS, keep_every=st.none() | COUNTS),
     hardware=st.builds(
         Machine,
         gpus=st.none() | st.sampled_from(["4x24GB", "this", "2x8xH100"]),

@@ -380,3 +380,17 @@ def test_host_ram_is_what_the_control_group_allows(tmp_path: Path, files: dict[s
 def test_host_ram_without_proc(tmp_path: Path) -> None:
     found, _ = machine._host_ram(tmp_path)
     assert found is None or found > GIB
+
+
+def test_free_ram_is_what_the_control_group_has_left(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 65000000 kB\nMemAvailable: 50000000 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
+        "sys/fs/cgroup/job/memory.current": f"{7 * GIB}\n",
+        "sys/fs/cgroup/job/memory.stat": f"anon {4 * GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}\n",
+    }
+    root = host(tmp_path, files)
+    assert machine.free_ram(root) == 3 * GIB  # files that are kept in memory make way
+    (root / "sys/fs/cgroup/job/memory.current").write_text(f"{11 * GIB}\n")
+    assert machine.free_ram(root) == 0

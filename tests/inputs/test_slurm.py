@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tightfit.inputs.slurm import first_host, slurm_node, slurm_rank
+from tightfit.inputs.slurm import first_host, has_its_own_gpu, slurm_node, slurm_rank
 from tightfit.types import ConfigError
 
 TWO_NODES = {
@@ -83,3 +83,24 @@ def test_a_worker_a_task() -> None:
     assert (rank.rank, rank.local_rank, rank.world, rank.local_world, rank.address) == (5, 1, 8, 4, "gpu07")
     assert slurm_rank({}) is None
     assert slurm_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "own"),
+    [
+        ({"SLURM_GPUS_PER_TASK": "1"}, True),
+        ({"SLURM_GPUS_PER_TASK": "a100:1"}, True),
+        ({"SLURM_TRES_PER_TASK": "gres/gpu:1"}, True),
+        ({"SLURM_TRES_PER_TASK": "cpu=8,gres/gpu=1"}, True),
+        ({"SLURM_TRES_PER_TASK": "gres/gpu:h100:1"}, True),
+        ({"SLURM_GPUS_PER_TASK": "2"}, False),
+        ({"SLURM_GPUS_PER_TASK": "11"}, False),
+        ({"SLURM_TRES_PER_TASK": "cpu=1"}, False),
+        ({"SLURM_TRES_PER_TASK": "gres/gpu:4"}, False),
+        ({}, False),
+        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_LOCALID": "0"}, False),
+    ],
+)
+def test_a_gpu_for_each_task(env: dict[str, str], own: bool) -> None:
+    """The last one is a torchrun that is itself the task: its ranks share the GPU."""
+    assert has_its_own_gpu({"SLURM_LOCALID": "3", **env}, 3) is own

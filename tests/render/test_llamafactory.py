@@ -63,7 +63,7 @@ FULL_JOB = Job(
     max_steps=300,
     warmup=20,
     evaluation=Evaluation(split=0.1, every_steps=50),
-    saving=Saving(folder="saves/a", every_steps=100, keep=3),
+    saving=Saving(folder="saves/a", every_steps=100, keep_last=3),
 )
 
 

@@ -256,7 +256,7 @@ def test_the_jobs_numbers(make_plan: MakePlan) -> None:
         clip=0.3,
         seed=7,
         evaluation=Evaluation(split=0.1, every_steps=50),
-        saving=Saving(folder="runs/a", every_steps=200, keep=4),
+        saving=Saving(folder="runs/a", every_steps=200, keep_last=4),
     )
     values = read(make_plan(Levers(dataloader_workers=3), job=job), "5.22.2")
     assert (

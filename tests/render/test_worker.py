@@ -58,7 +58,7 @@ def test_every_field_of_a_job_arrives(make_plan: MakePlan) -> None:
         clip=0.5,
         seed=7,
         evaluation=Evaluation(split=0.1, every_steps=50),
-        saving=Saving(folder="runs/a", every_steps=None, keep=3),
+        saving=Saving(folder="runs/a", every_steps=None, keep_last=3),
         timeout="1h30m",
         hardware=Machine(nvme_path="/nvme"),
         trust_remote_code=True,
@@ -99,7 +99,14 @@ def test_every_field_of_a_job_arrives(make_plan: MakePlan) -> None:
         "seed": 7,
     }
     assert read["evaluation"] == {"split": 0.1, "every_steps": 50}
-    assert read["saving"] == {"folder": "runs/a", "every_steps": None, "keep": 3}
+    assert read["saving"] == {
+        "folder": "runs/a",
+        "every_steps": None,
+        "every_minutes": None,
+        "keep_last": 3,
+        "keep_every": None,
+        "async_save": True,
+    }
     assert (read["timeout_s"], read["nvme_path"], read["effective_batch"]) == (5400, "/nvme", 8)
     assert (read["world"]["nodes"], read["world"]["gpus_per_node"], read["world"]["ranks"]) == (2, 4, 8)
 

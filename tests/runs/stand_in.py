@@ -177,6 +177,44 @@ def running() -> None:
     hang()
 
 
+def saved(step: int) -> None:
+    from stored import store
+
+    folder = store(FOLDER, step)
+    write("checkpoint", step=step, folder=folder.name, bytes=2**30, seconds=9.0, blocked_s=0.5, background=True)
+
+
+def resuming() -> None:
+    """Goes on from the older of two checkpoints."""
+    if RANK:
+        return
+    write("start")
+    write("passed_over", folder="step-00000200", text="model.safetensors is missing")
+    changed = ["2 ranks instead of 4"]
+    write("resumed", step=100, folder="step-00000100", from_engine="zero2", from_world=4, changed=changed)
+    write("step", step=101, loss=2.0)
+    saved(102)
+    write("checkpoint_failed", step=104, text="the disk is full")
+    write("end", reason="finished", summary={})
+
+
+def stopped() -> None:
+    """Has saved what it has, and leaves as it was asked."""
+    if RANK == 0:
+        steps(2)
+        saved(2)
+    os._exit(4)
+
+
+def failing() -> None:
+    """Dies behind a checkpoint."""
+    if RANK == 0:
+        steps(2)
+        saved(2)
+        leave("bug", "RuntimeError: no such tensor", 1)
+    hang()
+
+
 def starting() -> None:
     (FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
     hang()

@@ -9,7 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.runs.events import Ended, Failed, MemoryMark, Other, Progress, Proof, Step, Warned, event_of
+from tightfit.runs.events import (
+    Checkpointed,
+    CheckpointFailed,
+    Ended,
+    Failed,
+    MemoryMark,
+    Other,
+    PassedOver,
+    Progress,
+    Proof,
+    Resumed,
+    Step,
+    Stopping,
+    Warned,
+    event_of,
+)
 from tightfit.runs.follow import Follower
 from tightfit.runs.tally import Tally
 
@@ -18,10 +33,14 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-NAMES = st.sampled_from("start progress proof memory probe step eval warning overflow saved error end other".split())
+NAMES = st.sampled_from(
+    """start progress proof memory probe step eval warning overflow saved error end other checkpoint checkpoint_failed
+    resumed passed_over stopping""".split()
+)
 KEYS = st.sampled_from(
     """what done total name ok text milestone predicted_bytes measured_bytes seconds peak_bytes step steps loss memory
-    seconds_left loss_scale skipped perplexity folder bytes rank kind reason summary""".split()
+    seconds_left loss_scale skipped perplexity folder bytes rank kind reason summary blocked_s background from_engine
+    from_world changed""".split()
 )
 
 
@@ -72,6 +91,30 @@ def test_events_with_all_their_fields() -> None:
     )
 
 
+def test_what_is_told_of_checkpoints() -> None:
+    told = {"step": 5, "folder": "f", "bytes": 7, "seconds": 2, "blocked_s": 1, "background": True}
+    done = Checkpointed(step=5, folder="f", written_bytes=7, seconds=2.0, blocked_s=1.0, background=True)
+    assert event_of(json.dumps({"event": "checkpoint", **told})) == done
+    failed = event_of('{"event": "checkpoint_failed", "step": 9, "text": "the disk is full"}')
+    assert failed == CheckpointFailed(step=9, text="the disk is full")
+    line = (
+        '{"event": "resumed", "step": 3, "folder": "f", "from_engine": "zero2", "from_world": 4, "changed": ["a", 7]}'
+    )
+    resumed = Resumed(step=3, folder="f", from_engine="zero2", from_world=4, changed=("a",))
+    assert event_of(line) == resumed
+    assert event_of('{"event": "passed_over", "folder": "f", "text": "x"}') == PassedOver(folder="f", text="x")
+    assert event_of('{"event": "stopping", "text": "saving"}') == Stopping(text="saving")
+    assert event_of('{"event": "resumed"}') == Resumed(
+        step=None, folder="?", from_engine=None, from_world=None, changed=()
+    )
+    tally = Tally()
+    assert tally.safe_step is None
+    tally.add(resumed)
+    assert (tally.safe_step, tally.began) == (3, False)
+    tally.add(done)
+    assert (tally.safe_step, tally.checkpoint) == (5, done)
+
+
 def line_of(step: int) -> str:
     return json.dumps({"event": "step", "step": step}) + "\n"
 
@@ -96,7 +139,7 @@ def test_a_file_is_followed_as_it_grows(tmp_path: Path) -> None:
 def test_a_file_that_was_begun_anew_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(line_of(1) + line_of(2))
-    follower = Follower(path)
+    follower = Follower(path, start=0)
     assert steps_in([*follower.poll()]) == [1, 2]
     path.write_text(line_of(7))
     assert steps_in([*follower.poll()]) == [7]
@@ -105,4 +148,14 @@ def test_a_file_that_was_begun_anew_is_read_anew(tmp_path: Path) -> None:
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"x" * (6 << 20) + b"\n" + line_of(4).encode())
-    assert steps_in([*Follower(path).poll()]) == [4]
+    assert steps_in([*Follower(path, start=0).poll()]) == [4]
+
+
+def test_what_was_there_before_is_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(line_of(1) + line_of(2))
+    follower = Follower(path)
+    assert follower.poll() == []
+    with path.open("a") as file:
+        file.write(line_of(3))
+    assert steps_in([*follower.poll()]) == [3]

@@ -195,9 +195,23 @@ def test_a_plan_that_cannot_be_written_names_the_flag_of_a_run(tmp_path: Path) -
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_at_the_end_hides_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_at_the_end_is_written_down_in_the_room_that_there_is(tmp_path: Path) -> None:
     claimed = ClaimedFolder.claim(tmp_path / "run", overwrite=False)
     record = RunRecord.begin(("x",))
+    claimed.begin({}, record)
+    (claimed.folder.path / "run.new").symlink_to("/dev/full")
+    record.close(claimed.folder, state="failed", exit_code=3)
+    told = json.loads(claimed.folder.record.read_text())
+    assert (told["state"], told["exit_code"]) == ("failed", 3)
+    assert not (claimed.folder.path / "run.new").is_symlink()
+    claimed.release()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_at_the_end_hides_nothing(tmp_path: Path) -> None:
+    """A record that needs another block stays as it is, and nothing is raised."""
+    claimed = ClaimedFolder.claim(tmp_path / "run", overwrite=False)
+    record = RunRecord.begin(("x" * 5000,))
     claimed.begin({}, record)
     (claimed.folder.path / "run.new").symlink_to("/dev/full")
     record.close(claimed.folder, state="failed", exit_code=3)

@@ -80,7 +80,7 @@ def test_a_hostfile_starts_the_rendered_script(shell: Shell) -> None:
     asked = (shell.folder / "output/asked").read_text()
     assert "--hostfile hostfile" in asked
     assert "--master_port 29888" in asked
-    assert asked.strip().endswith("--module tightfit.train worker.json")
+    assert asked.strip().endswith("--module tightfit.train worker.json --resume auto")
 
 
 # --- GPUs ---------------------------------------------------------------------------------------

@@ -72,6 +72,23 @@ def run_ranks(folder: Path, *options: str, world: int | None = None, cache: Path
     """Start the ranks of a plan and wait for them."""
     orders = json.loads((folder / "worker.json").read_text())
     world = orders["world"]["ranks"] if world is None else world
+    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json"), *options]
+    started = start_ranks(command, world, cache or folder / "cache", stdout=subprocess.DEVNULL)
+    try:
+        stderr = [process.communicate(timeout=LIMIT_S)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    run = Path(orders["saving"]["folder"])
+    log = run / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return Ran(run, [process.returncode for process in started], events, stderr)
+
+
+def start_ranks(
+    command: list[str], world: int, cache: Path, stdout: int = subprocess.PIPE
+) -> list[subprocess.Popen[str]]:
+    """So many processes of a command, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -82,28 +99,18 @@ def run_ranks(folder: Path, *options: str, world: int | None = None, cache: Path
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "XDG_CACHE_HOME": str(cache or folder / "cache"),
+        "XDG_CACHE_HOME": str(cache),
         # What DeepSpeed compiles is kept for the next test.
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions")),
         "TIGHTFIT_LAUNCHER": "tests",
     }
-    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json"), *options]
-    started = [
+    return [
         subprocess.Popen(
             command,
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(world)
     ]
-    try:
-        stderr = [process.communicate(timeout=LIMIT_S)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    run = Path(orders["saving"]["folder"])
-    log = run / "events.jsonl"
-    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return Ran(run, [process.returncode for process in started], events, stderr)

@@ -113,6 +113,44 @@ def test_a_restart_replaces_what_was_lost(tmp_path: Path) -> None:
     assert len(draw(folder)) == 2
 
 
+def test_a_run_that_went_on_has_each_step_once(tmp_path: Path) -> None:
+    """Killed after step 10 with a checkpoint at 5, and again after 7 with the same one."""
+    resumed = {"event": "resumed", "step": 5}
+    first = [START, *(step(number, 3.0) for number in range(1, 11)), {"event": "eval", "step": 10, "loss": 9.0}]
+    second = [START, resumed, *(step(number, 2.0) for number in (6, 7))]
+    third = [
+        START,
+        resumed,
+        *(step(number, 1.0) for number in range(6, 13)),
+        {"event": "eval", "step": 12, "loss": 1.0},
+    ]
+    folder = write(tmp_path, [*first, *second, *third])
+    history = read(folder / "events.jsonl")
+    assert [(each.step, each.loss) for each in history.steps] == [
+        *((number, 3.0) for number in range(1, 6)),
+        *((number, 1.0) for number in range(6, 13)),
+    ]
+    assert history.restarts == [5, 5]
+    assert history.evaluations == {12: 1.0}
+    assert len(draw(folder)) == 2
+
+
+def test_lost_steps_are_gone_from_a_long_run_too(tmp_path: Path) -> None:
+    """Of so many steps few are read, and the first that was made again may not be among them."""
+    lost = [step(number, 3.0) for number in range(1, 3 * MOST_STEPS)]
+    again = [step(number, 1.0) for number in range(MOST_STEPS, 4 * MOST_STEPS)]
+    folder = write(tmp_path, [START, *lost, {"event": "resumed", "step": MOST_STEPS - 1}, *again])
+    steps = read(folder / "events.jsonl").steps
+    numbers = [each.step for each in steps]
+    assert numbers == sorted(set(numbers))
+    assert all(each.loss == (3.0 if each.step < MOST_STEPS else 1.0) for each in steps)
+
+
+def test_a_run_that_goes_on_without_a_number_is_drawn(tmp_path: Path) -> None:
+    folder = write(tmp_path, [START, step(1), {"event": "resumed", "step": None}, step(2)])
+    assert [each.step for each in read(folder / "events.jsonl").steps] == [1, 2]
+
+
 def test_without_events_there_is_no_picture_and_no_error(tmp_path: Path) -> None:
     assert draw(tmp_path) == []
     assert draw(tmp_path / "nowhere") == []

@@ -81,7 +81,9 @@ OTHER_NAMES = {
     "output_dir": "saving.folder",
     "per_device_train_batch_size": "levers.micro_batch",
     "rank": "lora.rank",
+    "save_every": "saving.every",
     "save_steps": "saving.every_steps",
+    "save_total_limit": "saving.keep_last",
     "seq": "sequence",
     "stage": "levers.engine",
     "world": "hardware.gpus",
@@ -455,8 +457,7 @@ def _faults(found: Mapping[tuple[int | str, ...], str], tree: Mapping[str, Any],
     if "missing" in found.values():
         where = f"{source.file} names no model" if source.file else "say which model"
         ask = "add `model:`" if source.file else "--model"
-        sentence = f"{where}: {ask} with a preset (`tightfit models`), a Hugging Face id or a folder"
-        yield "model", ConfigError(sentence)
+        yield "model", ConfigError(f"{where}: {ask} with a preset (`tightfit models`), a Hugging Face id or a folder")
     said = set()
     for place, kind in found.items():
         if kind in ("unexpected_keyword_argument", "missing"):
@@ -475,8 +476,7 @@ def _faults(found: Mapping[tuple[int | str, ...], str], tree: Mapping[str, Any],
 
 def _unreadable(source: Source) -> ConfigError:
     """Of the whole tree, where pydantic could not even name a field: half a letter, say, which JSON cannot hold."""
-    where = source.file or "the command line"
-    return ConfigError(f"{where} holds text that is no UTF-8: write it in plain letters")
+    return ConfigError(f"{source.file or 'the command line'} holds text that is no UTF-8: write it in plain letters")
 
 
 def _unknown(parent: str, key: str, source: Source) -> ConfigError:

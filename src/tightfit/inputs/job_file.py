@@ -27,10 +27,13 @@ from tightfit.inputs.job_fields import (
     job_from_tree,
     wrong,
 )
+from tightfit.inputs.job_saving import FIELDS as EVERY_FIELDS
+from tightfit.inputs.job_saving import settled
 from tightfit.inputs.job_text import is_json, read_tree
 from tightfit.inputs.job_training import Translated, translate
 from tightfit.inputs.models import load_model, shape_from_fields
 from tightfit.inputs.spelling import LARGEST, nearest, shown
+from tightfit.inputs.times import seconds_in
 from tightfit.job import Adapters, Job
 from tightfit.types import Buckets, ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
 
@@ -53,13 +56,14 @@ JOB_FLAGS: Mapping[str, str] = {
     **{name: f"data.{name}" for name in ("format", "template", "packing", "tokenizer", "recipe", "ablation")},
     "max_samples": "max_samples",
     "output": "saving.folder",
+    "save_every": "saving.every",
+    **{name: f"saving.{name}" for name in ("keep_last", "keep_every", "async_save")},
     "learning_rate": "learning_rate",
     **{lever: f"levers.{lever}" for lever in FREE_LEVERS},
 }
 """Flags of the command line → the field of the job that each sets."""
 
 _SIZES = ("hardware.host_ram", "hardware.nvme", "limits.gpu_memory", "limits.host_ram")
-_UNITS_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _FOREIGN = {
     "model_name_or_path": "a LLaMA-Factory config, which `tightfit estimate FILE` reads",
     "zero_optimization": "a DeepSpeed config, which goes after --deepspeed",
@@ -119,18 +123,18 @@ def _read_own(path: Path) -> dict[str, Any]:
 
 
 def _translate_all(tree: Mapping[str, Any], file: str) -> tuple[Translated | None, tuple[str, ...]]:
-    """The file in our own form without the fields of its `training` block that are wrong, and their sentences."""
+    """The file in our own form, less what is wrong in its `training` and `saving` blocks, and the sentences for it."""
     found: list[str] = []
     while True:
         try:
             return translate(tree, file), tuple(found)
         except UserError as error:
             found.append(str(error))
-            training = tree.get("training")
-            named = re.search(r"training\.(\w+)", str(error))
-            if named is None or not isinstance(training, Mapping) or named[1] not in training:
+            named = re.search(r"(training|saving)\.(\w+)", str(error))
+            block = tree.get(named[1]) if named is not None else None
+            if named is None or not isinstance(block, Mapping) or named[2] not in block:
                 return None, tuple(found)
-            tree = {**tree, "training": {key: value for key, value in training.items() if key != named[1]}}
+            tree = {**tree, named[1]: {key: value for key, value in block.items() if key != named[2]}}
 
 
 def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
@@ -144,11 +148,18 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
     for ending, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
         if ending in given and other not in given:
             tree.pop(other, None)
+    if "save_every" in given:
+        for field in EVERY_FIELDS:
+            tree.get("saving", {}).pop(field, None)
     for name, value in given.items():
         block, _, key = JOB_FLAGS[name].rpartition(".")
         inside = tree.setdefault(block, {}) if block else tree
         inside[key] = list(value) if isinstance(value, tuple) else value
-    source = Source(names={JOB_FLAGS[name]: spelt(name) for name in given})
+    names = {JOB_FLAGS[name]: spelt(name) for name in given}
+    if "saving" in tree:
+        tree["saving"], more = settled(tree["saving"], names, None)
+        names |= more
+    source = Source(names=names)
     job, _ = job_from_tree(tree, source)
     _check(job, source)
     rank = next((name for name in ("lora_rank", "lora_targets", "adapter_dtype") if name in given), None)
@@ -227,12 +238,9 @@ def hardware_of(job: Job, num_gpus: int | None = None) -> Hardware:
 
 def timeout_s(text: str) -> int:
     """Seconds in `12h`, `90m`, `3600s`, `1h30m`."""
-    found = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", text.lower())
-    units = [unit for _, unit in found]
-    whole = "".join(count + unit for count, unit in found) == re.sub(r"\s+", "", text.lower())
-    if not found or not whole or units != sorted(set(units), key=list(_UNITS_S).index):
+    seconds = seconds_in(text)
+    if seconds is None:
         raise ConfigError(f"{shown(text)} is no time: write 12h, 90m or 1h30m")
-    seconds = sum(float(count) * _UNITS_S[unit] for count, unit in found)
     if not 1 <= seconds <= LARGEST:
         raise ConfigError(f"{shown(text)} leaves no time to train: write 12h, 90m or 1h30m")
     return int(seconds)

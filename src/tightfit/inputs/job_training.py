@@ -9,10 +9,11 @@ how the sequences of a step are split is the planner's to choose, so only their 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tightfit.inputs.hardware import MAX_GPUS_PER_NODE, parse_hardware
+from tightfit.inputs.job_saving import settled
 from tightfit.inputs.spelling import Fields, nearest, shown
 from tightfit.types import ConfigError, HardwareError
 
@@ -47,7 +48,11 @@ _FIELD_OF = {
     "eval_interval": "evaluation.every_steps",
     "save_steps": "saving.every_steps",
     "save_interval": "saving.every_steps",
-    "save_total_limit": "saving.keep",
+    "save_every": "saving.every",
+    "save_total_limit": "saving.keep_last",
+    "keep_last": "saving.keep_last",
+    "keep_every": "saving.keep_every",
+    "async_save": "saving.async_save",
     "output_dir": "saving.folder",
     "checkpoint_dir": "saving.folder",
     "dataloader_num_workers": "levers.dataloader_workers",
@@ -74,7 +79,16 @@ class Translated:
 
 
 def translate(tree: Mapping[str, Any], file: str) -> Translated:
-    """Our own form of a file that may be in the other one; unchanged where it is not."""
+    """Our own form of a file that may be in the other one, with every field of `saving` under its own name."""
+    found = _translated(tree, file)
+    saving = found.tree.get("saving")
+    if not isinstance(saving, Mapping):
+        return found
+    block, names = settled(saving, found.names, file)
+    return replace(found, tree={**found.tree, "saving": block}, names={**found.names, **names})
+
+
+def _translated(tree: Mapping[str, Any], file: str) -> Translated:
     if not any(mark in tree for mark in MARKS):
         return Translated(tree=dict(tree), names={})
     training = tree.get("training")

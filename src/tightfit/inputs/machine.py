@@ -393,7 +393,7 @@ def _text(value: object) -> str | None:
 def _host_ram(root: Path = Path("/")) -> tuple[int | None, tuple[str, ...]]:
     """The RAM that a process here may use: the machine's, or its control group's if that is less."""
     total = _meminfo(root) or _sysconf() or _windows_ram()
-    limit = min(_cgroup_limits(root), default=None)
+    limit = min((limit for limit, _ in _cgroups(root)), default=None)
     if limit is not None and (total is None or limit < total):
         return limit, (f"Host RAM is {limit / GIB:.1f} GiB: this process's control group allows no more.",)
     if total is None:
@@ -404,8 +404,10 @@ def _host_ram(root: Path = Path("/")) -> tuple[int | None, tuple[str, ...]]:
 
 
 def free_ram(root: Path = Path("/")) -> int | None:
-    """The RAM that the system could give to a new process now; None: it does not say."""
-    return _meminfo(root, "MemAvailable")
+    """The RAM that the system, and this process's control group, could give now; None: they do not say."""
+    left = [limit - used for limit, used in _cgroups(root) if used is not None]
+    available = _meminfo(root, "MemAvailable")
+    return max(0, min([*left, *([] if available is None else [available])])) if left or available is not None else None
 
 
 def _meminfo(root: Path, name: str = "MemTotal") -> int | None:
@@ -431,24 +433,29 @@ def _windows_ram() -> int | None:
     return None
 
 
-def _cgroup_limits(root: Path) -> list[int]:
-    """Every limit from our own group up to the root, in both versions of control groups.
+def _cgroups(root: Path) -> list[tuple[int, int | None]]:
+    """Every limit from our own group up to the root, in both versions of control groups, and what is used of it.
 
-    Inside a container the group's path is often the host's, and only the mount's top can be read.
+    Inside a container the group's path is often the host's, and only the mount's top can be read. Files that are kept
+    in memory count as used there, and make way like everywhere.
     """
-    limits: list[int] = []
+    limits: list[tuple[int, int | None]] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
-            base, name = root / "sys/fs/cgroup", "memory.max"
+            base, name, usage, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            base, name, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
         else:
             continue
         group = PurePosixPath("/", path)
         for folder in (group, *group.parents):
-            value = positive(_read(base / folder.relative_to("/") / name))
-            limits.extend([] if value is None else [value])
+            place = base / folder.relative_to("/")
+            value, used = positive(_read(place / name)), positive(_read(place / usage))
+            if value is not None:
+                held = re.search(rf"^{cached} ([0-9]+)$", _read(place / "memory.stat"), re.MULTILINE)
+                limits.append((value, None if used is None else used - (int(held[1]) if held else 0)))
     return limits
 
 

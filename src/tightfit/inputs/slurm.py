@@ -81,6 +81,17 @@ def slurm_rank(env: Mapping[str, str]) -> SlurmRank | None:
     )
 
 
+def has_its_own_gpu(env: Mapping[str, str], local_rank: int) -> bool:
+    """Whether SLURM gave this rank one GPU that no other sees (`--gpus-per-task=1`).
+
+    Under a torchrun that is a single task, all ranks of the node would share that one: their number is not SLURM's."""
+    gpus, gres = env.get("SLURM_GPUS_PER_TASK", ""), env.get("SLURM_TRES_PER_TASK", "").split(",")
+    one = re.fullmatch(r"(?:[^:]+:)?1", gpus) or any(
+        re.fullmatch(r"gres/gpu(?:[:=][^:=]+)?[:=]1", each) for each in gres
+    )
+    return bool(one) and _number(env, "SLURM_LOCALID") == local_rank
+
+
 def first_host(nodes: str) -> str:
     """The first machine of a list such as `gpu[07-12,31],login1`."""
     found = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodes.strip())

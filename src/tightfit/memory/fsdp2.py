@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tightfit.memory.job import Components, Job, combine, kept, passing, quantising, share, worst
 from tightfit.memory.operations import FP32
-from tightfit.memory.optimizers import state_bytes, step_temporary
+from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
 from tightfit.types import Lora, ModelShape, PhaseName
 
@@ -156,8 +156,9 @@ def _persistent(job: Job) -> Components:
 
 
 def _states(job: Job, own: int) -> int:
-    if job.levers.optimizer == "paged_adamw8bit":
-        return 0
+    """8-bit ones are those of each shard on its own: our worker hands bitsandbytes the local tensors."""
+    if job.levers.optimizer in EIGHT_BIT:
+        return eight_bit_states(job.levers.optimizer, job.weights.trainable, job.world).gpu
     return state_bytes(job.levers.optimizer, own, _shard_width(job), flat=False)
 
 

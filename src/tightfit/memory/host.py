@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from tightfit.memory.job import Components, Job, combine, share
+from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes
 from tightfit.memory.zero3 import shards_of
 from tightfit.memory.zero12 import flattens_on_gpu, partition
 from tightfit.types import PhaseName
@@ -44,14 +45,17 @@ def _training(job: Job) -> Components:
     if levers.engine == "zero3":
         return combine(_zero3_params(job), _zero3_optimizer(job), paged)
     if levers.engine == "fsdp2" and levers.offload_param != "none":
-        return combine(_fsdp2(job), paged)
+        return _fsdp2(job)
     return paged
 
 
 def _paged_states(job: Job) -> Components:
     """Unified memory: it may all be paged out to the host."""
-    numel = job.weights.trainable_numel
-    return {"optimizer_states": 2 * (numel if job.levers.engine == "zero0" else share(numel, job.world))}
+    levers, weights = job.levers, job.weights
+    if levers.engine in ("zero0", "fsdp2"):
+        world = 1 if levers.engine == "zero0" else job.world
+        return {"optimizer_states": eight_bit_states(levers.optimizer, weights.trainable, world).paged}
+    return {"optimizer_states": 2 * share(weights.trainable_numel, job.world)}
 
 
 def _zero12(job: Job) -> Components:
@@ -123,7 +127,11 @@ def _fsdp2(job: Job) -> Components:
     width = 4 if job.levers.method == "full" and job.levers.master_weights else job.weights.trainable_width
     parts = _parts(job.weights.trainable, job.world, width, True)
     frozen = _parts(job.weights.frozen, job.world, job.weights.width, True)
-    states = 2 * 4 * share(job.weights.trainable_numel, job.world)
+    optimizer = job.levers.optimizer
+    if optimizer in EIGHT_BIT:
+        states = sum(eight_bit_states(optimizer, job.weights.trainable, job.world))
+    else:
+        states = state_bytes(optimizer, share(job.weights.trainable_numel, job.world), 4, flat=False)
     return {"weights": parts + frozen, "gradients": parts, "optimizer_states": states}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tightfit.memory.backward import accumulated
 from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, worst
-from tightfit.memory.optimizers import factored_bytes, state_bytes, step_temporary
+from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, factored_bytes, state_bytes, step_temporary
 from tightfit.types import PhaseName
 
 ALLREDUCE_ELEMENTS = 500_000_000
@@ -53,14 +53,12 @@ def _persistent(job: Job) -> Components:
 
 def _states(job: Job) -> int:
     levers = job.levers
-    if levers.optimizer == "paged_adamw8bit":
-        return 0
+    if levers.optimizer in EIGHT_BIT:
+        return eight_bit_states(levers.optimizer, job.weights.trainable, 1).gpu
     if levers.optimizer == "adafactor":
         matrices = job.shape.tensors if levers.trains == "all" else job.shape.before
         return factored_bytes(tuple(tensor.shape for tensor in matrices)) if levers.method == "full" else 0
-    if levers.optimizer == "adamw":
-        return state_bytes("adamw", job.weights.trainable_numel, job.master_width, flat=True)
-    return sum(state_bytes(levers.optimizer, numel, 4, flat=False) for numel in job.weights.trainable)
+    return state_bytes(levers.optimizer, job.weights.trainable_numel, job.master_width, flat=True)
 
 
 def _step(job: Job, grads: int) -> Components:

@@ -12,6 +12,7 @@ from time import perf_counter
 from tightfit.inputs.job_file import dump_job, hardware_of, levers_of, model_of, pinned
 from tightfit.job import Job
 from tightfit.planner import costly, reasons
+from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.search import Found, Question, search
 from tightfit.planner.tier_values import TIERS, applied, by_memory
@@ -46,6 +47,8 @@ def plan(
     began = perf_counter()
     question = question_of(job, shape, hardware, every_gpu=every_gpu)
     question = replace(question, partial=partial, engines=engines)
+    if question.ours:
+        check_states(question.base, question.pinned, hardware)
     found = search(question)
     changed: tuple[Remedy, ...] = ()
     if found.best is None and job.limits.allow:

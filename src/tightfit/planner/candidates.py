@@ -12,10 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from tightfit.inputs.flags import check_levers
+from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.types import (
     Attention,
     AttentionKernel,
     Buckets,
+    ConfigError,
     Engine,
     Hardware,
     Levers,
@@ -55,6 +57,11 @@ IF_PINNED: tuple[tuple[Engine, Offload, Offload], ...] = (
 """What runs as well but is never the better choice: only for those who name a place themselves."""
 _PLACES = (*STRATEGIES, *IF_PINNED)
 
+BY_PARAMETER: tuple[Engine, ...] = ("zero0", "fsdp2")
+"""The engines that keep the optimizer's states parameter by parameter, also where their wrapper has fp32 copies of the
+weights (`FP16_UnfusedOptimizer`). ZeRO's stages keep them for flat partitions, where one 8-bit scale covers the end of
+one parameter and the start of the next: a checkpoint that has each parameter on its own cannot hold such states."""
+
 SMALL_BUCKETS = (200_000_000, 50_000_000)
 """Elements of ZeRO's buckets, beside DeepSpeed's own 500 million."""
 MOST_MICRO = 256
@@ -77,8 +84,8 @@ class Corner:
     """The depth of checkpointing is ours to choose."""
 
 
-def strategies(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Levers]:
-    """The base with each engine and place that can run it."""
+def strategies(base: Levers, pinned: Pinned, hardware: Hardware, ours: bool = True) -> list[Levers]:
+    """The base with each engine and place that can run it. `ours`: our own worker does, and saves it."""
     ways = []
     names = ("engine", "offload_optimizer", "offload_param")
     places = {"offload_optimizer", "offload_param"} & pinned
@@ -86,25 +93,59 @@ def strategies(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Levers]
         levers = replace(base, engine=engine, offload_optimizer=optimizer, offload_param=param)
         if any(name in pinned and getattr(levers, name) != getattr(base, name) for name in names):
             continue
-        if _runs(levers, hardware):
+        if _runs(levers, hardware, ours=ours):
             ways.append(levers)
     return ways
 
 
-def _runs(levers: Levers, hardware: Hardware) -> bool:
-    """What no engine does, or does wrongly."""
+def _runs(levers: Levers, hardware: Hardware, *, ours: bool) -> bool:
+    """What no engine does, or does wrongly, or does so that it cannot be saved."""
     moved = levers.offload_optimizer != "none"
     if moved and levers.optimizer != "adamw":
         return False  # the host's optimizer is DeepSpeed's CPU Adam
+    if ours and levers.optimizer in EIGHT_BIT and (levers.engine not in BY_PARAMETER or _is_pure(levers)):
+        return False
     if levers.engine == "zero0" and levers.precision == "fp16":
         return False  # the unsharded engine divides by a loss scale that it never multiplied with
     if "nvme" in (levers.offload_optimizer, levers.offload_param) and hardware.nvme_bytes is None:
         return False
     if levers.engine == "fsdp2":
-        # Adafactor's means go over whole rows and columns, bitsandbytes knows no sharded tensors
-        plain = levers.optimizer in ("adamw", "sgd") and levers.master_weights
-        return plain and hardware.gpu.vendor != "hygon"  # the DTK's torch 2.4 is older than the fully_shard we use
+        whole = levers.optimizer == "adafactor"  # its means go over whole rows and columns
+        return levers.master_weights and not whole and has_fsdp2(hardware)
     return True
+
+
+def _is_pure(levers: Levers) -> bool:
+    """16 bits and no fp32 copy of the weights, which DeepSpeed refuses without ZeRO."""
+    return not levers.master_weights and levers.precision != "fp32"
+
+
+def has_fsdp2(hardware: Hardware) -> bool:
+    return hardware.gpu.vendor != "hygon"  # the DTK's torch 2.4 is older than the fully_shard we use
+
+
+def check_states(base: Levers, pinned: Pinned, hardware: Hardware) -> None:
+    """8-bit states that were pinned to an engine whose checkpoint could not hold them, or have none that could."""
+    if base.optimizer not in EIGHT_BIT:
+        return
+    states, offloaded = f"the states of --optimizer {base.optimizer}", base.offload_optimizer != "none"
+    holding = [] if offloaded else [f"--engine {engine}" for engine in _holding(base, hardware)]
+    if "engine" in pinned and base.engine not in BY_PARAMETER:
+        fix = " or ".join((*holding, "--optimizer adamw"))
+        raise ConfigError(
+            f"under {base.engine} {states} belong to no parameter alone, so no checkpoint can hold them: use {fix}"
+        )
+    if not holding and not offloaded:
+        raise ConfigError(
+            f"no engine that keeps {states} by parameter, as checkpoints do, trains "
+            f"{'pure ' if _is_pure(base) else ''}{base.precision} here: use --optimizer adamw"
+        )
+
+
+def _holding(base: Levers, hardware: Hardware) -> list[Engine]:
+    """The engines that run such states and keep them by parameter, the one that holds less first."""
+    ways = [replace(base, engine=engine, offload_param="none") for engine in BY_PARAMETER]
+    return [levers.engine for levers in reversed(ways) if _runs(levers, hardware, ours=True)]
 
 
 def corners(

@@ -13,6 +13,7 @@ from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.job_file import timeout_s
 from tightfit.job import Job
 from tightfit.memory import estimate
+from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.search import Question, excess_share, needed_bytes
 from tightfit.priced import amounts, strategy_name
@@ -112,7 +113,7 @@ def of_plan(plan: Plan, question: Question, said: tuple[str, ...]) -> tuple[str,
     sentences = [*said, *_batch(plan), *question.hardware.because]
     chosen = plan.chosen
     if chosen is not None:
-        sentences += [f"Chosen: {strategy_name(chosen.levers)}.", *chosen.because]
+        sentences += [f"Chosen: {strategy_name(chosen.levers)}.", *chosen.because, *_kept_apart(question, chosen)]
         sentences += [f"It changes the training: {change}." for change in chosen.changes]
         sentences += [*_unchanged(plan, chosen), *_against(plan, chosen), *_cut_off(plan)]
         sentences += chosen.pace.because
@@ -130,6 +131,15 @@ def _batch(plan: Plan) -> list[str]:
     return [
         f"No --effective-batch was named: {plan.effective_batch} sequences a step, "
         f"{plan.effective_batch // plan.hardware.world} a GPU."
+    ]
+
+
+def _kept_apart(question: Question, chosen: Way) -> list[str]:
+    if chosen.levers.optimizer not in EIGHT_BIT or not question.ours:
+        return []
+    return [
+        "ZeRO's stages are left out: only FSDP2 and the unsharded engine keep 8-bit states parameter by parameter, as "
+        "a checkpoint needs them."
     ]
 
 

@@ -53,6 +53,11 @@ class Question:
     """No way that leaves GPUs idle."""
 
     @property
+    def ours(self) -> bool:
+        """Our own worker runs it, and saves it."""
+        return self.partial
+
+    @property
     def gpu_limit_bytes(self) -> int:
         return int(self.hardware.gpu.memory_bytes * (1 - self.margin))
 
@@ -200,7 +205,7 @@ def _least_thinkable_s(question: Question) -> float:
 
 
 def _strategies(question: Question) -> list[Levers]:
-    every = strategies(question.base, question.pinned, question.hardware)
+    every = strategies(question.base, question.pinned, question.hardware, question.ours)
     return [levers for levers in every if question.engines is None or levers.engine in question.engines]
 
 

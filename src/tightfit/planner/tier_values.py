@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tightfit.job import Job
-from tightfit.planner.candidates import FRUGAL
+from tightfit.memory.optimizers import EIGHT_BIT
+from tightfit.planner.candidates import BY_PARAMETER, FRUGAL, has_fsdp2
 from tightfit.priced import GIB
 from tightfit.types import ConfigError, Hardware, Precision
 
@@ -171,7 +172,8 @@ def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) 
         if job.method == "full":
             changes["lora"] = job.lora
             costs.append(f"adapters of rank {job.lora.rank} instead of every weight")
-    pins = {key: value for key, value in tier.levers().items() if f"levers.{key}" not in explicit}
+    own = tier.levers() | _engine_for_states(tier, job, hardware)
+    pins = {key: value for key, value in own.items() if f"levers.{key}" not in explicit}
     levers = {**pins, **{key: value for key, value in job.levers.items() if f"levers.{key}" in explicit}}
     changes["levers"] = levers
     if "effective_batch" in explicit and job.effective_batch is not None:
@@ -181,6 +183,16 @@ def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) 
         changes["effective_batch"] = batch
         costs.append(f"an effective batch of {batch}")
     return replace(job, **changes), tuple(costs)
+
+
+def _engine_for_states(tier: Tier, job: Job, hardware: Hardware) -> dict[str, Any]:
+    """Another engine than the tier's, where the job's optimizer has states that the tier's could not save.
+
+    A tier that has them on the host stays as it is: 8-bit ones cannot go there.
+    """
+    if job.optimizer not in EIGHT_BIT or tier.engine in BY_PARAMETER or tier.offload_optimizer != "none":
+        return {}
+    return {"engine": "fsdp2" if has_fsdp2(hardware) else "zero0"}
 
 
 def _kept_batch(levers: dict[str, Any], batch: int, world: int, explicit: frozenset[str]) -> dict[str, Any]:

@@ -182,6 +182,7 @@ def _deepspeed(plan: Plan, target: Target) -> Iterator[str]:
         where = '--include "localhost:$slots"'
     else:
         where = f'--include "localhost:{listed}"'
+    yield "# Asked to stop, this launcher ends its ranks at once; `tightfit train --plan` lets them save first."
     yield "exec deepspeed \\"
     yield f"  {where} \\"
     yield f'  --master_port "${{MASTER_PORT:-{target.port}}}" --no_local_rank \\'
@@ -232,6 +233,8 @@ def _torchrun(plan: Plan, target: Target) -> Iterator[str]:
     where = "--master_addr 127.0.0.1"
     if hardware.nodes > 1:
         where = f"{_node('node_rank', 'NODE_RANK')} {_node('master_addr', 'MASTER_ADDR')}"
+    yield "# torchrun passes a SIGTERM on and kills the ranks 30 s after it, and it knows no SIGUSR1: a checkpoint that"
+    yield "# takes longer is lost. `tightfit train --plan` starts the ranks itself and waits for them."
     yield "exec torchrun \\"
     yield f"  --nnodes {hardware.nodes} --nproc_per_node {hardware.gpus_per_node} {where} \\"
     yield f'  --master_port "${{MASTER_PORT:-{target.port}}}" \\'

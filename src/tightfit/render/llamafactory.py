@@ -50,7 +50,7 @@ from tightfit.render import liger
 from tightfit.render.target import Target
 from tightfit.render.training_args import OPTIM
 from tightfit.render.versions import release
-from tightfit.render.worker import chosen_way, clip, epochs, learning_rate, lora_alpha, time_limit_s
+from tightfit.render.worker import chosen_way, clip, epochs, learning_rate, lora_alpha, save_steps, time_limit_s
 from tightfit.types import ConfigError, Levers, Mamba1, Mamba2, ModelShape
 
 DATASET_INFO = "dataset_info.json"
@@ -197,6 +197,10 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
         )
     if job.timeout is not None:
         notes.append(f"LLaMA-Factory has no time limit: it does not stop after {job.timeout}")
+    if job.saving.every_minutes is not None:
+        notes.append(f"LLaMA-Factory saves by steps alone: every {save_steps(job)}, and not by minutes")
+    if job.saving.keep_every is not None:
+        notes.append("LLaMA-Factory keeps the newest checkpoints alone, and none for ever (saving.keep_every)")
     if job.data.recipe is not None or (job.data.path or "").startswith("shipped:"):
         notes.append("recipes, ablations and shipped data are tightfit's own: LLaMA-Factory needs a file of samples")
     if job.data.path is None:
@@ -387,13 +391,10 @@ def _evaluation(job: Job, levers: Levers) -> dict[str, Any]:
 def _saving(job: Job) -> dict[str, Any]:
     time_limit_s(job)  # a time that cannot be read is an error in every file
     values: dict[str, Any] = {"output_dir": job.saving.folder, "logging_steps": 10, "report_to": "none"}
-    if job.saving.every_steps is None:
+    every = save_steps(job)
+    if every is None:
         return values | {"save_strategy": "no"}
-    return values | {
-        "save_strategy": "steps",
-        "save_steps": job.saving.every_steps,
-        "save_total_limit": job.saving.keep,
-    }
+    return values | {"save_strategy": "steps", "save_steps": every, "save_total_limit": job.saving.keep_last}
 
 
 # --- the template -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from tightfit.render.accelerate import all_or_none, layer_class, loads_once
 from tightfit.render.deepspeed import ADAM_BETAS, ADAM_EPS, pure_16bit
 from tightfit.render.target import Target
 from tightfit.render.versions import release
-from tightfit.render.worker import chosen_way, clip, epochs, learning_rate
+from tightfit.render.worker import chosen_way, clip, epochs, learning_rate, save_steps
 from tightfit.types import Checkpointing, ConfigError, Levers, Mamba1, Mamba2, Optimizer
 
 OLDEST, NEWEST = "4.40.0", "5.22.2"
@@ -106,6 +106,10 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[str, ...]:
             f"The plan leaves out samples longer than {levers.sequence} tokens; the Trainer takes what it is given: "
             "filter the data first."
         )
+    if plan.job.saving.every_minutes is not None:
+        notes.append(f"The Trainer saves by steps alone: every {save_steps(plan.job)}, and not by minutes.")
+    if plan.job.saving.keep_every is not None:
+        notes.append("The Trainer keeps the newest checkpoints alone, and none for ever (saving.keep_every).")
     if plan.job.timeout is not None:
         notes.append(f"The Trainer has no time limit: it does not stop after {plan.job.timeout}.")
     return tuple(notes)
@@ -210,13 +214,13 @@ def _training(job: Job, levers: Levers) -> Values:
 
 def _watching(job: Job, levers: Levers) -> Values:
     every = job.evaluation.every_steps if job.evaluation.split > 0 else None
-    strategy = "no" if every is None else "steps"
+    strategy, saved_every = "no" if every is None else "steps", save_steps(job)
     values: Values = {
         "evaluation_strategy": strategy,
         "eval_strategy": strategy,
         "prediction_loss_only": True,
-        "save_strategy": "no" if job.saving.every_steps is None else "steps",
-        "save_total_limit": job.saving.keep,
+        "save_strategy": "no" if saved_every is None else "steps",
+        "save_total_limit": job.saving.keep_last,
         "save_only_model": False,
         "save_safetensors": True,
         "logging_strategy": "steps",
@@ -229,8 +233,8 @@ def _watching(job: Job, levers: Levers) -> Values:
     }
     if every is not None:
         values["eval_steps"] = every
-    if job.saving.every_steps is not None:
-        values["save_steps"] = job.saving.every_steps
+    if saved_every is not None:
+        values["save_steps"] = saved_every
     return values
 
 

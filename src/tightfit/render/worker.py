@@ -18,7 +18,7 @@ from tightfit.inputs.flags import flags_from_levers
 from tightfit.inputs.job_file import timeout_s
 from tightfit.inputs.models import config_from_fields, find_config
 from tightfit.inputs.presets import PRESETS
-from tightfit.job import Job
+from tightfit.job import Job, Saving
 from tightfit.planner.plan import Plan, Way
 from tightfit.types import ConfigError, Levers
 
@@ -97,6 +97,13 @@ def learning_rate(job: Job, levers: Levers) -> float:
 def first_scale_power(job: Job) -> int:
     """fp16's loss scale starts at two to this power; the tiers that promise a low start have it."""
     return LOW_SCALE_POWER if job.tier in LOW_SCALE_TIERS else FIRST_SCALE_POWER
+
+
+def save_steps(job: Job) -> int | None:
+    """Steps between two checkpoints for trainers that know no minutes; None: no checkpoints."""
+    if job.saving.every_steps is None and job.saving.every_minutes is not None:
+        return Saving().every_steps
+    return job.saving.every_steps
 
 
 def epochs(job: Job) -> float | None:

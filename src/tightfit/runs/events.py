@@ -92,6 +92,54 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointed:
+    """A checkpoint stands."""
+
+    step: int | None
+    folder: str
+    written_bytes: int | None
+    seconds: float | None
+    blocked_s: float | None
+    """What the training waited of these."""
+    background: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed:
+    """A checkpoint could not be written; the training goes on without it."""
+
+    step: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The run goes on from a checkpoint."""
+
+    step: int | None
+    folder: str
+    from_engine: str | None
+    from_world: int | None
+    changed: tuple[str, ...]
+    """What is not as it was when the checkpoint was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """A checkpoint that cannot be used, and why."""
+
+    folder: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """Somebody has asked the run to end."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """A rank's last words."""
 
@@ -115,7 +163,25 @@ class Other:
     text: str
 
 
-Event = Started | Progress | Proof | MemoryMark | Probe | Step | Evaluation | Warned | Saved | Failed | Ended | Other
+Event = (
+    Started
+    | Progress
+    | Proof
+    | MemoryMark
+    | Probe
+    | Step
+    | Evaluation
+    | Warned
+    | Saved
+    | Checkpointed
+    | CheckpointFailed
+    | Resumed
+    | PassedOver
+    | Stopping
+    | Failed
+    | Ended
+    | Other
+)
 
 
 def event_of(line: str) -> Event | None:
@@ -197,6 +263,43 @@ def _saved(values: Mapping[str, Any]) -> Event:
     return Saved(folder=_text(values.get("folder")) or "?", written_bytes=_count(values.get("bytes")))
 
 
+def _checkpointed(values: Mapping[str, Any]) -> Event:
+    return Checkpointed(
+        step=_count(values.get("step")),
+        folder=_text(values.get("folder")) or "?",
+        written_bytes=_count(values.get("bytes")),
+        seconds=_number(values.get("seconds")),
+        blocked_s=_number(values.get("blocked_s")),
+        background=values.get("background") is True,
+    )
+
+
+def _checkpoint_failed(values: Mapping[str, Any]) -> Event:
+    return CheckpointFailed(step=_count(values.get("step")), text=_text(values.get("text")) or "no reason was given")
+
+
+def _resumed(values: Mapping[str, Any]) -> Event:
+    changed = values.get("changed")
+    texts = map(_text, changed) if isinstance(changed, list) else ()
+    return Resumed(
+        step=_count(values.get("step")),
+        folder=_text(values.get("folder")) or "?",
+        from_engine=_text(values.get("from_engine")),
+        from_world=_count(values.get("from_world")),
+        changed=tuple(text for text in texts if text),
+    )
+
+
+def _passed_over(values: Mapping[str, Any]) -> Event:
+    return PassedOver(
+        folder=_text(values.get("folder")) or "?", text=_text(values.get("text")) or "no reason was given"
+    )
+
+
+def _stopping(values: Mapping[str, Any]) -> Event:
+    return Stopping(text=_text(values.get("text")) or "asked to stop")
+
+
 def _failed(values: Mapping[str, Any]) -> Event:
     return Failed(
         rank=_count(values.get("rank")),
@@ -224,6 +327,11 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Event | None]] = {
     "warning": _warned,
     "overflow": _warned,
     "saved": _saved,
+    "checkpoint": _checkpointed,
+    "checkpoint_failed": _checkpoint_failed,
+    "resumed": _resumed,
+    "passed_over": _passed_over,
+    "stopping": _stopping,
     "error": _failed,
     "end": _ended,
 }

@@ -1,7 +1,8 @@
 """The folder of one run.
 
     plan/           what was planned: worker.json and all other rendered files
-    events.jsonl    what the worker reports, a line each
+    events.jsonl    what the worker reports, a line each; over all starts that went on from a checkpoint
+    checkpoints/    from which another start goes on: see `checkpoints.py`
     logs/rank-N.log what each rank printed
     errors/         rank-N.json, where a rank left in distress
     run.json        the command, when, where, and how it ended
@@ -9,7 +10,8 @@
     model/          what came out
     earlier/N/      what runs in this folder left that did not finish
 
-A start that fails before the first step leaves nothing behind, unless a rank crashed: then the logs are what is needed.
+A run that goes on from its checkpoints finds them and its events in place; the rest of the earlier start makes way. A
+start that fails before the first step leaves nothing behind, unless a rank crashed: then the logs are what is needed.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.render.write import write
+from tightfit.runs.checkpoints import CHECKPOINTS, newest_first, step_of
 from tightfit.runs.lock import LOCK, FolderLock, check_unlocked
 from tightfit.runs.processes import this_host
 from tightfit.types import ConfigError
 
-RUNS = {"run.json", "events.jsonl", "errors", "model"}
+RUNS = {"run.json", "events.jsonl", "errors", "model", CHECKPOINTS}
 """What only a run's folder has; another node may have left its errors there before node 0 began."""
+EVENTS = "events.jsonl"
+_BLOCK_BYTES = 4096
+"""What a small file takes of a disk: up to here it grows without more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        return self.path / "events.jsonl"
+        return self.path / EVENTS
 
     @property
     def errors(self) -> Path:
@@ -95,15 +101,44 @@ def _check_contents(path: Path, *, overwrite: bool) -> None:
         )
 
 
+# --- going on from a checkpoint -----------------------------------------------------------------
+
+AUTO, NONE = "auto", "none"
+"""Words for where to begin: at the newest checkpoint of the folder, where there is one; at the beginning. Anything else
+is the path of a checkpoint, or of a run's folder."""
+
+
+def goes_on(path: Path, resume: str) -> int | None:
+    """The step from which a run in this folder would go on with what lies there; None: it would begin anew."""
+    there = [step for folder in newest_first(path) if (step := step_of(folder)) is not None]
+    if resume == NONE or not there:
+        return None
+    if resume == AUTO:
+        return None if (path / "model").exists() else there[0]
+    asked = Path(resume).resolve()
+    if asked == path.resolve():
+        return there[0]
+    return step_of(asked) if asked.parent == (path / CHECKPOINTS).resolve() else None
+
+
+def _staying(path: Path, resume: str) -> frozenset[str]:
+    """The names in a folder that do not make way."""
+    if goes_on(path, resume) is not None:
+        return frozenset((CHECKPOINTS, EVENTS))
+    # Whatever is there without a checkpoint's name was never finished, and the worker clears it away.
+    return frozenset() if newest_first(path) else frozenset((CHECKPOINTS,))
+
+
 class ClaimedFolder:
     """A run folder that is ours until it is released."""
 
-    def __init__(self, folder: RunFolder, lock: FolderLock, made: list[Path], aside: Path | None) -> None:
-        self.folder, self._lock, self._made, self._aside = folder, lock, made, aside
+    def __init__(self, folder: RunFolder, lock: FolderLock, made: list[Path], before: _Before) -> None:
+        self.folder, self._lock, self._made, self._before = folder, lock, made, before
 
     @classmethod
-    def claim(cls, path: Path, *, overwrite: bool) -> ClaimedFolder:
-        """Make the folder and hold it, or say who does; what an earlier run left makes way."""
+    def claim(cls, path: Path, *, overwrite: bool, resume: str = NONE) -> ClaimedFolder:
+        """Make the folder and hold it, or say who does; what an earlier run left makes way, unless this one goes on
+        with it."""
         check_folder(path, overwrite=overwrite)
         made = [place for place in (path, *path.parents) if not place.exists()]
         try:
@@ -114,11 +149,14 @@ class ClaimedFolder:
             raise _unwritable(path, error) from None
         try:
             _check_contents(path, overwrite=overwrite)  # again, now that nobody else can change it
-            aside = _make_way(path)
+            before = _make_way(path, resume)
+        except OSError as error:
+            lock.release()
+            raise _unwritable(path, error) from None
         except BaseException:
             lock.release()
             raise
-        return cls(RunFolder(path), lock, made, aside)
+        return cls(RunFolder(path), lock, made, before)
 
     def begin(self, files: Mapping[str, str], record: RunRecord) -> None:
         """Write down what is to run."""
@@ -132,21 +170,26 @@ class ClaimedFolder:
 
     def release(self, *, done: bool = False) -> None:
         """Let it go. A finished run that this one was to replace goes when this one is `done`, and not before."""
-        if done and self._aside is not None and (self._aside / "model").exists():
-            _remove(self._aside)
-            _unmake([self._aside.parent])
+        aside = self._before.aside
+        if done and aside is not None and (aside / "model").exists():
+            _remove(aside)
+            _unmake([aside.parent])
         self._lock.release()
 
     def discard(self) -> None:
-        """Leave everything as it was before this run."""
-        path = self.folder.path
+        """Leave everything as it was before this run. One that has made a checkpoint was not in vain, and stays."""
+        path, before = self.folder.path, self._before
+        if {folder.name for folder in newest_first(path)} - before.checkpoints:
+            self.release()
+            return
         for entry in list(path.iterdir()):
-            if entry.name not in (LOCK, "earlier"):
+            if entry.name not in (LOCK, "earlier", *before.stayed):
                 _remove(entry)
-        if self._aside is not None:
-            for entry in list(self._aside.iterdir()):
-                entry.rename(path / entry.name)
-            _unmake([self._aside, self._aside.parent])
+        if before.events_bytes is not None:
+            with suppress(OSError):  # a disk that takes nothing any more: a line too many does no harm
+                os.truncate(self.folder.events, before.events_bytes)
+        if before.aside is not None:
+            _put_back(before.aside, path)
         self._lock.release()
         _unmake(self._made)
 
@@ -157,18 +200,68 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path} cannot be written ({why}): {room}name another folder with --output")
 
 
-def _make_way(path: Path) -> Path | None:
-    """Move what an earlier run left into a folder of its own; None: nothing was there."""
-    there = [entry for entry in path.iterdir() if entry.name not in (LOCK, "earlier")]
-    if not there:
-        return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Before:
+    """How a folder was found."""
+
+    aside: Path | None
+    """Where what made way is now; None: nothing did."""
+    stayed: frozenset[str]
+    """What was there and did not make way."""
+    checkpoints: frozenset[str]
+    """The names of those that stayed."""
+    events_bytes: int | None
+    """Their length; None: these are to begin anew."""
+
+
+def _make_way(path: Path, resume: str) -> _Before:
+    """Move what an earlier run left into a folder of its own, but for what this one goes on with."""
+    step, staying = goes_on(path, resume), _staying(path, resume)
+    entries = [entry for entry in path.iterdir() if entry.name not in (LOCK, "earlier")]
+    stayed = frozenset(entry.name for entry in entries) & staying
+    moving = [entry for entry in entries if entry.name not in stayed]
+    # Going back behind newer ones: a later start would take these, which are of another course.
+    moving += [each for each in newest_first(path) if step is not None and (step_of(each) or 0) > step]
+    aside = None
+    if moving:
+        aside = _next_aside(path)
+        for place in moving:
+            target = aside / place.relative_to(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            place.rename(target)
+    events = path / EVENTS
+    size = _closed_line(events) if EVENTS in stayed else None
+    names = frozenset(each.name for each in newest_first(path))
+    return _Before(aside=aside, stayed=stayed, checkpoints=names, events_bytes=size)
+
+
+def _next_aside(path: Path) -> Path:
     earlier = path / "earlier"
     number = 1 + max((int(each.name) for each in earlier.glob("[0-9]*") if each.name.isdigit()), default=0)
-    aside = earlier / str(number)
-    aside.mkdir(parents=True)
-    for place in there:
-        place.rename(aside / place.name)
-    return aside
+    return earlier / str(number)
+
+
+def _closed_line(events: Path) -> int:
+    """The length of the file. A last line that its writer did not finish is ended, or the next would be lost too."""
+    with events.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    return size
+
+
+def _put_back(aside: Path, path: Path) -> None:
+    for entry in list(aside.iterdir()):
+        target = path / entry.name
+        if entry.name == CHECKPOINTS and target.is_dir():  # the newer ones alone had made way
+            for inside in list(entry.iterdir()):
+                inside.rename(target / inside.name)
+            entry.rmdir()
+        else:
+            entry.rename(target)
+    _unmake([aside, aside.parent])
 
 
 def _remove(path: Path) -> None:
@@ -208,19 +301,32 @@ class RunRecord:
             "state": state,
             "exit_code": exit_code,
         }
+        text = (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
         beside = folder.record.with_suffix(".new")
         try:
-            beside.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            beside.write_bytes(text)
             beside.replace(folder.record)
-        except OSError:
+        except OSError as error:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
-            raise
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _written_over(folder.record, text):
+                raise
 
     def close(self, folder: RunFolder, *, state: str, exit_code: int) -> None:
         """The last word. A full disk may be why it ended, and must not hide what is to be said about that."""
         with suppress(OSError):
             self.write(folder, state=state, exit_code=exit_code)
+
+
+def _written_over(path: Path, text: bytes) -> bool:
+    """Write into the block that the file has already, where a full disk has no other; whether that went well."""
+    if not path.is_file() or len(text) > _BLOCK_BYTES:
+        return False
+    with suppress(OSError), path.open("r+b", buffering=0) as file:
+        if file.write(text) == len(text):
+            file.truncate()
+            return True
+    return False
 
 
 def _now() -> str:

@@ -1,7 +1,8 @@
 """Follow a file of events while a worker appends to it.
 
 A line counts when its end is there: what is half written now is read again with the next look. A file that has
-become shorter was begun anew.
+become shorter was begun anew. What the file holds before anybody looks is an earlier start's, which a run that goes on
+from a checkpoint appends to.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _LONGEST = 1 << 22
 class Follower:
     """Reads on where it stopped."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, start: int | None = None) -> None:
+        """`start`: the first byte that counts; left out: what comes from now on."""
         self.path = path
-        self._offset = 0
+        self._offset = _size(path) if start is None else start
         self._torn = b""
 
     def poll(self) -> list[Event]:
@@ -51,6 +53,13 @@ class Follower:
         if len(self._torn) > _LONGEST:
             self._torn = b""
         return [event for event in map(_event, lines) if event is not None]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # not there yet
+        return 0
 
 
 def _event(line: bytes) -> Event | None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,9 @@ from tightfit.types import ConfigError
 
 GRACE_S = 10.0
 """What ranks have between being asked to end and being ended."""
+INSIST_S = 1.0
+"""A rank that trains takes the first request as one for a checkpoint, which it cannot save when others are gone. It is
+asked again after this, and leaves at once; more than what a worker takes for the same request."""
 LOOK_S = 0.05
 
 
@@ -37,6 +40,11 @@ class RankStart:
     environment: Mapping[str, str]
     """The whole of it."""
     log: Path
+
+    @property
+    def saves(self) -> bool:
+        """Whether it saves and leaves when it is asked to stop; a launcher of others ends its ranks instead."""
+        return self.name.startswith("rank-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,12 @@ class Ranks:
         self.exits += found
         return found
 
+    def ask(self) -> None:
+        """Ask each rank to stop at its next step, and it alone: what it has started must work until then."""
+        for pid in self._running:
+            with suppress(ProcessLookupError, PermissionError):  # macOS refuses what has ended
+                os.kill(pid, signal.SIGTERM)
+
     def end(self, grace_s: float = GRACE_S, hurry: Callable[[], bool] = lambda: False) -> None:
         """Ask all that runs to end, then end it; `hurry`: the user will not wait any longer."""
         if self._pipe is None:
@@ -107,11 +121,14 @@ class Ranks:
         if grace_s > 0:
             for group in groups:
                 tell(group, signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
+        deadline, insist_at = time.monotonic() + grace_s, time.monotonic() + INSIST_S
         while time.monotonic() < deadline and not hurry():
             self.poll()
             if not self._running and not members_of(groups):
                 break
+            if time.monotonic() >= insist_at:
+                self.ask()
+                insist_at = deadline
             time.sleep(LOOK_S)
         for group in groups:
             tell(group, signal.SIGKILL)

@@ -1,4 +1,8 @@
-"""One run from its first process to its last: start, follow, end, and say how it ended."""
+"""One run from its first process to its last: start, follow, stop, end, and say how it ended.
+
+The first signal asks the ranks to save a checkpoint at their next step and to leave by themselves, which takes as long
+as a step and a save; the run is followed meanwhile. The second one ends them.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,34 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-from tightfit.runs.events import Event
+from tightfit.runs.events import Event, Stopping
 from tightfit.runs.failure import USER, Failure, LastWords, first_failure, last_words
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.follow import Follower
 from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, Ranks, RankStart
 from tightfit.runs.tally import Tally
 
-DONE, FAILED = 0, 3
+DONE, FAILED, STOPPED = 0, 3, 4
+"""STOPPED is what a rank leaves with that has saved a checkpoint before the end, and the desk after it."""
+ENDED_BY_REQUEST = (128 + signal.SIGTERM, -signal.SIGTERM)
+"""What a rank leaves with that was asked to stop and had nothing to save; the second: before it could listen."""
 STRAGGLER_S = 600.0
 """A rank leaves together with the others. One that stays so much longer will stay for ever."""
 LAST_WORDS_S = 0.3
 """Time for ranks that fail together to end by themselves, so that the first can be told from the others."""
+STOP_PATIENCE_S = 600.0
+"""For a step and a save after the first signal."""
+AGAIN_S = 1.0
+"""A shell, a wrapper and a terminal that closes may all pass on the same wish: what comes so soon after the first
+signal is no second one. Longer than the ranks' own measure of this, which counts from a later moment."""
 
-State = Literal["done", "user error", "failed", "interrupted"]
+State = Literal["done", "stopped", "user error", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +51,16 @@ class Outcome:
 
 
 class Signals:
-    """Notes the signals that ask the desk to end, for as long as ranks run: they have to be ended first."""
+    """Notes the signals that ask the desk to end, for as long as ranks run: they have to be asked first."""
 
     def __init__(self) -> None:
-        self.caught: list[int] = []
+        self.caught: list[tuple[int, float]] = []
+        """Their numbers and moments."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # nobody else may
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
                     self._before[number] = signal.signal(number, self._note)
         return self
@@ -58,12 +72,21 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.caught.append(number)
+        self.caught.append((number, time.monotonic()))
+
+    @property
+    def times(self) -> int:
+        """How often the user has asked."""
+        wishes: list[float] = []
+        for _, at in self.caught:
+            if not wishes or at - wishes[-1] >= AGAIN_S:
+                wishes.append(at)
+        return len(wishes)
 
     @property
     def exit_code(self) -> int:
         """As a shell says it: 130 after Ctrl-C, 143 after SIGTERM."""
-        return 128 + self.caught[0]
+        return 128 + self.caught[0][0]
 
 
 def run(
@@ -73,41 +96,72 @@ def run(
     *,
     cwd: Path | None = None,
     grace_s: float = GRACE_S,
+    patience_s: float = STOP_PATIENCE_S,
 ) -> Outcome:
     """Start the ranks and stay with them to the end; `show` gets every event as it comes."""
     tally, follower, began = Tally(), Follower(folder.events), time.time()
+    signals = Signals()
 
     def pass_on(events: list[Event]) -> None:
         for event in events:
             tally.add(event)
-            show(event)
+            if not signals.caught:
+                show(event)
+                continue
+            with suppress(OSError):  # a terminal that has closed must not cost the checkpoint
+                show(event)
 
-    with Signals() as signals, Ranks(starts, cwd or folder.plan) as ranks:
-        _stay(ranks, signals, lambda: pass_on(follower.poll()))
+    def ask() -> None:
+        ranks.ask()
+        pass_on([Stopping(text=_stopping_text(starts, tally))])
+
+    with signals, Ranks(starts, cwd or folder.plan) as ranks:
+        _stay(ranks, signals, lambda: pass_on(follower.poll()), ask, patience_s)
         before, words = list(ranks.exits), last_words(folder.errors, began)
-        ranks.end(grace_s, hurry=lambda: len(signals.caught) > 1)
+        wishes = max(1, signals.times)
+        ranks.end(grace_s, hurry=lambda: signals.times > wishes)
         pass_on(follower.rest())
     ending = _Ending(starts=starts, before=before, every=ranks.exits, words=words)
     return _outcome(ending, signals, tally)
 
 
-def _stay(ranks: Ranks, signals: Signals, look: Callable[[], None]) -> None:
-    """Until the first failure, a signal, or the last rank's end."""
+def _stopping_text(starts: Sequence[RankStart], tally: Tally) -> str:
+    saves = tally.began and all(start.saves for start in starts)
+    what = "saving a checkpoint at the next step" if saves else "every process is asked to end"
+    return f"{what}; Ctrl-C again leaves at once"
+
+
+def _stay(ranks: Ranks, signals: Signals, look: Callable[[], None], ask: Callable[[], None], patience_s: float) -> None:
+    """Until the first failure or the last rank's end; once a signal has come, until the second or the end of patience.
+
+    `look` follows the run and `ask` asks it to stop.
+    """
     first_end: float | None = None
-    while ranks.running and not signals.caught:
+    asked_at: float | None = None
+    while ranks.running and signals.times < 2:
         look()
+        if signals.caught and asked_at is None:
+            asked_at = time.monotonic()
+            ask()
         ended = ranks.poll()
-        if any(gone.code for gone in ended):
-            deadline = time.monotonic() + LAST_WORDS_S
-            while ranks.running and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
-                ranks.poll()
+        if any(gone.code not in (DONE, STOPPED) for gone in ended):
+            _let_them_end(ranks)
             return
+        now = time.monotonic()
         if ended and first_end is None:
-            first_end = time.monotonic()
-        if first_end is not None and ranks.running and time.monotonic() - first_end > STRAGGLER_S:
+            first_end = now
+        if first_end is not None and ranks.running and now - first_end > STRAGGLER_S:
+            return
+        if asked_at is not None and now - asked_at > patience_s:
             return
         time.sleep(LOOK_S)
+
+
+def _let_them_end(ranks: Ranks) -> None:
+    deadline = time.monotonic() + LAST_WORDS_S
+    while ranks.running and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        ranks.poll()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,21 +176,35 @@ class _Ending:
 
 
 def _outcome(ending: _Ending, signals: Signals, tally: Tally) -> Outcome:
-    if any(gone.code for gone in ending.before):
+    codes = {gone.code for gone in ending.before}
+    late = [gone for gone in ending.every if gone not in ending.before]
+    if signals.caught and (_left_as_asked(ending) or (late and not codes - {DONE, STOPPED})):
+        return Outcome(state="interrupted", exit_code=signals.exit_code, failure=None, tally=tally)
+    if codes - {DONE, STOPPED}:
         failure = first_failure(ending.before, ending.starts, ending.words)
         state: State = "user error" if failure.is_users else "failed"
         code = USER if failure.is_users else FAILED
         return Outcome(state=state, exit_code=code, failure=failure, tally=tally)
-    if signals.caught:
-        return Outcome(state="interrupted", exit_code=signals.exit_code, failure=None, tally=tally)
-    late = [gone for gone in ending.every if gone not in ending.before]
-    if late:
-        failure = Failure(
-            rank=late[0].start.rank,
-            is_users=False,
-            sentence=f"{late[0].start.name.replace('-', ' ')} went on for {STRAGGLER_S:.0f} s after others had ended",
-            tail=(),
-            log=late[0].start.log,
-        )
-        return Outcome(state="failed", exit_code=FAILED, failure=failure, tally=tally)
-    return Outcome(state="done", exit_code=DONE, failure=None, tally=tally)
+    if not late and STOPPED in codes:
+        return Outcome(state="stopped", exit_code=STOPPED, failure=None, tally=tally)
+    if not late:
+        return Outcome(state="done", exit_code=DONE, failure=None, tally=tally)
+    return Outcome(state="failed", exit_code=FAILED, failure=_straggler(late[0].start), tally=tally)
+
+
+def _left_as_asked(ending: _Ending) -> bool:
+    """Whether one left at the first signal. What the others say after that is about the one that they miss."""
+    return any(
+        gone.code in ENDED_BY_REQUEST or (gone.code not in (DONE, STOPPED) and not gone.start.saves)
+        for gone in ending.before
+    )
+
+
+def _straggler(start: RankStart) -> Failure:
+    return Failure(
+        rank=start.rank,
+        is_users=False,
+        sentence=f"{start.name.replace('-', ' ')} went on for {STRAGGLER_S:.0f} s after others had ended",
+        tail=(),
+        log=start.log,
+    )

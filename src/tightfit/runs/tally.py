@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from tightfit.runs.events import Ended, Event, MemoryMark, Saved, Step
+from tightfit.runs.events import Checkpointed, Ended, Event, MemoryMark, Resumed, Saved, Step
 
 _FIRST = 2
 """Steps that warm up kernels and caches, and say nothing about the pace."""
@@ -22,6 +22,9 @@ class Tally:
     peak_bytes: int | None = None
     marks: list[MemoryMark] = field(default_factory=list)
     saved: Saved | None = None
+    resumed: Resumed | None = None
+    checkpoint: Checkpointed | None = None
+    """The newest that this start has written."""
     ended: Ended | None = None
     _steps: int = 0
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -34,6 +37,10 @@ class Tally:
             self.marks = [mark for mark in self.marks if mark.milestone != event.milestone] + [event]
         elif isinstance(event, Saved):
             self.saved = event
+        elif isinstance(event, Resumed):
+            self.resumed = event
+        elif isinstance(event, Checkpointed):
+            self.checkpoint = event
         elif isinstance(event, Ended):
             self.ended = event
 
@@ -51,6 +58,14 @@ class Tally:
     def began(self) -> bool:
         """Whether a step was made."""
         return self.last is not None
+
+    @property
+    def safe_step(self) -> int | None:
+        """The step from which another start would go on; None: it would begin anew, or nobody knows."""
+        for event in (self.checkpoint, self.resumed):
+            if event is not None and event.step is not None:
+                return event.step
+        return None
 
     @property
     def step_s(self) -> float | None:

@@ -2,8 +2,10 @@
 
 Also the other work that needs torch and is asked for by the desk: `preview`, `export`.
 
-Exit codes: 0 done, 2 the input is wrong, 3 out of memory, 1 anything else. What ended a rank is left in the run's
-folder under `errors/`; a user's mistake is said by one rank alone.
+Exit codes: 0 done; 2 the input is wrong; 3 out of memory; 4 stopped before the end with a checkpoint saved, because a
+signal (SIGTERM, SIGUSR1, SIGINT) or the job's time limit asked for it; 128 + its number after a signal that came before
+the first step, or a second time; 1 anything else. What ended a rank is left in the run's folder under `errors/`; a
+user's mistake is said by one rank alone.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from tightfit.train.stop import Stop, leave
 from tightfit.types import TightfitError, UserError
 
-BUG, USER_ERROR, OUT_OF_MEMORY = 1, 2, 3
+BUG, USER_ERROR, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 4
+BEFORE_THE_END = ("stopped", "timeout")
+"""How a run ends that can go on from its checkpoint."""
 TASKS = ("preview", "export")
 
 
@@ -53,11 +58,14 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps of a rehearsal")
     parser.add_argument("--tensorboard", action="store_true")
     parser.add_argument("--wandb", action="store_true")
+    parser.add_argument("--resume", default="auto", help="auto, none, or the folder of a checkpoint")
+    parser.add_argument("--resume-anyway", action="store_true", help="go on although the job is another one")
     return parser.parse_args(argv)
 
 
 def _worker(argv: Sequence[str]) -> NoReturn:
     args = _options(argv)
+    stop = Stop().install()
     _leave_with_parent()
     _environment()
     from tightfit.train.config import Options, read_worker_config
@@ -75,15 +83,18 @@ def _worker(argv: Sequence[str]) -> NoReturn:
             rehearse_steps=args.steps,
             tensorboard=args.tensorboard,
             wandb=args.wandb,
+            resume=args.resume,
+            resume_anyway=args.resume_anyway,
         )
         from tightfit.train.place import place_of
         from tightfit.train.worker import run
 
         place = place_of(os.environ, config, options)
         # DeepSpeed asks the environment, whoever started this process.
-        os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.world))
-        run(config, options, place, _cache())
-        _leave(0)
+        os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.device_number), WORLD_SIZE=str(place.world))
+        ending = run(config, options, place, _cache(), stop)
+        stop.deaf()
+        leave(_code_of(ending))
     except BaseException as error:
         code, kind, text = _verdict(error)
         if folder is not None and text:
@@ -94,16 +105,11 @@ def _worker(argv: Sequence[str]) -> NoReturn:
             elif text and (rank == 0 or kind != "user"):
                 print(f"tightfit: {text}", file=sys.stderr)  # noqa: T201
         # No orderly farewell: the others may wait in a collective that never comes.
-        _leave(code)
+        leave(code)
 
 
-def _leave(code: int) -> NoReturn:
-    """Leave at once. Everything is written and closed; libraries' own threads abort now and then when they are taken
-    down one by one, and a training that is done would look like one that crashed."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # the disk that they go to may be full
-            stream.flush()
-    os._exit(code)
+def _code_of(ending: str) -> int:
+    return STOPPED if ending in BEFORE_THE_END else 0
 
 
 def _verdict(error: BaseException) -> tuple[int, str, str]:

@@ -52,20 +52,31 @@ class Drawn:
         return self._scratch.read(self._paths.get(name, name), shape, start, stop)
 
 
-def assemble(config: WorkerConfig, place: Place, weights: Path | None, cache: Path, events: Events) -> Assembled:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Folders that values are read from."""
+
+    weights: Path | None
+    """Of the model that the job names; None: its weights are drawn."""
+    checkpoint: Path | None
+    """A checkpoint whose weights take their place."""
+    cache: Path
+
+
+def assemble(config: WorkerConfig, place: Place, found: Found, events: Events) -> Assembled:
     """The engine, with every parameter filled."""
     levers = config.levers
     if levers.engine == "zero0" and levers.precision == "fp16":
         raise ConfigError("engine zero0 cannot train in fp16: it divides by a loss scale that it never applied")
-    hf = build.hf_config(config.model, weights)
+    hf = build.hf_config(config.model, found.weights)
     kernel, said = build.attention_of(levers, place.on_gpu)
     scan_said = install_scan(hf.model_type, levers)
     with build.quiet_transformers():
         assembly = _Assembly(config, place, hf, kernel)
         twin = assembly.skeleton()
         source: WeightSource | None = None
-        if weights is not None:
-            source = open_weights(weights, twin, cache, progress=events.told)
+        if (folder := found.checkpoint or found.weights) is not None:
+            source = open_weights(folder, twin, found.cache, progress=events.told)
         engine, oddities, recomputed = assembly.engine(twin, source, events)
     return Assembled(
         engine=engine,

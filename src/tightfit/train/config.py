@@ -66,6 +66,17 @@ class AdapterSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavingOrders:
+    """When a checkpoint is written, and which stay."""
+
+    every_steps: int | None
+    every_minutes: float | None
+    keep_last: int
+    keep_every: int | None
+    async_save: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """What the desk expects, to be held against what is measured."""
 
@@ -96,6 +107,9 @@ class WorkerConfig:
     evaluation_steps: int | None
     folder: Path
     """The run's folder."""
+    plan: Path
+    """The folder of the plan, where this file lies."""
+    saving: SavingOrders
     timeout_s: int | None
     predicted: Predicted
 
@@ -113,6 +127,10 @@ class Options:
     rehearse_steps: int = 3
     tensorboard: bool = False
     wandb: bool = False
+    resume: str = "auto"
+    """Which checkpoint to go on from: auto is the newest whole one, none is a fresh start; or a folder."""
+    resume_anyway: bool = False
+    """Go on even if the checkpoint is of another job."""
 
 
 def read_worker_config(path: Path) -> WorkerConfig:
@@ -146,6 +164,8 @@ def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
         evaluation_split=tree["evaluation"]["split"],
         evaluation_steps=tree["evaluation"]["every_steps"],
         folder=(folder / tree["saving"]["folder"]).absolute(),
+        plan=folder.absolute(),
+        saving=SavingOrders(**{key: tree["saving"][key] for key in SavingOrders.__slots__}),
         timeout_s=tree["timeout_s"],
         predicted=_predicted(tree["predicted"]),
     )

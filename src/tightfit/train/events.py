@@ -1,25 +1,32 @@
 """What the worker says while it runs: one JSON object a line in `events.jsonl`, from rank 0 alone.
 
 The desk follows the file, pictures are drawn from it, and a later tool can tell from it what happened. A line is
-written whole and at once. What ends a rank goes into a file of its own, since any rank may have to say it.
+written whole and at once. A worker that `tightfit train` did not start has no desk that follows it, and prints the
+same lines that the desk would show. What ends a rank goes into a file of its own, since any rank may have to say it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tightfit.runs.events import event_of
+from tightfit.runs.lines import Lines
+from tightfit.train.place import Place
 from tightfit.train.watchers import Watcher
 
 EVENTS, ERRORS = "events.jsonl", "errors"
 
 
 class Events:
-    def __init__(self, folder: Path, *, speaks: bool) -> None:
-        self._file = None
+    def __init__(self, folder: Path, *, speaks: bool, lines: Lines | None = None) -> None:
+        """`lines`: where the events are printed as well; None: whoever follows the file shows them."""
+        self._file, self._lines = None, lines
         self.watcher = Watcher()
         """Others who are told of steps and evaluations; nobody, unless they are asked for."""
         self.path = folder / EVENTS
@@ -34,6 +41,8 @@ class Events:
         line = json.dumps(_plain({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
+        if self._lines is not None and (told := event_of(line)) is not None:
+            self._lines.show(told)
         if event == "step":
             self.watcher.step(fields)
         elif event == "eval":
@@ -48,6 +57,8 @@ class Events:
 
     def close(self) -> None:
         self.watcher.close()
+        if self._lines is not None:
+            self._lines.end()
         if self._file is not None:
             self._file.close()
 
@@ -63,6 +74,20 @@ class Progress:
         if now - self._last >= 1 or done >= total:
             self._last = now
             self._events.write("progress", what=what or self._what, done=done, total=total)
+
+
+def lines_of(place: Place, predicted_bytes: int) -> Lines | None:
+    """What is printed by a worker that another launcher started; None: a desk follows the events, or another rank."""
+    if not place.leads or place.rehearsal or place.launcher == "tightfit":
+        return None
+    return Lines(_print, predicted_bytes)
+
+
+def _print(line: str, style: str) -> None:
+    del style  # a log has no colours
+    encoding = sys.stdout.encoding or "utf-8"
+    with suppress(OSError, ValueError):  # nobody reads any more, which is no reason to stop training
+        print(line.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201
 
 
 def _plain(value: Any) -> Any:

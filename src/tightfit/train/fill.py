@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tightfit.train.shards import Shard, shards
+from tightfit.train.shards import Shard, outline
 
 PIECE_ELEMENTS = 1 << 24
 
@@ -48,12 +48,13 @@ class Origin:
 
 def fill(model: nn.Module, origin: Origin, rank: int, progress: Progress) -> None:
     """Every parameter that still waits for its values."""
-    waiting = [shard for shard in shards(model, rank) if shard.parameter.dtype.is_floating_point]  # 4-bit ones have
-    total, done = sum(shard.tensor.numel() for shard in waiting), 0
+    waiting = [shard for shard in outline(model, rank) if shard.parameter.dtype.is_floating_point]  # 4-bit ones have
+    total, done = sum(shard.size for shard in waiting), 0
     with torch.no_grad():
         for shard in waiting:
-            _fill_one(shard, origin)
-            done += shard.tensor.numel()
+            with shard.opened(write=True) as target:
+                _fill_one(shard, target, origin)
+            done += shard.size
             progress(done, total)
 
 
@@ -72,8 +73,7 @@ def fill_buffers(model: nn.Module, weights: Source) -> None:
             module._buffers[leaf] = values.to(buffer.device, dtype)
 
 
-def _fill_one(shard: Shard, origin: Origin) -> None:
-    target = shard.tensor
+def _fill_one(shard: Shard, target: Tensor, origin: Origin) -> None:
     for begin in range(0, target.numel(), PIECE_ELEMENTS):
         end = min(begin + PIECE_ELEMENTS, target.numel())
         values = origin.read(shard.name, shard.shape, shard.start + begin, shard.start + end)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from tightfit.train.checkpoint import Saver
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
 from tightfit.train.engines import Diverged, Engine, Stepped
@@ -18,8 +20,10 @@ from tightfit.train.events import Events
 from tightfit.train.meter import Meter
 from tightfit.train.optimizers import learning_rate
 from tightfit.train.overflow import OverflowWatch
-from tightfit.train.place import Place, total
-from tightfit.train.windows import Window, Windows
+from tightfit.train.place import Place, totals
+from tightfit.train.stop import Stop
+from tightfit.train.windows import Window, Windows, seed_step
+from tightfit.types import TightfitError
 
 RECENT = 20
 """Steps that tokens a second and the time left are taken from."""
@@ -27,7 +31,23 @@ RECENT = 20
 SMALLEST_SCALE = 1.0
 """Below it fp16 gradients are made smaller than they are, and still overflow; DeepSpeed gives up there as well."""
 
-Ending = Literal["finished", "timeout"]
+Ending = Literal["finished", "timeout", "stopped"]
+
+
+class NotSaved(TightfitError):
+    """The run was asked to stop, and where it stood is lost."""
+
+
+class Votes(NamedTuple):
+    """What ranks agree on after each step, in one message."""
+
+    loss: float
+    asked: float
+    """Ranks that were asked to stop."""
+    late: float
+    """Ranks whose clocks say that the time is over."""
+    due: float
+    """Whether rank 0's clock wants a checkpoint."""
 
 
 @dataclass(kw_only=True)
@@ -41,7 +61,13 @@ class Loop:
     place: Place
     samples: int
     steps: int
+    stop: Stop
+    saver: Saver | None
+    """None: nothing is saved on the way."""
+    standing: Callable[[int], dict[str, Any]]
+    """What a checkpoint says of the run after so many steps."""
     began: float = field(default_factory=time.monotonic)
+    saved_at: float = field(default_factory=time.monotonic)
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float | None = None
     first_loss: float | None = None
@@ -53,22 +79,52 @@ class Loop:
         recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
         for step in range(first, self.steps):
             began = time.monotonic()
+            seed_step(self.config.training.seed, step, self.place)
             window = self.windows.window(step)
             rate = learning_rate(self.config.training, step, self.steps)
             share = self._accumulate(window)
             stepped = self.engine.step(rate)
+            votes = self._agree(float(share))
             # In a rehearsal the other ranks' shares are missing, and this rank's stands for all of them.
-            loss = total(self.place, float(share)) / (1 if self.place.rehearsal else self.place.world)
+            loss = votes.loss / (1 if self.place.rehearsal else self.place.world)
             seconds = time.monotonic() - began
             recent.append((window.tokens, seconds))
             self.step_seconds.append(seconds)
             self._tell(step, loss, rate, stepped, recent)
             overflow.stepped(step + 1, stepped.skipped, stepped.loss_scale)
             self._check(step, loss, stepped, window)
+            if (ending := self._save(step + 1, votes)) is not None:
+                return ending
             self._evaluate(step)
-            if self._out_of_time():
-                return "timeout"
         return "finished"
+
+    def _agree(self, share: float) -> Votes:
+        limit, minutes = self.config.timeout_s, self.config.saving.every_minutes
+        now = time.monotonic()
+        late = limit is not None and now - self.began >= limit
+        due = self.place.leads and minutes is not None and now - self.saved_at >= 60 * minutes
+        return Votes(*totals(self.place, (share, float(self.stop.asked), float(late), float(due))))
+
+    def _save(self, done: int, votes: Votes) -> Ending | None:
+        """A checkpoint where one is due; how the run ends, if it does."""
+        ending: Ending | None = "stopped" if votes.asked else "timeout" if votes.late else None
+        if done == self.steps:
+            ending = None  # nothing is left to be done later
+        if self.saver is None:
+            return ending
+        self.saver.poll(self.events)
+        every = self.config.saving.every_steps
+        if ending is not None:
+            why = self.stop.why or ("another rank was asked" if votes.asked else "the job's time is over")
+            self.events.write("stopping", text=f"{why}: step {done} of {self.steps} is saved, then the run stops")
+        if ending is not None or done == self.steps or votes.due or (every is not None and done % every == 0):
+            self.saved_at = time.monotonic()
+            self.saver.save(done, self.standing(done), self.events)
+        if ending is not None:
+            self.saver.wait(self.events)
+            if self.saver.last != done:
+                raise NotSaved(f"the run was asked to stop at step {done}, and no checkpoint of it could be written")
+        return ending
 
     def _accumulate(self, window: Window) -> torch.Tensor:
         added = torch.zeros((), dtype=torch.float32, device=self.place.device)
@@ -135,10 +191,3 @@ class Loop:
             samples=len(samples),
             seconds=round(time.monotonic() - began, 3),
         )
-
-    def _out_of_time(self) -> bool:
-        limit = self.config.timeout_s
-        if limit is None:
-            return False
-        late = float(time.monotonic() - self.began >= limit)
-        return total(self.place, late) > 0  # one clock decides for all

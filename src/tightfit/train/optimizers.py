@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tightfit.train.config import Training
+from tightfit.train.engines.local_parts import Groups, LocalParts
 from tightfit.types import ConfigError, Optimizer
 
 BETAS, EPS = (0.9, 0.999), 1e-8
+COUNTERS = ("step",)
+"""The states that count steps; the others are moments."""
 
 
 def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -45,13 +49,50 @@ def make_optimizer(kind: Optimizer, param_groups: list[dict[str, Any]], *, fused
         factored: Any = Adafactor
         made: torch.optim.Optimizer = factored(param_groups, lr=0.0, relative_step=False, scale_parameter=False)
         return made
+    first = param_groups[0]["params"][0]
+    if isinstance(first, DTensor):
+        return LocalParts(param_groups, lambda groups: _eight_bit(kind, groups))
+    return _eight_bit(kind, param_groups)
+
+
+def _eight_bit(kind: Optimizer, param_groups: Groups) -> torch.optim.Optimizer:
     try:
         import bitsandbytes.optim as eight_bit
     except ImportError:
         raise ConfigError(f"optimizer {kind} needs bitsandbytes: pip install 'tightfit[qlora]'") from None
-    maker: Any = getattr(eight_bit, "AdamW8bit" if kind == "adamw8bit" else "PagedAdamW8bit")
+    on_host = param_groups[0]["params"][0].device.type == "cpu"  # where nothing can be paged out
+    paged = kind == "paged_adamw8bit" and not on_host
+    maker: Any = getattr(eight_bit, "PagedAdamW8bit" if paged else "AdamW8bit")
     optimizer: torch.optim.Optimizer = maker(param_groups, lr=0.0, betas=BETAS, eps=EPS)
     return optimizer
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """The states that the first step would make, with zero moments; those that are there stay, and no weight moves."""
+    if isinstance(optimizer, LocalParts):
+        make_states(optimizer.inner)
+        return
+    if isinstance(optimizer, torch.optim.SGD):
+        return  # without momentum there is nothing to keep
+    for gindex, group in enumerate(optimizer.param_groups):
+        for pindex, param in enumerate(group["params"]):
+            if optimizer.state[param]:
+                continue
+            if isinstance(optimizer, torch.optim.AdamW):
+                optimizer.state[param].update(adamw_states(param, on_device=bool(group["fused"])))
+            elif hasattr(optimizer, "init_state"):
+                if param.numel():  # a rank without rows is never stepped
+                    optimizer.init_state(group, param, gindex, pindex)
+            else:
+                raise TypeError(f"the states of {type(optimizer).__name__} are made by its first step only")
+
+
+def adamw_states(param: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu"),
+        "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+    }
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
@@ -60,14 +101,32 @@ def forget(optimizer: torch.optim.Optimizer) -> None:
         if isinstance(group.get("step"), int):
             group["step"] = 0
     for state in optimizer.state.values():
-        if "qmap1" in state:  # 8-bit states: zero is no zero there, so they are made anew
-            state.clear()
-            continue
         for name, value in state.items():
+            if name.startswith("qmap"):
+                continue  # what the 256 values of an 8-bit state mean; all parameters share it
             if isinstance(value, torch.Tensor):
                 value.zero_()
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 state[name] = 0
+
+
+def steps_done(optimizer: Any) -> int:
+    """Steps that the optimizer took; skipped ones do not count."""
+    counts = [group["step"] for group in optimizer.param_groups if isinstance(group.get("step"), int)]
+    counts += [state["step"] for state in optimizer.state.values() if "step" in state]
+    return int(max((int(count) for count in counts), default=0))
+
+
+def set_steps(optimizer: Any, steps: int) -> None:
+    """As if it had taken so many."""
+    for group in optimizer.param_groups:
+        if isinstance(group.get("step"), int):
+            group["step"] = steps
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].fill_(steps)
+        elif "step" in state:
+            state["step"] = steps
 
 
 def set_rate(optimizer: Any, rate: float) -> None:

@@ -144,6 +144,8 @@ def _take(history: History, event: Mapping[str, Any]) -> None:
         history.peak_bytes = _number(predicted.get("peak_bytes"))
     elif kind == "step":
         _take_step(history, event)
+    elif kind == "resumed":
+        _go_back(history, event)
     elif kind == "eval":
         step, loss = _number(event.get("step")), _number(event.get("loss"))
         if step is not None and loss is not None:
@@ -154,6 +156,18 @@ def _take(history: History, event: Mapping[str, Any]) -> None:
             measured_bytes=_number(event.get("measured_bytes")),
             host_bytes=_number(event.get("host_bytes")),
         )
+
+
+def _go_back(history: History, event: Mapping[str, Any]) -> None:
+    """What came after the checkpoint was lost, and is made again: all of it, also where few steps are drawn."""
+    number = _number(event.get("step"))
+    if number is None:
+        return
+    kept = [step for step in history.steps if step.step <= number]
+    if history.steps:
+        history.restarts.append(int(number))
+    history.steps[:] = kept
+    history.evaluations = {step: loss for step, loss in history.evaluations.items() if step <= number}
 
 
 def _take_step(history: History, event: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ rehearsal the group is torch's fake one, in which every buffer is allocated and 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tightfit.inputs.slurm import slurm_rank
+from tightfit.inputs.slurm import has_its_own_gpu, slurm_rank
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.types import ConfigError, HardwareError
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """For a collective: one that takes longer hangs."""
+WRITING = timedelta(hours=6)
+"""For the rank whose disk is slowest, when a checkpoint is written."""
 PATIENCE = timedelta(days=2)
 """For the rank that downloads weights and tokenises data."""
 
@@ -42,24 +44,26 @@ class Place:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def device_number(self) -> int:
+        """What DeepSpeed takes for the local rank: it only chooses a GPU by it."""
+        return self.local_rank if self.device.index is None else self.device.index
+
 
 def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Options) -> Place:
     """This process's place, as its launcher told it; a plan for several ranks is not started alone."""
     ranks = config.world.ranks
     if options.rehearse:
-        return Place(rank=0, local_rank=0, world=ranks, device=_device(0, config), launcher="rehearsal", rehearsal=True)
+        device = _device(0, config, environment)
+        return Place(rank=0, local_rank=0, world=ranks, device=device, launcher="rehearsal", rehearsal=True)
     rank, local, world, launcher = _told(environment)
     if world != ranks:
-        fix = f"start it with `tightfit train --plan {config_folder(config)}`, or with the launch.sh beside the plan"
+        fix = f"start it with `tightfit train --plan {config.plan}`, or with the launch.sh beside the plan"
         if world == 1:
             raise ConfigError(f"the plan is for {ranks} ranks and this is a single process: {fix}")
         raise ConfigError(f"the plan is for {ranks} ranks and {world} were started: {fix}")
-    return Place(rank=rank, local_rank=local, world=world, device=_device(local, config), launcher=launcher)
-
-
-def config_folder(config: WorkerConfig) -> str:
-    """The folder that the plan of a run lies in."""
-    return str(config.folder / "plan")
+    device = _device(local, config, environment)
+    return Place(rank=rank, local_rank=local, world=world, device=device, launcher=launcher)
 
 
 def _told(environment: Mapping[str, str]) -> tuple[int, int, int, str]:
@@ -73,17 +77,25 @@ def _told(environment: Mapping[str, str]) -> tuple[int, int, int, str]:
     return 0, 0, 1, "python"
 
 
-def _device(local_rank: int, config: WorkerConfig) -> torch.device:
+def _device(local_rank: int, config: WorkerConfig, environment: Mapping[str, str]) -> torch.device:
     if config.world.vendor == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise HardwareError("the plan is for GPUs and torch sees none here: plan again on this machine")
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    index = device_index(local_rank, count, environment)
+    if index is None:
         raise HardwareError(
             f"the plan uses {config.world.gpus_per_node} GPUs of this machine and {count} can be seen: plan again"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", index)
+
+
+def device_index(local_rank: int, count: int, environment: Mapping[str, str]) -> int | None:
+    """The GPU of a rank among the `count` that it sees; None: there is none for it."""
+    if local_rank < count:
+        return local_rank
+    return 0 if count == 1 and has_its_own_gpu(environment, local_rank) else None
 
 
 def rendezvous(place: Place) -> Any:
@@ -131,13 +143,44 @@ def meet(place: Place) -> None:
         dist.all_reduce(flag)  # over gloo: a barrier of NCCL would claim memory on the GPU
 
 
+def side_meeting(place: Place) -> Callable[[], None]:
+    """A way to wait for every rank from another thread: a group of its own, so that nothing of the training's is met.
+
+    All ranks ask for it at the same moment."""
+    if place.rehearsal or place.world == 1:
+        return lambda: None
+    group = dist.new_group(backend="gloo", timeout=WRITING)
+
+    def wait() -> None:
+        dist.all_reduce(torch.zeros(1), group=group)
+
+    return wait
+
+
+def words(place: Place, text: str) -> list[str]:
+    """What each rank has to say, in the order of ranks."""
+    if place.rehearsal or place.world == 1:
+        return [text]
+    said = text.encode()
+    longest = max(1, *everyone(place, len(said)))
+    held = torch.zeros(place.world, longest, dtype=torch.uint8)
+    held[place.rank, : len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else held.new_zeros(0)
+    dist.all_reduce(held)
+    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in held]
+
+
 def total(place: Place, value: float) -> float:
     """The sum over all ranks, on the host."""
+    return totals(place, [value])[0]
+
+
+def totals(place: Place, values: Sequence[float]) -> list[float]:
+    """The sums over all ranks, on the host, in one go."""
     if place.rehearsal or place.world == 1:
-        return value
-    held = torch.tensor([value], dtype=torch.float64)
+        return list(values)
+    held = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(held)
-    return float(held.item())
+    return [float(each) for each in held.tolist()]
 
 
 def everyone(place: Place, value: int) -> list[int]:

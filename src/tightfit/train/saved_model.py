@@ -14,7 +14,7 @@ that nobody wrote is an error that names its tensor.
 
     writer = Writer(folder, rank=…, world=…, barrier=…)
     writer.write(names, pieces)             as often as there are sets of tensors
-    writer.commit(beside)                   `beside` writes config, tokenizer … on rank 0
+    writer.commit(beside, seal)             `beside` writes config, tokenizer … on rank 0; `seal` has the last word
 
 `write_model` is these three for one model.
 """
@@ -25,14 +25,17 @@ import errno
 import json
 import math
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from tightfit.runs import disk
+from tightfit.runs.checkpoints import Span as Hashed
+from tightfit.runs.checkpoints import digest
 from tightfit.train.safetensors_files import LENGTH_BYTES, NAMES
 from tightfit.types import TightfitError, UserError
 
@@ -67,6 +70,7 @@ class Style:
     """How a set of tensors is cut into files and what they are called."""
 
     stem: str = "model"
+    """May begin with a folder of its own."""
     shard_bytes: int | None = SHARD_BYTES
     """None: one file, however large."""
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
@@ -77,6 +81,26 @@ class Style:
 
 ADAPTER = Style(stem="adapter_model", shard_bytes=None)
 """PEFT's layout; `beside` has to write the adapter_config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSet:
+    """Tensors that go into files together."""
+
+    names: Names
+    """The same on every rank."""
+    pieces: Callable[[], Iterable[Piece]]
+    """What this rank writes of them, in order. Each is done with before the next is asked for."""
+    style: Style
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the files."""
+        return _laid_out(self.names, self.style).total_bytes
+
+
+Seal = Callable[[Path, Mapping[str, Sequence[Hashed]]], None]
+"""Called on rank 0 when every byte is on the disk, with the staging folder and the hashes of each file's spans."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +143,15 @@ def write_model(
 class Writer:
     """One rank's hand in writing a folder. Every rank makes the same calls in the same order."""
 
-    def __init__(self, folder: Path, *, rank: int, world: int, barrier: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, *, rank: int, world: int, barrier: Callable[[], None], hashes: bool = False
+    ) -> None:
         self.folder = folder
         self.staging = folder.with_name(f".{folder.name}.partial")
         self._rank, self._world, self._barrier = rank, world, barrier
+        self._hashes = hashes
+        self._hashed: dict[str, list[Hashed]] = defaultdict(list)
+        """Of each file the spans that were hashed: this rank's of one set, and on rank 0 in the end everybody's."""
         self._sets = 0
         self._problem: Exception | None = None
         if rank == 0:
@@ -135,15 +164,13 @@ class Writer:
         if self._rank == 0:
             self._attempt(lambda: self._make_files(layout))
         self._barrier()
-        spans: dict[str, list[Span]] = defaultdict(list)
-        self._attempt(lambda: self._write_pieces(layout, pieces, spans))
-        self._attempt(lambda: self._tell(spans))
+        self._attempt(lambda: self._tell(*self._write_pieces(layout, pieces)))
         self._barrier()
         self._attempt(lambda: self._check(layout))
         self._sets += 1
         return layout.total_bytes
 
-    def commit(self, beside: Callable[[Path], None] | None = None) -> None:
+    def commit(self, beside: Callable[[Path], None] | None = None, seal: Seal | None = None) -> None:
         """Put the folder in its place, or raise on every rank."""
         if beside is not None and self._rank == 0:
             self._attempt(lambda: beside(self.staging))
@@ -152,9 +179,10 @@ class Writer:
         others = self._problem_of_others()
         self._barrier()
         if self._rank == 0 and self._problem is None and others is None:
-            self._attempt(self._put_in_place)
+            self._attempt(lambda: self._put_in_place(seal))
         if self._rank == 0 and self.staging.exists():
-            shutil.rmtree(self.staging, ignore_errors=True)
+            with suppress(OSError):  # why it failed is what counts; the next attempt, or the next start, removes it
+                disk.remove_folder(self.staging)
         self._barrier()
         if self._problem is not None:
             if isinstance(self._problem, OSError):
@@ -176,25 +204,34 @@ class Writer:
                 self._problem = error
 
     def _begin(self) -> None:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(self.folder.parent)
         if self.staging.exists():  # a former attempt was killed
-            shutil.rmtree(self.staging)
-        self.staging.mkdir()
+            disk.remove_folder(self.staging)
+        disk.make_folder(self.staging)
 
     def _make_files(self, layout: _Layout) -> None:
         for name, header in layout.headers.items():
-            descriptor = os.open(self.staging / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            path = self.staging / name
+            if not path.parent.exists():
+                disk.make_folder(path.parent)
+            descriptor = disk.create(path, layout.sizes[name])
             try:
-                _reserve(descriptor, layout.sizes[name])
-                _write_all(descriptor, memoryview(header), 0)
-                os.fsync(descriptor)
+                disk.put(descriptor, memoryview(header), 0)
+                disk.sync(descriptor)
             finally:
                 os.close(descriptor)
+            if self._hashes:
+                self._hashed[name].append(Hashed(0, len(header), digest(header)))
         if layout.index is not None:
             stem = next(iter(layout.headers)).split("-00001-of-")[0]
-            (self.staging / f"{stem}.safetensors.index.json").write_text(layout.index, encoding="utf-8")
+            disk.write_text(self.staging / f"{stem}.safetensors.index.json", layout.index)
 
-    def _write_pieces(self, layout: _Layout, pieces: Iterable[Piece], spans: dict[str, list[Span]]) -> None:
+    def _write_pieces(
+        self, layout: _Layout, pieces: Iterable[Piece]
+    ) -> tuple[dict[str, list[Span]], dict[str, list[Hashed]]]:
+        """Elements of each tensor, and hashed bytes of each file, that this rank wrote."""
+        spans: dict[str, list[Span]] = defaultdict(list)
+        hashed: dict[str, list[Hashed]] = defaultdict(list)
         opened: dict[str, int] = {}
         try:
             for piece in pieces:
@@ -205,19 +242,23 @@ class Writer:
                 if piece.tensor.numel() == 0:
                     continue
                 if place.file not in opened:
-                    opened[place.file] = os.open(self.staging / place.file, os.O_WRONLY | os.O_CLOEXEC)
-                _write_piece(opened[place.file], place, piece)
+                    opened[place.file] = disk.open_to_write(self.staging / place.file)
+                hashed[place.file] += _write_piece(opened[place.file], place, piece, hashes=self._hashes)
                 spans[piece.name].append((piece.start, stop))
         finally:
             for descriptor in opened.values():
                 try:
-                    os.fsync(descriptor)
+                    disk.sync(descriptor)
                 finally:
                     os.close(descriptor)
+        return spans, hashed
 
-    def _tell(self, spans: Mapping[str, list[Span]]) -> None:
-        told = {name: _merged(of_one) for name, of_one in spans.items()}
-        self._note(self._rank, "spans").write_text(json.dumps(told), encoding="utf-8")
+    def _tell(self, spans: Mapping[str, list[Span]], hashed: Mapping[str, list[Hashed]]) -> None:
+        told = {
+            "elements": {name: _merged(of_one) for name, of_one in spans.items()},
+            "hashed": {file: [[one.start, one.stop, one.digest] for one in each] for file, each in hashed.items()},
+        }
+        disk.write_text(self._note(self._rank, "spans"), json.dumps(told))
 
     def _check(self, layout: _Layout) -> None:
         """Every rank looks, so that every rank comes to the same end."""
@@ -226,8 +267,11 @@ class Writer:
             note = self._note(rank, "spans")
             if not note.exists():
                 return  # that rank has failed and will say why
-            for name, of_one in json.loads(note.read_text(encoding="utf-8")).items():
+            told = json.loads(note.read_text(encoding="utf-8"))
+            for name, of_one in told["elements"].items():
                 spans[name] += [(start, stop) for start, stop in of_one]
+            for file, each in told["hashed"].items():
+                self._hashed[file] += [Hashed(start, stop, text) for start, stop, text in each]
         for name, place in layout.places.items():
             covered = _merged(spans.get(name, []))
             if place.numel and covered != [(0, place.numel)]:
@@ -236,7 +280,7 @@ class Writer:
 
     def _tell_problem(self) -> None:
         """Reached only without a problem: the note says that this rank is done."""
-        self._note(self._rank, "done").write_text("done", encoding="utf-8")
+        disk.write_text(self._note(self._rank, "done"), "done")
 
     def _problem_of_others(self) -> str | None:
         late = [rank for rank in range(self._world) if not self._note(rank, "done").exists()]
@@ -245,21 +289,23 @@ class Writer:
         what = "rank" if len(late) == 1 else "ranks"
         return f"{what} {', '.join(map(str, late))} could not write to {self.folder}: all ranks must share that folder"
 
-    def _put_in_place(self) -> None:
-        for note in self.staging.glob(".rank-*"):
-            note.unlink()
-        for path in self.staging.rglob("*"):
-            if path.is_file():
-                _fsync(path)
-        _fsync(self.staging)
+    def _put_in_place(self, seal: Seal | None) -> None:
+        for note in sorted(self.staging.glob(".rank-*")):
+            disk.remove_file(note)
+        for path in sorted(self.staging.rglob("*")):
+            disk.sync_path(path)
+        if seal is not None:
+            seal(self.staging, self._hashed)
+        disk.sync_path(self.staging)
         old = self.folder.with_name(f".{self.folder.name}.old")
         if old.exists():
-            shutil.rmtree(old)
+            disk.remove_folder(old)
         if self.folder.exists():
-            self.folder.rename(old)
-        self.staging.rename(self.folder)
-        _fsync(self.folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+            disk.rename(self.folder, old)
+        disk.rename(self.staging, self.folder)
+        disk.sync_path(self.folder.parent)
+        if old.exists():
+            disk.remove_folder(old)
 
     def _note(self, rank: int, what: str) -> Path:
         number = f"-{self._sets}" if what == "spans" else ""
@@ -328,37 +374,18 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 # --- bytes ---------------------------------------------------------------------------------------
 
 
-def _write_piece(descriptor: int, place: _Place, piece: Piece) -> None:
+def _write_piece(descriptor: int, place: _Place, piece: Piece, *, hashes: bool) -> list[Hashed]:
     flat = piece.tensor.detach().reshape(-1)
     step = max(1, HOST_BYTES // max(flat.dtype.itemsize, place.dtype.itemsize))
+    hashed = []
     for low in range(0, flat.numel(), step):
         part = flat[low : low + step].to(device="cpu", dtype=place.dtype).contiguous()
+        data = part.view(torch.uint8).numpy().data
         offset = place.offset + (piece.start + low) * place.dtype.itemsize
-        _write_all(descriptor, part.view(torch.uint8).numpy().data, offset)
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Take the space now: a full disk is then known before anything was written."""
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(descriptor, size)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        disk.put(descriptor, data, offset)
+        if hashes:
+            hashed.append(Hashed(offset, offset + data.nbytes, digest(data)))
+    return hashed
 
 
 def _readable(problem: OSError, folder: Path) -> UserError:

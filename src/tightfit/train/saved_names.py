@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tightfit.runs import disk
 from tightfit.train.safetensors_files import Stored
 from tightfit.train.saved_model import Names, Piece
 from tightfit.train.sources_names import map_names
@@ -87,10 +88,9 @@ def model_files(
         if getattr(saved, "rescale_prenorm_residual", False):
             # It speaks of a new model only, but transformers 5 rescales what it has loaded as well.
             saved.rescale_prenorm_residual = False
-        saved.save_pretrained(folder)
-        for other in (generation_config, tokenizer):
-            if other is not None:
-                other.save_pretrained(folder)
+        for each in (saved, generation_config, tokenizer):
+            if each is not None:
+                disk.by_library(each.save_pretrained, folder)
 
     return write
 
@@ -102,9 +102,9 @@ def adapter_files(adapter_config: Any, base: str, *, tokenizer: Any = None) -> C
         saved = copy.deepcopy(adapter_config)
         saved.base_model_name_or_path = base
         saved.inference_mode = True
-        saved.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        for each in (saved, tokenizer):
+            if each is not None:
+                disk.by_library(each.save_pretrained, folder)
 
     return write
 

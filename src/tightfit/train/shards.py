@@ -3,18 +3,22 @@
 However an engine shards (not at all, ZeRO-3's flat parts, FSDP2's rows), a rank holds elements [start, stop) of the
 parameter laid out row by row. So weights are read from a file straight into place, and written the same way,
 without anybody holding a whole parameter.
+
+A part may rest in a file on an NVMe. `outline` speaks of parts without touching them; `shards` brings each into
+memory while it is looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from tightfit.types import ConfigError
+from tightfit.train.nvme import resident
 
 ADAPTED = "base_model.model."
 """What PEFT puts before every name, and `base_layer.` before a weight's."""
@@ -27,8 +31,8 @@ class Shard:
     shape: tuple[int, ...]
     """Of the whole parameter."""
     start: int
-    tensor: Tensor
-    """Flat: elements [start, start + its own number) of the whole."""
+    stop: int
+    """This rank has elements [start, stop) of the whole."""
     parameter: nn.Parameter
 
     @property
@@ -37,8 +41,9 @@ class Shard:
         return plain_name(self.path)
 
     @property
-    def stop(self) -> int:
-        return self.start + self.tensor.numel()
+    def size(self) -> int:
+        """Elements that this rank has."""
+        return self.stop - self.start
 
     @property
     def numel(self) -> int:
@@ -51,16 +56,45 @@ class Shard:
 
         return hasattr(self.parameter, "ds_tensor") or isinstance(self.parameter, DTensor)
 
+    @property
+    def tensor(self) -> Tensor:
+        """The elements, flat, where they are; of a part on NVMe only while it is in memory."""
+        from torch.distributed.tensor import DTensor
+
+        param: Any = self.parameter
+        if hasattr(param, "ds_tensor"):
+            part: Tensor = param.ds_tensor.data.view(-1)
+            assert part.numel() >= self.size, f"{self.path} is on NVMe: go through shards(), or open it"
+            return part[: self.size]
+        if isinstance(param, DTensor):
+            held = param._local_tensor
+            return held.detach().reshape(-1) if self.size else held.new_empty(0)
+        whole: Tensor = param.data.view(-1)
+        return whole
+
+    @contextmanager
+    def opened(self, *, write: bool = False) -> Iterator[Tensor]:
+        """The elements in memory, wherever they rest; `write`: what is changed stays."""
+        with resident(self.parameter, write=write):
+            yield self.tensor
+
 
 def plain_name(name: str) -> str:
     """The name in the model that was adapted, so that a wrapped model draws and loads the same base."""
     return name.removeprefix(ADAPTED).replace(".base_layer.", ".")
 
 
-def shards(model: nn.Module, rank: int) -> Iterator[Shard]:
+def outline(model: nn.Module, rank: int) -> Iterator[Shard]:
     """Each parameter's part, a tied one once."""
     for name, param in model.named_parameters():
         yield shard_of(name, param, rank)
+
+
+def shards(model: nn.Module, rank: int, *, write: bool = False) -> Iterator[Shard]:
+    """The same, each in memory until the next one is asked for; `write`: what is changed meanwhile stays."""
+    for shard in outline(model, rank):
+        with shard.opened(write=write):
+            yield shard
 
 
 def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
@@ -70,18 +104,15 @@ def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
         return _zero3(name, param, rank)
     if isinstance(param.data, DTensor) or isinstance(param, DTensor):
         return _rows(name, param)
-    return Shard(name, tuple(param.shape), 0, param.data.view(-1), param)
+    return Shard(name, tuple(param.shape), 0, param.numel(), param)
 
 
-def _zero3(name: str, param: nn.Parameter, rank: int) -> Shard:
+def _zero3(name: str, param: Any, rank: int) -> Shard:
     """Equal parts, the last one padded."""
-    shape = tuple(param.ds_shape)  # type: ignore[attr-defined]
-    part: Tensor = param.ds_tensor  # type: ignore[attr-defined]
-    if getattr(part, "ds_numel", part.numel()) != part.numel():  # a stand-in: the part itself is in a file
-        raise ConfigError("weights that lie on NVMe can be neither filled nor saved yet: use --offload-param cpu")
-    start = min(rank * part.numel(), prod(shape))
-    stop = min(start + part.numel(), prod(shape))
-    return Shard(name, shape, start, part.data.view(-1)[: stop - start], param)
+    shape, part = tuple(param.ds_shape), param.ds_tensor
+    share = getattr(part, "ds_numel", part.numel())  # what is in a file has a stand-in of one element
+    start = min(rank * share, prod(shape))
+    return Shard(name, shape, start, min(start + share, prod(shape)), param)
 
 
 def _rows(name: str, param: nn.Parameter) -> Shard:
@@ -92,7 +123,5 @@ def _rows(name: str, param: nn.Parameter) -> Shard:
     assert isinstance(param, DTensor)
     shape = tuple(param.shape)
     local, offset = compute_local_shape_and_global_offset(shape, param.device_mesh, param.placements)
-    row = prod(shape[1:])
-    held = param._local_tensor
-    flat = held.detach().reshape(-1) if prod(local) else torch.empty(0, dtype=held.dtype, device=held.device)
-    return Shard(name, shape, offset[0] * row if prod(local) else prod(shape), flat, param)
+    start = offset[0] * prod(shape[1:]) if prod(local) else prod(shape)
+    return Shard(name, shape, start, start + prod(local), param)

@@ -12,22 +12,31 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tightfit.runs.checkpoints import Keeping
+from tightfit.train import nvme
 from tightfit.train import place as places
-from tightfit.train.assemble import Assembled, assemble
+from tightfit.train.assemble import Assembled, Found, assemble
 from tightfit.train.build import hf_config
+from tightfit.train.checkpoint import Habits, Saver
 from tightfit.train.compiled import compiled_parts, left_locks, remove
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
 from tightfit.train.events import Events
-from tightfit.train.finish import save_model
-from tightfit.train.loop import Loop
+from tightfit.train.fill import Source
+from tightfit.train.finish import model_set, save_model
+from tightfit.train.loop import Ending, Loop
 from tightfit.train.meter import Meter
 from tightfit.train.place import Place
 from tightfit.train.probe import Milestones, probe
 from tightfit.train.proof import Proof, proofs, recomputation
-from tightfit.train.sources import find_weights
+from tightfit.train.resume import AdapterFile, choose, load
+from tightfit.train.resume import Found as Checkpoint
+from tightfit.train.saved_model import TensorSet
+from tightfit.train.sources import find_weights, open_weights
+from tightfit.train.standing import differences, job_of, schedule_differences, standing
+from tightfit.train.stop import Stop
 from tightfit.train.watchers import Watcher, watchers
-from tightfit.train.windows import Window, Windows, seed_everything
+from tightfit.train.windows import Window, Windows
 from tightfit.types import ConfigError, TightfitError
 
 MODEL = "model"
@@ -45,17 +54,18 @@ class NotAsPlanned(TightfitError):
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     weights: Path | None
+    hf_config: Any
     tokenizer: Any
     split: Split
     said: tuple[str, ...]
 
 
-def run(config: WorkerConfig, options: Options, place: Place, cache: Path) -> None:
-    """Train, and leave with everybody else."""
+def run(config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop) -> Ending:
+    """Train, and leave with everybody else; how it ended."""
     events = Events(config.folder, speaks=place.leads)
-    worker = Worker(config=config, options=options, place=place, cache=cache, events=events)
+    worker = Worker(config=config, options=options, place=place, cache=cache, events=events, stop=stop)
     try:
-        worker.run()
+        ending = worker.run()
     finally:
         events.close()
     if place.leads and not options.rehearse:
@@ -63,6 +73,7 @@ def run(config: WorkerConfig, options: Options, place: Place, cache: Path) -> No
 
         draw(config.folder)
     places.part(place)
+    return ending
 
 
 def data_spec(config: WorkerConfig, model_type: str) -> DataSpec:
@@ -84,20 +95,27 @@ class Worker:
     place: Place
     cache: Path
     events: Events
+    stop: Stop
     began: float = field(default_factory=time.monotonic)
 
-    def run(self) -> None:
+    def run(self) -> Ending:
         if (self.config.folder / MODEL).exists() and not self.options.rehearse:
             raise ConfigError(
                 f"{self.config.folder} holds a finished run: move it away, or name another folder for this one"
             )
+        swapping = self.config.deepspeed if nvme.on_nvme(self.config.levers) else None
+        if swapping is not None:
+            nvme.check(swapping, self.place.rank, self.config.predicted.trainable_parameters // self.place.world)
         self._say_start()
         if self.place.leads:
             self.events.watcher = self._watcher()
         store = places.rendezvous(self.place)
         prepared = self._prepared(store)
         places.join(self.place, store)
-        self._train(prepared)
+        ending = self._train(prepared)
+        if swapping is not None:
+            nvme.discard(swapping, self.place.rank)
+        return ending
 
     def _watcher(self) -> Watcher:
         facts = {"model": self.config.model.name, "engine": self.config.levers.engine, "world": self.place.world}
@@ -166,29 +184,33 @@ class Worker:
         spec = data_spec(self.config, hf.model_type)
         prepare(spec, tokenizer, self.cache / "data", self.events.progress("data"))
         split = open_samples(spec, tokenizer, self.cache / "data")
-        return Prepared(weights=weights, tokenizer=tokenizer, split=split, said=said(spec, tokenizer))
+        return Prepared(weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=said(spec, tokenizer))
 
     # --- training -------------------------------------------------------------------------------
 
-    def _train(self, prepared: Prepared) -> None:
+    def _train(self, prepared: Prepared) -> Ending:
         config, place = self.config, self.place
         if self.options.cap_bytes is not None:
             places.cap(place, self.options.cap_bytes)
         meter = Meter(place.device)
         meter.restart()
-        made = self._assembled(prepared)
+        samples, held = prepared.split.train, prepared.split.held
+        job = job_of(config, prepared.hf_config, samples)
+        found = self._found(job)
+        made = self._assembled(prepared, found)
         milestones = Milestones(self.events, meter, config.predicted, place)
         milestones.reached("init")
         self._prove(*proofs(config, place, made.engine.held()))
         for sentence in (*prepared.said, *made.said, *(f"dtype repaired: {odd}" for odd in made.oddities)):
             self.events.write("warning", text=sentence)
-        samples, held = prepared.split.train, prepared.split.held
         order = Order(len(samples), config.effective_batch, config.training.seed)
         dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
         windows = dealt(samples)
-        seed_everything(config.training.seed, place)
         if self.options.probe:
             self._probe(made, windows, windows.of(worst(samples, config.effective_batch)), milestones)
+        if found is not None:
+            self._load(found, made)
+        model = model_set(made, config, prepared.tokenizer, place)
         loop = Loop(
             config=config,
             engine=made.engine,
@@ -199,22 +221,81 @@ class Worker:
             place=place,
             samples=len(samples),
             steps=self._steps(order),
+            stop=self.stop,
+            saver=None if self.options.rehearse else self._saver(made, model),
+            standing=lambda done: standing(config, job, made.engine.counters(), done, _versions()),
         )
         gc.collect()
         gc.freeze()  # what is there now stays to the end: it need not be looked through again and again
-        ending = loop.run()
-        if not self.options.rehearse:
-            self._save(made, prepared.tokenizer)
+        if loop.saver is not None:
+            self.stop.arm()
+        ending = loop.run(0 if found is None else found.step)
+        if loop.saver is not None:
+            loop.saver.wait(self.events)
+        if ending == "finished" and not self.options.rehearse:
+            self._save(model)
         self._say_end(ending, loop, milestones)
+        return ending
 
-    def _assembled(self, prepared: Prepared) -> Assembled:
+    def _found(self, job: dict[str, Any]) -> Checkpoint | None:
+        """The checkpoint to go on from, if this job may."""
+        if self.options.rehearse:
+            return None
+        found = choose(self.config.folder, self.options.resume, self.place, self.events)
+        if found is None:
+            return None
+        changed = differences(found.state["job"], job)
+        if changed and not self.options.resume_anyway:
+            raise ConfigError(
+                f"{found.folder} is of another job ({'; '.join(changed)}): start over with --resume none, name another "
+                "--output, or go on from it all the same with --resume-anyway"
+            )
+        plan = found.state["plan"]
+        self.events.write(
+            "resumed",
+            step=found.step,
+            folder=str(found.folder),
+            from_engine=plan["engine"],
+            from_world=plan["world"],
+            changed=[*changed, *schedule_differences(found.state["schedule"], self.config)],
+        )
+        return found
+
+    def _load(self, found: Checkpoint, made: Assembled) -> None:
+        self.events.told("loading the checkpoint", 0, 1)
+        if self.config.levers.lora is None:
+            weights: Source = open_weights(found.folder, made.twin)
+        else:
+            weights = AdapterFile(found.folder)
+        load(found, made.engine, weights, self.place, filled=self.config.levers.lora is None)
+        self.events.told("loading the checkpoint", 1, 1)
+
+    def _saver(self, made: Assembled, model: TensorSet) -> Saver:
+        orders = self.config.saving
+        habits = Habits(
+            keeping=Keeping(last=orders.keep_last, every_steps=orders.keep_every),
+            background=orders.async_save and not nvme.on_nvme(self.config.levers),
+            ranks_here=self.config.world.gpus_per_node,
+            masters=self.config.levers.precision != "fp32" and self.config.levers.master_weights,
+        )
+        return Saver(self.config.folder, made.engine, model, habits, self.place)
+
+    def _assembled(self, prepared: Prepared, found: Checkpoint | None) -> Assembled:
         if self.config.levers.engine != "fsdp2":
             from tightfit.train.engines.deepspeed import join
 
             self.events.told("loading DeepSpeed", 0, 1)  # the first time it compiles, for a minute on the CPU
             self._clear_locks()
             join(self.place)
-        return assemble(self.config, self.place, prepared.weights, self.cache / "weights", self.events)
+        if nvme.on_nvme(self.config.levers):
+            nvme.load()
+        whole = self.config.levers.lora is None  # an adapter's checkpoint holds no base
+        folders = Found(
+            weights=prepared.weights,
+            checkpoint=found.folder if found is not None and whole else None,
+            cache=self.cache / "weights",
+        )
+        return assemble(self.config, self.place, folders, self.events)
 
     def _clear_locks(self) -> None:
         """Nobody may wait for a process that was killed. Other machines may compile in a folder that all share."""
@@ -234,19 +315,14 @@ class Worker:
                 raise NotAsPlanned(f"the plan is not what runs: {proof.text}")
 
     def _probe(self, made: Assembled, windows: Windows, largest: Window, milestones: Milestones) -> None:
-        levers = self.config.levers
-        if "nvme" in (levers.offload_optimizer, levers.offload_param):
-            text = "the largest batch was not tried first: what lies on NVMe cannot be set back"
-            self.events.write("warning", text=text)
-            return
         found = probe(made.engine, windows, largest, milestones, self.place)
         self.events.write("probe", seconds=round(found.seconds, 3), peak_bytes=found.peak_bytes)
         self._prove(recomputation(made.recomputed, found.recomputed_layers))
 
-    def _save(self, made: Assembled, tokenizer: Any) -> None:
+    def _save(self, model: TensorSet) -> None:
         began = time.monotonic()
         folder = self.config.folder / MODEL
-        written = save_model(folder, made, self.config, tokenizer, self.place)
+        written = save_model(folder, model, self.place)
         self.events.write("saved", folder=str(folder), bytes=written, seconds=round(time.monotonic() - began, 3))
 
     def _say_end(self, ending: str, loop: Loop, milestones: Milestones) -> None:

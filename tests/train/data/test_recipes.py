@@ -78,6 +78,12 @@ ARMS = (
 )
 
 
+def test_an_ablation_of_the_shipped_dialogues_is_one_of_the_shipped_recipe(built: Built, bytes_tokenizer: Any) -> None:
+    short = DataSpec(path="shipped:dialogues", ablation="profile_and_history", sequence=1024)
+    spelt_out = DataSpec(recipe="shipped:persona", ablation="profile_and_history", sequence=1024)
+    assert built(short, bytes_tokenizer).train.fingerprint == built(spelt_out, bytes_tokenizer).train.fingerprint
+
+
 def test_ablations_change_prompts_and_nothing_else(built: Built, bytes_tokenizer: Any, cache: Path) -> None:
     arms = {}
     for name in ARMS:

@@ -79,7 +79,7 @@ def said(spec: DataSpec, tokenizer: Any) -> tuple[str, ...]:
 
     if spec.generated:
         return ("No data is named: the samples are random tokens.",)
-    resolved = resolve(spec) if spec.recipe is not None or spec.path == "shipped:dialogues" else None
+    resolved = resolve(spec) if spec.by_recipe else None
     return (*codec_of(tokenizer, spec.template).said, *(resolved.said if resolved else ()))
 
 

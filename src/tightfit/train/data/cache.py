@@ -86,7 +86,7 @@ class Store:
 def wanted(spec: DataSpec, codec: Codec, cache: Path) -> Wanted:
     """What the job asks for, and the name that it has in the cache."""
     hashes = Hashes(cache)
-    resolved = resolve(spec) if spec.recipe is not None or spec.path == "shipped:dialogues" else None
+    resolved = resolve(spec) if spec.by_recipe else None
     source = None
     if resolved is None:
         assert spec.path is not None

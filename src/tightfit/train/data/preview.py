@@ -90,7 +90,7 @@ def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, An
         "template": codec.template_name,
         "sequence": spec.sequence,
     }
-    if spec.recipe is not None or spec.path == "shipped:dialogues":
+    if spec.by_recipe:
         resolved = resolve(spec)
         yield {**head, "source": resolved.name, "format": "recipe", "said": [*codec.said, *resolved.said]}
         yield from _recipe_lines(spec, resolved, encoder, count)

@@ -9,6 +9,8 @@ from tightfit.types import ConfigError
 
 FORMATS = ("auto", "text", "alpaca", "sharegpt", "messages")
 
+SHIPPED_DIALOGUES = "shipped:dialogues"
+
 GENERATED_SAMPLES = 1024
 """How many samples are made up where the job names no data and no number."""
 
@@ -46,6 +48,12 @@ class DataSpec:
         return self.path is None and self.recipe is None
 
 
+    @property
+    def by_recipe(self) -> bool:
+        """Whether a recipe makes the prompts; the shipped dialogues bring their own."""
+        return self.recipe is not None or self.path == SHIPPED_DIALOGUES
+
+
 def check_spec(spec: DataSpec) -> None:
     """What cannot work, whatever the files hold."""
     if spec.format not in FORMATS:
@@ -57,7 +65,7 @@ def check_spec(spec: DataSpec) -> None:
             f"packing would let documents leak into each other in {spec.model_type} models, whose scan runs on over "
             "their borders: leave data.packing out"
         )
-    if spec.ablation is not None and spec.recipe is None:
+    if spec.ablation is not None and not spec.by_recipe:
         raise ConfigError(f"the ablation {spec.ablation!r} needs a recipe: name one, --recipe shipped:persona say")
 
 

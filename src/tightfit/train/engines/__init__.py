@@ -7,11 +7,13 @@ for each micro batch of a window, and `step` once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from tightfit.train.engines.states import Counters, Shapes, State
 from tightfit.types import TightfitError
 
 
@@ -74,3 +76,20 @@ class Engine(Protocol):
         ...
 
     def held(self) -> Held: ...
+
+    def states(self, *, write: bool) -> Iterator[State]:
+        """fp32 copies and moments that this rank holds, each to be done with before the next is asked for.
+
+        `write`: what is written into them stays.
+        """
+        ...
+
+    def shapes(self) -> Shapes:
+        """Which states there are, those of other ranks too."""
+        ...
+
+    def counters(self) -> Counters: ...
+
+    def go_on(self, counters: Counters, step: int) -> None:
+        """Weights and states were written from outside, as they were after `step` steps."""
+        ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,19 @@ from torch import Tensor, nn
 
 from tightfit.train import optimizers
 from tightfit.train.engines import Diverged, Held, Stepped
+from tightfit.train.engines.deepspeed_states import (
+    deepspeed_shapes,
+    deepspeed_states,
+    gather_again,
+    scale_of,
+    set_scale,
+)
+from tightfit.train.engines.states import Counters, Shapes, State
 from tightfit.train.loss import WindowLoss
+from tightfit.train.nvme import MOMENTS, nvme_states, swapped
 from tightfit.train.place import Place
-from tightfit.types import ConfigError, Levers
+from tightfit.train.shards import Shard, outline
+from tightfit.types import Levers
 
 
 class DeepSpeed:
@@ -103,14 +113,41 @@ class DeepSpeed:
             ) from None
 
     def forget(self) -> None:
-        if "nvme" in (self._levers.offload_optimizer, self._levers.offload_param):
-            raise ConfigError("what lies on NVMe cannot be probed: start with --no-probe")
+        if self._levers.offload_optimizer == "nvme":
+            for _, states in nvme_states(self._wrapper, write=True):
+                for name in MOMENTS & states.keys():
+                    states[name].zero_()
         optimizers.forget(self._basic)
         scaler = getattr(self._wrapper, "loss_scaler", None)
         if scaler is not None:
             scaler.__dict__.update(copy.deepcopy(self._scaler))
         for counter in ("global_steps", "micro_steps", "global_samples", "skipped_steps"):
             setattr(self._engine, counter, 0)
+
+    def _trainable(self) -> list[Shard]:
+        return [shard for shard in outline(self.model, self._place.rank) if shard.parameter.requires_grad]
+
+    def states(self, *, write: bool) -> Iterator[State]:
+        return deepspeed_states(self._trainable(), self._wrapper, self._basic, write=write)
+
+    def shapes(self) -> Shapes:
+        return deepspeed_shapes(self._trainable(), self._wrapper, self._basic, self._levers.optimizer)
+
+    def counters(self) -> Counters:
+        scaler = self._wrapper.loss_scaler if self._levers.precision == "fp16" else None
+        return Counters(
+            optimizer_steps=optimizers.steps_done(self._basic), scale=None if scaler is None else scale_of(scaler)
+        )
+
+    def go_on(self, counters: Counters, step: int) -> None:
+        optimizers.set_steps(self._basic, counters.optimizer_steps)
+        if counters.scale is not None and self._levers.precision == "fp16":
+            set_scale(self._wrapper.loss_scaler, counters.scale)
+        self._engine.global_steps = step
+        self._engine.skipped_steps = max(0, step - counters.optimizer_steps)
+        self._engine.micro_steps = step * self._levers.accumulation
+        self._engine.global_samples = step * self._engine.train_batch_size()
+        gather_again(self._wrapper)
 
     def train(self, mode: bool) -> None:
         self._engine.train(mode)
@@ -120,20 +157,30 @@ class DeepSpeed:
         devices = set()
         for param in self.model.parameters():
             part: Tensor = getattr(param, "ds_tensor", param.data)
-            here += part.numel() * part.element_size()
-            whole += getattr(param, "ds_numel", param.numel()) * part.element_size()
-            devices.add(part.device.type)
-        nvme = self._levers.offload_optimizer == "nvme"
+            here += getattr(part, "ds_numel", part.numel()) * param.element_size()  # a part in a file has a stand-in
+            whole += getattr(param, "ds_numel", param.numel()) * param.element_size()
+            devices.add("nvme" if swapped(param) else part.device.type)
         return Held(
             weight_bytes=here,
             whole_weight_bytes=whole,
-            state_elements=sum(tensor.numel() for tensor in self._masters()),
+            state_elements=sum(self._master_elements()),
             trainable_elements=sum(
                 getattr(param, "ds_numel", param.numel()) for param in self.model.parameters() if param.requires_grad
             ),
             weights_on=",".join(sorted(devices)),
-            optimizer_on="nvme" if nvme else ",".join(sorted({tensor.device.type for tensor in self._masters()})),
+            optimizer_on=",".join(sorted(self._masters_on())),
         )
+
+    def _master_elements(self) -> list[int]:
+        if self._levers.offload_optimizer == "nvme":  # they are in files, and the tensors empty
+            return [int(numel) for numel in self._wrapper.fp16_partitioned_groups_flat_numel]
+        return [tensor.numel() for tensor in self._masters()]
+
+    def _masters_on(self) -> set[str]:
+        if self._levers.offload_optimizer != "nvme":
+            return {tensor.device.type for tensor in self._masters()}
+        in_file = self._wrapper._swappable_optimizer_subgroup
+        return {"nvme" if in_file(number) else tensor.device.type for number, tensor in enumerate(self._masters())}
 
     def _masters(self) -> list[Tensor]:
         """The fp32 copies that this rank's optimizer works on, or what it works on instead."""

@@ -7,6 +7,7 @@ rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from tightfit.train import optimizers
 from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import Training
 from tightfit.train.engines import Held, Stepped
+from tightfit.train.engines.states import Counters, Scale, Shapes, State, elementwise, moments, per_parameter
 from tightfit.train.loss import WindowLoss
 from tightfit.train.place import Place
+from tightfit.train.shards import Shard, outline
 from tightfit.types import ConfigError, Levers
 
 GROWTH_INTERVAL = 1000
@@ -54,10 +57,8 @@ class Fsdp2:
     def __init__(self, model: Any, levers: Levers, place: Place, training: Training) -> None:
         self.model, self._levers, self._place, self._clip = model, levers, place, training.clip
         self._loss = WindowLoss(model, levers.loss)
-        if levers.optimizer not in ("adamw", "sgd"):
-            raise ConfigError(
-                f"optimizer {levers.optimizer} cannot work on FSDP2's shards: use a ZeRO engine, or adamw"
-            )
+        if levers.optimizer == "adafactor":
+            raise ConfigError("optimizer adafactor cannot work on FSDP2's shards: use a ZeRO engine, or adamw")
         self._trainable = [param for param in model.parameters() if param.requires_grad]
         self._optimizer = optimizers.make_optimizer(
             levers.optimizer, optimizers.groups(model, training.weight_decay), fused=True
@@ -104,6 +105,31 @@ class Fsdp2:
     def forget(self) -> None:
         optimizers.forget(self._optimizer)
         self._scaler = self._fresh_scaler()
+
+    def _parts(self) -> list[Shard]:
+        return [shard for shard in outline(self.model, self._place.rank) if shard.parameter.requires_grad]
+
+    def states(self, *, write: bool) -> Iterator[State]:
+        optimizers.make_states(self._optimizer)
+        return per_parameter(self._parts(), self._optimizer.state, {}, write=write)
+
+    def shapes(self) -> Shapes:
+        return elementwise(self._parts(), moments(self._levers.optimizer))
+
+    def counters(self) -> Counters:
+        scale = None
+        if self._scaler is not None:
+            tracked = self._scaler.state_dict()
+            scale = Scale(value=tracked["scale"], good_steps=tracked["_growth_tracker"], hysteresis=None)
+        return Counters(optimizer_steps=optimizers.steps_done(self._optimizer), scale=scale)
+
+    def go_on(self, counters: Counters, step: int) -> None:
+        del step  # it counts nothing itself
+        optimizers.set_steps(self._optimizer, counters.optimizer_steps)
+        if self._scaler is not None and counters.scale is not None:
+            tracked = self._scaler.state_dict()
+            tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps}
+            self._scaler.load_state_dict(tracked)
 
     def train(self, mode: bool) -> None:
         self.model.train(mode)

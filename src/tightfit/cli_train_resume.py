@@ -1,0 +1,92 @@
+"""Where a training begins: at its newest checkpoint, at one that was named, or at the beginning.
+
+Which checkpoint is whole is the worker's to find out, since it has to read them anyway. The desk asks only what costs
+nothing: whether there is a checkpoint at a path that was named.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from tightfit.runs.checkpoints import (
+    CHECKPOINTS,
+    MANIFEST,
+    Torn,
+    folder_of,
+    newest_first,
+    read_manifest,
+    step_of,
+    written_first,
+)
+from tightfit.runs.folder import AUTO, NONE, goes_on
+from tightfit.types import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """What the command line says about it."""
+
+    place: str = AUTO
+    """`auto`, `none`, or the absolute path of a checkpoint or of a run's folder."""
+    anyway: bool = False
+    """Go on although the job has changed."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """For the worker."""
+        return ("--resume", self.place, *(("--resume-anyway",) if self.anyway else ()))
+
+    def sentence(self, folder: Path) -> str | None:
+        """What a start in this folder does that its user may not expect; None: it begins at the beginning."""
+        if self.place not in (AUTO, NONE):
+            return f"The run goes on from {self.place}."
+        step = goes_on(folder, self.place)
+        if step is None:
+            return None
+        held = f"{folder} holds checkpoints up to step {step:,}"
+        return f"{held}: the run goes on from the newest whole one; --resume none begins anew."
+
+    def how_to_go_on(self, *, wrote: bool) -> str:
+        """After a run from which there is a checkpoint; `wrote`: it is one of its own."""
+        if self.place == AUTO or not wrote:
+            return "the same command goes on from there"
+        return f"the same command without --resume {self.place} goes on from there"
+
+
+def resume_of(args: argparse.Namespace) -> Resume:
+    """What was asked, or the sentence for what is not there."""
+    anyway = hasattr(args, "resume_anyway")
+    word = getattr(args, "resume", AUTO)
+    if word.lower() in (AUTO, NONE):
+        if anyway and word.lower() == NONE:
+            raise ConfigError("--resume none goes on from nothing: leave --resume-anyway out")
+        return Resume(place=word.lower(), anyway=anyway)
+    if not word.strip():
+        raise ConfigError("--resume takes auto, none or the path of a checkpoint, not nothing")
+    return Resume(place=str(_checked(Path(word).expanduser().absolute())), anyway=anyway)
+
+
+def _checked(path: Path) -> Path:
+    """The checkpoint, or the run that has one."""
+    if not path.exists():
+        raise ConfigError(f"there is nothing at {path}: name a checkpoint or a run's folder with --resume")
+    if path.name == CHECKPOINTS and step_of(path) is None:
+        path = path.parent
+    if (path / MANIFEST).is_file() and step_of(path) is None:
+        raise ConfigError(f"{path} is a checkpoint under another name: rename it to {_own_name(path)}")
+    if (path / MANIFEST).is_file() or written_first(path) is not None:
+        return path
+    if newest_first(path):
+        raise ConfigError(f"{path} has no checkpoint that was finished: `tightfit checkpoints {path}` says why")
+    if step_of(path) is not None:
+        raise ConfigError(f"{path} has no {MANIFEST}, so it was never finished: name another checkpoint with --resume")
+    raise ConfigError(f"{path} is no checkpoint and no run with checkpoints: name one with --resume, or leave it out")
+
+
+def _own_name(path: Path) -> str:
+    try:
+        return folder_of(path, read_manifest(path).step).name
+    except Torn:
+        return "step- and the number of its step in eight digits"

@@ -1,0 +1,297 @@
+"""Checkpoints as they lie on disk: their names, the manifest, and whether one is whole.
+
+    RUN/checkpoints/step-00000500/
+        model.safetensors …  config.json …     a Hugging Face folder; for LoRA adapter_model.safetensors …
+        optimizer/                             fp32 master weights and moments, as safetensors
+        state.json                             step, data position, schedule, loss scale, job, plan
+        manifest.json                          every file with its size and hashes, written last
+
+A folder without a manifest that agrees with its files is no checkpoint. The manifest carries a hash of itself. A file's
+bytes are hashed in the spans in which ranks wrote them, so nobody had to read the file again; together they cover it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tightfit.runs import disk
+from tightfit.types import TightfitError
+
+CHECKPOINTS = "checkpoints"
+MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer"
+SCHEMA = 1
+READ_BYTES = 8 * 2**20
+
+_NAME = re.compile(r"step-(\d{8,})")
+_STAGING, _OLD, _GONE = ".partial", ".old", ".gone"
+ORPHANS = (_STAGING, _OLD, _GONE)
+"""Ends of the names of what a killed process may leave; they begin with a dot."""
+
+
+class Torn(TightfitError):
+    """A folder that is no whole checkpoint; the sentence says why."""
+
+
+class Unknown(Torn):
+    """A folder that may well be whole, but not for us and now: a newer version's, or one that may not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [start, stop) of a file, and their hash."""
+
+    start: int
+    stop: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    bytes: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    step: int
+    written: str
+    """When, as a person reads it."""
+    files: Mapping[str, StoredFile]
+    """By the name within the folder."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+    def text(self) -> str:
+        """The file's contents."""
+        tree = self._tree()
+        return json.dumps({**tree, "itself": _own_digest(tree)}, indent=1) + "\n"
+
+    def _tree(self) -> dict[str, Any]:
+        files = {
+            name: {"bytes": file.bytes, "spans": [[span.start, span.stop, span.digest] for span in file.spans]}
+            for name, file in sorted(self.files.items())
+        }
+        return {"schema": SCHEMA, "step": self.step, "written": self.written, "hash": "xxh3_128", "files": files}
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Against torn writes and flipped bits, not against people: so a fast one."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _own_digest(tree: Mapping[str, Any]) -> str:
+    return digest(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode())
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def folder_of(run: Path, step: int) -> Path:
+    return run / CHECKPOINTS / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """None: the name is not that of a checkpoint."""
+    found = _NAME.fullmatch(folder.name)
+    return int(found[1]) if found else None
+
+
+def newest_first(run: Path) -> list[Path]:
+    """What looks like a checkpoint by its name, whole or not."""
+    place = run / CHECKPOINTS
+    if not place.is_dir():
+        return []
+    found = [(step, folder) for folder in place.iterdir() if (step := step_of(folder)) is not None and folder.is_dir()]
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def written_first(run: Path) -> Path | None:
+    """The newest folder that has a manifest, whatever it says."""
+    return next((folder for folder in newest_first(run) if (folder / MANIFEST).exists()), None)
+
+
+def staging_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{_STAGING}")
+
+
+# --- whole or not --------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, or Torn."""
+    try:
+        tree = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Torn(f"it has no {MANIFEST}: its writing did not come to an end") from None
+    except OSError as error:
+        raise Unknown(f"its {MANIFEST} cannot be read ({_why(error)})") from None
+    except (ValueError, RecursionError):
+        raise Torn(f"its {MANIFEST} is no JSON") from None
+    if not isinstance(tree, dict) or tree.pop("itself", None) != _own_digest(tree):
+        raise Torn(f"its {MANIFEST} was changed after it was written")
+    if tree.get("schema") != SCHEMA:
+        raise Unknown(f"its schema is {tree.get('schema')}, and this version reads {SCHEMA}")
+    files = {
+        name: StoredFile(int(one["bytes"]), tuple(Span(int(a), int(b), str(c)) for a, b, c in one["spans"]))
+        for name, one in tree["files"].items()
+    }
+    return Manifest(step=int(tree["step"]), written=str(tree["written"]), files=files)
+
+
+def checked(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there with their sizes, or Torn. Quick: reads no file."""
+    manifest = read_manifest(folder)
+    if manifest.step != step_of(folder):
+        raise Torn(f"it is of step {manifest.step}, which its name does not say")
+    for name, file in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            raise Torn(f"{name} is missing") from None
+        except OSError as error:
+            raise Unknown(f"{name} cannot be looked at ({_why(error)})") from None
+        if size != file.bytes:
+            raise Torn(f"{name} has {size:,} bytes instead of {file.bytes:,}")
+        if not _covered(file):
+            raise Torn(f"its {MANIFEST} has no hash for a part of {name}")
+    return manifest
+
+
+def _covered(file: StoredFile) -> bool:
+    """Whether every byte is in a span: what is in none could change without anybody's notice."""
+    reached = 0
+    for start, stop in sorted((span.start, span.stop) for span in file.spans):
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached == file.bytes
+
+
+def spans_of(manifest: Manifest) -> list[tuple[str, Span]]:
+    """Everything that there is to verify, in the order of the files."""
+    return [(name, span) for name, file in sorted(manifest.files.items()) for span in file.spans]
+
+
+def verify(folder: Path, spans: Iterable[tuple[str, Span]], progress: Callable[[int], None] = lambda _: None) -> None:
+    """Hash those spans again; Torn at the first that differs. `progress` hears of bytes done."""
+    for name, span in spans:
+        if _hashed(folder / name, span, progress) != span.digest:
+            raise Torn(f"{name} is damaged between bytes {span.start:,} and {span.stop:,}")
+
+
+def _hashed(path: Path, span: Span, progress: Callable[[int], None]) -> str:
+    state, left = xxhash.xxh3_128(), span.stop - span.start
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(span.start)
+            while left and (data := file.read(min(left, READ_BYTES))):
+                state.update(data)
+                left -= len(data)
+                progress(len(data))
+    except FileNotFoundError:
+        raise Torn(f"{path.name} is missing") from None
+    except OSError as error:
+        raise Unknown(f"{path.name} cannot be read ({_why(error)})") from None
+    return state.hexdigest()
+
+
+def _why(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """`state.json`, or Torn."""
+    try:
+        tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise Torn(f"its {STATE} cannot be read") from None
+    if not isinstance(tree, dict):
+        raise Torn(f"its {STATE} cannot be read")
+    return tree
+
+
+# --- which go ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """Which checkpoints stay: the newest few, and every so many steps one for ever."""
+
+    last: int
+    every_steps: int | None = None
+
+
+def outdated(run: Path, keeping: Keeping) -> list[Path]:
+    """Whole checkpoints that need not stay. Torn ones do not count among the newest, and stay until they are pruned."""
+    whole = []
+    for folder in newest_first(run):
+        try:
+            whole.append((checked(folder).step, folder))
+        except Torn:
+            continue
+    spare = surplus([step for step, _ in whole], keeping)
+    return [folder for step, folder in whole if step in spare]
+
+
+def surplus(steps: Iterable[int], keeping: Keeping) -> frozenset[int]:
+    """Of the steps of whole checkpoints, those that need not stay."""
+    older = sorted(steps, reverse=True)[keeping.last :]
+    every = keeping.every_steps
+    return frozenset(step for step in older if every is None or step % every != 0)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of whatever lies there; what goes away meanwhile counts for nothing."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
+def torn(run: Path) -> list[tuple[Path, str]]:
+    """Those that are not whole, and why."""
+    found = []
+    for folder in newest_first(run):
+        try:
+            checked(folder)
+        except Torn as error:
+            found.append((folder, str(error)))
+    return found
+
+
+def remove(folder: Path) -> None:
+    """First out of sight, then away: nobody takes a half for a whole."""
+    gone = folder.with_name(f".{folder.name}{_GONE}")
+    if gone.exists():
+        disk.remove_folder(gone)
+    disk.rename(folder, gone)
+    disk.remove_folder(gone)
+
+
+def remove_orphan(path: Path) -> None:
+    """Its name has a dot already, and says what it is."""
+    if path.is_dir() and not path.is_symlink():
+        disk.remove_folder(path)
+    else:
+        disk.remove_file(path)
+
+
+def orphans(run: Path) -> list[Path]:
+    """What killed processes left half-done or half-removed. Only for whoever holds the run's lock."""
+    place = run / CHECKPOINTS
+    if not place.is_dir():
+        return []
+    return sorted(each for each in place.iterdir() if each.name.startswith(".step-") and each.name.endswith(ORPHANS))

@@ -1,0 +1,87 @@
+"""The file-system calls by which a checkpoint comes to be, each in one place.
+
+Nothing that a save does to the disk goes around this module: a test stops the process after each of these calls in
+turn, and the newest whole checkpoint must be found every time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def create(path: Path, size: int) -> int:
+    """A new file of that size. Its blocks are taken as they are written: to take them first is slow on network disks,
+    and whoever writes much looks at `room` before."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        os.ftruncate(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_to_write(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+
+def put(descriptor: int, data: memoryview, offset: int) -> None:
+    """All of it, however often the system has to be asked."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file, whole, and on the disk when this returns."""
+    data = text.encode()
+    descriptor = create(path, 0)
+    try:
+        put(descriptor, memoryview(data), 0)
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def by_library(write: Callable[[Path], object], folder: Path) -> None:
+    """Small files that a library knows how to write. It does not sync them: whoever calls does, with `sync_path`."""
+    write(folder)
+
+
+def sync_path(path: Path) -> None:
+    """A file that others have written, or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    old.rename(new)
+
+
+def remove_file(path: Path) -> None:
+    path.unlink()
+
+
+def remove_folder(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def room(path: Path) -> int:
+    """Bytes that may still be written where `path` is, or will be."""
+    place = next(each for each in (path, *path.parents) if each.exists())
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,217 @@
+"""What DeepSpeed keeps in files on an NVMe: weights, and the optimizer's states.
+
+A parameter's part is in memory only while it is used. Between uses its tensor is a stand-in of one element, and the
+part is in a swap file, which DeepSpeed's swapper reads into one of a few locked buffers. Whoever wants to read or to
+change such a part borrows one of these buffers (`resident`), and the swapper's own books stay right: we read and write
+through it, and never the files themselves, whose names and padding are its own affair.
+
+The optimizer's files hold an fp32 copy and the moments of a sub group of parameters (`nvme_states`). Parts that are
+smaller than a mebibyte are not swapped; both functions hand them out as they lie in memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.types import Levers, UserError
+
+MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
+MEBIBYTE = 2**20
+CAN_LOCK = 1 << 14
+"""CAP_IPC_LOCK, among the capabilities of a process: it locks as much memory as it likes."""
+
+
+class NvmeError(UserError):
+    """What NVMe offload needs is not there."""
+
+
+def on_nvme(levers: Levers) -> bool:
+    return "nvme" in (levers.offload_optimizer, levers.offload_param)
+
+
+# --- before the start ----------------------------------------------------------------------------
+
+
+def check(deepspeed: Mapping[str, Any], rank: int, trained: int) -> None:
+    """Refuse what would fail later without a word that helps; nothing is built for it.
+
+    `trained`: how many numbers this rank trains. The folders are this process's until it ends.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    for folder in _folders(deepspeed):
+        _check_folder(folder)
+        _claim(folder, rank)
+    _check_lock(_locked_bytes(deepspeed, trained))
+    if shutil.which("c++") is None:
+        raise NvmeError("NVMe offload compiles a part of DeepSpeed: apt install g++ libaio-dev")
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise NvmeError("NVMe offload needs libaio: apt install libaio-dev")
+
+
+def load() -> None:
+    """Compile DeepSpeed's file operations; the first time it takes about two minutes."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except (RuntimeError, ImportError, OSError) as error:
+        reason = " ".join(str(error).split())[-200:]
+        raise NvmeError(
+            f"NVMe offload needs libaio and a C++ compiler (apt install libaio-dev g++): DeepSpeed's async_io did not "
+            f"build ({reason})"
+        ) from error
+
+
+def _folders(deepspeed: Mapping[str, Any]) -> set[Path]:
+    zero = deepspeed["zero_optimization"]
+    blocks = (zero.get("offload_param", {}), zero.get("offload_optimizer", {}))
+    return {Path(block["nvme_path"]) for block in blocks if block.get("device") == "nvme"}
+
+
+def _check_folder(folder: Path) -> None:
+    """DeepSpeed reads and writes past the page cache, which not every file system can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(prefix=".direct-", dir=folder)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise NvmeError(f"cannot write to nvme_path {folder} ({reason}): name a folder on the NVMe") from None
+    os.close(number)
+    try:
+        os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        raise NvmeError(f"nvme_path {folder} takes no direct I/O: name a folder on the NVMe, not on a tmpfs") from None
+    finally:
+        os.unlink(name)
+
+
+def _claim(folder: Path, rank: int) -> None:
+    """Swap files are named after ranks alone: two runs in one folder would read each other's numbers."""
+    number = os.open(folder / f".rank{rank}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process holds it open, and so locked, to its end
+    except OSError:
+        os.close(number)
+        raise NvmeError(f"another run swaps to nvme_path {folder}: name another folder for this one") from None
+
+
+def _locked_bytes(deepspeed: Mapping[str, Any], trained: int) -> int:
+    """At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32."""
+    zero = deepspeed["zero_optimization"]
+    param, optimizer = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
+    locked = 0
+    if param.get("device") == "nvme":
+        locked += 2 * int(param["buffer_count"] * param["buffer_size"])
+    if optimizer.get("device") == "nvme":
+        locked += 4 * optimizer["buffer_count"] * min(int(zero["sub_group_size"]), trained)
+    return locked
+
+
+def _check_lock(locked_bytes: int) -> None:
+    """Buffers are locked in memory; where that is not allowed DeepSpeed aborts."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and limit < locked_bytes and not _may_lock():
+        raise NvmeError(
+            f"NVMe offload locks {locked_bytes / MEBIBYTE:,.0f} MiB of memory and {limit / MEBIBYTE:,.1f} may be "
+            "locked here: run `ulimit -l unlimited` first (in a container: --ulimit memlock=-1)"
+        )
+
+
+def _may_lock() -> bool:
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) & CAN_LOCK)
+    return False
+
+
+# --- after the end -------------------------------------------------------------------------------
+
+
+def discard(deepspeed: Mapping[str, Any], rank: int) -> None:
+    """Remove this rank's swap files; they are worth nothing to anybody else, and as large as the training."""
+    for folder in _folders(deepspeed):
+        for files in folder.glob(f"zero_stage_3/*/rank{rank}"):
+            shutil.rmtree(files, ignore_errors=True)
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def swapped(param: Any) -> bool:
+    """Whether this rank's part of a parameter rests in a file."""
+    place: object = getattr(getattr(param, "ds_tensor", None), "final_location", None)
+    return place == "nvme"
+
+
+@contextmanager
+def resident(param: Any, *, write: bool) -> Iterator[None]:
+    """A parameter's part in memory, at its `ds_tensor`; `write`: what is changed meanwhile goes back to the file."""
+    if not swapped(param):
+        yield
+        return
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    swapper, part = param.nvme_swapper, param.ds_tensor
+    if part.status == PartitionedParamStatus.INFLIGHT:  # fetched ahead for a pass that did not come
+        swapper.synchronize_reads()
+    here = part.status == PartitionedParamStatus.AVAILABLE
+    if not here:
+        swapper.swap_in([param], async_op=False)
+    written = False
+    try:
+        yield
+        if write:
+            swapper.swap_out_and_release([param])
+            written = True
+    finally:
+        if not here and not written:
+            swapper.remove_partition_and_release_buffers([param])
+
+
+# --- the optimizer -------------------------------------------------------------------------------
+
+
+def nvme_states(wrapper: Any, write: bool) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Every sub group of a ZeRO-3 optimizer with its flat fp32 tensors: `master`, `exp_avg`, `exp_avg_sq`.
+
+    A sub group is in memory until the next one is asked for. `write`: what was changed goes back to the files, and
+    moments that do not exist before the first step are made, as zeros; otherwise they are left out. Not between a
+    backward pass and its step: gradients lie in the same buffers.
+    """
+    for number, master in enumerate(wrapper.fp32_partitioned_groups_flat):
+        in_file = wrapper._swappable_optimizer_subgroup(number)
+        if in_file:
+            wrapper._optimizer_states_and_gradient_swap_in(number)
+        written = False
+        try:
+            if write:
+                _make_moments(wrapper.optimizer, master)
+            state = wrapper.optimizer.state.get(master, {})
+            yield number, {"master": master.data} | {name: state[name].data for name in MOMENTS if name in state}
+            if in_file and write:
+                wrapper._optimizer_states_and_gradient_swap_out(number)
+                written = True
+        finally:
+            if in_file and not written:
+                wrapper._release_swap_buffers(number)
+
+
+def _make_moments(optimizer: Any, master: Tensor) -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if isinstance(optimizer, DeepSpeedCPUAdam) and not optimizer.state.get(master):
+        zeros = {name: torch.zeros_like(master.data, dtype=torch.float32) for name in MOMENTS}
+        optimizer.state[master] = {"step": 0, **zeros}

@@ -1,0 +1,191 @@
+"""Going on from a checkpoint: which one, whether it is whole, and its values into this run's engine.
+
+Rank 0 says which one is looked at; all ranks hash a share of its bytes; the newest that holds is taken, and every one
+that does not is named. Then each rank reads the ranges that it needs: nobody holds a whole model, and the engine, its
+stage and the number of ranks may be others than those that saved it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tightfit.runs import checkpoints
+from tightfit.runs.checkpoints import OPTIMIZER, Torn
+from tightfit.train.checkpoint import state_name
+from tightfit.train.engines import Engine
+from tightfit.train.engines.states import MASTER
+from tightfit.train.events import Events
+from tightfit.train.fill import PIECE_ELEMENTS, Source
+from tightfit.train.place import Place, meet, words
+from tightfit.train.safetensors_files import Files, Stored, read_header
+from tightfit.train.shards import outline
+from tightfit.train.standing import counters_of
+from tightfit.types import ConfigError
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    folder: Path
+    step: int
+    state: Mapping[str, Any]
+
+
+def choose(run: Path, wanted: str, place: Place, events: Events) -> Found | None:
+    """The checkpoint to go on from; None: there is none, or none is wanted. The same on every rank."""
+    _clear(run, place)
+    if wanted == NONE:
+        return None
+    candidates = _candidates(run, wanted, place)
+    problems = []
+    for folder in candidates:
+        problem = _problem(folder, place, events)
+        if problem is None:
+            state = checkpoints.read_state(folder)
+            return Found(folder=folder, step=int(state["step"]), state=state)
+        problems.append((folder, problem))
+        events.write("passed_over", folder=str(folder), text=problem)
+    if problems:
+        folder, problem = problems[0]
+        others = f", nor is any of the {len(problems) - 1} older ones" if len(problems) > 1 else ""
+        raise ConfigError(
+            f"{folder} is no whole checkpoint ({problem}){others}: name another with --resume PATH, or start over with "
+            "--resume none"
+        )
+    if wanted != AUTO:
+        raise ConfigError(f"there is no checkpoint in {wanted}: `tightfit checkpoints {wanted}` lists what is there")
+    return None
+
+
+def _clear(run: Path, place: Place) -> None:
+    """What killed runs left half-written. Whoever is here holds the run's lock."""
+    if place.leads and not place.rehearsal:
+        for orphan in checkpoints.orphans(run):
+            checkpoints.remove_orphan(orphan)
+    meet(place)
+
+
+def _candidates(run: Path, wanted: str, place: Place) -> list[Path]:
+    """As rank 0 sees them: on a shared disk others may see them a moment later."""
+    if wanted == AUTO:
+        found = checkpoints.newest_first(run)
+    elif checkpoints.step_of(Path(wanted)) is not None:
+        found = [Path(wanted)]
+    else:
+        found = checkpoints.newest_first(Path(wanted))
+    said = words(place, "\n".join(map(str, found)) if place.leads else "")[0]
+    return [Path(line) for line in said.splitlines()]
+
+
+def _problem(folder: Path, place: Place, events: Events) -> str | None:
+    """Why the folder is no whole checkpoint; each rank looks at its share of the bytes."""
+    told = ""
+    try:
+        manifest = checkpoints.checked(folder)
+        checkpoints.read_state(folder)
+        share = checkpoints.spans_of(manifest)[place.rank :: place.world]
+        size, done = sum(span.stop - span.start for _, span in share), 0
+        progress = events.progress("verifying the checkpoint")
+
+        def add(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, size)
+
+        checkpoints.verify(folder, share, add)
+    except Torn as error:
+        told = str(error)
+    return next((text for text in words(place, told) if text), None)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+class StateFiles:
+    """The optimizer's files of a checkpoint: `exp_avg/NAME` and so on, read in ranges."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._files = folder, Files()
+        self._stored: dict[str, Stored] = {}
+        for path in sorted((folder / OPTIMIZER).glob("*.safetensors")):
+            self._stored |= read_header(path)[0]
+
+    def holds(self, kind: str, path: str) -> bool:
+        return f"{kind}/{state_name(path)}" in self._stored
+
+    def read(self, kind: str, path: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        stored = self._stored.get(f"{kind}/{state_name(path)}")
+        if stored is None or stored.shape != shape:
+            raise ConfigError(
+                f"{self._folder} holds no {kind} of {state_name(path)} with {list(shape)} elements: it is of another "
+                "optimizer or model, so start over with --resume none"
+            )
+        return self._files.read(stored, start, stop)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class Reader(Protocol):
+    def __call__(self, path: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor: ...
+
+
+class AdapterFile:
+    """The adapters of a checkpoint, under PEFT's names."""
+
+    def __init__(self, folder: Path) -> None:
+        self._stored, _ = read_header(folder / "adapter_model.safetensors")
+        self._files = Files()
+
+    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        stored = self._stored.get(name)
+        if stored is None or stored.shape != shape:
+            raise ConfigError(f"the checkpoint holds no adapter {name} of shape {list(shape)}: it is of another job")
+        return self._files.read(stored, start, stop)
+
+
+def load(found: Found, engine: Engine, weights: Source, place: Place, *, filled: bool) -> None:
+    """Weights that train, their fp32 copies, moments and counters, as they were.
+
+    `weights`: the checkpoint's own; `filled`: the model was filled from them.
+    """
+    states = StateFiles(found.folder)
+
+    def weight(path: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        return weights.read(state_name(path), shape, start, stop)
+
+    def master(path: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        if states.holds(MASTER, path):
+            return states.read(MASTER, path, shape, start, stop)
+        return weight(path, shape, start, stop)
+
+    with torch.no_grad():
+        for shard in outline(engine.model, place.rank):
+            wide = shard.parameter.dtype == torch.float32
+            done = filled and not (wide and states.holds(MASTER, shard.path))
+            if shard.parameter.requires_grad and not done:
+                with shard.opened(write=True) as target:
+                    _put(target, master if wide else weight, shard.path, shard.shape, shard.start)
+        for state in engine.states(write=True):
+            read = master if state.kind == MASTER else _of_kind(states, state.kind)
+            _put(state.tensor, read, state.path, state.shape, state.start)
+    states.close()
+    engine.go_on(counters_of(found.state), found.step)
+
+
+def _of_kind(states: StateFiles, kind: str) -> Reader:
+    return lambda path, shape, start, stop: states.read(kind, path, shape, start, stop)
+
+
+def _put(target: Tensor, read: Reader, path: str, shape: tuple[int, ...], start: int) -> None:
+    """In pieces, so that the host never holds more than one."""
+    for begin in range(0, target.numel(), PIECE_ELEMENTS):
+        end = min(begin + PIECE_ELEMENTS, target.numel())
+        target[begin:end].copy_(read(path, shape, start + begin, start + end))

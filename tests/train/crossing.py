@@ -1,0 +1,86 @@
+"""One rank that goes on from several checkpoints, one after another, with one engine.
+
+    python crossing.py PLAN OUT CHECKPOINT …
+
+For each it loads the checkpoint, saves it again at once under OUT/NAME/, and takes one more step. Rank 0 prints the
+losses of these steps as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tightfit.runs.checkpoints import Keeping, read_state
+from tightfit.train import place as places
+from tightfit.train.assemble import Found, assemble
+from tightfit.train.checkpoint import Habits, Saver
+from tightfit.train.config import Options, read_worker_config
+from tightfit.train.data import Order, pad_id
+from tightfit.train.events import Events
+from tightfit.train.finish import model_set
+from tightfit.train.loop import Loop
+from tightfit.train.meter import Meter
+from tightfit.train.resume import Found as Checkpoint
+from tightfit.train.resume import load
+from tightfit.train.sources import open_weights
+from tightfit.train.stop import Stop, leave
+from tightfit.train.windows import Windows
+from tightfit.train.worker import Worker
+
+
+def main(plan: Path, out: Path, *folders: Path) -> None:
+    config = read_worker_config(plan / "worker.json")
+    place = places.place_of(os.environ, config, Options())
+    cache = Path(os.environ["XDG_CACHE_HOME"]) / "tightfit"
+    events = Events(out, speaks=False)
+    worker = Worker(config=config, options=Options(), place=place, cache=cache, events=events, stop=Stop())
+    store = places.rendezvous(place)
+    prepared = worker._prepared(store)
+    places.join(place, store)
+    if config.levers.engine != "fsdp2":
+        from tightfit.train.engines.deepspeed import join
+
+        join(place)
+    made = assemble(config, place, Found(weights=None, checkpoint=None, cache=cache), events)
+    model = model_set(made, config, prepared.tokenizer, place)
+    habits = Habits(keeping=Keeping(last=9), background=False, ranks_here=place.world, masters=True)
+    order = Order(len(prepared.split.train), config.effective_batch, config.training.seed)
+    windows = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
+    losses: dict[str, float | None] = {}
+    for folder in folders:
+        name = folder.parents[2].name  # NAME/run/checkpoints/step-…
+        state: dict[str, Any] = read_state(folder)
+        found = Checkpoint(folder=folder, step=state["step"], state=state)
+        load(found, made.engine, open_weights(folder, made.twin), place, filled=False)
+        saver = Saver(out / name, made.engine, model, habits, place)
+        saver.save(found.step, state, events)
+        assert saver.last == found.step
+        loop = Loop(
+            config=config,
+            engine=made.engine,
+            windows=windows(prepared.split.train),
+            held=None,
+            events=events,
+            meter=Meter(place.device),
+            place=place,
+            samples=len(prepared.split.train),
+            steps=found.step + 1,
+            stop=Stop(),
+            saver=None,
+            standing=lambda _: {},
+        )
+        loop.run(found.step)
+        losses[name] = loop.last_loss
+    if place.leads:
+        print(json.dumps(losses))  # noqa: T201
+    places.part(place)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main(*(Path(each) for each in sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""Saved under one engine, stage and number of ranks, loaded under another: every bit of it, and the run goes on.
+
+Each of four engines saves from two ranks. Each of them, with one, two and three ranks, loads all four and saves them
+again at once: weights, fp32 copies and moments must be the same bytes in the file. The loss of the next step may differ
+by the order in which an engine adds: two parts in a thousand in bf16, as in test_same_losses.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import edit, run_ranks, start_ranks, write_plan
+
+pytestmark = pytest.mark.thorough
+
+ENGINES = ("zero1", "zero2", "zero3", "fsdp2")
+STEP, TOLERANCE = 2, 2e-3
+FLAGS = {
+    "model": "tiny_llama",
+    "precision": "bf16",
+    "seq": 32,
+    "effective_batch": 6,
+    "micro_batch": 1,
+    "max_steps": STEP + 1,
+    "learning_rate": 3e-3,
+}
+
+
+def plan_for(folder: Path, world: int, engine: str, **edits: Any) -> Path:
+    return edit(write_plan(folder, world, engine=engine, **FLAGS), training__schedule="constant", **edits)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, float]]:
+    """Of each engine its checkpoint of step 2, and the loss of step 3 as it would have gone on."""
+    made = {}
+    for engine in ENGINES:
+        folder = tmp_path_factory.mktemp("saved") / engine
+        plan_for(folder, 2, engine, saving__every_steps=1, saving__keep_last=5)
+        ran = run_ranks(folder, "--no-probe")
+        assert ran.codes == [0, 0], "\n".join(ran.stderr)
+        made[engine] = (ran.folder / "checkpoints" / f"step-{STEP:08d}", ran.losses[STEP])
+    return made
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """The files with tensors in them, to the byte."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_engine_goes_on_from_any_other(
+    tmp_path: Path, saved: dict[str, tuple[Path, float]], engine: str, world: int
+) -> None:
+    plan = plan_for(tmp_path / "plan", world, engine)
+    out = tmp_path / "out"
+    command = [sys.executable, str(Path(__file__).with_name("crossing.py")), str(plan), str(out)]
+    started = start_ranks([*command, *(str(folder) for folder, _ in saved.values())], world, plan / "cache")
+    said = [process.communicate(timeout=240) for process in started]
+    assert [process.returncode for process in started] == [0] * world, "\n".join(err for _, err in said)
+    losses = json.loads(said[0][0].splitlines()[-1])
+    for name, (folder, loss) in saved.items():
+        again = tensors(out / name / "checkpoints" / folder.name)
+        expected = tensors(folder)
+        assert again.keys() == expected.keys()
+        assert [file for file in again if again[file] != expected[file]] == [], f"{name} under {engine} on {world}"
+        assert losses[name] == pytest.approx(loss, rel=TOLERANCE)
+    shutil.rmtree(out)

@@ -1,0 +1,112 @@
+"""The real worker is asked to stop before it trains, and started by the batch file as SLURM starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from running import write_plan
+
+from tightfit.inputs.job_file import job_from_flags
+from tightfit.planner import plan
+from tightfit.render import Target
+from tightfit.render.slurm import slurm_sbatch
+from tightfit.train.__main__ import STOPPED, _code_of, _options
+from tightfit.train.loop import Ending
+from tightfit.types import Gpu, Hardware
+
+SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 2, "engine": "fsdp2"}
+SRUN = """#!/bin/sh
+shift 2
+for task in 0 1; do
+  SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 SLURM_NNODES=1 "$@" &
+  pids="$pids $!"
+done
+for pid in $pids; do wait "$pid" || exit $?; done
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def test_endings_and_their_codes() -> None:
+    assert [_code_of(word) for word in get_args(Ending)] == [0, STOPPED, STOPPED]
+    assert get_args(Ending) == ("finished", "timeout", "stopped")
+
+
+def test_how_to_go_on_is_said_on_the_command_line() -> None:
+    plain, named = _options(["worker.json"]), _options(["worker.json", "--resume", "/some/step-4", "--resume-anyway"])
+    assert (plain.resume, plain.resume_anyway) == ("auto", False)
+    assert (named.resume, named.resume_anyway) == ("/some/step-4", True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_rank_that_waits_for_another_leaves_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    """In a call of torch's that lasts for half an hour."""
+    folder = write_plan(tmp_path, 2, **SMALL)
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json")]
+    process = subprocess.Popen(
+        command, env={**os.environ, **told}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    events = tmp_path / "run" / "events.jsonl"
+    while not events.exists() or '"start"' not in events.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)  # it is in the store's wait by now
+    process.send_signal(number)
+    _, err = process.communicate(timeout=5)
+    assert process.returncode == 128 + number, err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run" / "errors").exists(), "to be asked is no failure"
+
+
+@pytest.mark.thorough
+def test_the_batch_file_starts_the_ranks(tmp_path: Path) -> None:
+    folder = write_plan(tmp_path, 2, **SMALL)
+    hardware = Hardware(gpu=Gpu(name="CPU", vendor="cpu", memory_bytes=12 << 30), gpus_per_node=2)
+    found = plan(job_from_flags({"output": str(tmp_path / "run"), **SMALL}), None, hardware)
+    (folder / "slurm.sbatch").write_text(slurm_sbatch(found, Target()))
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    stand_ins = {
+        "srun": SRUN,
+        "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
+        "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+    }
+    for name, script in stand_ins.items():
+        (programs / name).write_text(script)
+        (programs / name).chmod(0o755)
+    told = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_NODELIST": "here",
+        "SLURM_JOB_ID": "7",
+        "MASTER_PORT": free_port(),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        ["bash", str(folder / "slurm.sbatch")],
+        env={**env, **told},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert '"launcher": "srun"' in events or '"launcher":"srun"' in events
+    assert (tmp_path / "run" / "model" / "config.json").exists()
