@@ -45,9 +45,7 @@ class Halves:
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         self.model, self._rank = model, rank
-        self.held = {
-            kind: {one.path: torch.randn(one.size) for one in outline(model, rank)} for kind in KINDS
-        }
+        self.held = {kind: {one.path: torch.randn(one.size) for one in outline(model, rank)} for kind in KINDS}
 
     def states(self, *, write: bool) -> Iterator[State]:
         del write  # they are where they are
@@ -132,9 +130,7 @@ class Bench:
         return sum(tensor.nbytes for tensor in self.halves().values())
 
     def _saver(self, run: str, *, background: bool) -> Saver:
-        habits = Habits(
-            keeping=Keeping(last=1), background=background, ranks_here=self.place.world, masters=True
-        )
+        habits = Habits(keeping=Keeping(last=1), background=background, ranks_here=self.place.world, masters=True)
         return Saver(self.folder / run, self.engine, self.weights_set(), habits, self.place)  # type: ignore[arg-type]
 
     def weights_set(self) -> TensorSet:
@@ -214,12 +210,12 @@ class Bench:
 
     def torch_whole(self) -> None:
         if self.whole is not None:
-            torch.save(self.whole, self.folder / "torch" / "whole.pt")
+            torch.save(self.whole, self.folder / "torch-whole" / "whole.pt")
 
     def torch_whole_synced(self) -> None:
         self.torch_whole()
         if self.whole is not None:
-            disk.sync_path(self.folder / "torch" / "whole.pt")
+            disk.sync_path(self.folder / "torch-whole" / "whole.pt")
 
     def torch_load(self) -> None:
         loaded = torch.load(self.half, weights_only=True)  # noqa: TID251 - what ours is compared with
@@ -282,8 +278,8 @@ SAVES = (
     Contestant("ours, no fsync", Bench.save_unsynced, "sync"),
     Contestant("torch.save, halves", Bench.torch_halves, "torch"),
     Contestant("torch.save, halves, then fsync", Bench.torch_halves_synced, "torch"),
-    Contestant("torch.save, rank 0 all", Bench.torch_whole, "torch"),
-    Contestant("torch.save, rank 0 all, then fsync", Bench.torch_whole_synced, "torch"),
+    Contestant("torch.save, rank 0 all", Bench.torch_whole, "torch-whole"),
+    Contestant("torch.save, rank 0 all, then fsync", Bench.torch_whole_synced, "torch-whole"),
     Contestant("DCP", Bench.dcp_save, "dcp"),
     Contestant("DCP, no fsync", Bench.dcp_save_unsynced, "dcp"),
 )
@@ -307,24 +303,20 @@ def run_rank(folder: Path, total_bytes: int, rounds: int) -> dict[str, Any] | No
     torch.manual_seed(rank)
     dist.init_process_group("gloo")
     bench = _made(folder, total_bytes, rank, world)
-    seconds: dict[str, list[float]] = {}
+    clock = Clock()
     for number in range(rounds):
         for one in _turned((*SAVES, *BEHIND, COPY), number):
-            spent = _timed(bench, one)
-            seconds.setdefault(one.name, []).append(spent)
+            _timed(bench, one, clock)
             if one in BEHIND:
-                seconds.setdefault(f"{one.name}: blocks", []).append(_longest(bench.blocked_s))
-        for one in (SAVES[0], SAVES[2], SAVES[6]):  # what is read below, whatever the turn has left behind
-            _timed(bench, one)
-        for one in _turned(LOADS, number):
-            _timed(bench, one)  # the pages that it reads are in the cache now
-            seconds.setdefault(f"{one.name}: warm", []).append(_timed(bench, one))
-            seconds.setdefault(f"{one.name}: cold", []).append(_timed(bench, one, cold=True))
+                clock.add(f"{one.name}: blocks", bench.blocked_s)
+        for one in _turned(LOADS, number):  # what is read was written above
+            _timed(bench, one, clock)
+            _timed(bench, one, clock, cold=True)
     _check(bench)
     dist.barrier()
     dist.destroy_process_group()
     parameters = sum(param.numel() for param in bench.model.parameters())
-    return {"parameters": parameters, "seconds": seconds} if rank == 0 else None
+    return {"parameters": parameters, "wall_s": clock.wall_s, "cpu_s": clock.cpu_s} if rank == 0 else None
 
 
 def _made(folder: Path, total_bytes: int, rank: int, world: int) -> Bench:
@@ -336,7 +328,9 @@ def _made(folder: Path, total_bytes: int, rank: int, world: int) -> Bench:
     if rank == 0:
         whole = {f"model/{one.path}": torch.zeros(one.shape, dtype=torch.bfloat16) for one in outline(model, rank)}
         whole |= {
-            f"{kind}/{path}": torch.zeros(shape) for kind, held in engine.shapes().items() for path, shape in held.items()
+            f"{kind}/{path}": torch.zeros(shape)
+            for kind, held in engine.shapes().items()
+            for path, shape in held.items()
         }
     events = Events(folder / f"events-{rank}", speaks=True)
     return Bench(folder=folder, place=place, model=model, engine=engine, events=events, whole=whole)
@@ -348,26 +342,49 @@ def _turned(all_of_them: tuple[Contestant, ...], by: int) -> tuple[Contestant, .
     return all_of_them[by:] + all_of_them[:by]
 
 
-def _timed(bench: Bench, one: Contestant, *, cold: bool = False) -> float:
+class Clock:
+    """What each contestant took in each round: seconds of the slower rank, processor seconds of both."""
+
+    def __init__(self) -> None:
+        self.wall_s: dict[str, list[float]] = {}
+        self.cpu_s: dict[str, list[float]] = {}
+
+    def add(self, name: str, wall_s: float, cpu_s: float | None = None) -> None:
+        self.wall_s.setdefault(name, []).append(_agreed(wall_s, dist.ReduceOp.MAX))
+        if cpu_s is not None:
+            self.cpu_s.setdefault(name, []).append(_agreed(cpu_s, dist.ReduceOp.SUM))
+
+
+def _agreed(seconds: float, how: Any) -> float:
+    held = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(held, op=how)
+    return round(float(held), 4)
+
+
+def _timed(bench: Bench, one: Contestant, clock: Clock, *, cold: bool = False) -> None:
     """From the moment when all ranks are ready until all are done. Nothing that others wrote waits for the disk."""
     if bench.place.leads:
         if one.writes is not None:
             shutil.rmtree(bench.folder / one.writes, ignore_errors=True)
             (bench.folder / one.writes).mkdir()
         os.sync()
-        if cold and one.reads is not None:
-            forget(bench.folder / one.reads)
+        if one.reads is not None:
+            (forget if cold else remember)(bench.folder / one.reads)
     dist.barrier()
-    began = time.monotonic()
+    began, worked = time.monotonic(), time.process_time()
     one.run(bench)
     dist.barrier()
-    return _longest(time.monotonic() - began)
+    name = one.name if one.reads is None else f"{one.name}: {'cold' if cold else 'warm'}"
+    clock.add(name, time.monotonic() - began, time.process_time() - worked)
 
 
-def _longest(seconds: float) -> float:
-    held = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(held, op=dist.ReduceOp.MAX)
-    return round(float(held), 4)
+def remember(folder: Path) -> None:
+    """Its files come into the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(2**23):
+                    pass
 
 
 def forget(folder: Path) -> None:
@@ -379,8 +396,7 @@ def forget(folder: Path) -> None:
 
 
 def _check(bench: Bench) -> None:
-    """What was compared is the same: a load of ours brings back what DCP saved, and the other way round."""
-    bench.save()
+    """What was compared does the same: each brings back every bit."""
     kept = {name: tensor.clone() for name, tensor in bench.halves().items()}
     for load in (bench.verify_and_load, bench.dcp_load, bench.torch_load):
         for tensor in bench.halves().values():

@@ -692,20 +692,3 @@ def test_a_batch_that_the_file_makes_is_named_by_the_file(capsys: pytest.Capture
     said = capsys.readouterr().err
     assert "The 32 sequences a step of config_7b_mamba.yaml cannot be shared evenly by 6 GPUs" in said
     assert "use --effective-batch 30 or 36" in said
-
-
-# --- the data -----------------------------------------------------------------------------------
-
-
-def test_the_data_by_flag_is_in_the_workers_orders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.jsonl").write_text('{"text": "one"}\n')
-    shell = Shell(capsys)
-    shell.run(*SMALL, "--data", "mine.jsonl", "--format", "text", "--max-samples", "9", "--write", "made")
-    data = json.loads((tmp_path / "made/worker.json").read_text())["data"]
-    assert (data["path"], data["format"], data["max_samples"]) == (str(tmp_path / "mine.jsonl"), "text", 9)
-    shell.run(*SMALL, "--data", "shipped:dialogues", "--ablation", "profile_and_history", "--write", "other")
-    data = json.loads((tmp_path / "other/worker.json").read_text())["data"]
-    assert (data["path"], data["ablation"]) == ("shipped:dialogues", "profile_and_history")

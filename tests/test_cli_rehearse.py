@@ -135,6 +135,7 @@ def gpu_plan(required_gib: float) -> WorkerFile:
         model="m",
         method="full",
         engine="zero3",
+        optimizer="adamw",
         offload_optimizer="none",
         nodes=1,
         gpus_per_node=8,

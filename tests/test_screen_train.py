@@ -29,6 +29,7 @@ WORKER = WorkerFile(
     model="tiny_mamba",
     method="full",
     engine="zero2",
+    optimizer="adamw",
     offload_optimizer="none",
     nodes=1,
     gpus_per_node=2,

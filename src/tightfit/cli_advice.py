@@ -140,7 +140,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_TO_HOST,
         (
             lambda case: case.levers.optimizer == "adamw",
-            f"--optimizer adamw8bit holds them in 8 bits, which {COSTLY}",
+            f"--optimizer adamw8bit (with --engine fsdp2) holds them in 8 bits, which {COSTLY}",
             None,
         ),
         _LORA,

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,7 +194,8 @@ def _say_end(ready: Ready, asked: Asked, outcome: Outcome) -> None:
         if safe := _safe(asked, outcome):
             print(f"tightfit: {safe}", file=sys.stderr)
     elif outcome.state in ("interrupted", "stopped"):
-        print(f"tightfit: {_stopped(asked, outcome)}", file=sys.stderr)
+        with suppress(OSError):  # closing the terminal may be what stopped it
+            print(f"tightfit: {_stopped(asked, outcome)}", file=sys.stderr)
     elif not asked.as_json and ready.nodes.rank == 0:
         draw_summary(open_console(), ready.worker, outcome.tally, str(ready.folder))
 

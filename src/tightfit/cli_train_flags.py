@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 
 from tightfit.cli_flags import Parser, whole_number
-from tightfit.cli_plan import FLAGS, WHOLE, add_flags
+from tightfit.cli_plan import FLAGS, WHOLE, add_data_flags, add_flags
 from tightfit.inputs.flags import spelt
-from tightfit.inputs.job_fields import job_fields, meanings
-from tightfit.inputs.job_file import JOB_FLAGS
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output runs/first"
@@ -104,21 +102,6 @@ def _table() -> dict[str, dict[str, tuple[str | None, str]]]:
     del table["the machine"]["world"], table["the question"]["max"]
     table["the machine"]["max_gpus"] = ("N", "use at most so many")
     return {RUN: RUN_FLAGS, **table, "several machines": NODE_FLAGS}
-
-
-def add_data_flags(made: argparse.ArgumentParser) -> None:
-    """Each field of the job's data that has a flag, with its own sentence."""
-    group = made.add_argument_group("the data")
-    for flag, path in JOB_FLAGS.items():
-        if flag == "samples" or not (path.startswith("data.") or path == "max_samples"):
-            continue
-        takes, text = job_fields()[path].takes, meanings()[path].rstrip(".").replace("%", "%%")
-        if takes.kind == "switch":
-            group.add_argument(spelt(flag), action="store_true", help=text)
-        else:
-            kind = whole_number(flag) if takes.kind == "integer" else str
-            metavar = "|".join(takes.words) or ("N" if takes.kind == "integer" else flag.upper())
-            group.add_argument(spelt(flag), metavar=metavar, type=kind, help=text)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -204,5 +204,6 @@ def check_packages(worker: WorkerFile) -> None:
     for package in needed:
         if not is_installed(package):
             raise ConfigError(f"training needs {package}, which is not installed: pip install 'tightfit[train]'")
-    if worker.method == "qlora" and not is_installed("bitsandbytes"):
-        raise ConfigError("--method qlora needs bitsandbytes, which is not installed: pip install 'tightfit[qlora]'")
+    what = "--method qlora" if worker.method == "qlora" else f"--optimizer {worker.optimizer}"
+    if ("8bit" in worker.optimizer or worker.method == "qlora") and not is_installed("bitsandbytes"):
+        raise ConfigError(f"{what} needs bitsandbytes, which is not installed: pip install 'tightfit[qlora]'")

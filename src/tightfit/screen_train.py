@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -93,14 +94,15 @@ class Board:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
-        if kind is not None and issubclass(kind, BrokenPipeError):
-            return
-        self._lines.end()
-        if self._last is not None:
-            self._say(self._last)
-            self._last = None
+        with suppress(OSError):  # a terminal that was closed; how the run ended still has to be written down
+            if self._live is not None:
+                self._live.stop()
+            if kind is not None and issubclass(kind, BrokenPipeError):
+                return
+            self._lines.end()
+            if self._last is not None:
+                self._say(self._last)
+                self._last = None
 
     def show(self, event: Event) -> None:
         if self._live is None:

@@ -55,16 +55,31 @@ def test_bad_data_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "output").exists()
 
 
-def test_an_interrupt_while_it_trains(tmp_path: Path) -> None:
+def steps_of(folder: Path) -> list[int]:
+    events = folder / "output/events.jsonl"
+    if not events.exists():
+        return []
+    told = [json.loads(line) for line in events.read_text().splitlines() if line.endswith("}")]
+    return [event["step"] for event in told if event["event"] == "step"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_run_that_is_asked_to_stop_goes_on_later(tmp_path: Path, number: signal.Signals) -> None:
     process = command(tmp_path, "--max-steps", "100000")
-    events, deadline = tmp_path / "output/events.jsonl", time.monotonic() + 120
-    while not (events.exists() and '"event": "step"' in events.read_text()):
+    deadline = time.monotonic() + 120
+    while not steps_of(tmp_path):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert time.monotonic() - began < 15
-    assert "interrupted after step" in err
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 4, err
+    last = steps_of(tmp_path)[-1]
+    assert f"stopped after step {last:,} and saved a checkpoint" in err
+    assert [each.name for each in (tmp_path / "output/checkpoints").iterdir()] == [f"step-{last:08d}"]
+    assert not (tmp_path / "output/model").exists()
+    process = command(tmp_path, "--max-steps", str(last + 3))
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    assert steps_of(tmp_path)[-4:] == [last, last + 1, last + 2, last + 3]
+    assert (tmp_path / "output/model/config.json").exists()

@@ -6,9 +6,9 @@ for each rank that is asked for; the child is the worker from its `main` on, wit
     with Server() as server:
         ran = server.run(plan, kill=Kill(rank=0, after=17))
 
-A child counts the calls by which a save changes the disk (`PLAIN` and so on) and notes each in a file, so that another one can
-be killed with SIGKILL after any of them. As a script this file is the server: requests come in as lines of JSON, and
-answers go out the same way.
+A child counts the calls by which a save changes the disk and notes each in a file, so that another one can be killed
+with SIGKILL after any of them. As a script this file is the server: requests come in as lines of JSON, and answers go
+out the same way.
 """
 
 from __future__ import annotations
@@ -24,15 +24,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from running import Ran
+from plain import write_examples
+from running import Ran, edit, write_plan
 
 GRACE_S = 20.0
 """For the ranks that are left when one is gone; a launcher would end them too."""
 LIMIT_S = 120.0
+
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+PARAMETERS = 10_544
+SAYS_WHEN = ("written", "itself")
+"""Fields of a manifest that are others at every writing."""
 
 PLAIN = ("make_folder", "open_to_write", "sync", "rename", "remove_file")
 """Functions of `tightfit.runs.disk` that are one call to the system each. The others are counted from within:
@@ -124,6 +137,46 @@ def read_calls(path: Path) -> list[Call]:
     return [Call(int(number), kind, where) for number, kind, where in found]
 
 
+# --- what is trained, and what is left --------------------------------------------------------------
+
+
+def small_plan(folder: Path, world: int, *, steps: int, data: Path | None = None) -> Path:
+    """A plan for a model of a thousandth of the smallest preset, which saves after every step."""
+    plan = write_plan(
+        folder,
+        world,
+        model="tiny_llama",
+        engine="fsdp2",
+        precision="bf16",
+        seq=32,
+        effective_batch=2,
+        micro_batch=1,
+        max_steps=steps,
+        learning_rate=3e-3,
+        data=str(data or write_examples(folder / "examples.jsonl")),
+    )
+    shape = {f"model__config__{name}": value for name, value in SMALL.items()}
+    edit(plan, **shape, model__parameters=PARAMETERS, predicted__trainable_parameters=PARAMETERS)
+    return edit(plan, saving__every_steps=1, saving__keep_last=99, saving__async_save=False)
+
+
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    return {int(folder.name[5:]): folder for folder in (run / "checkpoints").glob("step-*")}
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Every file's bytes, and of a manifest what does not speak of the hour."""
+    found: dict[str, object] = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            found[path.relative_to(folder).as_posix()] = path.read_bytes()
+    if "manifest.json" in found:
+        with suppress(ValueError):
+            tree = json.loads((folder / "manifest.json").read_text())
+            found["manifest.json"] = {key: value for key, value in tree.items() if key not in SAYS_WHEN}
+    return found
+
+
 # --- in the child --------------------------------------------------------------------------------
 
 
@@ -143,9 +196,12 @@ class Counter:
 
 
 class Interposed(threading.local):
-    """What of `tightfit.runs.disk` this thread is in."""
+    """What of `tightfit.runs.disk` this thread is in, and where that is at work."""
 
     inside: str | None = None
+    path: object = None
+    begun: object = None
+    """The file whose first bytes were halved: the others of its parts are of the same kind."""
 
 
 def interpose(counter: Counter) -> None:
@@ -160,14 +216,17 @@ def interpose(counter: Counter) -> None:
     put = disk.put
 
     def halves(descriptor: int, data: memoryview, offset: int) -> None:
-        put(descriptor, data[: len(data) // 2], offset)
-        counter.done("put.half", _path_of(descriptor))
+        path = _path_of(descriptor)
+        if at.begun != path:
+            put(descriptor, data[: len(data) // 2], offset)
+            counter.done("put.half", path)
+            at.begun = path
         put(descriptor, data, offset)
-        counter.done("put", _path_of(descriptor))
+        counter.done("put", path)
 
     disk.put = halves
-    os.unlink = _after(os.unlink, "remove_folder.file", counter, lambda: at.inside == "remove_folder")
-    os.rmdir = _after(os.rmdir, "remove_folder.folder", counter, lambda: at.inside == "remove_folder")
+    for name, kind in (("unlink", "remove_folder.file"), ("rmdir", "remove_folder.folder")):
+        setattr(os, name, _removing(getattr(os, name), kind, at, counter))
     truncate = os.ftruncate
 
     def sized(descriptor: int, size: int) -> None:
@@ -178,7 +237,7 @@ def interpose(counter: Counter) -> None:
             counter.done("create", _path_of(descriptor))
 
     os.ftruncate = sized
-    builtins.open = _after(builtins.open, "by_library.open", counter, lambda: at.inside == "by_library")  # noqa: A001
+    builtins.open = _after(builtins.open, "by_library.open", counter, lambda: at.inside == "by_library")
 
 
 def _after(
@@ -193,11 +252,20 @@ def _after(
     return call
 
 
+def _removing(function: Callable[..., Any], kind: str, at: Interposed, counter: Counter) -> Callable[..., Any]:
+    def call(path: Any, **options: Any) -> None:
+        function(path, **options)
+        if at.inside == "remove_folder":
+            counter.done(kind, f"{at.path}/{path}")
+
+    return call
+
+
 def _within(
     function: Callable[..., Any], kind: str, at: Interposed, counter: Counter | None = None
 ) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        at.inside = kind
+        at.inside, at.path = kind, args[-1]
         try:
             found = function(*args)
         finally:

@@ -20,7 +20,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -222,17 +222,23 @@ def _make_way(path: Path, resume: str) -> _Before:
     moving = [entry for entry in entries if entry.name not in stayed]
     # Going back behind newer ones: a later start would take these, which are of another course.
     moving += [each for each in newest_first(path) if step is not None and (step_of(each) or 0) > step]
-    aside = None
-    if moving:
-        aside = _next_aside(path)
-        for place in moving:
-            target = aside / place.relative_to(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            place.rename(target)
+    aside = set_aside(path, moving)
     events = path / EVENTS
     size = _closed_line(events) if EVENTS in stayed else None
     names = frozenset(each.name for each in newest_first(path))
     return _Before(aside=aside, stayed=stayed, checkpoints=names, events_bytes=size)
+
+
+def set_aside(path: Path, moving: Sequence[Path]) -> Path | None:
+    """Move things of a run's folder into one of their own within it; which. None: there is nothing to move."""
+    if not moving:
+        return None
+    aside = _next_aside(path)
+    for place in moving:
+        target = aside / place.relative_to(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place.rename(target)
+    return aside
 
 
 def _next_aside(path: Path) -> Path:

@@ -2,7 +2,8 @@
 
 The kernel's lock on the open file decides, and ends with its process however that ended: a lock is never left behind.
 What the file says is for people. On a disk that several machines share the kernel's lock may be kept from one machine
-only, so a file that names another machine is believed: nobody here can know whether that run still lives.
+only, so a file that names another machine is believed: nobody here can know whether that run still lives. Unless it
+is of the same job of a scheduler's, which starts one again elsewhere only when it has ended.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from pathlib import Path
 from tightfit.runs.processes import this_host
 from tightfit.types import ConfigError
 
+
+class InUse(ConfigError):
+    """Another run holds the folder, and nothing in it is ours to write."""
+
+
 LOCK = "lock"
 _MOST_BYTES = 4096
 
@@ -29,6 +35,8 @@ class Owner:
     pid: int
     host: str
     since: str
+    job: str | None = None
+    """The scheduler's number for it; None: there is none."""
 
 
 class FolderLock:
@@ -38,16 +46,16 @@ class FolderLock:
         self._path, self._file = path, file
 
     @classmethod
-    def take(cls, folder: Path) -> FolderLock:
-        """Hold the folder's lock, or say who does."""
+    def take(cls, folder: Path, job: str | None = None) -> FolderLock:
+        """Hold the folder's lock, or say who does. `job`: the scheduler's number for this run."""
         path = folder / LOCK
         while True:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 _hold(file, folder)
                 if _is(path, file):
-                    _check_hosts(file, folder)
-                    owner = Owner(pid=os.getpid(), host=this_host(), since=_now())
+                    _check_hosts(file, folder, job)
+                    owner = Owner(pid=os.getpid(), host=this_host(), since=_now(), job=job)
                     _sign(path, file, owner)
                     return cls(path, file)
             except BaseException:
@@ -80,13 +88,13 @@ def _hold(file: int, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"{folder} is in use by {_who(file)}: wait for it, or name another --output") from None
+        raise InUse(f"{folder} is in use by {_who(file)}: wait for it, or name another --output") from None
 
 
-def _check_hosts(file: int, folder: Path) -> None:
+def _check_hosts(file: int, folder: Path, job: str | None = None) -> None:
     owner = _owner(file)
-    if owner is not None and owner.host != this_host():
-        raise ConfigError(
+    if owner is not None and owner.host != this_host() and (job is None or owner.job != job):
+        raise InUse(
             f"{folder} is in use by {_who(file)}, another machine, so whether it still runs cannot be seen from here: "
             f"name another --output, or remove {folder / LOCK} if it has ended"
         )
@@ -100,7 +108,7 @@ def _who(file: int) -> str:
 def _owner(file: int) -> Owner | None:
     try:
         said = json.loads(os.pread(file, _MOST_BYTES, 0))
-        return Owner(pid=int(said["pid"]), host=str(said["host"]), since=str(said["since"]))
+        return Owner(pid=int(said["pid"]), host=str(said["host"]), since=str(said["since"]), job=said.get("job"))
     except (ValueError, KeyError, TypeError, RecursionError):  # a run that was killed while it wrote
         return None
 

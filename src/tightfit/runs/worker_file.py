@@ -25,6 +25,7 @@ class WorkerFile:
     model: str
     method: str
     engine: str
+    optimizer: str
     offload_optimizer: str
     nodes: int
     gpus_per_node: int
@@ -91,6 +92,7 @@ def _read(tree: Mapping[str, Any]) -> WorkerFile:
         model=str(tree["model"]["name"]),
         method=str(levers["method"]),
         engine=str(levers["engine"]),
+        optimizer=str(levers["optimizer"]),
         offload_optimizer=str(levers["offload_optimizer"]),
         nodes=_least_one(world["nodes"]),
         gpus_per_node=_least_one(world["gpus_per_node"]),

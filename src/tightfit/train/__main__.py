@@ -68,6 +68,7 @@ def _worker(argv: Sequence[str]) -> NoReturn:
     stop = Stop().install()
     _leave_with_parent()
     _environment()
+    from tightfit.runs.lock import InUse
     from tightfit.train.config import Options, read_worker_config
     from tightfit.train.events import leave_error
 
@@ -97,7 +98,7 @@ def _worker(argv: Sequence[str]) -> NoReturn:
         leave(_code_of(ending))
     except BaseException as error:
         code, kind, text = _verdict(error)
-        if folder is not None and text:
+        if folder is not None and text and not isinstance(error, InUse):  # or another run would take it for its own
             leave_error(folder, rank, kind, text)
         with suppress(OSError):  # the log's disk may be what is full; the exit code says it then
             if kind in ("bug", "out_of_memory"):

@@ -116,12 +116,13 @@ class Saver:
 
     def _no_room(self, needed: int) -> str | None:
         """The newest one stays while the next is written, so there must be room for both."""
-        free = disk.room(self._run) if self._place.leads else needed
+        where = self._run / checkpoints.CHECKPOINTS  # which may lie on another disk than the rest
+        free = disk.room(where) if self._place.leads else needed
         short = total(self._place, float(free < needed)) > 0
         if not short:
             return None
         return (
-            f"no checkpoint of this step: it needs {needed / 1e9:.2f} GB and {self._run} has {free / 1e9:.2f} GB left; "
+            f"no checkpoint of this step: it needs {needed / 1e9:.2f} GB and {where} has {free / 1e9:.2f} GB left; "
             "make room, or keep fewer with --keep-last"
         )
 
@@ -205,7 +206,7 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
     apart = MASTER in shapes
     if masters and not apart:  # the weights themselves rest in fp32
         trainable = (shard for shard in outline(engine.model, place.rank) if shard.parameter.requires_grad)
-        shapes[MASTER] = {shard.path: shard.shape for shard in trainable}
+        shapes = {MASTER: {shard.path: shard.shape for shard in trainable}, **shapes}
     names: Names = {
         f"{kind}/{state_name(path)}": (shape, torch.float32)
         for kind, held in shapes.items()

@@ -7,6 +7,7 @@ same lines that the desk would show. What ends a rank goes into a file of its ow
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -21,6 +22,7 @@ from tightfit.train.place import Place
 from tightfit.train.watchers import Watcher
 
 EVENTS, ERRORS = "events.jsonl", "errors"
+NEWLINE = b"\n"
 
 
 class Events:
@@ -32,15 +34,16 @@ class Events:
         self.path = folder / EVENTS
         if speaks:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("ab", buffering=0)
+        self._waiting, self._begun = b"", False
+        """What a full disk did not take yet, and whether it ever took anything."""
 
     def write(self, event: str, **fields: Any) -> None:
         """One line. Numbers that JSON has no word for become null."""
         if self._file is None:
             return
         line = json.dumps(_plain({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        self._put(line.encode() + b"\n")
         if self._lines is not None and (told := event_of(line)) is not None:
             self._lines.show(told)
         if event == "step":
@@ -60,7 +63,24 @@ class Events:
         if self._lines is not None:
             self._lines.end()
         if self._file is not None:
+            self._put(b"")
             self._file.close()
+            if self._waiting:
+                text = f"the disk is full, and {self.path} lacks its last {self._waiting.count(NEWLINE)} lines"
+                print(f"tightfit: {text}", file=sys.stderr)  # noqa: T201
+
+    def _put(self, data: bytes) -> None:
+        """A disk that is full for a while, as it may be while a checkpoint is tried, is no reason to stop training: the
+        lines go out when there is room again. One that takes not even the first line is the user's to mend."""
+        assert self._file is not None
+        self._waiting += data
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+                self._begun = True
+        except OSError as error:
+            if not self._begun or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
 
 class Progress:

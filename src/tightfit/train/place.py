@@ -35,6 +35,8 @@ class Place:
     device: torch.device
     launcher: str
     rehearsal: bool = False
+    job: str | None = None
+    """SLURM's number for what this is a rank of."""
 
     @property
     def leads(self) -> bool:
@@ -63,7 +65,8 @@ def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Opti
             raise ConfigError(f"the plan is for {ranks} ranks and this is a single process: {fix}")
         raise ConfigError(f"the plan is for {ranks} ranks and {world} were started: {fix}")
     device = _device(local, config, environment)
-    return Place(rank=rank, local_rank=local, world=world, device=device, launcher=launcher)
+    job = environment.get("SLURM_JOB_ID")
+    return Place(rank=rank, local_rank=local, world=world, device=device, launcher=launcher, job=job)
 
 
 def _told(environment: Mapping[str, str]) -> tuple[int, int, int, str]:

@@ -8,6 +8,7 @@ stage and the number of ranks may be others than those that saved it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import OPTIMIZER, Torn
+from tightfit.runs.folder import set_aside
 from tightfit.train.checkpoint import state_name
 from tightfit.train.engines import Engine
 from tightfit.train.engines.states import MASTER
@@ -54,7 +56,8 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> Found | None
         events.write("passed_over", folder=str(folder), text=problem)
     if problems:
         folder, problem = problems[0]
-        others = f", nor is any of the {len(problems) - 1} older ones" if len(problems) > 1 else ""
+        older = len(problems) - 1
+        others = f", nor is any of the {older} older ones" if older > 1 else ", nor is the older one" if older else ""
         raise ConfigError(
             f"{folder} is no whole checkpoint ({problem}){others}: name another with --resume PATH, or start over with "
             "--resume none"
@@ -64,11 +67,22 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> Found | None
     return None
 
 
+def make_way(run: Path, found: Found | None, wanted: str, place: Place) -> None:
+    """Going back behind newer ones, or beginning anew: a later start would take those, which are of another course,
+    and rotation would keep them instead of this run's. The desk has done the same where there is one."""
+    if wanted == AUTO or not place.leads:
+        return
+    own = found is not None and found.folder.resolve().parent == (run / checkpoints.CHECKPOINTS).resolve()
+    behind = found.step if found is not None and own else 0
+    set_aside(run, [each for each in checkpoints.newest_first(run) if (checkpoints.step_of(each) or 0) > behind])
+
+
 def _clear(run: Path, place: Place) -> None:
     """What killed runs left half-written. Whoever is here holds the run's lock."""
     if place.leads and not place.rehearsal:
         for orphan in checkpoints.orphans(run):
-            checkpoints.remove_orphan(orphan)
+            with suppress(OSError):  # a disk that may only be read; the next save says so
+                checkpoints.remove_orphan(orphan)
     meet(place)
 
 
@@ -77,7 +91,7 @@ def _candidates(run: Path, wanted: str, place: Place) -> list[Path]:
     if wanted == AUTO:
         found = checkpoints.newest_first(run)
     elif checkpoints.step_of(Path(wanted)) is not None:
-        found = [Path(wanted)]
+        found = [Path(wanted)] if Path(wanted).is_dir() else []
     else:
         found = checkpoints.newest_first(Path(wanted))
     said = words(place, "\n".join(map(str, found)) if place.leads else "")[0]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.runs.checkpoints import Keeping
+from tightfit.runs.lock import FolderLock, InUse
 from tightfit.train import nvme
 from tightfit.train import place as places
 from tightfit.train.assemble import Assembled, Found, assemble
@@ -21,7 +22,7 @@ from tightfit.train.checkpoint import Habits, Saver
 from tightfit.train.compiled import compiled_parts, left_locks, remove
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
-from tightfit.train.events import Events
+from tightfit.train.events import Events, lines_of
 from tightfit.train.fill import Source
 from tightfit.train.finish import model_set, save_model
 from tightfit.train.loop import Ending, Loop
@@ -29,7 +30,7 @@ from tightfit.train.meter import Meter
 from tightfit.train.place import Place
 from tightfit.train.probe import Milestones, probe
 from tightfit.train.proof import Proof, proofs, recomputation
-from tightfit.train.resume import AdapterFile, choose, load
+from tightfit.train.resume import AdapterFile, choose, load, make_way
 from tightfit.train.resume import Found as Checkpoint
 from tightfit.train.saved_model import TensorSet
 from tightfit.train.sources import find_weights, open_weights
@@ -39,6 +40,8 @@ from tightfit.train.watchers import Watcher, watchers
 from tightfit.train.windows import Window, Windows
 from tightfit.types import ConfigError, TightfitError
 
+EVERYBODY = "prepared"
+"""The key under which all ranks are told that data and weights are there."""
 MODEL = "model"
 """The folder of the trained model, in the run's."""
 
@@ -62,7 +65,29 @@ class Prepared:
 
 def run(config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop) -> Ending:
     """Train, and leave with everybody else; how it ended."""
-    events = Events(config.folder, speaks=place.leads)
+    lock = _lock(config, options, place)
+    try:
+        return _run(config, options, place, cache, stop)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _lock(config: WorkerConfig, options: Options, place: Place) -> FolderLock | None:
+    """Where no desk holds the run's folder, rank 0 does; the others are told if it may not."""
+    if not place.leads or options.rehearse or place.launcher == "tightfit":
+        return None
+    try:
+        config.folder.mkdir(parents=True, exist_ok=True)
+        return FolderLock.take(config.folder, place.job)
+    except InUse:
+        if place.world > 1:
+            _call_off(places.rendezvous(place))
+        raise
+
+
+def _run(config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop) -> Ending:
+    events = Events(config.folder, speaks=place.leads, lines=lines_of(place, config.predicted.peak_bytes))
     worker = Worker(config=config, options=options, place=place, cache=cache, events=events, stop=stop)
     try:
         ending = worker.run()
@@ -154,24 +179,21 @@ class Worker:
 
         Then all wait for all: a group would not have the patience for a node that downloads longer than the others.
         """
-        node, everybody = f"prepared-{platform.node()}", "prepared"  # SLURM may deal ranks to nodes in any order
         try:
             if self.place.local_rank > 0:
-                _heard(store, node)
+                _heard(store, _node())
             made = self._prepare()
         except Exception as error:
             if not isinstance(error, OthersFailed):
-                store.set(node, "failed")
-                store.set(everybody, "failed")
-                time.sleep(0.3)  # the store may end with this process; the others read it first
+                _call_off(store)
             raise
         if self.place.local_rank == 0:
-            store.set(node, "done")
+            store.set(_node(), "done")
         if self.place.rehearsal:
             return made
         if store.add("prepared-ranks", 1) == self.place.world:
-            store.set(everybody, "done")
-        _heard(store, everybody)
+            store.set(EVERYBODY, "done")
+        _heard(store, EVERYBODY)
         return made
 
     def _prepare(self) -> Prepared:
@@ -241,8 +263,10 @@ class Worker:
         """The checkpoint to go on from, if this job may."""
         if self.options.rehearse:
             return None
-        found = choose(self.config.folder, self.options.resume, self.place, self.events)
+        run, wanted = self.config.folder, self.options.resume
+        found = choose(run, wanted, self.place, self.events)
         if found is None:
+            make_way(run, found, wanted, self.place)
             return None
         changed = differences(found.state["job"], job)
         if changed and not self.options.resume_anyway:
@@ -250,6 +274,7 @@ class Worker:
                 f"{found.folder} is of another job ({'; '.join(changed)}): start over with --resume none, name another "
                 "--output, or go on from it all the same with --resume-anyway"
             )
+        make_way(run, found, wanted, self.place)
         plan = found.state["plan"]
         self.events.write(
             "resumed",
@@ -350,6 +375,18 @@ class Worker:
                 },
             },
         )
+
+
+def _node() -> str:
+    """The key under which the ranks of this machine are told: SLURM may deal ranks to nodes in any order."""
+    return f"{EVERYBODY}-{platform.node()}"
+
+
+def _call_off(store: Any) -> None:
+    """Whoever waits for this rank need not any more."""
+    store.set(_node(), "failed")
+    store.set(EVERYBODY, "failed")
+    time.sleep(0.3)  # the store may end with this process; the others read it first
 
 
 def _heard(store: Any, key: str) -> None:

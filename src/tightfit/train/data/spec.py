@@ -47,7 +47,6 @@ class DataSpec:
         """Nothing is read: the samples are random tokens."""
         return self.path is None and self.recipe is None
 
-
     @property
     def by_recipe(self) -> bool:
         """Whether a recipe makes the prompts; the shipped dialogues bring their own."""

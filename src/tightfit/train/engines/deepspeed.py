@@ -31,7 +31,7 @@ from tightfit.train.loss import WindowLoss
 from tightfit.train.nvme import MOMENTS, nvme_states, swapped
 from tightfit.train.place import Place
 from tightfit.train.shards import Shard, outline
-from tightfit.types import Levers
+from tightfit.types import ConfigError, Levers
 
 
 class DeepSpeed:
@@ -64,6 +64,11 @@ class DeepSpeed:
 
     def _optimizer(self, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
         groups = optimizers.groups(model, weight_decay)
+        if self.stage and "8bit" in self._levers.optimizer:
+            raise ConfigError(
+                f"under {self._levers.engine} the states of optimizer {self._levers.optimizer} belong to no parameter "
+                "alone, so no checkpoint can hold them: plan again, with --engine fsdp2 or --optimizer adamw"
+            )
         kind, offloaded = self._levers.optimizer, self._levers.offload_optimizer != "none"
         if kind == "adamw" and offloaded:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
