@@ -155,6 +155,8 @@ class Rank:
     def figures(self) -> Figures:
         import torch
 
+        from tightfit.train.staging import Staging
+
         predicted = self.config.predicted
         plain_s = self.loop.step_seconds[WARM_UP:]
         step = self._watched(self.step)
@@ -169,15 +171,21 @@ class Rank:
             "step_s": round(statistics.median(plain_s), 4),
             "step": step,
         }
+        say(found)
         sync = self._saver(background=False)
+        found["share_bytes"] = Staging(sync.sets).bytes
         found["sync"] = self._watched(lambda: self.save(sync))
-        found["share_bytes"] = written_bytes(self.folder)
+        found["disk_bytes"] = written_bytes(self.folder)
         found["file_bytes"] = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
+        say(found)
         found["loads"] = self.loads()
+        say(found)
         shutil.rmtree(self.folder)
-        found["stagings"] = self.stagings(sync.sets)
         behind = self._saver(background=True)
         found["behind"] = [self.save_behind(behind, found["step_s"]) for _ in range(2)]
+        say(found)
+        behind._staging = None
+        found["stagings"] = self.stagings(sync.sets)
         return found
 
     # --- steps and saves -------------------------------------------------------------------------
@@ -359,6 +367,11 @@ class Resident:
     @property
     def grown_bytes(self) -> int:
         return self._most - self._before
+
+
+def say(found: Figures) -> None:
+    """What is known so far: should the rest fail, or take too long, this is not lost."""
+    print("ROW " + json.dumps(found), flush=True)
 
 
 def saver_class() -> Any:

@@ -193,10 +193,13 @@ def gpu(args: argparse.Namespace) -> None:
         command = [sys.executable, __file__, "one", str(place)]
         try:
             done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=args.limit_s)
-            rows = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]
-            row: Row = json.loads(rows[0]) if rows else {"error": done.stderr[-3000:]}
-        except subprocess.TimeoutExpired:
-            row = {"error": "timed out"}
+            said, problem = done.stdout, done.stderr[-3000:] if done.returncode else None
+        except subprocess.TimeoutExpired as error:
+            said, problem = (error.stdout or b"").decode(), "timed out"
+        rows = [line[4:] for line in said.splitlines() if line.startswith("ROW ")]
+        row: Row = json.loads(rows[-1]) if rows else {}
+        if problem is not None:
+            row["error"] = problem
         row = {"id": place.name, **row}
         print(json.dumps(row), flush=True)
         kept(row, args.out)
@@ -226,7 +229,8 @@ RULES = (
 )
 POSING = (
     "One GPU poses as rank 0, through the worker's own path; it saves its share to a local disk and reads it back. "
-    "Nobody else writes to that disk, so a real machine with as many ranks has less of it for each. "
+    "Nobody else writes to that disk, so a real machine with as many ranks has less of it for each; and whether pages "
+    "were really dropped before a load that is not cached depends on that machine. "
     "*Blocked* is until training goes on; *slower steps* is what the steps beside the writing took more than usual."
 )
 
@@ -244,11 +248,13 @@ def page(cpu_rows: list[Row], gpu_rows: list[Row]) -> str:
 
 def _said(row: Row) -> str:
     before, after = row["load"]
+    busy = (
+        f"The machine was not idle: its load was {before} before the ranks began and {after} when they ended. So "
+        "seconds differ much from round to round (the rows have all of them), and processor seconds less."
+    )
     return (
         f"{row['bytes'] / 1e9:.2f} GB, {row['ranks']} ranks, {row['rounds']} rounds, {row['cores']} cores, torch "
-        f"{row['versions']['torch']}. Others worked on the machine as well: its load was {before} before and {after} "
-        "after, the ranks of the benchmark among it. So seconds differ much from round to round (the rows have all of "
-        "them), and processor seconds less."
+        f"{row['versions']['torch']}.{' ' + busy if before > 1 else ''}"
     )
 
 

@@ -58,6 +58,6 @@ def test_a_rank_of_many_saves_its_share_and_reads_it_back(tmp_path: Path, engine
     row: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     assert "error" not in row, row
     assert row["loads"]["same"] is True
-    assert row["share_bytes"] < row["file_bytes"] / 3  # the others' bytes are holes
+    assert max(row["share_bytes"], row["disk_bytes"]) < row["file_bytes"] / 3  # the others' bytes are holes
     assert [each["steps_beside"] >= 0 and each["blocked_s"] > 0 for each in row["behind"]] == [True, True]
     assert row["id"].replace("_", " ") in checkpoint_speed.gpu_tables([row])

@@ -211,6 +211,27 @@ def test_the_worker_goes_on_from_the_older_one(trained: Trained, tmp_path: Path)
         assert contents(folder) == contents(checkpoints_of(trained.run)[step]), "the damaged one is replaced"
 
 
+def test_whichever_rank_finds_the_damage(trained: Trained, tmp_path: Path) -> None:
+    """Two ranks hash a part each, and both hear of what one of them finds."""
+    plan = small_plan(tmp_path / "two", 2, steps=2, data=trained.plan / "examples.jsonl")
+    run = plan / "run"
+    first = trained.server.run(plan, "--no-probe")
+    assert first.codes == [0, 0], first.stderr
+    spans = read_manifest(run / "checkpoints/step-00000002").files["model.safetensors"].spans
+    for span in spans[1:3]:
+        shutil.rmtree(run / "model")
+        seen = len((run / EVENTS).read_text().splitlines())
+        path = run / "checkpoints/step-00000002/model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[span.start] ^= 1
+        path.write_bytes(data)
+        ran = trained.server.run(plan, "--no-probe")
+        assert ran.codes == [0, 0], ran.stderr
+        told = next(each for each in ran.events[seen:] if each["event"] == "passed_over")
+        assert f"model.safetensors is damaged between bytes {span.start:,} and {span.stop:,}" in told["text"]
+        assert [each["loss"] for each in ran.events[seen:] if each["event"] == "step"] == first.losses[1:]
+
+
 def test_the_worker_says_that_none_is_left(trained: Trained, tmp_path: Path) -> None:
     run = trained.unfinished(tmp_path / "run", 2)
     (run / "checkpoints/step-00000002/model.safetensors").unlink()

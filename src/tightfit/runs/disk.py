@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 WRITE_BYTES = 2**20
-"""At a time: ranks write to the same file, and while one of them does the others wait."""
+"""At a time: a call may hold the file for as long as it takes, and ranks write to the same one."""
 
 
 def make_folder(path: Path) -> None:
