@@ -18,8 +18,7 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,8 @@ from typing import Any
 STEPS, WARM_UP = 5, 2
 WATCHED = 40
 """Steps at most that are looked at while a save is written."""
+BRIEF = "CHECKPOINT_BRIEF"
+"""A variable that, when set, leaves out all but saving in the background."""
 
 Situations = dict[str, dict[str, Any]]
 Figures = dict[str, Any]
@@ -172,6 +173,13 @@ class Rank:
             "step": step,
         }
         say(found)
+        behind = self._saver(background=True)
+        found["preparing"] = self.prepare_behind(behind, found["step_s"])
+        found["behind"] = [self.save_behind(behind, found["step_s"]) for _ in range(2)]
+        say(found)
+        if BRIEF in os.environ:
+            return found
+        behind._staging = None
         sync = self._saver(background=False)
         found["share_bytes"] = Staging(sync.sets).bytes
         found["sync"] = self._watched(lambda: self.save(sync))
@@ -181,10 +189,6 @@ class Rank:
         found["loads"] = self.loads()
         say(found)
         shutil.rmtree(self.folder)
-        behind = self._saver(background=True)
-        found["behind"] = [self.save_behind(behind, found["step_s"]) for _ in range(2)]
-        say(found)
-        behind._staging = None
         found["stagings"] = self.stagings(sync.sets)
         return found
 
@@ -250,28 +254,41 @@ class Rank:
 
     # --- the copy --------------------------------------------------------------------------------
 
+    def prepare_behind(self, saver: Any, step_s: float) -> Figures:
+        """Train on while the buffer is made."""
+        beside: list[float] = []
+        began = time.monotonic()
+        saver.prepare()
+        asked_s = time.monotonic() - began
+        while not saver._preparing.done() and len(beside) < WATCHED:
+            self.step()
+            beside.append(self.loop.step_seconds[-1])
+        saver._preparing.result()
+        slower = sum(beside) - len(beside) * step_s
+        return {
+            "asked_s": round(asked_s, 3),
+            "seconds": round(time.monotonic() - began, 3),
+            "steps_beside": len(beside),
+            "slower_s": round(slower, 3),
+        }
+
     def stagings(self, sets: Any) -> Figures:
         """`Staging.take` into memory as malloc gives it, and into memory that the GPU may write to by itself."""
-        found = {"pageable": self._taken(sets, lambda _: None)}
+        found = {"pageable": self._taken(sets, registered=False)}
         if self.place.on_gpu:
-            found["registered"] = self._taken(sets, _register)
-            with unhurried():
-                found["registered, one wait"] = self._taken(sets, _register)
+            found["registered"] = self._taken(sets, registered=True)
         return found
 
-    def _taken(self, sets: Any, make_ready: Callable[[Any], None]) -> Figures:
-        import torch
-
+    def _taken(self, sets: Any, *, registered: bool) -> Figures:
         from tightfit.train.staging import Staging
 
         staging = Staging(sets)
         began = time.monotonic()
-        buffer = staging._buffer = torch.empty(staging.bytes, dtype=torch.uint8)
-        make_ready(buffer)
+        staging.prepare(on_gpu=registered)
         ready_s = time.monotonic() - began
         takes = [self._watched(partial(staging.take, sets)) for _ in range(3)]
-        if make_ready is _register:
-            _unregister(buffer)
+        if registered:
+            _unregister(staging._buffer)
         return {
             "ready_s": round(ready_s, 3),
             "seconds": [each["seconds"] for each in takes],
@@ -405,32 +422,8 @@ def _known(number: int | None) -> int:
     return 0 if number is None else number
 
 
-def _register(buffer: Any) -> None:
-    import torch
-
-    failed = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-    assert int(failed) == 0, f"cudaHostRegister said {failed}"
-
-
 def _unregister(buffer: Any) -> None:
     import torch
 
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-
-
-@contextmanager
-def unhurried() -> Iterator[None]:
-    """Copies are queued one after another, and `_watched` waits for the last."""
-    from tightfit.train import staging
-
-    def queued(target: Any, values: Any) -> None:
-        step = staging.HOST_BYTES // max(values.dtype.itemsize, target.dtype.itemsize)
-        for low in range(0, values.numel(), step):
-            target[low : low + step].copy_(values[low : low + step], non_blocking=True)
-
-    kept, staging._copy = staging._copy, queued
-    try:
-        yield
-    finally:
-        staging._copy = kept

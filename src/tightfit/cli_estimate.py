@@ -102,7 +102,7 @@ def _chosen(
     if hardware is not None and levers.precision == "bf16" and _lacks_bf16(hardware):
         said.append(f"The {hardware.gpu.name} has no bf16 of its own: --precision fp16 is what it trains in.")
     if "nvme" in (levers.offload_optimizer, levers.offload_param):
-        said.append("NVMe offload was read in DeepSpeed's source, and not measured.")
+        said.append("NVMe offload was read in DeepSpeed's source and run on CPU ranks, and not measured.")
     return tuple(said)
 
 

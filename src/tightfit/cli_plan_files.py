@@ -206,5 +206,5 @@ def _settled(answer: Plan) -> Plan:
         ways = (answer.chosen.levers.offload_optimizer, answer.chosen.levers.offload_param)
     if "nvme" not in ways:
         return answer
-    said = "NVMe offload: planned from DeepSpeed's source, never run by us."
+    said = "NVMe offload: run on CPU ranks alone, never on a GPU by us."
     return replace(answer, unproven=(*answer.unproven, said), because=(*answer.because, said))

@@ -242,7 +242,7 @@ def _rehearsal(ready: Ready, outcome: Outcome, probe: Probe | None, kept: str | 
         verdict = "out of memory"
     elif held is not None and held > ready.cap_bytes:
         verdict = "over the cap"
-    phase = None if failure is None else _phase(ready, outcome)
+    phase = None if failure is None else _phase(outcome)
     return Rehearsal(
         model=worker.model,
         engine=worker.engine,
@@ -261,11 +261,10 @@ def _rehearsal(ready: Ready, outcome: Outcome, probe: Probe | None, kept: str | 
     )
 
 
-def _phase(ready: Ready, outcome: Outcome) -> str:
+def _phase(outcome: Outcome) -> str:
     """The milestone that was not reached any more."""
     reached = {mark.milestone for mark in outcome.tally.marks}
-    untried = ready.worker.offload_optimizer == "nvme"  # such a plan has no trial, and no milestone after the first
-    if outcome.tally.began or (untried and "init" in reached):
+    if outcome.tally.began:
         return "steps"
     return next((name for name in WHERE if name not in reached), "steps")
 

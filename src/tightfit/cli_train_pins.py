@@ -33,7 +33,9 @@ def pinned_by_deepspeed(request: Request, path: str) -> Request:
     buckets = settings.buckets
     for name in ("reduce_bucket", "allgather_bucket", "prefetch_bucket", "persistence_threshold"):
         levers[name] = getattr(buckets, name)
-    levers |= {name: getattr(buckets, name) for name in ("max_live_parameters", "max_reuse_distance")}
+    levers["max_live_parameters"] = buckets.max_live_parameters
+    if settings.offload_param != "nvme":  # where it must be 0, whatever the file says
+        levers["max_reuse_distance"] = buckets.max_reuse_distance
     if buckets.overlap_comm is not None:
         levers["overlap_comm"] = "on" if buckets.overlap_comm else "off"
     named = {name: value for name, value in levers.items() if value is not None}

@@ -315,7 +315,8 @@ class Buckets:
     pin_memory: bool = True
     param_buffer_count: int = 5
     """offload_param.buffer_count: NVMe staging buffers."""
-    param_buffer_size: int = 100_000_000
+    param_buffer_size: int | None = None
+    """offload_param.buffer_size; None: the largest part that a rank swaps."""
     optimizer_buffer_count: int = 4
     """offload_optimizer.buffer_count: NVMe staging buffers."""
 

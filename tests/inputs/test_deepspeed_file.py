@@ -75,6 +75,7 @@ def test_the_usual_hugging_face_file() -> None:
         prefetch_bucket=int(0.9 * 3584 * 3584),
         persistence_threshold=35840,
         overlap_comm=True,
+        param_buffer_size=100_000_000,
     )
     assert said.optimizer == "adamw"
     for left_to_the_trainer in ("precision", "micro_batch", "accumulation", "train_batch", "gradient_clipping"):
@@ -632,6 +633,7 @@ def test_defaults_are_deepspeeds() -> None:
     zero = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig()
     offload = pytest.importorskip("deepspeed.runtime.zero.offload_config")
     assert _buckets_of(zero, offload) == Buckets()
+    assert offload.DeepSpeedZeroOffloadParamConfig().buffer_size == 100_000_000
 
 
 def _buckets_of(zero: Any, offload: Any) -> Buckets:
@@ -650,7 +652,7 @@ def _buckets_of(zero: Any, offload: Any) -> Buckets:
         contiguous_gradients=zero.contiguous_gradients,
         pin_memory=optimizer.pin_memory,
         param_buffer_count=param.buffer_count,
-        param_buffer_size=param.buffer_size,
+        param_buffer_size=param.buffer_size if zero.offload_param else None,
         optimizer_buffer_count=optimizer.buffer_count,
     )
 

@@ -119,6 +119,12 @@ def test_fsdp2_offloads_all_together() -> None:
         (Flags(engine="zero2", offload_param="cpu"), "--offload-param cpu needs --engine zero3 or fsdp2"),
         (Flags(engine="zero2", offload_optimizer="nvme"), "--offload-optimizer nvme needs --engine zero3"),
         (Flags(engine="fsdp2", offload_param="nvme"), "--offload-param nvme needs --engine zero3"),
+        (Flags(engine="zero3", offload_param="nvme", max_reuse_distance=5), "so leave it out or say 0"),
+        (Flags(engine="zero3", offload_param="nvme", method="qlora"), "use --offload-param cpu, or --method lora"),
+        (
+            Flags(engine="zero3", offload_param="nvme", method="lora", adapter_dtype="fp32"),
+            "use --adapter-dtype bf16 or --offload-param cpu",
+        ),
         (Flags(offload_optimizer="cpu"), "needs --engine zero1, zero2 or zero3, not zero0"),
         (Flags(engine="fsdp2", offload_optimizer="cpu"), "say --offload-param cpu with fsdp2"),
         (Flags(deepspeed_version="latest"), "--deepspeed-version takes a version such as"),

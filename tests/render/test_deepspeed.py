@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tightfit.inputs.deepspeed_file import read_deepspeed, to_levers
+from tightfit.inputs.flags import released_at_once
 from tightfit.inputs.hardware import parse_hardware
 from tightfit.job import Job, Machine
 from tightfit.memory import estimate
@@ -258,6 +259,8 @@ def test_reading_our_file_back_gives_the_same_footprint(
         said = replace(levers.buckets, overlap_comm=levers.engine == "zero3")
         if (levers.offload_optimizer, levers.offload_param) == ("none", "none"):
             said = replace(said, pin_memory=back.buckets.pin_memory)  # nothing there to pin
+        elif levers.buckets.param_buffer_size is None:
+            said = replace(said, param_buffer_size=back.buckets.param_buffer_size)  # the number that it stands for
         assert back.buckets == said
         hardware = plan.chosen.hardware
         assert estimate(plan.shape, back, world, hardware) == plan.chosen.footprint
@@ -361,6 +364,20 @@ def test_nvme_without_a_folder(make_plan: MakePlan) -> None:
     plan = make_plan(Levers(engine="zero3", offload_param="nvme"), job=Job(model="tiny_llama"))
     with pytest.raises(ConfigError, match=r"hardware\.nvme_path"):
         deepspeed_json(plan, NEW)
+
+
+def test_weights_on_nvme_have_the_buffers_that_they_need(make_plan: MakePlan) -> None:
+    """The largest part of a rank fits into one, nothing stays in host RAM or waits there for its next use."""
+    job = Job(model="7b_mamba", hardware=Machine(nvme_path="/nvme"))
+    levers = released_at_once(Levers(engine="zero3", offload_optimizer="nvme", offload_param="nvme"))
+    plan = make_plan(levers, hardware=parse_hardware("3x24GB"), job=job)
+    zero = json.loads(deepspeed_json(plan, NEW))["zero_optimization"]
+    largest = plan.shape.vocab_size * plan.shape.hidden_size
+    buffer = zero["offload_param"]["buffer_size"]
+    assert largest / 3 <= buffer < largest / 3 + 512
+    assert buffer % 512 == 0
+    assert zero["offload_param"]["max_in_cpu"] == 0
+    assert zero["stage3_max_reuse_distance"] == 0
 
 
 def test_nvme_stands_only_where_it_is_used(make_plan: MakePlan) -> None:

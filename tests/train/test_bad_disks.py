@@ -23,6 +23,7 @@ from running import edit
 from tightfit.cli import main
 from tightfit.runs.lock import LOCK, FolderLock, InUse
 from tightfit.runs.processes import this_host
+from tightfit.train.events import EVENTS, Events
 
 pytestmark = pytest.mark.thorough
 
@@ -204,6 +205,28 @@ def test_a_read_only_folder_stops_no_training(reference: Forked, tmp_path: Path,
     assert all(f"cannot write {run / 'checkpoints/step-0000000'}" in each["text"] for each in failed), failed
     assert names(run / "checkpoints") == [".step-00000002.partial", "step-00000001"]
     assert contents(checkpoints_of(run)[1]) == contents(checkpoints_of(reference.folder)[1])
+
+
+def test_a_run_in_a_read_only_folder_is_refused(reference: Forked, tmp_path: Path, server: Server) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with read_only(run):
+        ran = start(reference, run, server)
+    assert ran.codes == [2] * len(ran.codes), ran.stderr
+    why = "read-only file system" if os.geteuid() == 0 else "permission denied"
+    assert ran.stderr[0] == f"tightfit: {run} cannot be written ({why}): name another --output\n"
+    assert names(run) == []
+
+
+def test_a_line_that_was_not_finished_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / EVENTS).write_text('{"event": "step", "st')
+    for number in range(2):
+        events = Events(tmp_path, speaks=True)
+        events.write("warning", text=str(number))
+        events.close()
+    torn, *lines = (tmp_path / EVENTS).read_text().splitlines()
+    assert torn == '{"event": "step", "st'
+    assert [json.loads(line)["text"] for line in lines] == ["0", "1"]
 
 
 # --- held by another run -------------------------------------------------------------------------

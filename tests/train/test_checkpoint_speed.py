@@ -61,3 +61,16 @@ def test_a_rank_of_many_saves_its_share_and_reads_it_back(tmp_path: Path, engine
     assert max(row["share_bytes"], row["disk_bytes"]) < row["file_bytes"] / 3  # the others' bytes are holes
     assert [each["steps_beside"] >= 0 and each["blocked_s"] > 0 for each in row["behind"]] == [True, True]
     assert row["id"].replace("_", " ") in checkpoint_speed.gpu_tables([row])
+
+
+def test_saving_holds_what_the_footprint_says(tmp_path: Path) -> None:
+    """The save phase of the present model, against what was measured."""
+    rows = checkpoint_speed.stored(checkpoint_speed.GPU_ROWS)
+    assert len(rows) >= 2
+    for row in rows:
+        checkpoint_gpu.prepare(tmp_path, row["id"])
+        orders = json.loads((tmp_path / row["id"] / "worker.json").read_text(encoding="utf-8"))
+        predicted = orders["predicted"]["gpu"]["phases"]["save"]
+        assert predicted == pytest.approx(row["sync"]["gpu_peak_bytes"], rel=0.01)
+        assert predicted == row["predicted_save_bytes"]
+        assert row["sync"]["gpu_over_rest_bytes"] < 256 * 2**20

@@ -1,7 +1,8 @@
 """Weights and optimizer states in files: real DeepSpeed, a real disk, two ranks.
 
 DeepSpeed swaps what has at least a mebibyte on a rank, so the model is larger here than elsewhere: its MLP is on the
-disk and its attention is not. The optimizer works on several sub groups, one of them too small for a file.
+disk and its attention is not. The optimizer works on several sub groups, one of them too small for a file. Nothing else
+differs from what is rendered.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from plain import write_examples
 from running import GIB, LIMIT_S, Ran, edit, run_ranks
 from safetensors.torch import load_file
 from small_models import config_of
+from test_resume import cut_off
 
 from tightfit.inputs.job_file import job_from_flags
 from tightfit.planner import plan
@@ -76,19 +78,15 @@ def write(folder: Path, layers: int = 2, **flags: Any) -> Path:
     found = plan(job_from_flags({**told, **FLAGS, **flags}), None, hardware)
     for name, text in render(found, Target()).items():
         (folder / name).write_text(text)
-    _make_small(folder)
+    _cut_finer(folder)
     return edit(folder, training__weight_decay=0.1)
 
 
-def _make_small(folder: Path) -> None:
-    """Sub groups and buffers for a small model, and no room on the host for weights that belong on the disk."""
+def _cut_finer(folder: Path) -> None:
+    """Several sub groups although the model is small."""
     path = folder / "deepspeed.json"
     config = json.loads(path.read_text())
-    zero = config["zero_optimization"]
-    zero["sub_group_size"] = SUB_GROUP
-    zero["stage3_max_reuse_distance"] = 0
-    if "nvme_path" in zero.get("offload_param", {}):
-        zero["offload_param"] |= {"buffer_size": 2_000_000, "max_in_cpu": 0}
+    config["zero_optimization"]["sub_group_size"] = SUB_GROUP
     path.write_text(json.dumps(config))
 
 
@@ -99,8 +97,8 @@ def run_well(folder: Path, *options: str) -> Ran:
     return ran
 
 
-def saved(ran: Ran) -> dict[str, torch.Tensor]:
-    return load_file(ran.folder / "model" / "model.safetensors")
+def saved(ran: Ran, method: str = "full") -> dict[str, torch.Tensor]:
+    return load_file(ran.folder / "model" / f"{'model' if method == 'full' else 'adapter_model'}.safetensors")
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -196,9 +194,44 @@ def test_adapters_train_over_weights_on_the_disk(tmp_path: Path) -> None:
     ran, files = run_watched(write(tmp_path / "files", **BOTH, **flags))
     host = run_well(write(tmp_path / "host", offload_optimizer="cpu", offload_param="cpu", **flags))
     assert ran.losses == host.losses
-    found = [load_file(each.folder / "model" / "adapter_model.safetensors") for each in (ran, host)]
-    assert same(*found)
+    assert same(saved(ran, "lora"), saved(host, "lora"))
     assert any("params/rank" in name for name in files)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+MIDDLE = 2
+
+
+def write_saving(folder: Path, **flags: Any) -> Path:
+    return edit(write(folder, **flags), saving__every_steps=MIDDLE, saving__keep_last=9)
+
+
+def checkpoint(ran: Ran) -> dict[str, dict[str, torch.Tensor]]:
+    """Every tensor of the checkpoint in the middle, by file."""
+    folder = ran.folder / "checkpoints" / f"step-{MIDDLE:08d}"
+    found = {str(path.relative_to(folder)): load_file(path) for path in folder.rglob("*.safetensors")}
+    assert any("exp_avg_sq" in name for name in found), sorted(found)
+    return found
+
+
+@needs_libaio
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_was_cut_off_goes_on_bit_for_bit_and_saves_what_the_host_would(tmp_path: Path, method: str) -> None:
+    flags = {"method": method, "learning_rate": 3e-2 if method == "lora" else 3e-3}
+    plan = write_saving(tmp_path / "files", **BOTH, **flags)
+    whole = run_well(plan)
+    host = run_well(write_saving(tmp_path / "host", offload_optimizer="cpu", offload_param="cpu", **flags))
+    ours, theirs = checkpoint(whole), checkpoint(host)
+    assert ours.keys() == theirs.keys()
+    assert all(same(ours[name], theirs[name]) for name in ours)
+    end = saved(whole, method)
+    cut_off(whole.folder, MIDDLE)
+    rest = run_ranks(plan)
+    assert rest.codes == [0, 0], "\n".join(rest.stderr)
+    assert rest.of("resumed")[0]["step"] == MIDDLE
+    assert rest.losses == whole.losses[MIDDLE:]
+    assert same(saved(rest, method), end)
 
 
 STATES = """
@@ -313,13 +346,21 @@ def test_a_folder_that_another_run_uses_is_refused(tmp_path: Path) -> None:
         each.close()
 
 
+def test_a_disk_that_is_too_small_is_said(tmp_path: Path) -> None:
+    folder = edit(write(tmp_path / "files", **BOTH), predicted__host__nvme_bytes_per_node=2**50)
+    said = refused(folder)
+    assert "the swap files need 1,048,576.0 GiB and nvme_path" in said
+    assert "GiB free: make room" in said
+
+
 LOCK = """
 import resource, sys
-from tightfit.train.nvme import NvmeError, check
+from tightfit.train.nvme import Needs, NvmeError, check
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 place = {"device": "nvme", "nvme_path": sys.argv[1], "buffer_count": 4, "buffer_size": 100}
+needs = Needs(trained=2**20, world=2, file_bytes=0)
 try:
-    check({"zero_optimization": {"sub_group_size": 10**9, "offload_optimizer": place}}, 0, 2**20)
+    check({"zero_optimization": {"sub_group_size": 10**9, "offload_optimizer": place}}, 0, needs)
 except NvmeError as error:
     print(error)
 """

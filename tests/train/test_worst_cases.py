@@ -20,9 +20,8 @@ from tightfit.train.engines import Stepped
 from tightfit.train.fill import fill_buffers
 from tightfit.train.place import Place
 from tightfit.train.probe import PASSES, probe
-from tightfit.train.shards import shard_of
 from tightfit.train.windows import Windows
-from tightfit.types import ConfigError, Levers
+from tightfit.types import Levers
 
 ALONE = Place(rank=0, local_rank=0, world=1, device=torch.device("cpu"), launcher="tests")
 
@@ -106,14 +105,6 @@ def test_buffers_that_a_checkpoint_holds_are_read_from_it() -> None:
     assert torch.equal(model.correction, torch.full((4,), 0.1))
     assert model.steps.tolist() == [7, 8]
     assert model.frequencies.tolist() == [1, 1, 1]
-
-
-def test_a_part_that_lies_on_nvme_is_refused() -> None:
-    param: Any = nn.Parameter(torch.empty(0))
-    param.ds_shape, param.ds_tensor = (8, 8), torch.empty(1)
-    param.ds_tensor.ds_numel = 32
-    with pytest.raises(ConfigError, match="--offload-param cpu"):
-        shard_of("weight", param, 0)
 
 
 @pytest.mark.thorough

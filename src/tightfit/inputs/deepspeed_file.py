@@ -400,7 +400,7 @@ def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, be
         contiguous_gradients=zero.switch("contiguous_gradients") is not False,
         pin_memory=_pinned(optimizer, param, version),
         param_buffer_count=size("buffer_count", plain.param_buffer_count, block=param),
-        param_buffer_size=size("buffer_size", plain.param_buffer_size, block=param),
+        param_buffer_size=size("buffer_size", 100_000_000, block=param) if param.values else None,
         optimizer_buffer_count=size("buffer_count", plain.optimizer_buffer_count, block=optimizer),
     )
 

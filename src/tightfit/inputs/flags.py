@@ -157,7 +157,7 @@ def levers_from_flags(flags: Flags, shape: ModelShape, base: Levers | None = Non
         changes["checkpointing"] = checkpointing_from_word(given["checkpointing"])
     changes["lora"] = _lora(given, changes.get("method", base.method), base.lora)
     levers = replace(base, **changes)
-    levers = _imply(levers)
+    levers = _imply(levers, reuses="max_reuse_distance" in given)
     check_levers(levers, shape)
     return levers
 
@@ -287,11 +287,39 @@ def _check_targets(targets: tuple[str, ...], shape: ModelShape) -> None:
             raise ConfigError(f"{shape.name} has no layer called {target!r} for --lora-targets{meant(target, names)}")
 
 
-def _imply(levers: Levers) -> Levers:
-    """FSDP2 has one offload policy, for parameters, gradients and optimizer together."""
+def _imply(levers: Levers, *, reuses: bool) -> Levers:
+    """FSDP2 has one offload policy, for parameters, gradients and optimizer together. `reuses`: somebody said how far
+    ahead a weight is kept for its next use."""
+    if not reuses:
+        levers = released_at_once(levers)
     if levers.engine == "fsdp2" and levers.offload_param == "cpu" and levers.offload_optimizer == "none":
         return replace(levers, offload_optimizer="cpu")
     return levers
+
+
+def released_at_once(levers: Levers) -> Levers:
+    """Weights on NVMe: each that waits for its next use keeps one of a few buffers, and DeepSpeed runs out of them."""
+    if levers.offload_param != "nvme":
+        return levers
+    return replace(levers, buckets=replace(levers.buckets, max_reuse_distance=0))
+
+
+def _check_swapped(levers: Levers) -> None:
+    """What DeepSpeed does wrong with weights on NVMe: it has few buffers, all of the model's own dtype."""
+    if levers.offload_param != "nvme":
+        return
+    if levers.buckets.max_reuse_distance:
+        raise ConfigError(
+            f"--max-reuse-distance {levers.buckets.max_reuse_distance} with --offload-param nvme: DeepSpeed would run "
+            "out of buffers, so leave it out or say 0"
+        )
+    if levers.method == "qlora":
+        raise ConfigError("--offload-param nvme swaps no 4-bit weights: use --offload-param cpu, or --method lora")
+    if levers.lora is not None and levers.lora.adapter_dtype == "fp32" and levers.precision != "fp32":
+        raise ConfigError(
+            "--adapter-dtype fp32 with --offload-param nvme: DeepSpeed would swap the adapters in 16 bits, so use "
+            "--adapter-dtype bf16 or --offload-param cpu"
+        )
 
 
 def _check_offload(levers: Levers) -> None:
@@ -308,6 +336,7 @@ def _check_offload(levers: Levers) -> None:
         raise ConfigError(f"--offload-optimizer {optimizer} needs --engine zero1, zero2 or zero3, not zero0")
     if optimizer != "none" and engine == "fsdp2" and param == "none":
         raise ConfigError("FSDP2 offloads parameters and optimizer together: say --offload-param cpu with fsdp2")
+    _check_swapped(levers)
 
 
 def flags_from_levers(levers: Levers) -> dict[str, object]:

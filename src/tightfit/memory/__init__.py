@@ -41,7 +41,7 @@ def estimate(shape: ModelShape, levers: Levers, world: int, hardware: Hardware |
     job = make_job(shape, levers, world, gpu, overhead.CONTEXT_BYTES)
     components = ENGINES[levers.engine](job)
     components["eval"] = _evaluation(job, components["step"])
-    components["save"] = combine(_resting(components["step"]), {"temporaries": overhead.SAVE_STAGING_BYTES})
+    components["save"] = combine(_resting(job, components["step"]), {"temporaries": job.workspaces + _unpacked(job)})
     phases = {name: Phase(name, _sorted(parts)) for name, parts in components.items()}
     peak_phase = max(TRAINING, key=lambda name: phases[name].total_bytes)
     peak, init = phases[peak_phase].total_bytes, phases["init"].total_bytes
@@ -75,9 +75,18 @@ def floor_bytes(shape: ModelShape, levers: Levers, hardware: Hardware, *, replay
     return held + sum(overhead.beside(held, hardware.world).values())
 
 
-def _resting(step: Components) -> Components:
-    """What stays between two steps."""
-    return {name: size for name, size in step.items() if name not in ("gradients", "temporaries", "activations")}
+def _resting(job: Job, step: Components) -> Components:
+    """What stays between two steps. ZeRO-3's gradients have a buffer that is never given back."""
+    gone = {"temporaries", "activations"} | (set() if job.levers.engine == "zero3" else {"gradients"})
+    return {name: size for name, size in step.items() if name not in gone}
+
+
+def _unpacked(job: Job) -> int:
+    """Saving copies parts to the host in pieces. What is stored as it lies needs nothing more on the GPU."""
+    if "8bit" in job.levers.optimizer:
+        return overhead.SAVED_PIECE_BYTES
+    rounded = job.levers.engine == "fsdp2" and job.levers.precision != "fp32" and job.levers.master_weights
+    return overhead.SAVED_PIECE_BYTES // 2 if rounded else 0
 
 
 def _evaluation(job: Job, step: Components) -> Components:
@@ -88,7 +97,7 @@ def _evaluation(job: Job, step: Components) -> Components:
         whole = zero3.gathered_of(job)
         passing["gathered_weights"] = whole.forward * job.weights.width
         logits["gathered_weights"] = whole.loss * job.weights.width
-    return combine(_resting(step), worst(passing, logits), {"temporaries": job.workspaces})
+    return combine(_resting(job, step), worst(passing, logits), {"temporaries": job.workspaces})
 
 
 def _sorted(parts: Components) -> Components:

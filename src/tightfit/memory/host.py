@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from tightfit.memory import weights as weights_of
 from tightfit.memory.job import Components, Job, combine, share
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes
+from tightfit.memory.weights import Weights
 from tightfit.memory.zero3 import shards_of
 from tightfit.memory.zero12 import flattens_on_gpu, partition
-from tightfit.types import PhaseName
+from tightfit.types import Levers, ModelShape, PhaseName
 
 PROCESS_BYTES = int(1.1 * 2**30)
 """A Python process with torch, transformers, DeepSpeed and a CUDA context, before its first kernel."""
@@ -23,6 +25,10 @@ LIBRARIES_BYTES = int(0.65 * 2**30)
 WORKER_BYTES = int(0.2 * 2**30)
 """A forked dataloader worker, once counting references has copied its parent's pages: torch and transformers take
 0.16 GiB of anonymous memory, and a spawned worker the same."""
+LEAST_SWAPPED_BYTES = 2**20
+"""DeepSpeed's `MIN_AIO_BYTES`: a smaller part stays in memory."""
+SWAP_ALIGNMENT_BYTES = 1024
+"""DeepSpeed's `AIO_ALIGNED_BYTES`: buffers are multiples of it."""
 
 
 def pinned(size: int, *, pin: bool = True) -> int:
@@ -88,12 +94,49 @@ def _zero3_params(job: Job) -> Components:
         return {}
     width, pin = job.weights.trainable_width, levers.buckets.pin_memory
     if levers.offload_param == "nvme":
-        buckets = levers.buckets
-        return {"buckets": buckets.param_buffer_count * buckets.param_buffer_size * width}
+        return _swapped_params(job)
     # each part is pinned as it is made; the trainable ones then move into one flat buffer,
     # and their old blocks stay with the allocator
     parts = _parts(job.weights.trainable, job.world, width, pin) + _parts(job.weights.frozen, job.world, width, pin)
     return {"weights": parts, "buckets": pinned(own.trainable * width)}
+
+
+def swap_buffer_numel(shape: ModelShape, levers: Levers, world: int) -> int:
+    """Elements of one of the buffers through which weights pass to NVMe: DeepSpeed takes no part that is larger."""
+    return _swap_buffer(weights_of.of(shape, levers), levers, world)
+
+
+def _swap_buffer(weights: Weights, levers: Levers, world: int) -> int:
+    if levers.buckets.param_buffer_size is not None:
+        return levers.buckets.param_buffer_size
+    aligned = SWAP_ALIGNMENT_BYTES // weights.width
+    largest = share(max((*weights.trainable, *weights.frozen), default=1), world)
+    return -(-largest // aligned) * aligned
+
+
+def _is_swapped(numel: int, job: Job) -> bool:
+    return share(numel, job.world) * job.weights.width >= LEAST_SWAPPED_BYTES
+
+
+def _swapped_params(job: Job) -> Components:
+    """Buffers of one dtype for all, locked; and what is too small for a file. Parameters that are never released lie on
+    the GPU.
+
+    `reserve_partitioned_swap_space`: updated weights go out through one more buffer, which DeepSpeed makes as large as
+    the largest sub group is whole, on every rank.
+    """
+    levers, weights, buckets = job.levers, job.weights, job.levers.buckets
+    reading = buckets.param_buffer_count * _swap_buffer(weights, levers, job.world)
+    writing = max(shards_of(job).sub_groups) * job.world
+    small = [
+        numel
+        for numel in (*weights.trainable, *weights.frozen)
+        if numel > buckets.persistence_threshold and not _is_swapped(numel, job)
+    ]
+    return {
+        "buckets": (reading + writing) * weights.width,
+        "weights": _parts(tuple(small), job.world, weights.width, buckets.pin_memory),
+    }
 
 
 def _zero3_optimizer(job: Job) -> Components:
@@ -103,8 +146,7 @@ def _zero3_optimizer(job: Job) -> Components:
     width, pin = job.weights.trainable_width, levers.buckets.pin_memory
     gradients = pinned(own.trainable * width, pin=pin)
     if levers.offload_optimizer == "nvme":
-        swap = levers.buckets.optimizer_buffer_count * max(own.sub_groups) * job.master_width
-        return {"gradients": gradients, "buckets": swap}
+        return {"gradients": gradients, "buckets": _optimizer_buffers(job)}
     return {
         "master_weights": own.trainable * job.master_width,
         "optimizer_states": 2 * own.trainable * job.master_width,
@@ -112,12 +154,17 @@ def _zero3_optimizer(job: Job) -> Components:
     }
 
 
+def _optimizer_buffers(job: Job) -> int:
+    return job.levers.buckets.optimizer_buffer_count * max(shards_of(job).sub_groups) * job.master_width
+
+
 def nvme_bytes(job: Job) -> int:
-    """Swap files of one rank: weights in 16 bits; master weights, both moments and gradients in fp32."""
+    """Swap files of one rank: weights as the model computes; master weights, both moments and gradients in fp32."""
     levers, own, weights = job.levers, shards_of(job), job.weights
     swapped = 0
     if levers.offload_param == "nvme":
-        swapped += own.trainable * weights.trainable_width + own.frozen * weights.width
+        files = (numel for numel in (*weights.trainable, *weights.frozen) if _is_swapped(numel, job))
+        swapped += sum(share(numel, job.world) for numel in files) * weights.width
     if levers.offload_optimizer == "nvme":
         swapped += 4 * own.trainable * job.master_width
     return swapped
@@ -142,4 +189,8 @@ def _initialising(job: Job) -> Components:
         return {"weights": 2 * weights.trainable_numel * weights.trainable_width}
     if levers.engine == "zero3" and levers.offload_param == "none":
         return {"weights": shards_of(job).trainable * weights.trainable_width}  # `defragment` goes through the host
+    if levers.offload_param == "nvme" and levers.offload_optimizer == "nvme":
+        # a sub group's fp32 copy is put together in memory on its way from one file to the other
+        copy = max(shards_of(job).sub_groups) * job.master_width
+        return combine(_swapped_params(job), {"buckets": _optimizer_buffers(job), "master_weights": copy})
     return {}

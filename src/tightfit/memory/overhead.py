@@ -13,8 +13,8 @@ ALLOCATOR_SLACK = 0.03
 """Runs capped this little above their peak still complete, with expandable segments on."""
 COMMUNICATOR_BYTES = int(0.4 * 2**30)
 """NCCL's channel buffers for one communicator of a node. Not measured by us: rehearsals communicate nothing."""
-SAVE_STAGING_BYTES = 256 * 2**20
-"""Saving moves weights through a staging buffer of this size."""
+SAVED_PIECE_BYTES = 64 * 2**20
+"""What saving moves to the host at a time (`HOST_BYTES` of train/saved_model.py), in fp32."""
 
 
 def beside(peak: int, world: int) -> Components:

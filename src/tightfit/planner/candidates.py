@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from tightfit.inputs.flags import check_levers
+from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.types import (
     Attention,
@@ -93,6 +93,8 @@ def strategies(base: Levers, pinned: Pinned, hardware: Hardware, ours: bool = Tr
         levers = replace(base, engine=engine, offload_optimizer=optimizer, offload_param=param)
         if any(name in pinned and getattr(levers, name) != getattr(base, name) for name in names):
             continue
+        if levers.buckets.max_reuse_distance == Buckets().max_reuse_distance:  # nobody said how far
+            levers = released_at_once(levers)
         if _runs(levers, hardware, ours=ours):
             ways.append(levers)
     return ways
@@ -235,7 +237,8 @@ def bucket_choices(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Buc
         return [usual]
     sizes: list[dict[str, Any]] = [{}, *({"reduce_bucket": n, "allgather_bucket": n} for n in SMALL_BUCKETS)]
     if base.engine == "zero3":
-        sizes += [{**FRUGAL}, {**FRUGAL, "reduce_bucket": SMALL_BUCKETS[-1], "allgather_bucket": SMALL_BUCKETS[-1]}]
+        little = FRUGAL if base.offload_param != "nvme" else {**FRUGAL, "max_reuse_distance": usual.max_reuse_distance}
+        sizes += [{**little}, {**little, "reduce_bucket": SMALL_BUCKETS[-1], "allgather_bucket": SMALL_BUCKETS[-1]}]
     elif hardware.world > 1:
         sizes += [{**size, "overlap_comm": True} for size in sizes]
     return [replace(usual, **size) for size in sizes]

@@ -24,6 +24,7 @@ import json
 from typing import Any
 
 from tightfit.job import Job
+from tightfit.memory.host import swap_buffer_numel
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import GIB
 from tightfit.render.deepspeed_versions import check_version, knows, newer_than_known
@@ -147,7 +148,7 @@ def _zero(way: Way, nvme_path: str | None) -> Block:
     }
     if stage == 3:
         block |= _stage3(way)
-    return block | _offload(levers, nvme_path)
+    return block | _offload(way, nvme_path)
 
 
 def _stage3(way: Way) -> Block:
@@ -170,8 +171,8 @@ def _stage3(way: Way) -> Block:
     }
 
 
-def _offload(levers: Levers, nvme_path: str | None) -> Block:
-    buckets = levers.buckets
+def _offload(way: Way, nvme_path: str | None) -> Block:
+    levers, buckets = way.levers, way.levers.buckets
     blocks: Block = {}
     if levers.offload_optimizer != "none":
         blocks["offload_optimizer"] = {
@@ -192,8 +193,8 @@ def _offload(levers: Levers, nvme_path: str | None) -> Block:
             "nvme_path": nvme_path,
             "pin_memory": buckets.pin_memory,
             "buffer_count": buckets.param_buffer_count,
-            "buffer_size": buckets.param_buffer_size,
-            "max_in_cpu": 1_000_000_000,
+            "buffer_size": swap_buffer_numel(way.shape, levers, way.world),
+            "max_in_cpu": 0,  # what is on NVMe is there: host RAM was priced without it
         }
     for block in blocks.values():
         if block["device"] != "nvme":

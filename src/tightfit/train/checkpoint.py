@@ -5,7 +5,7 @@ puts them at their place in files that hold each parameter once and whole. Then 
 is on the disk and all ranks agree, the manifest; a rename makes it a checkpoint. Older ones go only after that.
 
 In the background: the parts are copied into a buffer on the host, training goes on, and a thread writes them. The
-buffer stays for the next time. Without room for it, training waits until the files are written.
+buffer is made while the first steps run, and stays. Without room for it, training waits until the files are written.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
         self._staging: Staging | None = None
+        self._preparing: Future[None] | None = None
+        self._refused = False
         self._blocked = 0.0
         self._sets: tuple[TensorSet, ...] | None = None
         self.last: int | None = None
@@ -91,14 +93,22 @@ class Saver:
             events.write("checkpoint_failed", step=step, text=problem)
             return
         folder = checkpoints.folder_of(self._run, step)
-        self._staging = self._staging or self._stage()
-        if self._staging is None:
+        self.prepare()
+        if self._staging is None or self._preparing is None or self._preparing.exception() is not None:
             saved = self._write(folder, step, state, None)
             self._told(saved, events, time.monotonic() - began, background=False)
             return
         held = self._staging.take(self.sets)
         self._writing = self._thread.submit(self._write, folder, step, state, held)
         self._blocked = time.monotonic() - began
+
+    def prepare(self) -> None:
+        """Begin to take the memory that saving in the background needs. The optimizer's states must exist."""
+        if self._habits.background and self._staging is None and not self._refused:
+            self._staging = self._stage()
+            self._refused = self._staging is None
+            if self._staging is not None:
+                self._preparing = self._thread.submit(self._staging.prepare, on_gpu=self._place.on_gpu)
 
     def poll(self, events: Events) -> None:
         """Say how a save in the background went, once it has."""
@@ -128,8 +138,6 @@ class Saver:
 
     def _stage(self) -> Staging | None:
         """The buffer on the host, if every rank has room for its own."""
-        if not self._habits.background:
-            return None
         staging = Staging(self.sets)
         allowed = may_stage(staging.bytes * self._habits.ranks_here)
         return staging if total(self._place, float(not allowed)) == 0 else None

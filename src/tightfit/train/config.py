@@ -86,6 +86,7 @@ class Predicted:
     init_peak_bytes: int
     limit_bytes: int
     host_bytes_per_rank: int
+    nvme_bytes_per_node: int
     trainable_parameters: int
     step_s: float
     tokens_per_s: float
@@ -208,6 +209,7 @@ def _predicted(tree: Mapping[str, Any]) -> Predicted:
         init_peak_bytes=gpu["init_peak_bytes"],
         limit_bytes=gpu["limit_bytes"],
         host_bytes_per_rank=host["peak_bytes_per_rank"],
+        nvme_bytes_per_node=host["nvme_bytes_per_node"],
         trainable_parameters=tree["trainable_parameters"],
         step_s=tree["step_s"],
         tokens_per_s=tree["tokens_per_s"],

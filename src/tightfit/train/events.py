@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import sys
 import time
 from contextlib import suppress
@@ -23,6 +24,7 @@ from tightfit.train.watchers import Watcher
 
 EVENTS, ERRORS = "events.jsonl", "errors"
 NEWLINE = b"\n"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Events:
@@ -35,7 +37,7 @@ class Events:
         if speaks:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
-        self._waiting, self._begun = b"", False
+        self._waiting, self._begun = NEWLINE if speaks and _torn(self.path) else b"", False
         """What a full disk did not take yet, and whether it ever took anything."""
 
     def write(self, event: str, **fields: Any) -> None:
@@ -79,7 +81,7 @@ class Events:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
                 self._begun = True
         except OSError as error:
-            if not self._begun or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not self._begun or error.errno not in FULL:
                 raise
 
 
@@ -118,6 +120,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return value
+
+
+def _torn(path: Path) -> bool:
+    """Whether the last line was not finished by its writer: the next would be lost with it."""
+    with path.open("rb") as file:
+        return bool(file.seek(0, os.SEEK_END)) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != NEWLINE
 
 
 def leave_error(folder: Path, rank: int, kind: str, text: str) -> None:

@@ -16,7 +16,7 @@ from tightfit.train.config import WorkerConfig
 from tightfit.train.place import Place, meet
 from tightfit.train.saved_model import ADAPTER, Piece, Style, TensorSet, write_model
 from tightfit.train.saved_names import adapter_files, adapter_name, model_files, names_of, saved_parts, saved_pieces
-from tightfit.train.shards import Shard, shards
+from tightfit.train.shards import Shard, outline, shards
 
 
 def save_model(folder: Path, tensors: TensorSet, place: Place) -> int:
@@ -52,7 +52,7 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Plac
 
 def _adapter_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Place) -> TensorSet:
     model = made.engine.model
-    every = [shard for shard in shards(model, place.rank) if ".lora_" in shard.path]
+    every = [shard for shard in outline(model, place.rank) if ".lora_" in shard.path]
     base = config.model.weights or config.model.name
     metadata = {"format": "pt"} | ({"base_quantised": "nf4"} if config.levers.method == "qlora" else {})
     beside = adapter_files(model.peft_config["default"], base, tokenizer=tokenizer)

@@ -112,6 +112,7 @@ class Loop:
             ending = None  # nothing is left to be done later
         if self.saver is None:
             return ending
+        self.saver.prepare()
         self.saver.poll(self.events)
         every = self.config.saving.every_steps
         if ending is not None:

@@ -18,6 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,24 @@ from torch import Tensor
 from tightfit.types import Levers, UserError
 
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
-MEBIBYTE = 2**20
+MEBIBYTE, GIBIBYTE = 2**20, 2**30
 CAN_LOCK = 1 << 14
 """CAP_IPC_LOCK, among the capabilities of a process: it locks as much memory as it likes."""
 
 
 class NvmeError(UserError):
     """What NVMe offload needs is not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run is about to swap."""
+
+    trained: int
+    """How many numbers each rank trains."""
+    world: int
+    file_bytes: int
+    """Of all ranks that are on this node."""
 
 
 def on_nvme(levers: Levers) -> bool:
@@ -43,17 +55,18 @@ def on_nvme(levers: Levers) -> bool:
 # --- before the start ----------------------------------------------------------------------------
 
 
-def check(deepspeed: Mapping[str, Any], rank: int, trained: int) -> None:
+def check(deepspeed: Mapping[str, Any], rank: int, needs: Needs) -> None:
     """Refuse what would fail later without a word that helps; nothing is built for it.
 
-    `trained`: how many numbers this rank trains. The folders are this process's until it ends.
+    The folders are this process's until it ends.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     for folder in _folders(deepspeed):
         _check_folder(folder)
         _claim(folder, rank)
-    _check_lock(_locked_bytes(deepspeed, trained))
+    _check_room(_folders(deepspeed), needs.file_bytes)
+    _check_lock(_locked_bytes(deepspeed, needs))
     if shutil.which("c++") is None:
         raise NvmeError("NVMe offload compiles a part of DeepSpeed: apt install g++ libaio-dev")
     if not AsyncIOBuilder().is_compatible(verbose=False):
@@ -107,15 +120,33 @@ def _claim(folder: Path, rank: int) -> None:
         raise NvmeError(f"another run swaps to nvme_path {folder}: name another folder for this one") from None
 
 
-def _locked_bytes(deepspeed: Mapping[str, Any], trained: int) -> int:
+def _check_room(folders: set[Path], need_bytes: int) -> None:
+    """What an earlier run left is written over, so its room counts as free."""
+    has = 0
+    for folder in folders:
+        has += shutil.disk_usage(folder).free
+        for path in folder.glob("zero_stage_3/*/rank*/*.swp"):
+            with suppress(OSError):
+                has += path.stat().st_blocks * 512
+    if has < need_bytes:
+        need, room = need_bytes / GIBIBYTE, has / GIBIBYTE
+        raise NvmeError(
+            f"the swap files need {need:,.1f} GiB and nvme_path {', '.join(sorted(map(str, folders)))} has "
+            f"{room:,.1f} GiB free: make room, or name a folder on a larger disk"
+        )
+
+
+def _locked_bytes(deepspeed: Mapping[str, Any], needs: Needs) -> int:
     """At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32."""
     zero = deepspeed["zero_optimization"]
+    group = min(int(zero["sub_group_size"]), needs.trained)
     param, optimizer = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
     locked = 0
     if param.get("device") == "nvme":
         locked += 2 * int(param["buffer_count"] * param["buffer_size"])
+        locked += 2 * group * needs.world  # DeepSpeed locks a sub group whole, on every rank
     if optimizer.get("device") == "nvme":
-        locked += 4 * optimizer["buffer_count"] * min(int(zero["sub_group_size"]), trained)
+        locked += 4 * optimizer["buffer_count"] * group
     return locked
 
 

@@ -22,7 +22,7 @@ from tightfit.train.checkpoint import Habits, Saver
 from tightfit.train.compiled import compiled_parts, left_locks, remove
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
-from tightfit.train.events import Events, lines_of
+from tightfit.train.events import FULL, Events, lines_of
 from tightfit.train.fill import Source
 from tightfit.train.finish import model_set, save_model
 from tightfit.train.loop import Ending, Loop
@@ -80,9 +80,12 @@ def _lock(config: WorkerConfig, options: Options, place: Place) -> FolderLock | 
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
         return FolderLock.take(config.folder, place.job)
-    except InUse:
+    except (InUse, OSError) as error:
         if place.world > 1:
             _call_off(places.rendezvous(place))
+        if isinstance(error, OSError) and error.errno not in FULL:
+            why = (error.strerror or str(error)).lower()
+            raise ConfigError(f"{config.folder} cannot be written ({why}): name another --output") from None
         raise
 
 
@@ -130,7 +133,7 @@ class Worker:
             )
         swapping = self.config.deepspeed if nvme.on_nvme(self.config.levers) else None
         if swapping is not None:
-            nvme.check(swapping, self.place.rank, self.config.predicted.trainable_parameters // self.place.world)
+            nvme.check(swapping, self.place.rank, self._swaps())
         self._say_start()
         if self.place.leads:
             self.events.watcher = self._watcher()
@@ -141,6 +144,15 @@ class Worker:
         if swapping is not None:
             nvme.discard(swapping, self.place.rank)
         return ending
+
+    def _swaps(self) -> nvme.Needs:
+        predicted, world = self.config.predicted, self.config.world
+        here = 1 if self.options.rehearse else world.gpus_per_node
+        return nvme.Needs(
+            trained=predicted.trainable_parameters // self.place.world,
+            world=self.place.world,
+            file_bytes=predicted.nvme_bytes_per_node // world.gpus_per_node * here,
+        )
 
     def _watcher(self) -> Watcher:
         facts = {"model": self.config.model.name, "engine": self.config.levers.engine, "world": self.place.world}
@@ -232,6 +244,7 @@ class Worker:
             self._probe(made, windows, windows.of(worst(samples, config.effective_batch)), milestones)
         if found is not None:
             self._load(found, made)
+        steps = self._steps(order)
         model = model_set(made, config, prepared.tokenizer, place)
         loop = Loop(
             config=config,
@@ -242,9 +255,9 @@ class Worker:
             meter=meter,
             place=place,
             samples=len(samples),
-            steps=self._steps(order),
+            steps=steps,
             stop=self.stop,
-            saver=None if self.options.rehearse else self._saver(made, model),
+            saver=None if self.options.rehearse else self._saver(made, model, steps),
             standing=lambda done: standing(config, job, made.engine.counters(), done, _versions()),
         )
         gc.collect()
@@ -295,11 +308,12 @@ class Worker:
         load(found, made.engine, weights, self.place, filled=self.config.levers.lora is None)
         self.events.told("loading the checkpoint", 1, 1)
 
-    def _saver(self, made: Assembled, model: TensorSet) -> Saver:
+    def _saver(self, made: Assembled, model: TensorSet, steps: int) -> Saver:
         orders = self.config.saving
+        on_the_way = orders.every_minutes is not None or (orders.every_steps or steps) < steps
         habits = Habits(
             keeping=Keeping(last=orders.keep_last, every_steps=orders.keep_every),
-            background=orders.async_save and not nvme.on_nvme(self.config.levers),
+            background=orders.async_save and on_the_way and not nvme.on_nvme(self.config.levers),
             ranks_here=self.config.world.gpus_per_node,
             masters=self.config.levers.precision != "fp32" and self.config.levers.master_weights,
         )
