@@ -118,10 +118,10 @@ IN_TURN = (
 NOISE = (
     "One side differs from itself, round to round, by up to a seventh, so a single pair says little here: earlier ones "
     "gave 1.06 for the 7.6B job and both 1.18 and 0.96 for the 32B one. The first round of 7b_mamba has 3 steps, the "
-    "second 10, seven minutes later; another pair under FSDP2, an hour later and on a slower host, is a row of its own. "
-    "1.08 and 0.96 for the same job: such a scan measures the host. A count of the operators of one step of a small Mamba under FSDP2, on a CPU, finds the "
-    "same ones on both sides but for the optimizer's, which ours fuses. Its 0.2 GiB above by hand are about the "
-    "bytes of the scan's time steps, which ours keeps in fp32."
+    "second 10, seven minutes later; another pair under FSDP2, an hour later and on a slower host, has a row of its "
+    "own. 1.08 and 0.96 for the same job: such a scan measures the host. A count of the operators of one step of a "
+    "small Mamba under FSDP2, on a CPU, finds the same ones on both sides but for the optimizer's, which ours fuses. "
+    "Its 0.2 GiB above by hand are about the bytes of the scan's time steps, which ours keeps in fp32."
 )
 SCAN = (
     "The scan of the 7b_mamba rows is transformers' own, a loop over the tokens in Python whose backward pass grows "

@@ -211,7 +211,7 @@ def checkpoint(ran: Ran) -> dict[str, dict[str, torch.Tensor]]:
     """Every tensor of the checkpoint in the middle, by file."""
     folder = ran.folder / "checkpoints" / f"step-{MIDDLE:08d}"
     found = {str(path.relative_to(folder)): load_file(path) for path in folder.rglob("*.safetensors")}
-    assert any("exp_avg_sq" in name for name in found), sorted(found)
+    assert any("exp_avg_sq" in name for name in found["optimizer/states.safetensors"])
     return found
 
 
