@@ -206,5 +206,5 @@ def _settled(answer: Plan) -> Plan:
         ways = (answer.chosen.levers.offload_optimizer, answer.chosen.levers.offload_param)
     if "nvme" not in ways:
         return answer
-    said = "NVMe offload: run on CPU ranks alone, never on a GPU by us."
+    said = "NVMe offload on a GPU: our tests train with it on CPU ranks alone."
     return replace(answer, unproven=(*answer.unproven, said), because=(*answer.because, said))

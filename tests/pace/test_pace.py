@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.inputs.flags import check_levers
+from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.inputs.hardware import parse_hardware
 from tightfit.inputs.models import load_model, shape_from_config
 from tightfit.inputs.presets import PRESETS
@@ -93,7 +93,7 @@ def machine(word: str) -> Hardware:
 def ways(shape: ModelShape, **fixed: Any) -> Iterator[Levers]:
     """Every engine with every offload that it has."""
     for engine, (optimizer, param) in product(ENGINES, OFFLOADS):
-        levers = Levers(engine=engine, offload_optimizer=optimizer, offload_param=param, **fixed)
+        levers = released_at_once(Levers(engine=engine, offload_optimizer=optimizer, offload_param=param, **fixed))
         try:
             check_levers(levers, shape)
         except UserError:
@@ -251,7 +251,9 @@ def test_offload_adds(name: str, word: str) -> None:
         for engine in ("zero1", "zero2", "zero3"):
             assert times[engine, "none", "none"] < times[engine, "cpu", "none"]
         assert times["zero3", "none", "none"] < times["zero3", "none", "cpu"]
-        assert times["zero3", "cpu", "cpu"] < times["zero3", "nvme", "cpu"] < times["zero3", "nvme", "nvme"]
+        assert times["zero3", "cpu", "cpu"] < times["zero3", "nvme", "cpu"]
+        if method != "qlora":  # DeepSpeed swaps no 4-bit weights
+            assert times["zero3", "nvme", "cpu"] < times["zero3", "nvme", "nvme"]
         assert times["fsdp2", "none", "none"] < times["fsdp2", "cpu", "cpu"]
 
 

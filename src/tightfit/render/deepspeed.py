@@ -201,7 +201,7 @@ def _offload(way: Way, nvme_path: str | None) -> Block:
             del block["nvme_path"]
         elif nvme_path is None:
             raise ConfigError(
-                "hardware.nvme_path is missing, and the plan offloads to NVMe: name a folder on that disk"
+                "hardware.nvme_path is missing, and the plan offloads to NVMe: name a folder on it (--nvme-path DIR)"
             )
     return blocks
 

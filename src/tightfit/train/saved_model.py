@@ -204,7 +204,10 @@ class Writer:
                 self._problem = error
 
     def _begin(self) -> None:
-        disk.make_folder(self.folder.parent)
+        parent = self.folder.parent
+        if not parent.exists():
+            disk.make_folder(parent)
+            disk.sync_path(parent.parent)
         if self.staging.exists():  # a former attempt was killed
             disk.remove_folder(self.staging)
         disk.make_folder(self.staging)

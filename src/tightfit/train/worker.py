@@ -7,7 +7,7 @@ import platform
 import statistics
 import time
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -410,6 +410,7 @@ def _heard(store: Any, key: str) -> None:
         raise OthersFailed
 
 
+@cache
 def _versions() -> dict[str, str]:
     found = {}
     for name in ("torch", "transformers", "deepspeed", "peft", "accelerate", "tightfit"):
