@@ -280,11 +280,13 @@ class Rank:
         return found
 
     def _taken(self, sets: Any, *, registered: bool) -> Figures:
+        import torch
+
         from tightfit.train.staging import Staging
 
         staging = Staging(sets)
         began = time.monotonic()
-        staging.prepare(on_gpu=registered)
+        staging.prepare(self.place.device if registered else torch.device("cpu"))
         ready_s = time.monotonic() - began
         takes = [self._watched(partial(staging.take, sets)) for _ in range(3)]
         if registered:

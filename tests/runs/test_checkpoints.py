@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -28,11 +29,11 @@ from tightfit.runs.checkpoints import (
     orphans,
     outdated,
     read_manifest,
+    read_state,
     remove,
     remove_orphan,
     spans_of,
     surplus,
-    torn,
     verify,
     written_first,
 )
@@ -219,10 +220,27 @@ def test_torn_ones_are_named_and_do_not_count_among_the_newest(tmp_path: Path) -
     for step in (100, 200, 300, 400):
         store(tmp_path, step)
     os.truncate(tmp_path / "checkpoints" / "step-00000400" / WEIGHTS, 10)
-    assert [(folder.name, why) for folder, why in torn(tmp_path)] == [
-        ("step-00000400", "model.safetensors has 10 bytes instead of 4,096")
-    ]
-    assert names(outdated(tmp_path, Keeping(last=2))) == ["step-00000100"]
+    with pytest.raises(Torn, match="10 bytes instead of 4,096"):
+        checked(tmp_path / "checkpoints" / "step-00000400")
+    assert names(outdated(tmp_path, Keeping(last=2), 400)) == ["step-00000100"]
+
+
+def test_later_ones_that_were_passed_over_never_displace_the_new_one(tmp_path: Path) -> None:
+    """Their sizes may be right and their bytes not."""
+    for step in (900, 950, 1000):
+        store(tmp_path, step)
+    assert names(outdated(tmp_path, Keeping(last=1), 950)) == ["step-00000900"]
+
+
+def test_a_state_that_cannot_be_read_now_is_not_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = store(tmp_path, 1)
+
+    def unreadable(self: Path, *args: object, **kwargs: object) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    with pytest.raises(Unknown, match="cannot be read"):
+        read_state(folder)
 
 
 @pytest.mark.parametrize(

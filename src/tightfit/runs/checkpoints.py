@@ -122,7 +122,13 @@ def written_first(run: Path) -> Path | None:
 
 
 def staging_of(folder: Path) -> Path:
+    """Where it is written until it is whole."""
     return folder.with_name(f".{folder.name}{_STAGING}")
+
+
+def replaced_of(folder: Path) -> Path:
+    """Where another one of that name goes for the moment in which it is replaced."""
+    return folder.with_name(f".{folder.name}{_OLD}")
 
 
 # --- whole or not --------------------------------------------------------------------------------
@@ -163,12 +169,12 @@ def checked(folder: Path) -> Manifest:
             raise Unknown(f"{name} cannot be looked at ({_why(error)})") from None
         if size != file.bytes:
             raise Torn(f"{name} has {size:,} bytes instead of {file.bytes:,}")
-        if not _covered(file):
+        if not covered(file):
             raise Torn(f"its {MANIFEST} has no hash for a part of {name}")
     return manifest
 
 
-def _covered(file: StoredFile) -> bool:
+def covered(file: StoredFile) -> bool:
     """Whether every byte is in a span: what is in none could change without anybody's notice."""
     reached = 0
     for start, stop in sorted((span.start, span.stop) for span in file.spans):
@@ -214,7 +220,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     """`state.json`, or Torn."""
     try:
         tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except FileNotFoundError:
+        raise Torn(f"its {STATE} is missing") from None
+    except OSError as error:
+        raise Unknown(f"its {STATE} cannot be read ({_why(error)})") from None
+    except (ValueError, RecursionError):
         raise Torn(f"its {STATE} cannot be read") from None
     if not isinstance(tree, dict):
         raise Torn(f"its {STATE} cannot be read")
@@ -232,10 +242,16 @@ class Keeping:
     every_steps: int | None = None
 
 
-def outdated(run: Path, keeping: Keeping) -> list[Path]:
-    """Whole checkpoints that need not stay. Torn ones do not count among the newest, and stay until they are pruned."""
+def outdated(run: Path, keeping: Keeping, step: int) -> list[Path]:
+    """Whole checkpoints that need not stay once that of `step` stands.
+
+    Torn ones do not count among the newest, and stay until they are pruned. Nor do later ones, which the run has passed
+    over: their sizes may be right and their bytes not.
+    """
     whole = []
     for folder in newest_first(run):
+        if (step_of(folder) or 0) > step:
+            continue
         try:
             whole.append((checked(folder).step, folder))
         except Torn:
@@ -259,17 +275,6 @@ def size_of(folder: Path) -> int:
             with suppress(OSError):
                 total += os.lstat(os.path.join(place, name)).st_size
     return total
-
-
-def torn(run: Path) -> list[tuple[Path, str]]:
-    """Those that are not whole, and why."""
-    found = []
-    for folder in newest_first(run):
-        try:
-            checked(folder)
-        except Torn as error:
-            found.append((folder, str(error)))
-    return found
 
 
 def remove(folder: Path) -> None:

@@ -33,6 +33,8 @@ from tightfit.runs.lock import LOCK, FolderLock, check_unlocked
 from tightfit.runs.processes import this_host
 from tightfit.types import ConfigError
 
+HALF = {".model.partial"}
+"""What a process leaves that is killed while it writes the model; the last checkpoint makes it again."""
 RUNS = {"run.json", "events.jsonl", "errors", "model", CHECKPOINTS}
 """What only a run's folder has; another node may have left its errors there before node 0 began."""
 EVENTS = "events.jsonl"
@@ -219,7 +221,10 @@ def _make_way(path: Path, resume: str) -> _Before:
     step, staying = goes_on(path, resume), _staying(path, resume)
     entries = [entry for entry in path.iterdir() if entry.name not in (LOCK, "earlier")]
     stayed = frozenset(entry.name for entry in entries) & staying
-    moving = [entry for entry in entries if entry.name not in stayed]
+    half = [entry for entry in entries if entry.name in HALF]
+    for entry in half:
+        _remove(entry)
+    moving = [entry for entry in entries if entry.name not in stayed and entry not in half]
     # Going back behind newer ones: a later start would take these, which are of another course.
     moving += [each for each in newest_first(path) if step is not None and (step_of(each) or 0) > step]
     aside = set_aside(path, moving)
@@ -233,6 +238,12 @@ def set_aside(path: Path, moving: Sequence[Path]) -> Path | None:
     """Move things of a run's folder into one of their own within it; which. None: there is nothing to move."""
     if not moving:
         return None
+    here = path.stat().st_dev
+    for place in moving:
+        if place.parent.stat().st_dev != here:
+            raise ConfigError(
+                f"{place} is newer and lies on another disk than {path}: move it away, or remove it, first"
+            )
     aside = _next_aside(path)
     for place in moving:
         target = aside / place.relative_to(path)

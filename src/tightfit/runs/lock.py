@@ -74,7 +74,7 @@ class FolderLock:
 def check_unlocked(folder: Path) -> None:
     """The same sentence as `take`, without holding or writing anything."""
     try:
-        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)  # over NFS only a writer may ask for the whole lock
     except OSError:
         return
     try:

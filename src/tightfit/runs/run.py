@@ -6,6 +6,7 @@ as a step and a save; the run is followed meanwhile. The second one ends them.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -31,8 +32,8 @@ STRAGGLER_S = 600.0
 """A rank leaves together with the others. One that stays so much longer will stay for ever."""
 LAST_WORDS_S = 0.3
 """Time for ranks that fail together to end by themselves, so that the first can be told from the others."""
-STOP_PATIENCE_S = 600.0
-"""For a step and a save after the first signal."""
+STOP_PATIENCE_S = math.inf
+"""For a step and a save after the first signal, on whatever disk; a second signal, or the scheduler, ends the wait."""
 AGAIN_S = 1.0
 """A shell, a wrapper and a terminal that closes may all pass on the same wish: what comes so soon after the first
 signal is no second one. Longer than the ranks' own measure of this, which counts from a later moment."""

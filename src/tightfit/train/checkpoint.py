@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from tightfit.runs import checkpoints, disk
-from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manifest, Span, StoredFile, digest
+from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manifest, Span, StoredFile, covered, digest
 from tightfit.train.engines import Engine
 from tightfit.train.engines.states import MASTER
 from tightfit.train.events import Events
 from tightfit.train.place import Place, side_meeting, total
-from tightfit.train.saved_model import Names, Piece, Style, TensorSet, Writer
+from tightfit.train.saved_model import Names, Piece, SaveError, Style, TensorSet, Writer
 from tightfit.train.saved_names import adapter_name
 from tightfit.train.shards import outline, plain_name, shards
 from tightfit.train.staging import Staging, may_stage
@@ -108,7 +108,7 @@ class Saver:
             self._staging = self._stage()
             self._refused = self._staging is None
             if self._staging is not None:
-                self._preparing = self._thread.submit(self._staging.prepare, on_gpu=self._place.on_gpu)
+                self._preparing = self._thread.submit(self._staging.prepare, self._place.device)
 
     def poll(self, events: Events) -> None:
         """Say how a save in the background went, once it has."""
@@ -127,10 +127,17 @@ class Saver:
     def _no_room(self, needed: int) -> str | None:
         """The newest one stays while the next is written, so there must be room for both."""
         where = self._run / checkpoints.CHECKPOINTS  # which may lie on another disk than the rest
-        free = disk.room(where) if self._place.leads else needed
-        short = total(self._place, float(free < needed)) > 0
+        free, unseen = needed, ""
+        if self._place.leads:
+            try:
+                free = disk.room(where)
+            except OSError as error:
+                unseen = (error.strerror or str(error)).lower()
+        short = total(self._place, float(free < needed or bool(unseen))) > 0
         if not short:
             return None
+        if unseen:
+            return f"no checkpoint of this step: the disk of {where} cannot be looked at ({unseen})"
         return (
             f"no checkpoint of this step: it needs {needed / 1e9:.2f} GB and {where} has {free / 1e9:.2f} GB left; "
             "make room, or keep fewer with --keep-last"
@@ -156,8 +163,8 @@ class Saver:
                 written += writer.write(each.names, pieces, each.style)
             writer.commit(self._beside(state), lambda staging, spans: _seal(staging, step, spans))
             if place.leads:
-                with suppress(OSError):  # the new one stands; what is left over is tried again next time
-                    for old in checkpoints.outdated(self._run, self._habits.keeping):
+                with suppress(OSError):  # the new one stands; what is left over goes with the next start
+                    for old in checkpoints.outdated(self._run, self._habits.keeping, step):
                         checkpoints.remove(old)
         except Exception as error:  # training goes on; whoever follows it is told
             text = " ".join(str(error).split()) or type(error).__name__
@@ -196,6 +203,10 @@ def _seal(staging: Path, step: int, spans: Mapping[str, Any]) -> None:
             name, size = path.relative_to(staging).as_posix(), path.stat().st_size
             of_one = tuple(sorted(spans[name], key=lambda span: span.start)) if name in spans else ()
             files[name] = StoredFile(size, of_one or (Span(0, size, digest(path.read_bytes())),))
+            if not covered(files[name]):
+                raise SaveError(
+                    f"not every byte of {name} is known to have been written: all ranks must share that folder"
+                )
     written = datetime.now().astimezone().isoformat(timespec="seconds")
     disk.write_text(staging / MANIFEST, Manifest(step=step, written=written, files=files).text())
 

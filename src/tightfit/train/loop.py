@@ -77,6 +77,8 @@ class Loop:
         """Steps `first` to the last one."""
         overflow = OverflowWatch(self.engine.model, self.events)
         recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        if first:
+            self._evaluate(first - 1)  # which came after the checkpoint, and may not have been done
         for step in range(first, self.steps):
             began = time.monotonic()
             seed_step(self.config.training.seed, step, self.place)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tightfit.runs import checkpoints
-from tightfit.runs.checkpoints import OPTIMIZER, Torn
-from tightfit.runs.folder import set_aside
+from tightfit.runs.checkpoints import OPTIMIZER, Torn, Unknown
+from tightfit.runs.folder import AUTO, NONE, set_aside
 from tightfit.train.checkpoint import state_name
 from tightfit.train.engines import Engine
 from tightfit.train.engines.states import MASTER
@@ -30,7 +30,9 @@ from tightfit.train.shards import outline
 from tightfit.train.standing import counters_of
 from tightfit.types import ConfigError
 
-AUTO, NONE = "auto", "none"
+UNKNOWN = "unknown: "
+"""Before the reason why nobody can tell: a newer version's, or a disk that does not answer. To go back behind such a
+one would lose what it holds, for the run comes to its step again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,11 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> Found | None
     problems = []
     for folder in candidates:
         problem = _problem(folder, place, events)
+        if problem is not None and problem.startswith(UNKNOWN):
+            raise ConfigError(
+                f"whether {folder} is whole cannot be seen ({problem.removeprefix(UNKNOWN)}): try again, or name an "
+                "older one with --resume PATH"
+            )
         if problem is None:
             state = checkpoints.read_state(folder)
             return Found(folder=folder, step=int(state["step"]), state=state)
@@ -99,7 +106,7 @@ def _candidates(run: Path, wanted: str, place: Place) -> list[Path]:
 
 
 def _problem(folder: Path, place: Place, events: Events) -> str | None:
-    """Why the folder is no whole checkpoint; each rank looks at its share of the bytes."""
+    """Why the folder is no whole checkpoint, or may not be; each rank looks at its share of the bytes."""
     told = ""
     try:
         manifest = checkpoints.checked(folder)
@@ -115,7 +122,7 @@ def _problem(folder: Path, place: Place, events: Events) -> str | None:
 
         checkpoints.verify(folder, share, add)
     except Torn as error:
-        told = str(error)
+        told = (UNKNOWN if isinstance(error, Unknown) else "") + str(error)
     return next((text for text in words(place, told) if text), None)
 
 

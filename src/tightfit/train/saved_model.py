@@ -27,7 +27,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,7 @@ import torch
 
 from tightfit.runs import disk
 from tightfit.runs.checkpoints import Span as Hashed
-from tightfit.runs.checkpoints import digest
+from tightfit.runs.checkpoints import digest, replaced_of, staging_of
 from tightfit.train.safetensors_files import LENGTH_BYTES, NAMES
 from tightfit.types import TightfitError, UserError
 
@@ -147,7 +147,7 @@ class Writer:
         self, folder: Path, *, rank: int, world: int, barrier: Callable[[], None], hashes: bool = False
     ) -> None:
         self.folder = folder
-        self.staging = folder.with_name(f".{folder.name}.partial")
+        self.staging = staging_of(folder)
         self._rank, self._world, self._barrier = rank, world, barrier
         self._hashes = hashes
         self._hashed: dict[str, list[Hashed]] = defaultdict(list)
@@ -174,7 +174,7 @@ class Writer:
         """Put the folder in its place, or raise on every rank."""
         if beside is not None and self._rank == 0:
             self._attempt(lambda: beside(self.staging))
-        self._attempt(self._tell_problem)
+        self._attempt(self._tell_done)
         self._barrier()
         others = self._problem_of_others()
         self._barrier()
@@ -236,7 +236,7 @@ class Writer:
         spans: dict[str, list[Span]] = defaultdict(list)
         hashed: dict[str, list[Hashed]] = defaultdict(list)
         opened: dict[str, int] = {}
-        try:
+        with ExitStack() as closing:
             for piece in pieces:
                 place = layout.places.get(piece.name)
                 stop = piece.start + piece.tensor.numel()
@@ -246,14 +246,11 @@ class Writer:
                     continue
                 if place.file not in opened:
                     opened[place.file] = disk.open_to_write(self.staging / place.file)
+                    closing.callback(os.close, opened[place.file])
                 hashed[place.file] += _write_piece(opened[place.file], place, piece, hashes=self._hashes)
                 spans[piece.name].append((piece.start, stop))
-        finally:
             for descriptor in opened.values():
-                try:
-                    disk.sync(descriptor)
-                finally:
-                    os.close(descriptor)
+                disk.sync(descriptor)
         return spans, hashed
 
     def _tell(self, spans: Mapping[str, list[Span]], hashed: Mapping[str, list[Hashed]]) -> None:
@@ -281,7 +278,7 @@ class Writer:
                 held = sum(stop - start for start, stop in covered)
                 raise SaveError(f"only {held} of the {place.numel} elements of {name!r} were written by any rank")
 
-    def _tell_problem(self) -> None:
+    def _tell_done(self) -> None:
         """Reached only without a problem: the note says that this rank is done."""
         disk.write_text(self._note(self._rank, "done"), "done")
 
@@ -300,7 +297,7 @@ class Writer:
         if seal is not None:
             seal(self.staging, self._hashed)
         disk.sync_path(self.staging)
-        old = self.folder.with_name(f".{self.folder.name}.old")
+        old = replaced_of(self.folder)
         if old.exists():
             disk.remove_folder(old)
         if self.folder.exists():

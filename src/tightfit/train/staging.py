@@ -32,12 +32,13 @@ class Staging:
         self._queued = False
         """Copies may be queued: the GPU can write to the buffer by itself."""
 
-    def prepare(self, *, on_gpu: bool) -> None:
-        """Take the memory; from any thread, once."""
+    def prepare(self, device: torch.device) -> None:
+        """Take the memory; from any thread, once. `device`: where the pieces are."""
         buffer = torch.empty(self.bytes, dtype=torch.uint8)
         for low in range(0, self.bytes, HOST_BYTES):  # in parts: others get a turn
             buffer[low : low + HOST_BYTES].zero_()
-        if on_gpu and self.bytes:
+        if device.type == "cuda" and self.bytes:
+            torch.cuda.set_device(device)  # a new thread is on the first GPU, and would open a context there
             refused = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), self.bytes, 0)  # type: ignore[no-untyped-call]
             self._queued = int(refused) == 0  # a limit on locked memory: copies are slower then, and no less right
         self._buffer = buffer

@@ -22,6 +22,7 @@ from tightfit.train.checkpoint import Habits, Saver
 from tightfit.train.compiled import compiled_parts, left_locks, remove
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
+from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, lines_of
 from tightfit.train.fill import Source
 from tightfit.train.finish import model_set, save_model
@@ -245,6 +246,11 @@ class Worker:
         if found is not None:
             self._load(found, made)
         steps = self._steps(order)
+        if found is not None and found.step > steps:
+            raise ConfigError(
+                f"{found.folder} is {found.step:,} steps into the training, and the job ends after {steps:,}: give it "
+                "more with --max-steps, or start over with --resume none"
+            )
         model = model_set(made, config, prepared.tokenizer, place)
         loop = Loop(
             config=config,
@@ -264,7 +270,12 @@ class Worker:
         gc.freeze()  # what is there now stays to the end: it need not be looked through again and again
         if loop.saver is not None:
             self.stop.arm()
-        ending = loop.run(0 if found is None else found.step)
+        try:
+            ending = loop.run(0 if found is None else found.step)
+        except Diverged:  # on all ranks alike, and a checkpoint that is being written is wanted now more than ever
+            if loop.saver is not None:
+                loop.saver.wait(self.events)
+            raise
         if loop.saver is not None:
             loop.saver.wait(self.events)
         if ending == "finished" and not self.options.rehearse:

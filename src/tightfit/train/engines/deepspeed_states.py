@@ -112,8 +112,6 @@ def _make(basic: Any, worked_on: Iterable[Tensor]) -> None:
             basic.state[each].update(_adafactor(each))
         elif type(basic).__name__ in ("DeepSpeedCPUAdam", "FusedAdam"):
             basic.state[each].update(step=0, exp_avg=torch.zeros_like(each), exp_avg_sq=torch.zeros_like(each))
-            if type(basic).__name__ == "FusedAdam":  # which counts for all of a group
-                del basic.state[each]["step"]
         elif not isinstance(basic, torch.optim.SGD):
             optimizers.make_states(basic)
 

@@ -128,7 +128,7 @@ class Fsdp2:
         optimizers.set_steps(self._optimizer, counters.optimizer_steps)
         if self._scaler is not None and counters.scale is not None:
             tracked = self._scaler.state_dict()
-            tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps}
+            tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps % GROWTH_INTERVAL}
             self._scaler.load_state_dict(tracked)
 
     def train(self, mode: bool) -> None:

@@ -1,0 +1,275 @@
+"""Mamba's short convolution: each channel by itself, looking back only, with the SiLU that follows it.
+
+    pre[t] = bias + Σₛ w[width-1-s] x[t-s]              s steps back; before the first step stands `initial`, or zero
+    y[t] = silu(pre[t])
+
+A step that starts a document sees nothing before it, nor do the steps after it. Sums are in fp32 whatever the dtype.
+Only the inputs are kept: `pre` costs less to compute again than to read back. The two halves, `conv_forward` and
+`conv_backward`, can be called one by one: the mixer does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tightfit.mamba.arguments import FLOATS, ScanError
+
+Path = Literal["torch", "triton"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conv:
+    """b: batch, d: channels, l: length, w: width."""
+
+    x: Tensor
+    """(b, d, l), with any strides."""
+    weight: Tensor
+    """(d, w)"""
+    bias: Tensor | None
+    """(d)"""
+    silu: bool
+    initial: Tensor | None
+    """(b, d, w - 1): the inputs before the first step."""
+    starts: Tensor | None
+    """(b, l), true where a document starts."""
+    path: Path | None = None
+    """None: what fits the tensors."""
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What sums are computed in."""
+        return torch.float64 if self.x.dtype == torch.float64 else torch.float32
+
+    @property
+    def on_triton(self) -> bool:
+        if self.path is not None:
+            return self.path == "triton"
+        return self.x.is_cuda and self.wide == torch.float32 and _has_triton()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvGradients:
+    """In fp32 (or fp64) but for x, which has the dtype of x."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    initial: Tensor | None
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = True,
+    initial: Tensor | None = None,
+    starts: Tensor | None = None,
+    path: Path | None = None,
+) -> Tensor:
+    """x: (batch, channels, length) with any strides; weight: (channels, width); bias: (channels). The output has x's
+    shape, dtype and order in memory.
+
+    `initial` (batch, channels, width - 1) stands before the first step, and has a gradient; `starts` (batch, length) is
+    true where a document starts.
+    """
+    checked(Conv(x=x, weight=weight, bias=bias, silu=silu, initial=initial, starts=starts, path=path))
+    out: Tensor = _CausalConv.apply(x, weight, bias, initial, starts, silu, path)  # type: ignore[no-untyped-call]
+    return out
+
+
+def checked(conv: Conv) -> Conv:
+    """The same, or ScanError."""
+    if conv.x.dim() != 3 or 0 in conv.x.shape:
+        raise ScanError(f"x must be (batch, channels, length) and not empty, not {list(conv.x.shape)}")
+    batch, channels, length = conv.x.shape
+    if conv.weight.dim() != 2 or conv.weight.shape[0] != channels or conv.width == 0:
+        raise ScanError(f"weight must be ({channels} channels, width), not {list(conv.weight.shape)}")
+    wanted = {
+        "bias": (conv.bias, (channels,)),
+        "initial": (conv.initial, (batch, channels, conv.width - 1)),
+        "starts": (conv.starts, (batch, length)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ScanError(f"{name} must be {list(shape)} beside x {list(conv.x.shape)}, not {list(tensor.shape)}")
+    for name in ("x", "weight", "bias", "initial"):
+        tensor = getattr(conv, name)
+        if tensor is not None and tensor.dtype not in FLOATS:
+            raise ScanError(f"{name} is {tensor.dtype}: the convolution takes bf16, fp16, fp32 and fp64")
+    for name in ("weight", "bias", "initial", "starts"):
+        tensor = getattr(conv, name)
+        if tensor is not None and tensor.device != conv.x.device:
+            raise ScanError(f"{name} is on {tensor.device} and x on {conv.x.device}: put them on one device")
+    if conv.starts is not None and conv.starts.dtype != torch.bool:
+        raise ScanError(f"starts must be bool, true where a document starts, not {conv.starts.dtype}")
+    return conv
+
+
+def conv_forward(conv: Conv) -> Tensor:
+    if conv.on_triton:
+        return triton_forward(conv)
+    pre = _before_silu(conv)
+    return (torch.nn.functional.silu(pre, inplace=True) if conv.silu else pre).to(conv.x.dtype)
+
+
+def conv_backward(conv: Conv, dout: Tensor, into: Tensor | None = None) -> ConvGradients:
+    """`into`: where the gradient of x goes, if it has a place already."""
+    into = torch.empty_like(conv.x) if into is None else into
+    if conv.on_triton:
+        return triton_backward(conv, dout, into)
+    return _torch_backward(conv, dout, into)
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd's way
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, starts: Tensor | None,
+        silu: bool, path: Path | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, initial, starts)
+        ctx.silu, ctx.path = silu, path
+        return conv_forward(Conv(x=x, weight=weight, bias=bias, silu=silu, initial=initial, starts=starts, path=path))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, initial, starts = ctx.saved_tensors
+        conv = Conv(x=x, weight=weight, bias=bias, silu=ctx.silu, initial=initial, starts=starts, path=ctx.path)
+        grads = conv_backward(conv, dout)
+        return (
+            grads.x, grads.weight.to(weight.dtype), None if bias is None else grads.bias.to(bias.dtype),
+            None if initial is None or grads.initial is None else grads.initial.to(initial.dtype), None, None, None,
+        )  # fmt: skip
+
+
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _visible(starts: Tensor | None, back: int) -> Tensor | None:
+    """(b, 1, l): whether a step sees the one `back` steps before it. None: all do."""
+    if starts is None or back == 0:
+        return None
+    hidden = starts.clone()
+    for nearer in range(1, back):
+        hidden[:, nearer:] |= starts[:, :-nearer]
+    return ~hidden[:, None]
+
+
+def _before_silu(conv: Conv) -> Tensor:
+    """In the order in memory that x has."""
+    length, weight = conv.x.shape[2], conv.weight.to(conv.wide)
+    x = conv.x.to(conv.wide)
+    pre = x * weight[:, -1:]
+    if conv.bias is not None:
+        pre += conv.bias.to(conv.wide)[:, None]
+    for back in range(1, conv.width):
+        tap, visible = weight[:, -1 - back, None], _visible(conv.starts, back)
+        if back < length:
+            seen = tap if visible is None else tap * visible[:, :, back:]
+            pre[:, :, back:].addcmul_(x[:, :, :-back], seen)
+        if conv.initial is not None:
+            early = min(back, length)  # steps that look so far back that they see what was before the first
+            seen = tap if visible is None else tap * visible[:, :, :early]
+            first = conv.width - 1 - back
+            pre[:, :, :early].addcmul_(conv.initial[:, :, first : first + early].to(conv.wide), seen)
+    return pre
+
+
+def _torch_backward(conv: Conv, dout: Tensor, into: Tensor) -> ConvGradients:
+    length, weight = conv.x.shape[2], conv.weight.to(conv.wide)
+    x, dpre = conv.x.to(conv.wide), dout.to(conv.wide)
+    if conv.silu:
+        pre = _before_silu(conv)
+        share = torch.sigmoid(pre)
+        dpre = pre.mul_(1 - share).add_(1).mul_(share).mul_(dpre)
+    dx = dpre * weight[:, -1:]
+    dweight = torch.zeros_like(weight)
+    dweight[:, -1] = (dpre * x).sum((0, 2))
+    dinitial = None if conv.initial is None else torch.zeros_like(conv.initial, dtype=conv.wide)
+    for back in range(1, conv.width):
+        tap, visible = weight[:, -1 - back, None], _visible(conv.starts, back)
+        seen = dpre if visible is None else dpre * visible
+        if back < length:
+            dx[:, :, :-back].addcmul_(seen[:, :, back:], tap)
+            dweight[:, -1 - back] += (seen[:, :, back:] * x[:, :, :-back]).sum((0, 2))
+        if conv.initial is not None and dinitial is not None:
+            early, first = min(back, length), conv.width - 1 - back
+            dinitial[:, :, first : first + early].addcmul_(seen[:, :, :early], tap)
+            dweight[:, -1 - back] += (seen[:, :, :early] * conv.initial[:, :, first : first + early]).sum((0, 2))
+    into.copy_(dx)
+    return ConvGradients(x=into, weight=dweight, bias=dpre.sum((0, 2)), initial=dinitial)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How the kernels are cut; chosen outside of them, so that they can be tried one by one."""
+
+    steps: int = 16
+    """Of a program."""
+    tile: int = 128
+    """Channels of a program."""
+    warps: int = 4
+
+
+def triton_forward(conv: Conv, config: Config | None = None) -> Tensor:
+    from tightfit.mamba import conv_kernels as kernels
+
+    config = config or Config()
+    batch, channels, length = conv.x.shape
+    out = torch.empty_like(conv.x)
+    starts = None if conv.starts is None else conv.starts.view(torch.uint8)
+    kernels._forward[-(-channels // config.tile), -(-length // config.steps), batch](
+        conv.x, conv.weight, conv.bias, conv.initial, starts, out,
+        *conv.x.stride(), *conv.weight.stride(), *_strides(conv.initial, 3), *_strides(starts, 2), *out.stride(),
+        channels, length, **_constants(conv, config),
+    )  # fmt: skip
+    return out
+
+
+def triton_backward(conv: Conv, dout: Tensor, into: Tensor, config: Config | None = None) -> ConvGradients:
+    """`into` takes the gradient of x."""
+    from tightfit.mamba import conv_kernels as kernels
+
+    config = config or Config()
+    batch, channels, length = conv.x.shape
+    fp32 = {"dtype": torch.float32, "device": conv.x.device}
+    # Steps that stand before the first are in tiles of their own sequence: one that begins earlier.
+    spans = length if conv.initial is None else length + conv.width - 1
+    tiles = -(-spans // config.steps)
+    dweight = torch.empty(batch * tiles, conv.width, channels, **fp32)
+    dbias = torch.empty(batch * tiles, channels, **fp32)
+    dinitial = None if conv.initial is None else torch.empty(batch, channels, conv.width - 1, **fp32)
+    starts = None if conv.starts is None else conv.starts.view(torch.uint8)
+    kernels._backward[-(-channels // config.tile), tiles, batch](
+        conv.x, conv.weight, conv.bias, conv.initial, starts, dout, into, dweight, dbias, dinitial,
+        *conv.x.stride(), *conv.weight.stride(), *_strides(conv.initial, 3), *_strides(starts, 2), *dout.stride(),
+        *into.stride(), channels, length, **_constants(conv, config),
+    )  # fmt: skip
+    bias = dbias.sum(0) if conv.bias is not None else dbias.new_empty(0)
+    return ConvGradients(x=into, weight=dweight.sum(0).t(), bias=bias, initial=dinitial)
+
+
+def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if tensor is None else tensor.stride()
+
+
+def _constants(conv: Conv, config: Config) -> dict[str, Any]:
+    return {
+        "WIDTH": conv.width, "SILU": conv.silu, "HAS_BIAS": conv.bias is not None,
+        "HAS_INITIAL": conv.initial is not None, "HAS_STARTS": conv.starts is not None,
+        "STEPS": config.steps, "TILE": config.tile, "num_warps": config.warps,
+    }  # fmt: skip

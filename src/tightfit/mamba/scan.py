@@ -1,0 +1,106 @@
+"""`selective_scan`: one signature, and the path that fits the tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tightfit.mamba.arguments import Scan, ScanError, checked
+from tightfit.mamba.chunked import chunked_scan
+from tightfit.mamba.reference import reference_scan
+
+Path = Literal["reference", "chunked", "triton"]
+
+MOST_STATES = 64
+"""That a program of the GPU's path keeps in registers."""
+
+
+def selective_scan(  # noqa: PLR0913 - the official signature
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+    path: Path | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba's selective scan, forward and backward; arguments as in mamba-ssm's `selective_scan_fn`.
+
+    u, delta, z: (batch, channels, length); A: (channels, states); B, C: (batch, states, length); D, delta_bias:
+    (channels). Beyond the official one: `initial_state` (batch, channels, states) and the last state have gradients,
+    and `starts` (batch, length) is true where a document starts, before which nothing is remembered.
+    """
+    scan = checked(
+        Scan(
+            u=u,
+            delta=delta,
+            A=A,
+            B=_ungrouped(B),
+            C=_ungrouped(C),
+            D=D,
+            z=z,
+            delta_bias=delta_bias,
+            delta_softplus=delta_softplus,
+            initial_state=initial_state,
+            starts=starts,
+        )
+    )
+    out, last = run(scan, path)
+    return (out, last) if return_last_state else out
+
+
+def run(scan: Scan, path: Path | None = None) -> tuple[Tensor, Tensor]:
+    """The output and the last state, by that path or the one that fits."""
+    path = path or fitting(scan)
+    if path == "reference":
+        return reference_scan(scan)
+    if path == "chunked":
+        return chunked_scan(scan)
+    if scan.sizes[2] > MOST_STATES:
+        raise ScanError(f"A has {scan.sizes[2]} states and the triton path takes {MOST_STATES}: use path='chunked'")
+    if not _has_triton():
+        raise ScanError("path='triton' needs the triton package: leave path out, and one that works here is taken")
+    from tightfit.mamba.gpu_scan import triton_scan
+
+    return triton_scan(scan)
+
+
+def fitting(scan: Scan) -> Path:
+    """Triton on a GPU; the chunked path elsewhere, and where Triton cannot."""
+    if scan.u.device.type != "cuda" or torch.float64 in (scan.u.dtype, scan.A.dtype):
+        return "chunked"
+    if not _has_triton():
+        _say("the triton package is not installed: the selective scan takes its slow path")
+        return "chunked"
+    if scan.sizes[2] > MOST_STATES:
+        _say(f"a selective scan of more than {MOST_STATES} states takes its slow path")
+        return "chunked"
+    return "triton"
+
+
+def _ungrouped(tensor: Tensor) -> Tensor:
+    """The official one takes B and C by groups of channels too; one group is the usual case."""
+    return tensor[:, 0] if tensor.dim() == 4 and tensor.shape[1] == 1 else tensor
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _say(sentence: str) -> None:
+    """Once."""
+    warnings.warn(sentence, stacklevel=4)

@@ -1,0 +1,63 @@
+"""The GPU's kernels without a GPU: Triton interprets them, slowly. Prints the error of every result as JSON.
+
+TRITON_INTERPRET=1 python interpreted.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scans import NAMES, Shape, error, make, results
+
+from tightfit.mamba.arguments import Scan
+from tightfit.mamba.gpu_scan import Config, triton_scan
+
+SMALL = Config(tile=4, border=8, inner=4, segment=16)
+CASES = {
+    "one step": (Shape(2, 3, 1, 1), SMALL, torch.float32, False),
+    "two steps": (Shape(1, 4, 2, 3), SMALL, torch.float32, False),
+    "several segments, tiles that are not full": (Shape(2, 5, 37, 3), SMALL, torch.float32, True),
+    "one segment": (Shape(1, 4, 20, 4), Config(tile=4, border=8, inner=4, segment=24), torch.float32, False),
+    "a segment of several borders": (
+        Shape(1, 3, 41, 2),
+        Config(tile=2, border=4, inner=2, segment=12),
+        torch.float32,
+        True,
+    ),
+    "the default cut": (Shape(1, 3, 19, 16), Config(), torch.float32, False),
+    "bf16": (Shape(1, 6, 21, 4), SMALL, torch.bfloat16, False),
+    "fp16": (Shape(1, 6, 21, 4), SMALL, torch.float16, False),
+}
+
+
+def main() -> None:
+    found = {}
+    for name, (shape, config, dtype, with_starts) in CASES.items():
+        inputs = make(shape, dtype)
+        starts = torch.rand(shape.batch, shape.length) < 0.15 if with_starts else None
+        if starts is not None:  # channel-last, as a model has them
+            inputs |= {key: inputs[key].transpose(1, 2).contiguous().transpose(1, 2) for key in ("u", "delta", "z")}
+        expected = results(inputs, "reference", wide=True, starts=starts)
+        ours = gradients(inputs, starts, config)
+        found[name] = {key: error(ours[key], expected[key]) for key in expected}
+        again = gradients(inputs, starts, config)
+        found[name]["same bits"] = float(all(torch.equal(ours[key], again[key]) for key in ours))
+    print(json.dumps(found))  # noqa: T201
+
+
+def gradients(inputs: dict[str, torch.Tensor], starts: torch.Tensor | None, config: Config) -> dict[str, torch.Tensor]:
+    own = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    out, last = triton_scan(Scan(**own, delta_softplus=True, starts=starts), config)
+    weights = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
+    loss = (out * weights).double().sum() + (last.double() ** 2).sum()
+    grads = torch.autograd.grad(loss, [own[name] for name in NAMES])
+    return {"out": out.detach(), "last": last.detach(), **{f"d{k}": grad for k, grad in zip(NAMES, grads, strict=True)}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The scan on a CPU against its definition in float64: outputs and all gradients.
+
+Bounds are norms of errors over norms. Everything is computed in fp32, whose unit is 6e-8; sums over a sequence of some
+thousand steps and a few dozen operations a step lose up to two digits of it: 1e-5. Outputs and gradients that are
+stored in 16 bits are rounded once more: half a unit of bf16 is 2e-3, of fp16 2.4e-4.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scans import NAMES, Shape, error, make, results
+
+from tightfit.mamba import selective_scan
+from tightfit.mamba.arguments import ScanError
+
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def compare(shape: Shape, dtype: torch.dtype = torch.float32, **more: float) -> None:
+    inputs = make(shape, dtype, **more)  # type: ignore[arg-type]
+    expected, found = results(inputs, "reference", wide=True), results(inputs, "chunked")
+    for name in expected:
+        assert error(found[name], expected[name]) < BOUND[dtype], name
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 255, 1000])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_lengths(length: int, batch: int) -> None:
+    compare(Shape(batch=batch, channels=3, length=length, states=8))
+
+
+@pytest.mark.parametrize("states", [1, 8, 16, 64, 65])
+@pytest.mark.parametrize("channels", [1, 31, 64])
+def test_channels_and_states(channels: int, states: int) -> None:
+    compare(Shape(channels=channels, length=70, states=states))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits(dtype: torch.dtype) -> None:
+    compare(Shape(batch=2, channels=33, length=130, states=16), dtype)
+
+
+@pytest.mark.thorough
+def test_a_long_sequence_in_which_products_underflow() -> None:
+    compare(Shape(channels=4, length=4097, states=16), spread=6.0)
+
+
+@pytest.mark.thorough
+def test_many_channels() -> None:
+    compare(Shape(channels=1536, length=96, states=16))
+
+
+@pytest.mark.parametrize("left_out", ["D", "z", "delta_bias", "initial_state"])
+def test_what_may_be_left_out(left_out: str) -> None:
+    inputs = make(Shape())
+    del inputs[left_out]
+    expected, found = results(inputs, "reference", wide=True), results(inputs, "chunked")
+    assert all(error(found[name], expected[name]) < BOUND[torch.float32] for name in expected)
+
+
+def test_without_a_softplus() -> None:
+    inputs = make(Shape())
+    inputs["delta"] = inputs["delta"].abs() * 0.1
+    del inputs["delta_bias"]
+    expected = results(inputs, "reference", wide=True, softplus=False)
+    found = results(inputs, "chunked", softplus=False)
+    assert all(error(found[name], expected[name]) < BOUND[torch.float32] for name in expected)
+
+
+def test_documents_that_start_remember_nothing() -> None:
+    inputs = make(Shape(batch=2, length=200))
+    starts = torch.rand(2, 200, generator=torch.Generator().manual_seed(1)) < 0.05
+    expected = results(inputs, "reference", wide=True, starts=starts)
+    found = results(inputs, "chunked", starts=starts)
+    assert all(error(found[name], expected[name]) < BOUND[torch.float32] for name in expected)
+    first = int(starts[0].nonzero()[0])
+    alone = {name: tensor[:1] if tensor.shape[0] == 2 and name not in ("A", "D", "delta_bias") else tensor
+             for name, tensor in inputs.items() if name != "initial_state"}  # fmt: skip
+    alone = {name: tensor[..., first:] if tensor.dim() == 3 else tensor for name, tensor in alone.items()}
+    cut = results(alone, "chunked", starts=starts[:1, first:])
+    assert torch.allclose(cut["out"], found["out"][:1, :, first:], rtol=1e-5, atol=1e-6)
+
+
+def test_gradcheck() -> None:
+    inputs = {name: tensor.double().requires_grad_() for name, tensor in make(Shape(2, 3, 9, 3)).items()}
+
+    def both(*tensors: torch.Tensor) -> object:
+        own = dict(zip(inputs, tensors, strict=True))
+        initial = own.pop("initial_state")
+        return selective_scan(**own, delta_softplus=True, return_last_state=True, initial_state=initial, path="chunked")
+
+    assert torch.autograd.gradcheck(both, tuple(inputs.values()))
+
+
+def test_strides_make_no_difference() -> None:
+    inputs = make(Shape(batch=2, channels=6, length=50))
+    turned = {
+        name: tensor.transpose(1, 2).contiguous().transpose(1, 2) if tensor.dim() == 3 else tensor
+        for name, tensor in inputs.items()
+    }
+    straight, other = results(inputs, "chunked"), results(turned, "chunked")
+    assert all(error(other[name], straight[name]) < BOUND[torch.float32] / 10 for name in straight)
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    inputs = make(Shape(batch=2, channels=40, length=300, states=16), torch.bfloat16)
+    first, second = results(inputs, "chunked"), results(inputs, "chunked")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_little_is_kept() -> None:
+    """The inputs, and a state every so many steps: under a tenth of what all states would take."""
+    inputs = {name: tensor.requires_grad_() for name, tensor in make(Shape(1, 256, 1024, 16)).items()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        initial = inputs.pop("initial_state")
+        selective_scan(**inputs, delta_softplus=True, initial_state=initial)
+    given = sum(tensor.untyped_storage().nbytes() for tensor in (*inputs.values(), initial))
+    assert sum(kept.values()) - given < 256 * 1024 * 16 * 4 / 10
+
+
+def test_nan_in_gives_nan_out() -> None:
+    inputs = make(Shape())
+    inputs["u"][0, 0, 5] = float("nan")
+    out = results(inputs, "chunked")["out"]
+    assert out[0, 0, 5:].isnan().all()
+    assert not out[0, 0, :5].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"u": torch.zeros(2, 3)}, "u must be"),
+        ({"A": torch.zeros(4, 4)}, "A must be"),
+        ({"B": torch.zeros(1, 4, 36)}, "B must be"),
+        ({"delta": torch.zeros(1, 4, 37)}, "delta must be"),
+        ({"delta_bias": torch.zeros(7)}, "delta_bias must be"),
+        ({"z": torch.zeros(1, 5, 37, dtype=torch.int32)}, "z is torch.int32"),
+        ({"u": torch.zeros(1, 5, 0)}, "is empty"),
+        ({"starts": torch.zeros(1, 37)}, "starts must be bool"),
+    ],
+)
+def test_mistakes_name_the_argument(change: dict[str, torch.Tensor], said: str) -> None:
+    inputs = make(Shape()) | change
+    with pytest.raises(ScanError, match=said):
+        selective_scan(**inputs)
+
+
+def test_more_states_than_the_gpus_path_takes() -> None:
+    inputs = make(Shape(states=65))
+    with pytest.raises(ScanError, match="65 states"):
+        selective_scan(**inputs, path="triton")
+    assert set(inputs) == set(NAMES)
