@@ -140,7 +140,7 @@ class _CausalConv(torch.autograd.Function):
         return conv_forward(Conv(x=x, weight=weight, bias=bias, silu=silu, initial=initial, starts=starts, path=path))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, initial, starts = ctx.saved_tensors
         conv = Conv(x=x, weight=weight, bias=bias, silu=ctx.silu, initial=initial, starts=starts, path=ctx.path)
@@ -246,7 +246,7 @@ def triton_backward(conv: Conv, dout: Tensor, into: Tensor, config: Config | Non
 
     config = config or Config()
     batch, channels, length = conv.x.shape
-    fp32 = {"dtype": torch.float32, "device": conv.x.device}
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": conv.x.device}
     # Steps that stand before the first are in tiles of their own sequence: one that begins earlier.
     spans = length if conv.initial is None else length + conv.width - 1
     tiles = -(-spans // config.steps)
@@ -260,7 +260,7 @@ def triton_backward(conv: Conv, dout: Tensor, into: Tensor, config: Config | Non
         *into.stride(), channels, length, **_constants(conv, config),
     )  # fmt: skip
     bias = dbias.sum(0) if conv.bias is not None else dbias.new_empty(0)
-    return ConvGradients(x=into, weight=dweight.sum(0).t(), bias=bias, initial=dinitial)
+    return ConvGradients(x=into, weight=dweight.sum(0).t().contiguous(), bias=bias, initial=dinitial)
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:

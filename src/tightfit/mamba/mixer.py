@@ -1,0 +1,274 @@
+"""The inside of a Mamba layer, from the output of its first projection to its own output, as one function of autograd.
+
+    x, z = xz                                            the two halves, (batch, channels, length)
+    u = silu(conv(x))                                    0 where `keep` is
+    dt, B, C = x_proj(u)                                 FalconMamba: each divided by its root mean square
+    δ = softplus(dt_proj(dt) + bias)
+    out = scan(u, δ, A, B, C, D) silu(z)
+    y = out_proj(out)
+
+Kept for the backward pass: `xz` and the narrow output of `x_proj`. All else is as wide as `x` and is computed again.
+The convolution and the second projection are cheap. The scan's forward pass is run once more as well, because the
+gradient of `out_proj` needs `out`: its states at the borders come with that, and are not kept either.
+
+Parameters are kept as they are, and never a cast or a view of them: an engine that shards them lets go of the memory
+behind a parameter after its layer, but a copy of ours would stay. A, D and the bias of the time step are computed in
+fp32, whatever they are kept in; matrices in the dtype of `xz`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tightfit.mamba.arguments import Scan, ScanError
+from tightfit.mamba.chunked import _Chunked
+from tightfit.mamba.conv import Conv, conv_backward, conv_forward
+from tightfit.mamba.scan import fitting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Of a mixer, the first projection aside. e: channels, n: states, r: rank of the time step, d: of the model."""
+
+    conv: Tensor
+    """(e, 1, width), as nn.Conv1d has it"""
+    conv_bias: Tensor | None
+    x_proj: Tensor
+    """(r + 2n, e)"""
+    dt_proj: Tensor
+    """(e, r)"""
+    dt_bias: Tensor | None
+    A_log: Tensor
+    """(e, n); A is -exp of it"""
+    D: Tensor
+    out_proj: Tensor
+    """(d, e)"""
+    out_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    norm_eps: float | None = None
+    """FalconMamba's norms of B, C and the time step. None: there are none."""
+
+
+def mamba_mixer(
+    xz: Tensor,
+    weights: Weights,
+    *,
+    norm_eps: float | None = None,
+    keep: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """xz: (batch, 2 channels, length), with any strides; the output is (batch, length, model).
+
+    `keep` (batch, length) is zero at padding; `starts` (batch, length) is true where a document starts.
+    """
+    channels, states = weights.A_log.shape
+    rank = weights.dt_proj.shape[1]
+    if xz.dim() != 3 or xz.shape[1] != 2 * channels or 0 in xz.shape:
+        raise ScanError(f"xz must be (batch, {2 * channels}, length) and not empty, not {list(xz.shape)}")
+    if tuple(weights.x_proj.shape) != (rank + 2 * states, channels):
+        wanted = [rank + 2 * states, channels]
+        raise ScanError(f"x_proj must be {wanted} beside dt_proj and A_log, not {list(weights.x_proj.shape)}")
+    for name, tensor in (("keep", keep), ("starts", starts)):
+        if tensor is not None and tuple(tensor.shape) != (xz.shape[0], xz.shape[2]):
+            raise ScanError(f"{name} must be {[xz.shape[0], xz.shape[2]]} beside xz, not {list(tensor.shape)}")
+    if starts is not None and starts.dtype != torch.bool:
+        raise ScanError(f"starts must be bool, true where a document starts, not {starts.dtype}")
+    w = weights
+    out: Tensor = _Mixer.apply(  # type: ignore[no-untyped-call]
+        xz, w.conv, w.conv_bias, w.x_proj, w.dt_proj, w.dt_bias, w.A_log, w.D, w.out_proj, w.out_bias, keep, starts,
+        Settings(norm_eps=norm_eps),
+    )  # fmt: skip
+    return out
+
+
+class _Tape:
+    """Stands in for autograd's context, so that the scan's two halves can be called one by one."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+class _Inside:
+    """What is between `xz` and `out_proj`, for both directions."""
+
+    def __init__(self, xz: Tensor, weights: Weights, keep: Tensor | None, starts: Tensor | None) -> None:
+        self.x, self.z = xz.chunk(2, dim=1)
+        self.weights, self.keep, self.starts, self.dtype = weights, keep, starts, xz.dtype
+        self._wide = torch.float64 if xz.dtype == torch.float64 else torch.float32
+
+    @property
+    def conv(self) -> Conv:
+        return Conv(
+            x=self.x, weight=self.weights.conv.squeeze(1), bias=self.weights.conv_bias, silu=True, initial=None,
+            starts=self.starts,
+        )  # fmt: skip
+
+    def convolved(self) -> Tensor:
+        """u; in memory the channels of a step stand together if those of xz do."""
+        u = conv_forward(self.conv)
+        return u if self.keep is None else u.mul_(self.keep[:, None])
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.to(self.dtype)
+
+    def split(self, narrow: Tensor) -> list[Tensor]:
+        """(batch, length, ·) → time step, B, C."""
+        states = self.weights.A_log.shape[1]
+        return list(torch.split(narrow, [self.weights.dt_proj.shape[1], states, states], dim=-1))
+
+    def scan(self, u: Tensor, parts: list[Tensor]) -> Scan:
+        """The time step's projection included."""
+        dt, B, C = parts
+        w, wide = self.weights, self._wide
+        return Scan(
+            u=u, delta=F.linear(dt, self.matrix(w.dt_proj)).transpose(1, 2), A=-torch.exp(w.A_log.to(wide)),
+            B=B.transpose(1, 2), C=C.transpose(1, 2), D=w.D.to(wide), z=self.z,
+            delta_bias=None if w.dt_bias is None else w.dt_bias.to(wide), delta_softplus=True, initial_state=None,
+            starts=self.starts,
+        )  # fmt: skip
+
+
+def normed(part: Tensor, eps: float | None) -> Tensor:
+    """Divided by its root mean square; the weight is one."""
+    if eps is None:
+        return part
+    wide = part if part.dtype == torch.float64 else part.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(part.dtype)
+
+
+def _norm_backward(part: Tensor, wanted: Tensor, eps: float | None) -> Tensor:
+    """`part` is what was to be normed."""
+    if eps is None:
+        return wanted
+    wide = part if part.dtype == torch.float64 else part.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed, wanted = wide * scale, wanted.to(wide.dtype)
+    return scale * (wanted - normed * (wanted * normed).mean(-1, keepdim=True))
+
+
+def _scan_forward(scan: Scan) -> tuple[Tensor, type[torch.autograd.Function], _Tape]:
+    """The output, and what the backward pass needs."""
+    function, more = _Chunked, ()  # type: tuple[type[torch.autograd.Function], tuple[Any, ...]]
+    if fitting(scan) == "triton":
+        from tightfit.mamba.gpu_scan import Config, _Triton
+
+        function, more = _Triton, (Config(),)
+    tape = _Tape()
+    out, _ = function.forward(
+        tape, scan.u, scan.delta, scan.A, scan.B, scan.C, scan.D, scan.z, scan.delta_bias, scan.initial_state,
+        scan.starts, scan.delta_softplus, *more,
+    )  # fmt: skip
+    return out, function, tape
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(batch, length, ·) → (tokens, ·)."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class _Mixer(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd's way
+        ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor,
+        dt_bias: Tensor | None, A_log: Tensor, D: Tensor, out_proj: Tensor, out_bias: Tensor | None,
+        keep: Tensor | None, starts: Tensor | None, settings: Settings,
+    ) -> Tensor:  # fmt: skip
+        weights = Weights(
+            conv=conv, conv_bias=conv_bias, x_proj=x_proj, dt_proj=dt_proj, dt_bias=dt_bias, A_log=A_log, D=D,
+            out_proj=out_proj, out_bias=out_bias,
+        )  # fmt: skip
+        with torch.autocast(xz.device.type, enabled=False):
+            inside = _Inside(xz, weights, keep, starts)
+            u = inside.convolved()
+            narrow = F.linear(u.transpose(1, 2), inside.matrix(x_proj))
+            parts = [normed(part, settings.norm_eps) for part in inside.split(narrow)]
+            out, _, _ = _scan_forward(inside.scan(u, parts))
+            y = F.linear(
+                out.transpose(1, 2), inside.matrix(out_proj), None if out_bias is None else inside.matrix(out_bias)
+            )
+        ctx.save_for_backward(
+            xz, narrow, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, keep, starts
+        )
+        ctx.settings = settings
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        xz, narrow, *kept = ctx.saved_tensors
+        names = ("conv", "conv_bias", "x_proj", "dt_proj", "dt_bias", "A_log", "D", "out_proj", "out_bias")
+        weights = Weights(**dict(zip(names, kept, strict=False)))
+        wanted = dict(zip(("xz", *names), ctx.needs_input_grad, strict=False))
+        with torch.autocast(xz.device.type, enabled=False):
+            grads = _backward(_Inside(xz, weights, *kept[-2:]), narrow, dy, wanted, ctx.settings.norm_eps)
+        given = [xz, *(getattr(weights, name) for name in names)]
+        cast = [
+            grads[name].to(tensor.dtype) if wanted[name] else None
+            for name, tensor in zip(("xz", *names), given, strict=True)
+        ]
+        return (*cast, None, None, None)
+
+
+def _backward(
+    inside: _Inside, narrow: Tensor, dy: Tensor, wanted: dict[str, bool], eps: float | None
+) -> dict[str, Tensor]:
+    """Of everything that is wanted, by the names of Weights. What is as wide as `x` is let go as soon as may be."""
+    w = inside.weights
+    grads: dict[str, Tensor] = {}
+    u = inside.convolved()
+    raw = inside.split(narrow)
+    parts = [normed(part, eps) for part in raw]
+    scan = inside.scan(u, parts)
+    out, function, tape = _scan_forward(scan)
+    if wanted["out_proj"]:
+        grads["out_proj"] = _rows(dy).t() @ _rows(out.transpose(1, 2))
+    if wanted["out_bias"]:
+        grads["out_bias"] = _rows(dy).sum(0, dtype=scan.A.dtype)
+    del out
+    dout = (dy @ inside.matrix(w.out_proj)).transpose(1, 2)
+    last = torch.zeros(scan.u.shape[0], *scan.A.shape, dtype=scan.A.dtype, device=u.device)
+    du, ddelta, dA, dB, dC, dD, dz, ddt_bias, *_ = function.backward(tape, dout, last)
+    grads |= {"A_log": dA * scan.A, "D": dD}
+    if ddt_bias is not None:
+        grads["dt_bias"] = ddt_bias
+    del dout, tape, scan
+    ddelta = ddelta.transpose(1, 2)
+    if wanted["dt_proj"]:
+        grads["dt_proj"] = _rows(ddelta).t() @ _rows(parts[0])
+    wants = [ddelta @ inside.matrix(w.dt_proj), dB.transpose(1, 2), dC.transpose(1, 2)]
+    del ddelta
+    dnarrow = torch.cat(
+        [_norm_backward(part, each, eps).to(narrow.dtype) for part, each in zip(raw, wants, strict=True)], dim=-1
+    )
+    if wanted["x_proj"]:
+        grads["x_proj"] = _rows(dnarrow).t() @ _rows(u.transpose(1, 2))
+    batch, channels, length = u.shape
+    del u
+    # Added before it is rounded; where time is last in memory, the rows are a copy.
+    rows = _rows(du.transpose(1, 2)).addmm_(_rows(dnarrow), inside.matrix(w.x_proj))
+    du = rows.view(batch, length, channels).transpose(1, 2)
+    if inside.keep is not None:
+        du *= inside.keep[:, None]
+    dxz = _beside(inside.x, inside.z)
+    dx_half, dz_half = dxz.chunk(2, dim=1)
+    dz_half.copy_(dz)
+    conv = conv_backward(inside.conv, du, dx_half)
+    return grads | {"xz": dxz, "conv": conv.weight[:, None], "conv_bias": conv.bias}
+
+
+def _beside(x: Tensor, z: Tensor) -> Tensor:
+    """Room for both, in the order in memory that x has."""
+    batch, channels, length = x.shape
+    if x.stride(1) == 1:
+        return x.new_empty(batch, length, 2 * channels).transpose(1, 2)
+    return x.new_empty(batch, 2 * channels, length)
