@@ -140,8 +140,12 @@ def table(rows: list[Row]) -> str:
 
 
 INTRODUCTION = (
-    "Mamba's selective scan, of our own: no build, less memory, and the same numbers whatever it runs on. Written by "
-    "`python benchmarks/scan_speed.py page` from `benchmarks/data/cpu-scan.jsonl`."
+    "Mamba's selective scan of our own (`tightfit.mamba`): no build, and little memory. `selective_scan` takes what "
+    "mamba-ssm's `selective_scan_fn` takes; `tightfit.mamba.install.install` puts the whole mixer into transformers' "
+    "Mamba and FalconMamba, and `uninstall` takes it out again. On a GPU it runs kernels written in Triton: their "
+    "results are tested through Triton's interpreter and they compile for sm_90 and gfx942, but they have not been "
+    "run or timed on a GPU yet. Written by `python benchmarks/scan_speed.py page` from "
+    "`benchmarks/data/cpu-scan.jsonl`."
 )
 METHOD = (
     "One scan, forward and backward, of length {length} with {states} states, in fp32; the sides run in turn in one "

@@ -29,7 +29,7 @@ def test_a_run_from_plan_to_model(shell: Shell) -> None:
     for piece in (
         "tiny_mamba (532k), full, bf16, on 2 × CPU",
         "Because:",
-        "The selective scan is plain torch's (--scan torch)",
+        "The selective scan is our own (--scan tightfit)",
         "✓ two ranks started by tightfit",
         "✗ the engine is another",
         "memory, first backward: 1.25 GiB (planned 1.00 GiB)",
@@ -245,7 +245,6 @@ def test_a_port_in_use(shell: Shell) -> None:
         ((*TINY, "--resume", "none", "--resume-anyway"), "leave --resume-anyway out"),
         ((*TINY, "--save-every", "often"), "--save-every must be a number of steps such as 500, a time such as 10m"),
         ((*TINY, "--keep-last", "0"), "--keep-last must be a whole number of at least 1, not 0"),
-        ((*TINY, "--scan", "tightfit"), "--scan torch"),
         ((*TINY, "--data", "no.jsonl"), "there is no data at no.jsonl"),
         ((*TINY, "--gpu-ids", "4,5"), "this machine has none"),
         ((*TINY, "--num-gpus", "3"), "--num-gpus is 3 and this machine has no GPU: leave it out to train on the CPU"),

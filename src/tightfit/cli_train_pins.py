@@ -11,10 +11,7 @@ from tightfit.cli_plan_request import Request
 from tightfit.inputs.presets import PRESETS, checkpoint_of
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
-from tightfit.types import Buckets, ConfigError, Mamba1, Mamba2, ModelError
-
-RUNNABLE_SCANS = ("official", "torch")
-"""Those that the worker has."""
+from tightfit.types import Buckets, Mamba1, Mamba2, ModelError
 
 
 def pinned_by_deepspeed(request: Request, path: str) -> Request:
@@ -72,17 +69,17 @@ def with_a_scan_that_runs(request: Request, *, on_gpu: bool) -> Request:
     kinds = {type(block.mixer) for block in request.shape.blocks}
     if not kinds & {Mamba1, Mamba2}:
         return request
-    asked = request.job.levers.get("scan")
-    if asked is not None:
-        if asked not in RUNNABLE_SCANS:
-            raise ConfigError(f"--scan {asked} comes with a later version: use --scan torch, or official on a GPU")
+    if request.job.levers.get("scan") is not None:
         return request
     there = is_installed("mamba_ssm")
-    scan = "official" if there and on_gpu else "torch"
-    why = "mamba_ssm is installed" if scan == "official" else "mamba_ssm is not installed"
+    scan = "tightfit" if not on_gpu else "official" if there else "torch"
+    whose = {"tightfit": "our own", "official": "mamba_ssm's", "torch": "transformers'"}[scan]
+    why = "mamba_ssm is installed" if there else "mamba_ssm is not installed"
     if not on_gpu:
-        why = "there is no GPU for mamba_ssm's kernels"
-    said = f"The selective scan is {'mamba_ssm' if scan == 'official' else 'plain torch'}'s (--scan {scan}): {why}."
+        why = "the quickest without a GPU"
+    elif not there:
+        why += ", and ours (--scan tightfit) has not been tried on a GPU yet"
+    said = f"The selective scan is {whose} (--scan {scan}): {why}."
     job = replace(request.job, levers={**request.job.levers, "scan": scan})
     return replace(request, job=job, said=(*request.said, said))
 

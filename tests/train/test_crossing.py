@@ -19,6 +19,8 @@ from running import edit, run_ranks, start_ranks, write_plan
 pytestmark = pytest.mark.thorough
 
 ENGINES = ("zero1", "zero2", "zero3", "fsdp2")
+QUICKLY = (("zero1", 3), ("zero2", 2), ("zero3", 1), ("zero3", 3), ("fsdp2", 1), ("fsdp2", 2))
+"""What `make test` has of it: each engine, each number of ranks, each way of cutting."""
 STEP, TOLERANCE = 2, 2e-3
 FLAGS = {
     "model": "tiny_llama",
@@ -53,8 +55,14 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "world"),
+    [
+        pytest.param(engine, world, marks=[] if (engine, world) in QUICKLY else [pytest.mark.slow])
+        for engine in ENGINES
+        for world in (1, 2, 3)
+    ],
+)
 def test_any_engine_goes_on_from_any_other(
     tmp_path: Path, saved: dict[str, tuple[Path, float]], engine: str, world: int
 ) -> None:

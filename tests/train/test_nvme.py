@@ -159,6 +159,7 @@ def test_nothing_is_left_on_the_disk(swapped: tuple[Ran, set[str]]) -> None:
 
 
 @needs_libaio
+@pytest.mark.slow
 def test_the_trial_of_the_largest_batch_leaves_nothing_behind(tmp_path: Path, swapped: tuple[Ran, set[str]]) -> None:
     ran, _ = swapped
     untried = run_well(write(tmp_path / "untried", **BOTH), "--no-probe")
@@ -172,8 +173,8 @@ def test_the_trial_of_the_largest_batch_leaves_nothing_behind(tmp_path: Path, sw
 @pytest.mark.parametrize(
     ("precision", "places"),
     [
-        ("fp32", BOTH),
-        ("fp16", BOTH),
+        pytest.param("fp32", BOTH, marks=pytest.mark.slow),
+        pytest.param("fp16", BOTH, marks=pytest.mark.slow),
         pytest.param("bf16", {"offload_optimizer": "nvme", "offload_param": "none"}, marks=pytest.mark.slow),
         pytest.param("bf16", {"offload_optimizer": "none", "offload_param": "nvme"}, marks=pytest.mark.slow),
     ],
@@ -189,6 +190,7 @@ def test_each_part_may_be_on_the_disk(tmp_path: Path, precision: str, places: di
 
 
 @needs_libaio
+@pytest.mark.slow
 def test_adapters_train_over_weights_on_the_disk(tmp_path: Path) -> None:
     flags = {"method": "lora", "lora_rank": 4, "learning_rate": 3e-2}
     ran, files = run_watched(write(tmp_path / "files", **BOTH, **flags))
@@ -216,7 +218,7 @@ def checkpoint(ran: Ran) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @needs_libaio
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_what_was_cut_off_goes_on_bit_for_bit_and_saves_what_the_host_would(tmp_path: Path, method: str) -> None:
     flags = {"method": method, "learning_rate": 3e-2 if method == "lora" else 3e-3}
     plan = write_saving(tmp_path / "files", **BOTH, **flags)
@@ -300,7 +302,7 @@ print("as it should be")
 
 
 @needs_libaio
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("pipelined", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_states_are_read_and_written_where_they_lie(tmp_path: Path, pipelined: bool) -> None:
     compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions"))
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCH_EXTENSIONS_DIR": compiled}

@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 qlora": {"engine": "fsdp2", "method": "qlora"},
     "zero2 mamba": {"engine": "zero2", "model": "tiny_mamba", "seq": 32},
 }
-SLOW = ("zero0", "zero2", "fsdp2 offloaded", "zero0 adafactor fp32", "zero2 mamba")
+SLOW = ("zero0", "zero2", "zero3", "fsdp2 offloaded", "zero0 adafactor fp32", "fsdp2 qlora", "zero2 mamba")
 
 
 def cut_off(run: Path, step: int) -> None:

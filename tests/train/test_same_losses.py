@@ -124,3 +124,11 @@ def test_four_bit_weights_train_the_same_on_every_engine(tmp_path: Path) -> None
     assert found["zero3"] == pytest.approx(found["zero1"], rel=TOLERANCE["bf16"])
     assert found["fsdp2"] == pytest.approx(found["zero1"], rel=TOLERANCE["bf16"])
     assert found["zero1"][-1] < found["zero1"][0] - LEARNT
+
+
+def test_mambas_scan_makes_no_difference(tmp_path: Path) -> None:
+    """Our scan and the plain program's follow each other; the largest batch is tried first with it too."""
+    flags = {**MAMBA, "engine": "fsdp2", "scan": "tightfit"}
+    folder = write(tmp_path, 2, **flags)
+    expected = reference(folder, flags)
+    assert run_well(folder).losses == pytest.approx(expected, rel=TOLERANCE["fp32"])

@@ -105,9 +105,10 @@ class _Chunked(torch.autograd.Function):
         grads = _Gradients(scan, inputs)
         carry = dlast.to(inputs.wide)
         length = u.shape[2]
-        for number in reversed(range(len(borders))):
-            begin = number * ctx.chunk
-            carry = grads.chunk(begin, min(begin + ctx.chunk, length), borders[number], carry, dout)
+        with torch.autocast(u.device.type, enabled=False):
+            for number in reversed(range(len(borders))):
+                begin = number * ctx.chunk
+                carry = grads.chunk(begin, min(begin + ctx.chunk, length), borders[number], carry, dout)
         return (
             grads.u, grads.delta, grads.A.to(A.dtype), grads.B, grads.C,
             None if D is None else grads.D.to(D.dtype), grads.z, None if bias is None else grads.bias.to(bias.dtype),

@@ -1,7 +1,8 @@
 """Which selective scan Mamba runs on, and in which precision its sensitive numbers are.
 
-Hugging Face binds the official kernels when they are installed. Its own fallback adds the bias of the time step in the
-working precision; here it is added in fp32, as the kernels do: A, D and that bias decide how long a state lives.
+Ours is put into Hugging Face's modules by `tightfit.mamba.install`. Hugging Face itself binds the official kernels when
+they are installed. Its own fallback adds the bias of the time step in the working precision; here it is added in fp32,
+as the kernels and our path do: A, D and that bias decide how long a state lives.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tightfit.mamba.install import install
 from tightfit.types import Levers
 
 _MODULES = {
@@ -24,14 +26,15 @@ def install_scan(model_type: str, levers: Levers) -> str | None:
     """Prepare the model's module; what to say where the scan is another than was planned."""
     if model_type not in _MODULES:
         return None
+    if levers.scan == "tightfit":
+        install()
+        return None
     official = importlib.util.find_spec("mamba_ssm") is not None
     module = import_module(_MODULES[model_type])
     if not (official and levers.scan == "official"):
         _wide_time_step(module)
     if levers.scan == "official" and not official:
         return "the mamba-ssm package is not installed: the scan is transformers' own, slower and larger than planned"
-    if levers.scan == "tightfit":
-        return "tightfit's own scan is not there yet: the scan is transformers' own, slower and larger than planned"
     return None
 
 

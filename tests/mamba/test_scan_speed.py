@@ -1,0 +1,23 @@
+"""The page of the scan's benchmark is what its rows say."""
+
+from __future__ import annotations
+
+import json
+
+import scan_speed
+
+
+def test_the_page_is_what_the_rows_say() -> None:
+    rows = [json.loads(line) for line in scan_speed.ROWS.read_text(encoding="utf-8").splitlines()]
+    assert scan_speed.PAGE.read_text(encoding="utf-8") == scan_speed.page(rows), (
+        "run: python benchmarks/scan_speed.py page"
+    )
+
+
+def test_ours_is_ten_times_faster_than_transformers_and_keeps_a_fifth_of_either() -> None:
+    for line in scan_speed.ROWS.read_text(encoding="utf-8").splitlines():
+        sides = json.loads(line)["sides"]
+        both = {name: side["forward_s"] + side["backward_s"] for name, side in sides.items()}
+        assert both["transformers"] > 10 * both["ours"]
+        assert both["mambapy"] > both["ours"]
+        assert min(sides[name]["kept_bytes"] for name in ("transformers", "mambapy")) > 5 * sides["ours"]["kept_bytes"]
