@@ -17,38 +17,39 @@ from tightfit.mamba.arguments import ScanError
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
-def compare(shape: Shape, dtype: torch.dtype = torch.float32, **more: float) -> None:
-    inputs = make(shape, dtype, **more)  # type: ignore[arg-type]
+def too_large(shape: Shape, dtype: torch.dtype = torch.float32, *, spread: float = 3.0) -> dict[str, float]:
+    """Errors of the CPU's path that are not below their bound, by what they are of."""
+    inputs = make(shape, dtype, spread=spread)
     expected, found = results(inputs, "reference", wide=True), results(inputs, "chunked")
-    for name in expected:
-        assert error(found[name], expected[name]) < BOUND[dtype], name
+    errors = {name: error(found[name], expected[name]) for name in expected}
+    return {name: size for name, size in errors.items() if not size < BOUND[dtype]}
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 255, 1000])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_lengths(length: int, batch: int) -> None:
-    compare(Shape(batch=batch, channels=3, length=length, states=8))
+    assert too_large(Shape(batch=batch, channels=3, length=length, states=8)) == {}
 
 
 @pytest.mark.parametrize("states", [1, 8, 16, 64, 65])
 @pytest.mark.parametrize("channels", [1, 31, 64])
 def test_channels_and_states(channels: int, states: int) -> None:
-    compare(Shape(channels=channels, length=70, states=states))
+    assert too_large(Shape(channels=channels, length=70, states=states)) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype: torch.dtype) -> None:
-    compare(Shape(batch=2, channels=33, length=130, states=16), dtype)
+    assert too_large(Shape(batch=2, channels=33, length=130, states=16), dtype) == {}
 
 
 @pytest.mark.thorough
 def test_a_long_sequence_in_which_products_underflow() -> None:
-    compare(Shape(channels=4, length=4097, states=16), spread=6.0)
+    assert too_large(Shape(channels=4, length=4097, states=16), spread=6.0) == {}
 
 
 @pytest.mark.thorough
 def test_many_channels() -> None:
-    compare(Shape(channels=1536, length=96, states=16))
+    assert too_large(Shape(channels=1536, length=96, states=16)) == {}
 
 
 @pytest.mark.parametrize("left_out", ["D", "z", "delta_bias", "initial_state"])

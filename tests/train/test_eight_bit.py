@@ -318,7 +318,9 @@ def run(folder: Path, world: int, flags: dict[str, Any], *options: str) -> list[
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if number < 2 else [pytest.mark.slow]) for number, way in enumerate(WAYS)]
+)
 def test_8_bit_states_follow_a_plain_program(tmp_path: Path, way: str) -> None:
     world, flags, close = WAYS[way]
     found = run(tmp_path, world, flags)
@@ -328,6 +330,7 @@ def test_8_bit_states_follow_a_plain_program(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.slow
 def test_the_probe_leaves_nothing_in_8_bit_states(tmp_path: Path) -> None:
     flags = {"engine": "fsdp2", "optimizer": "paged_adamw8bit"}
     probed = run(tmp_path / "probed", 2, flags)
@@ -338,6 +341,7 @@ def test_the_probe_leaves_nothing_in_8_bit_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags", [{"precision": "fp16"}, {"method": "qlora", "lora_rank": 4, "learning_rate": 3e-2, "precision": "bf16"}]
 )
+@pytest.mark.slow
 def test_8_bit_states_train_under_a_loss_scale_and_on_4_bit_weights(tmp_path: Path, flags: dict[str, Any]) -> None:
     losses = run(tmp_path, 2, {"engine": "fsdp2", **flags})
     assert losses[-1] < losses[0] - LEARNT

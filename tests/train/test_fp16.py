@@ -42,7 +42,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("zero1", marks=pytest.mark.slow), "zero2", pytest.param("zero3", marks=pytest.mark.slow), "fsdp2"],
+)
 def test_the_scale_starts_where_the_plan_says_and_losses_follow_fp32(tmp_path: Path, engine: str, whole: Ran) -> None:
     half = run_well(write_plan(tmp_path / "half", 2, **SMALL, engine=engine, precision="fp16", learning_rate=1e-3))
     assert {step["loss_scale"] for step in half.of("step")} == {2.0**12}
@@ -51,7 +54,7 @@ def test_the_scale_starts_where_the_plan_says_and_losses_follow_fp32(tmp_path: P
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
+@pytest.mark.parametrize("engine", ["zero2", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_overflows_are_skipped_the_scale_falls_and_the_streak_names_a_layer(tmp_path: Path, engine: str) -> None:
     folder = with_scale(write_plan(tmp_path, 2, **SMALL, engine=engine, precision="fp16"), LARGEST_POWER)
     ran = run_well(folder)

@@ -218,7 +218,8 @@ def checkpoint(ran: Ran) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @needs_libaio
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_what_was_cut_off_goes_on_bit_for_bit_and_saves_what_the_host_would(tmp_path: Path, method: str) -> None:
     flags = {"method": method, "learning_rate": 3e-2 if method == "lora" else 3e-3}
     plan = write_saving(tmp_path / "files", **BOTH, **flags)
@@ -302,7 +303,8 @@ print("as it should be")
 
 
 @needs_libaio
-@pytest.mark.parametrize("pipelined", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipelined", [False, True])
 def test_states_are_read_and_written_where_they_lie(tmp_path: Path, pipelined: bool) -> None:
     compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions"))
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCH_EXTENSIONS_DIR": compiled}

@@ -54,9 +54,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3 mamba": {"engine": "zero3", **MAMBA},
     "fsdp2 mamba": {"engine": "fsdp2", **MAMBA},
 }
-SLOW = ("zero0 fp32", "zero1 fp32", "fsdp2 mamba", "zero2 lora")
+SLOW = ("zero1", "zero0 fp32", "zero1 fp32", "zero2 fp32", "fsdp2 offloaded", "fsdp2 mamba", "zero2 lora", "zero3 lora")
 """What another way covers nearly as well."""
-NEUTRAL = ("zero0", "zero1", "zero2", "zero3", "fsdp2", "zero2 offloaded", "zero3 offloaded")
+NEUTRAL = ("zero0", "zero1", "zero2", "fsdp2", "zero3 offloaded")
 """Where a run without the probe is compared too."""
 
 pytestmark = pytest.mark.thorough
