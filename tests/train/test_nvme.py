@@ -139,6 +139,7 @@ def swapped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, set[str]]:
 
 
 @needs_libaio
+@pytest.mark.slow  # the first time DeepSpeed compiles its file operations, for minutes
 def test_a_training_from_files_is_the_same_training(tmp_path: Path, swapped: tuple[Ran, set[str]]) -> None:
     ran, files = swapped
     plain = run_well(write(tmp_path / "plain"))
@@ -152,6 +153,7 @@ def test_a_training_from_files_is_the_same_training(tmp_path: Path, swapped: tup
 
 
 @needs_libaio
+@pytest.mark.slow
 def test_nothing_is_left_on_the_disk(swapped: tuple[Ran, set[str]]) -> None:
     ran, files = swapped
     assert files
