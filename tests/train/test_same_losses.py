@@ -94,7 +94,9 @@ def test_an_engine_follows_plain_pytorch(tmp_path: Path, way: str) -> None:
     if way in NEUTRAL:
         (tmp_path / "run" / "events.jsonl").unlink()
         (tmp_path / "run" / "model").rename(tmp_path / "run" / "first")
-        assert run_well(folder, "--no-probe", "--resume", "none").losses == ran.losses, "the probe left something behind"
+        assert run_well(folder, "--no-probe", "--resume", "none").losses == ran.losses, (
+            "the probe left something behind"
+        )
 
 
 @pytest.mark.parametrize(

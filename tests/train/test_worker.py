@@ -121,10 +121,12 @@ def test_a_finished_run_is_not_replaced(tmp_path: Path) -> None:
 def test_the_time_limit_stops_and_saves(tmp_path: Path) -> None:
     folder = edit(write_plan(tmp_path, 1, **{**SMALL, "max_steps": 5000}, engine="fsdp2"), timeout_s=1)
     ran = run_ranks(folder)
-    assert ran.codes == [0], ran.stderr
+    assert ran.codes == [4], ran.stderr
     assert ran.events[-1]["reason"] == "timeout"
-    assert 0 < len(ran.of("step")) < 5000
-    assert (ran.folder / "model" / "model.safetensors").exists()
+    done = len(ran.of("step"))
+    assert 0 < done < 5000
+    assert (ran.folder / "checkpoints" / f"step-{done:08d}" / "model.safetensors").exists()
+    assert not (ran.folder / "model").exists()
 
 
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
