@@ -11,10 +11,6 @@ from torch import Tensor
 from tightfit.mamba import kernels
 from tightfit.mamba.arguments import Scan
 
-WIDEST = 64
-"""States that a program keeps in registers; more take another path."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """How the kernels are cut; chosen outside of them, so that they can be tried one by one."""
