@@ -11,6 +11,7 @@ from torch import Tensor
 from tightfit.mamba import kernels
 from tightfit.mamba.arguments import Scan
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """How the kernels are cut; chosen outside of them, so that they can be tried one by one."""
