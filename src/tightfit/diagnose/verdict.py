@@ -1,0 +1,100 @@
+"""What a diagnosis says: data only, shared by `tightfit diagnose` and by the supervisor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tightfit.types import PhaseName
+
+Kind = Literal[
+    "device-oom",  # a GPU has too little memory
+    "fragmentation",  # it has enough, but in pieces
+    "other-process",  # somebody else holds the GPU's memory
+    "host-oom",  # the kernel or a limit of the host ended a process
+    "pinned-memory",  # no more locked memory, or the driver refuses it
+    "shared-memory",  # /dev/shm is full
+    "communication",  # NCCL, RCCL or gloo failed, or waited too long
+    "hang",  # a rank gave no sign of life
+    "not-finite",  # NaN or infinity in loss or gradients
+    "loss-scale",  # fp16's loss scale fell to its floor
+    "disk-full",
+    "data",  # an example, a file or a field of the data
+    "code",  # a bug: the same again each time
+    "config",  # the user's settings contradict each other, or the trainer does not know them
+    "environment",  # versions, compilers, drivers, missing packages
+    "preempted",  # asked to leave by a scheduler or a person
+    "hardware",  # Xid, ECC, a GPU that fell off the bus
+    "unknown",
+]
+RETRYABLE: frozenset[Kind] = frozenset(
+    {"device-oom", "fragmentation", "other-process", "host-oom", "pinned-memory", "shared-memory", "communication",
+     "hang", "not-finite", "loss-scale", "disk-full", "preempted", "hardware", "unknown"}
+)  # fmt: skip
+"""The others fail in the same way each time."""
+Confidence = Literal["certain", "likely", "possible"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of evidence."""
+
+    source: str
+    """A file's name, `exit code`, `kernel log`."""
+    number: int | None
+    """Of the line in the file, from 1."""
+    text: str
+    """Without colour codes; secrets masked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomNumbers:
+    """What an out-of-memory message says, in bytes; None: it does not say."""
+
+    asked: int | None = None
+    total: int | None = None
+    free: int | None = None
+    allocated: int | None = None
+    """By PyTorch's tensors, in this process."""
+    reserved_unused: int | None = None
+    """Reserved by PyTorch's allocator and not in use."""
+    others: int | None = None
+    """By other processes on this device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """One remedy, for this user's configuration where it is known."""
+
+    text: str
+    """One sentence."""
+    command: str | None = None
+    is_costly: bool = False
+    """It changes what is trained, and not only how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The first cause."""
+
+    id: str
+    """Of the symptom, for `tightfit explain`."""
+    kind: Kind
+    cause: str
+    """One sentence."""
+    confidence: Confidence
+    evidence: tuple[Line, ...]
+    fixes: tuple[Fix, ...]
+    """The cheapest first."""
+    rank: int | None = None
+    """The one that fell first."""
+    phase: PhaseName | None = None
+    oom: OomNumbers | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    verdict: Verdict | None
+    """None: nothing is wrong."""
+    also: tuple[Verdict, ...] = ()
+    """What else is worth mending, and what followed from the first cause."""
