@@ -371,6 +371,10 @@ def build_model(scenario: dict[str, Any], context: Any, device: str = DEVICE) ->
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     if "mamba" not in config.model_type:
         config._attn_implementation = scenario.get("attention", "sdpa")
+    elif scenario.get("scan") == "tightfit":
+        from tightfit.mamba.install import install
+
+        install()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[scenario.get("dtype", "bf16")]
     if scenario["engine"] == "fsdp2" and not scenario.get("lora"):
         dtype = torch.float32

@@ -87,6 +87,8 @@ def scenario(name: str, way: Way) -> dict[str, Any]:
             "required_gib": round(way.footprint.gpu.required_bytes / GIB, 3),
         },
     }
+    if "mamba" in made["config"]["model_type"]:
+        made["scan"] = levers.scan
     if levers.checkpointing.layers == 0:
         made["ckpt"] = False
     elif levers.checkpointing.layers is not None:

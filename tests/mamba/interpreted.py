@@ -15,21 +15,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 from scans import NAMES, Shape, error, make, results
 
 from tightfit.mamba.arguments import Scan
-from tightfit.mamba.gpu_scan import Config, triton_scan
+from tightfit.mamba.gpu_scan import FORWARD, Config, triton_scan
 
-SMALL = Config(tile=4, border=8, inner=4, segment=16)
+SMALL = Config(cells=16, border=8, segment=16)
 CASES = {
     "one step": (Shape(2, 3, 1, 1), SMALL, torch.float32, False),
     "two steps": (Shape(1, 4, 2, 3), SMALL, torch.float32, False),
     "several segments, tiles that are not full": (Shape(2, 5, 37, 3), SMALL, torch.float32, True),
-    "one segment": (Shape(1, 4, 20, 4), Config(tile=4, border=8, inner=4, segment=24), torch.float32, False),
+    "one segment": (Shape(1, 4, 20, 4), Config(cells=16, border=8, segment=24), torch.float32, False),
     "a segment of several borders": (
         Shape(1, 3, 41, 2),
-        Config(tile=2, border=4, inner=2, segment=12),
+        Config(cells=4, border=4, segment=12),
         torch.float32,
         True,
     ),
-    "the default cut": (Shape(1, 3, 19, 16), Config(), torch.float32, False),
+    "the default cut": (Shape(1, 3, 19, 16), FORWARD, torch.float32, False),
     "bf16": (Shape(1, 6, 21, 4), SMALL, torch.bfloat16, False),
     "fp16": (Shape(1, 6, 21, 4), SMALL, torch.float16, False),
 }
@@ -52,7 +52,7 @@ def main() -> None:
 
 def gradients(inputs: dict[str, torch.Tensor], starts: torch.Tensor | None, config: Config) -> dict[str, torch.Tensor]:
     own = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-    out, last = triton_scan(Scan(**own, delta_softplus=True, starts=starts), config)
+    out, last = triton_scan(Scan(**own, delta_softplus=True, starts=starts), config, config)
     weights = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
     loss = (out * weights).double().sum() + (last.double() ** 2).sum()
     grads = torch.autograd.grad(loss, [own[name] for name in NAMES])

@@ -21,8 +21,10 @@ class Shape:
     states: int = 4
 
 
-def make(shape: Shape, dtype: torch.dtype = torch.float32, *, seed: int = 0, spread: float = 3.0) -> dict[str, Tensor]:
-    """Inputs as training has them: A from slow to fast, time steps from tiny to large (`spread`)."""
+def make(
+    shape: Shape, dtype: torch.dtype = torch.float32, *, seed: int = 0, spread: float = 3.0, shift: float = -2.0
+) -> dict[str, Tensor]:
+    """Inputs as training has them: A from slow to fast, time steps from tiny to large (`spread`, around `shift`)."""
     drawn = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -32,7 +34,7 @@ def make(shape: Shape, dtype: torch.dtype = torch.float32, *, seed: int = 0, spr
     rates = torch.arange(1, n + 1, dtype=torch.float32).expand(d, n) * torch.exp(0.3 * normal(d, n))
     wide = {
         "u": normal(b, d, length),
-        "delta": normal(b, d, length) * spread - 2.0,
+        "delta": normal(b, d, length) * spread + shift,
         "A": -rates,
         "B": normal(b, n, length),
         "C": normal(b, n, length),

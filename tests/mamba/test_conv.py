@@ -166,6 +166,12 @@ def test_the_kernels_on_a_gpu(shape: tuple[int, int, int, int]) -> None:
             assert max(errors.values()) <= ROUNDING[dtype], (dtype, drop, errors)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_backward_pass_through_time_on_a_gpu() -> None:
+    in_order(ROUNDING, [(1, 3, 1, 4), (2, 1536, 1000, 4), (1, 300, 33, 4)], "cuda")
+
+
 def interpreted() -> None:
     bounds = ROUNDING | {torch.bfloat16: 2**-7}  # the interpreter cuts bf16 off where a GPU rounds
     for shape in [(1, 1, 1, 4), (2, 5, 3, 2), (2, 3, 37, 4)]:
@@ -174,6 +180,18 @@ def interpreted() -> None:
                 for silu in (True, False):
                     errors = compare(case(*shape, dtype), silu, drop, path="triton")
                     assert max(errors.values()) <= bounds[dtype], (shape, dtype, drop, silu, errors)
+    in_order(bounds, [(1, 3, 1, 4), (2, 3, 70, 4)])
+
+
+def in_order(bounds: dict[torch.dtype, float], shapes: list[tuple[int, int, int, int]], device: str = "cpu") -> None:
+    """The backward pass that goes through time: four taps, and channels last in what comes back, too."""
+    for shape in shapes:
+        for dtype in (torch.float32, torch.bfloat16):
+            for drop in (("initial",), ("initial", "starts"), ("initial", "bias")):
+                inputs = {name: each.to(device) for name, each in case(*shape, dtype).items()}
+                inputs["dout"] = inputs["dout"].transpose(1, 2).contiguous().transpose(1, 2)
+                errors = compare(inputs, True, drop, path="triton")
+                assert max(errors.values()) <= bounds[dtype], (shape, dtype, drop, errors)
 
 
 if __name__ == "__main__":

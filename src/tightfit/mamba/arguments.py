@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NEEDED = ("u", "delta", "A", "B", "C")
+OPTIONAL = ("D", "z", "delta_bias", "initial_state", "starts")
 
 
 class ScanError(ValueError):
@@ -44,8 +46,37 @@ class Scan:
         return batch, channels, self.A.shape[1], length
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """Of a scan's inputs. Those that are sums over many numbers are in the precision that they were computed in."""
+
+    u: Tensor
+    delta: Tensor
+    z: Tensor | None
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    delta_bias: Tensor | None
+    initial_state: Tensor
+
+
+def as_autograd_wants(scan: Scan, grads: Gradients) -> tuple[Tensor | None, ...]:
+    """In the order of a scan's inputs, each in the dtype of its own; none for `starts`."""
+
+    def fitted(grad: Tensor | None, given: Tensor | None) -> Tensor | None:
+        return None if grad is None or given is None else grad.to(given.dtype)
+
+    return (
+        fitted(grads.u, scan.u), fitted(grads.delta, scan.delta), fitted(grads.A, scan.A), fitted(grads.B, scan.B),
+        fitted(grads.C, scan.C), fitted(grads.D, scan.D), fitted(grads.z, scan.z),
+        fitted(grads.delta_bias, scan.delta_bias), fitted(grads.initial_state, scan.initial_state), None,
+    )  # fmt: skip
+
+
 def checked(scan: Scan) -> Scan:
     """The same, or ScanError."""
+    _check_kinds(scan)
     if scan.u.dim() != 3:
         raise ScanError(f"u must be (batch, channels, length), not {list(scan.u.shape)}")
     if scan.A.dim() != 2 or scan.A.shape[0] != scan.u.shape[1]:
@@ -54,24 +85,34 @@ def checked(scan: Scan) -> Scan:
     if not all((batch, channels, states, length)):
         raise ScanError(f"u {list(scan.u.shape)} with A {list(scan.A.shape)} is empty: there is nothing to scan")
     wanted = {
-        "delta": (scan.delta, (batch, channels, length)),
-        "B": (scan.B, (batch, states, length)),
-        "C": (scan.C, (batch, states, length)),
-        "D": (scan.D, (channels,)),
-        "z": (scan.z, (batch, channels, length)),
-        "delta_bias": (scan.delta_bias, (channels,)),
-        "initial_state": (scan.initial_state, (batch, channels, states)),
-        "starts": (scan.starts, (batch, length)),
+        "delta": (batch, channels, length),
+        "B": (batch, states, length),
+        "C": (batch, states, length),
+        "D": (channels,),
+        "z": (batch, channels, length),
+        "delta_bias": (channels,),
+        "initial_state": (batch, channels, states),
+        "starts": (batch, length),
     }
-    for name, (tensor, shape) in wanted.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ScanError(f"{name} must be {list(shape)} beside u {list(scan.u.shape)}, not {list(tensor.shape)}")
-        if tensor is not None and tensor.device != scan.u.device:
-            raise ScanError(f"{name} is on {tensor.device} and u on {scan.u.device}: put them on one device")
-    for name in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"):
+    beside = f"beside u {list(scan.u.shape)} and A {list(scan.A.shape)}"
+    for name, shape in wanted.items():
         tensor = getattr(scan, name)
-        if tensor is not None and tensor.dtype not in FLOATS:
-            raise ScanError(f"{name} is {tensor.dtype}: the scan takes bf16, fp16, fp32 and fp64")
-    if scan.starts is not None and scan.starts.dtype != torch.bool:
-        raise ScanError(f"starts must be bool, true where a document starts, not {scan.starts.dtype}")
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ScanError(f"{name} must be {list(shape)} {beside}, not {list(tensor.shape)}")
     return scan
+
+
+def _check_kinds(scan: Scan) -> None:
+    """Every argument is a tensor, of a dtype that can be computed with, and all are on one device."""
+    for name in (*NEEDED, *OPTIONAL):
+        tensor = getattr(scan, name)
+        if tensor is None and name in OPTIONAL:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ScanError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        if name == "starts" and tensor.dtype != torch.bool:
+            raise ScanError(f"starts must be bool, true where a document starts, not {tensor.dtype}")
+        if name != "starts" and tensor.dtype not in FLOATS:
+            raise ScanError(f"{name} is {tensor.dtype}: the scan takes bf16, fp16, fp32 and fp64")
+        if tensor.device != scan.u.device:
+            raise ScanError(f"{name} is on {tensor.device} and u on {scan.u.device}: put them on one device")

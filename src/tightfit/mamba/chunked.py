@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tightfit.mamba.arguments import Scan
+from tightfit.mamba.arguments import Gradients, Scan, as_autograd_wants
 
 CHUNK_ELEMENTS = 1 << 18
 """Of one temporary: a handful of them should stay in the processor's cache."""
@@ -75,45 +75,62 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
         bias: Tensor | None, initial: Tensor | None, starts: Tensor | None, softplus: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        scan = _scan(u, delta, A, B, C, D, z, bias, initial, starts, softplus)
-        inputs = _Inputs(scan, torch.float64 if torch.float64 in (u.dtype, A.dtype) else torch.float32)
-        batch, channels, states, length = scan.sizes
-        chunk = chunk_length(batch, channels, states)
-        borders = u.new_empty(-(-length // chunk), batch, channels, states, dtype=inputs.wide)
-        state = u.new_zeros(batch, channels, states, dtype=inputs.wide) if initial is None else initial.to(inputs.wide)
-        out = torch.empty(batch, length, channels, dtype=u.dtype, device=u.device).transpose(1, 2)
-        for number, begin in enumerate(range(0, length, chunk)):
-            end = min(begin + chunk, length)
-            borders[number] = state
-            _, step = inputs.step(begin, end)
-            x, C_t = inputs.cut(u, begin, end), inputs.cut(C, begin, end)
-            held = inputs.states(state, inputs.decay(step, begin, end), step * x, inputs.cut(B, begin, end))
-            state = held[-1].clone()
-            y = (held @ C_t[..., None]).squeeze(-1)
-            y = y if D is None else y.addcmul_(D.to(inputs.wide), x)
-            y = y if z is None else y.mul_(F.silu(inputs.cut(z, begin, end)))
-            out[:, :, begin:end] = y.permute(1, 2, 0)
+        out, last, borders = run_forward(_scan(u, delta, A, B, C, D, z, bias, initial, starts, softplus))
         ctx.save_for_backward(u, delta, A, B, C, D, z, bias, initial, starts, borders)
-        ctx.softplus, ctx.chunk, ctx.inputs_wide = softplus, chunk, inputs.wide
-        return out, state
+        ctx.softplus = softplus
+        return out, last
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         u, delta, A, B, C, D, z, bias, initial, starts, borders = ctx.saved_tensors
         scan = _scan(u, delta, A, B, C, D, z, bias, initial, starts, ctx.softplus)
-        inputs = _Inputs(scan, ctx.inputs_wide)
-        grads = _Gradients(scan, inputs)
-        carry = dlast.to(inputs.wide)
-        length = u.shape[2]
-        with torch.autocast(u.device.type, enabled=False):
-            for number in reversed(range(len(borders))):
-                begin = number * ctx.chunk
-                carry = grads.chunk(begin, min(begin + ctx.chunk, length), borders[number], carry, dout)
-        return (
-            grads.u, grads.delta, grads.A.to(A.dtype), grads.B, grads.C,
-            None if D is None else grads.D.to(D.dtype), grads.z, None if bias is None else grads.bias.to(bias.dtype),
-            None if initial is None else carry.to(initial.dtype), None, None,
-        )  # fmt: skip
+        return (*as_autograd_wants(scan, run_backward(scan, borders, dout, dlast)), None, None)
+
+
+def run_forward(scan: Scan) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the last state, and the states at the borders, which the backward pass needs."""
+    inputs, u = _Inputs(scan, _wide(scan)), scan.u
+    batch, channels, states, length = scan.sizes
+    chunk = chunk_length(batch, channels, states)
+    borders = u.new_empty(-(-length // chunk), batch, channels, states, dtype=inputs.wide)
+    state = u.new_zeros(batch, channels, states, dtype=inputs.wide)
+    if scan.initial_state is not None:
+        state = scan.initial_state.to(inputs.wide)
+    out = torch.empty(batch, length, channels, dtype=u.dtype, device=u.device).transpose(1, 2)
+    for number, begin in enumerate(range(0, length, chunk)):
+        end = min(begin + chunk, length)
+        borders[number] = state
+        _, step = inputs.step(begin, end)
+        x, C = inputs.cut(u, begin, end), inputs.cut(scan.C, begin, end)
+        held = inputs.states(state, inputs.decay(step, begin, end), step * x, inputs.cut(scan.B, begin, end))
+        state = held[-1].clone()
+        y = (held @ C[..., None]).squeeze(-1)
+        y = y if scan.D is None else y.addcmul_(scan.D.to(inputs.wide), x)
+        y = y if scan.z is None else y.mul_(F.silu(inputs.cut(scan.z, begin, end)))
+        out[:, :, begin:end] = y.permute(1, 2, 0)
+    return out, state, borders
+
+
+def run_backward(scan: Scan, borders: Tensor, dout: Tensor, dlast: Tensor | None) -> Gradients:
+    """All gradients."""
+    inputs = _Inputs(scan, _wide(scan))
+    batch, channels, states, length = scan.sizes
+    chunk = chunk_length(batch, channels, states)
+    grads = _Sums(scan, inputs)
+    carry = torch.zeros_like(borders[0]) if dlast is None else dlast.to(inputs.wide)
+    with torch.autocast(scan.u.device.type, enabled=False):
+        for number in reversed(range(len(borders))):
+            begin = number * chunk
+            carry = grads.chunk(begin, min(begin + chunk, length), borders[number], carry, dout)
+    return Gradients(
+        u=grads.u, delta=grads.delta, z=grads.z, A=grads.A, B=grads.B, C=grads.C,
+        D=None if scan.D is None else grads.D, delta_bias=None if scan.delta_bias is None else grads.bias,
+        initial_state=carry,
+    )  # fmt: skip
+
+
+def _wide(scan: Scan) -> torch.dtype:
+    return torch.float64 if torch.float64 in (scan.u.dtype, scan.A.dtype) else torch.float32
 
 
 def _scan(  # noqa: PLR0913 - as autograd hands them over
@@ -126,7 +143,7 @@ def _scan(  # noqa: PLR0913 - as autograd hands them over
     )  # fmt: skip
 
 
-class _Gradients:
+class _Sums:
     """Filled from the last chunk to the first."""
 
     def __init__(self, scan: Scan, inputs: _Inputs) -> None:

@@ -242,9 +242,37 @@ def triton_forward(conv: Conv, config: Config | None = None) -> Tensor:
 
 def triton_backward(conv: Conv, dout: Tensor, into: Tensor, config: Config | None = None) -> ConvGradients:
     """`into` takes the gradient of x."""
+    if conv.width == 4 and conv.initial is None and conv.x.stride(1) == dout.stride(1) == into.stride(1) == 1:
+        return _backward_of_four(conv, dout, into)
+    return _any_backward(conv, dout, into, config or Config())
+
+
+SEGMENT, SEGMENT_TILE = 32, 256
+"""Steps and channels of a program that goes through time in order."""
+
+
+def _backward_of_four(conv: Conv, dout: Tensor, into: Tensor) -> ConvGradients:
     from tightfit.mamba import conv_kernels as kernels
 
-    config = config or Config()
+    batch, channels, length = conv.x.shape
+    segments = -(-length // SEGMENT)
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": conv.x.device}
+    dweight = torch.empty(batch * segments, 4, channels, **fp32)
+    dbias = torch.empty(batch * segments, channels, **fp32)
+    starts = None if conv.starts is None else conv.starts.view(torch.uint8)
+    kernels._backward_of_four[-(-channels // SEGMENT_TILE), segments, batch](
+        conv.x, conv.weight, conv.bias, starts, dout, into, dweight, dbias,
+        conv.x.stride(0), conv.x.stride(2), *conv.weight.stride(), *_strides(starts, 2), dout.stride(0),
+        dout.stride(2), into.stride(0), into.stride(2), channels, length, SEGMENT,
+        SILU=conv.silu, HAS_BIAS=conv.bias is not None, HAS_STARTS=starts is not None, TILE=SEGMENT_TILE, num_warps=1,
+    )  # fmt: skip
+    bias = dbias.sum(0) if conv.bias is not None else dbias.new_empty(0)
+    return ConvGradients(x=into, weight=dweight.sum(0).t().contiguous(), bias=bias, initial=None)
+
+
+def _any_backward(conv: Conv, dout: Tensor, into: Tensor, config: Config) -> ConvGradients:
+    from tightfit.mamba import conv_kernels as kernels
+
     batch, channels, length = conv.x.shape
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": conv.x.device}
     # Steps that stand before the first are in tiles of their own sequence: one that begins earlier.

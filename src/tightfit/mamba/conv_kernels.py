@@ -135,3 +135,91 @@ def _backward(
     if HAS_INITIAL:
         before = dinitial + (b * channels + wide_d)[None, :] * (WIDTH - 1) + (t + WIDTH - 1)[:, None]
         tl.store(before, grad, mask=((t < 0) & (t >= 1 - WIDTH))[:, None] & in_d[None, :])
+
+
+@triton.jit
+def _row(pointer, t, stride, length, in_d):
+    """One step of a tile; zeros outside the sequence."""
+    at = t + tl.zeros(in_d.shape, tl.int32)
+    return tl.load(pointer + t * stride, mask=in_d & (at >= 0) & (at < length), other=0.0)
+
+
+@triton.jit
+def _begins(starts, t, stride, length, HAS_STARTS: tl.constexpr):
+    """One where a document starts at step t, else zero."""
+    if HAS_STARTS:
+        return tl.load(starts + t * stride, mask=(length - t <= length) & (t < length), other=0).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _backward_of_four(
+    x, weight, bias, starts, dout, dx, dweight, dbias,
+    x_b, x_l, w_d, w_w, s_b, s_l, g_b, g_l, dx_b, dx_l, channels, length, segment,
+    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STARTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The usual case: four taps, the channels of a step together in memory, nothing before the first step.
+
+    A program goes through its steps in order and holds the last three inputs and the three gradients that later steps
+    still add to, so that every number is read once. It begins where its segment does and goes three steps further.
+    """
+    b, s = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    d = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    in_d = d < channels
+    x += b * x_b + d
+    dout += b * g_b + d
+    dx += b * dx_b + d
+    if HAS_STARTS:
+        starts += b * s_b
+    w0 = tl.load(weight + d * w_d + 3 * w_w, mask=in_d, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + d * w_d + 2 * w_w, mask=in_d, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + d * w_d + w_w, mask=in_d, other=0.0).to(tl.float32)
+    w3 = tl.load(weight + d * w_d, mask=in_d, other=0.0).to(tl.float32)
+    offset = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros([TILE], tl.float32)
+    first = (s * segment).to(tl.int64)
+    last = tl.minimum(first + segment, length)
+    # How far the step before the first one sees: 1 or 0 for one and two steps back.
+    sees1 = 1.0 - _begins(starts, first - 1, s_l, length, HAS_STARTS)
+    sees2 = sees1 * (1.0 - _begins(starts, first - 2, s_l, length, HAS_STARTS))
+    x1 = _row(x, first - 1, x_l, length, in_d).to(tl.float32)
+    x2 = _row(x, first - 2, x_l, length, in_d).to(tl.float32) * sees1
+    x3 = _row(x, first - 3, x_l, length, in_d).to(tl.float32) * sees2
+    d1, d2, d3 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    g0, g1 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    g2, g3 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    summed = tl.zeros([TILE], tl.float32)
+    next_x, next_wanted = _row(x, first, x_l, length, in_d), _row(dout, first, g_l, length, in_d)
+    for t in range(first, last + 3):
+        x0, wanted = next_x.to(tl.float32), next_wanted.to(tl.float32)
+        next_x, next_wanted = _row(x, t + 1, x_l, length, in_d), _row(dout, t + 1, g_l, length, in_d)
+        sees0 = 1.0 - _begins(starts, t, s_l, length, HAS_STARTS)
+        if HAS_STARTS:
+            x1, x2, x3 = x1 * sees0, x2 * sees0, x3 * sees0
+        if SILU:
+            pre = offset + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+            share = tl.sigmoid(pre)
+            wanted = wanted * share * (1.0 + pre * (1.0 - share))
+        mine = tl.where(t < last, wanted, 0.0)  # the next segment has those after the last
+        g0 += mine * x0
+        g1 += mine * x1
+        g2 += mine * x2
+        g3 += mine * x3
+        summed += mine
+        # sees1 and sees2 are the last step's: whether this one sees two and three back goes through them.
+        grad = d3 + w3 * wanted * (sees0 * sees2)
+        tl.store(
+            dx + (t - 3) * dx_l, grad.to(dx.dtype.element_ty), mask=in_d & (t + tl.zeros([TILE], tl.int32) >= first + 3)
+        )
+        d3 = d2 + w2 * wanted * (sees0 * sees1)
+        d2 = d1 + w1 * wanted * sees0
+        d1 = w0 * wanted
+        sees2, sees1 = sees1 * sees0, sees0
+        x3, x2, x1 = x2, x1, x0
+    place = (b * tl.num_programs(1) + s) * channels
+    tl.store(dweight + place * 4 + 3 * channels + d, g0, mask=in_d)
+    tl.store(dweight + place * 4 + 2 * channels + d, g1, mask=in_d)
+    tl.store(dweight + place * 4 + channels + d, g2, mask=in_d)
+    tl.store(dweight + place * 4 + d, g3, mask=in_d)
+    if HAS_BIAS:
+        tl.store(dbias + place + d, summed, mask=in_d)

@@ -8,34 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.mamba import kernels
-from tightfit.mamba.arguments import Scan
+from tightfit.mamba import backward_kernels, kernels
+from tightfit.mamba.arguments import Gradients, Scan, as_autograd_wants
+
+BORDER = 64
+"""Steps between two states that are kept."""
+STEPS = 4
+"""Of a block, as the kernels take it apart."""
+PACK_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """How the kernels are cut; chosen outside of them, so that they can be tried one by one."""
+    """How the kernels of one direction are cut; chosen outside of them, so that they can be tried one by one."""
 
-    tile: int = 32
-    """Channels of a program."""
-    border: int = 256
-    """Steps between two states that are kept."""
-    inner: int = 16
-    """Steps that the backward pass holds at once."""
+    cells: int = 512
+    """Channels times states of a program."""
+    border: int = BORDER
     segment: int | None = None
     """Steps of a program; a multiple of `border`. None: as many as fill the card."""
     warps: int = 1
+    programs: int = 4096
+    """Wanted at least: several times what a large card runs at once, so that none of it waits long for the last."""
+    sums_bytes: int | None = None
+    """Room for the backward pass's sums over the channels of each tile: where they need more, the channels are taken in
+    parts. None: all at once."""
+    registers: int | None = None
+    """The most that a thread may have, on NVIDIA's cards: fewer let more programs run at once."""
 
 
-FULL = 2048
-"""Programs that fill a large card."""
+FORWARD = Config()
+BACKWARD = Config(cells=256, programs=5000, sums_bytes=64 << 20)
 
 
-def triton_scan(scan: Scan, config: Config | None = None) -> tuple[Tensor, Tensor]:
+def triton_scan(scan: Scan, forward: Config = FORWARD, backward: Config = BACKWARD) -> tuple[Tensor, Tensor]:
     """The output, and the state after the last step."""
     out, last = _Triton.apply(  # type: ignore[no-untyped-call]
         scan.u, scan.delta, scan.A, scan.B, scan.C, scan.D, scan.z, scan.delta_bias, scan.initial_state, scan.starts,
-        scan.delta_softplus, config or Config(),
+        scan.delta_softplus, (forward, backward),
     )  # fmt: skip
     return out, last
 
@@ -46,12 +56,22 @@ class _Cut:
     def __init__(self, scan: Scan, config: Config) -> None:
         self.batch, self.channels, self.states, self.length = scan.sizes
         self.config, self._device = config, scan.u.device
-        self.tiles = -(-self.channels // config.tile)
+        self.wide = 1 << (self.states - 1).bit_length()
+        self.tile = max(1, min(config.cells // self.wide, 1 << (self.channels - 1).bit_length()))
+        self.tiles = -(-self.channels // self.tile)
         self.borders = -(-self.length // config.border)
-        wanted = max(1, FULL // (self.batch * self.tiles))
+        self.padded = -(-self.length // STEPS) * STEPS
+        sums = self.tiles * self.batch * self.padded * 2 * self.wide * 4
+        self.part = self.tiles
+        """Tiles whose sums are held at once."""
+        if config.sums_bytes is not None and sums > config.sums_bytes:
+            # A multiple of 16, so that one compiled kernel serves every part.
+            self.part = min(self.tiles, max(16, self.tiles * config.sums_bytes // sums // 16 * 16))
+        wanted = max(1, config.programs // (self.batch * self.part))
         self.segment = config.segment or -(-self.borders // min(wanted, self.borders)) * config.border
         self.segments = -(-self.length // self.segment)
-        self.wide = max(1, 1 << (self.states - 1).bit_length())
+        self.slots = -(-self.segments // 4) * 4
+        """Places for what each segment leaves; `_combine` takes four at once."""
 
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
@@ -62,79 +82,94 @@ class _Cut:
 
     @property
     def shapes(self) -> dict[str, Any]:
-        return {"N": self.states, "TILE": self.config.tile, "WIDE": self.wide, "num_warps": self.config.warps}
+        shapes = {"N": self.states, "TILE": self.tile, "WIDE": self.wide, "num_warps": self.config.warps}
+        if self.config.registers is not None and torch.version.hip is None:
+            shapes["maxnreg"] = self.config.registers
+        return shapes
 
 
 def _three(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()
 
 
-class _Triton(torch.autograd.Function):
-    @staticmethod
-    def forward(  # noqa: PLR0913 - autograd's way
-        ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-        bias: Tensor | None, initial: Tensor | None, starts: Tensor | None, softplus: bool, config: Config,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        scan = Scan(u=u, delta=delta, A=A.contiguous(), B=B, C=C, D=D, z=z, delta_bias=bias, delta_softplus=softplus,
-                    initial_state=None if initial is None else initial.contiguous(), starts=starts)  # fmt: skip
-        cut = _Cut(scan, config)
-        out, last, borders = run_forward(scan, cut)
-        ctx.save_for_backward(u, delta, A, B, C, D, z, bias, initial, starts, borders)
-        ctx.softplus, ctx.cut = softplus, cut
-        return out, last
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        u, delta, A, B, C, D, z, bias, initial, starts, borders = ctx.saved_tensors
-        scan = Scan(u=u, delta=delta, A=A.contiguous(), B=B, C=C, D=D, z=z, delta_bias=bias,
-                    delta_softplus=ctx.softplus, initial_state=initial, starts=starts)  # fmt: skip
-        grads = run_backward(scan, ctx.cut, borders, dout, dlast)
-        return (
-            grads["u"], grads["delta"], grads["A"].to(A.dtype), grads["B"].to(B.dtype), grads["C"].to(C.dtype),
-            None if D is None else grads["D"].to(D.dtype), grads["z"],
-            None if bias is None else grads["bias"].to(bias.dtype),
-            None if initial is None else grads["initial"].to(initial.dtype), None, None, None,
-        )  # fmt: skip
-
-
-def run_forward(scan: Scan, cut: _Cut) -> tuple[Tensor, Tensor, Tensor]:
-    u = scan.u
-    begins = _segment_starts(scan, cut)
-    out = torch.empty(cut.batch, cut.length, cut.channels, dtype=u.dtype, device=u.device).transpose(1, 2)
-    borders = cut.new(cut.batch, cut.borders, cut.channels, cut.states)
-    last = cut.new(cut.batch, cut.channels, cut.states)
-    starts = None if scan.starts is None else scan.starts.view(torch.uint8)
-    kernels._forward[cut.grid](
-        u, scan.delta, scan.A, scan.B, scan.C, scan.D, scan.z, scan.delta_bias, starts, begins, out, borders, last,
-        *_three(u), *_three(scan.delta), *_three(scan.B), *_three(scan.C), *_three(scan.z), *_two(starts), *_three(out),
-        cut.channels, cut.length, cut.segment, cut.segments, cut.borders,
-        SOFTPLUS=scan.delta_softplus, HAS_D=scan.D is not None, HAS_Z=scan.z is not None,
-        HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None, BORDER=cut.config.border, **cut.shapes,
-    )  # fmt: skip
-    return out, last, borders
-
-
 def _two(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if tensor is None else tensor.stride()
 
 
-def _segment_starts(scan: Scan, cut: _Cut) -> Tensor:
+class _Triton(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd's way
+        ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+        bias: Tensor | None, initial: Tensor | None, starts: Tensor | None, softplus: bool,
+        configs: tuple[Config, Config],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        scan = Scan(u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=bias, delta_softplus=softplus,
+                    initial_state=initial, starts=starts)  # fmt: skip
+        out, last, borders = run_forward(scan, configs[0])
+        ctx.save_for_backward(u, delta, A, B, C, D, z, bias, initial, starts, borders)
+        ctx.softplus, ctx.config = softplus, configs[1]
+        return out, last
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        u, delta, A, B, C, D, z, bias, initial, starts, borders = ctx.saved_tensors
+        scan = Scan(
+            u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=bias, delta_softplus=ctx.softplus,
+            initial_state=initial, starts=starts,
+        )  # fmt: skip
+        return (*as_autograd_wants(scan, run_backward(scan, borders, dout, dlast, ctx.config)), None, None)
+
+
+def run_forward(scan: Scan, config: Config = FORWARD) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the last state, and the states at the borders, which the backward pass needs."""
+    u, cut, rates = scan.u, _Cut(scan, config), scan.A.contiguous()
+    packed, starts = _packed(scan, cut), _bytes(scan.starts)
+    begins = _segment_starts(scan, cut, rates, packed)
+    out = torch.empty(cut.batch, cut.length, cut.channels, dtype=u.dtype, device=u.device).transpose(1, 2)
+    if u.stride(2) == 1 and cut.length > 1:  # time last, as it came
+        out = torch.empty_like(u, memory_format=torch.contiguous_format)
+    borders = cut.new(cut.batch, cut.borders, cut.channels, cut.states)
+    last = cut.new(cut.batch, cut.channels, cut.states)
+    kernels._forward[cut.grid](
+        u, scan.delta, rates, packed, scan.D, scan.z, scan.delta_bias, starts, begins, out, borders, last,
+        *_three(u), *_three(scan.delta), *_three(scan.z), *_two(starts), *_three(out),
+        cut.channels, cut.length, cut.padded, cut.segment, cut.slots, cut.borders,
+        SOFTPLUS=scan.delta_softplus, HAS_D=scan.D is not None, HAS_Z=scan.z is not None,
+        HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None, BORDER=config.border, **cut.shapes,
+    )  # fmt: skip
+    return out, last, borders
+
+
+def _bytes(starts: Tensor | None) -> Tensor | None:
+    return None if starts is None else starts.view(torch.uint8)
+
+
+def _packed(scan: Scan, cut: _Cut) -> Tensor:
+    """B and C, small beside the rest, as the kernels read them."""
+    packed = cut.new(cut.batch, cut.padded, 2, cut.wide)
+    kernels._pack[-(-cut.padded // PACK_ROWS), cut.batch](
+        scan.B, scan.C, packed, *_three(scan.B), *_three(scan.C), cut.length, cut.padded,
+        N=cut.states, WIDE=cut.wide, ROWS=PACK_ROWS,
+    )  # fmt: skip
+    return packed
+
+
+def _segment_starts(scan: Scan, cut: _Cut, rates: Tensor, packed: Tensor) -> Tensor:
     """The state that each segment begins with."""
-    begins = cut.new(cut.batch, cut.segments, cut.channels, cut.states).zero_()
+    first = None if scan.initial_state is None else scan.initial_state.contiguous()
+    begins = cut.new(cut.batch, cut.slots, cut.channels, cut.states)
     if cut.segments == 1:
-        if scan.initial_state is not None:
-            begins[:, 0] = scan.initial_state
-        return begins
-    ends = torch.empty_like(begins)
-    spans = cut.new(cut.batch, cut.segments, cut.channels)
-    starts = None if scan.starts is None else scan.starts.view(torch.uint8)
+        return begins.zero_() if first is None else begins.copy_(first[:, None])
+    ends, spans = torch.zeros_like(begins), cut.new(cut.batch, cut.slots, cut.channels).zero_()
+    starts = _bytes(scan.starts)
     kernels._states[cut.grid](
-        scan.u, scan.delta, scan.A, scan.B, scan.delta_bias, starts, ends, spans,
-        *_three(scan.u), *_three(scan.delta), *_three(scan.B), *_two(starts),
-        cut.channels, cut.length, cut.segment, cut.segments,
+        scan.u, scan.delta, rates, packed, scan.delta_bias, starts, ends, spans,
+        *_three(scan.u), *_three(scan.delta), *_two(starts),
+        cut.channels, cut.length, cut.padded, cut.segment, cut.slots,
         SOFTPLUS=scan.delta_softplus, HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None, **cut.shapes,
     )  # fmt: skip
-    _combined(scan.A, ends, spans, scan.initial_state, begins, cut, backward=False)
+    _combined(rates, ends, spans, first, begins, cut, backward=False)
     return begins
 
 
@@ -142,56 +177,73 @@ def _combined(
     A: Tensor, ends: Tensor, spans: Tensor, first: Tensor | None, begins: Tensor, cut: _Cut, *, backward: bool
 ) -> None:
     kernels._combine[(cut.tiles, cut.batch)](
-        A, ends, spans, first, begins, cut.channels, cut.segments,
+        A, ends, spans, first, begins, cut.channels, cut.slots,
         HAS_FIRST=first is not None, BACKWARD=backward, **cut.shapes,
     )  # fmt: skip
 
 
-def run_backward(scan: Scan, cut: _Cut, borders: Tensor, dout: Tensor, dlast: Tensor) -> dict[str, Any]:
-    u, config = scan.u, cut.config
-    carries = _segment_carries(scan, cut, dout, dlast.contiguous())
-    programs = cut.tiles * cut.segments * cut.batch
-    outer = cut.new(programs, config.border // config.inner, config.tile, cut.wide)
-    inner = cut.new(programs, config.inner, config.tile, cut.wide)
-    du, ddelta = torch.empty_like(u), torch.empty_like(scan.delta)
-    dz = None if scan.z is None else torch.empty_like(scan.z)
-    dA = cut.new(cut.batch, cut.segments, cut.channels, cut.states)
-    dD, dbias = (cut.new(cut.batch, cut.segments, cut.channels) for _ in range(2))
-    dB, dC = (cut.new(cut.tiles, cut.batch, cut.length, cut.states) for _ in range(2))
+def run_backward(
+    scan: Scan, borders: Tensor, dout: Tensor, dlast: Tensor | None, config: Config = BACKWARD, *,
+    dz: Tensor | None = None, overwrite: bool = False,
+) -> Gradients:  # fmt: skip
+    """All gradients. `dz`: where the gate's goes, if it has a place already.
+
+    `overwrite`: delta and dout are needed by nobody else. The gradient of delta then takes delta's place, and the
+    output, computed again, that of dout: a program has read a block before it writes there, and none reads another's.
+    """
+    u, cut, rates = scan.u, _Cut(scan, config), scan.A.contiguous()
+    packed, starts = _packed(scan, cut), _bytes(scan.starts)
+    carries = _segment_carries(scan, cut, rates, packed, dout, dlast)
+    du, ddelta = torch.empty_like(u), scan.delta if overwrite else torch.empty_like(scan.delta)
+    if scan.z is not None and dz is None:
+        dz = torch.empty_like(scan.z)
+    out = dout if overwrite else None
+    dA = cut.new(cut.batch, cut.slots, cut.channels, cut.states)
+    dD, dbias = (cut.new(cut.batch, cut.slots, cut.channels) for _ in range(2))
     dfirst = cut.new(cut.batch, cut.channels, cut.states)
-    starts = None if scan.starts is None else scan.starts.view(torch.uint8)
-    kernels._backward[cut.grid](
-        u, scan.delta, scan.A, scan.B, scan.C, scan.D, scan.z, scan.delta_bias, starts, dout, borders, carries, outer,
-        inner,
-        du, ddelta, dz, dA, dB, dC, dD, dbias, dfirst,
-        *_three(u), *_three(scan.delta), *_three(scan.B), *_three(scan.C), *_three(scan.z), *_two(starts),
-        *_three(dout), *_three(du), *_three(ddelta), *_three(dz),
-        cut.batch, cut.channels, cut.length, cut.segment, cut.segments, cut.borders,
-        SOFTPLUS=scan.delta_softplus, HAS_D=scan.D is not None, HAS_Z=scan.z is not None,
-        HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None, BORDER=config.border, INNER=config.inner,
-        **cut.shapes,
+    scratch = cut.new(cut.part * cut.segments * cut.batch, config.border // STEPS, cut.tile, cut.wide)
+    sums = cut.new(cut.part, cut.batch, cut.padded, 2, cut.wide)
+    added: Tensor | None = None
+    for first in range(0, cut.tiles, cut.part):
+        tiles = min(cut.part, cut.tiles - first)
+        backward_kernels._backward[tiles, cut.segments, cut.batch](
+            u, scan.delta, rates, packed, scan.D, scan.z, scan.delta_bias, starts, dout, borders, carries, scratch,
+            du, ddelta, dz, out, dA, sums, dD, dbias, dfirst,
+            *_three(u), *_three(scan.delta), *_three(scan.z), *_two(starts), *_three(dout),
+            *_three(du), *_three(ddelta), *_three(dz), *_three(out),
+            cut.batch, cut.channels, cut.length, cut.padded, cut.segment, cut.slots, cut.borders, first,
+            SOFTPLUS=scan.delta_softplus, HAS_D=scan.D is not None, HAS_Z=scan.z is not None,
+            HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None, HAS_OUT=overwrite,
+            BORDER=config.border, **cut.shapes,
+        )  # fmt: skip
+        added = sums[:tiles].sum(0) if added is None else added.add_(sums[:tiles].sum(0))
+    assert added is not None
+    # (batch, blocks, B and C, states, steps) → B and C: (batch, states, length)
+    added = added.view(cut.batch, cut.padded // STEPS, 2, cut.wide, STEPS).permute(2, 0, 3, 1, 4)
+    dB, dC = added.reshape(2, cut.batch, cut.wide, cut.padded)[:, :, : cut.states, : cut.length]
+    dA, dD, dbias = (each[:, : cut.segments].sum((0, 1)) for each in (dA, dD, dbias))
+    return Gradients(
+        u=du, delta=ddelta, z=dz, A=dA, B=dB, C=dC, D=None if scan.D is None else dD,
+        delta_bias=None if scan.delta_bias is None else dbias, initial_state=dfirst,
     )  # fmt: skip
-    return {
-        "u": du, "delta": ddelta, "z": dz, "A": dA.sum((0, 1)), "B": dB.sum(0).transpose(1, 2),
-        "C": dC.sum(0).transpose(1, 2), "D": dD.sum((0, 1)), "bias": dbias.sum((0, 1)), "initial": dfirst,
-    }  # fmt: skip
 
 
-def _segment_carries(scan: Scan, cut: _Cut, dout: Tensor, dlast: Tensor) -> Tensor:
+def _segment_carries(
+    scan: Scan, cut: _Cut, rates: Tensor, packed: Tensor, dout: Tensor, dlast: Tensor | None
+) -> Tensor:
     """What later segments want of each segment's last state."""
-    carries = cut.new(cut.batch, cut.segments, cut.channels, cut.states)
+    dlast = None if dlast is None else dlast.contiguous()
+    carries = cut.new(cut.batch, cut.slots, cut.channels, cut.states)
     if cut.segments == 1:
-        carries[:, 0] = dlast
-        return carries
-    ends = torch.empty_like(carries)
-    spans = cut.new(cut.batch, cut.segments, cut.channels)
-    starts = None if scan.starts is None else scan.starts.view(torch.uint8)
-    kernels._wanted[cut.grid](
-        scan.delta, scan.A, scan.C, scan.z, scan.delta_bias, starts, dout, ends, spans,
-        *_three(scan.delta), *_three(scan.C), *_three(scan.z), *_two(starts), *_three(dout),
-        cut.channels, cut.length, cut.segment, cut.segments,
+        return carries.zero_() if dlast is None else carries.copy_(dlast[:, None])
+    ends, spans = torch.zeros_like(carries), cut.new(cut.batch, cut.slots, cut.channels).zero_()
+    starts = _bytes(scan.starts)
+    backward_kernels._wanted[cut.grid](
+        scan.delta, rates, packed, scan.z, scan.delta_bias, starts, dout, ends, spans,
+        *_three(scan.delta), *_three(scan.z), *_two(starts), *_three(dout),
+        cut.channels, cut.length, cut.padded, cut.segment, cut.slots,
         SOFTPLUS=scan.delta_softplus, HAS_Z=scan.z is not None, HAS_BIAS=scan.delta_bias is not None,
         HAS_STARTS=starts is not None, **cut.shapes,
     )  # fmt: skip
-    _combined(scan.A, ends, spans, dlast, carries, cut, backward=True)
+    _combined(rates, ends, spans, dlast, carries, cut, backward=True)
     return carries

@@ -3,6 +3,8 @@
 The fused mixer reads its submodules' weights and never calls them. So it is taken only where nobody would notice: no
 cache, and every submodule that it passes over is PyTorch's own, without hooks. An adapter in one of them, a hook, or a
 quantized matrix sends that layer through `_unfused`, which calls each submodule and keeps our scan and convolution.
+ZeRO-3 hangs hooks on every module, unless it is told that a mixer is a leaf and gathers it whole: `whole_mixers` says
+of which classes that may be done.
 
 With a cache transformers' own forward runs: it reads a prompt through our scan, and decodes by itself. Before
 transformers 5 its forward has the scan written into it, so there only calls without a cache are ours.
@@ -22,6 +24,7 @@ from torch.nn import functional as F
 
 from tightfit.mamba.arguments import ScanError
 from tightfit.mamba.conv import causal_conv1d
+from tightfit.mamba.documents import Documents, reading_positions, unpacked
 from tightfit.mamba.mixer import Weights, mamba_mixer, normed
 from tightfit.mamba.scan import selective_scan
 
@@ -51,6 +54,8 @@ def install() -> None:
             _replace(module, "causal_conv1d_fn", _conv_before(module.causal_conv1d_fn))
         owner = getattr(module, mixer)
         _replace(owner, "forward", _forward_before(owner.forward, masks_both=separable))
+        for model in (getattr(module, mixer.removesuffix("Mixer") + kind) for kind in ("Model", "ForCausalLM")):
+            _replace(model, "forward", reading_positions(model.forward))
 
 
 def uninstall() -> None:
@@ -70,6 +75,15 @@ def fuses(mixer: nn.Module) -> bool:
     if _any_global_hook() or getattr(mixer, "activation", None) not in SILU:
         return False
     return all(_plain(child) for name in PASSED_OVER if (child := getattr(mixer, name, None)) is not None)
+
+
+def whole_mixers(model: nn.Module) -> list[type[nn.Module]]:
+    """The classes of this model's mixers, where each of them fuses and its first projection is plain too: an engine may
+    gather such a mixer as one piece."""
+    names = set(MIXERS.values())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    every = all(fuses(mixer) and _plain(mixer.get_submodule("in_proj")) for mixer in found)
+    return sorted({type(mixer) for mixer in found}, key=lambda each: each.__name__) if every else []
 
 
 def _any_global_hook() -> bool:
@@ -134,10 +148,11 @@ def _forward_before(original: Callable[..., Any], *, masks_both: bool) -> Callab
         hidden_states: Tensor,
         cache_params: Any = None,
         *args: Any,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Documents | None = None,
         starts: Tensor | None = None,
         **more: Any,
     ) -> Any:
+        attention_mask, starts = unpacked(attention_mask, starts, cached=cache_params is not None)
         if not masks_both and attention_mask is not None and cache_params is None and bool(attention_mask.all()):
             attention_mask = None
         known = not args and all(each is None or name == "cache_position" for name, each in more.items())
@@ -146,8 +161,12 @@ def _forward_before(original: Callable[..., Any], *, masks_both: bool) -> Callab
         offloaded = any(hasattr(child, "_hf_hook") for child in self.children())
         if cache_params is None and known and maskable and not offloaded:
             return whole(self, hidden_states, attention_mask, starts)
-        if starts is not None:
+        if starts is not None and cache_params is not None:
             raise ScanError("starts, where documents start, can be given only without a cache: use_cache=False")
+        if starts is not None:
+            raise ScanError(
+                "starts, where documents start, cannot be given with offloaded weights or a mask of padding"
+            )
         # As it was called: what is None has the same default in every version.
         if attention_mask is not None:
             more["attention_mask"] = attention_mask

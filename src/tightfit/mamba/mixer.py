@@ -7,9 +7,9 @@
     out = scan(u, δ, A, B, C, D) silu(z)
     y = out_proj(out)
 
-Kept for the backward pass: `xz` and the narrow output of `x_proj`. All else is as wide as `x` and is computed again.
-The convolution and the second projection are cheap. The scan's forward pass is run once more as well, because the
-gradient of `out_proj` needs `out`: its states at the borders come with that, and are not kept either.
+Kept for the backward pass: `xz`, the narrow output of `x_proj`, and on a GPU the scan's states at its borders. All else
+is as wide as `x` and is computed again. The convolution and the second projection are cheap; `out`, which the gradient
+of `out_proj` needs, comes from the scan's backward pass on a GPU, and elsewhere from its forward pass once more.
 
 Parameters are kept as they are, and never a cast or a view of them: an engine that shards them lets go of the memory
 behind a parameter after its layer, but a copy of ours would stay. A, D and the bias of the time step are computed in
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tightfit.mamba.arguments import Scan, ScanError
-from tightfit.mamba.chunked import _Chunked
+from tightfit.mamba import chunked
+from tightfit.mamba.arguments import Gradients, Scan, ScanError
 from tightfit.mamba.conv import Conv, conv_backward, conv_forward
 from tightfit.mamba.scan import fitting
 
@@ -89,15 +89,6 @@ def mamba_mixer(
     return out
 
 
-class _Tape:
-    """Stands in for autograd's context, so that the scan's two halves can be called one by one."""
-
-    saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-
 class _Inside:
     """What is between `xz` and `out_proj`, for both directions."""
 
@@ -156,19 +147,27 @@ def _norm_backward(part: Tensor, wanted: Tensor, eps: float | None) -> Tensor:
     return scale * (wanted - normed * (wanted * normed).mean(-1, keepdim=True))
 
 
-def _scan_forward(scan: Scan) -> tuple[Tensor, type[torch.autograd.Function], _Tape]:
-    """The output, and what the backward pass needs."""
-    function, more = _Chunked, ()  # type: tuple[type[torch.autograd.Function], tuple[Any, ...]]
-    if fitting(scan) == "triton":
-        from tightfit.mamba.gpu_scan import Config, _Triton
+def _scanned(scan: Scan) -> tuple[Tensor, Tensor | None]:
+    """The output, and on a GPU the states that the backward pass starts from."""
+    if fitting(scan) != "triton":
+        return chunked.run_forward(scan)[0], None
+    from tightfit.mamba import gpu_scan
 
-        function, more = _Triton, (Config(),)
-    tape = _Tape()
-    out, _ = function.forward(
-        tape, scan.u, scan.delta, scan.A, scan.B, scan.C, scan.D, scan.z, scan.delta_bias, scan.initial_state,
-        scan.starts, scan.delta_softplus, *more,
-    )  # fmt: skip
-    return out, function, tape
+    out, _, borders = gpu_scan.run_forward(scan)
+    return out, borders
+
+
+def _scan_backward(scan: Scan, borders: Tensor | None, dout: Tensor, dz: Tensor) -> tuple[Gradients, Tensor]:
+    """The gradients, that of the gate in `dz`, and the scan's output again. On a GPU delta and dout are overwritten."""
+    if borders is None:
+        out, _, borders = chunked.run_forward(scan)
+        grads = chunked.run_backward(scan, borders, dout, None)
+        assert grads.z is not None
+        dz.copy_(grads.z)
+        return grads, out
+    from tightfit.mamba import gpu_scan
+
+    return gpu_scan.run_backward(scan, borders, dout, None, dz=dz, overwrite=True), dout
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -192,12 +191,12 @@ class _Mixer(torch.autograd.Function):
             u = inside.convolved()
             narrow = F.linear(u.transpose(1, 2), inside.matrix(x_proj))
             parts = [normed(part, settings.norm_eps) for part in inside.split(narrow)]
-            out, _, _ = _scan_forward(inside.scan(u, parts))
+            out, borders = _scanned(inside.scan(u, parts))
             y = F.linear(
                 out.transpose(1, 2), inside.matrix(out_proj), None if out_bias is None else inside.matrix(out_bias)
             )
         ctx.save_for_backward(
-            xz, narrow, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, keep, starts
+            xz, narrow, borders, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, keep, starts
         )
         ctx.settings = settings
         return y
@@ -205,12 +204,13 @@ class _Mixer(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        xz, narrow, *kept = ctx.saved_tensors
+        xz, narrow, borders, *kept = ctx.saved_tensors
         names = ("conv", "conv_bias", "x_proj", "dt_proj", "dt_bias", "A_log", "D", "out_proj", "out_bias")
         weights = Weights(**dict(zip(names, kept, strict=False)))
         wanted = dict(zip(("xz", *names), ctx.needs_input_grad, strict=False))
         with torch.autocast(xz.device.type, enabled=False):
-            grads = _backward(_Inside(xz, weights, *kept[-2:]), narrow, dy, wanted, ctx.settings.norm_eps)
+            inside = _Inside(xz, weights, *kept[-2:])
+            grads = _backward(inside, _Kept(narrow=narrow, borders=borders), dy, wanted, ctx.settings.norm_eps)
         given = [xz, *(getattr(weights, name) for name in names)]
         cast = [
             grads[name].to(tensor.dtype) if wanted[name] else None
@@ -219,29 +219,39 @@ class _Mixer(torch.autograd.Function):
         return (*cast, None, None, None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """Between the passes, beside the inputs."""
+
+    narrow: Tensor
+    borders: Tensor | None
+
+
 def _backward(
-    inside: _Inside, narrow: Tensor, dy: Tensor, wanted: dict[str, bool], eps: float | None
+    inside: _Inside, kept: _Kept, dy: Tensor, wanted: dict[str, bool], eps: float | None
 ) -> dict[str, Tensor]:
     """Of everything that is wanted, by the names of Weights. What is as wide as `x` is let go as soon as may be."""
-    w = inside.weights
+    w, narrow = inside.weights, kept.narrow
     grads: dict[str, Tensor] = {}
     u = inside.convolved()
     raw = inside.split(narrow)
     parts = [normed(part, eps) for part in raw]
     scan = inside.scan(u, parts)
-    out, function, tape = _scan_forward(scan)
+    dxz = _beside(inside.x, inside.z)
+    dx_half, dz_half = dxz.chunk(2, dim=1)
+    dout = (dy @ inside.matrix(w.out_proj)).transpose(1, 2)
+    scanned, out = _scan_backward(scan, kept.borders, dout, dz_half)
+    del dout
     if wanted["out_proj"]:
         grads["out_proj"] = _rows(dy).t() @ _rows(out.transpose(1, 2))
     if wanted["out_bias"]:
         grads["out_bias"] = _rows(dy).sum(0, dtype=scan.A.dtype)
-    del out
-    dout = (dy @ inside.matrix(w.out_proj)).transpose(1, 2)
-    last = torch.zeros(scan.u.shape[0], *scan.A.shape, dtype=scan.A.dtype, device=u.device)
-    du, ddelta, dA, dB, dC, dD, dz, ddt_bias, *_ = function.backward(tape, dout, last)
-    grads |= {"A_log": dA * scan.A, "D": dD}
-    if ddt_bias is not None:
-        grads["dt_bias"] = ddt_bias
-    del dout, tape, scan
+    assert scanned.D is not None
+    grads |= {"A_log": scanned.A * scan.A, "D": scanned.D}
+    if scanned.delta_bias is not None:
+        grads["dt_bias"] = scanned.delta_bias
+    du, ddelta, dB, dC = scanned.u, scanned.delta, scanned.B, scanned.C
+    del scanned, scan, out
     ddelta = ddelta.transpose(1, 2)
     if wanted["dt_proj"]:
         grads["dt_proj"] = _rows(ddelta).t() @ _rows(parts[0])
@@ -259,9 +269,6 @@ def _backward(
     du = rows.view(batch, length, channels).transpose(1, 2)
     if inside.keep is not None:
         du *= inside.keep[:, None]
-    dxz = _beside(inside.x, inside.z)
-    dx_half, dz_half = dxz.chunk(2, dim=1)
-    dz_half.copy_(dz)
     conv = conv_backward(inside.conv, du, dx_half)
     return grads | {"xz": dxz, "conv": conv.weight[:, None], "conv_bias": conv.bias}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -72,18 +72,33 @@ def _run(scan: Scan, path: Path) -> tuple[Tensor, Tensor]:
         return reference_scan(scan)
     if path == "chunked":
         return chunked_scan(scan)
-    if scan.sizes[2] > MOST_STATES:
-        raise ScanError(f"A has {scan.sizes[2]} states and the triton path takes {MOST_STATES}: use path='chunked'")
-    if not _has_triton():
-        raise ScanError("path='triton' needs the triton package: leave path out, and one that works here is taken")
+    _check_triton(scan, path)
     from tightfit.mamba.gpu_scan import triton_scan
 
     return triton_scan(scan)
 
 
+def _check_triton(scan: Scan, path: str) -> None:
+    """Whoever asks for a path by name gets that one or ScanError, never another."""
+    if path not in get_args(Path):
+        raise ScanError(f"there is no path {path!r}: there are {', '.join(get_args(Path))}")
+    if scan.sizes[2] > MOST_STATES:
+        raise ScanError(f"A has {scan.sizes[2]} states and the triton path takes {MOST_STATES}: use path='chunked'")
+    for name in ("u", "A"):
+        if getattr(scan, name).dtype == torch.float64:
+            raise ScanError(f"{name} is fp64 and the triton path computes in fp32: use path='chunked'")
+    if not _has_triton():
+        raise ScanError("path='triton' needs the triton package: leave path out, and one that works here is taken")
+    if scan.u.device.type != "cuda":
+        raise ScanError(f"u is on {scan.u.device} and path='triton' needs a GPU: leave path out")
+
+
 def fitting(scan: Scan) -> Path:
     """Triton on a GPU; the chunked path elsewhere, and where Triton cannot."""
-    if scan.u.device.type != "cuda" or torch.float64 in (scan.u.dtype, scan.A.dtype):
+    device = scan.u.device.type
+    if device not in ("cuda", "cpu", "meta"):
+        _say(f"on {device} the selective scan takes its slow path: the fast one needs CUDA or ROCm")
+    if device != "cuda" or torch.float64 in (scan.u.dtype, scan.A.dtype):
         return "chunked"
     if not _has_triton():
         _say("the triton package is not installed: the selective scan takes its slow path")
@@ -96,7 +111,8 @@ def fitting(scan: Scan) -> Path:
 
 def _ungrouped(tensor: Tensor) -> Tensor:
     """The official one takes B and C by groups of channels too; one group is the usual case."""
-    return tensor[:, 0] if tensor.dim() == 4 and tensor.shape[1] == 1 else tensor
+    one_group = isinstance(tensor, Tensor) and tensor.dim() == 4 and tensor.shape[1] == 1
+    return tensor[:, 0] if one_group else tensor
 
 
 @cache

@@ -12,14 +12,21 @@ recomputes is entered from its end: its last module is fetched for the backward 
 again, and frozen weights fetched by that stay until the last module is done. Counting one layer instead, as
 the folklore does, is off by gigabytes in both directions: a large embedding alone may exceed the limit.
 
+A leaf is gathered whole, and the search for its next use (`__params_to_release`) goes through all that is inside the
+modules that it passes: a container counts as a use of every leaf in it, and its parameters count beside those of the
+leaf itself. The search for the next use of anything else passes a leaf as if nothing were inside it, so that an
+embedding which would have been released stays.
+
 The replay follows the coordinator call by call, one step of a complete trace. It depends on the model and
 the thresholds alone, so it is done once for a model and remembered.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 from typing import NamedTuple, TypeAlias
 
 Param = tuple[int, int]
@@ -34,6 +41,13 @@ class Module:
     frozen: bool = False
     reads_input: bool = False
     """It reads what enters the layer: without a gradient there, a frozen one is not called backwards."""
+    own: int | None = None
+    """Elements that a search for a next use counts in passing it; None: those of `params`."""
+    spans: int | None = None
+    """Likewise a search for a leaf's; None: as many as `own`."""
+    leaves: tuple[Module, ...] = ()
+    """The leaves inside it."""
+    leaf: bool = False
 
 
 Node: TypeAlias = "Module | tuple[Node, ...]"
@@ -71,8 +85,8 @@ UNCOUNTED, COUNTED, TURN = range(3)
 Move = tuple[int, Module, "Module | None", int, int]
 """One call, or several of modules that own nothing: its kind; the module; who keeps what is frozen, of a fetch while a
 layer is recomputed; how many calls; and whether they count."""
-Need = tuple[int, int, int, int]
-"""A parameter to come: its identity, its elements; the fetches and the elements since its stretch began."""
+Need = tuple[int, int, int]
+"""A parameter to come: its identity, its elements, and the fetches since its stretch began."""
 
 
 class Script(NamedTuple):
@@ -80,8 +94,12 @@ class Script(NamedTuple):
 
     moves: tuple[Move, ...]
     needs: tuple[Need, ...]
-    fetches: int
-    elements: int
+    counts: tuple[int, ...]
+    """For every fetch, the elements that a search for a next use counts in passing it."""
+    spans: tuple[int, ...]
+    """Likewise a search for a leaf's next use."""
+    leaves: tuple[tuple[Module, int], ...]
+    """Each leaf that a fetched module is or has inside, with the fetches before that."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +111,22 @@ class Stretch:
 
     @cached_property
     def script(self) -> Script:
+        fetched = [module for kind, module in self.calls if kind != RELEASE]
+        counts = [_own(module) for module in fetched]
+        return Script(
+            moves=self._moves(),
+            needs=tuple([(*param, index) for index, module in enumerate(fetched) for param in module.params]),
+            counts=tuple(counts),
+            spans=tuple([own if each.spans is None else each.spans for each, own in zip(fetched, counts, strict=True)]),
+            leaves=tuple([(leaf, index) for index, module in enumerate(fetched) for leaf in _leaves_of(module)]),
+        )
+
+    def _moves(self) -> tuple[Move, ...]:
         turn, start = _turn(self.calls)
         moves: list[Move] = []
-        needs: list[Need] = []
         holders: set[Module] = set()
         latest = EMPTY
-        fetches = elements = run = 0
+        run = 0
         for index, (kind, module) in enumerate(self.calls):
             if kind == RELEASE:
                 if module.params or module in holders:
@@ -113,8 +141,6 @@ class Stretch:
                 if holder is not None:
                     holders.add(holder)
                 moves.append((FETCH, module, holder, 1, mark))
-                needs += [(identity, numel, fetches, elements) for identity, numel in module.params]
-                elements += sum([numel for _, numel in module.params])
                 run = 0
             elif run and moves[-1][4] == mark:
                 run += 1
@@ -122,8 +148,17 @@ class Stretch:
             else:
                 run = 1
                 moves.append((SKIP, module, None, run, mark))
-            fetches += 1
-        return Script(tuple(moves), tuple(needs), fetches, elements)
+        return tuple(moves)
+
+
+def _own(module: Module) -> int:
+    if module.own is not None:
+        return module.own
+    return sum([numel for _, numel in module.params]) if module.params else 0
+
+
+def _leaves_of(module: Module) -> tuple[Module, ...]:
+    return (module,) if module.leaf else module.leaves
 
 
 def _turn(calls: tuple[Call, ...]) -> tuple[int, int]:
@@ -165,17 +200,21 @@ class Model:
     layers: tuple[Node, ...]
     norm: Module
     head: Module
+    between: tuple[Module, ...] = (EMPTY,)
+    """Called between embeddings and layers: rotary tables, a dropout."""
+    body: Module = EMPTY
+    """The container of all but the head."""
 
 
 def stretches(model: Model, passes: Passes) -> list[Stretch]:
     """One training step as the coordinator sees it: forwards, then each layer again where it recomputes, backwards."""
     layers, around = model.layers, (*(((FETCH, EMPTY),) * passes.wrappers), (FETCH, model.root))
-    whole = [Stretch(FORWARD, (*around, *_forwards((EMPTY, *model.embeddings, EMPTY))))]
+    whole = [Stretch(FORWARD, (*around, *_forwards((model.body, *model.embeddings, *model.between))))]
     forward, backward, recomputed = _layer_stretches(model)
     whole += forward
     whole += [Stretch(FORWARD, tuple(_forwards(model.norm)))]
     whole += [Stretch(HEAD, (*_forwards(model.head), (RELEASE, model.root)))]
-    whole += [Stretch(HEAD, (*around, *_backwards(model.head), *_backwards((EMPTY, model.norm))))]
+    whole += [Stretch(HEAD, (*around, *_backwards(model.head), *_backwards((model.body, model.norm))))]
     for index in range(len(layers) - 1, passes.lowest - 1, -1):
         if index > passes.lowest or passes.input_grad:
             whole.append(recomputed[index] if index < passes.recompute else backward[index])
@@ -279,17 +318,19 @@ class _Coordinator:
         "available",
         "batches",
         "copies",
+        "counted",
         "done",
         "fetched_for",
         "flat",
         "held",
+        "leaf_uses",
         "live",
         "max_live",
         "max_reuse",
         "next_in_queue",
-        "passed",
         "prefetch",
         "queue",
+        "spanned",
         "step",
         "uses",
     )
@@ -297,7 +338,7 @@ class _Coordinator:
     def __init__(self, whole: list[Stretch], limits: Limits) -> None:
         self.prefetch, self.max_live, self.max_reuse = limits.prefetch, limits.max_live, limits.max_reuse
         self.flat = limits.flat
-        self.step = self.live = self.copies = self.next_in_queue = self.passed = 0
+        self.step = self.live = self.copies = self.next_in_queue = 0
         self.batches: dict[int, _Batch] = {}
         self.available: set[int] = set()
         self.held: dict[Module, list[Param]] = {}
@@ -305,17 +346,28 @@ class _Coordinator:
         self.queue: list[tuple[int, int, int]] = []
         """Identity, elements and step of everything that will be fetched."""
         self.uses: dict[int, list[int]] = {}
-        """For each parameter, how many elements are fetched before each of its uses."""
-        steps = elements = 0
+        """For each parameter the steps of its uses."""
+        self.leaf_uses: dict[Module, list[int]] = {}
+        """For each leaf, those at which it or a container of it is called."""
+        steps = 0
         for stretch in whole:
             script = stretch.script
-            for identity, numel, fetches, before in script.needs:
+            for identity, numel, fetches in script.needs:
                 self.queue.append((identity, numel, steps + fetches))
                 if identity in self.uses:
-                    self.uses[identity].append(elements + before)
+                    self.uses[identity].append(steps + fetches)
                 else:
-                    self.uses[identity] = [elements + before]
-            steps, elements = steps + script.fetches, elements + script.elements
+                    self.uses[identity] = [steps + fetches]
+            for leaf, fetches in script.leaves:
+                self.leaf_uses.setdefault(leaf, []).append(steps + fetches)
+            steps += len(script.counts)
+        scripts = [stretch.script for stretch in whole]
+        self.counted = list(accumulate(chain.from_iterable([script.counts for script in scripts]), initial=0))
+        """Elements that a search for a next use counts before each step."""
+        self.spanned = self.counted
+        """Likewise a search for a leaf's."""
+        if self.leaf_uses:
+            self.spanned = list(accumulate(chain.from_iterable([script.spans for script in scripts]), initial=0))
         self.done = dict.fromkeys(self.uses, 0)
         """How many of these uses lie behind."""
         self.fetched_for = dict.fromkeys(self.uses, -1)
@@ -341,7 +393,6 @@ class _Coordinator:
             users = self.active[identity]
             users.add(module)
             self.done[identity] += 1
-            self.passed += numel
             if holder is not None:
                 users.add(holder)
                 self.held.setdefault(holder, []).append((identity, numel))
@@ -403,15 +454,22 @@ class _Coordinator:
 
     def release(self, module: Module) -> None:
         held = self.held.pop(module, ()) if self.held else ()
+        limit = self.counted[self.step] + self.max_reuse
+        leaf_soon = module.leaf and self._leaf_soon(module)
         for identity, numel in module.params:
             self.active[identity].discard(module)
             uses, done = self.uses[identity], self.done[identity]
-            soon = done < len(uses) and uses[done] - self.passed < self.max_reuse
+            soon = leaf_soon if module.leaf else done < len(uses) and self.counted[uses[done]] < limit
             if not soon and self.fetched_for[identity] <= self.step:
                 self._free(identity, numel)
         for identity, numel in held:
             self.active[identity].discard(module)
             self._free(identity, numel)
+
+    def _leaf_soon(self, leaf: Module) -> bool:
+        uses = self.leaf_uses[leaf]
+        later = bisect_left(uses, self.step)
+        return later < len(uses) and self.spanned[uses[later]] - self.spanned[self.step] < self.max_reuse
 
     def _free(self, identity: int, numel: int) -> None:
         if identity in self.available and not self.active[identity]:

@@ -6,13 +6,17 @@ output to the block's. Its checkpoint level 1 recomputes the convolution and del
 
 torch: the plain PyTorch path of transformers, which writes every state of every step down.
 
-tightfit: our own function: keeps the projected input, the small projections and the states at chunk borders,
-and recomputes the rest.
+tightfit: our own function (`mamba/mixer.py`): keeps the projected input, the small projections and the states at
+chunk borders, and recomputes the rest. Under every engine: FSDP2 gathers a layer whole, and ZeRO-3 a mixer, which is
+made a leaf. With adapters inside, or packed matrices, its modules are called one by one (`_unfused` in
+`mamba/install.py`): then our convolution and our scan keep their own inputs.
 
 Letters: E inner width, N state size, R rank of the step projection.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from tightfit.memory.operations import FP32, Operations
 from tightfit.memory.tape import Slot
@@ -20,8 +24,11 @@ from tightfit.types import Mamba1
 
 OFFICIAL_CHUNK = 2048
 """Tokens between the states that the official kernel writes down (`n_chunks` in selective_scan.cpp)."""
-TIGHTFIT_CHUNK = 256
-"""The same for ours."""
+TIGHTFIT_BORDER, TIGHTFIT_STEPS, TIGHTFIT_SUMS = 64, 4, 64 << 20
+TIGHTFIT_FORWARD, TIGHTFIT_BACKWARD = (512, 4096), (256, 5000)
+"""As mamba/gpu_scan.py cuts its launches: steps between the states that are kept, steps between those of the backward
+pass's scratch, room for sums; and for each direction the cells of a program and how many programs are wanted."""
+PROJECTIONS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 
 
 def mamba1(ops: Operations, x: Slot, shape: Mamba1, hidden: int) -> Slot:
@@ -29,7 +36,8 @@ def mamba1(ops: Operations, x: Slot, shape: Mamba1, hidden: int) -> Slot:
     if ops.setting.scan == "official":
         return _official(ops, xz, shape, hidden)
     if ops.setting.scan == "tightfit":
-        return _tightfit(ops, xz, shape, hidden)
+        adapted = any([ops.setting.adapts(f"mixer.{name}") for name in PROJECTIONS])
+        return (_modules if adapted or ops.setting.quantised else _tightfit)(ops, xz, shape, hidden)
     return _torch(ops, xz, shape, hidden)
 
 
@@ -85,22 +93,105 @@ def _official(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
 
 
 def _tightfit(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
-    setting = ops.setting
     wide, narrow = ops.size(shape.inner), ops.size(hidden)
     x_dbl = ops.size(shape.dt_rank + 2 * shape.state)
-    borders = setting.micro_batch * -(-setting.sequence // TIGHTFIT_CHUNK)
-    states = borders * shape.inner * shape.state * FP32
-    weights = _inner_weights(ops) * setting.width
+    buffers = _scan_buffers(ops, shape)
+    weights = _inner_weights(ops) * ops.setting.width if ops.setting.trains_base else 0
     return ops.tape.op(
         (xz,),
         narrow,
         saves=(xz,),
-        makes=(x_dbl, states, *_parameter_copies(ops, shape)),
-        forward_temp=max(3 * wide - narrow, wide),
-        # convolution, delta, gated output; gradients of the output, of the convolution and of delta
-        backward_temp=6 * wide + x_dbl + (0 if setting.trains_base else weights),
-        weight_grad=weights if setting.trains_base else 0,
+        makes=(x_dbl, buffers.borders),
+        # the convolution, delta and the gated output
+        forward_temp=3 * wide + buffers.parameters + buffers.forward,
+        # In the scan's: the convolution, delta, and the gradients of the output and of the convolution. That of delta
+        # and the output take the places of what they come from; the gate's is written into xz's. The gradients of the
+        # weights are made when the scan's own buffers are gone.
+        backward_temp=4 * wide + buffers.parameters + x_dbl + max(0, buffers.backward - weights),
+        weight_grad=weights,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Buffers:
+    borders: int
+    """States that are kept."""
+    parameters: int
+    """-exp(A_log.float()) and what is cast to fp32."""
+    forward: int
+    backward: int
+    """Of the scan's passes, for their own use."""
+
+
+def _scan_buffers(ops: Operations, shape: Mamba1) -> _Buffers:
+    setting = ops.setting
+    plain_dt = not (setting.quantised or setting.adapts("mixer.dt_proj"))  # else that module adds its bias itself
+    casts = 0 if setting.width == FP32 else (1 + plain_dt) * shape.inner * FP32  # D and the dt bias
+    each = shape.inner * shape.state * FP32
+    borders = setting.micro_batch * -(-setting.sequence // TIGHTFIT_BORDER) * each
+    forward, backward = (
+        scan_cut(setting.micro_batch, shape.inner, setting.sequence, shape.state, backward=way) for way in (False, True)
+    )
+    packed = setting.micro_batch * setting.sequence * 2 * forward.wide * FP32
+    scratch = backward.programs * (TIGHTFIT_BORDER // TIGHTFIT_STEPS) * TIGHTFIT_BACKWARD[0] * FP32
+    # Of each segment the state that it begins with; backward, what is wanted of its last, and a part of A's gradient.
+    return _Buffers(
+        borders=borders,
+        parameters=each + casts,
+        forward=packed + setting.micro_batch * forward.slots * each,
+        backward=packed + scratch + backward.sums + 2 * setting.micro_batch * backward.slots * each,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanCut:
+    """How our scan cuts a pass: see `_Cut` in mamba/gpu_scan.py, which a test holds equal."""
+
+    wide: int
+    slots: int
+    programs: int
+    """That run in one launch."""
+    sums: int
+    """Bytes."""
+
+
+def scan_cut(batch: int, channels: int, length: int, states: int, *, backward: bool) -> ScanCut:
+    cells, wanted = TIGHTFIT_BACKWARD if backward else TIGHTFIT_FORWARD
+    wide = 1 << (states - 1).bit_length()
+    tiles = -(-channels // max(1, min(cells // wide, 1 << (channels - 1).bit_length())))
+    borders, padded = -(-length // TIGHTFIT_BORDER), -(-length // TIGHTFIT_STEPS) * TIGHTFIT_STEPS
+    one = batch * padded * 2 * wide * FP32
+    part = tiles
+    if backward and tiles * one > TIGHTFIT_SUMS:
+        part = min(tiles, max(16, TIGHTFIT_SUMS // one // 16 * 16))
+    segments = -(-borders // -(-borders // min(max(1, wanted // (batch * part)), borders)))
+    return ScanCut(wide=wide, slots=-(-segments // 4) * 4, programs=part * segments * batch, sums=part * one)
+
+
+def _modules(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
+    """The same with every module called; the mixer's own weights are frozen."""
+    tape, wide = ops.tape, ops.size(shape.inner)
+    x, gate = tape.split(xz, (wide, wide))
+    u = tape.op((x,), wide, saves=(x,))
+    x_dbl = ops.linear(u, "mixer.x_proj", shape.dt_rank + 2 * shape.state, shape.inner)
+    low, b, c = tape.split(x_dbl, (ops.size(shape.dt_rank), ops.size(shape.state), ops.size(shape.state)))
+    if shape.normed_bcdt:
+        low, b, c = (
+            ops.norm(slot, features, "rms", trains=False)
+            for slot, features in ((low, shape.dt_rank), (b, shape.state), (c, shape.state))
+        )
+    delta = ops.linear(low, "mixer.dt_proj", shape.inner, shape.dt_rank)
+    buffers = _scan_buffers(ops, shape)
+    out = tape.op(
+        (u, delta, b, c, gate),
+        wide,
+        saves=(u, delta, b, c, gate),
+        makes=(buffers.borders, buffers.parameters),
+        forward_temp=buffers.forward,
+        backward_temp=buffers.backward,
+    )
+    tape.hold(xz, u, x_dbl, low, b, c, delta)
+    return ops.linear(out, "mixer.out_proj", hidden, shape.inner)
 
 
 def _torch(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:

@@ -8,17 +8,19 @@ elements, so its temporaries are bounded by that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.memory.activations import Activations, Moment
 from tightfit.memory.backward import bucketed
 from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Node, Param, Passes, replay, stretches
 from tightfit.memory.job import Components, Job, combine, kept, logits, passing, quantising, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
-from tightfit.types import Block, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
+from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
 
 
 class Shards(NamedTuple):
@@ -67,6 +69,8 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     whole = gathered_of(job)
     width = weights.width
     leaving = job.world if job.levers.offload_optimizer != "none" else 0
+    if _leaf_mixers(job.levers) and acts.setting.trains_base:
+        acts = held_by_leaves(acts, job.shape)
     peak = bucketed(acts, job.levers.buckets.reduce_bucket, job.tied_grad, job.embedding_grad, whole, leaving)
     backward: Components = {
         "activations": peak.activations + acts.shared,
@@ -149,6 +153,39 @@ def _initialise(job: Job) -> Components:
     return worst(*candidates)
 
 
+# --- what a leaf holds --------------------------------------------------------------------------
+
+
+def _leaf_mixers(levers: Levers) -> bool:
+    """Whether our worker makes a leaf of each Mamba mixer, if there are any: no adapters, no packed matrices inside."""
+    return levers.scan == "tightfit" and levers.method == "full"
+
+
+@lru_cache(maxsize=1024)
+def held_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
+    """`reduce_leaf_module_grads`: a mixer's gradients wait for that of its input, then they leave one after another."""
+    return replace(acts, moments=tuple([_held_by_leaf(each, acts, shape) for each in acts.moments]))
+
+
+def _held_by_leaf(moment: Moment, acts: Activations, shape: ModelShape) -> Moment:
+    block, cost, setting = shape.blocks[shape.pattern[moment.layer]], moment.cost, acts.setting
+    if not isinstance(block.mixer, Mamba1):
+        return moment
+    (inner, _), (projection, left), *others = cost.arrivals
+    # in the projection's backward pass its input and its output's gradient are still there
+    turn = setting.tokens * (2 * block.mixer.inner + shape.hidden_size) * setting.width
+    most = inner + projection + left + turn
+    usual = max(cost.recompute + cost.output, cost.backward) if moment.recomputes else cost.backward
+    waiting, arrivals = inner + projection, []
+    for tensor in sorted(block.tensors, key=lambda each: len(each.shape) < 2):  # those without weight decay come last
+        if _place(tensor.name) == 1:
+            waiting -= tensor.numel * setting.width
+            arrivals.append((tensor.numel * setting.width, left + waiting))
+    return moment._replace(
+        working=moment.working + max(most - usual, 0), cost=replace(cost, arrivals=(*arrivals, *others))
+    )
+
+
 # --- what is whole when -------------------------------------------------------------------------
 
 
@@ -170,7 +207,8 @@ def gathered_of(job: Job) -> Gathered:
         lora=effective_lora(levers),
         method=levers.method,
         frozen=not job.acts.setting.trains_base,
-        scan_kernel=levers.scan != "torch",
+        scan_kernel=levers.scan == "official",
+        leaf_mixer=_leaf_mixers(levers),
     )
     buckets = levers.buckets
     limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance, job.world > 1)
@@ -187,6 +225,8 @@ class Style:
     """The layers' own weights do not train."""
     scan_kernel: bool
     """A Mamba mixer hands its weights to one kernel: they are the mixer's, not those of modules inside it."""
+    leaf_mixer: bool
+    """A Mamba mixer is a leaf: it is gathered whole."""
 
 
 @lru_cache(maxsize=1024)
@@ -205,9 +245,31 @@ def _model(shape: ModelShape, style: Style, threshold: int) -> Model:
     norm = _module(shape.after[:-1] if not shape.tied else shape.after, threshold, first + len(shape.before))
     top = shape.before[:1] if shape.tied else shape.after[-1:]
     head = _module(top, threshold, first if shape.tied else first + len(shape.before) + len(shape.after))
-    reads_head = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
-    root = Module(head.params) if reads_head else EMPTY
-    return Model(root=root, embeddings=embeddings, layers=tuple(layers), norm=norm, head=head)
+    scans = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
+    root, body = Module(head.params) if scans else EMPTY, EMPTY
+    if leaves := tuple([leaf for layer in layers if isinstance(layer, tuple) for leaf in _leaves(layer)]):
+        root = replace(root, spans=_spanned(root, shape.tensors), leaves=leaves)
+        body = Module(spans=_spanned(body, shape.tensors) - (0 if shape.tied else top[0].numel), leaves=leaves)
+    return Model(
+        root=root,
+        embeddings=embeddings,
+        layers=tuple(layers),
+        norm=norm,
+        head=head,
+        between=() if scans else (EMPTY,),
+        body=body,
+    )
+
+
+def _spanned(container: Module, tensors: Iterable[Tensor]) -> int:
+    """All that is inside it, and once more what it reads itself."""
+    return sum([tensor.numel for tensor in tensors]) + sum([numel for _, numel in container.params])
+
+
+def _leaves(layer: tuple[Node, ...]) -> tuple[Module, ...]:
+    container = layer[0]
+    assert isinstance(container, Module)
+    return container.leaves
 
 
 def _module(tensors: tuple[Tensor, ...], threshold: int, first: int) -> Module:
@@ -247,9 +309,16 @@ def _layer(block: Block, style: Style, threshold: int, first: int) -> tuple[Node
     if feedforward:
         feedforward = [(EMPTY, feedforward[0], EMPTY, *feedforward[1:])]  # the activation is a module too
     inside: Node = (EMPTY, *mixer)
+    container = EMPTY
+    if isinstance(block.mixer, Mamba1 | Mamba2):  # the layer itself reads its norm's weight, for the dtype
+        own = [param for node in before if isinstance(node, Module) for param in node.params]
+        container = Module(tuple(own), style.frozen)
     if isinstance(block.mixer, Mamba1) and style.scan_kernel and style.method == "full":
         inside = _kernel_mixer(list(named), mixer, style.frozen)
-    return (EMPTY, *before, inside, *between, *feedforward, *after), identity
+    elif isinstance(block.mixer, Mamba1) and style.leaf_mixer:
+        inside = leaf = _leaf_mixer(named, mixer, style.frozen)
+        container = replace(container, spans=_spanned(container, block.tensors), leaves=(leaf,))
+    return (container, *before, inside, *between, *feedforward, *after), identity
 
 
 def _kernel_mixer(names: list[str], modules: list[Node], frozen: bool) -> Node:
@@ -262,7 +331,18 @@ def _kernel_mixer(names: list[str], modules: list[Node], frozen: bool) -> Node:
     inner = [node for name, node in mixing.items() if "." in name and node not in called]
     direct = [node for name, node in mixing.items() if "." not in name]
     own = [param for node in (*inner, *direct) if isinstance(node, Module) for param in node.params]
-    return (Module(tuple(own), frozen), *called, EMPTY)
+    return (Module(tuple(own), frozen), *called)
+
+
+def _leaf_mixer(named: dict[str, list[Tensor]], modules: list[Node], frozen: bool) -> Module:
+    """All of it is one module's; persistent parameters count where a next use is searched."""
+    mixing = {name: tensors for name, tensors in named.items() if _place(name) == 1}
+    nodes = dict(zip(mixing, modules, strict=True))
+    numel = {name: sum([tensor.numel for tensor in tensors]) for name, tensors in mixing.items()}
+    ordered = sorted(mixing, key=lambda name: "." not in name)  # numbered as in `_kernel_mixer`
+    params = [param for name in ordered if isinstance(node := nodes[name], Module) for param in node.params]
+    own = sum([numel[name] for name in mixing if "." not in name])
+    return Module(tuple(params), frozen, reads_input=True, own=own, spans=sum(numel.values()), leaf=True)
 
 
 def _call(name: str, tensors: list[Tensor], style: Style, threshold: int, first: int) -> tuple[Node, int]:

@@ -31,6 +31,7 @@ from tightfit.train.meter import Meter
 from tightfit.train.place import Place
 from tightfit.train.probe import Milestones, probe
 from tightfit.train.proof import Proof, proofs, recomputation
+from tightfit.train.pulse import PulsingEvents, Supervised
 from tightfit.train.resume import AdapterFile, choose, load, make_way
 from tightfit.train.resume import Found as Checkpoint
 from tightfit.train.saved_model import TensorSet
@@ -64,11 +65,18 @@ class Prepared:
     said: tuple[str, ...]
 
 
-def run(config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop) -> Ending:
+def run(
+    config: WorkerConfig,
+    options: Options,
+    place: Place,
+    cache: Path,
+    stop: Stop,
+    supervised: Supervised | None = None,
+) -> Ending:
     """Train, and leave with everybody else; how it ended."""
     lock = _lock(config, options, place)
     try:
-        return _run(config, options, place, cache, stop)
+        return _run(config, options, place, cache, stop, supervised or Supervised())
     finally:
         if lock is not None:
             lock.release()
@@ -90,11 +98,17 @@ def _lock(config: WorkerConfig, options: Options, place: Place) -> FolderLock | 
         raise
 
 
-def _run(config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop) -> Ending:
-    events = Events(config.folder, speaks=place.leads, lines=lines_of(place, config.predicted.peak_bytes))
-    worker = Worker(config=config, options=options, place=place, cache=cache, events=events, stop=stop)
+def _run(
+    config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop, supervised: Supervised
+) -> Ending:
+    events = PulsingEvents(config.folder, speaks=place.leads, lines=lines_of(place, config.predicted.peak_bytes))
+    events.pulse = supervised.pulse
+    worker = Worker(
+        config=config, options=options, place=place, cache=cache, events=events, stop=stop, supervised=supervised
+    )
     try:
         ending = worker.run()
+        supervised.pulse.at("end")
     finally:
         events.close()
     if place.leads and not options.rehearse:
@@ -112,6 +126,7 @@ def data_spec(config: WorkerConfig, model_type: str) -> DataSpec:
         sequence=config.levers.sequence,
         seed=config.training.seed,
         model_type=model_type,
+        scan=config.levers.scan,
     )
 
 
@@ -125,6 +140,7 @@ class Worker:
     cache: Path
     events: Events
     stop: Stop
+    supervised: Supervised = field(default_factory=Supervised)
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> Ending:
@@ -140,6 +156,7 @@ class Worker:
             self.events.watcher = self._watcher()
         store = places.rendezvous(self.place)
         prepared = self._prepared(store)
+        self.supervised.pulse.at("init")
         places.join(self.place, store)
         ending = self._train(prepared)
         if swapping is not None:
@@ -265,6 +282,7 @@ class Worker:
             stop=self.stop,
             saver=None if self.options.rehearse else self._saver(made, model, steps),
             standing=lambda done: standing(config, job, made.engine.counters(), done, _versions()),
+            supervised=self.supervised,
         )
         gc.collect()
         gc.freeze()  # what is there now stays to the end: it need not be looked through again and again
@@ -370,6 +388,7 @@ class Worker:
         self._prove(recomputation(made.recomputed, found.recomputed_layers))
 
     def _save(self, model: TensorSet) -> None:
+        self.supervised.pulse.at("save")
         began = time.monotonic()
         folder = self.config.folder / MODEL
         written = save_model(folder, model, self.place)

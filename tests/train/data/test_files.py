@@ -254,14 +254,23 @@ def test_wrong_files_are_one_sentence(
         ),
         (DataSpec(path="shipped:text", format="csv"), "there is no data format 'csv'"),
         (DataSpec(path="shipped:text", ablation="x"), "the ablation 'x' needs a recipe"),
-        (DataSpec(path="shipped:text", packing=True, model_type="mamba"), "leave data.packing out"),
-        (DataSpec(path="shipped:text", packing=True, model_type="falcon_mamba"), "leave data.packing out"),
+        (DataSpec(path="shipped:text", packing=True, model_type="mamba"), "use --scan tightfit"),
+        (DataSpec(path="shipped:text", packing=True, model_type="mamba", scan="official"), "use --scan tightfit"),
+        (DataSpec(path="shipped:text", packing=True, model_type="falcon_mamba", scan="torch"), "use --scan tightfit"),
+        (DataSpec(path="shipped:text", packing=True, model_type="mamba2", scan="tightfit"), ": leave data.packing out"),
+        (DataSpec(path="shipped:text", packing=True, model_type="jamba"), ": leave data.packing out"),
         (DataSpec(path="shipped:text", sequence=1), "nothing to predict"),
     ],
 )
 def test_wrong_jobs_are_one_sentence(built: Built, bytes_tokenizer: Any, spec: DataSpec, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         built(spec, bytes_tokenizer)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba"])
+def test_our_scan_takes_packed_rows(built: Built, bytes_tokenizer: Any, model_type: str) -> None:
+    spec = DataSpec(path="shipped:text", sequence=64, packing=True, model_type=model_type, scan="tightfit")
+    assert built(spec, bytes_tokenizer).train.packed
 
 
 def test_an_empty_folder(built: Built, bytes_tokenizer: Any, tmp_path: Path) -> None:

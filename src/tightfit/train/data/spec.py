@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tightfit.types import ConfigError
+from tightfit.types import ConfigError, Scan
 
 FORMATS = ("auto", "text", "alpaca", "sharegpt", "messages")
 
@@ -19,6 +19,9 @@ STATEFUL = (
     "olmo_hybrid kimi_linear minimax"
 ).split()
 """Beginnings of (or words in) the types of models that carry a state from token to token."""
+
+KEPT_APART = ("mamba", "falcon_mamba")
+"""Of these, the types whose state stops at the borders of documents where the scan is ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class DataSpec:
     sequence: int = 2048
     seed: int = 42
     model_type: str = "llama"
+    scan: Scan | None = None
+    """Of a Mamba model; None: nobody knows yet."""
 
     @property
     def generated(self) -> bool:
@@ -59,13 +64,21 @@ def check_spec(spec: DataSpec) -> None:
         raise ConfigError(f"there is no data format {spec.format!r}: there are {', '.join(FORMATS)}")
     if spec.sequence < 2:
         raise ConfigError(f"a sequence of {spec.sequence} tokens has nothing to predict: make it at least 2")
-    if spec.packing and carries_state(spec.model_type):
-        raise ConfigError(
-            f"packing would let documents leak into each other in {spec.model_type} models, whose scan runs on over "
-            "their borders: leave data.packing out"
-        )
+    if spec.packing:
+        _check_packing(spec)
     if spec.ablation is not None and not spec.by_recipe:
         raise ConfigError(f"the ablation {spec.ablation!r} needs a recipe: name one, --recipe shipped:persona say")
+
+
+def _check_packing(spec: DataSpec) -> None:
+    apart = spec.model_type in KEPT_APART
+    if not carries_state(spec.model_type) or (apart and spec.scan == "tightfit"):
+        return
+    instead = "use --scan tightfit, which stops at them, or leave" if apart else "leave"
+    raise ConfigError(
+        f"packing would let documents leak into each other in {spec.model_type} models, whose scan runs on over their "
+        f"borders: {instead} data.packing out"
+    )
 
 
 def carries_state(model_type: str) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.mamba.install import whole_mixers
 from tightfit.train import optimizers
 from tightfit.train.engines import Diverged, Held, Stepped
 from tightfit.train.engines.deepspeed_states import (
@@ -32,6 +33,9 @@ from tightfit.train.nvme import MOMENTS, nvme_states, swapped
 from tightfit.train.place import Place
 from tightfit.train.shards import Shard, outline
 from tightfit.types import ConfigError, Levers
+
+NVME_BUFFERS = 5
+"""DeepSpeed's own number, where a file says none."""
 
 
 class DeepSpeed:
@@ -50,6 +54,8 @@ class DeepSpeed:
         else:
             options["optimizer"] = made
         buffers = _float_buffers(model)
+        if self.stage == 3 and levers.scan == "tightfit":
+            gather_mixers_whole(model, config)
         self._engine, *_ = deepspeed.initialize(**options)
         _restore(buffers, place.device)
         self._wrapper = self._engine.optimizer
@@ -194,6 +200,22 @@ class DeepSpeed:
             if found:
                 return [tensor for tensor in found if isinstance(tensor, Tensor)]
         return [param for group in self._basic.param_groups for param in group["params"]]
+
+
+def gather_mixers_whole(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """ZeRO-3's hooks on the inside of a Mamba mixer would keep it from being computed as one function. Of a leaf the
+    whole is gathered at once, and its gradients are reduced together, when that of its input is there: the norm below
+    each mixer trains with it, so there always is one."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    classes = whole_mixers(model)
+    if not classes:
+        return
+    # From NVMe each parameter comes through a buffer of its own, and Mamba's head holds one from start to end.
+    offload = config["zero_optimization"].get("offload_param") or {}
+    mixers = [module for module in model.modules() if type(module) in classes]
+    if max(sum(map(swapped, mixer.parameters())) for mixer in mixers) < offload.get("buffer_count", NVME_BUFFERS):
+        set_z3_leaf_modules(model, classes)
 
 
 def _float_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
