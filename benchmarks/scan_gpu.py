@@ -2,8 +2,8 @@
 
     python benchmarks/scan_gpu.py [--out rows.jsonl] [--only scan|mixer|lengths]
 
-Medians of device events; the official figures, from an H200, are in benchmarks/data/h200-official-scan.json. Kept is what
-the forward pass leaves allocated, its output included, as those figures count it. `benchmarks/scan_speed.py page` writes
+Medians of device events; the official figures, from an H200, are in benchmarks/data/h200-official-scan.json. Kept is
+what the forward pass leaves allocated, its output included, as those figures count it. `scan_speed.py page` writes
 docs/scan.md from the rows.
 """
 

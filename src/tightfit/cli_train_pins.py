@@ -71,15 +71,12 @@ def with_a_scan_that_runs(request: Request, *, on_gpu: bool) -> Request:
         return request
     if request.job.levers.get("scan") is not None:
         return request
-    there = is_installed("mamba_ssm")
-    scan = "tightfit" if not on_gpu else "official" if there else "torch"
-    whose = {"tightfit": "our own", "official": "mamba_ssm's", "torch": "transformers'"}[scan]
-    why = "mamba_ssm is installed" if there else "mamba_ssm is not installed"
-    if not on_gpu:
-        why = "the quickest without a GPU"
-    elif not there:
-        why += ", and ours (--scan tightfit) has not been tried on a GPU yet"
-    said = f"The selective scan is {whose} (--scan {scan}): {why}."
+    if Mamba1 in kinds or not on_gpu:
+        scan, said = "tightfit", "The selective scan is our own (--scan tightfit): it needs no build."
+    elif is_installed("mamba_ssm"):
+        scan, said = "official", "The selective scan is mamba_ssm's (--scan official): it is installed."
+    else:
+        scan, said = "torch", "The selective scan is transformers' (--scan torch): mamba_ssm is not installed."
     job = replace(request.job, levers={**request.job.levers, "scan": scan})
     return replace(request, job=job, said=(*request.said, said))
 

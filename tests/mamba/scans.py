@@ -55,7 +55,7 @@ def results(
     own = {name: tensor.detach().requires_grad_() for name, tensor in own.items()}
     missing = {name: None for name in NAMES if name not in own}
     out, last = run(Scan(**own, **missing, delta_softplus=softplus, starts=starts), path)
-    weights = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
+    weights = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out)
     loss = (out * weights).double().sum() + (last.double() ** 2).sum()
     grads = torch.autograd.grad(loss, list(own.values()))
     return {

@@ -156,7 +156,8 @@ def _scan(block: Block, setting: Setting) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0  # matrix products of chunks: their traffic is on the tape
     steps = setting.tokens * mixer.inner * mixer.state
     launches = constants.SCAN_OPERATIONS * constants.OPERATION_S
-    return steps / constants.SCAN_STEPS_PER_S, steps / constants.SCAN_STEPS_BACK_PER_S, launches
+    forward, back = constants.SCAN_STEPS_PER_S[setting.scan], constants.SCAN_STEPS_BACK_PER_S[setting.scan]
+    return steps / forward, steps / back, launches
 
 
 def _modules(block: Block, setting: Setting) -> int:
