@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.cli_flags import Parser, add_lever_flags, whole_number
+from tightfit.cli_plan_calibration import calibration_of
 from tightfit.cli_plan_files import Answer, Startable, beyond, check_launcher, startable_of, target_of, write_plan
 from tightfit.cli_plan_request import Request, request_of
 from tightfit.inputs.flags import meant, spelt
@@ -23,7 +24,7 @@ from tightfit.inputs.job_fields import FREE_LEVERS, job_fields, meanings
 from tightfit.inputs.job_file import JOB_FLAGS
 from tightfit.inputs.spelling import as_number
 from tightfit.job import Allowance, Tier
-from tightfit.planner import plan as planned
+from tightfit.planner import plan_within
 from tightfit.planner.limits import Limit, Wanted, largest_micro_batch, largest_model, longest_sequence
 from tightfit.planner.tiers import Tiered, all_tiers, tiered
 from tightfit.types import ConfigError
@@ -49,6 +50,7 @@ FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
         ),
         "tier": ("NAME", f"a named corner of the levers: {', '.join(get_args(Tier))}"),
         "max": ("|".join(get_args(Wanted)), "the most that fits instead of the fastest"),
+        "no_calibration": (None, "leave out what earlier runs measured against their predictions"),
         "json": (None, "one JSON object, for programs"),
     },
     "the length of the training": {
@@ -115,11 +117,12 @@ def _work(args: argparse.Namespace) -> tuple[Answer, list[Path] | None]:
     target = target_of(args)
     request = request_of(args)
     check_launcher(request.job, target)
+    startable = startable_of(request.job, target, calibration_of(args, request.job))
     try:
-        answer = _answer(args, request, startable_of(request.job, target))
+        answer = _answer(args, request, startable)
     except ConfigError as error:
         raise of_the_file(error, args) from None
-    return write_plan(args, request.job, target, answer)
+    return write_plan(args, request.job, target, startable, answer)
 
 
 def of_the_file(error: ConfigError, args: argparse.Namespace) -> ConfigError:
@@ -223,21 +226,21 @@ def _answer(args: argparse.Namespace, request: Request, startable: Startable) ->
         if job.tier == "all":
             if hasattr(args, "write"):
                 raise ConfigError("--tier all is a comparison: name one tier to --write its files")
-            return all_tiers(job, shape, hardware, request.explicit)
-        answer = tiered(job.tier, job, shape, hardware, request.explicit)
+            return all_tiers(job, shape, hardware, request.explicit, startable.calibration)
+        answer = tiered(job.tier, job, shape, hardware, request.explicit, startable.calibration)
         if answer.plan is None:
             raise ConfigError(answer.problem)
-        others = () if answer.plan.fits else _fitting_tiers(answer.tier.name, request)
+        others = () if answer.plan.fits else _fitting_tiers(answer.tier.name, request, startable)
         return replace(answer, because=(*request.said, *answer.because, *others))
     said = (*request.said, *startable.said)
-    found = planned(job, shape, hardware, said, partial=startable.partial, engines=startable.engines)
+    found = plan_within(startable.bounds(), job, shape, hardware, said)
     way_out = beyond(startable, found)
     return replace(found, because=(way_out, *found.because)) if way_out else found
 
 
-def _fitting_tiers(name: str, request: Request) -> tuple[str, ...]:
+def _fitting_tiers(name: str, request: Request, startable: Startable) -> tuple[str, ...]:
     """Where a tier does not fit: those that do."""
-    every = all_tiers(request.job, request.shape, request.hardware, request.explicit)
+    every = all_tiers(request.job, request.shape, request.hardware, request.explicit, startable.calibration)
     names = [each.tier.name for each in every if each.plan is not None and each.plan.fits and each.tier.name != name]
     if not names:
         return ("None of the other tiers fits either.",)
@@ -247,13 +250,13 @@ def _fitting_tiers(name: str, request: Request) -> tuple[str, ...]:
 
 def _most(wanted: Wanted, request: Request, startable: Startable) -> Limit:
     job, shape, hardware = request.job, request.shape, request.hardware
-    partial, engines = startable.partial, startable.engines
+    bounds = startable.bounds()
     if wanted == "seq":
-        limit = longest_sequence(job, shape, hardware, partial=partial, engines=engines)
+        limit = longest_sequence(job, shape, hardware, bounds)
     elif wanted == "micro-batch":
-        limit = largest_micro_batch(job, shape, hardware, partial=partial, engines=engines)
+        limit = largest_micro_batch(job, shape, hardware, bounds)
     else:
-        limit = largest_model(job, hardware, partial=partial, engines=engines)
+        limit = largest_model(job, hardware, bounds=bounds)
     way_out = beyond(startable, limit.plan, every_gpu=True)
     said = (*((way_out,) if way_out else ()), *request.said, *startable.said)
     return replace(limit, because=(*said, *limit.because))

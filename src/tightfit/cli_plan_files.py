@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, get_args
 from tightfit.inputs.flags import meant, spelt
 from tightfit.job import Job
 from tightfit.planner import question_of
+from tightfit.planner.calibration import Calibration
 from tightfit.planner.limits import Limit
-from tightfit.planner.plan import Plan
+from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.search import search, something_fits
 from tightfit.planner.tiers import Tiered
 from tightfit.priced import strategy_name
@@ -46,9 +47,14 @@ class Startable:
 
     launcher: str | None
     partial: bool = True
-    """See `Question`; so `engines`."""
+    """See `Bounds`; so `engines`."""
     engines: frozenset[str] | None = None
     said: tuple[str, ...] = ()
+    calibration: Calibration | None = None
+    """What earlier runs have taught; None: predictions are taken as they are."""
+
+    def bounds(self, *, every_gpu: bool = False) -> Bounds:
+        return Bounds(partial=self.partial, engines=self.engines, every_gpu=every_gpu, calibration=self.calibration)
 
 
 def deepspeed_version(hardware: Hardware) -> tuple[str, tuple[str, ...]]:
@@ -121,18 +127,18 @@ def check_launcher(job: Job, target: Target | None) -> None:
         )
 
 
-def startable_of(job: Job, target: Target | None) -> Startable:
+def startable_of(job: Job, target: Target | None, calibration: Calibration | None = None) -> Startable:
     """What is promised must be what the launcher runs; what the user has pinned needs no sentence."""
     launcher = target.launcher if target else None
     if launcher not in STARTS_DEEPSPEED:
-        return Startable(launcher=launcher)
+        return Startable(launcher=launcher, calibration=calibration)
     said = []
     if "engine" not in job.levers:
         said.append(f"FSDP2 is left out: --launcher {launcher} starts DeepSpeed's engines.")
     partial = launcher != "llamafactory"
     if not partial and "checkpointing" not in job.levers:
         said.append("LLaMA-Factory recomputes every layer or none, so nothing in between was considered.")
-    return Startable(launcher=launcher, partial=partial, engines=DEEPSPEED, said=tuple(said))
+    return Startable(launcher=launcher, partial=partial, engines=DEEPSPEED, said=tuple(said), calibration=calibration)
 
 
 def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> str | None:
@@ -140,7 +146,8 @@ def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> st
     chosen = answer.chosen
     if startable.engines is None or (chosen is not None and not chosen.changes):
         return None
-    question = question_of(answer.job, answer.shape, answer.hardware, every_gpu=every_gpu)
+    free = Bounds(every_gpu=every_gpu, calibration=startable.calibration)
+    question = question_of(answer.job, answer.shape, answer.hardware).within(free)
     best = search(question).best if something_fits(question) else None
     if best is None:
         return None
@@ -151,7 +158,7 @@ def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> st
 
 
 def write_plan(
-    args: argparse.Namespace, job: Job, target: Target | None, answer: Answer
+    args: argparse.Namespace, job: Job, target: Target | None, startable: Startable, answer: Answer
 ) -> tuple[Answer, list[Path] | None]:
     """The answer with what was never run by us, and the files that were written for it, if that was asked."""
     answer = _changed(answer)
@@ -163,7 +170,7 @@ def write_plan(
     answered = plan_of(answer)
     if answered.chosen is None:
         every_gpu = isinstance(answer, Limit)
-        narrow = beyond(startable_of(job, target), answered, every_gpu=every_gpu) is not None
+        narrow = beyond(startable, answered, every_gpu=every_gpu) is not None
         way = f"--launcher {STARTS_ANY} would make it fit" if narrow else way_out(answered, HOW_FAR)
         raise ConfigError(f"nothing fits, so nothing was written: {way}")
     deepspeed = answered.chosen.levers.deepspeed_version

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tightfit import cli_estimate
 from tightfit.cli_plan_files import Answer
+from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.tiers import Tiered
 from tightfit.priced import Priced, strategy_name
+from tightfit.types import Phase, PhaseName
 
 
 def report(answer: Answer, files: Sequence[Path] | None) -> dict[str, Any]:
@@ -80,7 +83,28 @@ def way_report(way: Way) -> dict[str, Any]:
         },
         "because": list(way.because),
         "changes": list(way.changes),
+        "calibration": _calibration_report(way),
     }
+
+
+def _calibration_report(way: Way) -> dict[str, Any] | None:
+    """What earlier runs have added to the predicted bytes of this way, and which; null: nothing."""
+    gpu, host = _errors(way.footprint.gpu.phases), _errors(way.footprint.host.phases)
+    if way.correction is None or not (gpu or host):
+        return None
+    entry = way.correction.entry
+    return {
+        "day": entry.day,
+        "same_way": way.correction.same_way,
+        "gpu_bytes": gpu,
+        "host_bytes_per_rank": host,
+        "measured": [asdict(each) for each in entry.measured],
+    }
+
+
+def _errors(phases: Mapping[PhaseName, Phase]) -> dict[str, int]:
+    found = {name: phase.components.get(COMPONENT, 0) for name, phase in phases.items()}
+    return {name: size for name, size in found.items() if size}
 
 
 def _remedy_report(remedy: Remedy) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tightfit.cli_plan_calibration import calibration_of
 from tightfit.cli_plan_files import Startable, startable_of, way_out
 from tightfit.cli_plan_request import Request, request_of
 from tightfit.cli_train_machine import Machine, Nodes, machine_for, nodes_of
@@ -18,7 +19,7 @@ from tightfit.cli_train_pins import check_weights, pinned_by_deepspeed, with_a_s
 from tightfit.inputs.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
-from tightfit.planner import plan as planned
+from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
 from tightfit.planner.tiers import tiered
 from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, placed, read_plan_folder, worker_file
@@ -76,7 +77,8 @@ def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
     )
     check_data(request.job)
     target = _target(args, nodes)
-    answer = answer_of(args, request, startable_of(request.job, target), every_gpu=nodes.count > 1)
+    startable = startable_of(request.job, target, calibration_of(args, request.job))
+    answer = answer_of(args, request, startable, every_gpu=nodes.count > 1)
     if answer.chosen is None:
         raise ConfigError(f"nothing fits, so nothing was started: {way_out(answer, HOW_FAR)}")
     files = rendered(answer, request.job, target)
@@ -104,10 +106,10 @@ def answer_of(args: argparse.Namespace, request: Request, startable: Startable, 
     job, said = request.job, (*request.said, *startable.said)
     try:
         if job.tier is None:
-            return planned(job, request.shape, request.hardware, said, every_gpu=every_gpu, engines=startable.engines)
+            return plan_within(startable.bounds(every_gpu=every_gpu), job, request.shape, request.hardware, said)
         if job.tier == "all":
             raise ConfigError("--tier all is a comparison: name one tier to train with")
-        found = tiered(job.tier, job, request.shape, request.hardware, request.explicit)
+        found = tiered(job.tier, job, request.shape, request.hardware, request.explicit, startable.calibration)
     except ConfigError as error:
         raise of_the_file(error, args) from None
     if found.plan is None:

@@ -1,7 +1,9 @@
 """The fastest way that fits: candidates, prices, the choice, and what to change when nothing fits.
 
-`plan` is the one public function; `tightfit.plan` is the same. `limits.py` turns the question round (the longest
-sequence, the largest model), `tiers.py` holds the named corners of the levers.
+`plan` is the one public function; `tightfit.plan` is the same, and `plan_within` the same with all that can bound a
+search. `limits.py` turns the question round (the longest sequence, the largest model), `tiers.py` holds the named
+corners of the levers, `step_down.py` has the next plan after one that ran out of memory and `way_up.py` the faster one
+that would have fitted.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from tightfit.inputs.job_file import dump_job, hardware_of, levers_of, model_of,
 from tightfit.job import Job
 from tightfit.planner import costly, reasons
 from tightfit.planner.candidates import check_states
-from tightfit.planner.plan import Plan, Remedy, Way
+from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.search import Found, Question, search
 from tightfit.planner.tier_values import TIERS, applied, by_memory
 from tightfit.types import ConfigError, Hardware, Lora, ModelShape
 
-__all__ = ["Plan", "Remedy", "Way", "plan", "question_of"]
+__all__ = ["Bounds", "Plan", "Remedy", "Way", "answered", "plan", "plan_within", "question_of"]
 
 SEQUENCES_A_GPU = 4
 """The effective batch where none was asked for."""
@@ -37,28 +39,44 @@ def plan(
     """The fastest way to run the job; its own model and hardware, unless others are given.
 
     A job's tier is applied first. `said`: what the inputs' readers had to say. `partial`, `every_gpu` and `engines`
-    bound the search: see `Question`.
+    bound the search: see `Bounds`.
     """
+    bounds = Bounds(partial=partial, every_gpu=every_gpu, engines=engines)
+    return plan_within(bounds, job, shape, hardware, said)
+
+
+def plan_within(
+    bounds: Bounds,
+    job: Job,
+    shape: ModelShape | None = None,
+    hardware: Hardware | None = None,
+    said: tuple[str, ...] = (),
+) -> Plan:
+    """See `plan`; with what earlier runs have taught, where the bounds bring it."""
     shape = shape or model_of(job)
     hardware = hardware or hardware_of(job)
     costs: tuple[str, ...] = ()
     if job.tier is not None and "engine" not in job.levers:
         job, costs = _tiered(job, hardware)
-    began = perf_counter()
-    question = question_of(job, shape, hardware, every_gpu=every_gpu)
-    question = replace(question, partial=partial, engines=engines)
+    question = question_of(job, shape, hardware).within(bounds)
     if question.ours:
         check_states(question.base, question.pinned, hardware)
+    answer = answered(job, question, said)
+    if answer.chosen is None or not costs:
+        return answer
+    return replace(answer, chosen=replace(answer.chosen, changes=(*costs, *answer.chosen.changes)))
+
+
+def answered(job: Job, question: Question, said: tuple[str, ...] = ()) -> Plan:
+    """The best way that a question allows; where there is none, the best with what the job allows to be changed."""
+    began = perf_counter()
     found = search(question)
     changed: tuple[Remedy, ...] = ()
     if found.best is None and job.limits.allow:
         changed = costly.allowed(question, job.limits.allow)
         if changed:
             found.ways.append(changed[-1].way)
-    answer = _answer(job, question, found, changed, said, began)
-    if answer.chosen is None or not costs:
-        return answer
-    return replace(answer, chosen=replace(answer.chosen, changes=(*costs, *answer.chosen.changes)))
+    return _answer(job, question, found, changed, said, began)
 
 
 def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:

@@ -1,8 +1,7 @@
 """The question turned round: for given hardware, the longest sequence, the largest micro batch, the largest model.
 
 Memory grows with each of them, so the largest that fits is found by bisection on the candidates that hold least.
-All GPUs take part: a longer sequence on one of eight is not what was meant. `partial` and `engines` bound the search
-as in `Question`.
+All GPUs take part: a longer sequence on one of eight is not what was meant.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from tightfit.inputs.job_file import levers_of
 from tightfit.inputs.models import load_model
 from tightfit.inputs.presets import PRESETS
 from tightfit.job import Job
-from tightfit.planner import plan, question_of
-from tightfit.planner.plan import Plan
+from tightfit.planner import plan_within, question_of
+from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.search import something_fits
 from tightfit.types import ConfigError, Hardware, ModelShape, UserError
 
@@ -24,7 +23,7 @@ Wanted = Literal["seq", "micro-batch", "model"]
 STEP_TOKENS = 64
 MOST_TOKENS = 2**22
 MOST_SEQUENCES = 2**14
-Engines = frozenset[str] | None
+FREE = Bounds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +38,13 @@ class Limit:
     because: tuple[str, ...]
 
 
-def longest_sequence(
-    job: Job, shape: ModelShape, hardware: Hardware, *, partial: bool = True, engines: Engines = None
-) -> Limit:
+def longest_sequence(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bounds = FREE) -> Limit:
     """In steps of 64 tokens, up to what the model was made for."""
     known = shape.max_positions
     most = min(known or MOST_TOKENS, MOST_TOKENS)
 
     def fits(steps: int) -> bool:
-        return _fits(replace(job, sequence=steps * STEP_TOKENS), shape, hardware, partial, engines)
+        return _fits(replace(job, sequence=steps * STEP_TOKENS), shape, hardware, bounds)
 
     steps = _largest(fits, max(1, most // STEP_TOKENS))
     tokens = steps * STEP_TOKENS if steps else None
@@ -57,14 +54,12 @@ def longest_sequence(
     return Limit(
         wanted="seq",
         value=tokens,
-        plan=_plan(replace(job, sequence=tokens or STEP_TOKENS), shape, hardware, partial, engines),
+        plan=_plan(replace(job, sequence=tokens or STEP_TOKENS), shape, hardware, bounds),
         because=tuple(said),
     )
 
 
-def largest_micro_batch(
-    job: Job, shape: ModelShape, hardware: Hardware, *, partial: bool = True, engines: Engines = None
-) -> Limit:
+def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bounds = FREE) -> Limit:
     """Sequences in one forward pass of one GPU, without accumulation unless that is pinned."""
     if "micro_batch" in job.levers:
         raise ConfigError("--max micro-batch and --micro-batch contradict each other: leave one out")
@@ -74,12 +69,12 @@ def largest_micro_batch(
         batch = micro * accumulation * hardware.world
         return replace(job, effective_batch=batch, levers={**job.levers, "micro_batch": micro})
 
-    micro = _largest(lambda count: _fits(asked(count), shape, hardware, partial, engines), MOST_SEQUENCES)
+    micro = _largest(lambda count: _fits(asked(count), shape, hardware, bounds), MOST_SEQUENCES)
     said = f"The effective batch follows from it: {micro or 1} a GPU and forward pass."
     return Limit(
         wanted="micro-batch",
         value=micro or None,
-        plan=_plan(asked(micro or 1), shape, hardware, partial, engines),
+        plan=_plan(asked(micro or 1), shape, hardware, bounds),
         because=(said,),
     )
 
@@ -88,17 +83,15 @@ def largest_model(
     job: Job,
     hardware: Hardware,
     names: Iterable[str] = tuple(PRESETS),
-    *,
-    partial: bool = True,
-    engines: Engines = None,
+    bounds: Bounds = FREE,
 ) -> Limit:
     """Of the presets, the one with the most parameters that fits."""
     shapes = sorted((load_model(name) for name in names), key=lambda shape: -shape.parameters)
     for shape in shapes:
         asked = replace(job, model=shape.name)
         try:
-            if _fits(asked, shape, hardware, partial, engines):
-                found = _plan(asked, shape, hardware, partial, engines)
+            if _fits(asked, shape, hardware, bounds):
+                found = _plan(asked, shape, hardware, bounds)
                 return Limit(wanted="model", value=shape.name, plan=found, because=())
         except UserError:
             continue  # adapters for layers that this model does not have
@@ -106,18 +99,17 @@ def largest_model(
     return Limit(
         wanted="model",
         value=None,
-        plan=_plan(replace(job, model=smallest.name), smallest, hardware, partial, engines),
+        plan=_plan(replace(job, model=smallest.name), smallest, hardware, bounds),
         because=(f"Not even {smallest.name} fits.",),
     )
 
 
-def _fits(job: Job, shape: ModelShape, hardware: Hardware, partial: bool, engines: Engines) -> bool:
-    question = question_of(job, shape, hardware, every_gpu=True)
-    return something_fits(replace(question, partial=partial, engines=engines))
+def _fits(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bounds) -> bool:
+    return something_fits(question_of(job, shape, hardware).within(replace(bounds, every_gpu=True)))
 
 
-def _plan(job: Job, shape: ModelShape, hardware: Hardware, partial: bool, engines: Engines) -> Plan:
-    return plan(job, shape, hardware, every_gpu=True, partial=partial, engines=engines)
+def _plan(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bounds) -> Plan:
+    return plan_within(replace(bounds, every_gpu=True), job, shape, hardware)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

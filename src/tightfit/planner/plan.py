@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.job import Allowance, Job
+from tightfit.planner.calibration import Calibration, Correction
 from tightfit.types import Footprint, Hardware, Levers, ModelShape, Pace
 
 
@@ -28,6 +29,8 @@ class Way:
     """What it changes in the result of the training, a sentence each; empty: nothing."""
     skips_long: bool = False
     """Samples longer than the sequence are left out, not cut."""
+    correction: Correction | None = None
+    """What an earlier run has taught about it, which the footprint has as a component; None: nothing."""
 
     @property
     def world(self) -> int:
@@ -41,6 +44,20 @@ class Way:
     @property
     def effective_batch(self) -> int:
         return self.levers.micro_batch * self.levers.accumulation * self.world
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What bounds a search, beside the job."""
+
+    partial: bool = True
+    """Some layers may recompute while others do not, as our own worker can; other trainers know all or none."""
+    engines: frozenset[str] | None = None
+    """Those that can be started; None: any."""
+    every_gpu: bool = False
+    """No way that leaves GPUs idle."""
+    calibration: Calibration | None = None
+    """None: predictions are taken as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

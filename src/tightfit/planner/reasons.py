@@ -12,12 +12,12 @@ from math import ceil
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.job_file import timeout_s
 from tightfit.job import Job
-from tightfit.memory import estimate
 from tightfit.memory.optimizers import EIGHT_BIT
+from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.plan import Plan, Way
-from tightfit.planner.search import Question, excess_share, needed_bytes
+from tightfit.planner.search import Question, excess_share, needed_bytes, weigh
 from tightfit.priced import amounts, strategy_name
-from tightfit.types import Checkpointing, Hardware, Mamba1
+from tightfit.types import Checkpointing, Hardware
 
 MOST_SLOWER = 3
 """Sentences about ways that fit and are slower."""
@@ -75,12 +75,12 @@ def _distance(plan: Plan, way: Way) -> tuple[float, float]:
 
 def of_choice(question: Question, way: Way) -> tuple[str, ...]:
     """What decided the levers of one way."""
-    said = [_margin(way)]
+    said = [_margin(way), *calibrated(way)]
     depth, total = way.levers.checkpointing.layers, question.shape.n_layers
     if "checkpointing" not in question.pinned:
         if depth is not None and 0 < depth < total:
             fewer = replace(way.levers, checkpointing=Checkpointing(layers=depth - 1))
-            need = estimate(way.shape, fewer, way.world, way.hardware).gpu.required_bytes
+            need = weigh(replace(question, shape=way.shape, hardware=way.hardware), fewer).gpu.required_bytes
             said.append(
                 f"{depth} of {total} layers recompute their activations: with {depth - 1} "
                 f"{'a' if way.world > 1 else 'the'} GPU would need {amounts(need)[0]} GiB."
@@ -108,6 +108,28 @@ def _margin(way: Way) -> str:
     return f"Needs {needed} of {size} GiB on {where}: {spare} GiB ({(card - need) / card:.1%} of the card) stays free."
 
 
+def calibrated(way: Way) -> tuple[str, ...]:
+    """By how much, and from which run."""
+    if way.correction is None:
+        return ()
+    gpu, host = way.footprint.gpu, way.footprint.host
+    phase = "init" if gpu.init_peak_bytes > gpu.peak_bytes else gpu.peak_phase
+    card = gpu.phases[phase].components.get(COMPONENT, 0)
+    ram = max(each.components.get(COMPONENT, 0) for each in host.phases.values())
+    parts = [_signed(card)] if card else []
+    parts += [f"{_signed(ram)} of host RAM a rank"] if ram else []
+    if not parts:
+        return ()
+    entry = way.correction.entry
+    how = "" if way.correction.same_way else ", which ran another way"
+    by = " and ".join(parts)
+    return (f"Calibrated by {by} from a run on {entry.day}{how} (--no-calibration leaves it out).",)
+
+
+def _signed(size_bytes: int) -> str:
+    return f"{'+' if size_bytes > 0 else '-'}{amounts(abs(size_bytes))[0]} GiB"
+
+
 def of_plan(plan: Plan, question: Question, said: tuple[str, ...]) -> tuple[str, ...]:
     """Every sentence under the table."""
     sentences = [*said, *_batch(plan), *question.hardware.because]
@@ -117,9 +139,8 @@ def of_plan(plan: Plan, question: Question, said: tuple[str, ...]) -> tuple[str,
         sentences += [f"It changes the training: {change}." for change in chosen.changes]
         sentences += [*_unchanged(plan, chosen), *_against(plan, chosen), *_cut_off(plan)]
         sentences += chosen.pace.because
-        sentences += _scan(chosen)
     else:
-        sentences += _nothing(plan)
+        sentences += [*_nothing(plan), *(calibrated(worth_showing(plan)[0]) if plan.alternatives else ())]
     if question.hardware.host_ram_bytes is None:
         sentences.append("The host's RAM is not known (--host-ram 256GB, say): every way is taken to have enough.")
     return tuple(dict.fromkeys((*sentences, *plan.unproven)))
@@ -216,12 +237,6 @@ def _missing_on_card(way: Way) -> str:
 def _main_cause(way: Way, chosen: Way) -> str:
     more = {cause: seconds - chosen.pace.causes.get(cause, 0.0) for cause, seconds in way.pace.causes.items()}
     return max(more, key=lambda cause: more[cause])
-
-
-def _scan(way: Way) -> list[str]:
-    if any(isinstance(block.mixer, Mamba1) for block in way.shape.blocks) and way.levers.scan == "tightfit":
-        return ["tightfit's own scan is taken to be as fast as the official kernels: it has not been timed yet."]
-    return []
 
 
 def _nothing(plan: Plan) -> list[str]:

@@ -14,22 +14,34 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, floor, inf
 from typing import NamedTuple
 
 from tightfit.memory import estimate, floor_bytes
-from tightfit.memory.overhead import beside
+from tightfit.memory.overhead import ALLOCATOR_SLACK, beside
 from tightfit.pace import pace, step_times
+from tightfit.planner.calibration import Calibration, Correction, Place, corrected, phase_bytes
 from tightfit.planner.candidates import Corner, Pinned, complexity, corners, frugal, strategies
 from tightfit.planner.depths import in_a_valley, past_a_floor, tried_depths
-from tightfit.planner.plan import Way
-from tightfit.types import Cause, Checkpointing, Footprint, Hardware, Levers, Lora, ModelShape
+from tightfit.planner.plan import Bounds, Way
+from tightfit.types import Cause, Checkpointing, Footprint, Hardware, Levers, Lora, ModelShape, PhaseName
 
 FULL = Checkpointing(layers=None)
 OFFLOADED = Checkpointing(layers=None, offload=True)
 TIE_S = 2e-9
 """Two times that may round to the same, whatever the order in which they were summed up."""
 FP32 = 4
+AT_ANY_DEPTH: tuple[PhaseName, ...] = ("init", "step", "save")
+"""The phases of the GPU that hold the same however many layers recompute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cap:
+    """What may be held in one phase, beside what card and host have: see `phase_bytes`."""
+
+    where: Place
+    phase: PhaseName | None
+    most_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,19 @@ class Question:
     """Those that can be started; None: any."""
     every_gpu: bool = False
     """No way that leaves GPUs idle."""
+    calibration: Calibration | None = None
+    """What earlier runs have taught; None: predictions are taken as they are."""
+    caps: tuple[Cap, ...] = ()
+    """What a plan has to stay below, since another one failed above it."""
+
+    def within(self, bounds: Bounds) -> Question:
+        return replace(
+            self,
+            partial=bounds.partial,
+            engines=bounds.engines,
+            every_gpu=self.every_gpu or bounds.every_gpu,
+            calibration=bounds.calibration,
+        )
 
     @property
     def ours(self) -> bool:
@@ -60,6 +85,12 @@ class Question:
     @property
     def gpu_limit_bytes(self) -> int:
         return int(self.hardware.gpu.memory_bytes * (1 - self.margin))
+
+    @property
+    def steady_caps(self) -> tuple[Cap, ...]:
+        """Those of which no depth of checkpointing is any nearer."""
+        aside = self.hardware.gpu.vendor != "cpu"
+        return tuple(cap for cap in self.caps if cap.phase in AT_ANY_DEPTH or (cap.where == "host" and aside))
 
 
 @dataclass(slots=True)
@@ -89,10 +120,27 @@ def rank(way: Way) -> tuple[float, tuple[int, ...]]:
     return round(way.pace.step_s, 9), complexity(way.levers, way.world)
 
 
+def weigh(question: Question, levers: Levers) -> Footprint:
+    """What is predicted for these levers, with what earlier runs have taught."""
+    footprint = estimate(question.shape, levers, question.hardware.world, question.hardware)
+    correction = _correction(question, levers)
+    return footprint if correction is None else corrected(footprint, correction, question.hardware)
+
+
+def _correction(question: Question, levers: Levers) -> Correction | None:
+    known = question.calibration
+    return None if known is None else known.correction(question.shape, levers, question.hardware)
+
+
 def excess_bytes(question: Question, footprint: Footprint) -> int:
     """How far a footprint is from fitting: the sum of what is missing on the GPU, in RAM and on NVMe; 0: it fits."""
     gpu = max(0, needed_bytes(footprint, question.hardware) - question.gpu_limit_bytes)
-    return gpu + _host_excess_bytes(question, footprint)
+    return gpu + _host_excess_bytes(question, footprint) + sum(_over_caps(question, footprint, question.caps))
+
+
+def _over_caps(question: Question, footprint: Footprint, caps: Iterable[Cap]) -> Iterator[int]:
+    for cap in caps:
+        yield max(0, phase_bytes(footprint, cap.where, cap.phase, question.hardware) - cap.most_bytes)
 
 
 def excess_share(question: Question, footprint: Footprint) -> float:
@@ -102,6 +150,7 @@ def excess_share(question: Question, footprint: Footprint) -> float:
         (needed_bytes(footprint, hardware), question.gpu_limit_bytes),
         (host.peak_bytes_per_node, hardware.host_ram_bytes),
         (host.nvme_bytes_per_node, hardware.nvme_bytes),
+        *((phase_bytes(footprint, cap.where, cap.phase, hardware), cap.most_bytes) for cap in question.caps),
     )
     return max(_over(need, have) / max(have or 1, 1) for need, have in missing)
 
@@ -117,6 +166,8 @@ def _is_hopeless(question: Question, footprint: Footprint) -> bool:
     """Too much on the host, while the model is built, or at the optimizer's step: no depth of checkpointing changes
     these, except that offloading adds to the host."""
     hardware, gpu = question.hardware, footprint.gpu
+    if any(_over_caps(question, footprint, question.steady_caps)):
+        return True
     if _host_excess_bytes(question, footprint) or _required(gpu.init_peak_bytes, hardware) > hardware.gpu.memory_bytes:
         return True
     return _required(gpu.phases["step"].total_bytes, hardware) > question.gpu_limit_bytes
@@ -268,6 +319,7 @@ def _way(question: Question, weighed: Weighed, *, fits: bool) -> Way:
         pace=pace(question.shape, weighed.levers, question.hardware),
         fits=fits,
         gpu_limit_bytes=question.gpu_limit_bytes,
+        correction=_correction(question, weighed.levers),
     )
 
 
@@ -295,19 +347,28 @@ class _Ladder:
         count = len(self.depths) if most is None else most
         if count == 0:
             return None
-        shallowest = self._at(0)
-        if _is_hopeless(self.question, shallowest.footprint):
+        if self._is_hopeless():
             return None
         if self.corner.levers.engine == "zero3":
             index = past_a_floor(self._excess, count - 1, self._floor, self._replayed_floor)
         else:
-            index = in_a_valley(self._excess, count - 1, self._layer_input_bytes)
+            rise = (1 + len(self.question.caps)) * self._layer_input_bytes
+            index = in_a_valley(self._excess, count - 1, rise)
         if index is not None:
             return self._at(index)
         if self.corner.searched and count == len(self.depths):
             offloaded = self._weigh(OFFLOADED)
             return offloaded if offloaded.excess == 0 else None
         return None
+
+    def _is_hopeless(self) -> bool:
+        """What earlier runs have taught may differ between ways that recompute nothing, that do, and that offload."""
+        if not _is_hopeless(self.question, self._at(0).footprint):
+            return False
+        if self.question.calibration is None or not self.corner.searched:
+            return True
+        others = (self.deepest, self._weigh(OFFLOADED))
+        return all(_is_hopeless(self.question, each.footprint) for each in others)
 
     @property
     def deepest(self) -> Weighed:
@@ -335,7 +396,7 @@ class _Ladder:
         if depth not in self.weighed:
             question = self.question
             levers = replace(self.corner.levers, checkpointing=depth)
-            footprint = estimate(question.shape, levers, question.hardware.world, question.hardware)
+            footprint = weigh(question, levers)
             self.found.weighed.add((footprint.gpu.required_bytes, footprint.host.peak_bytes_per_node))
             self.weighed[depth] = Weighed(excess_bytes(question, footprint), levers, footprint)
         return self.weighed[depth]
@@ -344,7 +405,12 @@ class _Ladder:
         question = self.question
         levers = replace(self.corner.levers, checkpointing=self._depth(index))
         least = floor_bytes(question.shape, levers, question.hardware, replayed=replayed)
-        return max(0, least - question.gpu_limit_bytes)
+        correction = _correction(question, levers)
+        taken = 0 if correction is None else correction.most_taken_bytes
+        held = floor((least - _required(0, question.hardware)) / (1 + ALLOCATOR_SLACK)) - taken
+        capped = (cap.most_bytes for cap in question.caps if cap.where == "gpu" and cap.phase in (None, "loss"))
+        over = sum(max(0, held - most) for most in capped)
+        return over + max(0, least - ceil(taken * (1 + ALLOCATOR_SLACK)) - question.gpu_limit_bytes)
 
     def _replayed_floor(self, index: int) -> int:
         return self._floor(index, replayed=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tightfit.job import Job
-from tightfit.planner import plan
-from tightfit.planner.plan import Plan
+from tightfit.planner import plan_within
+from tightfit.planner.calibration import Calibration
+from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.tier_values import TIERS, Tier, applied, by_memory
 from tightfit.priced import GIB, strategy_name
 from tightfit.types import ConfigError, Hardware, ModelShape, UserError
@@ -32,7 +33,14 @@ class Tiered:
     because: tuple[str, ...] = ()
 
 
-def tiered(name: str, job: Job, shape: ModelShape, hardware: Hardware, explicit: frozenset[str]) -> Tiered:
+def tiered(
+    name: str,
+    job: Job,
+    shape: ModelShape,
+    hardware: Hardware,
+    explicit: frozenset[str],
+    calibration: Calibration | None = None,
+) -> Tiered:
     """One tier, or `auto`; `explicit` names the fields of the job that the user set (`sequence`, `levers.engine`)."""
     said: tuple[str, ...] = ()
     if name == "auto":
@@ -44,19 +52,34 @@ def tiered(name: str, job: Job, shape: ModelShape, hardware: Hardware, explicit:
         from tightfit.inputs.flags import meant
 
         raise ConfigError(f"--tier knows no {name!r}{meant(name, [*TIERS, 'auto', 'all'])}")
-    free = plan(replace(job, tier=None), shape, hardware)
-    return replace(_planned(tier, job, shape, hardware, explicit), free=free, because=(*said, *_instead(free)))
+    free = plan_within(Bounds(calibration=calibration), replace(job, tier=None), shape, hardware)
+    found = _planned(tier, job, shape, hardware, explicit, calibration)
+    return replace(found, free=free, because=(*said, *_instead(free)))
 
 
-def all_tiers(job: Job, shape: ModelShape, hardware: Hardware, explicit: frozenset[str]) -> list[Tiered]:
+def all_tiers(
+    job: Job,
+    shape: ModelShape,
+    hardware: Hardware,
+    explicit: frozenset[str],
+    calibration: Calibration | None = None,
+) -> list[Tiered]:
     """Every tier side by side."""
-    return [_planned(tier, job, shape, hardware, explicit) for tier in TIERS.values()]
+    return [_planned(tier, job, shape, hardware, explicit, calibration) for tier in TIERS.values()]
 
 
-def _planned(tier: Tier, job: Job, shape: ModelShape, hardware: Hardware, explicit: frozenset[str]) -> Tiered:
+def _planned(
+    tier: Tier,
+    job: Job,
+    shape: ModelShape,
+    hardware: Hardware,
+    explicit: frozenset[str],
+    calibration: Calibration | None,
+) -> Tiered:
     try:
         changed, costs = applied(tier, job, hardware, explicit)
-        return Tiered(tier=tier, plan=_with_costs(plan(changed, shape, hardware), costs), costs=costs)
+        answer = plan_within(Bounds(calibration=calibration), changed, shape, hardware)
+        return Tiered(tier=tier, plan=_with_costs(answer, costs), costs=costs)
     except UserError as error:
         return Tiered(tier=tier, plan=None, problem=str(error))
 

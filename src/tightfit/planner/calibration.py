@@ -1,0 +1,295 @@
+"""What earlier runs measured, against what was predicted for them: data, and how it corrects a prediction.
+
+An entry belongs to a *training* (model, card, method, precision, optimizer) that ran in one *way* (engine, offload,
+kind of checkpointing). Its error is what was measured less what was predicted, phase by phase. A phase that was not
+measured has the error of the largest one that was; building the model stands alone, since it says nothing about the
+steps, nor they about it.
+
+How an error is used:
+
+- What was measured above the prediction counts in full for the same training in the same way.
+- It counts for the same training in other ways too, the newest entry's: otherwise every way that was never tried would
+  look better than those that were.
+- What was measured below the prediction counts only for the same training in the same way on the same data and
+  sequence: shorter samples take less, and longer ones will not. And a candidate that is smaller than the run was gets
+  its share of it only, as what was not there may belong to what the candidate has less of.
+- On the host only more than predicted counts, and only in the same way: a process's resident memory leaves out what the
+  driver has locked for it, so less proves nothing.
+
+Errors are bytes and not factors: what a model of memory misses is a buffer, and most buffers keep their size when the
+micro batch changes. A correction is a component of its own in each phase, so that what was predicted without it can
+still be told, and the next error is not measured against a corrected prediction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from tightfit.job import Job
+from tightfit.memory import TRAINING
+from tightfit.memory.overhead import beside, reasons
+from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
+
+COMPONENT = "measured_error"
+"""The component of a phase that a calibration adds; negative where less was measured than predicted."""
+
+NOISE_BYTES = 2**26
+"""An error below this is none: it is what blocks of an allocator round up to, and nobody would plan otherwise."""
+
+Place = Literal["gpu", "host"]
+Recomputes = Literal["none", "some", "offload"]
+"""What of checkpointing an error depends on. How many layers recompute does not matter: the search asks for one depth
+after another, and their order must not change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What must be alike for a measured error to say anything."""
+
+    shape: str
+    """See `shape_mark`."""
+    gpu: str
+    """The card's name."""
+    method: str
+    precision: str
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayMark:
+    """What must be alike for it to count in full."""
+
+    engine: str
+    offload_optimizer: str
+    offload_param: str
+    checkpointing: Recomputes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One phase of one run."""
+
+    where: Place
+    """On the GPU; or on the host, of one rank."""
+    phase: PhaseName
+    predicted_bytes: int
+    """Without any calibration."""
+    measured_bytes: int
+    """Of PyTorch's tensors; on the host, resident."""
+
+    @property
+    def error_bytes(self) -> int:
+        return self.measured_bytes - self.predicted_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What one run has taught."""
+
+    training: Training
+    way: WayMark
+    data: str
+    """See `data_mark`."""
+    sequence: int
+    day: str
+    """`2026-07-01`."""
+    measured: tuple[Measured, ...]
+
+    def of(self, where: Place, phase: PhaseName) -> Measured | None:
+        """What was measured of this phase, or else of the largest one."""
+        here = [each for each in self.measured if each.where == where]
+        for each in here:
+            if each.phase == phase:
+                return each
+        steps = [each for each in here if each.phase != "init"]
+        return None if phase == "init" else max(steps, key=lambda each: each.measured_bytes, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """An entry as it applies to one candidate."""
+
+    entry: Entry
+    same_way: bool
+    same_data: bool
+
+    def error_bytes(self, where: Place, phase: PhaseName, predicted_bytes: int) -> int:
+        """What to add to a prediction; negative: to take from it."""
+        found = self.entry.of(where, phase)
+        if found is None or (where == "host" and not self.same_way):
+            return 0
+        error = found.error_bytes
+        if error >= 0 or -error < NOISE_BYTES:
+            return error if error >= NOISE_BYTES else 0
+        if where == "host" or not (self.same_way and self.same_data):
+            return 0
+        share = min(1.0, predicted_bytes / found.predicted_bytes)
+        return max(int(error * share), -predicted_bytes)
+
+    @property
+    def most_taken_bytes(self) -> int:
+        """No phase of the GPU is corrected downwards by more than this."""
+        if not (self.same_way and self.same_data):
+            return 0
+        return max((0, *(-each.error_bytes for each in self.entry.measured if each.where == "gpu")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """All that is known, the newest last."""
+
+    entries: tuple[Entry, ...] = ()
+    data: str | None = None
+    """The mark of the data that is planned for; None: not known, so nothing is taken from any prediction."""
+
+    def correction(self, shape: ModelShape, levers: Levers, hardware: Hardware) -> Correction | None:
+        """What applies to this candidate; None: nothing."""
+        if not self.entries:
+            return None
+        training, way = training_of(shape, levers, hardware), way_mark(levers)
+        mark = training.shape  # told apart by one word first: this is asked for every candidate
+        about = [entry for entry in self.entries if entry.training.shape == mark and entry.training == training]
+        for entry in reversed(about):
+            if entry.way == way:
+                same = entry.data == self.data and entry.sequence == levers.sequence
+                return Correction(entry=entry, same_way=True, same_data=same)
+        return Correction(entry=about[-1], same_way=False, same_data=False) if about else None
+
+    def with_entry(self, entry: Entry | None) -> Calibration:
+        """The same with what was just learned: one entry a training and way, whose phases have their newest figures."""
+        if entry is None:
+            return self
+        key, phases = (entry.training, entry.way), {(each.where, each.phase) for each in entry.measured}
+        others = tuple(old for old in self.entries if (old.training, old.way) != key)
+        kept = tuple(
+            each
+            for old in self.entries
+            if (old.training, old.way) == key and (old.data, old.sequence) == (entry.data, entry.sequence)
+            for each in old.measured
+            if (each.where, each.phase) not in phases
+        )
+        return replace(self, entries=(*others, replace(entry, measured=(*kept, *entry.measured))))
+
+
+# --- marks --------------------------------------------------------------------------------------
+
+
+def training_of(shape: ModelShape, levers: Levers, hardware: Hardware) -> Training:
+    """What an entry for this candidate would belong to."""
+    return Training(
+        shape=shape_mark(shape),
+        gpu=hardware.gpu.name,
+        method=levers.method,
+        precision=levers.precision if levers.master_weights else f"pure {levers.precision}",
+        optimizer=levers.optimizer,
+    )
+
+
+def way_mark(levers: Levers) -> WayMark:
+    depth = levers.checkpointing
+    return WayMark(
+        engine=levers.engine,
+        offload_optimizer=levers.offload_optimizer,
+        offload_param=levers.offload_param,
+        checkpointing="offload" if depth.offload else "none" if depth.layers == 0 else "some",
+    )
+
+
+@lru_cache(maxsize=256)
+def shape_mark(shape: ModelShape) -> str:
+    """The same for every model of this shape, whatever it is called."""
+    parts = (shape.model_type, shape.hidden_size, shape.vocab_size, shape.pattern, shape.tied, shape.final_norm)
+    flags = (shape.embedding_scale, shape.final_softcap)
+    return _mark(repr((*parts, *flags, shape.blocks, shape.before, shape.after)))
+
+
+def data_mark(job: Job) -> str:
+    """What the length of the samples depends on, as far as the job says it."""
+    return _mark(
+        repr((replace(job.data, samples=None), job.max_samples, job.model if job.data.tokenizer is None else ""))
+    )
+
+
+def _mark(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# --- what it does to a footprint ----------------------------------------------------------------
+
+
+def corrected(footprint: Footprint, correction: Correction | None, hardware: Hardware) -> Footprint:
+    """The footprint with this correction in place of any other; None: with none."""
+    if correction is None and not _is_corrected(footprint):
+        return footprint
+    gpu = _phases(footprint.gpu.phases, "gpu", correction)
+    host = _phases(footprint.host.phases, "host", correction)
+    peak_phase = max(TRAINING, key=lambda name: gpu[name].total_bytes)
+    peak, init = gpu[peak_phase].total_bytes, gpu["init"].total_bytes
+    extra = beside(max(peak, init), hardware.world)
+    per_rank = max(phase.total_bytes for phase in host.values())
+    return replace(
+        footprint,
+        gpu=GpuFootprint(
+            phases=gpu,
+            peak_phase=peak_phase,
+            peak_bytes=peak,
+            init_peak_bytes=init,
+            required_bytes=max(peak, init) + sum(extra.values()),
+            overhead=extra,
+        ),
+        host=HostFootprint(
+            phases=host,
+            peak_bytes_per_rank=per_rank,
+            peak_bytes_per_node=per_rank * _ranks(hardware),
+            nvme_bytes_per_node=footprint.host.nvme_bytes_per_node,
+        ),
+        because=_because(footprint, gpu, peak_phase),
+    )
+
+
+def _is_corrected(footprint: Footprint) -> bool:
+    every = (*footprint.gpu.phases.values(), *footprint.host.phases.values())
+    return any(COMPONENT in phase.components for phase in every)
+
+
+def _phases(phases: Mapping[PhaseName, Phase], where: Place, correction: Correction | None) -> dict[PhaseName, Phase]:
+    made: dict[PhaseName, Phase] = {}
+    for name, phase in phases.items():
+        parts = {part: size for part, size in phase.components.items() if part != COMPONENT}
+        error = 0 if correction is None else correction.error_bytes(where, name, sum(parts.values()))
+        made[name] = Phase(name, {**parts, COMPONENT: error} if error else parts)
+    return made
+
+
+def _because(footprint: Footprint, phases: Mapping[PhaseName, Phase], peak_phase: PhaseName) -> tuple[str, ...]:
+    """What was said of the footprint, with the sentences that its phases decide made anew."""
+    old = reasons(footprint.gpu.phases, footprint.gpu.peak_phase)
+    kept = tuple(sentence for sentence in footprint.because if sentence not in old)
+    return reasons(phases, peak_phase, kept)
+
+
+def uncorrected_bytes(phase: Phase) -> int:
+    """What was predicted for a phase without any calibration."""
+    return phase.total_bytes - phase.components.get(COMPONENT, 0)
+
+
+def phase_bytes(footprint: Footprint, where: Place, phase: PhaseName | None, hardware: Hardware) -> int:
+    """What is held in a phase on one GPU, or on the host by all ranks of a node; None: at the highest of all peaks.
+
+    Where the CPU stands in for GPUs, its RAM holds what they would.
+    """
+    gpu, host = footprint.gpu, footprint.host
+    on_gpu = gpu.phases[phase].total_bytes if phase else max(gpu.peak_bytes, gpu.init_peak_bytes)
+    if where == "gpu":
+        return on_gpu
+    steady = host.phases.get(phase, host.phases["step"]).total_bytes if phase else host.peak_bytes_per_rank
+    return _ranks(hardware) * (steady + (on_gpu if hardware.gpu.vendor == "cpu" else 0))
+
+
+def _ranks(hardware: Hardware) -> int:
+    """Of one node."""
+    return min(hardware.world, hardware.gpus_per_node)

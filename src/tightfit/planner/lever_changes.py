@@ -1,0 +1,39 @@
+"""What differs between two ways to compute one training, lever by lever, in words."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from tightfit.inputs.flags import checkpointing_word
+from tightfit.planner.plan import Way
+from tightfit.priced import strategy_name
+from tightfit.types import Buckets
+
+
+def lever_changes(before: Way, after: Way) -> tuple[str, ...]:
+    """`ZeRO-2 → ZeRO-3`, `checkpointing none → full` …; what changes the result is not among them."""
+    old, new = _words(before), _words(after)
+    both = [name for name in new if name in old]
+    return tuple(f"{name} {old[name]} → {new[name]}".strip() for name in both if old[name] != new[name])
+
+
+def _words(way: Way) -> dict[str, str]:
+    levers = way.levers
+    has_buckets = levers.engine not in ("zero0", "fsdp2")
+    buckets = [each.name for each in fields(Buckets) if has_buckets or each.name == "pin_memory"]
+    return {
+        "": strategy_name(levers),
+        "GPUs": str(way.world),
+        "micro batch × accumulation": f"{levers.micro_batch} × {levers.accumulation}",
+        "checkpointing": checkpointing_word(levers.checkpointing),
+        "loss": levers.loss,
+        "attention": levers.attention,
+        "scan": levers.scan,
+        **{name.replace("_", " "): _value(getattr(levers.buckets, name)) for name in buckets},
+    }
+
+
+def _value(value: int | bool | None) -> str:
+    if value is None:
+        return "DeepSpeed's choice"
+    return ("on" if value else "off") if isinstance(value, bool) else f"{value:,}"

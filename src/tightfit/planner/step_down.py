@@ -1,0 +1,299 @@
+"""The next plan after memory ran out: the fastest of those that predict to use enough less where it was missing.
+
+`step_down` is the one public function. It changes how the training is computed, never what: model, method, sequence,
+precision, optimizer and effective batch stay those of the last plan, unless the job's `limits.allow` names what may
+change. What the user pinned stays pinned; a tier's levers are defaults and give way.
+
+*Enough* is what was missing and a margin, in the phase and on the side where it was missing, both plans corrected by
+what runs have measured. Every earlier failure goes on to count, and each asks for twice the margin of the one before it
+on its side: a plan that failed cannot come again, and step-downs end after a few.
+
+On the host, memory that is not locked is a lever of its own, for PyTorch rounds every locked block up to a power of
+two. It is not priced in seconds, so it is tried last; where locking is what failed, first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tightfit.inputs.flags import spelt
+from tightfit.inputs.job_fields import FREE_LEVERS
+from tightfit.job import Job
+from tightfit.planner import answered, question_of
+from tightfit.planner.calibration import Place, corrected, phase_bytes
+from tightfit.planner.lever_changes import lever_changes
+from tightfit.planner.plan import Bounds, Plan, Remedy, Way
+from tightfit.planner.search import Cap, Question, something_fits
+from tightfit.planner.tier_values import TIERS
+from tightfit.priced import amounts, strategy_name
+from tightfit.types import PhaseName
+
+__all__ = ["Bounds", "NoWay", "Shortfall", "StepDown", "Tried", "step_down"]
+
+Reason = Literal["memory", "fragmentation", "pinned"]
+"""Too little; enough, but in pieces; locked memory that the host refused."""
+
+MARGIN = 0.02
+"""Of the card or of the host's RAM: asked for beyond what was missing, for what fails a moment later."""
+
+NARROWING = frozenset(FREE_LEVERS) - {"scan", "deepspeed_version", "dataloader_workers"}
+"""Pins without which there would be more to choose from."""
+
+PLACES: dict[PhaseName, str] = {
+    "init": "while the model was set up",
+    "forward": "in the forward pass",
+    "loss": "at the loss",
+    "backward": "in the backward pass",
+    "step": "at the optimizer step",
+    "eval": "in an evaluation",
+    "save": "while saving",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """What was missing when an attempt failed."""
+
+    where: Place
+    """`gpu`: on one GPU; `host`: on one node."""
+    missing_bytes: int = 0
+    """What was asked for less what was free; 0: not known. With fragmentation: what was asked for."""
+    phase: PhaseName | None = None
+    """None: not known, so the highest peak has to shrink."""
+    reason: Reason = "memory"
+    room_bytes: int | None = None
+    """GPU only: what tensors could have had in all (allocated + free); None: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """An attempt that failed for want of memory."""
+
+    way: Way
+    shortfall: Shortfall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDown:
+    """The next plan."""
+
+    plan: Plan
+    """Its `chosen` is never None; its `because` begins with the sentences below."""
+    because: tuple[str, ...]
+    """What was missing, how much less is held, what changes, what it costs in time."""
+    changed: tuple[str, ...]
+    """`micro batch × accumulation 4 × 1 → 2 × 2`, lever by lever."""
+    less_bytes: int
+    """How much less it predicts than the last plan where it was missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoWay:
+    """No plan with what is allowed would do."""
+
+    because: tuple[str, ...]
+    """What was missing, and what would help."""
+    remedies: tuple[Remedy, ...] = ()
+    """Costly changes that would help, the cheapest first."""
+    gpus_needed: int | None = None
+    """Of these GPUs would do without a change; None: not known or none."""
+
+
+def step_down(
+    last: Plan, shortfall: Shortfall, *, bounds: Bounds | None = None, before: tuple[Tried, ...] = ()
+) -> StepDown | NoWay:
+    """The next plan after `last` failed; `before`: the attempts before it, whose lessons still hold.
+
+    Pass the calibration with what the failed attempt has taught already: the last plan is corrected by it as well.
+    """
+    assert last.chosen is not None, "what has no way was never tried"
+    bounds = bounds or Bounds()
+    tried = (*before, Tried(way=last.chosen, shortfall=shortfall))
+    variants = tuple(_variants(last, bounds, tried))
+    question = next((each for each in variants if something_fits(each)), variants[-1])
+    answer = answered(_asked(last), question)
+    if answer.chosen is None:
+        return _no_way(last, answer, question, tried[-1], margin_bytes(tried[-1], before, bounds))
+    return _stepped(last, answer, bounds, tried)
+
+
+# --- what is asked ------------------------------------------------------------------------------
+
+
+def _asked(last: Plan) -> Job:
+    """The job with the batch that was trained with so far. A tier was applied already, and its levers give way."""
+    job = replace(last.job, effective_batch=last.effective_batch)
+    if job.tier not in TIERS:
+        return replace(job, tier=None)
+    own = TIERS[str(job.tier)].levers()
+    kept = {name: value for name, value in job.levers.items() if own.get(name) != value}
+    return replace(job, tier=None, levers=kept)
+
+
+def _variants(last: Plan, bounds: Bounds, tried: tuple[Tried, ...]) -> Iterator[Question]:
+    """What to ask, one after another, until something fits."""
+    way, shortfall = tried[-1].way, tried[-1].shortfall
+    question = same_training_question(last, bounds)
+    caps = [_caps(each, tried[:number], bounds) for number, each in enumerate(tried)]
+    every = replace(question, caps=tuple(cap for found in caps for cap in found))
+    pageable = replace(question.base, buckets=replace(question.base.buckets, pin_memory=False))
+    if shortfall.where == "gpu":
+        yield every
+        return
+    if shortfall.reason != "pinned":
+        yield every
+    elif way.levers.buckets.pin_memory and _locks(way):
+        earlier = tuple(cap for found in caps[:-1] for cap in found)
+        yield replace(question, base=pageable, caps=earlier)
+    yield replace(every, base=pageable)
+
+
+def _locks(way: Way) -> bool:
+    """Whether it is the engine that has memory locked; offloaded activations always are."""
+    levers = way.levers
+    return {levers.offload_optimizer, levers.offload_param} != {"none"} and not levers.checkpointing.offload
+
+
+def same_training_question(last: Plan, bounds: Bounds) -> Question:
+    """What trains the same as the last plan did, changes that were allowed then included."""
+    assert last.chosen is not None
+    now, shape = last.chosen.levers, last.chosen.shape
+    question = question_of(_asked(last), shape, last.hardware).within(bounds)
+    base = replace(
+        question.base,
+        method=now.method,
+        lora=now.lora,
+        sequence=now.sequence,
+        precision=now.precision,
+        optimizer=now.optimizer,
+        master_weights=now.master_weights,
+        buckets=replace(question.base.buckets, pin_memory=now.buckets.pin_memory),
+    )
+    return replace(question, base=base)
+
+
+def _caps(failed: Tried, earlier: tuple[Tried, ...], bounds: Bounds) -> tuple[Cap, ...]:
+    """What the next plan has to stay below, for this failure."""
+    shortfall, margin = failed.shortfall, margin_bytes(failed, earlier, bounds)
+    held = _held_bytes(failed.way, shortfall, bounds)
+    less = Cap(where=shortfall.where, phase=shortfall.phase, most_bytes=max(0, held - shortfall.missing_bytes - margin))
+    if shortfall.where == "host" or shortfall.room_bytes is None:
+        return (less,)
+    return less, Cap(where="gpu", phase=None, most_bytes=max(0, shortfall.room_bytes - margin))
+
+
+def margin_bytes(failed: Tried, earlier: tuple[Tried, ...], bounds: Bounds) -> int:
+    """What is asked for beyond what was missing: twice as much after each earlier failure on this side, and never more
+    than half of what is left, which a small phase on a large card would fall below at once."""
+    shortfall, hardware = failed.shortfall, failed.way.hardware
+    have = hardware.gpu.memory_bytes if shortfall.where == "gpu" else hardware.host_ram_bytes
+    held = _held_bytes(failed.way, shortfall, bounds)
+    times = sum(each.shortfall.where == shortfall.where for each in earlier)
+    usual = int((held if have is None else have) * MARGIN) << times
+    return min(usual, max(0, held - shortfall.missing_bytes) // 2)
+
+
+def _held_bytes(way: Way, shortfall: Shortfall, bounds: Bounds) -> int:
+    """What is now believed that a way held where it failed."""
+    known = bounds.calibration
+    correction = None if known is None else known.correction(way.shape, way.levers, way.hardware)
+    footprint = corrected(way.footprint, correction, way.hardware)
+    return phase_bytes(footprint, shortfall.where, shortfall.phase, way.hardware)
+
+
+# --- what is answered ---------------------------------------------------------------------------
+
+
+def _stepped(last: Plan, answer: Plan, bounds: Bounds, tried: tuple[Tried, ...]) -> StepDown:
+    way, failed = answer.chosen, tried[-1]
+    assert way is not None
+    new = way.changes
+    way = replace(way, changes=(*failed.way.changes, *new), skips_long=way.skips_long or failed.way.skips_long)
+    held, now = _held_bytes(failed.way, failed.shortfall, bounds), _held_bytes(way, failed.shortfall, bounds)
+    changed = (*lever_changes(failed.way, way), *new)
+    because = (
+        _missing(failed.shortfall),
+        *_less(failed.shortfall, margin_bytes(failed, tried[:-1], bounds), held, now),
+        f"What changes: {'; '.join(changed)}.",
+        _slower(failed.way, way),
+        *_pageable(failed.way, way),
+    )
+    plan = replace(answer, job=last.job, chosen=way, because=(*because, *_rest(answer.because)))
+    return StepDown(plan=plan, because=because, changed=changed, less_bytes=held - now)
+
+
+def _missing(shortfall: Shortfall) -> str:
+    where = "GPU memory" if shortfall.where == "gpu" else "host RAM"
+    if shortfall.reason == "pinned":
+        where = "host RAM that may be locked"
+    place = "" if shortfall.phase is None else f" {PLACES[shortfall.phase]}"
+    size = amounts(max(shortfall.missing_bytes, 1))[0]
+    if shortfall.reason == "fragmentation":
+        many = f"{size} GiB in one piece" if shortfall.missing_bytes else "a piece large enough"
+        return f"The last attempt found no {many} of GPU memory{place}: it was there, but in smaller pieces."
+    lacked = f": {size} GiB were missing" if shortfall.missing_bytes else ""
+    return f"The last attempt ran out of {where}{place}{lacked}."
+
+
+def _less(shortfall: Shortfall, margin_bytes: int, held: int, now: int) -> list[str]:
+    if held - now <= 0:  # the same pages, not locked any more
+        return []
+    less, before, after, margin = amounts(held - now, held, now, max(1, margin_bytes))
+    where = {"gpu": "on a GPU", "host": "on a node"}[shortfall.where]
+    what = f"what was missing and a margin of {margin} GiB" if shortfall.missing_bytes else f"{margin} GiB"
+    enough = f"; at least {what} was asked for" if held - now >= shortfall.missing_bytes + margin_bytes else ""
+    return [f"The next plan predicts {less} GiB less {where} there: {after} instead of {before}{enough}."]
+
+
+def _slower(before: Way, after: Way) -> str:
+    share = after.pace.step_s / before.pace.step_s - 1
+    if abs(share) < 0.005:
+        return "A step is predicted to take as long as before."
+    return f"A step is predicted to take {abs(share):.0%} {'longer' if share > 0 else 'less time'}."
+
+
+def _pageable(before: Way, after: Way) -> list[str]:
+    if not before.levers.buckets.pin_memory or after.levers.buckets.pin_memory:
+        return []
+    return ["Host memory is not locked any more: copies to and from the GPUs are slower, which is not priced."]
+
+
+def _rest(because: tuple[str, ...]) -> Iterator[str]:
+    """The sentences under the plan; what only a failure rules out is said so."""
+    for sentence in because:
+        yield sentence.replace(" but does not fit.", " but predicts too much where memory ran out.")
+
+
+def _no_way(last: Plan, answer: Plan, question: Question, failed: Tried, margin: int) -> NoWay:
+    needed = max(1, failed.shortfall.missing_bytes + margin)
+    said = [
+        _missing(failed.shortfall),
+        f"No other way to compute the same training predicts to use {amounts(needed)[0]} GiB less there.",
+        *_without_pins(last, question),
+        *(
+            f"--allow {remedy.allowance} would help: {remedy.cost} ({strategy_name(remedy.way.levers)}, "
+            f"{remedy.way.pace.tokens_per_s:,.0f} tokens/s)."
+            for remedy in answer.remedies
+        ),
+    ]
+    if not answer.remedies:
+        said.append("None of the changes that can be allowed would help, and no two of them together.")
+    if answer.gpus_needed is not None:
+        said.append(f"Without any change, {answer.gpus_needed} of these GPUs would do.")
+    return NoWay(because=tuple(said), remedies=answer.remedies, gpus_needed=answer.gpus_needed)
+
+
+def unpinned(question: Question) -> Question:
+    """The same with every free lever free."""
+    return replace(question, pinned=question.pinned - {*NARROWING, "accumulation", "buckets"})
+
+
+def _without_pins(last: Plan, question: Question) -> list[str]:
+    """What the user pinned, where that is all that is in the way."""
+    pins = [name for name in _asked(last).levers if name in NARROWING]
+    if not pins or not something_fits(unpinned(question)):
+        return []
+    names = " and ".join(spelt(name) for name in pins) if len(pins) < 3 else ", ".join(map(spelt, pins))
+    return [f"Without {names}, which {'is' if len(pins) == 1 else 'are'} pinned, there would be one."]

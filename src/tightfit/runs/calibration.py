@@ -1,0 +1,250 @@
+"""Measured against predicted, kept in the user's cache: what a run has taught, and where it is written down.
+
+A small JSON file, replaced whole. One that is torn, foreign or of another version of tightfit, whose predictions may
+differ, counts for nothing; and a cache that cannot be written keeps nothing. A calibration is worth having and never
+needed. What is done with it stands in `planner/calibration.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, get_args
+
+from tightfit.job import Job
+from tightfit.planner.calibration import (
+    COMPONENT,
+    Calibration,
+    Entry,
+    Measured,
+    Place,
+    Recomputes,
+    Training,
+    WayMark,
+    data_mark,
+    training_of,
+    uncorrected_bytes,
+    way_mark,
+)
+from tightfit.planner.plan import Plan, Way
+from tightfit.planner.step_down import Shortfall
+from tightfit.runs.events import Event, MemoryMark, Step
+from tightfit.types import PhaseName
+
+FILE = "calibration.json"
+SCHEMA = 1
+MOST_ENTRIES = 256
+"""The newest that are kept."""
+MOST_BYTES = 2**22
+"""Of a file that is read at all."""
+
+_DAY = re.compile(r"\d{4}-\d\d-\d\d")
+
+
+class Calibrations:
+    """The file in one folder: `inputs.surroundings.cache_folder()`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+
+    def read(self, job: Job | None = None) -> Calibration:
+        """All entries that are ours, for planning this job; never raises."""
+        return Calibration(entries=_entries(self._path), data=None if job is None else data_mark(job))
+
+    def add(self, entry: Entry) -> bool:
+        """Write an entry down; False: there is no place to write it to."""
+        fresh = self._path.with_name(f"{FILE}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._alone():
+                entries = self.read().with_entry(entry).entries[-MOST_ENTRIES:]
+                tree = {"schema": SCHEMA, "tightfit": _version(), "entries": [asdict(each) for each in entries]}
+                with fresh.open("w", encoding="utf-8") as file:
+                    file.write(json.dumps(tree, indent=1) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                fresh.replace(self._path)
+        except OSError:
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            return False
+        return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two runs that end together must not lose each other's lesson."""
+        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def _entries(path: Path) -> tuple[Entry, ...]:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return ()
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if (tree["schema"], tree["tightfit"]) != (SCHEMA, _version()):
+            return ()
+        return tuple(entry for each in tree["entries"] if (entry := _entry(each)) is not None)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ()
+
+
+def _entry(tree: Any) -> Entry | None:
+    """None: not one of ours."""
+    try:
+        way = _texts(WayMark, tree["way"])
+        if way.checkpointing not in get_args(Recomputes) or not _DAY.fullmatch(tree["day"]):
+            return None
+        return Entry(
+            training=_texts(Training, tree["training"]),
+            way=way,
+            data=_text(tree["data"]),
+            sequence=_count(tree["sequence"]),
+            day=tree["day"],
+            measured=tuple(map(_measured, tree["measured"])),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _measured(tree: Mapping[str, Any]) -> Measured:
+    if tree["where"] not in get_args(Place) or tree["phase"] not in get_args(PhaseName):
+        raise ValueError
+    return Measured(
+        where=tree["where"],
+        phase=tree["phase"],
+        predicted_bytes=_count(tree["predicted_bytes"]),
+        measured_bytes=_count(tree["measured_bytes"]),
+    )
+
+
+def _texts(kind: type[Any], tree: Mapping[str, Any]) -> Any:
+    return kind(**{name: _text(value) for name, value in tree.items()})
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError
+    return value
+
+
+def _version() -> str:
+    try:
+        return version("tightfit")
+    except PackageNotFoundError:  # run from a folder that was never installed
+        return ""
+
+
+# --- learning -----------------------------------------------------------------------------------
+
+
+def learned(events: Iterable[Event], plan: Plan) -> Entry | None:
+    """What a run's events teach about its plan, whether it finished or not; None: nothing was measured.
+
+    The events must be those of this plan alone, not of attempts before it.
+    """
+    way = plan.chosen
+    if way is None:
+        return None
+    seen = _Seen()
+    for event in events:
+        seen.add(event)
+    return _entry_of(plan, way, (*_on_gpu(seen, way), *_on_host(seen, way)))
+
+
+def learned_from_failure(plan: Plan, shortfall: Shortfall, held_bytes: int) -> Entry | None:
+    """What an out-of-memory on a GPU teaches: `held_bytes` (allocated + asked) were needed in that phase, at the least.
+
+    None: no more than was predicted, so the prediction is not what was wrong.
+    """
+    way = plan.chosen
+    if way is None or shortfall.where != "gpu":
+        return None
+    phase = shortfall.phase or way.footprint.gpu.peak_phase
+    predicted = uncorrected_bytes(way.footprint.gpu.phases[phase])
+    if held_bytes <= predicted:
+        return None
+    found = Measured(where="gpu", phase=phase, predicted_bytes=predicted, measured_bytes=held_bytes)
+    return _entry_of(plan, way, (found,))
+
+
+@dataclass(slots=True)
+class _Seen:
+    marks: dict[str, MemoryMark] = field(default_factory=dict)
+    peak_bytes: int = 0
+    host_bytes: int = 0
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, MemoryMark):
+            self.marks[event.milestone] = event
+        elif isinstance(event, Step):
+            self.peak_bytes = max(self.peak_bytes, event.peak_bytes or 0)
+            self.host_bytes = max(self.host_bytes, event.host_bytes or 0)
+
+
+def _entry_of(plan: Plan, way: Way, measured: tuple[Measured, ...]) -> Entry | None:
+    known = tuple(each for each in measured if each.predicted_bytes > 0 and each.measured_bytes > 0)
+    if not known:
+        return None
+    return Entry(
+        training=training_of(way.shape, way.levers, way.hardware),
+        way=way_mark(way.levers),
+        data=data_mark(plan.job),
+        sequence=way.levers.sequence,
+        day=datetime.now(timezone.utc).date().isoformat(),
+        measured=known,
+    )
+
+
+def _on_gpu(seen: _Seen, way: Way) -> Iterator[Measured]:
+    """Milestones are peaks since the first pass began, so each is one of the phase that is largest up to there.
+
+    With the plain loss the first forward pass ends before the loss is at its largest, so it says nothing.
+    """
+    gpu = way.footprint.gpu
+    errors: dict[PhaseName, int] = {}
+    forward: tuple[PhaseName, ...] = ("forward", "loss")
+    for milestone, phases in (("init", ("init",)), ("forward", forward), ("backward", (*forward, "backward"))):
+        mark = seen.marks.get(milestone)
+        if mark is None or mark.measured_bytes is None or mark.predicted_bytes is None:
+            continue
+        if milestone != "forward" or way.levers.loss == "fused":
+            phase = max(phases, key=lambda name: gpu.phases[name].total_bytes)
+            errors[phase] = mark.measured_bytes - mark.predicted_bytes + gpu.phases[phase].components.get(COMPONENT, 0)
+    last = seen.marks.get("step")
+    probed = None if last is None else last.measured_bytes
+    peak = max(probed or 0, seen.peak_bytes)
+    if peak:
+        errors[gpu.peak_phase] = peak - uncorrected_bytes(gpu.phases[gpu.peak_phase])
+    for phase, error in errors.items():
+        predicted = uncorrected_bytes(gpu.phases[phase])
+        if error > 0 or phase == "init" or probed is not None:  # a largest batch that never passed proves nothing
+            yield Measured(where="gpu", phase=phase, predicted_bytes=predicted, measured_bytes=predicted + error)
+
+
+def _on_host(seen: _Seen, way: Way) -> Iterator[Measured]:
+    """Of the steps: while the model is read, pages of its files count as resident. On the CPU it all is host memory."""
+    if way.hardware.gpu.vendor != "cpu":
+        predicted = uncorrected_bytes(way.footprint.host.phases["step"])
+        yield Measured(where="host", phase="step", predicted_bytes=predicted, measured_bytes=seen.host_bytes)
