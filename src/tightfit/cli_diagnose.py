@@ -1,0 +1,332 @@
+"""`tightfit diagnose` and `tightfit explain`: what went wrong in a run, to judge by what it left behind.
+
+Exit codes: 0 nothing is wrong; 1 a cause was found; 2 something that the user has to change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli_flags import Parser, whole_number
+from tightfit.diagnose.catalogue import Symptom, catalogue
+from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
+from tightfit.diagnose.judge import judge
+from tightfit.diagnose.predicted import Predicted, predicted
+from tightfit.diagnose.reading import is_binary
+from tightfit.diagnose.settings import known_from_file
+from tightfit.diagnose.verdict import Diagnosis, Verdict
+from tightfit.diagnose.wording import fixes_of
+from tightfit.inputs.spelling import nearest
+from tightfit.runs.attempts import ATTEMPTS
+from tightfit.runs.cause import known_config
+from tightfit.runs.failure import last_words
+from tightfit.runs.folder import RUNS, RunFolder
+from tightfit.types import ConfigError
+
+EXAMPLE = "tightfit diagnose train.log --config ds_config.json"
+FOUND = 1
+LARGE_BYTES = 2**30
+_PACKED = {".gz": "zcat", ".xz": "xzcat", ".zst": "zstdcat", ".bz2": "bzcat", ".zip": "unzip -p"}
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker|proc|local_rank)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be diagnosed."""
+
+    evidence: Evidence
+    plan: Path | None = None
+    """Of a run of ours: what was planned."""
+
+
+def diagnose(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = _parser().parse(argv)
+    with ExitStack() as stack:
+        question = _question(args, stack)
+        found = judge(question.evidence)
+    expected = predicted(question.plan, found.verdict) if question.plan and found.verdict else None
+    if getattr(args, "json", False):
+        print(json.dumps(as_json(found, expected), indent=2, ensure_ascii=False))
+    else:
+        from tightfit.screen import open_console
+        from tightfit.screen_diagnose import draw_diagnosis
+
+        names = [source.name for source in question.evidence.logs]
+        draw_diagnosis(open_console(), found, None if expected is None else expected.sentence, names)
+    return FOUND if found.verdict is not None else 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "diagnose",
+        "Say what went wrong first, and what helps: from logs of any trainer, of one rank or of many, from a run's "
+        "folder, or from what another program pipes in (-). Nothing is changed and nothing leaves this machine; tokens "
+        "and keys in what is shown are struck out. Exit code 0: nothing is wrong, 1: a cause was found, 2: the input "
+        "cannot be read.",
+        EXAMPLE,
+        "FILE…|RUN|- [flags]",
+    )
+    parser.add_argument(
+        "inputs", nargs="+", metavar="FILE…|RUN|-", help="logs, a run's folder, or - for standard input"
+    )
+    parser.add_argument("--config", metavar="FILE", help="the trainer's config, so that the fixes fit it")
+    parser.add_argument(
+        "--exit-code", metavar="N", type=_exit_code, help="how the command ended: 137, or -9 for a signal"
+    )
+    parser.add_argument(
+        "--vocab", metavar="N", type=whole_number("vocab"), help="rows of the vocabulary, to know logits"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return parser
+
+
+def _exit_code(text: str) -> int:
+    try:
+        code = int(text)
+    except ValueError:
+        code = 1000
+    if not -64 <= code <= 255:
+        raise argparse.ArgumentTypeError(f"--exit-code takes a number from -64 to 255, not {text!r}")
+    return code
+
+
+# --- what there is ------------------------------------------------------------------------------
+
+
+def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
+    given = getattr(args, "exit_code", None)
+    config = known_from_file(Path(args.config)) if hasattr(args, "config") else None
+    words = args.inputs
+    if len(words) == 1 and words[0] != "-" and _is_folder(words[0]):
+        question = _of_run(Path(words[0]))
+    else:
+        sources = tuple(_source(word, stack) for word in words)
+        if given is None:
+            _check_not_empty(sources)
+        question = Question(evidence=Evidence(logs=sources))
+    evidence = question.evidence
+    if given is not None:
+        evidence = replace(evidence, exits=(RankExit(rank=None, code=given, at=0.0),))
+    if config is not None:
+        evidence = replace(evidence, config=config)
+    if hasattr(args, "vocab"):
+        evidence = replace(evidence, vocabulary=args.vocab)
+    return replace(question, evidence=evidence)
+
+
+def _source(word: str, stack: ExitStack) -> LogSource:
+    """One log, looked at before it is read."""
+    if word == "-":
+        return LogSource(name="standard input", path=_kept(stack))
+    if _is_folder(word):
+        raise ConfigError(f"{word} is a folder: name the log files in it, or a single folder of a run")
+    path = Path(word)
+    packed = _PACKED.get(path.suffix.lower())
+    if packed is not None:
+        raise ConfigError(f"{word} is packed: pipe it, as in `{packed} {word} | tightfit diagnose -`")
+    source = LogSource(name=word, path=path, rank=rank_of(path))
+    if path.is_file():
+        _check_text(source)
+        if path.stat().st_size >= LARGE_BYTES and sys.stderr.isatty():
+            print(f"reading {path.stat().st_size / LARGE_BYTES:.1f} GiB of {word} …", file=sys.stderr)
+    return source
+
+
+def _is_folder(word: str) -> bool:
+    """Whether it is a folder; what is not there at all, or cannot be reached, is said in one sentence."""
+    try:
+        return stat.S_ISDIR(os.stat(word).st_mode)
+    except (FileNotFoundError, ValueError):  # ValueError: a name that no file can have
+        raise ConfigError(f"there is no file {word!r}: name a log, a run's folder, or - for standard input") from None
+    except OSError as error:
+        raise ConfigError(f"{word} cannot be read: {(error.strerror or str(error)).lower()}") from None
+
+
+def _check_text(source: LogSource) -> None:
+    assert source.path is not None
+    try:
+        with source.path.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{source.name} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    if is_binary(source):
+        raise ConfigError(f"{source.name} is no text, so it is no log: name a file of what the program printed")
+
+
+def _check_not_empty(sources: Sequence[LogSource]) -> None:
+    sized = [source.path for source in sources if source.path is not None and source.path.is_file()]
+    if len(sized) == len(sources) and not any(path.stat().st_size for path in sized):
+        names = sources[0].name if len(sources) == 1 else "each of these files"
+        raise ConfigError(f"{names} is empty: add --exit-code if all that is known is how the program ended")
+
+
+def _kept(stack: ExitStack) -> Path:
+    """Standard input as a file: a pipe can be read once only."""
+    if sys.stdin is None:
+        raise ConfigError("there is no standard input: name a log file")
+    kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tightfit-"))) / "stdin.log"
+    with kept.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+    _check_text(LogSource(name="standard input", path=kept))
+    return kept
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank in a log's name, or of torchrun's folders (`attempt_0/3/stderr.log`)."""
+    found = _RANK.search(path.name)
+    if found is not None:
+        return int(found[1])
+    if path.name in ("stderr.log", "stdout.log") and path.parent.name.isdigit():
+        return int(path.parent.name)
+    return None
+
+
+# --- a run's folder -----------------------------------------------------------------------------
+
+
+def _of_run(path: Path) -> Question:
+    """Logs, last words and exit code of a run of ours."""
+    if not any((path / name).exists() for name in (*RUNS, "logs")):
+        inside = sorted(each.name for each in path.iterdir() if each.suffix in (".log", ".txt", ".out", ".err"))
+        hint = f"name the logs in it ({inside[0]} …)" if inside else "name a log file, or the folder of a run"
+        raise ConfigError(f"{path} is no run's folder: {hint}")
+    folder = RunFolder(path)
+    newest = _newest_attempt(path)
+    state, code = _ended(folder.record)
+    failed = newest if state != "done" and newest is not None and not any((path / "logs").glob("*.log")) else None
+    logs = sorted((failed or path / "logs").rglob("*.log"))
+    sources = [LogSource(name=str(log.relative_to(path)), path=log, rank=rank_of(log)) for log in logs]
+    sources += list(_words(failed / "errors" if failed else folder.errors, path))
+    exits = _exits(path) or ((RankExit(rank=None, code=code, at=0.0),) if code is not None else ())
+    if not sources and not exits:
+        raise ConfigError(f"{path} holds no logs: the run left nothing to judge by")
+    config: KnownConfig = known_config(folder.plan)
+    return Question(evidence=Evidence(logs=tuple(sources), exits=exits, config=config), plan=folder.plan)
+
+
+def _newest_attempt(path: Path) -> Path | None:
+    """The folder of the last attempt that left one."""
+    numbered = [each for each in (path / ATTEMPTS).glob("*") if each.is_dir() and each.name.isdigit()]
+    return max(numbered, key=lambda each: int(each.name), default=None)
+
+
+def _exits(path: Path) -> tuple[RankExit, ...]:
+    """How the ranks of the last attempt ended. Nobody kept the time; those that a signal ended had not been told to."""
+    records = [each for each in (path / ATTEMPTS).glob("*.json") if each.stem.isdigit()]
+    newest = max(records, key=lambda each: int(each.stem), default=None)
+    codes = _read(newest).get("exit_codes") if newest is not None else None
+    if not isinstance(codes, list) or not all(isinstance(code, int) for code in codes):
+        return ()
+    return tuple(RankExit(rank=rank, code=code, at=float(code >= 0)) for rank, code in enumerate(codes))
+
+
+def _words(errors: Path, path: Path) -> Iterator[LogSource]:
+    for words in last_words(errors, 0.0):
+        name = str((errors / f"rank-{words.rank}.json").relative_to(path))
+        text = f"tightfit: {words.text}" if words.kind == "user" else words.text
+        yield LogSource(name=name, text=text, rank=words.rank)
+
+
+def _ended(record: Path) -> tuple[str | None, int | None]:
+    """How `run.json` says that the run ended."""
+    tree = _read(record)
+    state, code = tree.get("state"), tree.get("exit_code")
+    is_number = isinstance(code, int) and not isinstance(code, bool)
+    return (state if isinstance(state, str) else None), (code if is_number else None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A record of a run; a torn one says nothing."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+# --- for programs -------------------------------------------------------------------------------
+
+
+def as_json(found: Diagnosis, expected: Predicted | None = None) -> dict[str, Any]:
+    """What `--json` prints; a verdict of null means that nothing is wrong."""
+    tree: dict[str, Any] = {
+        "verdict": None if found.verdict is None else _verdict_json(found.verdict),
+        "also": [_verdict_json(verdict) for verdict in found.also],
+    }
+    if expected is not None:
+        tree["predicted"] = asdict(expected)
+    return tree
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    tree = asdict(verdict)
+    tree["fixes"] = [{"text": fix.text, "command": fix.command, "costly": fix.is_costly} for fix in verdict.fixes]
+    return tree
+
+
+# --- explain ------------------------------------------------------------------------------------
+
+
+def explain(argv: Sequence[str]) -> int:
+    """The verb."""
+    parser = Parser(
+        "explain",
+        "Say what a symptom is, how a log shows it, and what helps; `list` names them all.",
+        "tightfit explain oom-logits",
+        "ID|list [--json]",
+    )
+    parser.add_argument("id", metavar="ID|list", help="a symptom, as `tightfit diagnose` names it")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    args = parser.parse(argv)
+    known = catalogue()
+    wanted = known.symptoms if args.id == "list" else (_symptom(args.id),)
+    if getattr(args, "json", False):
+        print(json.dumps([_symptom_json(each) for each in wanted], indent=2, ensure_ascii=False))
+        return 0
+    from tightfit.screen import open_console
+    from tightfit.screen_diagnose import draw_symptom, draw_symptoms
+
+    if args.id == "list":
+        draw_symptoms(open_console(), wanted)
+    else:
+        draw_symptom(open_console(), wanted[0], tuple(fixes_of(wanted[0], KnownConfig(), {})))
+    return 0
+
+
+def _symptom(name: str) -> Symptom:
+    known = catalogue().by_id
+    if name not in known:
+        close = nearest(name, known)
+        meant = f": did you mean {close}?" if close else ": `tightfit explain list` names them all"
+        raise ConfigError(f"there is no symptom {name!r}{meant}")
+    return known[name]
+
+
+def _symptom_json(symptom: Symptom) -> dict[str, Any]:
+    return {
+        "id": symptom.id,
+        "kind": symptom.kind,
+        "role": symptom.role,
+        "title": symptom.title,
+        "cause": symptom.cause,
+        "confidence": symptom.confidence,
+        "refines": list(symptom.refines),
+        "fixes": [
+            {"text": fix.text, "command": fix.command, "costly": fix.is_costly}
+            for fix in fixes_of(symptom, KnownConfig(), {})
+        ],
+        "sources": list(symptom.sources),
+    }

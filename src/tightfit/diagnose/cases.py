@@ -1,0 +1,112 @@
+"""Findings as cases: each gets the name that it has in the catalogue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tightfit.diagnose.catalogue import CATCH_ALL, CUT_OFF, Catalogue, Symptom
+from tightfit.diagnose.evidence import KnownConfig
+from tightfit.diagnose.fitting import around, best, refined
+from tightfit.diagnose.oom import OomMessage, read_oom
+from tightfit.diagnose.ordering import Case
+from tightfit.diagnose.phases import phase_of
+from tightfit.diagnose.scan import Finding, Scan
+
+_MOST_LETTERS = 160
+_MEMORY = ("device-oom", "fragmentation", "other-process")
+
+
+def cases_of(found: Scan, config: KnownConfig, entries: Catalogue, *, is_kernels: bool = False) -> list[Case]:
+    """The findings of one log; chained exceptions are one case."""
+    cases: list[Case] = []
+    for finding in found.findings:
+        case = _case(finding, config, entries)
+        if case is None:
+            continue
+        if finding.traceback is not None and finding.traceback.follows and cases and cases[-1].finding is not None:
+            cases[-1] = _chained(cases[-1], case)
+        else:
+            cases.append(replace(case, is_kernels=is_kernels))
+    return cases
+
+
+def _case(finding: Finding, config: KnownConfig, entries: Catalogue) -> Case | None:
+    likely = list(finding.symptoms)
+    memory = any(symptom.kind in _MEMORY for symptom in likely)
+    oom = _oom(finding, config) if memory else None
+    known = around(finding, config, oom.shapes if oom else frozenset())
+    symptom = best(likely, known)
+    if symptom is None and finding.traceback is not None:
+        symptom = entries.by_id[CUT_OFF if finding.traceback.exception is None else CATCH_ALL]
+    if symptom is None:
+        return None
+    names = _names(symptom, finding)
+    special = refined(symptom, known, entries)
+    names |= _names(special, finding)
+    frames = [text for _, text in finding.traceback.frames] if finding.traceback else []
+    return Case(
+        symptom=special,
+        source=finding.source,
+        order=finding.order,
+        rank=_rank(finding, names),
+        at=finding.at,
+        finding=finding,
+        phase=phase_of(frames),
+        oom=oom if special.kind in _MEMORY else None,
+        names=names,
+    )
+
+
+def _oom(finding: Finding, config: KnownConfig) -> OomMessage:
+    rows = config.micro_batch * config.sequence if config.micro_batch and config.sequence else None
+    text = " ".join([finding.message.whole, *(line.strip() for line in finding.after[:6])])
+    return read_oom(text, config.vocabulary, rows)
+
+
+def _names(symptom: Symptom, finding: Finding) -> dict[str, str]:
+    """What the expressions call by name."""
+    text = finding.message.whole
+    names: dict[str, str] = {}
+    for pattern in (*symptom.lines, symptom.follows, symptom.frames):
+        where = text if pattern in symptom.lines else "\n".join([text, *finding.after])
+        if pattern is symptom.frames and finding.traceback is not None:
+            where = finding.traceback.place
+        found = pattern.search(where) if pattern is not None else None
+        if found is not None:
+            names |= {name: value for name, value in found.groupdict().items() if value}
+    if finding.traceback is not None:
+        told = re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", finding.message.head.rstrip(". "), count=1)
+        names.setdefault("message", told if len(told) <= _MOST_LETTERS else f"{told[:_MOST_LETTERS]} …")
+    return names
+
+
+_LOCAL = re.compile(r"\blocal_rank: (\d{1,6})\b")
+_LISTED = re.compile(r"^\s*rank\s*: (\d{1,6}) ")
+
+
+def _rank(finding: Finding, names: Mapping[str, str]) -> int | None:
+    """Whose end a launcher reports: on its own line, or on the one before in torchrun's summary."""
+    if names.get("rank", "").isdigit():
+        return int(names["rank"][:6])
+    told = _LOCAL.search(finding.message.text) or next(
+        (found for line in reversed(finding.before[-2:]) if (found := _LISTED.match(line))), None
+    )
+    return finding.rank if told is None else int(told[1])
+
+
+def _chained(first: Case, second: Case) -> Case:
+    """One exception led to another: the one that says more counts, and where both say as much, the last."""
+    assert first.finding is not None
+    assert second.finding is not None
+    told = min((second, first), key=lambda case: _vagueness(case.symptom))
+    told_by = first.finding if told is first else second.finding
+    told_by.later = second.finding.later
+    led = (*first.chain, first.finding) if told is second else first.chain
+    return replace(told, order=first.order, chain=led)
+
+
+def _vagueness(symptom: Symptom) -> tuple[object, ...]:
+    sure = ("certain", "likely", "possible")
+    return symptom.is_generic, symptom.tier, symptom.catches, sure.index(symptom.confidence)

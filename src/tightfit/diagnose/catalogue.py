@@ -1,0 +1,380 @@
+"""The catalogue of symptoms: data in `symptoms/*.yaml`, checked when it is read.
+
+A symptom says what a log looks like, why, and what helps; `docs/symptoms.md` shows them all, and tells a contributor
+what each key means. `remedies.yaml` holds what many symptoms advise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple, get_args
+
+import yaml
+
+from tightfit.diagnose.doing import Doing
+from tightfit.diagnose.evidence import KnownConfig, Trainer
+from tightfit.diagnose.gate import Mark, alternatives, marks_of
+from tightfit.diagnose.verdict import Confidence, Kind
+from tightfit.inputs.spelling import listed, nearest
+
+Role = Literal["fault", "state", "ending", "echo", "trailing", "note"]
+"""fault: the process could not go on; state: it goes on and is worthless; ending: how a process ended, which says
+little of the why; echo: a rank that noticed another's fall; trailing: said by those that sweep up; note: never the
+cause."""
+_TIERS: Mapping[Role, int] = {"fault": 0, "state": 0, "ending": 1, "echo": 2, "trailing": 3, "note": 4}
+CATCH_ALL, CUT_OFF = "exception", "traceback-cut"
+"""Symptoms that the engine itself names: an exception that no other knows, and one whose end the log does not have."""
+OomShape = Literal["fragmented", "others", "contexts", "larger", "capped", "roomy", "logits"]
+"""fragmented: enough is reserved, in pieces; others: another process holds what is missing; contexts: the other ranks'
+contexts do; larger: one tensor as large as the card; capped: a limit below the card; roomy: more is free than was
+asked; logits: what was asked is a number of rows of the vocabulary."""
+
+
+class Expression:
+    """A regular expression that is compiled when it is first used: a log needs a few of some hundreds."""
+
+    __slots__ = ("_compiled", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._compiled: re.Pattern[str] | None = None
+
+    @property
+    def compiled(self) -> re.Pattern[str]:
+        if self._compiled is None:
+            self._compiled = re.compile(self.text, re.IGNORECASE)
+        return self._compiled
+
+    @property
+    def is_anchored(self) -> bool:
+        """It asks for the beginning of a message."""
+        return self.text.startswith("^")
+
+    def search(self, text: str) -> re.Match[str] | None:
+        return self.compiled.search(text)
+
+
+class CatalogueError(Exception):
+    """A file of symptoms is wrong: a contributor's mistake, told with its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Values of the configuration that must hold; a setting that is not known holds nowhere."""
+
+    values: Mapping[str, tuple[object, ...]]
+
+    def hold(self, config: KnownConfig) -> bool:
+        return all(getattr(config, name) in wanted for name, wanted in self.values.items())
+
+    def contradict(self, config: KnownConfig) -> bool:
+        """Whether one is known to be otherwise."""
+        known = ((getattr(config, name), wanted) for name, wanted in self.values.items())
+        return any(value is not None and value not in wanted for value, wanted in known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    text: str
+    command: str | None = None
+    sets: Mapping[Trainer, str]
+    """What to write into whose file."""
+    is_costly: bool = False
+    where: Settings | None = None
+    """Only where this is not known to be otherwise."""
+    unless: Settings | None = None
+    """Not where this is known to hold already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Symptom:
+    id: str
+    kind: Kind
+    title: str
+    cause: str
+    remedies: tuple[Remedy, ...]
+    role: Role = "fault"
+    confidence: Confidence = "certain"
+    lines: tuple[Expression, ...] = ()
+    """Any of these, in one line."""
+    marks: tuple[tuple[Mark, ...], ...] = ()
+    """Of each of the lines."""
+    anywhere: bool = False
+    """In the middle of a line as well; otherwise the line must be an error message that begins so."""
+    without: Expression | None = None
+    """Not where the line has this."""
+    follows: Expression | None = None
+    """In the lines after it."""
+    precedes: Expression | None = None
+    """In the lines before it."""
+    frames: Expression | None = None
+    """In the traceback."""
+    refines: tuple[str, ...] = ()
+    """Symptoms of which this is a special case."""
+    doing: tuple[Doing, ...] = ()
+    """What the log last said that it was doing."""
+    least_steps: int | None = None
+    most_steps: int | None = None
+    """Training steps before it."""
+    oom: tuple[OomShape, ...] = ()
+    settings: Settings | None = None
+    exits: tuple[int, ...] = ()
+    """Exit codes that mean this where no text says more."""
+    repeats: int = 1
+    """So many lines at least."""
+    bare: bool = False
+    """Only in a line that ends no traceback."""
+    catches: bool = False
+    """Every exception that no other symptom knows."""
+    weight: int = 0
+    """Among symptoms that fit one line, the heaviest counts."""
+    sources: tuple[str, ...] = ()
+
+    @property
+    def tier(self) -> int:
+        """What counts before what: faults, then ends, then echoes, then those who sweep up."""
+        return _TIERS[self.role]
+
+    @property
+    def is_generic(self) -> bool:
+        """An exception that nobody knows."""
+        return self.catches or CATCH_ALL in self.refines
+
+
+class Row(NamedTuple):
+    """One expression, and what a line must contain before it is worth trying."""
+
+    mark: Mark
+    symptom: Symptom
+    pattern: Expression
+
+    def could_match(self, line: bytes) -> bool:
+        """`line` in small letters."""
+        for run in self.mark.runs:
+            if run not in line:
+                return False
+        if self.mark.digits and not any(number in line for number in self.mark.digits):
+            return False
+        return self.pattern.is_anchored or self.pattern.search(line.decode("latin-1")) is not None
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    symptoms: tuple[Symptom, ...]
+
+    @cached_property
+    def by_id(self) -> Mapping[str, Symptom]:
+        return {symptom.id: symptom for symptom in self.symptoms}
+
+    @cached_property
+    def by_word(self) -> Mapping[bytes, tuple[Row, ...]]:
+        """Word of the sieve → what else to look for, and where it leads."""
+        table: dict[bytes, list[Row]] = {}
+        for symptom in self.symptoms:
+            if symptom.refines:
+                continue
+            for pattern, marks in zip(symptom.lines, symptom.marks, strict=True):
+                for mark in marks:
+                    table.setdefault(mark.word.encode(), []).append(Row(mark, symptom, pattern))
+        return {word: tuple(rows) for word, rows in table.items()}
+
+    @cached_property
+    def by_exit(self) -> Mapping[int, Symptom]:
+        return {code: symptom for symptom in self.symptoms for code in symptom.exits if not symptom.refines}
+
+    def refinements(self, base: Symptom) -> Iterator[Symptom]:
+        return (symptom for symptom in self.symptoms if base.id in symptom.refines)
+
+
+@cache
+def catalogue() -> Catalogue:
+    """The catalogue that is shipped."""
+    texts = {
+        entry.name: entry.read_text(encoding="utf-8")
+        for entry in sorted(files("tightfit.diagnose").joinpath("symptoms").iterdir(), key=lambda each: each.name)
+        if entry.name.endswith(".yaml")
+    }
+    return read_catalogue(texts)
+
+
+def read_catalogue(texts: Mapping[str, str]) -> Catalogue:
+    """The catalogue in the texts of its files, by file name."""
+    trees = {name: _tree(name, text) for name, text in texts.items()}
+    shared = {}
+    for key, entry in (trees.pop("remedies.yaml", None) or {}).items():
+        shared[key] = _Entry("remedies.yaml", key, entry).remedy(entry, {})
+    found: dict[str, Symptom] = {}
+    for name, tree in trees.items():
+        if not isinstance(tree, list):
+            raise CatalogueError(f"{name} is no list of symptoms")
+        for entry in tree:
+            where = entry.get("id", "?") if isinstance(entry, dict) else "?"
+            symptom = _Entry(name, str(where), entry).symptom(shared)
+            if symptom.id in found:
+                raise CatalogueError(f"{name}: there are two symptoms {symptom.id!r}")
+            found[symptom.id] = symptom
+    for symptom in found.values():
+        for base in symptom.refines:
+            if base not in found:
+                raise CatalogueError(f"{symptom.id} refines {base!r}, which there is not")
+    return Catalogue(tuple(found.values()))
+
+
+def _tree(name: str, text: str) -> Any:
+    try:
+        return _LOADER(text).get_single_data()
+    except yaml.YAMLError as error:
+        raise CatalogueError(f"{name} is no YAML: {error}") from None
+
+
+_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Safe either way; the one in C reads the catalogue in a tenth of the time."""
+
+
+# --- one entry ----------------------------------------------------------------------------------
+
+_TEXTS = ("id", "kind", "title", "cause", "role", "confidence")
+_PATTERNS = ("without", "follows", "precedes", "frames")
+_NUMBERS = ("least_steps", "most_steps", "repeats", "weight")
+_KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, "lines", "anywhere", "refines", "doing", "oom", "settings", "exits", "fixes",
+         "sources", "catches", "bare"}  # fmt: skip
+_REMEDY_KEYS = {"text", "command", "sets", "costly", "where", "unless"}
+_SETTINGS = {field.name for field in fields(KnownConfig)} - {"file"}
+
+
+_ALWAYS = ("where", "steps", "tokens", "message")
+"""Names that the engine fills in."""
+
+
+class _Entry:
+    """Reads one symptom; every complaint names its file and its id."""
+
+    def __init__(self, file: str, where: str, values: Any) -> None:
+        self.place = f"{file}: {where}"
+        if not isinstance(values, dict):
+            raise CatalogueError(f"{self.place} is no block of keys")
+        self.values = values
+
+    def symptom(self, shared: Mapping[str, Remedy]) -> Symptom:
+        values = self.values
+        self._check_keys(values, _KEYS)
+        for key in ("id", "kind", "title", "cause", "fixes"):
+            if not values.get(key):
+                raise CatalogueError(f"{self.place} has no {key}")
+        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", values["id"]):
+            raise CatalogueError(f"{self.place}: an id is small letters and digits, with hyphens between")
+        lines = tuple(Expression(part) for text in self._list("lines") for part in alternatives(str(text)))
+        symptom = Symptom(
+            id=values["id"],
+            kind=self._word("kind", get_args(Kind)),
+            title=self._sentence("title"),
+            cause=self._sentence("cause"),
+            role=self._word("role", get_args(Role), "fault"),
+            confidence=self._word("confidence", get_args(Confidence), "certain"),
+            lines=lines,
+            marks=tuple(self._marks(pattern.text) for pattern in lines),
+            anywhere=bool(values.get("anywhere", False)),
+            catches=bool(values.get("catches", False)),
+            bare=bool(values.get("bare", False)),
+            refines=tuple(self._list("refines")),
+            doing=tuple(self._choice("doing", word, get_args(Doing)) for word in self._list("doing")),
+            oom=tuple(self._choice("oom", word, get_args(OomShape)) for word in self._list("oom")),
+            settings=self._settings(values.get("settings")),
+            exits=tuple(self._list("exits")),
+            remedies=tuple(self._fix(fix, shared) for fix in self._list("fixes")),
+            sources=tuple(self._list("sources")),
+            without=self._any("without"),
+            follows=self._any("follows"),
+            precedes=self._any("precedes"),
+            frames=self._any("frames"),
+            least_steps=values.get("least_steps"),
+            most_steps=values.get("most_steps"),
+            repeats=values.get("repeats", 1),
+            weight=values.get("weight", 0),
+        )
+        self._check_names(symptom)
+        if not (symptom.lines or symptom.exits or symptom.refines or symptom.catches):
+            raise CatalogueError(f"{self.place} has neither lines, nor exits, nor refines: nothing would ever find it")
+        return symptom
+
+    def _check_names(self, symptom: Symptom) -> None:
+        """What the cause has in braces must be known whenever the symptom is found."""
+        names = re.findall(r"\{(\w+)\}", symptom.cause)
+        if not names:
+            return
+        always = {*_ALWAYS, *(_SETTINGS if symptom.settings or symptom.oom else ())}
+        groups = [set(pattern.compiled.groupindex) for pattern in symptom.lines]
+        always |= set.intersection(*groups) if groups else set()
+        for name in names:
+            if name not in always:
+                raise CatalogueError(f"{self.place}: not every line of it tells the {{{name}}} of its cause")
+
+    def remedy(self, values: Any, shared: Mapping[str, Remedy]) -> Remedy:
+        if isinstance(values, str):
+            if values not in shared:
+                close = nearest(values, shared)
+                raise CatalogueError(f"{self.place}: there is no remedy {values!r}{f': {close}?' if close else ''}")
+            return shared[values]
+        if not isinstance(values, dict) or not values.get("text"):
+            raise CatalogueError(f"{self.place}: a fix is the name of a remedy, or a block with a text")
+        self._check_keys(values, _REMEDY_KEYS)
+        sets = values.get("sets") or {}
+        for trainer in sets:
+            self._choice("sets", trainer, get_args(Trainer))
+        return Remedy(
+            text=" ".join(str(values["text"]).split()),
+            command=values.get("command"),
+            sets={trainer: str(text) for trainer, text in sets.items()},
+            is_costly=bool(values.get("costly", False)),
+            where=self._settings(values.get("where")),
+            unless=self._settings(values.get("unless")),
+        )
+
+    def _fix(self, values: Any, shared: Mapping[str, Remedy]) -> Remedy:
+        return self.remedy(values, shared)
+
+    def _check_keys(self, values: Mapping[Any, Any], known: set[str]) -> None:
+        for key in values:
+            if key not in known:
+                close = nearest(str(key), known)
+                raise CatalogueError(f"{self.place} has an unknown key {key!r}{f': {close}?' if close else ''}")
+
+    def _list(self, key: str) -> list[Any]:
+        value = self.values.get(key, [])
+        return value if isinstance(value, list) else [value]
+
+    def _sentence(self, key: str) -> str:
+        return " ".join(str(self.values[key]).split())
+
+    def _word(self, key: str, known: tuple[Any, ...], usual: str | None = None) -> Any:
+        return self._choice(key, self.values.get(key, usual), known)
+
+    def _choice(self, key: str, word: Any, known: tuple[Any, ...]) -> Any:
+        if word not in known:
+            raise CatalogueError(f"{self.place}: {key} is {word!r}, and knows {listed(known)}")
+        return word
+
+    def _pattern(self, text: Any) -> Expression:
+        return Expression(str(text))
+
+    def _any(self, key: str) -> Expression | None:
+        texts = self._list(key)
+        return self._pattern("|".join(str(text) for text in texts)) if texts else None
+
+    def _marks(self, pattern: str) -> tuple[Mark, ...]:
+        try:
+            return marks_of(pattern)
+        except (ValueError, IndexError) as error:
+            raise CatalogueError(f"{self.place}: {error}") from None
+
+    def _settings(self, values: Any) -> Settings | None:
+        if values is None:
+            return None
+        if not isinstance(values, dict):
+            raise CatalogueError(f"{self.place}: settings are a block of keys")
+        self._check_keys(values, _SETTINGS)
+        return Settings(values={key: tuple(v) if isinstance(v, list) else (v,) for key, v in values.items()})

@@ -1,0 +1,160 @@
+"""What a log last said that the program was doing, and how far the training had come.
+
+A process that is killed says nothing. What it had announced before is then the only hint at why.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Literal
+
+Doing = Literal[
+    "loading", "mapping", "initialising", "training", "evaluating", "saving", "resuming", "converting", "compiling",
+    "nvme",
+]  # fmt: skip
+
+_ANNOUNCED: dict[Doing, bytes] = {
+    "loading": rb"loading checkpoint shards|loading weights|loading safetensors|materializing param|fetching \d+ files|"
+    rb"loading (?:pipeline|pretrained|base|the )?\s?model(?! checkpoint)|from_pretrained|loading model shards",
+    "mapping": rb"running tokenizer on|tokeniz(?:ing|e)\b[^\n]{0,60}\d+%|\bmap(?: \(num_proc=\d+\))?:\s|\bfilter:\s|"
+    rb"generating \w+ split|converting format of dataset|packing (?:dataset|\w+ dataset)|grouping texts",
+    "initialising": rb"deepspeed info: version|trainable params:|creating (?:fp16|bf16|torch\.\w+) zero|"
+    rb"zero stage 3 optimizer|"
+    rb"begin bf16_optimizer|reduce bucket size|deepspeedcpuadam|adam optimizer #\d|stage 3 initialize|"
+    rb"using deepspeed optimizer|partition count|wrapping model|fsdp wrap",
+    "training": rb"running training|['\"]?(?:train_|lm_)?loss['\"]?\s*[:=]\s*['\"]?[\d.]|starting training|"
+    rb"training begin",
+    "evaluating": rb"running (?:evaluation|prediction)|\bevaluat(?:ing|ion)\b|validation step",
+    "saving": rb"saving (?:model )?checkpoint|saving model|\[torch\] saving|saving (?:optimizer|weights|state)|"
+    rb"model weights saved|save_pretrained|gathering[^\n]{0,40}weights",
+    "resuming": rb"resum(?:ing|e) (?:from|training)|loading (?:model|states?|optimizer)[^\n]{0,60}checkpoint-\d|"
+    rb"restor(?:ing|ed) (?:from|states)|loading optimizer states?|continuing training from checkpoint|"
+    rb"attempting to resume|loading deepspeed checkpoint|\[torch\] loading checkpoint|loading states from",
+    "converting": rb"zero_to_fp32|ds_to_universal|processing zero checkpoint|detected checkpoint of type zero|"
+    rb"parsing checkpoint created by deepspeed|reconstructed \w+ state dict|merg(?:ing|e)\b[^\n]{0,40}(?:adapter|lora)",
+    "compiling": rb"building extension module|loading extension module|ninja: |jit compiling|torch_extensions",
+    "nvme": rb"nvme|async_?io|swap_tensor|aio_handle|partitionedparam\w*swap",
+}
+_LINE = re.compile(b"|".join(b"(?P<%s>%s)" % (name.encode(), text) for name, text in _ANNOUNCED.items()))
+_STEP = re.compile(
+    rb"""(?ix)
+      (?<!\w)(?:global_?step|step|steps|iteration|iter)\s*['\"]?\s*[:=]?\s*\[?(?P<step>\d{1,12})(?!\d*\.\d)
+    | epoch\W{0,3}\[?\d+\]?\W{0,3}(?P<of>\d{1,12})\s*/\s*\d+
+    """
+)
+_EPOCH = re.compile(rb"(?i)['\"]?epoch['\"]?\s*[:=]?\s*['\"]?(\d+(?:\.\d+)?)")
+_BAR = re.compile(
+    rb"(?:^|\])(?P<label>[^\r\n|%\]]{0,80}?)\s*\d{1,3}%\|[^|\r\n]*\|\s*(?P<bar>\d{1,12})/(?P<of>\d{1,12})\s*\["
+)
+_NEAR = 8192
+_SHORT_BAR = 5
+"""A bar of fewer steps is rather one of files or shards."""
+_LOSS = re.compile(
+    rb"(?i)(?<![a-z])(?:train_|lm_|step_|avg_|mean_)?loss['\"]?\s*(?:[:=]|\bis\b)?\s*['\"]?(?:tensor\()?"
+    rb"(\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?)"
+)
+_DONE = re.compile(
+    rb"""(?ix)
+      ['\"]train_runtime['\"] | \*{5}\ train\ metrics | training\ completed\.\ do\ not\ forget | exits?\ successfully
+    | return\ code\ =\ 0\b | job\ completed\ successfully
+    """
+)
+"""Only a program that came to its end says this."""
+_SAYS_DONE = re.compile(
+    rb"""(?ix)
+      training\ (?:is\ )?(?:finished|completed?|done|success) | (?:finished|completed?|done)\ training\b
+    | \brun\ finished | exit(?:ed)?\ (?:with\ )?(?:code|status)[:\s=]*0\b | \ball\ done\b
+    """
+)
+"""A script around it may say this in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What a text shows of a training that goes on."""
+
+    steps: frozenset[bytes] = frozenset()
+    """Numbers of steps, or epochs, that were made."""
+    losses: int = 0
+    """Lines with a loss that is a number."""
+    finished: bool = False
+    says_done: bool = False
+
+    def __add__(self, other: Signs) -> Signs:
+        finished, says_done = self.finished or other.finished, self.says_done or other.says_done
+        return Signs(self.steps | other.steps, self.losses + other.losses, finished, says_done)
+
+    @property
+    def went_on(self) -> bool:
+        """A rank that lost a neighbour may still print a step or two that were under way."""
+        if self.finished or (self.says_done and self.losses):
+            return True
+        return len(self.steps) >= _ENOUGH or self.losses >= 4 * _ENOUGH
+
+    @property
+    def recovered(self) -> bool:
+        """Losses are numbers again."""
+        return self.losses >= 2
+
+
+_ENOUGH = 3
+_NOT_FINITE = re.compile(rb"(?i)(?<![a-z_])-?(?:nan|inf)(?![a-z_])")
+
+
+_DONE_WORDS = frozenset(
+    b"train_runtime metrics completed complete finished done success successfully exit exits exited code".split()
+)
+
+
+def signs_in(data: bytes, words: Set[bytes] | None = None) -> Signs:
+    """Look for lines that only a living training prints. `words`: those of the text, where they are known."""
+    steps: set[bytes] = set()
+    losses = 0
+    for line in re.split(rb"[\r\n]+", data) if b"oss" in data or b"%|" in data else ():
+        if b"%|" in line:
+            steps.update(bar["bar"] for bar in _bars(line))
+            continue
+        loss = _LOSS.search(line)
+        if loss is None or _NOT_FINITE.search(line) or not float(loss[1]):
+            continue
+        losses += 1
+        step, epoch = _STEP.search(line), _EPOCH.search(line)
+        if step or epoch:
+            steps.add((step["step"] or step["of"]) if step else epoch[1] if epoch else b"")
+    if words is not None and words.isdisjoint(_DONE_WORDS):
+        return Signs(frozenset(steps), losses)
+    return Signs(frozenset(steps), losses, _DONE.search(data) is not None, _SAYS_DONE.search(data) is not None)
+
+
+def _bars(line: bytes) -> Iterator[re.Match[bytes]]:
+    """The bars of a training: without a label, and of more than a handful of steps."""
+    for bar in _BAR.finditer(line):
+        if int(bar["of"]) >= _SHORT_BAR and not bar["label"].strip():
+            yield bar
+
+
+def last_doing(data: bytes) -> Doing | None:
+    """The last thing that a text announces. It is mostly near the end, and looking for it takes a while."""
+    data = data.lower()
+    for part in (data[-_NEAR:], data) if len(data) > _NEAR else (data,):
+        last = None
+        for found in _LINE.finditer(part):
+            last = found
+        if last is not None:
+            return last.lastgroup  # type: ignore[return-value]
+    return None
+
+
+def steps_in(data: bytes) -> int | None:
+    """How many training steps a text shows to have been made; None: it shows none."""
+    best = None
+    for line in re.split(rb"[\r\n]+", data):
+        if b"%|" in line:
+            best = max((int(bar["bar"]) for bar in _bars(line)), default=best)
+        elif _LOSS.search(line):
+            step = _STEP.search(line)
+            number = step and (step["step"] or step["of"])
+            best = int(number) if number else (best or 0) + 1
+    return best

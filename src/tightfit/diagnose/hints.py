@@ -1,0 +1,63 @@
+"""What a log says in passing about the settings and the model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tightfit.diagnose.evidence import KnownConfig, completed
+
+_DEVICE = rb"['\"]?\s*[:=]\s*\{?\s*['\"]?device['\"]?\s*[:=]\s*['\"]?(cpu|nvme)"
+_TABLE = {
+    "stage": (
+        (b"zero_optimization_stage", b"zero_optimization"),
+        rb"zero_optimization_stage\W+(\d)\b|zero_optimization['\"]?\s*[:=]\s*\{\s*['\"]stage['\"]\s*:\s*([0-3])\b",
+    ),
+    "micro_batch": ((b"instantaneous",), rb"(?i)instantaneous batch size per device\s*=\s*(\d{1,9})\b"),
+    "accumulation": ((b"accumulation",), rb"(?i)gradient accumulation steps\s*=\s*(\d{1,9})\b"),
+    "vocabulary": ((b"vocab_size",), rb"['\"]?vocab_size['\"]?\s*[:=]\s*(\d{3,7})"),
+    "world": ((b"world_size",), rb"world_size\W{1,12}(\d{1,5})\b"),
+    "checkpointing": (
+        (b"checkpointing", b"gradient_checkpointing"),
+        rb"(?i)gradient checkpointing (enabled|is enabled)|gradient_checkpointing['\"]?\s*[:=]\s*(true)",
+    ),
+    "offload_optimizer": ((b"offload_optimizer",), rb"(?i)offload_optimizer" + _DEVICE),
+    "offload_param": ((b"offload_param",), rb"(?i)offload_param" + _DEVICE),
+    "precision": (
+        (b"compute", b"_enabled"),
+        rb"(?i)compute dtype: torch\.(bfloat16|float16)|(fp16|bfloat16|bf16)_enabled\W+true",
+    ),
+    "method": ((b"trainable",), rb"(?i)(trainable)%: (?:[0-9]|[1-4][0-9])(?:\.\d+)?\b"),
+}
+_COMPILED = {name: (frozenset(words), re.compile(text)) for name, (words, text) in _TABLE.items()}
+_MEANT: dict[str, object] = {
+    "enabled": True, "is enabled": True, "true": True, "float16": "fp16", "bfloat16": "bf16", "trainable": "lora",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Hints:
+    """Settings as a log shows them."""
+
+    config: KnownConfig = field(default_factory=KnownConfig)
+
+    def look(self, data: bytes, words: set[bytes]) -> None:
+        """Take notice of one piece, whose words are these. The first that is said counts."""
+        for name, (wanted, pattern) in _COMPILED.items():
+            if wanted.isdisjoint(words) or getattr(self.config, name) is not None:
+                continue
+            found = pattern.search(data)
+            value = next((group for group in found.groups() if group), None) if found else None
+            if value is not None:
+                text = value.decode("ascii", errors="replace").lower()
+                known: Any = int(text) if text.isdigit() else _MEANT.get(text, text)
+                self.config = replace(self.config, **{name: known})
+
+
+def merged(given: KnownConfig | None, seen: list[KnownConfig]) -> KnownConfig:
+    """What was given, and what the logs add to it."""
+    result = given or KnownConfig()
+    for other in seen:
+        result = completed(result, other)
+    return result

@@ -1,0 +1,169 @@
+"""One line of a log: what launchers and loggers put before the message read and taken off.
+
+    [rank3]: …   [default3]: …   3: … (srun --label)   [1,3]<stderr>: … (mpirun)   node-2: … (pdsh)
+    (Worker pid=41, ip=10.0.0.7) …   trainer-0  | …   2026-11-05T12:00:01Z …
+    [2026-11-05 12:00:01,123] [ERROR] [a.py:3:f] …   [ERROR|trainer.py:812] 2026-11-05 12:00:01,123 >> …
+    ERROR:root:…   E1105 12:00:01.123456 41 a.cc:7] …   2026-11-05 12:00:01 | ERROR    | mod:f:7 - …
+
+The rank tells whose line it is. The rest only stands in the way of knowing whether a line *is* an error message or
+merely has one in it. Indentation after the launcher's prefix is kept: it is what makes a traceback one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Literal
+
+Level = Literal["debug", "info", "warning", "error"]
+MOST_LETTERS = 4000
+"""Of a line that are looked at."""
+
+_STRANGE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+_LAUNCHERS = re.compile(
+    r"""
+      \[(?:rank|default|RANK|Rank|GPU)\ ?:?\ ?(?P<a>\d{1,5})\]:?\ ?
+    | (?:rank|RANK|Rank)[ _-]?(?P<b>\d{1,5})\ ?(?::|\|)\ ?
+    | \[\d+,(?P<c>\d{1,5})\](?:<std(?:out|err)>)?:\ ?
+    | (?P<d>\d{1,4}):(?:\ |(?=\[|Traceback))
+    | (?P<nccl>[\w.-]+:\d+:\d+)\ \[\d+\]\ (?:[\w/.]+\.(?:cc|h|cpp|cu):\d+\ )?
+    | \((?:[\w.:-]+\ )*(?:rank=(?P<e>\d+)\ )?(?P<pid>pid=\d+)(?:,\ ip=[\w.:]+)?(?:,\ rank=(?P<f>\d+))?\)\ ?
+    | (?P<host>(?:\d{1,3}\.){3}\d{1,3}|(?=[\w.-]*\d)[a-z][\w.-]{0,63}(?<!rror)(?<!ption)):\ (?=\S|\ \ )
+    | (?P<pod>[a-z][\w.-]*\d[\w.-]*)\s+\|\ ?
+    | \[(?P<worker>[a-z][\w-]*-\d+(?:-\d+)*)\]:?\ ?
+    | (?:stderr|stdout|err|out):\ ?
+    """,
+    re.VERBOSE,
+)
+_STAMPS = re.compile(
+    r"""
+      \[?\d{4}[-/]\d\d[-/]\d\d[T_ ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:\ ?Z|\ ?[+-]\d\d:?\d\d)?\]?
+      (?:\ *(?:-|\||:|>>)(?=\ ))?\ ?
+    | \[?\d\d/\d\d/\d{2,4}\ \d\d:\d\d:\d\d(?:[.,]\d+)?(?:\ [AP]M)?\]?(?:\ *(?:-|\|)(?=\ ))?\ ?
+    | (?P<letter>[IWEFC])\d{4}\ \d\d:\d\d:\d\d(?:\.\d+)?\ +(?:\d+\ )?[\w./<>+-]+:\d+\]\ ?
+    | (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\ +\d{1,2}\ \d\d:\d\d:\d\d(?:\ [\w.-]+)?\ (?=\S)
+    | \[\ *\d{1,8}\.\d{3,9}\]\ ?
+    | \[(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\ \w{3}\ +\d{1,2}\ \d\d:\d\d:\d\d\ \d{4}\]\ ?
+    | \[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]?(?:\ *(?:-|\|)(?=\ ))?\ ?(?=\S)
+    """,
+    re.VERBOSE,
+)
+_LOGGERS = re.compile(
+    r"""
+      \[?(?P<level>DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL|SEVERE|Error|Warning)(?:\|[^\]|]*(?:\|[^\]]*)?)?\]
+      \ ?(?:-\ |:\ )?
+    | (?P<level2>DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL|SEVERE)(?:\s*[|>-]\s*|\s*:\s*(?:[\w.]+:(?=\S))?)
+    | (?P<level3>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\s+(?=[\[\w])
+    | \[[\w./-]+\.(?:py|cc|cpp|cu|h)(?::\d+)?(?::[\w<>.]+)?(?:\(\))?\]:?\ ?
+    | \[(?:PG[^\]]*?|[Rr]ank[ :]*|RANK[ :]*)(?P<rank>\d{1,5})\]:?\ ? | \[PID:\d+\]\ ? | \[[\w.]+(?:\.\w+)+:\d+\]\ ?
+    | \[[EWIFC]\d*[^\]]*?\.(?:cpp|cc|h|hpp):\d+\]\ ?
+    | \[\d{1,7}\](?:\ |(?=\[))
+    | [\w./<>-]+:[\w<>]+:\d+\ -\ | [\w.]+\ -\ (?=\S) | [\w./-]+\.py:\d+(?:\]|:)?\ (?:>>\ )?
+    | [\w.]*(?:\.\w+)+:\d+\ >>\ | >>\ | (?:torch|accelerate|transformers|deepspeed)(?:\.[a-z_]+)+:\ (?=\S)
+    | (?:kernel|slurmstepd|srun):\ (?:\[\ *\d+\.\d+\]\ ?)? | (?:NCCL|RCCL)\ (?:INFO|WARN)\ +
+    """,
+    re.VERBOSE,
+)
+_BAR = re.compile(r"^(?:[^|\n]{0,80}?\d{1,3}%\|[^|]*\|\s*[\d.]+\w?/[\d.?]+\w?\s*\[[^\]]*\]:?\s*)+(?=\S)")
+"""A progress bar has no line end of its own: what another process prints next stands on its line."""
+_LEVELS: dict[str, Level] = {
+    "DEBUG": "debug", "INFO": "info", "NOTICE": "info", "WARNING": "warning", "WARN": "warning", "I": "info",
+    "W": "warning",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A line without its prefixes."""
+
+    number: int
+    text: str
+    """The message, indentation included."""
+    whole: str
+    """The line as it stands, without colours."""
+    rank: int | None
+    stream: str
+    """Lines with the same mark come from one process, where marks tell processes apart."""
+    level: Level | None
+
+    @property
+    def head(self) -> str:
+        return self.text.lstrip()
+
+
+def plain(data: bytes) -> str:
+    """A line's bytes as text, without what would steer a terminal."""
+    if len(data) > 4 * MOST_LETTERS and b"%|" in data:
+        data = data[max(0, data.rindex(b"%|") - 8) :]  # bars whose `\\r` got lost: what counts comes after the last
+    text = data[: 4 * MOST_LETTERS].decode("utf-8", errors="replace")
+    return _STRANGE.sub(" ", text[:MOST_LETTERS]).rstrip()
+
+
+def message_of(line: str, number: int, rank: int | None = None) -> Message:
+    """Read and take off what stands before the message."""
+    rest, streams, level = line, "", None
+    if "%|" in rest:
+        bar = _BAR.match(rest)
+        rest = rest[bar.end() :] if bar else rest
+    for _ in range(4):
+        found = None if rest[:1].isspace() else _LAUNCHERS.match(rest)
+        stamp = None if found else _STAMPS.match(rest)
+        if found:
+            given, mark = _who(found)
+            rank = rank if given is None else given
+            streams += f"/{mark}"
+            rest = rest[found.end() :]
+        elif stamp:
+            level = _level(stamp["letter"]) or level
+            rest = rest[stamp.end() :]
+        else:
+            break
+    for _ in range(5):
+        found = _LOGGERS.match(rest)
+        stamp = None if found else _STAMPS.match(rest)
+        if found:
+            level = _level(found["level"] or found["level2"] or found["level3"]) or level
+            rank = int(found["rank"]) if found["rank"] else rank
+            rest = rest[found.end() :]
+        elif stamp:
+            rest = rest[stamp.end() :]
+        else:
+            break
+    return Message(number, rest, line, rank, streams, level)
+
+
+def _who(found: re.Match[str]) -> tuple[int | None, str]:
+    """The rank that a launcher's prefix names, and what tells its process from others."""
+    groups = found.groupdict()
+    given = next((groups[name] for name in "abcdef" if groups[name]), None)
+    marks = (given, groups["pid"], groups["nccl"], groups["host"], groups["pod"], groups["worker"])
+    return (None if given is None else int(given)), next((mark for mark in marks if mark), "")
+
+
+def _level(word: str | None) -> Level | None:
+    return _LEVELS.get(word.upper(), "error") if word else None
+
+
+_DATED = re.compile(
+    r"(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T_ ](?P<t>\d\d:\d\d:\d\d)(?P<f>[.,]\d{1,6})?"
+    r"|\b[IWEFC](?P<mo3>\d\d)(?P<d3>\d\d) (?P<t3>\d\d:\d\d:\d\d)(?P<f3>\.\d{1,6})?"
+)
+
+
+def moment_of(text: str) -> float | None:
+    """The last date with a time in a text, as seconds. Zones are left alone: one run's logs share theirs."""
+    last = None
+    for found in _DATED.finditer(text):
+        last = found
+    if last is None:
+        return None
+    year = int(last["y"] or datetime.now(timezone.utc).year)
+    clock = (last["t"] or last["t3"]).split(":")
+    part = float((last["f"] or last["f3"] or "0").replace(",", "."))
+    try:
+        day = datetime(year, int(last["mo"] or last["mo3"]), int(last["d"] or last["d3"]), tzinfo=timezone.utc)
+    except ValueError:
+        return None
+    return day.timestamp() + int(clock[0]) * 3600 + int(clock[1]) * 60 + int(clock[2]) + part

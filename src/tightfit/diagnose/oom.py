@@ -1,0 +1,159 @@
+"""The numbers of an out-of-memory message, and what they say about its cause.
+
+PyTorch's wording has changed over the years; all of these are read, for CUDA, HIP, XPU and NPU:
+
+    Tried to allocate 20.00 MiB (GPU 0; 15.78 GiB total capacity; 14.56 GiB already allocated; 19.75 MiB free;
+        14.60 GiB reserved in total by PyTorch)
+    Tried to allocate 2.00 GiB. GPU 0 has a total capacty of 23.69 GiB of which 1.20 GiB is free. Process 17 has
+        22.48 GiB memory in use. Of the allocated memory 21.00 GiB is allocated by PyTorch, and 1.05 GiB is reserved by
+        PyTorch but unallocated.
+    … Including non-PyTorch memory, this process has 22.48 GiB memory in use. …
+
+In a container the driver's process numbers are not ours, and the process that failed is listed like a stranger. It is
+told by its size: it holds at least what its own allocator has.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tightfit.diagnose.catalogue import OomShape
+from tightfit.diagnose.verdict import OomNumbers
+
+GIB = 2**30
+MIB = 2**20
+_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1, "k": 10, "m": 20, "g": 30, "t": 40, "e": 60}
+_SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes?|[KMGTE]i?B)"
+_ASKED = re.compile(rf"tried to allocate (?:more than )?{_SIZE}", re.IGNORECASE)
+_TOTAL = re.compile(rf"total capaci?ty of {_SIZE}|{_SIZE} total capacity", re.IGNORECASE)
+_FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free", re.IGNORECASE)
+_ALLOCATED = re.compile(
+    rf"allocated memory {_SIZE} is allocated by|{_SIZE} already allocated|{_SIZE} allocated by PyTorch", re.IGNORECASE
+)
+_UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but|{_SIZE} cached\)", re.IGNORECASE)
+_RESERVED = re.compile(rf"{_SIZE} reserved in total", re.IGNORECASE)
+_OWN = re.compile(rf"this process has {_SIZE} memory in use", re.IGNORECASE)
+_PROCESS = re.compile(rf"(?<!this )process \d+ has {_SIZE} memory in use", re.IGNORECASE)
+_ALLOWED = re.compile(rf"{_SIZE} allowed", re.IGNORECASE)
+_LEAST_PIECES = 0.05
+"""Share of a card that lies reserved in pieces before that is called the cause."""
+_CONTEXT = (100 * MIB, 1500 * MIB)
+"""What a process without tensors holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class OomMessage:
+    """A message that was read."""
+
+    numbers: OomNumbers
+    shapes: frozenset[OomShape]
+    tokens: int | None = None
+    """Rows of the vocabulary that were asked for, where that is what the number is."""
+    strangers: int = 0
+    """Other processes on the device."""
+
+
+def read_oom(text: str, vocabulary: int | None = None, rows: int | None = None) -> OomMessage:
+    """The numbers in a message. `rows`: tokens of a micro batch, where that is known."""
+    asked, total, free = _size(_ASKED, text), _size(_TOTAL, text), _size(_FREE, text)
+    allocated, unused = _size(_ALLOCATED, text), _size(_UNUSED, text)
+    reserved = _size(_RESERVED, text)
+    if reserved is None and allocated is not None and unused is not None:
+        reserved = allocated + unused
+    if unused is None and reserved is not None and allocated is not None:
+        unused = max(0, reserved - allocated)
+    processes = [_bytes(*found) for found in _PROCESS.findall(text)]
+    strangers = processes
+    if _OWN.search(text) is None and processes and allocated is not None:
+        own = min((size for size in processes if size >= allocated), key=lambda size: size - allocated, default=None)
+        if own is not None:
+            strangers = list(processes)
+            strangers.remove(own)
+    others: int | None = sum(strangers) if processes or _OWN.search(text) else None
+    if others is None and total is not None and free is not None and reserved is not None:
+        rest = total - free - reserved
+        others = rest if rest > _CONTEXT[1] else 0
+    numbers = OomNumbers(
+        asked=asked, total=total, free=free, allocated=allocated, reserved_unused=unused, others=others
+    )
+    tokens = _tokens(asked, vocabulary, rows)
+    shapes = _shapes(numbers, strangers, _size(_ALLOWED, text))
+    return OomMessage(numbers, shapes | ({"logits"} if tokens else set()), tokens, len(strangers))
+
+
+def _shapes(numbers: OomNumbers, strangers: list[int], allowed: int | None) -> frozenset[OomShape]:
+    found: set[OomShape] = set()
+    asked, total, free = numbers.asked or 0, numbers.total or 0, numbers.free
+    others, unused = numbers.others or 0, numbers.reserved_unused or 0
+    if total and others >= max(2 * GIB, total // 10) and (free or 0) + others >= asked:
+        found.add("others")
+    if len([size for size in strangers if _CONTEXT[0] <= size <= _CONTEXT[1]]) >= 3:
+        found.add("contexts")
+    if total and asked >= total * 0.9:
+        found.add("larger")
+    if allowed is not None and total and allowed < total * 0.98:
+        found.add("capped")
+    if total and unused >= asked > 0 and unused >= total * _LEAST_PIECES:
+        found.add("fragmented")
+    if free is not None and asked and free >= asked * 1.5 and free - asked > 256 * MIB and "capped" not in found:
+        found.add("roomy")
+    return frozenset(found)
+
+
+def _tokens(asked: int | None, vocabulary: int | None, rows: int | None) -> int | None:
+    """How many rows of logits the number is; None: it is something else, or nobody can tell.
+
+    A message has two digits after the point, so that almost any number is close to some number of rows. Only the rows
+    of the micro batch, or a round number of them, are more than a coincidence.
+    """
+    if not asked or not vocabulary or vocabulary < 1000:
+        return None
+    slack = asked * 0.005 if asked < GIB else 0.006 * GIB
+    for width in (4, 2):
+        row = vocabulary * width
+        if rows:
+            near = [count for count in (rows, rows - 1) if count > 0 and abs(asked - count * row) <= slack]
+        else:
+            count = round(asked / row / 128) * 128
+            near = [count] if count >= 256 and abs(asked - count * row) <= min(slack, row * 16) else []
+        if near:
+            return near[0]
+    return None
+
+
+def _size(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    if found is None:
+        return None
+    groups = [group for group in found.groups() if group is not None]
+    return _bytes(groups[0], groups[1])
+
+
+def _bytes(number: str, unit: str) -> int:
+    letter = unit.lower() if unit.lower().startswith("byte") else unit[0].lower()
+    power = _UNITS.get(letter, 1)
+    return int(float(number) * (2**power if power > 1 else 1))
+
+
+def size_words(size: int) -> str:
+    """As PyTorch writes it."""
+    if size >= GIB:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / MIB:.0f} MiB"
+
+
+def number_words(numbers: OomNumbers) -> str:
+    """What the message says, as the end of a sentence; empty: it says nothing."""
+    if numbers.asked is None:
+        return ""
+    words = f"{size_words(numbers.asked)} were asked for"
+    if numbers.free is not None and numbers.total is not None:
+        words += f" and {size_words(numbers.free)} of {size_words(numbers.total)} were free"
+    if numbers.allocated is not None:
+        words += f", with {size_words(numbers.allocated)} in tensors"
+        if numbers.reserved_unused:
+            words += f" and {size_words(numbers.reserved_unused)} reserved beside them"
+    if numbers.others and numbers.others >= GIB // 2:
+        words += f"; other processes held {size_words(numbers.others)}"
+    return words

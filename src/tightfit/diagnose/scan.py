@@ -1,0 +1,296 @@
+"""One pass over a log: what could be a cause, with what stands around it.
+
+Nothing is decided here. A `Finding` is a line that a symptom's expression fits, or the exception of a traceback; it
+carries the frames, the lines before and after, and what the program had last announced, so that everything later can be
+told from it. The log is read once, in pieces; pieces without a word of the sieve are passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tightfit.diagnose.catalogue import Catalogue, Row, Symptom
+from tightfit.diagnose.doing import Doing, Signs, last_doing, signs_in, steps_in
+from tightfit.diagnose.evidence import LogSource
+from tightfit.diagnose.gate import FLAT, WORDS, ZEROS
+from tightfit.diagnose.hints import Hints
+from tightfit.diagnose.lines import Message, message_of, moment_of, plain
+from tightfit.diagnose.reading import Piece, pieces
+from tightfit.diagnose.said import is_said
+from tightfit.diagnose.tracebacks import Assembler, Traceback
+
+_BACK = 4
+"""Pieces that are kept to look back into."""
+_LINES_BEFORE, _LINES_AFTER = 80, 40
+_BACK_BYTES = 32 * 1024
+_MOST_OF_ONE = 40
+"""Findings of one symptom that are kept, and the last one of all."""
+_MOST_TRACEBACKS = 60
+_MOST_KINDS = 4096
+"""Kinds of lines that are remembered to be dull."""
+
+
+@dataclass(slots=True)
+class Finding:
+    """A line that could be, or could prove, a cause."""
+
+    source: int
+    """Which of the logs."""
+    order: int
+    """Position in its log, to compare with others of the same."""
+    message: Message
+    symptoms: list[Symptom]
+    """All whose expressions fit the line."""
+    rank: int | None
+    traceback: Traceback | None = None
+    before: tuple[str, ...] = ()
+    after: list[str] = field(default_factory=list)
+    doing: Doing | None = None
+    steps: int | None = None
+    """Training steps before it; None: none were seen."""
+    at: float | None = None
+    later: Signs = field(default_factory=Signs)
+    """What the log shows of the training after it."""
+    is_replaced: bool = False
+    """A later one of its kind stands for it."""
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one log has to say."""
+
+    findings: list[Finding]
+    hints: Hints
+    lines: int
+    doing: Doing | None
+    """What it was doing when it ends."""
+    steps: int | None
+    last_lines: tuple[str, ...]
+
+
+def scan(source: LogSource, index: int, known: Catalogue) -> Scan:
+    """Read one log."""
+    return _Scanner(source, index, known).run()
+
+
+class _Dull(NamedTuple):
+    """What may still make a line of a dull kind worth a look."""
+
+    rows: tuple[Row, ...]
+    """The expressions for which the numbers matter."""
+    numbers: tuple[bytes, ...]
+    """One of these must be in it."""
+
+
+class _Scanner:
+    def __init__(self, source: LogSource, index: int, known: Catalogue) -> None:
+        self.source, self.index, self.known = source, index, known
+        self.words = frozenset(known.by_word) | {b"traceback"}
+        self.findings: list[Finding] = []
+        self.counts: dict[str, int] = {}
+        self.dull: dict[bytes, _Dull] = {}
+        """Kinds of lines that were looked at in vain."""
+        self.assembler = Assembler()
+        self.open: list[Finding] = []
+        """Those whose lines after are still being collected."""
+        self.usual: dict[bytes, tuple[Symptom, ...]] = {}
+        """Kinds of lines of which there are too many to look at each."""
+        self.latest: dict[str, tuple[Finding, tuple[bytes, ...]]] = {}
+        """The last one of those of which there are too many to keep, and what stood before it."""
+        self.fresh: list[tuple[int, Finding]] = []
+        """Those of the piece at hand, and where they end in it."""
+        self.watched: list[Finding] = []
+        """Those of which it is not known yet whether the training went on."""
+        self.back: deque[bytes] = deque(maxlen=_BACK)
+        self.hints = Hints()
+        self.lines = 0
+
+    def run(self) -> Scan:
+        for piece in pieces(self.source):
+            self._piece(piece)
+            self.back.append(piece.data)
+            self.lines = piece.first_line + piece.data.count(b"\n")
+        for cut in self.assembler.unfinished():
+            if not cut.is_aside:
+                self._found(Piece(b"", self.lines), 0, cut.opened, [], cut)
+        for finding, back in self.latest.values():
+            _place(finding, back)
+            self.findings.append(finding)
+        tail = b"".join(self.back)
+        last = tuple(plain(line) for line in re.split(rb"[\r\n]+", tail[-8192:]) if line.strip())[-20:]
+        return Scan(
+            findings=self.findings, hints=self.hints, lines=self.lines,
+            doing=last_doing(tail), steps=steps_in(tail), last_lines=last,
+        )  # fmt: skip
+
+    def _piece(self, piece: Piece) -> None:
+        words = set(piece.data.translate(WORDS).split())
+        self.hints.look(piece.data, words)
+        hot = words & self.words
+        signs = signs_in(piece.data, words) if self.watched else Signs()
+        for finding in self.watched:
+            finding.later += signs
+        self.watched = [each for each in self.watched if not each.is_replaced and not each.later.went_on]
+        if hot or self.open or self.assembler.is_open:
+            self._lines(piece, hot)
+            self._look_on(piece)
+
+    def _lines(self, piece: Piece, hot: set[bytes]) -> None:
+        """Look at the lines that have a word of the sieve, and at those that follow what was found."""
+        flat = piece.data.translate(FLAT)
+        number, start = piece.first_line, 0
+        ends_drawings = b"\r" in piece.data
+        again: dict[bytes, tuple[int, int, int]] = {}
+        for line in flat.split(b"\n"):
+            end = start + len(line)
+            if self.open or self.assembler.is_open:
+                self._line(piece, start, end, number, self._rows(line, hot))
+            elif line:
+                kind = line.translate(ZEROS)
+                if kind in self.usual:
+                    again[kind] = (start, end, number)
+                elif (rows := self._promising(line, kind, hot)) is not None:
+                    self._line(piece, start, end, number, rows)
+            if not ends_drawings or piece.data[end : end + 1] == b"\n":
+                number += 1
+            start = end + 1
+        for kind, (start, end, number) in again.items():
+            message = message_of(plain(piece.data[start:end]), number, self.source.rank)
+            self._found(piece, end, message, list(self.usual[kind]), None)
+        self.fresh.sort(key=lambda each: each[0])
+
+    def _rows(self, line: bytes, hot: set[bytes]) -> tuple[Row, ...]:
+        """The expressions that wait for a word of this line."""
+        words = hot.intersection(line.translate(WORDS).split())
+        return tuple(row for word in sorted(words) for row in self.known.by_word.get(word, ()))
+
+    def _promising(self, line: bytes, kind: bytes, hot: set[bytes]) -> tuple[Row, ...] | None:
+        """The expressions to try on a line; None: it is not worth it."""
+        known = self.dull.get(kind)
+        if known is not None and not any([number in line for number in known.numbers]):
+            return None
+        rows = self._rows(line, hot) if known is None else known.rows
+        if b"traceback" in line or any([row.could_match(line) for row in rows]):
+            return rows
+        if known is None:
+            self._is_dull(kind, rows)
+        return None
+
+    def _line(self, piece: Piece, start: int, end: int, number: int, rows: tuple[Row, ...]) -> None:
+        flat = piece.data[start:end].lower()
+        message = message_of(plain(piece.data[start:end]), number, self.source.rank)
+        if self.open:
+            self._collect(message)
+        if b"traceback" in flat:
+            self.assembler.announced(message_of(self._line_before(piece, start), number, self.source.rank))
+        closed = self._assemble(piece, end, message)
+        if closed is _ASIDE:
+            return
+        likely = [row for row in rows if row.could_match(flat)]
+        symptoms = list(dict.fromkeys(_fitting(message, likely, is_exception=closed is not None)))
+        if closed is not None:
+            closed.symptoms += symptoms
+        elif symptoms:
+            self._found(piece, end, message, symptoms, None)
+            if symptoms[0].id in self.latest and len(self.usual) < _MOST_KINDS:
+                self.usual[flat.translate(ZEROS)] = tuple(symptoms)
+        else:
+            self._is_dull(flat.translate(ZEROS), rows)
+
+    def _is_dull(self, kind: bytes, rows: tuple[Row, ...]) -> None:
+        """Lines that differ in their numbers alone are all dull, but for what asks for certain numbers."""
+        if len(self.dull) >= _MOST_KINDS:
+            self.dull.clear()
+        if kind not in self.dull and b"traceback" not in kind:
+            left = tuple(row for row in rows if row.mark.digits is not None and row.mark.is_in_kind(kind))
+            asked = tuple({number for row in left for number in row.mark.digits or (b"",)})
+            self.dull[kind] = _Dull(left, asked)
+
+    def _line_before(self, piece: Piece, start: int) -> str:
+        """The last line before a place that has something on it."""
+        text = piece.data[max(0, start - 4096) : start].rstrip() or (
+            self.back[-1][-4096:].rstrip() if self.back else b""
+        )
+        return plain(text[max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 :])
+
+    def _assemble(self, piece: Piece, end: int, message: Message) -> Finding | None:
+        """The finding, if the line ends a traceback."""
+        traceback = self.assembler.take(message)
+        if traceback is None:
+            return None
+        return _ASIDE if traceback.is_aside else self._found(piece, end, message, [], traceback)
+
+    def _found(
+        self, piece: Piece, end: int, message: Message, symptoms: list[Symptom], traceback: Traceback | None
+    ) -> Finding:
+        name = symptoms[0].id if symptoms else "traceback"
+        self.counts[name] = self.counts.get(name, 0) + 1
+        finding = Finding(
+            source=self.index,
+            order=traceback.opened.number if traceback else message.number,
+            message=message,
+            symptoms=symptoms,
+            rank=message.rank,
+            traceback=traceback,
+        )
+        back = (*self.back, piece.data[:end])
+        if self.counts[name] <= (_MOST_OF_ONE if symptoms else _MOST_TRACEBACKS):
+            _place(finding, back)
+            self.findings.append(finding)
+        else:
+            if name in self.latest:
+                self.latest[name][0].is_replaced = True
+            self.latest[name] = (finding, back)
+        if name not in self.latest:
+            self.open.append(finding)
+        self.fresh.append((end, finding))
+        return finding
+
+    def _look_on(self, piece: Piece) -> None:
+        """What the rest of the piece shows of the training, for each that was found in it."""
+        later, until = Signs(), len(piece.data)
+        for end, finding in reversed(self.fresh):
+            if not finding.is_replaced:
+                later = later + signs_in(piece.data[end:until])
+                finding.later, until = later, end
+        self.watched += [finding for _, finding in self.fresh if not finding.is_replaced and not finding.later.went_on]
+        self.fresh = []
+
+    def _collect(self, message: Message) -> None:
+        for finding in self.open:
+            finding.after.append(message.whole)
+        self.open = [finding for finding in self.open if len(finding.after) < _LINES_AFTER]
+
+
+def _place(finding: Finding, back: Sequence[bytes]) -> None:
+    """What stood before it in the log, and what the program was about."""
+    text = b"".join(back)[-_BACK_BYTES:]
+    finding.before = _tail(text)
+    finding.doing, finding.steps = last_doing(text), steps_in(text)
+    finding.at = moment_of(text[-16384:].decode("utf-8", errors="replace"))
+
+
+def _tail(back: bytes) -> tuple[str, ...]:
+    lines = [line for line in re.split(rb"[\r\n]+", back[-32768:]) if line.strip()]
+    return tuple(plain(line) for line in lines[-_LINES_BEFORE - 1 : -1])
+
+
+def _fitting(message: Message, rows: list[Row], *, is_exception: bool) -> Iterator[Symptom]:
+    for _, symptom, pattern in rows:
+        if is_exception and symptom.bare:
+            continue
+        where = message.whole if symptom.anywhere else message.text
+        found = pattern.search(where)
+        if found is None or (symptom.without is not None and symptom.without.search(message.whole)):
+            continue
+        before = where[: found.start()].removeprefix(message.whole.removesuffix(message.text))
+        if is_exception or is_said(message, before, anywhere=symptom.anywhere):
+            yield symptom
+
+
+_ASIDE = Finding(source=-1, order=0, message=message_of("", 0), symptoms=[], rank=None)
+"""Stands for a traceback that is passed over."""

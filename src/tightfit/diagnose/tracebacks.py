@@ -1,0 +1,159 @@
+"""Tracebacks, put together again: of several processes at once, boxed by rich, drawn by IPython, chained.
+
+Lines that carry a process's mark are kept apart by it. Where nothing tells processes apart, the frames of those that
+failed together lie in one heap, and each exception line takes from it: the frames are then the right ones only in
+kind, which is enough to know where in a training step it happened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tightfit.diagnose.lines import Message
+
+HEADER = "Traceback (most recent call last)"
+"""Other runtimes spell theirs otherwise, and end it otherwise."""
+_MOST_FRAMES = 400
+_MOST_NOISE = 80
+"""Lines of others between the frames of a traceback before it is given up."""
+_EXCEPTION = re.compile(r"^(?:\| *)?(?P<name>(?:[A-Za-z_][\w<>]*\.)*[A-Za-z_]\w*)(?:: (?P<text>.*)|:|)$")
+_NAMES = re.compile(
+    r"(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|Empty|Full|Group|Fault|Abort|Stop\w*)\w*$"
+)
+_FRAME = re.compile(r"^(?:\s|[|│╭╰❱─]|File |Cell In|-+> ?\d|\d+ |\^|~|\.\.\.|<ipython|Input In)")
+_IPYTHON = re.compile(r"^(?P<name>[A-Za-z_]\w*(?:Error|Exception|Interrupt))\s{2,}Traceback \(most recent call last\)")
+_CHAINED = re.compile(
+    r"^\s*(?:During handling of the above exception|The above exception was the direct cause|Caused by)", re.IGNORECASE
+)
+_HARMLESS = re.compile(
+    r"^\s*(?:Exception ignored (?:in|while|on)|--- Logging error ---|Error in sys\.excepthook|"
+    r"Error in atexit|Task exception was never retrieved|Future exception was never retrieved)",
+    re.IGNORECASE,
+)
+
+_THREAD = re.compile(r"^\s*Exception in thread\b")
+
+
+@dataclass(slots=True)
+class Traceback:
+    """One exception that somebody printed."""
+
+    opened: Message
+    frames: list[tuple[int, str]] = field(default_factory=list)
+    """Line numbers and lines."""
+    exception: Message | None = None
+    name: str = ""
+    is_aside: bool = False
+    """Printed by something that goes on: a destructor, the logging."""
+    in_thread: bool = False
+    """Of a thread beside the program, which may go on without it."""
+    chained: bool = False
+    """Another one follows that was raised while this was handled."""
+    follows: bool = False
+    """It is the one that follows."""
+
+    @property
+    def place(self) -> str:
+        """The frames as one text."""
+        return "\n".join(text for _, text in self.frames)
+
+
+@dataclass(slots=True)
+class _Stream:
+    open: list[Traceback] = field(default_factory=list)
+    frames: list[tuple[int, str]] = field(default_factory=list)
+    noise: int = 0
+    last: Traceback | None = None
+    since_last: int = 99
+    aside: bool = False
+    """An aside was announced."""
+    thread: bool = False
+    """Likewise a thread's end."""
+
+
+class Assembler:
+    """Takes lines, gives tracebacks when they are whole."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[str, int | None], _Stream] = {}
+        self.is_open = False
+        """Some traceback is not whole yet."""
+
+    def unfinished(self) -> Iterator[Traceback]:
+        """Those whose end the log does not have."""
+        for stream in self._streams.values():
+            for begun in stream.open:
+                begun.frames = list(stream.frames)
+                if begun.frames:
+                    yield begun
+
+    def announced(self, message: Message) -> None:
+        """The line before a traceback: it may say that it is an aside."""
+        stream = self._stream(message)
+        stream.aside = stream.aside or bool(_HARMLESS.match(message.text))
+        stream.thread = bool(_THREAD.match(message.text))
+
+    def _stream(self, message: Message) -> _Stream:
+        return self._streams.setdefault((message.stream, message.rank if message.stream else None), _Stream())
+
+    def take(self, message: Message) -> Traceback | None:
+        """One line; what it completes."""
+        stream = self._stream(message)
+        text = message.text
+        stream.since_last += 1
+        if HEADER in text:
+            self._begin(stream, message)
+        elif _HARMLESS.match(text):
+            stream.aside = True
+        elif _CHAINED.match(text) and stream.last is not None:
+            stream.last.chained = True
+        whole = None
+        if stream.open and HEADER not in text:
+            whole = self._inside(stream, message)
+        self.is_open = any(each.open for each in self._streams.values())
+        return whole
+
+    def _begin(self, stream: _Stream, message: Message) -> None:
+        inner = "original traceback" in message.text.lower()  # of a data loading worker
+        chained = stream.last is not None and (stream.last.chained or inner) and stream.since_last < 12
+        begun = Traceback(opened=message, is_aside=stream.aside, in_thread=stream.thread, follows=chained)
+        named = _IPYTHON.match(message.text)
+        begun.name = named["name"] if named else ""
+        stream.aside = stream.thread = False
+        stream.open.append(begun)
+        stream.noise = 0
+        if len(stream.open) == 1:
+            stream.frames = []
+
+    def _inside(self, stream: _Stream, message: Message) -> Traceback | None:
+        text = message.text
+        shallow = text.removeprefix(" ")  # some loggers put one space before every line
+        found = None if shallow[:1].isspace() else _EXCEPTION.match(shallow)
+        is_exception = found is not None and bool(stream.frames) and _is_exception(found["name"], found["text"])
+        if not is_exception and (_FRAME.match(text) or not text):
+            if text:
+                stream.frames.append((message.number, text.strip()))
+            if len(stream.frames) > _MOST_FRAMES:
+                del stream.frames[_MOST_FRAMES // 2]
+            return None
+        if found is not None and is_exception:
+            done = stream.open.pop(0)
+            done.exception = message
+            done.name = found["name"].rpartition(".")[2]
+            done.frames = list(stream.frames)
+            if not stream.open:
+                stream.frames = []
+            stream.last, stream.since_last, stream.noise = done, 0, 0
+            return done
+        stream.noise += 1
+        if stream.noise > _MOST_NOISE:
+            stream.open.clear()
+        return None
+
+
+def _is_exception(name: str, text: str | None) -> bool:
+    """`KeyError: 'x'`, `torch.cuda.OutOfMemoryError: …`, `queue.Empty`; not `note: …` and not a word alone."""
+    last = name.rpartition(".")[2]
+    return bool(_NAMES.search(last)) or (last[:1].isupper() and ("." in name or text is not None))

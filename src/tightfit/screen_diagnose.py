@@ -1,0 +1,105 @@
+"""What `tightfit diagnose` and `tightfit explain` show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from tightfit.diagnose.catalogue import Symptom
+from tightfit.diagnose.verdict import Confidence, Diagnosis, Fix, Line, Verdict
+from tightfit.screen import say
+
+SURE: dict[Confidence, str] = {
+    "certain": "That is certain.",
+    "likely": "That is likely.",
+    "possible": "It is one guess.",
+}
+_MOST_LINES = 12
+_MOST_LETTERS = 400
+
+
+def draw_diagnosis(console: Console, found: Diagnosis, expected: str | None, names: Sequence[str]) -> None:
+    """The first cause with its proof and its fixes; one sentence, where nothing is wrong."""
+    if found.verdict is None:
+        where = names[0] if len(names) == 1 else f"{len(names)} logs"
+        say(console, f"Nothing is wrong in {where}." if names else "Nothing is wrong.", style="bold green")
+    else:
+        _draw_verdict(console, found.verdict, expected)
+    if found.also:
+        console.print()
+        console.print("Also:" if found.verdict is not None else "Worth knowing:")
+        for verdict in found.also:
+            say(console, f"{verdict.cause} [{verdict.id}]", first="  - ", indent="    ")
+
+
+def _draw_verdict(console: Console, verdict: Verdict, expected: str | None) -> None:
+    say(console, verdict.cause, style="bold red")
+    facts = [SURE[verdict.confidence]]
+    if verdict.rank is not None:
+        facts.append(f"Rank {verdict.rank} was the first.")
+    if verdict.phase is not None:
+        facts.append(f"Phase: {verdict.phase}.")
+    say(console, " ".join(facts))
+    if expected is not None:
+        say(console, expected)
+    _draw_lines(console, verdict.evidence)
+    _draw_fixes(console, verdict.fixes)
+    console.print()
+    say(console, f"More: tightfit explain {verdict.id}")
+
+
+def _draw_lines(console: Console, lines: Sequence[Line]) -> None:
+    if not lines:
+        return
+    console.print()
+    console.print("The proof:")
+    for line in lines[:_MOST_LINES]:
+        where = line.source if line.number is None else f"{line.source}:{line.number}"
+        shown = line.text if len(line.text) <= _MOST_LETTERS else f"{line.text[:_MOST_LETTERS]} …"
+        say(console, f"{where}: {shown}", first="  ", indent="    ")
+
+
+def _draw_fixes(console: Console, fixes: Sequence[Fix]) -> None:
+    free = [fix for fix in fixes if not fix.is_costly]
+    costly = [fix for fix in fixes if fix.is_costly]
+    for title, chosen in (("What helps, the cheapest first:", free), ("What changes the training:", costly)):
+        if not chosen:
+            continue
+        console.print()
+        console.print(title)
+        for fix in chosen:
+            say(console, fix.text, first="  - ", indent="    ")
+            if fix.command is not None:
+                console.print(Text(f"      {fix.command}", style="cyan"), soft_wrap=True)
+
+
+def draw_symptom(console: Console, symptom: Symptom, fixes: Sequence[Fix]) -> None:
+    """One entry of the catalogue."""
+    say(console, f"{symptom.id}: {symptom.title}", style="bold")
+    say(console, f"{symptom.cause.rstrip('.')}.")
+    facts = [f"Kind: {symptom.kind}."]
+    if symptom.refines:
+        facts.append(f"A special case of {', '.join(symptom.refines)}.")
+    if symptom.role in ("echo", "trailing"):
+        facts.append("It follows from another failure: what came before it counts first.")
+    if symptom.role == "note":
+        facts.append("Worth knowing, and not by itself a reason to stop.")
+    say(console, " ".join(facts))
+    if symptom.lines:
+        console.print()
+        console.print("A log shows it by:")
+        for pattern in symptom.lines[:_MOST_LINES]:
+            console.print(Text(f"  {pattern.text}"), soft_wrap=True)
+    _draw_fixes(console, fixes)
+    if symptom.sources:
+        console.print()
+        say(console, f"From: {', '.join(symptom.sources)}.")
+
+
+def draw_symptoms(console: Console, symptoms: Sequence[Symptom]) -> None:
+    """All of them, a line each."""
+    wide = max(len(symptom.id) for symptom in symptoms)
+    for symptom in sorted(symptoms, key=lambda each: (each.kind, each.id)):
+        say(console, f"{symptom.id:<{wide}}  {symptom.kind:<15} {symptom.title}", indent=" " * (wide + 18), first="")

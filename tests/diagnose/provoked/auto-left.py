@@ -1,0 +1,9 @@
+# ruff: noqa
+import os
+
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29876", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+import deepspeed
+import torch
+
+config = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)

@@ -1,0 +1,5 @@
+# ruff: noqa
+import torch
+
+layer = torch.nn.Linear(8, 8).to(torch.bfloat16)
+layer(torch.ones(2, 8))

@@ -1,0 +1,2 @@
+# ruff: noqa
+from transformers import AutoModelWithNothing

@@ -1,0 +1,2 @@
+# ruff: noqa
+import sgl_kernel_plus

@@ -1,0 +1,4 @@
+# ruff: noqa
+import torch
+
+torch.ones(1).cuda()

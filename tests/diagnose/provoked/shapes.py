@@ -1,0 +1,4 @@
+# ruff: noqa
+import torch
+
+torch.nn.Linear(64, 8)(torch.ones(2, 32))

@@ -1,0 +1,5 @@
+# ruff: noqa
+import subprocess
+import sys
+
+sys.exit(subprocess.run([sys.executable, "-m", "tightfit", "train", "--model", "no-such-model-anywhere"]).returncode)

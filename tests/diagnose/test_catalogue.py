@@ -1,0 +1,135 @@
+"""The catalogue's own rules: what a contributor may write, and what is said where it is wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_logs import CORPUS, FIXTURES, sections
+
+from tightfit.diagnose.catalogue import CatalogueError, catalogue, read_catalogue
+from tightfit.diagnose.gate import WORDS, alternatives, marks_of
+
+GOOD = """
+- id: a-b
+  kind: code
+  title: A title
+  lines: '\\bsome words here\\b'
+  cause: A cause
+  fixes: [{text: Do this}]
+"""
+
+SEEDS = {
+    1: "killed", 2: "zero3-not-in-time", 3: "zero3-lora-whole", 4: "killed-resuming", 5: "oom-resume", 6: "bus-error",
+    7: "nccl-shm", 8: "killed-nvme", 9: "pinned-frames", 10: "killed-converting", 11: "map-died", 12: "oom-logits",
+    13: "oom-preference", 14: "oom-second-step", 15: "oom-evaluation", 16: "oom-eager-attention",
+    17: "oom-optimizer-step", 18: "oom-buckets", 19: "oom-offload-copy", 20: "cache-flushes", 21: "oom-saving",
+    22: "small-model", 23: "recompute-zero3-peft", 24: "reduced-twice", 25: "not-sharded-weight", 26: "force-torchrun",
+    27: "moe-hang", 28: "batch-sizes", 29: "config-mismatch", 30: "world-size-changed", 31: "device-map-zero3",
+    32: "quantised-moved", 33: "ptq-zero3", 34: "oom-kbit", 35: "oom-modules-to-save", 36: "unscale-fp16",
+    37: "no-grad", 38: "dtype-mismatch", 39: "loss-scale-floor", 40: "nccl-oom", 41: "watchdog-timeout", 42: "exabyte",
+    43: "op-build", 44: "libaio", 45: "stray-contexts", 46: "oom-later", 47: "oom-logits-size", 48: "oom-packing",
+    49: "oom-mamba-slow", 50: "oom-roomy", 51: "memory-fraction",
+}  # fmt: skip
+"""The rows of the table of symptoms that users are known to meet, and under which name each is here."""
+
+
+def test_every_known_trap_has_its_entry() -> None:
+    assert sorted(SEEDS) == list(range(1, 52))
+    assert set(SEEDS.values()) <= set(catalogue().by_id)
+
+
+def test_every_expression_compiles_and_has_its_words() -> None:
+    for symptom in catalogue().symptoms:
+        for pattern in (*symptom.lines, symptom.without, symptom.follows, symptom.precedes, symptom.frames):
+            assert pattern is None or re.compile(pattern.text)
+        assert len(symptom.lines) == len(symptom.marks)
+        assert all(symptom.marks)
+
+
+def test_every_entry_reads_well() -> None:
+    for symptom in catalogue().symptoms:
+        assert symptom.sources, symptom.id
+        for sentence in (symptom.cause, symptom.title, *(remedy.text for remedy in symptom.remedies)):
+            assert "\n" not in sentence
+            assert "  " not in sentence
+        assert not symptom.cause.endswith("."), symptom.id
+        assert all(remedy.text.endswith(".") for remedy in symptom.remedies), symptom.id
+
+
+def test_no_line_that_fits_is_sieved_out() -> None:
+    """Whatever an expression matches has its word as a whole word, and all of its runs."""
+    texts = [section.evidence.logs[0].text or "" for path in FIXTURES.glob("*.txt") for section in sections(path)]
+    texts += [path.read_text(encoding="utf-8") for path in CORPUS.glob("*.log")]
+    lines = {line for text in texts for line in text.splitlines()}
+    tried = 0
+    for symptom in catalogue().symptoms:
+        for pattern, marks in zip(symptom.lines, symptom.marks, strict=True):
+            for line in filter(pattern.search, lines):
+                flat = line.lower().encode()
+                words = set(flat.translate(WORDS).split())
+                near = [mark for mark in marks if mark.word.encode() in words]
+                assert any(all(run in flat for run in mark.runs) for mark in near), (symptom.id, pattern.text, line)
+                for digits in (mark.digits for mark in near if mark.digits):
+                    assert any(number in flat for number in digits), (symptom.id, pattern.text, line)
+                tried += 1
+    assert tried > 400
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (r"\bout of memory\b", {"memory"}),
+        (r"\bfailed \(exitcode: -9\)", {"exitcode"}),
+        (r"\b(?:killed|dead)\b by", {"killed", "dead"}),
+        (r"^Killed$", {"killed"}),
+        (r"\bexit(?:ed)? with\b", {"exit", "exited"}),
+        (r"\bwatchdog\s*: x", {"watchdog"}),
+    ],
+)
+def test_the_word_of_an_expression(pattern: str, words: set[str]) -> None:
+    assert {mark.word for mark in marks_of(pattern)} == words
+
+
+@pytest.mark.parametrize("pattern", [r"\w+error", r"x.*y", r"\d+", r"(?:a|bcd)?"])
+def test_an_expression_without_a_word_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="no whole plain word"):
+        marks_of(pattern)
+
+
+@given(st.lists(st.sampled_from(["alpha", "beta gamma", "delta[0-9]", r"e\|f", "(g|h) iota"]), min_size=1, max_size=4))
+def test_alternatives_come_apart(parts: list[str]) -> None:
+    assert alternatives("|".join(parts)) == parts
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (("kind: code", "kind: codes"), "kind is 'codes', and knows"),
+        (("  kind: code\n", ""), "has no kind"),
+        (("id: a-b", "id: A b"), "an id is small letters"),
+        (("title: A title", "titel: A title"), "unknown key 'titel': title"),
+        (("  lines: '\\bsome words here\\b'\n", ""), "neither lines, nor exits"),
+        (("'\\bsome words here\\b'", "'x.*'"), "no whole plain word"),
+        (("A cause", "A {thing}"), "not every line of it tells the {thing}"),
+        (("[{text: Do this}]", "[do-that]"), "there is no remedy 'do-that'"),
+        (("[{text: Do this}]", "[{command: x}]"), "a block with a text"),
+        (("[{text: Do this}]", "[{text: x, sets: {me: y}}]"), "sets is 'me'"),
+        (("fixes:", "settings: {stages: 3}\n  fixes:"), "unknown key 'stages': stage"),
+        (("fixes:", "refines: nothing\n  fixes:"), "refines 'nothing', which there is not"),
+        (("fixes:", "doing: sleeping\n  fixes:"), "doing is 'sleeping'"),
+        (("- id", "id"), "is no YAML|is no list"),
+    ],
+)
+def test_a_wrong_entry_is_told_with_its_place(change: tuple[str, str], complaint: str) -> None:
+    assert len(read_catalogue({"a.yaml": GOOD}).symptoms) == 1
+    with pytest.raises(CatalogueError, match=complaint) as told:
+        read_catalogue({"a.yaml": GOOD.replace(*change)})
+    assert "a.yaml" in str(told.value) or "a-b" in str(told.value)
+
+
+def test_two_of_one_name() -> None:
+    with pytest.raises(CatalogueError, match="two symptoms 'a-b'"):
+        read_catalogue({"a.yaml": GOOD, "b.yaml": GOOD})

@@ -1,0 +1,95 @@
+"""No input whatever makes it crash, and large ones are read quickly and in little memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from diagnose_speed import write
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sample_logs import CAPTURED, CORPUS, HEALTHY
+
+from tightfit.diagnose.evidence import Evidence, LogSource
+from tightfit.diagnose.judge import judge
+
+LOGS = [path.read_bytes() for folder in (CAPTURED, CORPUS, HEALTHY) for path in sorted(folder.glob("*.log"))]
+MIB = 2**20
+
+
+def judged(data: bytes, folder: Path) -> None:
+    path = folder / "fuzz.log"
+    path.write_bytes(data)
+    found = judge(Evidence(logs=(LogSource(name="fuzz.log", path=path),)))
+    for verdict in (found.verdict, *found.also):
+        if verdict is not None:
+            assert verdict.cause
+            assert all(len(line.text) < 1000 for line in verdict.evidence)
+
+
+def relaxed() -> settings:
+    return settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@relaxed()
+@given(st.binary(max_size=5000))
+def test_random_bytes(tmp_path: Path, data: bytes) -> None:
+    judged(data, tmp_path)
+
+
+@relaxed()
+@given(st.sampled_from(LOGS), st.randoms(use_true_random=False))
+def test_true_logs_torn_and_shuffled(tmp_path: Path, log: bytes, chance: random.Random) -> None:
+    lines = log.splitlines(keepends=True)
+    cut = chance.randrange(len(log) + 1)
+    chance.shuffle(lines)
+    judged(log[:cut], tmp_path)
+    judged(log[cut:], tmp_path)
+    judged(b"".join(lines), tmp_path)
+    judged(bytes(byte ^ (chance.random() < 0.01) * 32 for byte in log), tmp_path)
+
+
+@pytest.mark.parametrize("digits", [20, 400, 5000])
+def test_numbers_that_no_machine_has(tmp_path: Path, digits: int) -> None:
+    number = "9" * digits
+    text = (
+        f"[rank{number}]: step {number} loss {number}\n 1%|#| {number}/{number} [00:01<00:01]\n"
+        f"RuntimeError: CUDA out of memory. Tried to allocate {number}.{number} GiB (GPU {number}; {number} GiB total "
+        f"capacity; {number} GiB already allocated)\nfailed (exitcode: 1) local_rank: {number} (pid: 1)\n"
+        f"vocab_size: {number}\nInstantaneous batch size per device = {number}\n{number}-13-01 10:00:00\n"
+    )
+    judged(text.encode(), tmp_path)
+
+
+def test_the_same_answer_each_time() -> None:
+    """Whatever order a process keeps its sets in."""
+    log = str(CORPUS / "oom-logits--eight-ranks-and-a-watchdog.log")
+    answers = {
+        subprocess.run(
+            [sys.executable, "-m", "tightfit", "diagnose", log, "--json"],
+            env={"PYTHONHASHSEED": seed}, capture_output=True, check=False,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(answers) == 1
+    assert json.loads(answers.pop())["verdict"]["id"] == "oom-logits"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["healthy", "alarming", "broken"])
+def test_large_logs(tmp_path: Path, kind: str) -> None:
+    """A hundred megabytes are to take less than ten seconds; a fifth of that, here, as others use the machine too."""
+    path = tmp_path / "large.log"
+    write(path, kind, 20 * MIB)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.process_time()
+    found = judge(Evidence(logs=(LogSource(name="large.log", path=path),)))
+    assert time.process_time() - begin < 4
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+    assert (found.verdict is not None) == (kind == "broken")
