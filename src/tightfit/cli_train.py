@@ -1,7 +1,9 @@
 """`tightfit train`: plan for this machine, start a process on every GPU, follow it to the end.
 
-Exit codes: 0 the training is done; 2 something that the user has to change, in one sentence; 3 the training failed (a
-rank died, or memory ran out); 4 it was asked to stop (SIGTERM, SIGUSR1, Ctrl-C, the job's timeout) and has saved a
+A failure that need not come again is followed by another attempt: see `runs/supervise.py`.
+
+Exit codes: 0 the training is done; 2 something that the user has to change, in one sentence; 3 the training failed, and
+to start it again would not help; 4 it was asked to stop (SIGTERM, SIGUSR1, Ctrl-C, the job's timeout) and has saved a
 checkpoint, from which the same command goes on; 130 and 143 it was interrupted before it could, by Ctrl-C or SIGTERM.
 """
 
@@ -10,24 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tightfit import cli_train_flags
 from tightfit.cli_plan import check_flags
-from tightfit.cli_train_machine import Machine, machine_for, nodes_of, reservations
+from tightfit.cli_train_again import Manner, TrainCourse
+from tightfit.cli_train_machine import Busy, Machine, machine_for, nodes_of, reservations, wait_while_busy
+from tightfit.cli_train_report import report, say_way_up, way_up
 from tightfit.cli_train_request import Ready, prepare
 from tightfit.cli_train_resume import Resume, resume_of
+from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
-from tightfit.runs.launch import RankStart
 from tightfit.runs.ports import check_port, free_port
-from tightfit.runs.ranks import WORKER, Meeting, Sight, launcher_start, rank_starts, worker_command
+from tightfit.runs.ranks import WORKER, Meeting
 from tightfit.runs.reservations import Reservation
-from tightfit.runs.run import Outcome, run
-from tightfit.types import ConfigError, HardwareError, UserError
+from tightfit.runs.run import Outcome
+from tightfit.runs.supervise import Ended, Orders, supervise
+from tightfit.types import ConfigError, UserError
 
 WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")
 """What is passed on to the worker."""
@@ -46,6 +51,8 @@ class Asked:
     as_json: bool
     worker: tuple[str, ...]
     """What starts one rank."""
+    orders: Orders
+    """For the supervisor."""
 
 
 def train(argv: Sequence[str]) -> int:
@@ -59,11 +66,17 @@ def train(argv: Sequence[str]) -> int:
     switches = tuple("--" + name.replace("_", "-") for name in WORKER_FLAGS if hasattr(args, name))
     asked = Asked(
         command=("tightfit", "train", *argv),
-        options=(*switches, *resume.options),
+        options=switches,
         overwrite=hasattr(args, "overwrite"),
         resume=resume,
         as_json=hasattr(args, "json"),
         worker=WORKER,
+        orders=Orders(
+            policy=Policy(max_attempts=getattr(args, "max_attempts", MAX_ATTEMPTS)),
+            hang_timeout_s=cli_train_flags.hang_timeout_s(args),
+            resume=resume.place,
+            anyway=resume.anyway,
+        ),
     )
     ready = _prepared(args, asked)
     check_folder(ready.own_folder, overwrite=asked.overwrite)
@@ -72,10 +85,19 @@ def train(argv: Sequence[str]) -> int:
         check_port(args.port)
     if hasattr(args, "dry_run"):
         return _dry_run(ready, asked)
-    return _run(ready, asked)
+    return _run(args, ready, asked)
 
 
 def _prepared(args: argparse.Namespace, asked: Asked) -> Ready:
+    """The run that was asked for; with --wait-for-gpu, once nobody else has what it needs."""
+    if not hasattr(args, "wait_for_gpu"):
+        return _planned(args, asked)
+    ready = wait_while_busy(lambda: _planned(args, asked), lambda text: print(f"tightfit: {text}", file=sys.stderr))
+    assert ready is not None, "nobody gives up but by a signal"
+    return ready
+
+
+def _planned(args: argparse.Namespace, asked: Asked) -> Ready:
     if asked.as_json:
         return prepare(args)
     from tightfit.screen_plan import waiting
@@ -146,13 +168,15 @@ def _dry_run(ready: Ready, asked: Asked) -> int:
 # --- running ------------------------------------------------------------------------------------
 
 
-def _run(ready: Ready, asked: Asked) -> int:
+def _run(args: argparse.Namespace, ready: Ready, asked: Asked) -> int:
     claimed = ClaimedFolder.claim(ready.own_folder, overwrite=asked.overwrite, resume=asked.resume.place)
     record = RunRecord.begin(asked.command)
     try:
         claimed.begin(ready.files, record)
-        with _reserved(ready) as meeting:
-            outcome = _followed(ready, asked, claimed.folder, meeting)
+        with _reserved(ready) as meet:
+            manner = Manner(options=asked.options, worker=asked.worker, meet=meet)
+            course = TrainCourse(args, ready, claimed.folder, manner)
+            ended = _followed(course, asked, claimed.folder)
     except (UserError, KeyboardInterrupt):
         claimed.discard()
         raise
@@ -160,14 +184,14 @@ def _run(ready: Ready, asked: Asked) -> int:
         record.close(claimed.folder, state="failed", exit_code=1)
         claimed.release()
         raise
-    return _ended(ready, asked, outcome, claimed, record)
+    return _ended(course, asked, ended, claimed, record)
 
 
-def _ended(ready: Ready, asked: Asked, outcome: Outcome, claimed: ClaimedFolder, record: RunRecord) -> int:
+def _ended(course: TrainCourse, asked: Asked, ended: Ended, claimed: ClaimedFolder, record: RunRecord) -> int:
     """Leave what is worth keeping, and say how it went."""
-    folder = claimed.folder
+    folder, outcome, ready = claimed.folder, ended.outcome, course.ready
     record.close(folder, state=outcome.state, exit_code=outcome.exit_code)
-    in_vain = outcome.state in ("user error", "interrupted") and not outcome.tally.began
+    in_vain = outcome.state in ("user error", "interrupted") and ended.in_vain
     if in_vain or (ready.nodes.rank and outcome.state == "done"):
         claimed.discard()
     else:
@@ -175,29 +199,34 @@ def _ended(ready: Ready, asked: Asked, outcome: Outcome, claimed: ClaimedFolder,
     if outcome.state == "user error":
         assert outcome.failure is not None
         raise ConfigError(outcome.failure.sentence)
+    faster = way_up(ready.plan, outcome.tally, course.bounds) if outcome.state == "done" else None
     if asked.as_json and ready.nodes.rank == 0:
-        from tightfit.cli_train_report import report
-
-        print(json.dumps(report(ready, outcome), indent=2, ensure_ascii=False))
-    _say_end(ready, asked, outcome)
+        plain = report(ready, outcome, faster)
+        print(json.dumps({**plain, "attempts": [asdict(each) for each in ended.records]}, indent=2, ensure_ascii=False))
+    _say_end(ready, asked, ended)
+    if not asked.as_json and ready.nodes.rank == 0:
+        say_way_up(faster)
     return outcome.exit_code
 
 
-def _say_end(ready: Ready, asked: Asked, outcome: Outcome) -> None:
+def _say_end(ready: Ready, asked: Asked, ended: Ended) -> None:
     from rich.console import Console
 
     from tightfit.screen import open_console
-    from tightfit.screen_train import draw_failure, draw_summary
+    from tightfit.screen_train import draw_attempts, draw_failure, draw_summary
 
+    outcome = ended.outcome
     if outcome.failure is not None:
-        draw_failure(Console(stderr=True, highlight=False, emoji=False, markup=False), outcome.failure)
+        console = Console(stderr=True, highlight=False, emoji=False, markup=False)
+        draw_failure(console, outcome.failure, ended.verdict)
+        draw_attempts(console, outcome.failure, ended.records, ended.verdict)
         if safe := _safe(asked, outcome):
             print(f"tightfit: {safe}", file=sys.stderr)
     elif outcome.state in ("interrupted", "stopped"):
         with suppress(OSError):  # closing the terminal may be what stopped it
             print(f"tightfit: {_stopped(asked, outcome)}", file=sys.stderr)
     elif not asked.as_json and ready.nodes.rank == 0:
-        draw_summary(open_console(), ready.worker, outcome.tally, str(ready.folder))
+        draw_summary(open_console(), ready.worker, outcome.tally, str(ready.folder), attempts=len(ended.records))
 
 
 def _stopped(asked: Asked, outcome: Outcome) -> str:
@@ -217,11 +246,16 @@ def _safe(asked: Asked, outcome: Outcome) -> str:
     return f"there is a checkpoint of step {step:,}, and {asked.resume.how_to_go_on(wrote=wrote)}"
 
 
-def _followed(ready: Ready, asked: Asked, folder: RunFolder, meeting: Meeting) -> Outcome:
-    starts = _starts(ready, asked, folder, meeting)
+def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> Ended:
+    ready, orders = course.ready, replace(asked.orders, cwd=folder.plan)
     run_folder = RunFolder(ready.folder)
+    if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
+        orders = replace(orders, policy=replace(orders.policy, max_attempts=1))
+    if ready.plan is not None:
+        allow = frozenset[str](ready.plan.job.limits.allow)
+        orders = replace(orders, policy=replace(orders.policy, allow=allow))
     if asked.as_json or ready.nodes.rank:
-        return run(starts, run_folder, _nothing, cwd=folder.plan)
+        return supervise(course, run_folder, _nothing, orders)
     from tightfit.screen import open_console
     from tightfit.screen_train import Board, draw_start
 
@@ -232,37 +266,40 @@ def _followed(ready: Ready, asked: Asked, folder: RunFolder, meeting: Meeting) -
         print(sentence)
     console.print()
     with Board(console, ready.worker) as board:
-        return run(starts, run_folder, board.show, cwd=folder.plan)
+
+        def show(event: Event) -> None:
+            board.expect(course.ready.worker)
+            board.show(event)
+
+        return supervise(course, run_folder, show, orders)
 
 
 def _nothing(event: Event) -> None:
     """Nobody looks."""
 
 
-def _starts(ready: Ready, asked: Asked, folder: RunFolder, meeting: Meeting) -> list[RankStart]:
-    if ready.nodes.hostfile is not None:
-        return [launcher_start(folder, meeting, asked.options)]
-    words = None if not ready.devices else tuple(device.word for device in ready.devices)
-    sight = Sight(variable=ready.occupancy.variable, words=words)
-    return rank_starts(ready.worker, meeting, sight, folder, worker_command(folder, asked.options, asked.worker))
-
-
 @contextmanager
-def _reserved(ready: Ready) -> Iterator[Meeting]:
-    """What the run takes of this machine, written down for others; and where its ranks meet."""
-    registry, nodes = reservations(), ready.nodes
-    keys = tuple(device.key for device in ready.devices)
-    with registry.alone():
-        live = registry.live()
-        _check_taken(ready, live)
-        port = nodes.port or free_port([entry.port for entry in live if entry.port is not None])
-        ram = 0 if nodes.hostfile is not None else ready.worker.ram_bytes_per_node
-        ours = Reservation.ours(ready.folder, ram, keys, port)
-        registry.add(ours)
+def _reserved(first: Ready) -> Iterator[Callable[[Ready], Meeting]]:
+    """What the run takes of this machine, written down for others anew with every plan; and where its ranks meet."""
+    registry, held = reservations(), list[Reservation]()
+
+    def meet(ready: Ready) -> Meeting:
+        nodes, keys = ready.nodes, tuple(device.key for device in ready.devices)
+        with registry.alone():
+            others = [entry for entry in registry.live() if entry not in held]
+            _check_taken(ready, others)
+            port = nodes.port or free_port([entry.port for entry in others if entry.port is not None])
+            ram = 0 if nodes.hostfile is not None else ready.worker.ram_bytes_per_node
+            ours = Reservation.ours(ready.folder, ram, keys, port)
+            registry.add(ours)
+            held[:] = [ours]
+        return Meeting(node=nodes.rank, nodes=nodes.count, address=nodes.address, port=port)
+
+    meet(first)
     try:
-        yield Meeting(node=nodes.rank, nodes=nodes.count, address=nodes.address, port=port)
+        yield meet
     finally:
-        registry.remove(ours)
+        registry.remove(held[0])
 
 
 def _check_taken(ready: Ready, live: Sequence[Reservation]) -> None:
@@ -270,6 +307,6 @@ def _check_taken(ready: Ready, live: Sequence[Reservation]) -> None:
     for device in ready.devices:
         for entry in live:
             if device.key in entry.gpus:
-                raise HardwareError(
+                raise Busy(
                     f"GPU {device.number} was just taken by {entry.words}: start again, or choose others with --gpu-ids"
                 )

@@ -7,6 +7,7 @@ import argparse
 from tightfit.cli_flags import Parser, whole_number
 from tightfit.cli_plan import FLAGS, WHOLE, add_data_flags, add_flags
 from tightfit.inputs.flags import spelt
+from tightfit.inputs.times import seconds_in
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output runs/first"
@@ -30,6 +31,16 @@ RUN_FLAGS: dict[str, tuple[str | None, str]] = {
         "begins anew; PATH is a checkpoint, or a run and its newest (auto)",
     ),
     "resume_anyway": (None, "go on from a checkpoint although the model, the data or the sequence has changed"),
+    "max_attempts": (
+        "N",
+        "give up after so many starts in a row that kept no new step; 1 starts nothing again (5)",
+    ),
+    "hang_timeout": (
+        "300s|10m|1h",
+        "how long a rank may give no sign of life in a step, an evaluation or a save before all are ended and started "
+        "again (twenty steps, and at least 5 minutes)",
+    ),
+    "wait_for_gpu": (None, "wait while others hold the GPUs or the memory that the run needs"),
     "deepspeed_config": ("FILE", "a DeepSpeed JSON: what it says is kept, and the rest is planned"),
     "port": ("N", "where the ranks meet (a free one)"),
 }
@@ -51,15 +62,16 @@ ALIASES = {
 EXIT_CODES = """exit codes:
   0         done
   2         something that you have to change; one sentence says what
-  3         the training failed: a rank died, or memory ran out
+  3         the training failed, and to start it again would not help
   4         asked to stop (SIGTERM, SIGUSR1, Ctrl-C, or the job's timeout) and
             saved a checkpoint: the same command goes on
   130, 143  interrupted before a checkpoint could be saved, by Ctrl-C or SIGTERM"""
 
-_NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank", "keep_last", "keep_every"}
+_NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank", "keep_last", "keep_every", "max_attempts"}
 _WITH_PLAN = {
     *("plan", "output", "overwrite", "dry_run", "check_memory", "no_probe", "tensorboard", "wandb", "port", "json"),
     *("gpu_ids", "nodes", "node_rank", "master_addr", "hostfile", "resume", "resume_anyway"),
+    *("max_attempts", "hang_timeout", "wait_for_gpu"),
 }
 """What may be said beside a plan that is written already."""
 
@@ -118,9 +130,23 @@ def check(args: argparse.Namespace) -> None:
     if "max_gpus" in given and ("num_gpus" in given or "gpu_ids" in given):
         other = "num_gpus" if "num_gpus" in given else "gpu_ids"
         raise ConfigError(f"--max-gpus and {spelt(other)} both say how many GPUs: leave one out")
+    if given.get("max_attempts", 1) < 1:
+        raise ConfigError(f"--max-attempts must be at least 1, a single start, not {given['max_attempts']}")
+    hang_timeout_s(args)
     if not 1 <= given.get("port", 1) <= 65_535:
         raise ConfigError(f"--port must be from 1 to 65535, not {given['port']}")
     _check_nodes(given)
+
+
+def hang_timeout_s(args: argparse.Namespace) -> float | None:
+    """Seconds; None: nothing was said."""
+    text: str | None = getattr(args, "hang_timeout", None)
+    if text is None:
+        return None
+    seconds = float(text) if text.isdecimal() and len(text) < 9 else seconds_in(text)
+    if not seconds:
+        raise ConfigError(f"--hang-timeout takes a time such as 300s, 10m or 1h, not {text!r}")
+    return seconds
 
 
 def _check_nodes(given: dict[str, object]) -> None:
@@ -138,5 +164,7 @@ def _check_nodes(given: dict[str, object]) -> None:
         raise ConfigError(f"--nodes {nodes} needs --node-rank on each machine, from 0 to {nodes - 1}")
     if not 0 <= rank < nodes:
         raise ConfigError(f"--node-rank must be from 0 to {nodes - 1}, not {rank}")
+    if nodes > 1 and given.get("max_attempts", 1) != 1:
+        raise ConfigError("--max-attempts starts again on one machine, or with --hostfile: leave --nodes or it out")
     if nodes > 1 and "master_addr" not in given:
         raise ConfigError("--nodes needs --master-addr on each machine: the name of the machine with number 0")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tightfit.inputs.occupancy import Device, Holder, Occupancy, occupancy
 from tightfit.inputs.surroundings import cache_folder, node_under_slurm
@@ -13,6 +15,16 @@ from tightfit.priced import GIB, amounts
 from tightfit.runs.reservations import Reservation, Reservations
 from tightfit.runs.worker_file import WorkerFile
 from tightfit.types import ConfigError, Hardware, HardwareError
+
+T = TypeVar("T")
+WAIT_S = 5.0
+"""Between two looks at what others hold."""
+LOOK_S = 0.1
+
+
+class Busy(HardwareError):
+    """Others have what the run needs, and may give it back."""
+
 
 DEFAULT_PORT = 29500
 """Where the ranks of several machines meet: each machine must name the same."""
@@ -114,11 +126,11 @@ class Machine:
             return hardware
         who = taken[busy[0].key].words
         if not free:
-            raise HardwareError(f"every GPU is in use, the first by {who}: wait for it, or use another machine")
+            raise Busy(f"every GPU is in use, the first by {who}: wait for it with --wait-for-gpu")
         if self.num_gpus is not None:
-            raise HardwareError(
+            raise Busy(
                 f"--num-gpus is {self.num_gpus} and {len(free)} GPUs are free, as GPU {busy[0].number} is in use by "
-                f"{who}: say --num-gpus {len(free)}, or wait"
+                f"{who}: say --num-gpus {len(free)}, or wait with --wait-for-gpu"
             )
         said = f"GPUs used: {len(free)} of {len(devices)}; GPU {busy[0].number} is in use by {who}."
         return replace(hardware, gpus_per_node=len(free), because=(*hardware.because, said))
@@ -131,8 +143,9 @@ class Machine:
         left = ram - reserved
         who = self.live[0].words
         if left <= 0:
-            raise HardwareError(
-                f"live runs have reserved all {ram / GIB:.1f} GiB of RAM, the first of them {who}: wait for it"
+            raise Busy(
+                f"live runs have reserved all {ram / GIB:.1f} GiB of RAM, the first of them {who}: wait for it with "
+                "--wait-for-gpu"
             )
         gpu = hardware.gpu
         if gpu.vendor == "cpu":
@@ -163,7 +176,7 @@ class Machine:
             raise HardwareError(f"the plan wants {_gpus(wanted)} and {has}: plan again here, or leave --gpus out")
         chosen = self._by_number(ids, wanted) if ids is not None else self._unasked(worker)
         for device in chosen:
-            _check_free(device, worker)
+            check_free(device, worker)
         return chosen
 
     def _by_number(self, ids: Sequence[int], wanted: int) -> tuple[Device, ...]:
@@ -176,7 +189,9 @@ class Machine:
         for device in chosen:
             if device.key in self.taken:
                 who = self.taken[device.key].words
-                raise HardwareError(f"GPU {device.number} is in use by {who}: choose others with --gpu-ids, or wait")
+                raise Busy(
+                    f"GPU {device.number} is in use by {who}: choose others with --gpu-ids, or wait with --wait-for-gpu"
+                )
         return chosen
 
     def _unasked(self, worker: WorkerFile) -> tuple[Device, ...]:
@@ -184,8 +199,9 @@ class Machine:
         free = [device for device in self.occupancy.devices if device.key not in self.taken]
         if len(free) < worker.gpus_per_node:
             who = self.live[0].words if self.live else "others"
-            raise HardwareError(
-                f"the plan wants {_gpus(worker.gpus_per_node)} and {len(free)} are free, as {who} holds the rest: wait"
+            raise Busy(
+                f"the plan wants {_gpus(worker.gpus_per_node)} and {len(free)} are free, as {who} holds the rest: wait "
+                "with --wait-for-gpu"
             )
         roomy = [device for device in free if _has_room(device, worker)]
         narrow = [device for device in free if device not in roomy]
@@ -218,17 +234,37 @@ def _has_room(device: Device, worker: WorkerFile) -> bool:
     return device.free_bytes is None or device.free_bytes >= worker.required_bytes
 
 
-def _check_free(device: Device, worker: WorkerFile) -> None:
+def check_free(device: Device, worker: WorkerFile) -> None:
+    """Whether the plan fits beside what others hold; nobody is asked to end anything that is not theirs."""
     if _has_room(device, worker):
         return
     assert device.free_bytes is not None
     need, free = amounts(worker.required_bytes, device.free_bytes)
     who = max(device.holders, key=lambda each: each.held_bytes or 0, default=None)
     held = f", as {holder_words(who)} holds the rest" if who else ""
-    raise HardwareError(
-        f"GPU {device.number} has {free} GiB free and the plan needs {need} GiB{held}: "
-        "end that, or choose others with --gpu-ids"
+    raise Busy(
+        f"GPU {device.number} has {free} GiB free and the plan needs {need} GiB{held}: wait with --wait-for-gpu, or "
+        "choose others with --gpu-ids"
     )
+
+
+def wait_while_busy(
+    ready: Callable[[], T], say: Callable[[str], None], give_up: Callable[[], bool] = lambda: False
+) -> T | None:
+    """What `ready` returns once nobody else holds what it needs; None: it was given up. A reason is said once."""
+    said = ""
+    while not give_up():
+        try:
+            return ready()
+        except Busy as error:
+            reason = str(error).rpartition(": ")[0]
+            if reason != said:
+                say(f"waiting: {reason}")
+                said = reason
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline and not give_up():
+            time.sleep(LOOK_S)
+    return None
 
 
 def _gpus(count: int) -> str:

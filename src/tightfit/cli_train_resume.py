@@ -33,11 +33,6 @@ class Resume:
     anyway: bool = False
     """Go on although the job has changed."""
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """For the worker."""
-        return ("--resume", self.place, *(("--resume-anyway",) if self.anyway else ()))
-
     def sentence(self, folder: Path) -> str | None:
         """What a start in this folder does that its user may not expect; None: it begins at the beginning."""
         if self.place not in (AUTO, NONE):

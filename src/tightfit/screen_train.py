@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tightfit.diagnose.verdict import Verdict
 from tightfit.inputs.occupancy import Occupancy
 from tightfit.planner.plan import Plan
 from tightfit.priced import amounts, strategy_name
+from tightfit.runs.attempts import AttemptRecord
 from tightfit.runs.events import Event, Progress, Step
-from tightfit.runs.failure import Failure
+from tightfit.runs.failure import Failure, traceback_in
 from tightfit.runs.lines import MIB, MILESTONES, Lines, line_of, loss_words, moving_line, size_words
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.tally import Tally
@@ -27,6 +29,9 @@ from tightfit.runs.worker_file import WorkerFile
 from tightfit.screen import draw_list, say, table_of
 from tightfit.screen_plan import draw_levers
 from tightfit.screen_plan_words import duration_words, hardware_words, lever_flags, model_words, reason_lines
+
+MOST_FIXES = 4
+"""Remedies that are named at the end; `tightfit diagnose` knows them all."""
 
 # --- before -------------------------------------------------------------------------------------
 
@@ -104,6 +109,11 @@ class Board:
                 self._say(self._last)
                 self._last = None
 
+    def expect(self, worker: WorkerFile) -> None:
+        """The plan that what comes is set against: another attempt may have another one."""
+        self._worker = worker
+        self._lines.expect(worker.peak_bytes)
+
     def show(self, event: Event) -> None:
         if self._live is None:
             self._lines.show(event)
@@ -122,7 +132,7 @@ class Board:
 # --- after --------------------------------------------------------------------------------------
 
 
-def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str) -> None:
+def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str, *, attempts: int = 1) -> None:
     """Predicted against measured, and what to do with what came out."""
     console.print()
     last = tally.last
@@ -130,8 +140,10 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
         first = "" if tally.first_loss is None or last.step <= 1 else f"{loss_words(tally.first_loss)} → "
         steps = f"{last.step:,} step{'' if last.step == 1 else 's'}"
         if tally.resumed is not None and tally.resumed.step:
-            steps += f", from step {tally.resumed.step:,} on in this start"
+            steps += f", from step {tally.resumed.step:,} on in this {'start' if attempts == 1 else 'attempt'}"
         say(console, f"Trained {worker.model} for {steps}: loss {first}{loss_words(last.loss)}.", style="bold green")
+        if attempts > 1:
+            say(console, f"It took {attempts} attempts: {folder}/attempts has a record of each.")
         console.print()
     _draw_table(console, worker, tally)
     model = f"{folder}/model"
@@ -169,10 +181,36 @@ def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
         say(console, "No rates of the CPU are known, so its predicted pace compares ways and no more.", style="dim")
 
 
-def draw_failure(console: Console, failure: Failure) -> None:
-    """The sentence of the rank that failed first, and what it printed last."""
+def draw_failure(console: Console, failure: Failure, verdict: Verdict | None = None) -> None:
+    """What failed first, and what that rank printed last; of a bug the whole traceback."""
     console.print(Text(f"tightfit: the training failed: {failure.sentence.rstrip('.')}", style="bold"), soft_wrap=True)
-    if failure.tail:
+    tail = failure.tail
+    if verdict is not None and verdict.kind == "code" and failure.log is not None:
+        tail = traceback_in(failure.log) or tail
+    if tail:
         console.print(Text(f"The last lines of {failure.log}:"), soft_wrap=True)
-    for line in failure.tail:
+    for line in tail:
         console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
+
+
+def draw_attempts(
+    console: Console, failure: Failure, records: Sequence[AttemptRecord], verdict: Verdict | None
+) -> None:
+    """Why it failed, what was tried, and what would help."""
+    if verdict is None:
+        return
+    last, same = records[-1].next, verdict.cause.rstrip(".").lower() == failure.sentence.rstrip(".").lower()
+    draw_list(console, "Why:", [] if same else [verdict.cause])
+    if len(records) > 1:
+        draw_list(console, "What was tried:", [_tried(record) for record in records])
+    stopped = [] if last is None else [f"Nothing more was tried: {last.because.rstrip('.')}."]
+    helps = [fix.text if fix.command is None else f"{fix.text} {fix.command}" for fix in verdict.fixes[:MOST_FIXES]]
+    draw_list(console, "What would help:", [*stopped, *helps])
+
+
+def _tried(record: AttemptRecord) -> str:
+    at = "before the first step" if record.last_step is None else f"after step {record.last_step:,}"
+    cause = "" if record.cause is None else f": {record.cause.sentence.rstrip('.')}"
+    following = "" if record.next is None or record.next.action == "stop" else f" → {record.next.action}"
+    changed = f" ({', '.join(record.next.changed)})" if record.next is not None and record.next.changed else ""
+    return f"Attempt {record.number}, {record.plan}, failed {at}{cause}{following}{changed}."

@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from tightfit.inputs import machine
 from tightfit.inputs.catalogue import GIB, MIB
 from tightfit.inputs.machine import this_machine
+from tightfit.inputs.probes import tools
 from tightfit.types import HardwareError
 
 UUID = "GPU-5ad1a1f0-7a0c-4c3e-8b60-0d5a6a0c5a0"
@@ -214,9 +216,9 @@ def test_nvml_is_asked_first(bench: Bench, tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.delitem(sys.modules, "pynvml")
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
     bench.install("nvidia-smi", FOUR_4090)
     hardware = this_machine()
-    monkeypatch.delitem(sys.modules, "pynvml")
     assert (hardware.world, hardware.gpu.name) == (2, "H100 SXM")
     assert hardware.because[0] == "NVML shows 2 × NVIDIA H100 80GB HBM3."
 
@@ -321,6 +323,31 @@ def test_a_hung_driver_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert this_machine().because[0] == "nvidia-smi did not answer within 0.5 s."
 
 
+def test_a_tool_that_hung_is_not_asked_again_for_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.install("nvidia-smi", "")
+    (bench.folder / "nvidia-smi").write_text(f"#!{sys.executable} -SE\nimport time\ntime.sleep(60)\n")
+    monkeypatch.setattr(machine, "_TIMEOUT_S", 0.5)
+    this_machine()
+    begun = time.monotonic()
+    assert this_machine().because[0] == "nvidia-smi did not answer a moment ago."
+    assert time.monotonic() - begun < 0.5
+    monkeypatch.setattr(tools, "FORGIVE_S", 0)
+    assert this_machine().because[0] == "nvidia-smi did not answer within 0.5 s."
+
+
+@pytest.mark.parametrize(
+    ("output", "mib"),
+    [
+        ("HCU[0]\t\t: Card Series: K100_AI\nHCU[0]\t\t: vram Total Memory (MiB): 65520\n", 65520),
+        ("device,Card Series,vram Total Memory (MiB)\ncard0,K100_AI,65520\n", 65520),
+    ],
+)
+def test_a_hy_smi_that_knows_no_json(bench: Bench, output: str, mib: int) -> None:
+    bench.install("hy-smi", output, refuse="--json")
+    hardware = this_machine()
+    assert (hardware.gpu.name, hardware.gpu.memory_bytes) == ("K100-AI", mib * MIB)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a script without an interpreter is a Unix thing")
 def test_a_tool_that_cannot_start(bench: Bench) -> None:
     bench.install("nvidia-smi", "")
@@ -372,13 +399,13 @@ TOTAL = 65000000 * 1024
     ],
 )
 def test_host_ram_is_what_the_control_group_allows(tmp_path: Path, files: dict[str, str], ram: int) -> None:
-    found, because = machine._host_ram(host(tmp_path, MEMINFO | files))
+    found, because = machine.ram_here(host(tmp_path, MEMINFO | files))
     assert found == ram
     assert bool(because) == (ram < TOTAL)
 
 
 def test_host_ram_without_proc(tmp_path: Path) -> None:
-    found, _ = machine._host_ram(tmp_path)
+    found, _ = machine.ram_here(tmp_path)
     assert found is None or found > GIB
 
 

@@ -113,6 +113,19 @@ def test_the_only_card_of_amd_has_its_processes_listed(tools: Path) -> None:
     assert [(holder.pid, holder.held_bytes) for holder in device.holders] == [(os.getpid(), GIB)]
 
 
+def test_amd_by_its_newer_tool_alone(tools: Path) -> None:
+    card = {"gpu": 0, "mem_usage": {"total_vram": {"value": 20464, "unit": "MB"}, "used_vram": "N/A"}}
+    other = {
+        "gpu": 1,
+        "mem_usage": {"total_vram": {"value": 20464, "unit": "MB"}, "used_vram": {"value": 464, "unit": "MB"}},
+    }
+    named = {"gpu": 0, "asic": {"market_name": "Radeon RX 7900 XT"}}
+    install(tools, "amd-smi", {"metric": json.dumps([card, other]), "static": json.dumps([named])})
+    first, second = occupancy().devices
+    assert (first.name, first.total_bytes, first.free_bytes) == ("Radeon RX 7900 XT", 20464 * MIB, None)
+    assert second.free_bytes == 20000 * MIB
+
+
 def test_free_ram(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:       24682740 kB\nMemAvailable:   1024 kB\n")

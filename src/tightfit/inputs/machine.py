@@ -1,8 +1,8 @@
 """This machine as Hardware: its GPUs through the makers' own tools, its RAM through the system.
 
 The makers' tools are asked in turn, and the first that shows a GPU is believed: NVML (if
-nvidia-ml-py is installed), `nvidia-smi`, `hy-smi`, `rocm-smi`. hy-smi comes before rocm-smi because
-Hygon's toolkit installs its own under both names. All are subprocesses with a time limit, so that a
+nvidia-ml-py is installed), `nvidia-smi`, `hy-smi`, `rocm-smi`, `amd-smi`. hy-smi comes before rocm-smi
+because Hygon's toolkit installs its own under both names. All are subprocesses with a time limit, so that a
 wedged driver costs seconds and not the session; torch would tell us more, and take a gigabyte of
 imports to do it.
 
@@ -15,21 +15,24 @@ With no GPU at all the CPU poses as two ranks, so that everything can be tried a
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tightfit.inputs.catalogue import GIB, MIB
 from tightfit.inputs.hardware import parse_size, recognise
+from tightfit.inputs.probes.amd_smi import parse_metric, with_names
+from tightfit.inputs.probes.card import Card
+from tightfit.inputs.probes.nvidia import nvml
+from tightfit.inputs.probes.rocm_smi import parse_cards
+from tightfit.inputs.probes.tools import Hung, Silent, ask_at
 from tightfit.types import Gpu, Hardware, HardwareError, Vendor
 
 _TIMEOUT_S = 15
@@ -37,15 +40,12 @@ _BESIDE_PATH: dict[str, tuple[str, ...]] = {
     "nvidia-smi": ("/usr/lib/wsl/lib/nvidia-smi",),
     "hy-smi": ("/opt/hyhal/bin/hy-smi", "/usr/local/hyhal/bin/hy-smi"),
     "rocm-smi": ("/opt/rocm/bin/rocm-smi",),
+    "amd-smi": ("/opt/rocm/bin/amd-smi",),
 }
 """Where the tools live when a login shell has not put them on PATH."""
 
 _NVIDIA_CSV = "--format=csv,noheader,nounits"
 _ASSUMED_RAM = 4 * GIB
-
-
-class Silent(Exception):
-    """A tool that is there and shows no GPU. The message says why; empty: the tool is not installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
 
     `host_ram` and `nvme` overrule what was found, in `parse_size`'s words.
     """
-    ram, ram_because = _host_ram() if host_ram is None else (parse_size(host_ram), ())
+    ram, ram_because = ram_here() if host_ram is None else (parse_size(host_ram), ())
     nvme_bytes = None if nvme is None else parse_size(nvme)
     devices: tuple[Seen, ...] = ()
     sight, because = look()
@@ -97,7 +97,7 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
 def look() -> tuple[Sight | None, tuple[str, ...]]:
     """What the first tool with an answer shows; else why those that are installed showed nothing."""
     failures: list[str] = []
-    probes: tuple[Callable[[], Sight], ...] = (_nvml, _nvidia_smi, _hy_smi, _rocm_smi)
+    probes: tuple[Callable[[], Sight], ...] = (_nvml, _nvidia_smi, _hy_smi, _rocm_smi, _amd_smi)
     for probe in probes:
         try:
             return probe(), ()
@@ -225,38 +225,11 @@ def _pick(devices: tuple[Seen, ...], wanted: str, variable: str) -> tuple[Seen, 
 
 
 def _nvml() -> Sight:
-    """nvidia-ml-py, where it is installed. Every field may be refused by itself."""
-    import importlib
-
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception as error:  # NVML's own errors are made when it is imported
-        raise Silent("") from error
-
-    def ask(function: str, *values: object) -> Any:
-        try:
-            return getattr(nvml, function)(*values)
-        except Exception:  # a field that this driver or card does not know
-            return None
-
-    try:
-        devices = []
-        for index in range(ask("nvmlDeviceGetCount") or 0):
-            handle = ask("nvmlDeviceGetHandleByIndex", index)
-            memory = ask("nvmlDeviceGetMemoryInfo", handle)
-            capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
-            devices.append(
-                Seen(
-                    name=_text(ask("nvmlDeviceGetName", handle)) or "NVIDIA GPU",
-                    memory_bytes=positive(getattr(memory, "total", None)),
-                    arch=None if capability is None else f"sm_{capability[0]}{capability[1]}",
-                    uuid=_text(ask("nvmlDeviceGetUUID", handle)),
-                )
-            )
-    finally:
-        ask("nvmlShutdown")
-    return _sight("NVML", "nvidia", devices)
+    """nvidia-ml-py, where it is installed; a driver that hangs is not waited for."""
+    answer = nvml(time.monotonic() + _TIMEOUT_S)
+    if not answer.cards:
+        raise Silent(answer.problem or "")
+    return _sight("NVML", "nvidia", [_seen(card) for card in answer.cards])
 
 
 def _nvidia_smi() -> Sight:
@@ -290,59 +263,49 @@ def _nvidia_row(fields: list[str], has_capability: bool) -> Seen | None:
 
 # --- AMD and Hygon ------------------------------------------------------------------------------
 
-_VRAM_TOTAL = re.compile(r"vram total memory \((B|KB|KiB|MB|MiB|GB|GiB)\)", re.IGNORECASE)
-_VRAM_UNITS = {"b": 1, "k": 2**10, "m": MIB, "g": GIB}
-_NAME_KEYS = ("card series", "card model", "device name", "marketing name", "market name")
+_SMI_QUESTIONS: tuple[tuple[str, ...], ...] = (
+    ("--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--json"),
+    ("--showproductname", "--showuniqueid", "--showmeminfo", "vram"),
+    (),
+)
+"""In turn until one shows a card: some releases know no JSON, and the oldest nothing but their table."""
 
 
 def _hy_smi() -> Sight:
-    return _smi_json("hy-smi", "hygon")
+    return _smi("hy-smi", "hygon")
 
 
 def _rocm_smi() -> Sight:
-    return _smi_json("rocm-smi", "amd")
+    return _smi("rocm-smi", "amd")
 
 
-def _smi_json(tool: str, vendor: Vendor) -> Sight:
-    cards = cards_in(run_tool(tool, "--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--json"), tool)
-    if any(re.match("[HD]CU ", key) for card in cards for key in card):
-        vendor = "hygon"
-    return _sight(tool, vendor, [_smi_card(card, vendor) for card in cards])
-
-
-def cards_in(output: str, tool: str) -> list[Mapping[str, object]]:
-    """The `cardN` objects by number, whatever banner stands before them.
-
-    One hyhal release leaves out commas between pairs; they are put back if that is what ails it.
-    """
-    text = output[output.find("{") :]
-    for attempt in (text, re.sub(r'"\s*"(?=[^":]*"\s*:)', '","', text)):
+def _smi(tool: str, vendor: Vendor) -> Sight:
+    silence = Silent(f"{tool} answered with something that is not understood here.")
+    for question in _SMI_QUESTIONS:
         try:
-            read = json.JSONDecoder().raw_decode(attempt)[0]
-        except (ValueError, RecursionError):
+            text = run_tool(tool, *question)
+        except Silent as said:
+            if not str(said) or isinstance(said, Hung):
+                raise
+            silence = said
             continue
-        if isinstance(read, dict):
-            numbered = [(int(key[4:]), card) for key, card in read.items() if re.fullmatch("card[0-9]{1,6}", str(key))]
-            return [card for _, card in sorted(numbered, key=lambda pair: pair[0]) if isinstance(card, dict)]
-    raise Silent(f"{tool} answered with something other than JSON.")
+        cards = parse_cards(text, vendor)
+        if cards:
+            return _sight(tool, cards[0].vendor, [_seen(card) for card in cards])
+    raise silence
 
 
-def _smi_card(card: Mapping[str, object], vendor: Vendor) -> Seen:
-    lower = {str(key).strip().lower(): value for key, value in card.items()}
-    memory: int | None = None
-    for key, value in lower.items():
-        if match := _VRAM_TOTAL.fullmatch(key):
-            memory = positive(value, _VRAM_UNITS[match[1][0].lower()])
-    names = [name for key in _NAME_KEYS if (name := _text(lower.get(key))) and not re.match("0x|n/a", name.lower())]
-    known = [name for name in names if recognise(name, memory)[0] is not None]
-    arch = re.match("gfx[0-9a-f]+", _text(lower.get("gfx version")) or "")
-    fallback = "Hygon DCU" if vendor == "hygon" else "AMD GPU"
-    return Seen(
-        name=(*known, *names, fallback)[0],
-        memory_bytes=memory,
-        arch=arch[0] if arch else None,
-        uuid=re.sub("^0x", "GPU-", _text(lower.get("unique id")) or "") or None,
-    )
+def _amd_smi() -> Sight:
+    """It counts cards in its own order, and is asked last for that."""
+    cards = parse_metric(run_tool("amd-smi", "metric", "--json"))
+    with suppress(Silent):
+        cards = with_names(cards, run_tool("amd-smi", "static", "--asic", "--bus", "--json"))
+    return _sight("amd-smi", "amd", [_seen(card) for card in cards])
+
+
+def _seen(card: Card) -> Seen:
+    fallback = {"hygon": "Hygon DCU", "amd": "AMD GPU"}.get(card.vendor, "NVIDIA GPU")
+    return Seen(name=card.name or fallback, memory_bytes=card.total_bytes, arch=card.arch, uuid=card.uuid)
 
 
 # --- tools --------------------------------------------------------------------------------------
@@ -353,17 +316,7 @@ def run_tool(tool: str, *arguments: str) -> str:
     path = shutil.which(tool) or next((path for path in _BESIDE_PATH[tool] if os.access(path, os.X_OK)), None)
     if path is None:
         raise Silent("")
-    try:
-        done = subprocess.run([path, *arguments], capture_output=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise Silent(f"{tool} did not answer within {_TIMEOUT_S} s.") from error
-    except OSError as error:
-        raise Silent(f"{tool} cannot be started: {error.strerror or error}.") from error
-    output = done.stdout.decode(errors="replace")
-    if done.returncode != 0:
-        said = (done.stderr.decode(errors="replace") + output).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise Silent(f"{tool} failed: {said[0].strip().rstrip('.')[:200]}.")
-    return output
+    return ask_at(tool, path, *arguments, timeout_s=_TIMEOUT_S)
 
 
 def _sight(tool: str, vendor: Vendor, devices: list[Seen]) -> Sight:
@@ -381,16 +334,10 @@ def positive(value: object, unit: int = 1) -> int | None:
     return round(number * unit) if 0 < number < float("1e18") else None
 
 
-def _text(value: object) -> str | None:
-    if isinstance(value, bytes):
-        value = value.decode(errors="replace")
-    return value.strip() or None if isinstance(value, str) else None
-
-
 # --- host RAM -----------------------------------------------------------------------------------
 
 
-def _host_ram(root: Path = Path("/")) -> tuple[int | None, tuple[str, ...]]:
+def ram_here(root: Path = Path("/")) -> tuple[int | None, tuple[str, ...]]:
     """The RAM that a process here may use: the machine's, or its control group's if that is less."""
     total = _meminfo(root) or _sysconf() or _windows_ram()
     limit = min((limit for limit, _ in _cgroups(root)), default=None)

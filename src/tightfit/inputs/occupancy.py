@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import csv
 import os
-import pwd
-import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from tightfit.inputs.catalogue import MIB
-from tightfit.inputs.machine import Sight, Silent, cards_in, look, positive, run_tool, visible
+from tightfit.inputs.machine import Sight, look, positive, run_tool, visible
+from tightfit.inputs.probes.amd_smi import parse_metric
+from tightfit.inputs.probes.holders import who_is
+from tightfit.inputs.probes.nvidia import nvml
+from tightfit.inputs.probes.rocm_smi import parse_cards, parse_processes
+from tightfit.inputs.probes.tools import Silent
 
-_LONGEST = 60
-"""Characters of a command that tell it from others."""
 _CSV = "--format=csv,noheader,nounits"
-_USED = re.compile(r"vram total used memory \((b|k|m|g)i?b?\)")
-_UNITS = {"b": 1, "k": 2**10, "m": MIB, "g": 2**30}
+_PATIENCE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,7 @@ def _chosen(sight: Sight, env: Mapping[str, str]) -> tuple[str, list[str] | None
 
 
 def _asked(sight: Sight) -> _Told:
-    asks = {"NVML": _nvml, "nvidia-smi": _nvidia_smi, "hy-smi": _smi, "rocm-smi": _smi}
+    asks = {"NVML": _nvml, "nvidia-smi": _nvidia_smi, "hy-smi": _smi, "rocm-smi": _smi, "amd-smi": _smi}
     try:
         return asks[sight.tool](sight)
     except Silent:
@@ -118,24 +117,13 @@ def _asked(sight: Sight) -> _Told:
 
 
 def _nvml(sight: Sight) -> _Told:
-    import importlib
-
     told = _Told()
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception as error:  # NVML's own errors are made when it is imported
-        raise Silent("") from error
-    try:
-        for number in range(len(sight.devices)):
-            handle = nvml.nvmlDeviceGetHandleByIndex(number)
-            told.free_bytes[number] = int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
-            running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            told.holders[number] = [_holder(int(each.pid), positive(each.usedGpuMemory)) for each in running]
-    except Exception:  # a field that this driver or card does not know  # noqa: S110
-        pass
-    finally:
-        nvml.nvmlShutdown()
+    for card in nvml(time.monotonic() + _PATIENCE_S).cards:
+        if card.index >= len(sight.devices):
+            continue
+        if card.free_bytes is not None:
+            told.free_bytes[card.index] = card.free_bytes
+        told.holders[card.index] = [_holder(each.pid, each.held_bytes) for each in card.processes or ()]
     return told
 
 
@@ -163,58 +151,29 @@ def _rows(text: str) -> list[list[str]]:
 def _smi(sight: Sight) -> _Told:
     """Used memory by card. Which process sits on which card these tools do not tell in one answer."""
     told = _Told()
-    cards = cards_in(run_tool(sight.tool, "--showmeminfo", "vram", "--json"), sight.tool)
+    if sight.tool == "amd-smi":
+        cards = parse_metric(run_tool(sight.tool, "metric", "--json"))
+    else:
+        cards = parse_cards(run_tool(sight.tool, "--showmeminfo", "vram", "--json"), sight.vendor)
     for number, (card, device) in enumerate(zip(cards, sight.devices, strict=False)):
-        used = _used(card)
-        if used is not None and device.memory_bytes is not None:
-            told.free_bytes[number] = max(0, device.memory_bytes - used)
-    if len(sight.devices) == 1:
+        if card.used_bytes is not None and device.memory_bytes is not None:
+            told.free_bytes[number] = max(0, device.memory_bytes - card.used_bytes)
+    if len(sight.devices) == 1 and sight.tool != "amd-smi":
         told.holders[0] = _smi_holders(sight)
     return told
 
 
-def _used(card: Mapping[str, object]) -> int | None:
-    for key, value in card.items():
-        if found := _USED.fullmatch(str(key).strip().lower()):
-            try:
-                return int(float(str(value)) * _UNITS[found[1]])
-            except ValueError:
-                return None
-    return None
-
-
 def _smi_holders(sight: Sight) -> list[Holder]:
     try:
-        text = run_tool(sight.tool, "--showpids")
+        found = parse_processes(run_tool(sight.tool, "--showpids"))
     except Silent:
         return []
-    found = re.findall(r"^(\d{1,9})\s+\S+\s+\d+\s+(\d+)", text, re.MULTILINE)
-    return [_holder(int(pid), positive(held)) for pid, held in found]
+    return [_holder(process.pid, process.held_bytes or None) for process, _ in found]
 
 
 # --- processes ----------------------------------------------------------------------------------
 
 
 def _holder(pid: int, held_bytes: int | None) -> Holder:
-    place = Path("/proc", str(pid))
-    command: str | None
-    try:
-        user: str | None = _user(place.stat().st_uid)
-        command = _command(place.joinpath("cmdline").read_bytes().split(b"\0"))
-    except OSError:
-        user = command = None
+    user, command = who_is(pid)
     return Holder(pid=pid, user=user, command=command, held_bytes=held_bytes)
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def _command(words: Sequence[bytes]) -> str | None:
-    """A process's command, short, and in letters that a terminal can show."""
-    text = " ".join(word.decode(errors="replace") for word in words if word)
-    plain = "".join(letter if letter.isprintable() else " " for letter in text).strip()
-    return (plain if len(plain) <= _LONGEST else plain[: _LONGEST - 1] + "…") or None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 _MOST_TEXT = 2000
@@ -140,6 +140,35 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptBegan:
+    """The ranks are started again; the first start says nothing of the kind."""
+
+    number: int
+    plan: str
+    """How it is computed now."""
+    changed: tuple[str, ...]
+    """Lever by lever; empty: as before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFailed:
+    """An attempt ended in distress, and what follows."""
+
+    number: int
+    kind: str
+    """Of the cause."""
+    text: str
+    """The cause."""
+    step: int | None
+    """The last one that was made."""
+    kept_step: int | None
+    """The newest checkpoint; None: there is none."""
+    action: str
+    because: str
+    wait_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """A rank's last words."""
 
@@ -178,6 +207,8 @@ Event = (
     | Resumed
     | PassedOver
     | Stopping
+    | AttemptBegan
+    | AttemptFailed
     | Failed
     | Ended
     | Other
@@ -279,14 +310,12 @@ def _checkpoint_failed(values: Mapping[str, Any]) -> Event:
 
 
 def _resumed(values: Mapping[str, Any]) -> Event:
-    changed = values.get("changed")
-    texts = map(_text, changed) if isinstance(changed, list) else ()
     return Resumed(
         step=_count(values.get("step")),
         folder=_text(values.get("folder")) or "?",
         from_engine=_text(values.get("from_engine")),
         from_world=_count(values.get("from_world")),
-        changed=tuple(text for text in texts if text),
+        changed=_texts(values.get("changed")),
     )
 
 
@@ -298,6 +327,35 @@ def _passed_over(values: Mapping[str, Any]) -> Event:
 
 def _stopping(values: Mapping[str, Any]) -> Event:
     return Stopping(text=_text(values.get("text")) or "asked to stop")
+
+
+def _attempt(values: Mapping[str, Any]) -> Event | None:
+    number = _count(values.get("number"))
+    if number is None:
+        return None
+    return AttemptBegan(number=number, plan=_text(values.get("plan")) or "?", changed=_texts(values.get("changed")))
+
+
+def _attempt_failed(values: Mapping[str, Any]) -> Event | None:
+    number = _count(values.get("number"))
+    if number is None:
+        return None
+    return AttemptFailed(
+        number=number,
+        kind=_text(values.get("kind")) or "unknown",
+        text=_text(values.get("text")) or "no reason was given",
+        step=_count(values.get("step")),
+        kept_step=_count(values.get("kept_step")),
+        action=_text(values.get("action")) or "?",
+        because=_text(values.get("because")) or "",
+        wait_s=_number(values.get("wait_s")),
+    )
+
+
+def attempt_line(event: AttemptBegan | AttemptFailed, at: float) -> str:
+    """The line that says it, for whoever writes events beside the worker."""
+    name = "attempt" if isinstance(event, AttemptBegan) else "attempt_failed"
+    return json.dumps({"event": name, "at": round(at, 3), **asdict(event)}, allow_nan=False) + "\n"
 
 
 def _failed(values: Mapping[str, Any]) -> Event:
@@ -332,6 +390,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Event | None]] = {
     "resumed": _resumed,
     "passed_over": _passed_over,
     "stopping": _stopping,
+    "attempt": _attempt,
+    "attempt_failed": _attempt_failed,
     "error": _failed,
     "end": _ended,
 }
@@ -348,6 +408,11 @@ def _rest(values: Mapping[str, Any]) -> str:
 
 def _text(value: object) -> str | None:
     return _clean(value) or None if isinstance(value, str) else None
+
+
+def _texts(values: object) -> tuple[str, ...]:
+    found = map(_text, values) if isinstance(values, list) else ()
+    return tuple(text for text in found if text)
 
 
 def _clean(text: str) -> str:

@@ -22,6 +22,7 @@ from tightfit.runs.launch import LOOK_S, Exit, RankStart
 USER = 2
 """The exit code of a worker whose user has to change something."""
 TAIL_LINES = 15
+TRACEBACK_LINES = 80
 _TAIL_BYTES = 16_384
 _FULL_BYTES = 16_384
 """With less than this a disk takes no file any more."""
@@ -91,16 +92,27 @@ def _failure(rank: int, start: RankStart | None, sentence: str, *, is_users: boo
 
 def tail_of(log: Path) -> tuple[str, ...]:
     """The last lines of a log, without what would steer a terminal."""
+    return _last_lines(log, _TAIL_BYTES)[-TAIL_LINES:]
+
+
+def traceback_in(log: Path) -> tuple[str, ...]:
+    """The last traceback of a log, from its first line on; empty: there is none."""
+    lines = _last_lines(log, 4 * _TAIL_BYTES)
+    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[begins[-1] :][-TRACEBACK_LINES:] if begins else ()
+
+
+def _last_lines(log: Path, most_bytes: int) -> tuple[str, ...]:
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
+            file.seek(max(0, size - most_bytes))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ()
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
     plain = ["".join(letter if letter.isprintable() else " " for letter in line).rstrip() for line in lines]
-    return tuple(line[:400] for line in plain if line)[-TAIL_LINES:]
+    return tuple(line[:400] for line in plain if line)
 
 
 def _sentence(gone: Exit, tail: tuple[str, ...], *, is_users: bool) -> str:

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from types import TracebackType
 
 from tightfit.runs.parent import PARENT_FD
 from tightfit.runs.processes import members_of, tell
+from tightfit.runs.stacks import DUMP
 from tightfit.types import ConfigError
 
 GRACE_S = 10.0
@@ -90,6 +91,10 @@ class Ranks:
         return len(self._running)
 
     @property
+    def starts(self) -> Sequence[RankStart]:
+        return self._starts
+
+    @property
     def pids(self) -> list[int]:
         """Of every rank, ended ones too."""
         return [process.pid for process in self._processes]
@@ -112,6 +117,13 @@ class Ranks:
         for pid in self._running:
             with suppress(ProcessLookupError, PermissionError):  # macOS refuses what has ended
                 os.kill(pid, signal.SIGTERM)
+
+    def dump(self, ranks: Collection[int]) -> None:
+        """Ask these for their stacks. Only those that have given a sign of life: others do not know the signal yet."""
+        for pid, start in self._running.items():
+            if start.rank in ranks and start.saves:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, DUMP)
 
     def end(self, grace_s: float = GRACE_S, hurry: Callable[[], bool] = lambda: False) -> None:
         """Ask all that runs to end, then end it; `hurry`: the user will not wait any longer."""

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from tightfit.priced import GIB
 from tightfit.runs.events import (
+    AttemptBegan,
+    AttemptFailed,
     Checkpointed,
     CheckpointFailed,
     Ended,
@@ -52,6 +54,10 @@ class Lines:
         self._about = ""
         self._held: str | None = None
         """The line that was passed over last, so that the end of something is always said."""
+
+    def expect(self, predicted_bytes: int) -> None:
+        """Another plan is followed from now on."""
+        self._predicted = predicted_bytes
 
     def show(self, event: Event) -> None:
         if isinstance(event, Progress | Step):
@@ -107,6 +113,8 @@ def line_of(event: Event) -> tuple[str, str]:
         return f"saved {event.folder}{size}", ""
     if isinstance(event, Checkpointed | CheckpointFailed | Resumed | PassedOver | Stopping):
         return _checkpoint_line(event)
+    if isinstance(event, AttemptBegan | AttemptFailed):
+        return _attempt_line(event)
     if isinstance(event, Other):
         return f"{event.name}: {event.text}", ""
     assert isinstance(event, Started | Ended | Failed | Progress | Step)
@@ -132,6 +140,17 @@ def _checkpoint_line(event: Checkpointed | CheckpointFailed | Resumed | PassedOv
     if event.background and event.blocked_s is not None:
         waited = f", of which the training waited {duration(event.blocked_s)}"
     return f"✓ checkpoint{at}{size}{took}{waited}", ""
+
+
+def _attempt_line(event: AttemptBegan | AttemptFailed) -> tuple[str, str]:
+    if isinstance(event, AttemptBegan):
+        changed = f"; {', '.join(event.changed)}" if event.changed else ""
+        return f"→ attempt {event.number}: {event.plan}{changed}", "bold"
+    at = "before the first step" if event.step is None else f"after step {event.step:,}"
+    kept = "" if event.kept_step is None else f" (the checkpoint of step {event.kept_step:,} is kept)"
+    wait = f", in {duration(event.wait_s)}" if event.wait_s else ""
+    failed = f"✗ attempt {event.number} failed {at}{kept}: {event.text.rstrip('.')}"
+    return f"{failed} → {event.action}{wait}: {event.because.rstrip('.')}", "bold yellow"
 
 
 def _memory_line(event: MemoryMark) -> str:

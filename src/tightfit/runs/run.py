@@ -11,16 +11,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from tightfit.runs.events import Event, Stopping
-from tightfit.runs.failure import USER, Failure, LastWords, first_failure, last_words
+from tightfit.runs.failure import USER, Failure, LastWords, first_failure, last_words, tail_of
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.follow import Follower
+from tightfit.runs.hang import Hung, looked_at
+from tightfit.runs.heartbeat import Watch
 from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, Ranks, RankStart
 from tightfit.runs.tally import Tally
 
@@ -49,6 +51,16 @@ class Outcome:
     exit_code: int
     failure: Failure | None
     tally: Tally
+    exits: tuple[Exit, ...] = ()
+    """Of the ranks that ended by themselves, the first one first."""
+    every: tuple[Exit, ...] = ()
+    """Of all ranks."""
+    words: tuple[LastWords, ...] = ()
+    """What ranks wrote before they left."""
+    hung: Hung | None = None
+    """They were ended because they did not move any more; None: not for that."""
+    pids: tuple[int, ...] = ()
+    """Of all ranks."""
 
 
 class Signals:
@@ -90,6 +102,17 @@ class Signals:
         return 128 + self.caught[0][0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Company:
+    """What a supervisor brings along to each of a run's attempts."""
+
+    signals: Signals
+    """Which listen already."""
+    watch: Watch
+    tally: Tally
+    """With what the attempts before have left that still counts."""
+
+
 def run(
     starts: Sequence[RankStart],
     folder: RunFolder,
@@ -98,10 +121,12 @@ def run(
     cwd: Path | None = None,
     grace_s: float = GRACE_S,
     patience_s: float = STOP_PATIENCE_S,
+    company: Company | None = None,
 ) -> Outcome:
     """Start the ranks and stay with them to the end; `show` gets every event as it comes."""
-    tally, follower, began = Tally(), Follower(folder.events), time.time()
-    signals = Signals()
+    follower, began = Follower(folder.events), time.time()
+    signals, tally = (Signals(), Tally()) if company is None else (company.signals, company.tally)
+    hung: list[Hung] = []
 
     def pass_on(events: list[Event]) -> None:
         for event in events:
@@ -116,14 +141,33 @@ def run(
         ranks.ask()
         pass_on([Stopping(text=_stopping_text(starts, tally))])
 
-    with signals, Ranks(starts, cwd or folder.plan) as ranks:
-        _stay(ranks, signals, lambda: pass_on(follower.poll()), ask, patience_s)
+    def look() -> bool:
+        pass_on(follower.poll())
+        quiet = None if company is None else company.watch.look(_step_s(tally))
+        hung.extend([] if quiet is None else [looked_at(ranks, quiet)])
+        return bool(hung)
+
+    listening = signals if company is None else nullcontext()
+    with listening, Ranks(starts, cwd or folder.plan) as ranks:
+        _stay(ranks, signals, look, ask, patience_s)
         before, words = list(ranks.exits), last_words(folder.errors, began)
         wishes = max(1, signals.times)
         ranks.end(grace_s, hurry=lambda: signals.times > wishes)
         pass_on(follower.rest())
-    ending = _Ending(starts=starts, before=before, every=ranks.exits, words=words)
-    return _outcome(ending, signals, tally)
+    ending = _Ending(starts=starts, before=before, every=ranks.exits, words=words, hung=hung[0] if hung else None)
+    return replace(
+        _outcome(ending, signals, tally),
+        exits=tuple(before),
+        every=tuple(ranks.exits),
+        words=words,
+        hung=ending.hung,
+        pids=tuple(ranks.pids),
+    )
+
+
+def _step_s(tally: Tally) -> float | None:
+    """What a step takes; the first ones have to do until there are more."""
+    return tally.step_s or (None if tally.last is None else tally.last.step_s)
 
 
 def _stopping_text(starts: Sequence[RankStart], tally: Tally) -> str:
@@ -132,15 +176,16 @@ def _stopping_text(starts: Sequence[RankStart], tally: Tally) -> str:
     return f"{what}; Ctrl-C again leaves at once"
 
 
-def _stay(ranks: Ranks, signals: Signals, look: Callable[[], None], ask: Callable[[], None], patience_s: float) -> None:
+def _stay(ranks: Ranks, signals: Signals, look: Callable[[], bool], ask: Callable[[], None], patience_s: float) -> None:
     """Until the first failure or the last rank's end; once a signal has come, until the second or the end of patience.
 
-    `look` follows the run and `ask` asks it to stop.
+    `look` follows the run, and is true when it hangs; `ask` asks it to stop.
     """
     first_end: float | None = None
     asked_at: float | None = None
     while ranks.running and signals.times < 2:
-        look()
+        if look():
+            return
         if signals.caught and asked_at is None:
             asked_at = time.monotonic()
             ask()
@@ -174,6 +219,7 @@ class _Ending:
     """Those that ended by themselves."""
     every: Sequence[Exit]
     words: tuple[LastWords, ...]
+    hung: Hung | None
 
 
 def _outcome(ending: _Ending, signals: Signals, tally: Tally) -> Outcome:
@@ -186,6 +232,8 @@ def _outcome(ending: _Ending, signals: Signals, tally: Tally) -> Outcome:
         state: State = "user error" if failure.is_users else "failed"
         code = USER if failure.is_users else FAILED
         return Outcome(state=state, exit_code=code, failure=failure, tally=tally)
+    if ending.hung is not None:
+        return Outcome(state="failed", exit_code=FAILED, failure=_hanging(ending.hung, ending.starts), tally=tally)
     if not late and STOPPED in codes:
         return Outcome(state="stopped", exit_code=STOPPED, failure=None, tally=tally)
     if not late:
@@ -199,6 +247,12 @@ def _left_as_asked(ending: _Ending) -> bool:
         gone.code in ENDED_BY_REQUEST or (gone.code not in (DONE, STOPPED) and not gone.start.saves)
         for gone in ending.before
     )
+
+
+def _hanging(hung: Hung, starts: Sequence[RankStart]) -> Failure:
+    log = next((start.log for start in starts if start.rank == hung.rank), None)
+    tail = () if log is None else tail_of(log)
+    return Failure(rank=hung.rank, is_users=False, sentence=hung.sentence, tail=tail, log=log)
 
 
 def _straggler(start: RankStart) -> Failure:

@@ -12,21 +12,29 @@ from __future__ import annotations
 
 import argparse
 import errno
+import faulthandler
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tightfit.train.stop import Stop, leave
 from tightfit.types import TightfitError, UserError
+
+if TYPE_CHECKING:
+    from tightfit.train.config import WorkerConfig
+    from tightfit.train.place import Place
+    from tightfit.train.pulse import Supervised
 
 BUG, USER_ERROR, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 4
 BEFORE_THE_END = ("stopped", "timeout")
 """How a run ends that can go on from its checkpoint."""
 TASKS = ("preview", "export")
+FAULTS = "TIGHTFIT_FAULTS"
+"""The tests' own variable: see `faults.py`."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,20 +68,23 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wandb", action="store_true")
     parser.add_argument("--resume", default="auto", help="auto, none, or the folder of a checkpoint")
     parser.add_argument("--resume-anyway", action="store_true", help="go on although the job is another one")
+    parser.add_argument("--skip-steps", default="", help="steps whose samples are left out, such as 7,12")
     return parser.parse_args(argv)
 
 
 def _worker(argv: Sequence[str]) -> NoReturn:
     args = _options(argv)
     stop = Stop().install()
+    _say_where_asked()
     _leave_with_parent()
     _environment()
+    from tightfit.runs.heartbeat import DISK_FULL
     from tightfit.runs.lock import InUse
     from tightfit.train.config import Options, read_worker_config
     from tightfit.train.events import leave_error
 
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-    folder = None
+    folder, supervised = None, None
     try:
         config = read_worker_config(args.worker)
         folder = config.folder
@@ -93,11 +104,14 @@ def _worker(argv: Sequence[str]) -> NoReturn:
         place = place_of(os.environ, config, options)
         # DeepSpeed asks the environment, whoever started this process.
         os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.device_number), WORLD_SIZE=str(place.world))
-        ending = run(config, options, place, _cache(), stop)
+        supervised = _supervised(args, config, place)
+        ending = run(config, options, place, _cache(), stop, supervised)
         stop.deaf()
         leave(_code_of(ending))
     except BaseException as error:
         code, kind, text = _verdict(error)
+        if supervised is not None and _is_full(error):
+            supervised.pulse.beat(DISK_FULL)  # such a disk takes no other word
         if folder is not None and text and not isinstance(error, InUse):  # or another run would take it for its own
             leave_error(folder, rank, kind, text)
         with suppress(OSError):  # the log's disk may be what is full; the exit code says it then
@@ -126,12 +140,18 @@ def _verdict(error: BaseException) -> tuple[int, str, str]:
         or "CUDA error: out of mem" in sentence
     ):
         return OUT_OF_MEMORY, "out_of_memory", sentence.partition(" If reserved but unallocated")[0]
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and _is_full(error):
         where = f" ({error.filename})" if error.filename else ""
         return USER_ERROR, "user", f"the disk is full{where}: make room, or name another folder with --output"
     if isinstance(error, TightfitError):
         return BUG, type(error).__name__.lower(), sentence
     return BUG, "bug", f"{type(error).__name__}: {sentence}"
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether it is, or follows from, a disk that takes nothing any more."""
+    found = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(found, OSError) and found.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _environment() -> None:
@@ -148,6 +168,29 @@ def _environment() -> None:
 def _cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "tightfit"
+
+
+def _say_where_asked() -> None:
+    """The stacks of all threads go to the log: when the supervisor asks for them, and at a crash in native code."""
+    from tightfit.runs.stacks import DUMP
+
+    faulthandler.enable()
+    faulthandler.register(DUMP, all_threads=True)
+
+
+def _supervised(args: argparse.Namespace, config: WorkerConfig, place: Place) -> Supervised:
+    """What the desk asks for that started this rank; and the tests' faults, where their variable names some."""
+    from tightfit.runs.heartbeat import Heartbeat
+    from tightfit.train.pulse import Pulse, Supervised
+
+    heartbeat = Heartbeat(config.folder, place.rank) if place.launcher == "tightfit" else None
+    faults = None
+    if os.environ.get(FAULTS):
+        from tightfit.train.faults import read_faults
+
+        faults = read_faults(os.environ[FAULTS], config.folder, place.rank)
+    skips = frozenset(int(word) for word in args.skip_steps.split(",") if word)
+    return Supervised(pulse=Pulse(heartbeat, faults), skips=skips)
 
 
 def _leave_with_parent() -> None:

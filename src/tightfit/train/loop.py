@@ -21,6 +21,7 @@ from tightfit.train.meter import Meter
 from tightfit.train.optimizers import learning_rate
 from tightfit.train.overflow import OverflowWatch
 from tightfit.train.place import Place, totals
+from tightfit.train.pulse import Supervised
 from tightfit.train.stop import Stop
 from tightfit.train.windows import Window, Windows, seed_step
 from tightfit.types import TightfitError
@@ -30,6 +31,9 @@ RECENT = 20
 
 SMALLEST_SCALE = 1.0
 """Below it fp16 gradients are made smaller than they are, and still overflow; DeepSpeed gives up there as well."""
+
+SAMPLES = 16
+"""Of a window that are named."""
 
 Ending = Literal["finished", "timeout", "stopped"]
 
@@ -66,6 +70,7 @@ class Loop:
     """None: nothing is saved on the way."""
     standing: Callable[[int], dict[str, Any]]
     """What a checkpoint says of the run after so many steps."""
+    supervised: Supervised = field(default_factory=Supervised)
     began: float = field(default_factory=time.monotonic)
     saved_at: float = field(default_factory=time.monotonic)
     step_seconds: list[float] = field(default_factory=list)
@@ -83,9 +88,15 @@ class Loop:
             began = time.monotonic()
             seed_step(self.config.training.seed, step, self.place)
             window = self.windows.window(step)
+            if step + 1 in self.supervised.skips:
+                if (ending := self._left_out(step, window)) is not None:
+                    return ending
+                continue
             rate = learning_rate(self.config.training, step, self.steps)
-            share = self._accumulate(window)
+            share = self._accumulate(step, window)
+            self.supervised.pulse.at("step", step + 1)
             stepped = self.engine.step(rate)
+            self.supervised.pulse.at("vote", step + 1)
             votes = self._agree(float(share))
             # In a rehearsal the other ranks' shares are missing, and this rank's stands for all of them.
             loss = votes.loss / (1 if self.place.rehearsal else self.place.world)
@@ -99,6 +110,16 @@ class Loop:
                 return ending
             self._evaluate(step)
         return "finished"
+
+    def _left_out(self, step: int, window: Window) -> Ending | None:
+        """A window that ruined the training, and that the user allowed to skip. The schedule goes on as if it had been
+        trained on."""
+        ids = ", ".join(str(int(number)) for number in window.samples[:SAMPLES])
+        self.events.write("warning", text=f"step {step + 1} is left out, as --allow skip-data says: samples {ids}")
+        ending = self._save(step + 1, self._agree(0.0))
+        if ending is None:
+            self._evaluate(step)
+        return ending
 
     def _agree(self, share: float) -> Votes:
         limit, minutes = self.config.timeout_s, self.config.saving.every_minutes
@@ -121,6 +142,7 @@ class Loop:
             why = self.stop.why or ("another rank was asked" if votes.asked else "the job's time is over")
             self.events.write("stopping", text=f"{why}: step {done} of {self.steps} is saved, then the run stops")
         if ending is not None or done == self.steps or votes.due or (every is not None and done % every == 0):
+            self.supervised.pulse.at("save", done)
             self.saved_at = time.monotonic()
             self.saver.save(done, self.standing(done), self.events)
         if ending is not None:
@@ -129,11 +151,13 @@ class Loop:
                 raise NotSaved(f"the run was asked to stop at step {done}, and no checkpoint of it could be written")
         return ending
 
-    def _accumulate(self, window: Window) -> torch.Tensor:
+    def _accumulate(self, step: int, window: Window) -> torch.Tensor:
         added = torch.zeros((), dtype=torch.float32, device=self.place.device)
-        last = len(window.micro_batches) - 1
+        last, pulse = len(window.micro_batches) - 1, self.supervised.pulse
         for number, inputs in enumerate(self.windows.inputs(window)):
+            pulse.at("forward", step + 1, number, self.engine.model)
             loss = self.engine.forward(inputs, window.divisor)
+            pulse.at("backward", step + 1, number)
             self.engine.backward(loss, last=number == last)
             added += loss.detach()
         return added
@@ -172,11 +196,13 @@ class Loop:
                 "use precision bf16 or fp32, or lower the learning rate"
             )
         if math.isfinite(loss) or (stepped.skipped and stepped.loss_scale is not None):
-            return
-        ids = ", ".join(str(int(number)) for number in window.samples[:16])
-        raise Diverged(
-            f"the loss of step {step + 1} is {loss}: lower the learning rate, or look at samples {ids} of the data"
-        )
+            if stepped.grad_norm is None or math.isfinite(stepped.grad_norm) or stepped.skipped:
+                return
+            what = f"the gradients of step {step + 1} are {stepped.grad_norm}"  # and the weights with them
+        else:
+            what = f"the loss of step {step + 1} is {loss}"
+        ids = ", ".join(str(int(number)) for number in window.samples[:SAMPLES])
+        raise Diverged(f"{what}: lower the learning rate, or look at samples {ids} of the data")
 
     def _evaluate(self, step: int) -> None:
         every = self.config.evaluation_steps
@@ -184,6 +210,7 @@ class Loop:
         if self.held is None or not (last or (every is not None and (step + 1) % every == 0)):
             return
         samples, windows = self.held
+        self.supervised.pulse.at("eval", step + 1)
         began = time.monotonic()
         loss = evaluate(self.engine, samples, windows, self.config.levers.micro_batch, self.place)
         self.events.write(

@@ -1,0 +1,51 @@
+"""The cards of this machine, by every tool that is there, at once: one module a tool, one list of cards.
+
+Everything a tool says is text from outside: it is read strictly, what is not understood is unknown, and a tool that
+hangs is left behind. See `card.py` for what is known of a card.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from tightfit.inputs.probes.amd_smi import amd_smi
+from tightfit.inputs.probes.card import Answer, Card, CardProcess, Cards, together
+from tightfit.inputs.probes.holders import who_is
+from tightfit.inputs.probes.hy_smi import hy_smi
+from tightfit.inputs.probes.nvidia import nvidia_smi, nvml
+from tightfit.inputs.probes.rocm_smi import rocm_smi
+from tightfit.inputs.probes.torch_probe import torch_probe
+
+PATIENCE_S = 6.0
+"""For all questions to one tool; each has a shorter limit of its own."""
+_PROBES: tuple[Callable[[float], Answer], ...] = (nvml, nvidia_smi, hy_smi, amd_smi, rocm_smi)
+"""The most trusted first: hy-smi stands before rocm-smi, for Hygon installs its own under both names."""
+
+
+def probe_cards(patience_s: float = PATIENCE_S, *, ask_torch_until: float | None = None) -> Cards:
+    """Every card, who is on it, and what went wrong; without a GPU an empty list.
+
+    `ask_torch_until`: a moment of the monotonic clock; torch is asked until then if nobody else shows a card, and no
+    driver hangs.
+    """
+    from concurrent.futures import ThreadPoolExecutor  # which `tightfit estimate` has no use for
+
+    deadline = time.monotonic() + patience_s
+    with ThreadPoolExecutor(max_workers=len(_PROBES)) as pool:
+        answers = [future.result() for future in [pool.submit(probe, deadline) for probe in _PROBES]]
+    if ask_torch_until is not None and not any(answer.cards or answer.hung for answer in answers):
+        answers.append(torch_probe(ask_torch_until))
+    found = together(answers)
+    cards = tuple(_with_people(card) for card in found.cards)
+    return replace(found, cards=cards, unplaced=tuple(_named(each) for each in found.unplaced))
+
+
+def _with_people(card: Card) -> Card:
+    return card if card.processes is None else replace(card, processes=tuple(map(_named, card.processes)))
+
+
+def _named(process: CardProcess) -> CardProcess:
+    user, command = who_is(process.pid)
+    return replace(process, user=user, command=command)

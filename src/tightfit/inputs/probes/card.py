@@ -1,0 +1,147 @@
+"""A card as the makers' tools show it, and how several tools' answers become one list.
+
+What a tool does not report stays None. It is never zero: a card whose memory nobody can read is not an empty card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from tightfit.types import Vendor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardProcess:
+    """A process that holds memory of a card. None: not told."""
+
+    pid: int
+    held_bytes: int | None = None
+    user: str | None = None
+    command: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One card. None: nobody says."""
+
+    index: int
+    """As the tool counts."""
+    vendor: Vendor
+    name: str | None = None
+    pci: str | None = None
+    """`0000:09:00.0`: the one name that every tool agrees on."""
+    uuid: str | None = None
+    arch: str | None = None
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    free_bytes: int | None = None
+    memory_percent: float | None = None
+    """How full it is, where a tool says no more than that."""
+    use_percent: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    processes: tuple[CardProcess, ...] | None = None
+    """None: nobody says; empty: there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """What the cards are driven by."""
+
+    version: str | None = None
+    runtime: str | None = None
+    """The newest CUDA that the driver can run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one tool says."""
+
+    tool: str
+    cards: tuple[Card, ...] = ()
+    unplaced: tuple[CardProcess, ...] = ()
+    """Processes on some card, nobody says which."""
+    driver: Driver | None = None
+    problem: str | None = None
+    """Why it is there and shows no card. None with no cards: it is not installed."""
+    hung: bool = False
+    """It did not answer in time, and whoever asks the same driver may not either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cards:
+    """What all tools say together."""
+
+    cards: tuple[Card, ...] = ()
+    unplaced: tuple[CardProcess, ...] = ()
+    driver: Driver | None = None
+    tools: tuple[str, ...] = ()
+    """The tools that showed a card."""
+    problems: tuple[str, ...] = ()
+
+
+def settled(card: Card) -> Card:
+    """A card whose sizes agree: what follows is filled in, and what contradicts itself is unknown.
+
+    NVIDIA's drivers reserve some memory that is neither used nor free, so that nothing follows there.
+    """
+    total, used, free = card.total_bytes, card.used_bytes, card.free_bytes
+    if total is not None and used is not None and used > total:
+        used = None
+    if total is not None and free is not None and free > total:
+        free = None
+    if total is not None and card.vendor != "nvidia":
+        used, free = (
+            total - free if used is None and free is not None else used,
+            total - used if free is None and used is not None else free,
+        )
+    return replace(card, used_bytes=used, free_bytes=free)
+
+
+def together(answers: Iterable[Answer]) -> Cards:
+    """One list of all answers, those given first believed first.
+
+    Tools of one maker list the same cards: a card is known by its PCI address, and what an earlier tool left open is
+    taken from a later one. Without an address nobody can tell, and the earlier list stands alone.
+    """
+    found: list[Card] = []
+    answers = list(answers)
+    for answer in answers:
+        family = [card for card in found if _family(card) in {_family(each) for each in answer.cards}]
+        if family and any(card.pci is None for card in (*family, *answer.cards)):
+            continue
+        known = {card.pci: place for place, card in enumerate(found) if card.pci is not None}
+        for card in answer.cards:
+            place = known.get(card.pci) if card.pci is not None else None
+            if place is None:
+                found.append(card)
+            else:
+                found[place] = _filled(found[place], card)
+    showing = [answer for answer in answers if answer.cards]
+    return Cards(
+        cards=tuple(found),
+        unplaced=_distinct(showing, found),
+        driver=next((answer.driver for answer in answers if answer.driver is not None), None),
+        tools=tuple(dict.fromkeys(answer.tool for answer in showing)),
+        problems=tuple(dict.fromkeys(answer.problem for answer in answers if answer.problem is not None)),
+    )
+
+
+def _family(card: Card) -> str:
+    return "nvidia" if card.vendor == "nvidia" else "hip"
+
+
+def _filled(card: Card, other: Card) -> Card:
+    """Sizes go together: a used amount of one moment and a free one of another would not add up."""
+    taken = {"total_bytes", "used_bytes", "free_bytes"}
+    whole = card.total_bytes is not None and card.used_bytes is not None
+    names = [field.name for field in fields(Card) if not (whole and field.name in taken)]
+    more = {name: getattr(other, name) for name in names if getattr(card, name) is None}
+    return settled(replace(card, **more))
+
+
+def _distinct(answers: Sequence[Answer], cards: Sequence[Card]) -> tuple[CardProcess, ...]:
+    placed = {process.pid for card in cards for process in card.processes or ()}
+    loose = {process.pid: process for answer in reversed(answers) for process in answer.unplaced}
+    return tuple(process for pid, process in sorted(loose.items()) if pid not in placed)

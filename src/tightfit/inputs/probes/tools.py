@@ -1,0 +1,106 @@
+"""Running a maker's tool so that nothing it does can hold us up.
+
+A driver that is wedged stops its tool in the kernel, where not even SIGKILL reaches it, and a tool may leave children
+behind that keep its pipes open. So the output goes to a file and not to a pipe, the whole process group is ended, and
+whoever does not end is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from typing import IO
+
+TIMEOUT_S = 2.0
+SLOW_S = 5.0
+"""For tools that may have to wake a driver, which takes about a second a card."""
+FORGIVE_S = 60.0
+_MOST_OUTPUT = 8 * 2**20
+_LAST_WAIT_S = 0.2
+
+BESIDE_PATH: dict[str, tuple[str, ...]] = {
+    "nvidia-smi": ("/usr/lib/wsl/lib/nvidia-smi",),
+    "amd-smi": ("/opt/rocm/bin/amd-smi",),
+    "hy-smi": ("/opt/hyhal/bin/hy-smi", "/usr/local/hyhal/bin/hy-smi"),
+    "rocm-smi": ("/opt/rocm/bin/rocm-smi",),
+    "nvcc": ("/usr/local/cuda/bin/nvcc",),
+}
+"""Where the tools live when a login shell has not put them on PATH."""
+
+
+class Silent(Exception):
+    """A tool that is there and has no answer. The message says why; empty: the tool is not installed."""
+
+
+class Hung(Silent):
+    """A tool that did not answer in time: what else it is asked would hang as well."""
+
+
+_hung: dict[str, float] = {}
+"""Place of a tool → when it last hung. It is not asked again for a while: who asks next would hang as well."""
+
+
+def place_of(tool: str) -> str | None:
+    """Where the tool is; None: it is not installed."""
+    beside = BESIDE_PATH.get(tool, ())
+    return shutil.which(tool) or next((path for path in beside if os.access(path, os.X_OK)), None)
+
+
+def ask(tool: str, *arguments: str, timeout_s: float | None = None) -> str:
+    """A tool's output; Silent if it is missing, fails or hangs."""
+    place = place_of(tool)
+    if place is None:
+        raise Silent("")
+    return ask_at(tool, place, *arguments, timeout_s=timeout_s)
+
+
+def ask_at(tool: str, place: str, *arguments: str, timeout_s: float | None = None) -> str:
+    """The same of a tool whose place is known."""
+    if time.monotonic() - _hung.get(place, -FORGIVE_S) < FORGIVE_S:
+        raise Hung(f"{tool} did not answer a moment ago.")
+    try:
+        return run(tool, [place, *arguments], timeout_s=timeout_s)
+    except Hung:
+        _hung[place] = time.monotonic()
+        raise
+
+
+def run(name: str, command: list[str], timeout_s: float | None = None) -> str:
+    """A command's output; `name`: what to call it in a sentence."""
+    wait_s = TIMEOUT_S if timeout_s is None else timeout_s
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
+        except OSError as error:
+            raise Silent(f"{name} cannot be started: {error.strerror or error}.") from error
+        try:
+            code = process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            raise Hung(f"{name} did not answer within {wait_s:.1f} s.") from None
+        finally:
+            _end(process)
+        output, complaint = (_text(file) for file in (out, err))
+    if code != 0:
+        said = (complaint + "\n" + output).strip().splitlines() or [f"exit code {code}"]
+        raise Silent(f"{name} failed: {said[0].strip().rstrip('.')[:200]}.")
+    return output
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(_MOST_OUTPUT).decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the whole group; a process that the kernel holds is not waited for."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_LAST_WAIT_S)

@@ -1,0 +1,274 @@
+"""Why an attempt failed: everything that is known about it, judged once.
+
+Our own ranks say more than their logs: a rank that hangs was watched, and one whose numbers are none says so itself.
+What they cannot say (exceptions of libraries, exit codes, the kernel's record) is judged as any other log is, by
+`diagnose/`. A process that was killed is taken to have run out of memory only where the kernel says so, or where this
+user may not read what it says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
+from tightfit.diagnose.judge import judge
+from tightfit.diagnose.verdict import Line, Verdict
+from tightfit.runs.attempts import Cause
+from tightfit.runs.failure import Failure, LastWords
+from tightfit.runs.hang import Hung
+from tightfit.runs.heartbeat import DISK_FULL, Beat
+from tightfit.runs.kernel import KernelSaid
+from tightfit.runs.launch import RankStart
+from tightfit.runs.run import Outcome
+from tightfit.runs.worker_file import WORKER_FILE
+from tightfit.types import PhaseName
+
+DIVERGED = "diverged"
+"""The kind of a rank's last words whose loss or gradients are no numbers."""
+BUG = "bug"
+"""That of an exception which the worker does not know."""
+_SILENT = ("silent-exit", "error-line", "child-failed")
+"""Symptoms that say no more than that something ended."""
+_FULL = re.compile(r"disk is full|no room to write|no space left|quota exceeded", re.IGNORECASE)
+_SCALE = re.compile(r"loss scale", re.IGNORECASE)
+_MOST_LINES = 12
+_VAGUE = ("communication", "unknown")
+"""Kinds of which another rank may know more."""
+LEFT = (0, 4)
+"""Exit codes of ranks that left in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known about an attempt that failed."""
+
+    outcome: Outcome
+    starts: Sequence[RankStart]
+    kernel: KernelSaid
+    beats: tuple[Beat, ...]
+    """Where the ranks last stood."""
+    config: KnownConfig
+
+
+def cause_of(known: Known) -> Verdict:
+    """The first cause."""
+    outcome, failure = known.outcome, known.outcome.failure
+    if outcome.hung is not None:
+        return _hung(outcome.hung, known.config)
+    words = next((each for each in outcome.words if each.kind == DIVERGED), None)
+    if words is not None:
+        return _own(words, known.config)
+    full = next((beat for beat in known.beats if beat.last_word == DISK_FULL), None)
+    if full is not None:
+        return _full(full, failure)
+    if failure is not None and (failure.is_users or _FULL.search(failure.sentence)):
+        return _of_the_user(failure)
+    found = _judged(known) or _unknown(failure)
+    found = _named(found, outcome)
+    if found.rank is None and failure is not None:  # the kernel's record knows no ranks
+        found = replace(found, rank=failure.rank)
+    return _placed(_killed(found, known), known.beats)
+
+
+def _judged(known: Known) -> Verdict | None:
+    """Of the rank that failed first, as its own last words tell it; of all, where that one only says what it missed."""
+    whole = _evidence(known)
+    failure = known.outcome.failure
+    own = () if failure is None else tuple(log for log in whole.logs if log.rank == failure.rank)
+    if not own or failure is None:
+        return judge(whole).verdict
+    exits = tuple(gone for gone in whole.exits if gone.rank == failure.rank)
+    first = judge(replace(whole, logs=own, exits=exits)).verdict
+    if first is not None and first.kind not in _VAGUE:
+        return first
+    every = judge(whole).verdict
+    return every if first is None or (every is not None and every.kind not in _VAGUE) else first
+
+
+def _evidence(known: Known) -> Evidence:
+    logs = tuple(
+        LogSource(name=start.log.name, path=start.log, rank=start.rank if start.saves else None)
+        for start in known.starts
+        if start.log.is_file()
+    )
+    gone = [each for each in known.outcome.exits if each.code not in LEFT]
+    said = {each.rank: each.at for each in known.outcome.words}  # more exact than when an end was seen
+    exits = tuple(
+        RankExit(rank=each.start.rank, code=each.code, at=said.get(each.start.rank, each.at)) for each in gone
+    )
+    return Evidence(logs=logs, exits=exits, kernel=known.kernel.lines, config=known.config)
+
+
+# --- what our own ranks say ---------------------------------------------------------------------
+
+
+def _hung(hung: Hung, config: KnownConfig) -> Verdict:
+    told = f"rank {hung.rank} gave no sign of life for {hung.quiet.silent_s:.0f} s"
+    known = judge(Evidence(logs=(LogSource(name="heartbeats", text=told),), config=config)).verdict
+    lines = [
+        Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {beat.words}") for beat in hung.quiet.beats
+    ]
+    lines += [
+        Line(source=f"stack of rank {stand.rank}", number=None, text=stand.place.words)
+        for stand in hung.stands
+        if stand.place is not None
+    ]
+    return Verdict(
+        id="stuck" if known is None else known.id,
+        kind="hang",
+        cause=f"{hung.sentence[0].upper()}{hung.sentence[1:]}.",
+        confidence="certain" if hung.place is not None else "likely",
+        evidence=tuple(lines),
+        fixes=() if known is None else known.fixes,
+        rank=hung.rank,
+        phase=_phase(hung.beat),
+    )
+
+
+def _own(words: LastWords, config: KnownConfig) -> Verdict:
+    """A rank knows that its numbers are none; what helps against that is in the catalogue."""
+    text = "RuntimeError: Loss is nan, stopping training"
+    known = judge(Evidence(logs=(LogSource(name="words", text=text),), config=config)).verdict
+    return Verdict(
+        id="not-finite-stop" if known is None else known.id,
+        kind="loss-scale" if _SCALE.search(words.text) else "not-finite",
+        cause=f"{words.text[0].upper()}{words.text[1:]}.",
+        confidence="certain",
+        evidence=(Line(source=f"errors/rank-{words.rank}.json", number=None, text=words.text),),
+        fixes=() if known is None else known.fixes,
+        rank=words.rank,
+        phase="step",
+    )
+
+
+def _full(beat: Beat, failure: Failure | None) -> Verdict:
+    """All that a rank could say on a disk that took nothing else. Another's words may name the place."""
+    said = "" if failure is None or not _FULL.search(failure.sentence) else failure.sentence
+    return Verdict(
+        id="disk-full",
+        kind="disk-full",
+        cause=f"{said.rstrip('.') or f'The disk was full for rank {beat.rank}'}.",
+        confidence="certain",
+        evidence=(Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {DISK_FULL} {beat.words}"),),
+        fixes=(),
+        rank=beat.rank,
+        phase=_phase(beat),
+    )
+
+
+def _of_the_user(failure: Failure) -> Verdict:
+    full = _FULL.search(failure.sentence) is not None
+    return Verdict(
+        id="disk-full" if full else "tightfit-user",
+        kind="disk-full" if full else "config",
+        cause=f"{failure.sentence.rstrip('.')}.",
+        confidence="certain",
+        evidence=(Line(source=f"rank {failure.rank}", number=None, text=failure.sentence),),
+        fixes=(),
+        rank=failure.rank,
+    )
+
+
+def _unknown(failure: Failure | None) -> Verdict:
+    sentence = "Nothing says why it ended." if failure is None else f"{failure.sentence.rstrip('.')}."
+    rank = None if failure is None else failure.rank
+    return Verdict(
+        id="silent-exit", kind="unknown", cause=sentence, confidence="possible", evidence=(), fixes=(), rank=rank
+    )
+
+
+# --- what is known beside the logs --------------------------------------------------------------
+
+
+def _named(verdict: Verdict, outcome: Outcome) -> Verdict:
+    """An exception that no symptom knows, and that its rank has named: a bug, until somebody knows better."""
+    failure = outcome.failure
+    words = next((each for each in outcome.words if failure is not None and each.rank == failure.rank), None)
+    if verdict.id not in _SILENT or words is None or words.kind != BUG:
+        return verdict
+    line = Line(source=f"errors/rank-{words.rank}.json", number=None, text=words.text)
+    cause = f"The program raised {words.text.rstrip('.')}, which nothing caught."
+    return replace(
+        verdict, id="exception", kind="code", cause=cause, evidence=(line, *verdict.evidence), fixes=(), rank=words.rank
+    )
+
+
+def is_suspicion(verdict: Verdict) -> bool:
+    """A process was killed, and nobody knows for what."""
+    return verdict.id.startswith("killed") and verdict.confidence != "certain"
+
+
+def _killed(verdict: Verdict, known: Known) -> Verdict:
+    if not is_suspicion(verdict) or not known.kernel.readable or known.kernel.lines:
+        return verdict
+    who = "A process" if verdict.rank is None else f"Rank {verdict.rank}"
+    said = "was killed from outside (SIGKILL), and not by the kernel for want of memory: its record says nothing of it"
+    return replace(verdict, kind="preempted", cause=f"{who} {said}.")
+
+
+def _placed(verdict: Verdict, beats: Sequence[Beat]) -> Verdict:
+    """The rank knows its phase better than its traceback does, save for the loss, which is a part of its forward."""
+    beat = next((beat for beat in beats if beat.rank == verdict.rank), None)
+    own = None if beat is None else _phase(beat)
+    if own is None or (own == "forward" and verdict.phase == "loss"):
+        return verdict
+    return replace(verdict, phase=own)
+
+
+def _phase(beat: Beat) -> PhaseName | None:
+    stage = "step" if beat.stage == "vote" else beat.stage
+    return stage if stage in get_args(PhaseName) else None  # type: ignore[return-value]
+
+
+def known_config(plan: Path) -> KnownConfig:
+    """The settings that a plan's folder tells; what it does not tell stays unknown."""
+    try:
+        tree = json.loads((plan / WORKER_FILE).read_text(encoding="utf-8"))
+        return _config(tree)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return KnownConfig()
+
+
+def _config(tree: Any) -> KnownConfig:
+    levers, engine = tree["levers"], tree["levers"]["engine"]
+    return KnownConfig(
+        trainer="job",
+        file=f"plan/{WORKER_FILE}",
+        stage=int(engine.removeprefix("zero")) if engine.startswith("zero") else None,
+        offload_optimizer=levers["offload_optimizer"],
+        offload_param=levers["offload_param"],
+        pin_memory=tree["buckets"]["pin_memory"],
+        micro_batch=levers["micro_batch"],
+        accumulation=levers["accum"],
+        sequence=levers["seq"],
+        precision=levers["precision"],
+        method=levers["method"],
+        checkpointing=levers["checkpointing"] != "none",
+        attention=levers["attention"],
+        loss=levers["loss"],
+        world=tree["world"]["ranks"],
+        vocabulary=(tree["model"]["config"] or {}).get("vocab_size"),
+        vendor=tree["world"]["vendor"],
+    )
+
+
+def recorded(verdict: Verdict) -> Cause:
+    """As an attempt's record keeps it."""
+    lines = []
+    for line in verdict.evidence[:_MOST_LINES]:
+        number = "" if line.number is None else f":{line.number}"
+        lines.append(f"{line.source}{number}: {line.text}")
+    return Cause(
+        id=verdict.id,
+        kind=verdict.kind,
+        sentence=verdict.cause,
+        confidence=verdict.confidence,
+        rank=verdict.rank,
+        phase=verdict.phase,
+        evidence=tuple(lines),
+    )

@@ -1,0 +1,254 @@
+"""Whose command is it? What stands on a command line that starts somebody else's trainer.
+
+Nothing is run and no file is opened here: from words to the launcher, the script and the places of the config files
+that it names. `foreign_config.py` reads those.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+from tightfit.types import ConfigError
+
+Launcher = Literal["llamafactory", "deepspeed", "accelerate", "torchrun", "python", "other"]
+
+NAMES: dict[Launcher, str] = {
+    "llamafactory": "LLaMA-Factory",
+    "deepspeed": "DeepSpeed's launcher",
+    "accelerate": "accelerate",
+    "torchrun": "torchrun",
+    "python": "a Python script",
+    "other": "a program that is not known here",
+}
+
+_MODULES: dict[str, Launcher] = {
+    "llamafactory.cli": "llamafactory",
+    "llamafactory": "llamafactory",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "deepspeed": "deepspeed",
+    "deepspeed.launcher.runner": "deepspeed",
+    "accelerate.commands.launch": "accelerate",
+}
+_BEFORE = {"nohup": 1, "time": 1, "nice": 1, "stdbuf": 1, "env": 1, "uv": 2, "poetry": 2, "pdm": 2}
+"""Programs that start another one, and how many words of theirs come first: `uv run`."""
+_SWITCHES: dict[Launcher, frozenset[str]] = {
+    "deepspeed": frozenset(
+        """--force_multi --save_pid --enable_each_rank_log --elastic_training --no_local_rank --no_python --module
+        --no_ssh --no_ssh_check --bind_cores_to_rank -m""".split()
+    ),
+    "torchrun": frozenset("--standalone -m --module --no-python --run-path --no_python --run_path".split()),
+    "accelerate": frozenset(
+        """--cpu --multi_gpu --tpu --ipex --use_deepspeed --use_fsdp --use_megatron_lm --use_xpu -m --module
+        --no_python --quiet -q --debug --same_network --enable_cpu_affinity --use_parallelism_config""".split()
+    ),
+    "python": frozenset("-u -B -E -I -O -OO -s -S -v -q -P -x -b -bb -d -i".split()),
+}
+"""Flags of a launcher that take no value: what follows may be the script."""
+_TRAIN = ("train", "sft", "pt")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_PYTHON = re.compile(r"python[\d.]*(\.exe)?$|pypy\d*$")
+_TRAINING_ENTRY = re.compile(r"(^|/)(src/)?(train|train_bash|llamafactory/(cli|launcher))\.py$")
+CONFIG_ENDS = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A setting on the command line."""
+
+    name: str
+    """Without dashes, with underscores."""
+    value: str | None
+    """None: a switch."""
+    at: int
+    """Of its first word."""
+    words: int
+    """1 or 2."""
+    bare: bool = False
+    """`name=value`, as LLaMA-Factory takes them after its YAML."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command line, taken apart."""
+
+    words: tuple[str, ...]
+    launcher: Launcher
+    script: str | None
+    """The Python file, where there is one."""
+    script_at: int
+    """Where the trainer's own arguments begin: after the script or the verb."""
+    settings: str | None
+    """A file with the trainer's arguments, as the command names it."""
+    settings_at: int | None
+    own: tuple[Flag, ...]
+    """The launcher's."""
+    flags: tuple[Flag, ...]
+    """The trainer's."""
+
+    def flag(self, *names: str) -> Flag | None:
+        """The last one of these names among the trainer's: it is the one that counts."""
+        return next((each for each in reversed(self.flags) if each.name in names), None)
+
+    def launcher_flag(self, *names: str) -> Flag | None:
+        return next((each for each in reversed(self.own) if each.name in names), None)
+
+    @property
+    def words_shown(self) -> str:
+        return " ".join(self.words)
+
+
+def recognise(words: tuple[str, ...]) -> Command:
+    """What the command starts; an unknown program is one that is only watched."""
+    if not words:
+        raise ConfigError("no command was given: write it after --, as in `tightfit run -- python train.py`")
+    if _ASSIGNMENT.match(words[0]):
+        raise ConfigError(f"{words[0]} is no command: set variables before tightfit, or begin with `env {words[0]} …`")
+    at = _program(words)
+    name = PurePath(words[at]).name
+    if name in ("llamafactory-cli", "lmf"):
+        return _llamafactory(words, at + 1)
+    if name in ("deepspeed", "ds", "torchrun", "torchrun.exe"):
+        launcher: Launcher = "torchrun" if name.startswith("torchrun") else "deepspeed"
+        return _launched(words, at + 1, launcher)
+    if name == "accelerate" and words[at + 1 : at + 2] == ("launch",):
+        return _launched(words, at + 2, "accelerate")
+    if name in ("accelerate-launch",):
+        return _launched(words, at + 1, "accelerate")
+    if _PYTHON.search(name):
+        return _python(words, at + 1)
+    if name.endswith(".py"):
+        return _of_script(words, at, "python", at)
+    return _taken_apart(words, "other", None, len(words), (len(words), len(words)))
+
+
+def _program(words: tuple[str, ...]) -> int:
+    """Where the program stands, behind those that only start it."""
+    at = 0
+    while at < len(words) - 1 and PurePath(words[at]).name in _BEFORE:
+        name = PurePath(words[at]).name
+        if name in ("uv", "poetry", "pdm") and words[at + 1] != "run":
+            break
+        after = at + _BEFORE[name]
+        while after < len(words) - 1 and (words[after].startswith("-") or _ASSIGNMENT.match(words[after])):
+            after += 2 if words[after] in ("-n", "-u", "--with", "--extra") and name != "uv" else 1
+        at = min(after, len(words) - 1)
+    return at
+
+
+def _python(words: tuple[str, ...], at: int) -> Command:
+    began = at
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "-m" and at + 1 < len(words):
+            launcher = _MODULES.get(words[at + 1])
+            if launcher == "llamafactory":
+                return _llamafactory(words, at + 2)
+            if launcher is not None:
+                return _launched(words, at + 2, launcher)
+            return _taken_apart(words, "python", None, at + 2, (began, at))
+        if words[at] == "-c":
+            return _taken_apart(words, "python", None, len(words), (began, at))
+        at += 1 if words[at] in _SWITCHES["python"] or "=" in words[at] else 2
+    return (
+        _of_script(words, at, "python", began) if at < len(words) else _taken_apart(words, "other", None, at, (at, at))
+    )
+
+
+def _llamafactory(words: tuple[str, ...], at: int) -> Command:
+    if at < len(words) and words[at] in _TRAIN:
+        return _taken_apart(words, "llamafactory", None, at + 1, (at, at))
+    return _taken_apart(words, "other", None, len(words), (at, at))
+
+
+def _launched(words: tuple[str, ...], at: int, launcher: Launcher) -> Command:
+    began = at
+    while at < len(words) and words[at].startswith("-"):
+        alone = words[at] in _SWITCHES[launcher] or "=" in words[at]
+        at += 1 if alone else 2
+    if at >= len(words):
+        return _taken_apart(words, launcher, None, len(words), (began, len(words)))
+    return _of_script(words, at, launcher, began)
+
+
+def _of_script(words: tuple[str, ...], at: int, launcher: Launcher, began: int) -> Command:
+    """LLaMA-Factory's own entry may be started by any launcher."""
+    script, after = words[at], words[at + 1 : at + 2]
+    if _TRAINING_ENTRY.search(script) and after and after[0].endswith(CONFIG_ENDS) and "train" in PurePath(script).stem:
+        own = "llamafactory" if PurePath(script).parent.name == "src" else launcher
+        return _taken_apart(words, own, script, at + 1, (began, at))
+    return _taken_apart(words, launcher, script, at + 1, (began, at))
+
+
+def _taken_apart(
+    words: tuple[str, ...], launcher: Launcher, script: str | None, at: int, own: tuple[int, int]
+) -> Command:
+    settings_at = at if at < len(words) and words[at].endswith(CONFIG_ENDS) else None
+    return Command(
+        words=words,
+        launcher=launcher,
+        script=script,
+        script_at=at,
+        settings=None if settings_at is None else words[settings_at],
+        settings_at=settings_at,
+        own=_flags(words, own[0], own[1], bare=False, alone=_SWITCHES.get(launcher, frozenset())),
+        flags=_flags(words, at, len(words), bare=launcher == "llamafactory"),
+    )
+
+
+def _flags(
+    words: tuple[str, ...], start: int, end: int, *, bare: bool, alone: frozenset[str] = frozenset()
+) -> tuple[Flag, ...]:
+    """`--name value`, `--name=value`, `--switch`; with `bare` also `name=value`."""
+    found, at = [], start
+    while at < end:
+        word = words[at]
+        name, equals, value = word.partition("=")
+        plain = name.lstrip("-").replace("-", "_")
+        if word.startswith("-") and not _is_number(word):
+            follows = at + 1 < end and (not words[at + 1].startswith("-") or _is_number(words[at + 1]))
+            if equals:
+                found.append(Flag(name=plain, value=value, at=at, words=1))
+            elif follows and word not in alone:
+                found.append(Flag(name=plain, value=words[at + 1], at=at, words=2))
+                at += 1
+            else:
+                found.append(Flag(name=plain, value=None, at=at, words=1))
+        elif bare and equals and name.isidentifier():
+            found.append(Flag(name=name, value=value, at=at, words=1, bare=True))
+        at += 1
+    return tuple(found)
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"-?\d+(\.\d*)?([eE][+-]?\d+)?", word) is not None
+
+
+def with_flag(command: Command, name: str, value: str) -> Command:
+    """The same with a setting: in its place where it is there, at the end where it is not."""
+    there = command.flag(name)
+    if there is None:
+        return recognise((*command.words, f"--{name}", value))
+    dashes = "" if there.bare else command.words[there.at].partition("=")[0]
+    new = [command.words[there.at], value] if there.words == 2 else [f"{name if there.bare else dashes}={value}"]
+    return recognise((*command.words[: there.at], *new, *command.words[there.at + there.words :]))
+
+
+def without_flag(command: Command, name: str) -> Command:
+    there = command.flag(name)
+    if there is None:
+        return command
+    return recognise((*command.words[: there.at], *command.words[there.at + there.words :]))
+
+
+def with_word(command: Command, at: int, word: str) -> Command:
+    """The same with another word in this place."""
+    return recognise((*command.words[:at], word, *command.words[at + 1 :]))
+
+
+def with_launcher_flag(command: Command, flag: Flag, value: str) -> Command:
+    if flag.words == 2:
+        return with_word(command, flag.at + 1, value)
+    return with_word(command, flag.at, f"{command.words[flag.at].partition('=')[0]}={value}")

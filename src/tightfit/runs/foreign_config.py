@@ -1,0 +1,419 @@
+"""The settings of somebody else's training: read from where they stand, and written beside for the next attempt.
+
+A setting can stand on the command line, in a file of arguments (LLaMA-Factory's YAML), in a DeepSpeed JSON and in an
+accelerate YAML; the first of these that says it counts. It is changed wherever it stands, so that no two places come
+to contradict each other. What stands nowhere is added only where the trainer is known to take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tightfit.inputs.spelling import as_number
+from tightfit.lint.document import Document, read_document
+from tightfit.render.beside import beside, json_with, write_beside, yaml_text_with, yaml_tree_with
+from tightfit.runs.foreign import Command, with_flag, with_launcher_flag, with_word, without_flag
+from tightfit.types import ConfigError, UserError
+
+MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+USUAL_MICRO, USUAL_ACCUMULATION = 8, 1
+"""What transformers takes where nothing is said."""
+_HUGGING_FACE = ("TrainingArguments", "HfArgumentParser", "transformers.Trainer", "SFTConfig")
+_SOURCE_BYTES = 2**20
+_YES, _NO = ("true", "1", "yes"), ("false", "0", "no")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """How a training is computed, as far as it can be read. None: not known, and never touched."""
+
+    stage: int | None = None
+    """Of ZeRO; 0: unsharded."""
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    pin_memory: bool | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    checkpointing: bool | None = None
+    quantised: bool | None = None
+    """The frozen weights have 4 bits."""
+    sequence: int | None = None
+    buckets: tuple[tuple[str, int | bool], ...] = ()
+    """Keys of `zero_optimization` that a plan has chosen, with their values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A command with the files that it names."""
+
+    command: Command
+    settings: Document | None = None
+    """The trainer's arguments in a file."""
+    deepspeed: Document | None = None
+    accelerate: Document | None = None
+    source: str = ""
+    """The script's own text, where it can be read."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What the next attempt needs beyond what it inherits."""
+
+    @property
+    def is_llamafactory(self) -> bool:
+        return self.command.launcher == "llamafactory"
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the script takes transformers' arguments."""
+        return self.is_llamafactory or any(word in self.source for word in _HUGGING_FACE)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(each.path for each in (self.settings, self.deepspeed, self.accelerate) if each is not None)
+
+    def said(self, *names: str) -> Any:
+        """A setting of the trainer: from the command line, else from its file; None: not said."""
+        flag = self.command.flag(*names)
+        if flag is not None:
+            return True if flag.value is None else _value(flag.value)
+        values: Mapping[str, Any] = self.settings.values if self.settings is not None else {}
+        return next((_value(values[name]) for name in names if values.get(name) is not None), None)
+
+    def takes(self, name: str) -> bool:
+        """Whether the trainer would understand this setting."""
+        dashed = f"--{name}"
+        return self.is_hugging_face or self.command.flag(name) is not None or dashed in self.source
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether micro batch and accumulation can both be written, so that their product stays."""
+        values: Mapping[str, Any] = self.deepspeed.values if self.deepspeed is not None else {}
+        in_deepspeed = _whole(values.get("train_micro_batch_size_per_gpu")) is not None
+        said = self.command.flag(MICRO) is not None or self.command.flag(ACCUMULATION) is not None
+        return (self.takes(MICRO) and self.takes(ACCUMULATION)) or (in_deepspeed and not said)
+
+
+def read_foreign(command: Command) -> Foreign:
+    """The files that the command names. One that cannot be read is an error: its program would stumble over it too."""
+    source = _source(command.script)
+    settings = None
+    if command.settings is not None:
+        known = command.launcher == "llamafactory" or any(word in source for word in _HUGGING_FACE)
+        settings = read_document(Path(command.settings)) if known else None
+    accelerate = None
+    if command.launcher == "accelerate" and (flag := command.launcher_flag("config_file")) and flag.value is not None:
+        accelerate = read_document(Path(flag.value))
+    made = Foreign(command=command, settings=settings, accelerate=accelerate, source=source)
+    named = deepspeed_name(made)
+    if named is None:
+        return made
+    return replace(made, deepspeed=read_document(_found(named, made)))
+
+
+def deepspeed_name(foreign: Foreign) -> str | None:
+    """The DeepSpeed JSON as the user wrote it; None: there is none."""
+    flag = foreign.command.flag("deepspeed", "deepspeed_config", "ds_config")
+    own = foreign.command.launcher_flag("deepspeed_config_file")
+    block = foreign.accelerate.values.get("deepspeed_config") if foreign.accelerate is not None else None
+    inside = block.get("deepspeed_config_file") if isinstance(block, dict) else None
+    in_file = foreign.settings.values.get("deepspeed") if foreign.settings is not None else None
+    for place in (flag and flag.value, own and own.value, in_file, inside):
+        if isinstance(place, str) and place.endswith((".json", ".hjson")):
+            return place
+    return None
+
+
+def _found(named: str, foreign: Foreign) -> Path:
+    """From here, as the trainer looks for it, or from where the file lies that names it."""
+    by = foreign.settings or foreign.accelerate
+    places: list[Path] = [Path(named).expanduser()]
+    places += [] if by is None else [by.path.parent / named]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        who = by.path.name if by is not None else "the command"
+        raise ConfigError(f"{who} names the DeepSpeed file {named}, which is not there: correct the path")
+    return found
+
+
+def _source(script: str | None) -> str:
+    if script is None:
+        return ""
+    path = Path(script)
+    if not path.is_file():
+        if script.endswith(".py"):
+            raise ConfigError(f"there is no script {script}: correct its path")
+        return ""
+    try:
+        with path.open("rb") as file:
+            return file.read(_SOURCE_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _value(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    lowered = value.strip().lower()
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    number = as_number(value)
+    return value if number is None else number
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def knobs_of(foreign: Foreign) -> Knobs:
+    """How the training is computed now."""
+    known = _batch(foreign, _engine(foreign))
+    if not foreign.is_hugging_face:
+        return known
+    off, on = foreign.said("disable_gradient_checkpointing"), foreign.said("gradient_checkpointing")
+    checkpointing = off is not True if foreign.is_llamafactory else bool(on)
+    known = replace(known, checkpointing=checkpointing)
+    if not foreign.is_llamafactory:
+        return known
+    adapters = foreign.said("finetuning_type") in (None, "lora")
+    sequence = foreign.said("cutoff_len")
+    return replace(
+        known,
+        quantised=bool(foreign.said("quantization_bit")) if adapters else None,
+        sequence=sequence if isinstance(sequence, int) else 2048,
+    )
+
+
+def _engine(foreign: Foreign) -> Knobs:
+    if foreign.deepspeed is not None:
+        zero = _block(foreign.deepspeed.values, "zero_optimization")
+        optimizer, weights = _block(zero, "offload_optimizer"), _block(zero, "offload_param")
+        pinned = [block["pin_memory"] for block in (optimizer, weights) if isinstance(block.get("pin_memory"), bool)]
+        return Knobs(
+            stage=_whole(zero.get("stage")) or 0,
+            offload_optimizer=str(optimizer.get("device") or "none"),
+            offload_param=str(weights.get("device") or "none"),
+            pin_memory=any(pinned) if pinned else None,
+        )
+    block = _block(foreign.accelerate.values, "deepspeed_config") if foreign.accelerate is not None else {}
+    if block:
+        return Knobs(
+            stage=_whole(block.get("zero_stage")) or 2,
+            offload_optimizer=str(block.get("offload_optimizer_device") or "none"),
+            offload_param=str(block.get("offload_param_device") or "none"),
+        )
+    return Knobs()
+
+
+def _batch(foreign: Foreign, known: Knobs) -> Knobs:
+    """Micro batch and accumulation; numbers in the DeepSpeed file count where the trainer says nothing."""
+    if not foreign.splits_batch:
+        return known
+    values: Mapping[str, Any] = foreign.deepspeed.values if foreign.deepspeed is not None else {}
+    block = _block(foreign.accelerate.values, "deepspeed_config") if foreign.accelerate is not None else {}
+    micro = _whole(foreign.said(MICRO)) or _whole(values.get("train_micro_batch_size_per_gpu"))
+    accumulation = (
+        _whole(foreign.said(ACCUMULATION)) or _whole(values.get(ACCUMULATION)) or _whole(block.get(ACCUMULATION))
+    )
+    if foreign.is_hugging_face:
+        micro, accumulation = micro or USUAL_MICRO, accumulation or USUAL_ACCUMULATION
+    elif micro is not None and accumulation is None and _whole(values.get("train_batch_size")) is None:
+        accumulation = 1  # DeepSpeed's own
+    return replace(known, micro_batch=micro, accumulation=accumulation)
+
+
+def _block(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edits:
+    """What is written: keys and their values; None takes one away."""
+
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted."""
+    accelerate: Mapping[str, Any] = field(default_factory=dict)
+
+
+def edits_of(foreign: Foreign, now: Knobs, new: Knobs) -> Edits:
+    """The keys that lead from one way to compute to another."""
+    trainer: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+    yaml_block: dict[str, Any] = {}
+    if new.stage != now.stage and new.stage is not None:
+        engine["zero_optimization.stage"] = new.stage
+        yaml_block["deepspeed_config.zero_stage"] = new.stage
+        if new.stage == 3 and foreign.accelerate is not None:
+            yaml_block["deepspeed_config.zero3_init_flag"] = True
+    for kind in ("offload_optimizer", "offload_param"):
+        place = getattr(new, kind)
+        if place == getattr(now, kind) or place is None:
+            continue
+        engine[f"zero_optimization.{kind}"] = None if place == "none" else _offload(foreign, kind, place, new)
+        yaml_block[f"deepspeed_config.{kind}_device"] = place
+    engine |= _details(foreign, now, new)
+    if (new.micro_batch, new.accumulation) != (now.micro_batch, now.accumulation):
+        trainer |= {MICRO: new.micro_batch, ACCUMULATION: new.accumulation}
+        engine |= _numbers(foreign, new)
+        if _whole(_accelerate_block(foreign).get(ACCUMULATION)) is not None:
+            yaml_block[f"deepspeed_config.{ACCUMULATION}"] = new.accumulation
+    if new.checkpointing and not now.checkpointing:
+        key = "disable_gradient_checkpointing" if foreign.is_llamafactory else "gradient_checkpointing"
+        trainer[key] = not foreign.is_llamafactory
+    if new.quantised and not now.quantised:
+        trainer["quantization_bit"] = 4
+    if new.sequence != now.sequence and new.sequence is not None:
+        trainer["cutoff_len"] = new.sequence
+    if foreign.deepspeed is not None or not yaml_block:
+        yaml_block = {key: value for key, value in yaml_block.items() if key.endswith(ACCUMULATION)}
+    return Edits(trainer=trainer, deepspeed=engine, accelerate=yaml_block)
+
+
+def _offload(foreign: Foreign, kind: str, place: str, new: Knobs) -> dict[str, Any]:
+    values: Mapping[str, Any] = foreign.deepspeed.values if foreign.deepspeed is not None else {}
+    there = dict(_block(_block(values, "zero_optimization"), kind))
+    made = {**there, "device": place}
+    if "pin_memory" not in there or new.pin_memory is False:
+        made["pin_memory"] = new.pin_memory is not False
+    return made
+
+
+def _details(foreign: Foreign, now: Knobs, new: Knobs) -> dict[str, Any]:
+    """Locked memory and buckets, under the spelling that the file has."""
+    values: Mapping[str, Any] = foreign.deepspeed.values if foreign.deepspeed is not None else {}
+    zero = _block(values, "zero_optimization")
+    made: dict[str, Any] = {}
+    if now.pin_memory is not False and new.pin_memory is False:
+        for kind in ("offload_optimizer", "offload_param"):
+            if kind in zero and getattr(new, kind) == getattr(now, kind):
+                made[f"zero_optimization.{kind}.pin_memory"] = False
+    for key, value in new.buckets:
+        short = key.removeprefix("stage3_")
+        made[f"zero_optimization.{short if short in zero else key}"] = value
+    if not now.offload_optimizer or now.offload_optimizer == "none":
+        own = foreign.is_hugging_face or "optimizer" in values
+        if new.offload_optimizer == "cpu" and not own:
+            made["zero_force_ds_cpu_optimizer"] = False  # or DeepSpeed refuses an optimizer that the script makes
+    return made
+
+
+def _numbers(foreign: Foreign, new: Knobs) -> dict[str, Any]:
+    """The batch in the DeepSpeed file, where it stands there as a number."""
+    values: Mapping[str, Any] = foreign.deepspeed.values if foreign.deepspeed is not None else {}
+    pairs = {"train_micro_batch_size_per_gpu": new.micro_batch, ACCUMULATION: new.accumulation}
+    written = {key: value for key, value in pairs.items() if _whole(values.get(key)) is not None}
+    if written and not foreign.is_hugging_face:
+        return pairs
+    return written
+
+
+def _accelerate_block(foreign: Foreign) -> Mapping[str, Any]:
+    return _block(foreign.accelerate.values, "deepspeed_config") if foreign.accelerate is not None else {}
+
+
+def written(foreign: Foreign, edits: Edits) -> tuple[Foreign, tuple[Path, ...]]:
+    """The next command, and the files that were written for it beside the old ones."""
+    files: list[Path] = []
+    trainer = {key: value for key, value in edits.trainer.items() if foreign.takes(key)}
+    if edits.deepspeed:
+        foreign, trainer, made = _with_deepspeed(foreign, edits.deepspeed, trainer)
+        files += made
+    command = foreign.command
+    in_file: dict[str, Any] = {}
+    for key, value in trainer.items():
+        if value is None and command.flag(key) is not None:
+            command = without_flag(command, key)
+        elif command.flag(key) is not None or (foreign.settings is None and value is not None):
+            command = with_flag(command, key, str(value))
+        else:
+            in_file[key] = value
+    if in_file and foreign.settings is not None:
+        name = _written_settings(foreign.settings, in_file)
+        files.append(name)
+        assert command.settings_at is not None
+        command = with_word(command, command.settings_at, _as_named(str(command.settings), name))
+    accelerate = dict(edits.accelerate)
+    if accelerate and foreign.accelerate is not None:
+        name = beside(foreign.accelerate.path)
+        files.append(write_beside(name, yaml_tree_with(foreign.accelerate.values, accelerate)))
+        flag = command.launcher_flag("config_file")
+        assert flag is not None
+        command = with_launcher_flag(command, flag, _as_named(str(flag.value), name))
+    try:
+        again = replace(read_foreign(command), environment=foreign.environment)
+    except UserError as error:
+        raise ConfigError(f"the next config cannot be read back: {error}") from None
+    return again, tuple(files)
+
+
+def _written_settings(settings: Document, changes: Mapping[str, Any]) -> Path:
+    name = beside(settings.path)
+    if settings.syntax == "yaml":
+        return write_beside(name, yaml_text_with(settings.path.read_text(encoding="utf-8"), changes))
+    return write_beside(name, json_with(settings.values, changes))
+
+
+def _with_deepspeed(
+    foreign: Foreign, changes: Mapping[str, Any], trainer: dict[str, Any]
+) -> tuple[Foreign, dict[str, Any], list[Path]]:
+    """The DeepSpeed file with these changes; a new one, where LLaMA-Factory had none."""
+    if foreign.deepspeed is None:
+        if not foreign.is_llamafactory or foreign.settings is None:
+            return foreign, trainer, []
+        made = beside(foreign.settings.path, ".json")
+        write_beside(made, json_with(_PLAIN_DEEPSPEED, changes))
+        # LLaMA-Factory starts DeepSpeed under torchrun alone, which it does not take by itself for one GPU.
+        forced = {**foreign.environment, "FORCE_TORCHRUN": "1"}
+        return replace(foreign, environment=forced), {**trainer, "deepspeed": str(made)}, [made]
+    name = beside(foreign.deepspeed.path)
+    write_beside(name, json_with(foreign.deepspeed.values, changes))
+    command = foreign.command
+    flag = command.flag("deepspeed", "deepspeed_config", "ds_config")
+    if flag is not None and flag.value is not None:
+        return replace(foreign, command=with_flag(command, flag.name, _as_named(flag.value, name))), trainer, [name]
+    own = command.launcher_flag("deepspeed_config_file")
+    if own is not None and own.value is not None:
+        command = with_launcher_flag(command, own, _as_named(own.value, name))
+        return replace(foreign, command=command), trainer, [name]
+    old = str(deepspeed_name(foreign))
+    if foreign.settings is not None and isinstance(foreign.settings.values.get("deepspeed"), str):
+        return foreign, {**trainer, "deepspeed": _as_named(old, name)}, [name]
+    return _accelerate_names(foreign, _as_named(old, name)), trainer, [name]
+
+
+def _accelerate_names(foreign: Foreign, name: str) -> Foreign:
+    """accelerate's YAML names the JSON: a YAML beside it names the new one."""
+    assert foreign.accelerate is not None
+    made = beside(foreign.accelerate.path)
+    text = yaml_tree_with(foreign.accelerate.values, {"deepspeed_config.deepspeed_config_file": name})
+    write_beside(made, text)
+    flag = foreign.command.launcher_flag("config_file")
+    assert flag is not None
+    command = with_launcher_flag(foreign.command, flag, _as_named(str(flag.value), made))
+    return replace(foreign, command=command, accelerate=read_document(made))
+
+
+_PLAIN_DEEPSPEED: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 0},
+}
+"""What the Hugging Face layer fills in from the trainer's arguments."""
+
+
+def _as_named(old: str, new: Path) -> str:
+    """The new file, named in the way in which the old one was."""
+    return str(Path(old).with_name(new.name))

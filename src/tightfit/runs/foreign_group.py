@@ -1,0 +1,264 @@
+"""One start of somebody else's program: its output passed on and kept, its memory watched, and no process left behind.
+
+The program is the first process of a session of its own, so that a Ctrl-C at the terminal reaches us alone and is
+passed on once. Launchers start ranks in further sessions (torchrun does), which no signal to a group would reach:
+every process of ours carries a mark in its environment, and is found by that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from tightfit.inputs.occupancy import Occupancy, occupancy
+from tightfit.inputs.surroundings import inherited
+from tightfit.runs.kernel import KernelRecord, KernelSaid
+from tightfit.runs.processes import PROC, tell
+from tightfit.runs.run import Signals
+from tightfit.types import ConfigError
+
+MARK = "TIGHTFIT_RUN_MARK"
+GRACE_S = 15.0
+"""Between being asked to end and being ended."""
+LOOK_S = 0.05
+HOST_EVERY_S, GPU_EVERY_S = 1.0, 5.0
+_PIECE = 65_536
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """Where the program's two outputs go on to."""
+
+    out: BinaryIO
+    err: BinaryIO
+
+
+@dataclass(slots=True)
+class Peak:
+    """The most that was seen of memory."""
+
+    host_bytes: int = 0
+    gpu_bytes: dict[str, int] = field(default_factory=dict)
+    """By the word of the device; what our own processes hold, or where that is not told, all that is used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """How one start ended."""
+
+    code: int
+    """Negative: the signal that ended it."""
+    at: float
+    asked: int | None
+    """The signal with which the user asked it to end; None: nobody did."""
+    peak: Peak
+    kernel: KernelSaid
+
+
+def start_and_stay(
+    words: Sequence[str], log: Path, streams: Streams, signals: Signals, changes: Mapping[str, str]
+) -> Gone:
+    """Run it to its end, or to the user's second signal."""
+    mark = uuid.uuid4().hex
+    kernel = KernelRecord()
+    try:
+        process = _spawn(words, {**changes, MARK: mark, "PYTHONUNBUFFERED": "1"})
+        watch = Watch(mark, log.with_name("memory.jsonl"))
+        with log.open("wb") as kept:
+            pumps = _pumps(process, kept, streams)
+            try:
+                asked = _stay(process, mark, signals, watch)
+            finally:
+                pids = watch.pids | {process.pid}
+                _end(process, mark, GRACE_S if signals.times < 2 else 0.0)
+                for pump in pumps:
+                    pump.join(timeout=GRACE_S)
+        code, said = process.returncode, kernel.said(pids)
+    finally:
+        kernel.close()
+    return Gone(code=code, at=time.time(), asked=asked, peak=watch.peak, kernel=said)
+
+
+def _spawn(words: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=inherited(changes),
+            start_new_session=True,
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"there is no program {words[0]} here: see that it is installed, and in this environment"
+        ) from None
+    except PermissionError:
+        raise ConfigError(f"{words[0]} may not be run: name a program, as in `python {words[0]}`") from None
+    except OSError as error:
+        what = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{words[0]} cannot be started ({what}): name a program, as in `python train.py`") from None
+
+
+def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: Watch) -> int | None:
+    """Until the program has ended; a signal is passed on, a second one ends the wait."""
+    asked: int | None = None
+    deadline = 0.0
+    while process.poll() is None:
+        if signals.caught and asked is None:
+            asked, deadline = signals.caught[0][0], time.monotonic() + GRACE_S
+            _pass_on(process.pid, mark, asked)
+        if asked is not None and (signals.times > 1 or time.monotonic() > deadline):
+            return asked
+        watch.look()
+        time.sleep(LOOK_S)
+    return asked
+
+
+def _pass_on(group: int, mark: str, number: int) -> None:
+    """As a terminal would do it: to every process."""
+    tell(group, signal.Signals(number))
+    for pid in members(mark):
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) != group:
+                os.kill(pid, number)
+
+
+def _end(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> None:
+    """Whatever is left of it: asked first, then ended."""
+    deadline, told = time.monotonic() + grace_s, False
+    while True:
+        process.poll()
+        left = members(mark)
+        if not left and process.returncode is not None:
+            return
+        if not told:
+            for pid in left:
+                _kill(pid, signal.SIGTERM)
+            told = True
+        elif time.monotonic() > deadline:
+            for pid in left:
+                _kill(pid, signal.SIGKILL)
+            tell(process.pid, signal.SIGKILL)
+            process.wait()
+        time.sleep(LOOK_S)
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def members(mark: str) -> list[int]:
+    """The processes that carry this mark and still run; none are found where there is no /proc."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for entry in PROC.glob("[0-9]*"):
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0") and not _has_ended(entry):
+                found.append(int(entry.name))
+        except OSError:  # another user's, or one that is gone
+            continue
+    return found
+
+
+def _has_ended(entry: Path) -> bool:
+    state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:1]
+    return state in ([b"Z"], [b"X"])
+
+
+# --- its output ---------------------------------------------------------------------------------
+
+
+def _pumps(process: subprocess.Popen[bytes], log: BinaryIO, streams: Streams) -> list[threading.Thread]:
+    lock = threading.Lock()
+    assert process.stdout is not None
+    assert process.stderr is not None
+    pairs = ((process.stdout, streams.out), (process.stderr, streams.err))
+    pumps = [threading.Thread(target=_pump, args=(source, sink, log, lock), daemon=True) for source, sink in pairs]
+    for pump in pumps:
+        pump.start()
+    return pumps
+
+
+def _pump(source: IO[bytes], sink: BinaryIO, log: BinaryIO, lock: threading.Lock) -> None:
+    """A terminal that has closed, or a disk that is full, must not stop the program."""
+    with source:
+        while True:
+            try:
+                piece = os.read(source.fileno(), _PIECE)
+            except OSError:
+                return
+            if not piece:
+                return
+            with lock:
+                with suppress(OSError, ValueError):
+                    log.write(piece)
+                    log.flush()
+                with suppress(OSError, ValueError):
+                    sink.write(piece)
+                    sink.flush()
+
+
+# --- its memory ---------------------------------------------------------------------------------
+
+
+class Watch:
+    """What the program's processes hold, looked at from time to time."""
+
+    def __init__(self, mark: str, file: Path) -> None:
+        self._mark, self._file = mark, file
+        self._host_at = self._gpu_at = 0.0
+        self._has_gpus: bool | None = None
+        self.peak = Peak()
+        self.pids: set[int] = set()
+        """All that were seen."""
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now < self._host_at:
+            return
+        self._host_at = now + HOST_EVERY_S
+        pids = members(self._mark)
+        self.pids |= set(pids)
+        host = sum(map(_resident_bytes, pids))
+        self.peak.host_bytes = max(self.peak.host_bytes, host)
+        gpus: dict[str, int] = {}
+        if now >= self._gpu_at and self._has_gpus is not False:
+            self._gpu_at = now + GPU_EVERY_S
+            gpus = self._gpus(occupancy(), set(pids))
+        self._note(host, gpus)
+
+    def _gpus(self, seen: Occupancy, pids: set[int]) -> dict[str, int]:
+        self._has_gpus = bool(seen.devices)
+        held: dict[str, int] = {}
+        for device in seen.devices:
+            ours = [each.held_bytes for each in device.holders if each.pid in pids and each.held_bytes is not None]
+            if ours:
+                held[device.word] = sum(ours)
+            elif device.total_bytes is not None and device.free_bytes is not None:
+                held[device.word] = device.total_bytes - device.free_bytes
+        for word, size in held.items():
+            self.peak.gpu_bytes[word] = max(self.peak.gpu_bytes.get(word, 0), size)
+        return held
+
+    def _note(self, host: int, gpus: Mapping[str, int]) -> None:
+        with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"at": round(time.time(), 1), "host_bytes": host, "gpu_bytes": gpus}) + "\n")
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int((PROC / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
+    except (OSError, ValueError, IndexError):
+        return 0

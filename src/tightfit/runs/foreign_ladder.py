@@ -1,0 +1,121 @@
+"""The next way to compute a training whose model is not known: one rung down a fixed ladder.
+
+Where the model is known, the planner finds the next config and says how much less it holds. Here nothing can be
+priced, so the order is fixed, the cheapest first: smaller micro batches (with as much accumulation more, so that the
+effective batch stays), activations computed again, the next ZeRO stage, the optimizer on the host, the weights too,
+little gathered at a time. What changes the training comes last, and only where it was allowed: 4-bit weights under
+adapters, then shorter sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tightfit.runs.foreign_config import Foreign, Knobs
+
+SHORTEST = 128
+FRUGAL: tuple[tuple[str, int | bool], ...] = (
+    ("stage3_prefetch_bucket_size", 10_000_000),
+    ("stage3_param_persistence_threshold", 10_000),
+    ("stage3_max_live_parameters", 100_000_000),
+    ("stage3_max_reuse_distance", 100_000_000),
+)
+LIMIT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """The next way, in words."""
+
+    knobs: Knobs
+    changed: tuple[str, ...]
+    cost: str | None = None
+    """What it changes in the training; None: nothing."""
+
+    @property
+    def crosses(self) -> bool:
+        """Whether a trainer's own checkpoint cannot be gone on from."""
+        return any(word.startswith(("ZeRO stage", "4-bit", "optimizer on", "weights on")) for word in self.changed)
+
+
+def rungs(foreign: Foreign, now: Knobs, allow: frozenset[str], *, host: bool = False) -> Iterator[Rung]:
+    """Every next way that this config can be changed to, the cheapest first; `host`: it is RAM that was missing."""
+    if host:
+        yield from _on_the_host(now)
+        return
+    yield from _batch(foreign, now)
+    yield from _recompute(foreign, now)
+    yield from _engine(foreign, now)
+    yield from _costly(foreign, now, allow)
+
+
+def _on_the_host(now: Knobs) -> Iterator[Rung]:
+    offloads = {now.offload_optimizer, now.offload_param} & {"cpu", "nvme"}
+    if offloads and now.pin_memory is not False:
+        yield Rung(knobs=replace(now, pin_memory=False), changed=("offloaded memory is not locked any more",))
+
+
+def _batch(foreign: Foreign, now: Knobs) -> Iterator[Rung]:
+    micro, accumulation = now.micro_batch, now.accumulation
+    if micro is None or accumulation is None or micro < 2:
+        return
+    smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+    new = replace(now, micro_batch=smaller, accumulation=accumulation * (micro // smaller))
+    word = f"micro batch × accumulation {micro} × {accumulation} → {new.micro_batch} × {new.accumulation}"
+    yield Rung(knobs=new, changed=(word,))
+
+
+def _recompute(foreign: Foreign, now: Knobs) -> Iterator[Rung]:
+    if now.checkpointing is False:
+        yield Rung(knobs=replace(now, checkpointing=True), changed=("activations are computed again (checkpointing)",))
+
+
+def _engine(foreign: Foreign, now: Knobs) -> Iterator[Rung]:
+    if now.stage is None:
+        return
+    if now.stage < 2:
+        word = f"ZeRO stage {now.stage} → 2"
+        yield Rung(knobs=replace(now, stage=2), changed=(word,))
+    elif now.offload_optimizer == "none":
+        yield Rung(knobs=replace(now, offload_optimizer="cpu"), changed=("optimizer on the host",))
+    elif now.stage == 2:
+        yield Rung(knobs=replace(now, stage=3), changed=("ZeRO stage 2 → 3",))
+    elif now.offload_param == "none":
+        yield Rung(knobs=replace(now, offload_param="cpu"), changed=("weights on the host",))
+    elif foreign.deepspeed is not None and not _is_frugal(foreign):
+        yield Rung(knobs=replace(now, buckets=FRUGAL), changed=("little gathered at a time (optimized)",))
+
+
+def _is_frugal(foreign: Foreign) -> bool:
+    assert foreign.deepspeed is not None
+    zero = foreign.deepspeed.values.get("zero_optimization")
+    said = zero.get("stage3_max_live_parameters") if isinstance(zero, dict) else None
+    return isinstance(said, int | float) and said <= dict(FRUGAL)["stage3_max_live_parameters"]
+
+
+def _costly(foreign: Foreign, now: Knobs, allow: frozenset[str]) -> Iterator[Rung]:
+    if "quantize" in allow and now.quantised is False:
+        new = replace(now, quantised=True)
+        yield Rung(
+            knobs=new, changed=("4-bit weights (quantized)",), cost="the frozen weights have 4 bits (NF4) instead of 16"
+        )
+    length = now.sequence
+    if "shorter-seq" in allow and foreign.is_llamafactory and length is not None and length // 2 >= SHORTEST:
+        shorter = length // 2
+        name = " (limit)" if now.quantised and shorter <= LIMIT_TOKENS else ""
+        yield Rung(
+            knobs=replace(now, sequence=shorter),
+            changed=(f"sequence {length} → {shorter}{name}",),
+            cost=f"sequences are cut at {shorter} tokens instead of {length}",
+        )
+
+
+def would_help(foreign: Foreign, now: Knobs, allow: frozenset[str]) -> tuple[str, ...]:
+    """What was not allowed, or cannot be written here."""
+    said = []
+    if now.quantised is False and "quantize" not in allow:
+        said.append("--allow quantize would train the adapters on 4-bit weights")
+    if foreign.is_llamafactory and "shorter-seq" not in allow and (now.sequence or 0) >= 2 * SHORTEST:
+        said.append("--allow shorter-seq would cut the sequences")
+    return tuple(said)

@@ -1,0 +1,391 @@
+"""The care that `tightfit train` gives its own worker, for a program that is not ours.
+
+Start it, stay with it, judge why it failed, and start it again: the same where the cause may pass, with another config
+beside the old one where memory was missing, from the trainer's own newest checkpoint where it can go on from that.
+Whatever cannot be carried over or written is a reason to stop, with the change that would help.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit, completed
+from tightfit.diagnose.judge import judge
+from tightfit.diagnose.settings import known_from_file
+from tightfit.diagnose.verdict import Verdict
+from tightfit.planner.step_down import Shortfall
+from tightfit.runs import attempts
+from tightfit.runs.attempts import AttemptRecord, Next
+from tightfit.runs.cause import is_suspicion, recorded
+from tightfit.runs.decide import LONGEST_WAIT_S, NUMBERS, Decision, Policy, decide, without_smaller
+from tightfit.runs.foreign_config import Edits, Foreign, Knobs, edits_of, knobs_of, written
+from tightfit.runs.foreign_group import Gone, Peak, Streams, start_and_stay
+from tightfit.runs.foreign_ladder import rungs, would_help
+from tightfit.runs.foreign_resume import Kept, kept_by, means_of, output_of, saves_itself
+from tightfit.runs.run import Signals
+from tightfit.types import UserError
+
+LOG = "command.log"
+RECORD = "run.json"
+_PROGRESS = re.compile(rb"\b(\d{1,9})/\d{1,9} \[\d")
+_TAIL_BYTES = 65_536
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Another way to compute the training."""
+
+    knobs: Knobs
+    changed: tuple[str, ...]
+    because: str
+    crosses: bool
+    """A checkpoint of the last way cannot be gone on from with its optimizer."""
+    costs: tuple[str, ...] = ()
+    """What it changes in the training, as the user allowed."""
+
+
+class Advisor(Protocol):
+    """Who knows the model, and finds the next way by its prices."""
+
+    def smaller(self, foreign: Foreign, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool) -> Step | None:
+        """A way that is predicted to need enough less; None: there is none, or nothing is known."""
+        ...
+
+    def took(self, step: Step) -> None:
+        """That one is tried next."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the user says."""
+
+    policy: Policy = field(default_factory=Policy)
+    retry_anyway: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How it all ended."""
+
+    code: int
+    """As a shell says it."""
+    state: str
+    records: tuple[AttemptRecord, ...]
+    verdict: Verdict | None
+    because: str
+    """Why there is no further attempt, where one failed."""
+    files: tuple[Path, ...]
+    """Configs that were written."""
+    foreign: Foreign
+    """As it was started last."""
+    peak: Peak
+
+
+@dataclass(kw_only=True)
+class Rescue:
+    """Changes with every attempt."""
+
+    foreign: Foreign
+    folder: Path
+    streams: Streams
+    say: Callable[[str], None]
+    advisor: Advisor
+    orders: Orders
+    signals: Signals
+    records: list[AttemptRecord] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    peak: Peak = field(default_factory=Peak)
+
+    def run(self) -> Ended:
+        while True:
+            number = len(self.records) + 1
+            gone = self._attempt(number)
+            state = "done" if gone.code == 0 else "interrupted" if gone.asked is not None else "failed"
+            if state != "failed":
+                self._close(gone, state, None)
+                return self._ended(gone, state, None, "")
+            verdict = self._judged(gone, number)
+            self._close(gone, state, verdict)
+            decision, following, changed = self._next(verdict)
+            self._note(decision, changed)
+            if following is None or self.signals.caught:
+                return self._ended(gone, state, verdict, decision.because)
+            self.say(f"attempt {number} failed: {verdict.cause}")
+            self.say(_told(decision, changed))
+            self._wait(decision.wait_s)
+            if self.signals.caught:
+                return self._ended(gone, "interrupted", verdict, "it was asked to stop")
+            self.foreign = following
+            self.say(f"attempt {number + 1}: {following.command.words_shown}")
+
+    # --- one attempt ----------------------------------------------------------------------------
+
+    def _attempt(self, number: int) -> Gone:
+        place = attempts.record_path(self.folder, number).with_suffix("")
+        place.mkdir(parents=True, exist_ok=True)
+        known = knobs_of(self.foreign)
+        record = AttemptRecord(
+            number=number, started=attempts.now(), plan=self.foreign.command.words_shown, ranks=1,
+            effective_batch=None if known.micro_batch is None else known.micro_batch * (known.accumulation or 1),
+        )  # fmt: skip
+        self._write(record)
+        command = self.foreign.command.words
+        gone = start_and_stay(command, place / LOG, self.streams, self.signals, self.foreign.environment)
+        self.peak.host_bytes = max(self.peak.host_bytes, gone.peak.host_bytes)
+        for word, size in gone.peak.gpu_bytes.items():
+            self.peak.gpu_bytes[word] = max(self.peak.gpu_bytes.get(word, 0), size)
+        return gone
+
+    def _judged(self, gone: Gone, number: int) -> Verdict:
+        log = attempts.record_path(self.folder, number).with_suffix("") / LOG
+        evidence = Evidence(
+            logs=(LogSource(name=str(log.relative_to(self.folder)), path=log),),
+            exits=(RankExit(rank=None, code=gone.code, at=gone.at),),
+            kernel=gone.kernel.lines,
+            config=known_config(self.foreign),
+        )
+        found = judge(evidence).verdict
+        if found is None:
+            said = f"The command ended with exit code {gone.code}, and nothing in its output says why."
+            found = Verdict(id="silent-exit", kind="unknown", cause=said, confidence="possible", evidence=(), fixes=())
+        if is_suspicion(found) and gone.kernel.readable and not gone.kernel.lines:
+            said = "A process was killed from outside (SIGKILL), and not by the kernel for want of memory."
+            found = replace(found, kind="preempted", cause=said)
+        return found
+
+    def _close(self, gone: Gone, state: str, verdict: Verdict | None) -> None:
+        kept = kept_by(self.foreign)
+        last = _last_step(attempts.record_path(self.folder, self.records[-1].number).with_suffix("") / LOG)
+        self._write(
+            replace(
+                self.records[-1],
+                ended=attempts.now(),
+                state=state,
+                exit_codes=(gone.code,),
+                last_step=last,
+                kept_step=None if kept is None else kept.step,
+                cause=None if verdict is None else recorded(verdict),
+            )
+        )
+
+    # --- what follows ---------------------------------------------------------------------------
+
+    def _next(self, verdict: Verdict) -> tuple[Decision, Foreign | None, tuple[str, ...]]:
+        """What is done, the next command, and what changes; no command: it ends here."""
+        if verdict.kind in NUMBERS:
+            return _stop("the same numbers would come again: what helps has to be changed in the training itself")
+        decision = decide(verdict, self.records, self.orders.policy, "")
+        try:
+            if decision.action == "smaller plan" and decision.shortfall is not None:
+                return self._smaller(decision, decision.shortfall, verdict)
+            if decision.action == "wait":
+                decision = replace(decision, action="same plan", wait_s=LONGEST_WAIT_S)
+            if decision.action == "same plan":
+                return self._again(decision)
+        except UserError as error:
+            return _stop(str(error))
+        if decision.action == "make room":
+            return _stop("tightfit removes nothing of another program: make room on the disk, and start it again")
+        return decision, None, ()
+
+    def _again(self, decision: Decision) -> tuple[Decision, Foreign | None, tuple[str, ...]]:
+        """The same command, from where it can go on."""
+        kept, means = kept_by(self.foreign), means_of(self.foreign)
+        if means == "none" and not self.orders.retry_anyway:
+            return _stop(
+                "the cause may pass, but the program is not known to go on from a checkpoint: start it again, or say "
+                "--retry-anyway"
+            )
+        following, files, where = self._resumed(self.foreign, Edits(), kept)
+        self.files += files
+        return replace(decision, because=f"{decision.because}; {where}"), following, ()
+
+    def _smaller(
+        self, decision: Decision, shortfall: Shortfall, verdict: Verdict
+    ) -> tuple[Decision, Foreign | None, tuple[str, ...]]:
+        kept = kept_by(self.foreign)
+        step = self._step(shortfall, verdict, kept)
+        if step is None:
+            other = without_smaller(verdict, self.records, self._nothing_left())
+            return self._again(other) if other.action == "same plan" else (other, None, ())
+        edits = edits_of(self.foreign, knobs_of(self.foreign), step.knobs)
+        place = saves_itself(self.foreign) if kept is None else kept.path
+        if step.crosses and place is not None and not (self.foreign.is_llamafactory and kept and kept.adapter):
+            if not self.orders.retry_anyway:
+                what = "; ".join(step.changed)
+                return _stop(
+                    f"what may fit ({what}) cannot go on from {place.name} with its optimizer: change that and start "
+                    "anew in another folder, or say --retry-anyway to begin again"
+                )
+            kept, edits = None, replace(edits, trainer={**edits.trainer, "resume_from_checkpoint": None})
+        following, files, where = self._resumed(self.foreign, edits, kept, crosses=step.crosses)
+        self.files += files
+        self.advisor.took(step)
+        costs = f"; as allowed, {', '.join(step.costs)}" if step.costs else ""
+        because = f"{step.because.rstrip('.')}{costs}; {where}"
+        return replace(decision, because=because), following, step.changed
+
+    def _step(self, shortfall: Shortfall, verdict: Verdict, kept: Kept | None) -> Step | None:
+        """The planner's, where it knows the model; else a rung down. Those first that a checkpoint survives."""
+        foreign, now = self.foreign, knobs_of(self.foreign)
+        found: list[Step] = []
+        for same_engine in (True, False) if kept is not None else (False,):
+            step = self.advisor.smaller(foreign, shortfall, verdict, same_engine=same_engine)
+            found += [step] if step is not None and _changes(edits_of(foreign, now, step.knobs)) else []
+        if not found:
+            allow, host = self.orders.policy.allow, shortfall.where == "host"
+            found = [
+                Step(
+                    knobs=rung.knobs,
+                    changed=rung.changed,
+                    because="memory was missing, and the next scheme is tried",
+                    crosses=rung.crosses,
+                    costs=() if rung.cost is None else (rung.cost,),
+                )
+                for rung in rungs(foreign, now, allow, host=host)
+                if _changes(edits_of(foreign, now, rung.knobs))
+            ]
+        if kept is None and saves_itself(foreign) is None:
+            return next(iter(found), None)
+        return next((step for step in found if not step.crosses), next(iter(found), None))
+
+    def _resumed(
+        self, foreign: Foreign, edits: Edits, kept: Kept | None, *, crosses: bool = False
+    ) -> tuple[Foreign, tuple[Path, ...], str]:
+        """The next command with its config written, the files, and where it goes on."""
+        trainer = dict(edits.trainer)
+        means = means_of(foreign)
+        if kept is None or means == "none":
+            where = "it begins again, since there is no checkpoint to go on from"
+            if foreign.said("resume_from_checkpoint") is not None and "resume_from_checkpoint" not in trainer:
+                where = f"it goes on from {foreign.said('resume_from_checkpoint')}, as before"
+        elif crosses:
+            trainer |= _carried(foreign, kept)
+            where = (
+                f"the adapter of step {kept.step} is kept (results go to {trainer['output_dir']}), and optimizer, "
+                "schedule and data start afresh"
+            )
+        elif means == "by itself":
+            where = f"it finds {kept.path.name} by itself"
+        else:
+            trainer["resume_from_checkpoint"] = str(kept.path)
+            where = f"it goes on from {kept.path.name}"
+        if kept is None and means == "by itself":
+            where = "it goes on from what its script finds by itself"
+        following, files = written(foreign, replace(edits, trainer=trainer))
+        return following, files, where
+
+    def _nothing_left(self) -> str:
+        now, policy = knobs_of(self.foreign), self.orders.policy
+        said = "; ".join(would_help(self.foreign, now, policy.allow))
+        if not self.foreign.files:
+            return "there is no config that tightfit could change: make one of the changes below, and start it again"
+        return f"nothing is left to change in {self.foreign.files[0].name}{f' without leave: {said}' if said else ''}"
+
+    # --- telling --------------------------------------------------------------------------------
+
+    def _write(self, record: AttemptRecord) -> None:
+        self.records[record.number - 1 :] = [record]
+        attempts.write_record(self.folder, record)
+
+    def _note(self, decision: Decision, changed: tuple[str, ...]) -> None:
+        following = Next(action=decision.action, because=decision.because, changed=changed, wait_s=decision.wait_s)
+        self._write(replace(self.records[-1], next=following))
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.signals.caught:
+            time.sleep(LOOK_S)
+
+    def _ended(self, gone: Gone, state: str, verdict: Verdict | None, because: str) -> Ended:
+        code = gone.code if gone.code >= 0 else 128 - gone.code
+        return Ended(
+            code=code,
+            state=state,
+            records=tuple(self.records),
+            verdict=verdict,
+            because=because,
+            files=tuple(self.files),
+            foreign=self.foreign,
+            peak=self.peak,
+        )
+
+
+def _stop(because: str) -> tuple[Decision, None, tuple[str, ...]]:
+    return Decision(action="stop", because=because), None, ()
+
+
+def _told(decision: Decision, changed: tuple[str, ...]) -> str:
+    what = f"{'; '.join(changed)}. " if changed else ""
+    wait = f" (after {decision.wait_s:.0f} s)" if decision.wait_s else ""
+    return f"{what}{decision.because[0].upper()}{decision.because[1:]}{wait}."
+
+
+def _changes(edits: Edits) -> bool:
+    return bool(edits.trainer or edits.deepspeed or edits.accelerate)
+
+
+def _carried(foreign: Foreign, kept: Kept) -> dict[str, Any]:
+    """The adapter goes on in a folder of its own: what lies in the old one belongs to another way to compute."""
+    folder = output_of(foreign)
+    assert folder is not None
+    base, number = re.sub(r"\.tightfit-\d+$", "", str(folder).rstrip("/")), 2
+    while Path(f"{base}.tightfit-{number}").exists():
+        number += 1
+    made: dict[str, Any] = {"adapter_name_or_path": str(kept.path), "output_dir": f"{base}.tightfit-{number}"}
+    if kept.max_steps is not None and kept.max_steps > kept.step:
+        made["max_steps"] = kept.max_steps - kept.step
+    if foreign.said("resume_from_checkpoint") is not None:
+        made["resume_from_checkpoint"] = None
+    return made
+
+
+def known_config(foreign: Foreign) -> KnownConfig:
+    """What the fixes of a diagnosis should fit."""
+    now = knobs_of(foreign)
+    known = KnownConfig(
+        stage=now.stage,
+        offload_optimizer=now.offload_optimizer,
+        offload_param=now.offload_param,
+        pin_memory=now.pin_memory,
+        micro_batch=now.micro_batch,
+        accumulation=now.accumulation,
+        sequence=now.sequence,
+        checkpointing=now.checkpointing,
+        trainer="huggingface" if foreign.is_hugging_face and not foreign.files else None,
+    )
+    for path in foreign.files:
+        try:
+            known = completed(known, known_from_file(path))
+        except UserError:
+            continue
+    return known
+
+
+def _last_step(log: Path) -> int | None:
+    """What the last progress bar of a trainer says."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            found = _PROGRESS.findall(file.read())
+    except OSError:
+        return None
+    return int(found[-1]) if found else None
+
+
+def write_run(folder: Path, values: Mapping[str, Any]) -> None:
+    """The run's own record, whole or not at all."""
+    path = folder / RECORD
+    try:
+        path.with_suffix(".new").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.with_suffix(".new").replace(path)
+    except OSError:  # a full disk costs the record and never the run
+        return

@@ -1,0 +1,113 @@
+"""Where somebody else's training can go on: the newest whole checkpoint, and how its trainer is told.
+
+Hugging Face's Trainer writes `checkpoint-N` folders, `trainer_state.json` near the end of each. A process that is
+killed while it writes leaves half of one, so every file whose length can be known is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tightfit.runs.foreign_config import Foreign
+
+_FOLDER = re.compile(r"checkpoint-(\d+)$")
+_STATE = "trainer_state.json"
+_PLACES = ("output_dir", "save_dir", "checkpoint_dir", "output", "save")
+_LATEST = "latest"
+Means = Literal["told", "by itself", "none"]
+"""The checkpoint is named to it; it finds it itself; it cannot go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A checkpoint of the trainer's."""
+
+    path: Path
+    step: int
+    max_steps: int | None
+    has_optimizer: bool
+    adapter: bool
+    """It holds adapters, and not a whole model."""
+
+
+def kept_by(foreign: Foreign) -> Kept | None:
+    """The newest whole checkpoint; None: there is none that is known."""
+    folder = output_of(foreign)
+    if folder is None or not folder.is_dir():
+        return None
+    numbered = [(int(found[1]), path) for path in folder.iterdir() if (found := _FOLDER.search(path.name))]
+    for step, path in sorted(numbered, reverse=True):
+        kept = _whole(path, step)
+        if kept is not None:
+            return kept
+    return None
+
+
+def output_of(foreign: Foreign) -> Path | None:
+    named = next((value for name in _PLACES if isinstance(value := foreign.said(name), str)), None)
+    return None if named is None else Path(named).expanduser()
+
+
+def saves_itself(foreign: Foreign) -> Path | None:
+    """A folder of DeepSpeed's own checkpoints, which only the script knows how to read."""
+    folder = output_of(foreign)
+    return folder if folder is not None and (folder / _LATEST).is_file() else None
+
+
+def means_of(foreign: Foreign) -> Means:
+    """How the trainer goes on from a checkpoint."""
+    if foreign.is_llamafactory or foreign.command.flag("resume_from_checkpoint") is not None:
+        return "told"
+    source = foreign.source
+    if re.search(r"\bget_last_checkpoint\b|resume_from_checkpoint\s*=\s*True", source):
+        return "by itself"
+    if "resume_from_checkpoint" in source:
+        return "told"
+    if re.search(r"\.load_checkpoint\(|\bload_state\(", source):
+        return "by itself"
+    return "none"
+
+
+def _whole(path: Path, step: int) -> Kept | None:
+    try:
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if state["global_step"] != step:
+            return None
+        names = {entry.name for entry in path.iterdir()}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    sharded = path / f"global_step{step}"
+    models = [path / name for name in names if name.endswith(".safetensors")]
+    packed = [path / name for name in names if name.endswith((".pt", ".bin", ".pth")) and name != "training_args.bin"]
+    packed += list(sharded.glob("*.pt"))
+    weights = bool(models) or sharded.is_dir() or any(name.endswith(".bin") for name in names - {"training_args.bin"})
+    if not weights or not all(map(_is_safetensors, models)) or not all(map(zipfile.is_zipfile, packed)):
+        return None
+    most = state.get("max_steps")
+    return Kept(
+        path=path,
+        step=step,
+        max_steps=most if isinstance(most, int) else None,
+        has_optimizer=sharded.is_dir() or "optimizer.pt" in names or "optimizer.bin" in names,
+        adapter="adapter_config.json" in names,
+    )
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Whether the file is as long as its head says."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                return False
+            head = json.loads(file.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__"]
+        return bool(path.stat().st_size == 8 + length + max(ends, default=0))
+    except (OSError, ValueError, KeyError, TypeError, struct.error, AttributeError, RecursionError):
+        return False

@@ -1,0 +1,197 @@
+"""Signs of life: each rank keeps a small file that says where it stands, and the desk sees whether it changes.
+
+    heartbeats/rank-N    `17 forward 4 1`: how often it has been written, stage, step, micro batch
+
+The file has one length and is written in place, so that a beat costs one call and a full disk takes it too: that the
+disk is full can be said here and nowhere else, as a fifth word. The desk
+never compares clocks: it notes when it saw a file change, so ranks on other machines may have other ones.
+
+How long a rank may be silent depends on what it does. Preparing may mean a download of hours, for which the others wait
+as well: there is no limit. Building the model, saving and evaluating have generous ones, since nobody can tell how long
+they take here. A step has shown how long it takes: it may take twenty times that.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Stage = Literal["prepare", "init", "forward", "backward", "step", "vote", "save", "eval", "end"]
+"""Where a rank may stand, in the order in which it gets there within a step."""
+STAGES: tuple[Stage, ...] = get_args(Stage)
+HEARTBEATS = "heartbeats"
+DISK_FULL = "disk-full"
+"""A last word."""
+LEAST_S = 300.0
+STEPS = 20
+"""A step may take so many times as long as the steps before it."""
+START_S = 1800.0
+"""To build the model, and for a first step, which may compile."""
+LONG_S = 6 * 3600.0
+"""To save and to evaluate: what a slow disk is given elsewhere too."""
+_LENGTH = 64
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Where a rank stood when it last said so."""
+
+    rank: int
+    count: int
+    stage: Stage
+    step: int
+    """The one that is being made, from 1; 0: none yet."""
+    micro: int = 0
+    """The micro batch, from 0."""
+    last_word: str | None = None
+    """Why it ended; None: it said nothing, or said it elsewhere."""
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Greater: further on."""
+        inside = self.micro if self.stage in ("forward", "backward") else 1 << 30
+        return self.step, inside, STAGES.index(self.stage)
+
+    @property
+    def words(self) -> str:
+        """`in the forward pass of step 4`"""
+        doing = {
+            "prepare": "while data and weights were prepared",
+            "init": "while the model was built",
+            "forward": "in the forward pass of step {}",
+            "backward": "in the backward pass of step {}",
+            "step": "in the optimizer's step {}",
+            "vote": "in the exchange after step {}",
+            "save": "while step {} was saved" if self.step else "while the model was saved",
+            "eval": "in the evaluation after step {}",
+            "end": "at the end",
+        }
+        return doing[self.stage].format(f"{self.step:,}")
+
+
+class Heartbeat:
+    """A rank's own: whoever works says where. Any thread may."""
+
+    def __init__(self, run: Path, rank: int) -> None:
+        path = beat_path(run, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._lock, self._count = threading.Lock(), 0
+        self._at: tuple[Stage, int, int] = ("prepare", 0, 0)
+        self.beat()
+
+    def at(self, stage: Stage, step: int = 0, micro: int = 0) -> None:
+        self._at = (stage, step, micro)
+        self.beat()
+
+    def beat(self, last_word: str = "") -> None:
+        """Still there, and still at it; or why not."""
+        with self._lock, suppress(OSError):  # a disk that is gone for a moment is no reason to stop training
+            self._count += 1
+            text = f"{self._count} {' '.join(map(str, self._at))} {last_word}"
+            os.pwrite(self._file, text.ljust(_LENGTH - 1).encode() + b"\n", 0)
+
+
+def beat_path(run: Path, rank: int) -> Path:
+    return run / HEARTBEATS / f"rank-{rank}"
+
+
+def read_beat(run: Path, rank: int) -> Beat | None:
+    """None: it has not begun to give any."""
+    try:
+        words = beat_path(run, rank).read_text(encoding="ascii", errors="replace").split()
+        count, stage, step, micro, *said = words
+        if stage not in STAGES:
+            return None
+        return Beat(
+            rank=rank,
+            count=int(count),
+            stage=stage,
+            step=int(step),
+            micro=int(micro),
+            last_word=said[0] if said else None,
+        )
+    except (OSError, ValueError):  # not there, or half written
+        return None
+
+
+def clear_beats(run: Path) -> None:
+    """Of an attempt that has ended: the next one's ranks have given none yet."""
+    with suppress(OSError):
+        for path in (run / HEARTBEATS).iterdir():
+            path.unlink()
+        (run / HEARTBEATS).rmdir()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiet:
+    """A rank that gave no sign of life for too long, and where all of them stand."""
+
+    rank: int
+    silent_s: float
+    beats: tuple[Beat, ...]
+
+
+class Watch:
+    """Sees the beats of the ranks of one attempt."""
+
+    def __init__(
+        self,
+        run: Path,
+        ranks: Sequence[int],
+        timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`timeout_s`: what the user allows a step, an evaluation and a save; None: judged by what they are."""
+        self._run, self._ranks, self._timeout, self._clock = run, ranks, timeout_s, clock
+        self._seen: dict[int, tuple[Beat, float]] = {}
+        self._looked = -_LOOK_S
+
+    def look(self, step_s: float | None) -> Quiet | None:
+        """Whether a rank is silent for too long; `step_s`: what a step takes, where one was made."""
+        now = self._clock()
+        if now - self._looked < _LOOK_S:
+            return None
+        self._looked = now
+        for rank in self._ranks:
+            beat, known = read_beat(self._run, rank), self._seen.get(rank)
+            if beat is not None and (known is None or known[0] != beat):
+                self._seen[rank] = beat, now
+        late = [
+            (beat, now - at)
+            for beat, at in self._seen.values()
+            if (limit := self.limit(beat.stage, step_s)) is not None and now - at > limit
+        ]
+        if not late:
+            return None
+        return quiet([beat for beat, _ in self._seen.values()], max(silent for _, silent in late))
+
+    def beats(self) -> tuple[Beat, ...]:
+        """Where the ranks stand now, or stood when they ended."""
+        found = (read_beat(self._run, rank) for rank in self._ranks)
+        return tuple(beat for beat in found if beat is not None)
+
+    def limit(self, stage: Stage, step_s: float | None) -> float | None:
+        """Seconds without a sign of life after which a rank hangs; None: none is too long."""
+        if stage == "prepare":
+            return None
+        if stage in ("init", "end"):
+            return max(START_S, self._timeout or 0.0)
+        if self._timeout is not None:
+            return self._timeout
+        if stage in ("save", "eval"):
+            return LONG_S
+        return START_S if step_s is None else max(LEAST_S, STEPS * step_s)
+
+
+def quiet(beats: Sequence[Beat], silent_s: float) -> Quiet:
+    """The rank that is furthest behind is the one that the others wait for."""
+    behind = min(beats, key=lambda beat: (beat.progress, beat.rank))
+    return Quiet(rank=behind.rank, silent_s=silent_s, beats=tuple(sorted(beats, key=lambda beat: beat.rank)))

@@ -1,0 +1,441 @@
+"""What dead runs of ours have left on this machine, and how it goes.
+
+Nothing is taken for ours by its name alone. A run is ours by its record or lock; it is dead when the kernel gives its
+lock to us and the process in its record has gone. A process is its worker when what it prints goes to the run's log.
+Shared memory carries no run's name, so it must be of this user, called as torch, NCCL or DeepSpeed call theirs, made
+while a dead run of ours lived, and in nobody's hands. What cannot be judged from here (another machine's run, another
+user's) is left alone, and said.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tightfit.runs.checkpoints import checked, newest_first, orphans, remove_orphan, size_of
+from tightfit.runs.folder import HALF, RunFolder
+from tightfit.runs.lock import LOCK, FolderLock, InUse, check_unlocked
+from tightfit.runs.processes import PROC, is_alive, mark_of, this_host
+from tightfit.runs.watching import began_at, processes_of, read_record
+from tightfit.types import ConfigError, TightfitError
+
+Kind = Literal["process", "shared memory", "staging", "lock", "reservation", "cache"]
+ORDER: tuple[Kind, ...] = ("process", "shared memory", "staging", "lock", "reservation", "cache")
+"""Processes first: they hold the rest."""
+DEPTH = 3
+"""Folders below the one that is named, in which runs are looked for."""
+MOST_FOLDERS = 20_000
+SHM = Path("/dev/shm")  # noqa: S108 - it is read, and only what is known to be ours is removed
+_SEGMENT = re.compile(
+    r"torch_(?P<pid>\d+)_\d+(_\d+)?"  # torch's tensors between processes
+    r"|nccl-\w{6}"
+    r"|deepspeed_allreduce_buffer_\d+_.+_\d+_\d+"  # user, address, port, rank
+)
+GRACE_S = 10.0
+SLACK_S = 10.0
+"""A segment may be a little older or younger than what its run has written."""
+BUILDING = ".building-"
+STAGING = ".tightfit-staging"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """One thing that may go."""
+
+    kind: Kind
+    what: str
+    """A path, or `process 4711`."""
+    because: str
+    bytes: int | None = None
+    path: Path | None = None
+    run: Path | None = None
+    """Whose lock is held while it goes; None: nobody's."""
+    pid: int | None = None
+    mark: str | None = None
+    """See `mark_of`."""
+    since: float = 0.0
+    """When the run began that it is of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What there is."""
+
+    leftovers: tuple[Leftover, ...]
+    live: tuple[Path, ...]
+    """Runs that live, and were left alone."""
+    unsure: tuple[str, ...]
+    """What cannot be judged from here, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadRun:
+    """A run of ours that has ended, however."""
+
+    folder: Path
+    first: float
+    last: float
+    """When it began, and when it was last heard of, in seconds since the epoch."""
+
+
+# --- which runs ---------------------------------------------------------------------------------
+
+
+def runs_below(places: Iterable[Path]) -> list[Path]:
+    """The folders of runs at and below these, not far down."""
+    found: dict[Path, None] = {}
+    budget = MOST_FOLDERS
+    for place in places:
+        level = [Path(os.path.realpath(place))]
+        for _ in range(DEPTH + 1):
+            below: list[Path] = []
+            for folder in level:
+                budget -= 1
+                if budget < 0:
+                    return list(found)
+                if _is_run(folder):
+                    found[folder] = None
+                else:
+                    below += _folders(folder)
+            level = below
+    return list(found)
+
+
+def _is_run(folder: Path) -> bool:
+    return read_record(folder) is not None
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                Path(each.path) for each in entries if each.is_dir(follow_symlinks=False) and each.name[0] != "."
+            )
+    except OSError:
+        return []
+
+
+def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> Found:
+    """Everything that may go. `cache`: our cache's folder; `caches`: what can be made again goes too."""
+    live: list[Path] = []
+    unsure: list[str] = []
+    dead: list[DeadRun] = []
+    found: list[Leftover] = []
+    for run in dict.fromkeys([*runs_below(places), *_reserved(cache)]):
+        try:
+            one = _dead(run)
+        except InUse as error:
+            if _lives_elsewhere(run):
+                unsure.append(str(error).partition(": ")[0])
+            else:
+                live.append(run)
+            continue
+        except ConfigError as error:
+            unsure.append(str(error))
+            continue
+        if one is None:
+            live.append(run)
+            continue
+        dead.append(one)
+        found += [*_processes(one), *_staged(run), *_locks(run)]
+    going = frozenset(each.pid for each in found if each.pid is not None)
+    found += [*_segments(dead, going), *_cached(cache, caches=caches and not live)]
+    return Found(
+        leftovers=tuple(sorted(found, key=lambda each: ORDER.index(each.kind))), live=tuple(live), unsure=tuple(unsure)
+    )
+
+
+def _reserved(cache: Path) -> list[Path]:
+    """Runs that have reserved something, wherever they lie."""
+    found = []
+    for path in _glob(cache / "reservations", "*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            folder = Path(json.loads(path.read_text(encoding="utf-8"))["folder"])
+            if folder.is_absolute() and _is_run(folder):
+                found.append(Path(os.path.realpath(folder)))
+    return found
+
+
+def _dead(run: Path) -> DeadRun | None:
+    """None: it lives. InUse: somebody holds its lock."""
+    record = read_record(run)
+    assert record is not None
+    check_unlocked(run)
+    if record.host != this_host():
+        raise ConfigError(f"{run} was run on {record.host}, so what it left cannot be judged from here")
+    if record.lives:
+        return None
+    try:
+        files = [run / LOCK, RunFolder(run).events, RunFolder(run).record, *(run / "logs").glob("*.log")]
+        times = [path.stat().st_mtime for path in files if path.exists()]
+    except OSError as error:
+        raise ConfigError(f"{run} cannot be looked at ({(error.strerror or str(error)).lower()})") from None
+    first = min(times) if record.started is None else record.started.timestamp()
+    return DeadRun(folder=run, first=first, last=max(times))
+
+
+def _lives_elsewhere(run: Path) -> bool:
+    record = read_record(run)
+    return record is not None and record.host != this_host()
+
+
+# --- what a run leaves in its folder ------------------------------------------------------------
+
+
+def _locks(run: Path) -> list[Leftover]:
+    path = run / LOCK
+    if not path.exists():
+        return []
+    return [Leftover(kind="lock", what=str(path), because="its run has ended", bytes=_size(path), path=path, run=run)]
+
+
+def _staged(run: Path) -> list[Leftover]:
+    """What was being written when its writer was killed. A checkpoint that was set aside to be replaced stays for as
+    long as it is the only whole one of its step."""
+    whole = set()
+    for folder in newest_first(run):
+        with suppress(TightfitError):
+            checked(folder)
+            whole.add(folder.name)
+    places = [path for path in orphans(run) if not path.name.endswith(".old") or path.name[1 : -len(".old")] in whole]
+    plan = RunFolder(run).plan
+    places += [run / name for name in sorted(HALF)] + [plan / STAGING, RunFolder(run).record.with_suffix(".new")]
+    places += _glob(run / "attempts", "*.new")
+    return [
+        Leftover(kind="staging", what=str(path), because="half written", bytes=_size(path), path=path, run=run)
+        for path in places
+        if path.exists() or path.is_symlink()
+    ]
+
+
+def _processes(run: DeadRun) -> list[Leftover]:
+    found = []
+    for process in processes_of(run.folder):
+        with suppress(OSError):
+            if (PROC / str(process.pid)).stat().st_uid == os.geteuid():
+                found.append(
+                    Leftover(
+                        kind="process",
+                        what=f"process {process.pid}",
+                        because=f"{process.name.replace('-', ' ')} of the run in {run.folder}, which has ended",
+                        bytes=_rss(process.pid),
+                        pid=process.pid,
+                        mark=mark_of(process.pid),
+                    )
+                )
+    return found
+
+
+# --- shared memory ------------------------------------------------------------------------------
+
+
+def _segments(dead: Sequence[DeadRun], going: frozenset[int]) -> list[Leftover]:
+    """Of these runs. `going`: processes that are about to be ended, and whose hands do not count."""
+    candidates = []
+    for path in _glob(SHM, "*"):
+        name = _SEGMENT.fullmatch(path.name)
+        with suppress(OSError):
+            seen = path.lstat()
+            if name is None or not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
+                continue
+            run = max((run for run in dead if _within(seen.st_mtime, run)), key=lambda run: run.first, default=None)
+            maker = None if name["pid"] is None else int(name["pid"])
+            if run is None or (maker is not None and maker not in going and is_alive(maker, None)):
+                continue
+            candidates.append((path, seen, run))
+    held = _held_files(min(run.first for _, _, run in candidates), going) if candidates else frozenset()
+    if held is None:
+        return []
+    return [
+        Leftover(
+            kind="shared memory",
+            what=str(path),
+            because=f"made while the run in {run.folder} lived, and in nobody's hands",
+            bytes=seen.st_blocks * 512,
+            path=path,
+            since=run.first,
+        )
+        for path, seen, run in candidates
+        if (seen.st_dev, seen.st_ino) not in held
+    ]
+
+
+def _within(moment: float, run: DeadRun) -> bool:
+    return run.first - 1 <= moment <= run.last + SLACK_S
+
+
+def _held_files(since: float, going: frozenset[int] = frozenset()) -> frozenset[tuple[int, int]] | None:
+    """Device and number of every file that a process of this user has open or in its memory; None: nobody can tell,
+    since one of its processes may not be looked into. One that is older than the runs, as a container's first process
+    is, has nothing of theirs."""
+    found = set()
+    for entry in PROC.glob("[0-9]*"):
+        try:
+            if entry.stat().st_uid != os.geteuid() or int(entry.name) in going:
+                continue
+            for line in (entry / "maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                fields = line.split(None, 5)
+                if len(fields) == 6 and fields[5].startswith(f"{SHM}/"):
+                    major, minor = (int(part, 16) for part in fields[3].split(":"))
+                    found.add((os.makedev(major, minor), int(fields[4])))
+            for fd in (entry / "fd").iterdir():
+                with suppress(OSError):
+                    seen = fd.stat()
+                    found.add((seen.st_dev, seen.st_ino))
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        except (OSError, ValueError):
+            began = began_at(int(entry.name))
+            if began is None or began >= since:
+                return None
+    return frozenset(found)
+
+
+# --- the cache ----------------------------------------------------------------------------------
+
+
+def _cached(cache: Path, *, caches: bool) -> list[Leftover]:
+    found = [
+        Leftover(kind="reservation", what=str(path), because="its run has ended", bytes=_size(path), path=path)
+        for path in _glob(cache / "reservations", "*.json")
+        if _is_dead_reservation(path)
+    ]
+    for path in _glob(cache, f"*/{BUILDING}*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdigit() and not is_alive(int(pid), None):
+            because = f"half built by process {pid}, which has gone"
+            found.append(Leftover(kind="staging", what=str(path), because=because, bytes=_size(path), path=path))
+    if caches:
+        found += [
+            Leftover(kind="cache", what=str(path), because="can be made again", bytes=_size(path), path=path)
+            for path in cached_things(cache)
+        ]
+    return found
+
+
+def cached_things(cache: Path) -> list[Path]:
+    """What can be made again: measured corrections of plans, data as tokens, converted weights."""
+    return [path for name in ("calibration.json", "data", "weights") if (path := cache / name).exists()]
+
+
+def _is_dead_reservation(path: Path) -> bool:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        return said["host"] == this_host() and not is_alive(int(said["pid"]), said["mark"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _glob(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
+
+
+def _size(path: Path) -> int:
+    if path.is_dir() and not path.is_symlink():
+        return size_of(path)
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def _rss(pid: int) -> int | None:
+    try:
+        return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+# --- away with it -------------------------------------------------------------------------------
+
+
+def remove(leftover: Leftover) -> str | None:
+    """Why it could not go; None: it is gone."""
+    try:
+        if leftover.pid is not None:
+            return end(leftover.pid, leftover.mark)
+        with _alone(leftover):
+            _away(leftover)
+    except (OSError, ConfigError) as error:
+        return (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+    return None
+
+
+@contextmanager
+def _alone(leftover: Leftover) -> Iterator[None]:
+    """Within a run's folder only for whoever holds its lock, and letting go removes that."""
+    if leftover.run is None:
+        yield
+        return
+    lock = FolderLock.take(leftover.run)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _away(leftover: Leftover) -> None:
+    path = leftover.path
+    if path is None or leftover.kind == "lock":
+        return
+    if leftover.kind == "cache" and path.is_dir():
+        shutil.rmtree(path)
+    elif leftover.kind == "cache":
+        with path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path.unlink(missing_ok=True)
+    elif leftover.kind == "shared memory":
+        held, seen = _held_files(leftover.since), path.lstat()
+        if held is None or (seen.st_dev, seen.st_ino) in held:
+            raise ConfigError("a process holds it")
+        path.unlink()
+    elif path.exists() or path.is_symlink():
+        remove_orphan(path)
+
+
+def end(pid: int, mark: str | None, *, at_once: bool = False, grace_s: float = GRACE_S) -> str | None:
+    """End a process, if it is still the one that was meant: asked first, and where it is ours to decide, then ended."""
+    try:
+        for what in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
+            if not is_alive(pid, mark):
+                return None
+            os.kill(pid, what)
+            deadline = time.monotonic() + grace_s
+            while is_alive(pid, mark) and time.monotonic() < deadline:
+                time.sleep(0.05)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return "it belongs to another user"
+    return "it does not end: the kernel holds it" if is_alive(pid, mark) else None
+
+
+def ask_to_end(pid: int, mark: str | None, grace_s: float = GRACE_S) -> str | None:
+    """SIGTERM alone, for what is not ours; why it still runs, or None."""
+    try:
+        if is_alive(pid, mark):
+            os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return "it belongs to another user"
+    deadline = time.monotonic() + grace_s
+    while is_alive(pid, mark):
+        if time.monotonic() > deadline:
+            return f"it still runs after {grace_s:.0f} s"
+        time.sleep(0.05)
+    return None

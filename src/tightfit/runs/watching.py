@@ -1,0 +1,391 @@
+"""A run as somebody sees it who did not start it: its folder is read, and nothing is written or held.
+
+Whether the run lives is told by its record and the process in it, never by trying its lock, which a run that starts at
+that moment would find taken. A number that was given out again is told by when its process began. Of a run on another
+machine only the files are known, and they are believed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_records
+from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Failed, Progress, Resumed, Started, Step
+from tightfit.runs.folder import RunFolder
+from tightfit.runs.follow import Follower
+from tightfit.runs.health import OOM_KINDS, Planned
+from tightfit.runs.lines import line_of
+from tightfit.runs.processes import PROC, is_alive, this_host
+from tightfit.runs.tally import Tally
+from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, worker_file
+from tightfit.types import ConfigError
+
+LOSSES = 4096
+STEPS = 512
+LINES = 200
+"""What is kept of a run's past."""
+AGAIN_S = 10.0
+"""Between two searches for the processes of the ranks."""
+BEGAN_S = 5.0
+"""What the clock of a record and that of a process may differ by."""
+_LOG = re.compile(r"(rank-\d+|launcher)\.log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """`run.json` as others read it; None: it does not say."""
+
+    state: str
+    pid: int | None
+    host: str | None
+    started: datetime | None
+    ended: datetime | None
+    exit_code: int | None
+    command: tuple[str, ...] = ()
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether its process runs; None: that cannot be seen from here."""
+        if self.state != "running":
+            return False
+        if self.host != this_host() or self.pid is None:
+            return None
+        if not is_alive(self.pid, None):
+            return False
+        began = began_at(self.pid)
+        return began is None or self.started is None or began <= self.started.timestamp() + BEGAN_S
+
+
+def read_record(run: Path) -> Record | None:
+    """None: there is none, or it is not ours."""
+    try:
+        tree: dict[str, Any] = json.loads(RunFolder(run).record.read_text(encoding="utf-8"))
+        return Record(
+            state=str(tree["state"]),
+            pid=int(tree["pid"]),
+            host=str(tree["host"]),
+            started=_moment(tree["started"]),
+            ended=_moment(tree["ended"]),
+            exit_code=None if tree["exit_code"] is None else int(tree["exit_code"]),
+            command=tuple(map(str, tree["command"])),
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _moment(text: object) -> datetime | None:
+    return datetime.fromisoformat(text) if isinstance(text, str) else None
+
+
+def began_at(pid: int) -> float | None:
+    """When a process began, in seconds since the epoch; None: nobody says."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        up = float((PROC / "uptime").read_bytes().split()[0])
+        return time.time() - up + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+# --- the processes of a run ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    """A process whose output goes to a rank's log: the rank, or something that it has started."""
+
+    pid: int
+    name: str
+    """`rank-3`, as its log is called."""
+    leads: bool
+    """Whether it is the rank itself."""
+
+
+def processes_of(run: Path) -> tuple[RankProcess, ...]:
+    """Of this user and this machine. Only `tightfit train` sends what a process prints to a run's logs, which make way
+    within the run's folder for those of a later attempt."""
+    inside = os.path.realpath(run) + os.sep
+    found = []
+    for entry in os.scandir(PROC) if PROC.is_dir() else ():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError, ValueError, IndexError):  # another user's, or gone
+            output = os.readlink(f"{entry.path}/fd/1").removesuffix(" (deleted)")
+            if output.startswith(inside) and _LOG.fullmatch(os.path.basename(output)):
+                pid = int(entry.name)
+                state, group = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()[0:3:2]
+                if state not in (b"Z", b"X"):
+                    name = Path(output).stem
+                    found.append(RankProcess(pid=pid, name=name, leads=int(group) == pid))
+    return tuple(sorted(found, key=lambda each: (each.name, not each.leads, each.pid)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A rank's process, and its RAM."""
+
+    name: str
+    pid: int
+    now_bytes: int
+    peak_bytes: int
+
+
+class RankEye:
+    """Knows the ranks of a run. Searching all processes is dear, so it is done seldom."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._known: tuple[RankProcess, ...] = ()
+        self._searched = -AGAIN_S
+
+    def look(self) -> tuple[Rank, ...]:
+        ranks = self._read()
+        now = time.monotonic()
+        if now - self._searched >= (1.0 if not ranks else AGAIN_S) or len(ranks) < len(self._known):
+            self._searched = now
+            self._known = tuple(each for each in processes_of(self._run) if each.leads)
+            ranks = self._read()
+        return ranks
+
+    def forget(self) -> None:
+        """Others are about to be started."""
+        self._searched = -AGAIN_S
+
+    def _read(self) -> tuple[Rank, ...]:
+        return tuple(rank for known in self._known if (rank := _rank(known)) is not None)
+
+
+def _rank(known: RankProcess) -> Rank | None:
+    try:
+        text = (PROC / str(known.pid) / "status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    sizes = {"VmRSS": 0, "VmHWM": 0}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        if name in sizes:
+            sizes[name] = int(rest.split()[0]) * 1024
+    if not sizes["VmRSS"]:  # it has ended, and nobody has taken notice yet
+        return None
+    return Rank(name=known.name, pid=known.pid, now_bytes=sizes["VmRSS"], peak_bytes=sizes["VmHWM"])
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSeen:
+    """A run as it is now."""
+
+    folder: Path
+    worker: WorkerFile | None
+    """None: its plan cannot be read."""
+    record: Record | None
+    attempts: tuple[AttemptRecord, ...]
+    step: Step | None
+    doing: Progress | None
+    """Long work before the first step; None: it is not about that."""
+    first_loss: float | None
+    losses: tuple[float, ...]
+    steps: tuple[Step, ...]
+    """The last ones of this start."""
+    peak_bytes: int | None
+    ranks: tuple[Rank, ...]
+    lines: tuple[tuple[str, str], ...]
+    """What has happened, and how it looks; the newest last."""
+    oom: str | None
+    oom_is_last: bool
+    ended: str | None
+    """How, in a few words; None: it goes on."""
+    well: bool
+    """Whether it ended as it should, or goes on."""
+    quiet_s: float | None
+    """Since the last event; None: there was none."""
+
+    @property
+    def planned(self) -> Planned | None:
+        worker = self.worker
+        if worker is None:
+            return None
+        return Planned(
+            peak_bytes=worker.peak_bytes,
+            required_bytes=worker.required_bytes,
+            ranks_here=worker.gpus_per_node,
+            offloads=worker.offload_optimizer == "cpu",
+            on_gpu=worker.vendor != "cpu",
+        )
+
+
+def check_run(path: Path) -> Path:
+    """The run's folder that is meant, or why it is none."""
+    place = path.expanduser().absolute()
+    if not place.exists():
+        raise ConfigError(f"there is nothing at {path}: name a run's folder, or none to watch the machine")
+    if not place.is_dir():
+        raise ConfigError(f"{path} is a file: name a run's folder, or none to watch the machine")
+    if not os.access(place, os.R_OK | os.X_OK):
+        raise ConfigError(f"{path} may not be read: ask its owner, or name another run's folder")
+    here = RunFolder(place)
+    parts = (here.record, here.events, here.plan / WORKER_FILE, place / ATTEMPTS)
+    if not any(part.exists() for part in parts):
+        raise ConfigError(f"{path} is no run's folder: name one that `tightfit train` made, or none for the machine")
+    return place
+
+
+class RunEye:
+    """Follows one run from its first event on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._follower = Follower(RunFolder(folder).events, start=0)
+        self._ranks = RankEye(folder)
+        self._tally = Tally()
+        self._losses: deque[float] = deque(maxlen=LOSSES)
+        self._steps: deque[Step] = deque(maxlen=STEPS)
+        self._lines: deque[tuple[str, str]] = deque(maxlen=LINES)
+        self._doing: Progress | None = None
+        self._oom: str | None = None
+        self._oom_is_last = False
+        self._failed: Failed | None = None
+        self._plan: tuple[int, WorkerFile | None] | None = None
+        self._record: tuple[int, Record | None] | None = None
+        self._tried: int | None = None
+        """When an attempt's record was last written."""
+        self._attempts: tuple[AttemptRecord, ...] = ()
+        self.fresh: list[Event] = []
+        """What came with the last look."""
+
+    def look(self) -> RunSeen:
+        record = self._read_record()
+        lives = None if record is None else record.lives
+        self.fresh = self._follower.poll() if lives is not False else self._follower.rest()
+        for event in self.fresh:
+            self._add(event)
+        tried = _mark(self.folder / ATTEMPTS)
+        if self._tried != tried:
+            self._tried = tried
+            self._attempts = read_records(self.folder)
+            self._judge_attempts()
+        ended, well = self._ending(record, lives)
+        return RunSeen(
+            folder=self.folder,
+            worker=self._read_plan(),
+            record=record,
+            attempts=self._attempts,
+            step=self._tally.last,
+            doing=self._doing,
+            first_loss=self._tally.first_loss,
+            losses=tuple(self._losses),
+            steps=tuple(self._steps),
+            peak_bytes=self._tally.peak_bytes,
+            ranks=() if ended is not None else self._ranks.look(),
+            lines=tuple(self._lines),
+            oom=self._oom,
+            oom_is_last=self._oom_is_last,
+            ended=ended,
+            well=well,
+            quiet_s=self._quiet_s(),
+        )
+
+    def _add(self, event: Event) -> None:
+        self._tally.add(event)
+        if isinstance(event, Step):
+            self._doing, self._oom_is_last = None, False
+            self._steps.append(event)
+            if event.loss is not None and not event.skipped and event.loss - event.loss == 0:  # a finite number
+                self._losses.append(event.loss)
+            return
+        if isinstance(event, Progress):
+            self._doing = event
+            return
+        if isinstance(event, Started | AttemptBegan | Resumed):
+            # Other processes, which hold what they hold from the beginning.
+            self._steps.clear()
+            self._ranks.forget()
+            self._doing = self._failed = self._tally.ended = None
+        if isinstance(event, Failed | AttemptFailed):
+            self._failed = event if isinstance(event, Failed) else None
+            if event.kind in OOM_KINDS:
+                self._oom, self._oom_is_last = event.text, True
+        line = line_of(event)
+        if line[0]:
+            self._lines.append(line)
+
+    def _judge_attempts(self) -> None:
+        """A rank that ran out of memory may have had no last words; whoever judged its end knows."""
+        causes = [each.cause for each in self._attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
+        if causes:
+            self._oom = causes[-1].sentence
+            self._oom_is_last = self._attempts[-1].cause is causes[-1]
+
+    def _read_record(self) -> Record | None:
+        """Read again where the file has changed."""
+        mark = _mark(RunFolder(self.folder).record)
+        if self._record is None or self._record[0] != mark:
+            self._record = mark, read_record(self.folder)
+        return self._record[1]
+
+    def _read_plan(self) -> WorkerFile | None:
+        """Another attempt may have another plan."""
+        path = RunFolder(self.folder).plan / WORKER_FILE
+        mark = _mark(path)
+        if self._plan is None or self._plan[0] != mark:
+            found = None
+            with suppress(OSError, ConfigError):
+                found = worker_file(path.read_text(encoding="utf-8", errors="replace"), str(path))
+            self._plan = mark, found
+        return self._plan[1]
+
+    def _quiet_s(self) -> float | None:
+        try:
+            return max(0.0, time.time() - RunFolder(self.folder).events.stat().st_mtime)
+        except OSError:
+            return None
+
+    def _ending_unrecorded(self) -> tuple[str | None, bool]:
+        """Of a worker that another launcher started, or of another trainer, whose record comes at its end."""
+        if self._tally.ended is not None:
+            return f"it ended: {self._tally.ended.reason}", True
+        if self._attempts and _is_last(self._attempts[-1]):
+            state = self._attempts[-1].state
+            return f"its last attempt ended: {state}", state in ("done", "stopped")
+        return None, True
+
+    def _ending(self, record: Record | None, lives: bool | None) -> tuple[str | None, bool]:
+        """How it ended, and whether that is well."""
+        if record is None:
+            return self._ending_unrecorded()
+        if lives is not False:
+            return None, True
+        last = self._tally.last
+        at = "before its first step" if last is None else f"after step {last.step:,}"
+        if record.state == "running":
+            return f"its process {record.pid} has gone without a word, {at}", False
+        code = "" if record.exit_code in (None, 0) else f", exit code {record.exit_code}"
+        words = {"done": "it is done", "stopped": "it was stopped and has saved where it was", "failed": "it failed"}
+        return f"{words.get(record.state, f'it ended: {record.state}')}, {at}{code}", record.state in (
+            "done",
+            "stopped",
+        )
+
+
+def _is_last(record: AttemptRecord) -> bool:
+    """Whether no other attempt follows."""
+    return record.ended is not None and (record.next is None or record.next.action == "stop")
+
+
+def _mark(path: Path) -> int:
+    """Changes with the file; 0: it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,272 @@
+"""Faults for the tests: a rank breaks down at a chosen stage and step, as real ones do.
+
+Off unless the tests' own variable names some:
+
+    TIGHTFIT_FAULTS="device-oom@rank=1,stage=forward,step=3; kill@rank=0,stage=write,step=4,repeat"
+
+A fault happens once in a run, told by a file in the run's folder, so that the next attempt gets past it; with `repeat`
+it happens every time. Exceptions have the types and the words of the real ones. What can be real here is: memory that
+a limit refuses, a process that the kernel kills for want of memory, a full disk, SIGKILL, a thread that stands still,
+numbers that are none.
+
+The stages are those of the heartbeat, and `write`: in the middle of writing a checkpoint, in the thread that does so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from tightfit.runs import disk
+from tightfit.train.build import body_of
+from tightfit.types import ConfigError
+
+MIB = 2**20
+FAULTS = "faults"
+WRITE = "write"
+GROUPS = Path("/sys/fs/cgroup")
+MOST_TO_FILL = 1024 * MIB
+"""Only a disk with less left than this is filled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    what: str
+    rank: int
+    stage: str
+    step: int
+    repeat: bool = False
+
+
+class Faults:
+    """Those of one rank."""
+
+    def __init__(self, faults: list[tuple[int, Fault]], run: Path) -> None:
+        """Each with its number among all of the run's."""
+        self._faults, self._run, self._saving = faults, run, 0
+        if any(fault.stage == WRITE for _, fault in faults):
+            self._interpose()
+
+    def at(self, stage: str, step: int, model: Any = None) -> None:
+        if stage == "save":
+            self._saving = step
+        for number, fault in self._faults:
+            if fault.stage == stage and fault.step == step and self._due(number, fault):
+                KINDS[fault.what](self._run, model)
+
+    def _due(self, number: int, fault: Fault) -> bool:
+        if fault.repeat:
+            return True
+        marker = self._run / FAULTS / str(number)
+        marker.parent.mkdir(exist_ok=True)
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            return False
+        return True
+
+    def _interpose(self) -> None:
+        """After bytes of a checkpoint have gone to the disk, and before it stands."""
+        sync = disk.sync
+
+        def syncing(descriptor: int) -> None:
+            sync(descriptor)
+            self.at(WRITE, self._saving)
+
+        disk.__dict__["sync"] = syncing
+
+
+def read_faults(text: str, run: Path, rank: int) -> Faults:
+    """This rank's of all that the text names."""
+    words = [word.strip() for word in text.split(";") if word.strip()]
+    faults = [(number, _fault(word)) for number, word in enumerate(words)]
+    return Faults([(number, fault) for number, fault in faults if fault.rank == rank], run)
+
+
+def _fault(word: str) -> Fault:
+    what, _, rest = word.partition("@")
+    said = dict(part.partition("=")[::2] for part in rest.split(",") if part)
+    try:
+        repeat = said.pop("repeat", None) is not None
+        made = Fault(
+            what=what, rank=int(said.pop("rank")), stage=said.pop("stage"), step=int(said.pop("step")), repeat=repeat
+        )
+    except (KeyError, ValueError):
+        raise ConfigError(f"the fault {word!r} is not KIND@rank=N,stage=S,step=N: mend it") from None
+    if said or what not in KINDS:
+        raise ConfigError(f"there is no fault {word!r}: the kinds are {', '.join(KINDS)}")
+    return made
+
+
+# --- words of GPUs and their libraries ------------------------------------------------------------
+
+_CUDA = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable "
+    "device-side assertions.\n"
+)
+_ACCELERATOR: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+
+
+def _out_of_memory(asked: str, free: str, own: str, tensors: str, pieces: str, others: str = "") -> NoReturn:
+    raise torch.OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 4.00 GiB of which {free} is "
+        f"free. {others}Including non-PyTorch memory, this process has {own} memory in use. Of the allocated memory "
+        f"{tensors} is allocated by PyTorch, and {pieces} is reserved by PyTorch but unallocated. If reserved but "
+        "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
+        "fragmentation.  See documentation for Memory Management"
+    )
+
+
+def _device_oom(run: Path, model: Any) -> None:
+    _out_of_memory("24.00 MiB", "16.00 MiB", "3.98 GiB", "3.90 GiB", "20.00 MiB")
+
+
+def _fragmentation(run: Path, model: Any) -> None:
+    _out_of_memory("20.00 MiB", "10.00 MiB", "3.99 GiB", "3.50 GiB", "464.00 MiB")
+
+
+def _other_process(run: Path, model: Any) -> None:
+    others = "Process 4711 has 3.10 GiB memory in use. "
+    _out_of_memory("512.00 MiB", "96.00 MiB", "820.00 MiB", "400.00 MiB", "12.00 MiB", others)
+
+
+def _pinned(run: Path, model: Any) -> NoReturn:
+    def pin_memory() -> NoReturn:
+        raise _ACCELERATOR(f"CUDA error: out of memory{_CUDA}")
+
+    pin_memory()
+
+
+def _shared_memory(run: Path, model: Any) -> NoReturn:
+    raise RuntimeError(
+        "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that dataloader's workers are out "
+        "of shared memory. Please try to raise your shared memory limit."
+    )
+
+
+def _nccl(run: Path, model: Any) -> NoReturn:
+    raise dist.DistBackendError(
+        "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, unhandled system error (run with "
+        "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) or "
+        "external library call failed or device error. \nLast error:\nsocketPollConnect: connect to 10.0.0.2<41234> "
+        "returned Connection refused, exceeded error retry count after 35 attempts"
+    )
+
+
+def _nccl_timeout(run: Path, model: Any) -> NoReturn:
+    raise dist.DistBackendError(
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=118, OpType=ALLREDUCE, NumelIn=1, "
+        "NumelOut=1, Timeout(ms)=1800000) ran for 1800012 milliseconds before timing out."
+    )
+
+
+def _ecc(run: Path, model: Any) -> NoReturn:
+    raise _ACCELERATOR(f"CUDA error: uncorrectable ECC error encountered{_CUDA}")
+
+
+def _gpu_lost(run: Path, model: Any) -> NoReturn:
+    raise RuntimeError(
+        "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.  Reboot the system to recover this GPU"
+    )
+
+
+def _cuda(run: Path, model: Any) -> NoReturn:
+    raise _ACCELERATOR(f"CUDA error: unknown error{_CUDA}")
+
+
+def _bug(run: Path, model: Any) -> NoReturn:
+    raise KeyError("no_such_field")
+
+
+# --- what really happens --------------------------------------------------------------------------
+
+
+def _host_oom(run: Path, model: Any) -> None:
+    """The system refuses memory beyond a limit of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 16 * MIB, before[1]))
+    try:
+        torch.empty(64 * MIB, dtype=torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _host_oom_killed(run: Path, model: Any) -> NoReturn:
+    """The kernel kills this process, as the one that goes beyond the limit of a memory group."""
+    old = (GROUPS / "memory").is_dir()
+    group = GROUPS / ("memory" if old else "") / f"tightfit-fault-{os.getpid()}"
+    group.mkdir()
+    limit = "memory.limit_in_bytes" if old else "memory.max"
+    (group / limit).write_text(str(32 * MIB), encoding="ascii")
+    (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+    held = [bytearray(os.urandom(MIB)) for _ in range(1024)]
+    raise RuntimeError(f"the kernel let this process have {len(held)} MiB beyond its limit")
+
+
+def _disk_full(run: Path, model: Any) -> NoReturn:
+    """The disk is full until this process ends: the file has no name any more."""
+    if disk.room(run) > MOST_TO_FILL:
+        raise ConfigError(f"{run} is on a disk that is no test's: nothing was filled")
+    path = run / "filling"
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
+    path.unlink()
+    while True:
+        try:
+            os.write(descriptor, bytes(MIB))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            error.filename = str(path)
+            raise
+
+
+def _kill(run: Path, model: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang(run: Path, model: Any) -> None:
+    while True:
+        time.sleep(1)
+
+
+def _nan(run: Path, model: Any) -> None:
+    """The next batch is poisoned where it enters the model."""
+
+    def poison(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        hook.remove()
+        return output * float("nan")
+
+    hook = body_of(model).get_input_embeddings().register_forward_hook(poison)
+
+
+KINDS: dict[str, Callable[[Path, Any], None]] = {
+    "device-oom": _device_oom,
+    "fragmentation": _fragmentation,
+    "other-process": _other_process,
+    "pinned": _pinned,
+    "shared-memory": _shared_memory,
+    "nccl": _nccl,
+    "nccl-timeout": _nccl_timeout,
+    "ecc": _ecc,
+    "gpu-lost": _gpu_lost,
+    "cuda": _cuda,
+    "host-oom": _host_oom,
+    "host-oom-killed": _host_oom_killed,
+    "disk-full": _disk_full,
+    "kill": _kill,
+    "hang": _hang,
+    "nan": _nan,
+    "bug": _bug,
+}

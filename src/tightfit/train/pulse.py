@@ -1,0 +1,48 @@
+"""Where this rank stands, told at every stage of a step: to the desk as a sign of life, and to the tests' faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightfit.runs.heartbeat import Heartbeat, Stage
+from tightfit.train.events import Events
+from tightfit.train.faults import Faults
+
+
+class Pulse:
+    """Says nothing to nobody, unless it is given somebody."""
+
+    def __init__(self, heartbeat: Heartbeat | None = None, faults: Faults | None = None) -> None:
+        self._heartbeat, self._faults = heartbeat, faults
+
+    def at(self, stage: Stage, step: int = 0, micro: int = 0, model: Any = None) -> None:
+        """This begins now. `step` counts from 1."""
+        if self._heartbeat is not None:
+            self._heartbeat.at(stage, step, micro)
+        if self._faults is not None:
+            self._faults.at(stage, step, model)
+
+    def beat(self, last_word: str = "") -> None:
+        """The same goes on; or it ends, where this is all that can still be said."""
+        if self._heartbeat is not None:
+            self._heartbeat.beat(last_word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """What a supervisor asks of a worker beyond its orders."""
+
+    pulse: Pulse = field(default_factory=Pulse)
+    skips: frozenset[int] = frozenset()
+    """Steps whose samples are left out, from 1."""
+
+
+class PulsingEvents(Events):
+    """Whatever is told is a sign of life too, on the ranks as well that tell nobody."""
+
+    pulse = Pulse()
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.pulse.beat()
+        super().write(event, **fields)

@@ -1,0 +1,123 @@
+"""The records of attempts: whole or not there, and read as they were written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tightfit.runs import attempts
+from tightfit.runs.attempts import AttemptRecord, Cause, Next, read_records, record_path, write_record
+from tightfit.runs.events import AttemptBegan, AttemptFailed, event_of
+from tightfit.runs.folder import RunFolder
+from tightfit.runs.lines import line_of
+
+CAUSE = Cause(
+    id="killed",
+    kind="preempted",
+    sentence="Rank 1 was killed.",
+    confidence="likely",
+    rank=1,
+    phase="forward",
+    evidence=("exit code: rank 1: -9 (SIGKILL)",),
+)
+RECORD = AttemptRecord(
+    number=1,
+    started="2026-07-01T10:00:00+00:00",
+    plan="ZeRO-2, micro batch 4 × 1 on 2 ranks",
+    ranks=2,
+    effective_batch=8,
+    ended="2026-07-01T10:05:00+00:00",
+    state="failed",
+    exit_codes=(1, -9),
+    first_step=0,
+    last_step=57,
+    kept_step=50,
+    cause=CAUSE,
+    next=Next(action="smaller plan", because="memory", changed=("ZeRO-2 → ZeRO-3",), wait_s=1.0),
+)
+FAILED = AttemptFailed(
+    number=1,
+    kind="preempted",
+    text="Rank 1 was killed.",
+    step=57,
+    kept_step=50,
+    action="same plan",
+    because="it may not happen again",
+    wait_s=4.0,
+)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert write_record(tmp_path, RECORD)
+    assert read_records(tmp_path) == (RECORD,)
+    assert RECORD.lost_steps == 7
+    assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == ["001.json"]
+
+
+def test_a_record_of_an_attempt_that_runs(tmp_path: Path) -> None:
+    running = AttemptRecord(number=2, started="now", plan="p", ranks=1, effective_batch=None)
+    write_record(tmp_path, RECORD)
+    write_record(tmp_path, running)
+    assert read_records(tmp_path) == (RECORD, running)
+    assert running.state == "running"
+    assert running.lost_steps == 0
+
+
+def test_what_is_no_record_is_left_out(tmp_path: Path) -> None:
+    write_record(tmp_path, RECORD)
+    place = tmp_path / "attempts"
+    whole = json.loads(record_path(tmp_path, 1).read_text())
+    for number, text in enumerate(
+        ["", "[1]", "{}", json.dumps({**whole, "schema": 99}), json.dumps({**whole, "more": 1}), "{" * 99], start=2
+    ):
+        (place / f"{number:03d}.json").write_text(text)
+    (place / "notes.json").write_text("{}")
+    (place / "001").mkdir()
+    assert read_records(tmp_path) == (RECORD,)
+    assert read_records(tmp_path / "nowhere") == ()
+
+
+def test_a_disk_that_takes_nothing_costs_the_record_alone(tmp_path: Path) -> None:
+    (tmp_path / "attempts").write_text("in the way")
+    assert not write_record(tmp_path, RECORD)
+    attempts.put_aside(RunFolder(tmp_path), 1, [])
+    attempts.append_event(RunFolder(tmp_path / "nowhere"), FAILED)
+
+
+def test_logs_and_last_words_make_way(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for path in (folder.log("rank-0"), folder.errors / "rank-1.json", folder.plan / "worker.json"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(path.name)
+    attempts.keep_plan(folder, 3)
+    attempts.put_aside(folder, 3, [folder.log("rank-0"), folder.log("rank-1")])
+    kept = tmp_path / "attempts/003"
+    assert sorted(path.relative_to(kept).as_posix() for path in kept.rglob("*") if path.is_file()) == [
+        "errors/rank-1.json",
+        "plan/worker.json",
+        "rank-0.log",
+    ]
+    assert not folder.errors.exists()
+    assert (folder.plan / "worker.json").exists()
+
+
+def test_attempts_are_events_too_behind_a_torn_line(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.events.write_text('{"event": "step", "st')
+    began = AttemptBegan(number=2, plan="ZeRO-3", changed=("ZeRO-2 → ZeRO-3",))
+    attempts.append_event(folder, FAILED)
+    attempts.append_event(folder, began)
+    lines = folder.events.read_text().splitlines()
+    assert [event_of(line) for line in lines[1:]] == [FAILED, began]
+    assert line_of(FAILED)[0] == (
+        "✗ attempt 1 failed after step 57 (the checkpoint of step 50 is kept): Rank 1 was killed → same plan, in 4 s: "
+        "it may not happen again"
+    )
+    assert line_of(began)[0] == "→ attempt 2: ZeRO-3; ZeRO-2 → ZeRO-3"
+
+
+def test_events_of_another_version_are_shown_as_they_are() -> None:
+    assert type(event_of('{"event": "attempt", "text": "x"}')).__name__ == "Other"
+    found = event_of('{"event": "attempt_failed", "number": 3}')
+    assert isinstance(found, AttemptFailed)
+    assert (found.kind, found.step, found.wait_s) == ("unknown", None, None)

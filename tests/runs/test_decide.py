@@ -1,0 +1,186 @@
+"""What follows from a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from recorded_attempts import recorded
+
+from tightfit.diagnose.verdict import Kind, Verdict
+from tightfit.runs.attempts import AttemptRecord, Cause, Next
+from tightfit.runs.cause import cause_of
+from tightfit.runs.decide import LONGEST_WAIT_S, Decision, Policy, decide, tries_in_a_row, without_smaller
+
+
+def verdict(kind: Kind, cause: str = "It broke.", symptom: str = "x", **more: object) -> Verdict:
+    plain = Verdict(id=symptom, kind=kind, cause=cause, confidence="likely", evidence=(), fixes=(), rank=1)
+    return replace(plain, **more)  # type: ignore[arg-type]
+
+
+def attempt(
+    number: int,
+    kind: str = "communication",
+    *,
+    last: int | None = 5,
+    kept: int | None = 4,
+    following: Next | None = None,
+    plan: str = "ZeRO-1",
+) -> AttemptRecord:
+    cause = Cause(id="x", kind=kind, sentence="s", confidence="likely", rank=1, phase=None, evidence=())
+    return AttemptRecord(
+        number=number,
+        started="",
+        plan=plan,
+        ranks=2,
+        effective_batch=4,
+        state="failed",
+        last_step=last,
+        kept_step=kept,
+        cause=cause,
+        next=following,
+    )
+
+
+def decided(found: Verdict, *records: AttemptRecord, precision: str = "bf16", **policy: object) -> Decision:
+    every: Sequence[AttemptRecord] = records or (attempt(1, found.kind),)
+    return decide(found, every, Policy(**policy), precision)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["code", "data", "config", "environment"])
+def test_what_fails_in_the_same_way_each_time_is_not_tried_again(kind: Kind) -> None:
+    assert decided(verdict(kind)).action == "stop"
+
+
+@pytest.mark.parametrize("kind", ["communication", "hang", "preempted", "hardware", "shared-memory", "unknown"])
+def test_what_may_pass_is_tried_with_the_same_plan(kind: Kind) -> None:
+    found = decided(verdict(kind))
+    assert (found.action, found.wait_s) == ("same plan", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "reason", "missing"),
+    [
+        ("device-oom", "gpu", "memory", 8 * 2**20),
+        ("fragmentation", "gpu", "fragmentation", 20 * 2**20),
+        ("host-oom", "host", "memory", 64 * 2**20),
+        ("host-oom-killed", "host", "memory", 0),
+        ("pinned", "host", "pinned", 0),
+    ],
+)
+def test_want_of_memory_asks_for_a_plan_that_needs_less(name: str, where: str, reason: str, missing: int) -> None:
+    found = decided(cause_of(recorded(name)))
+    assert found.action == "smaller plan"
+    assert found.shortfall is not None
+    assert (found.shortfall.where, found.shortfall.reason, found.shortfall.phase) == (where, reason, "backward")
+    assert found.shortfall.missing_bytes == missing
+    assert (found.shortfall.room_bytes is not None) == (where == "gpu")
+
+
+def test_the_wait_grows_and_ends_growing() -> None:
+    waits = []
+    for count in range(1, 9):
+        records = [attempt(number, last=number) for number in range(1, count + 1)]
+        waits.append(decided(verdict("communication"), *records, max_attempts=99).wait_s)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert waits[-1] == LONGEST_WAIT_S
+
+
+def test_the_same_at_the_same_step_twice_is_enough() -> None:
+    again = decided(verdict("communication"), attempt(1), attempt(2))
+    assert again.action == "stop"
+    assert "twice" in again.because
+    for other in (attempt(2, last=6), attempt(2, kept=5, last=6), attempt(2, plan="ZeRO-2")):
+        assert decided(verdict("communication"), attempt(1), other).action == "same plan"
+    assert decided(verdict("hang"), attempt(1), attempt(2, "hang")).action == "same plan"
+
+
+def test_a_smaller_plan_may_fail_in_the_same_place() -> None:
+    """It is the plan that changes, and step-downs end by themselves."""
+    assert decided(verdict("device-oom"), attempt(1, "device-oom"), attempt(2, "device-oom")).action == "smaller plan"
+
+
+def test_attempts_that_keep_nothing_are_counted_and_those_that_do_are_not() -> None:
+    stuck = [attempt(number, last=number) for number in range(1, 6)]
+    assert tries_in_a_row(stuck) == 5
+    found = decided(verdict("communication"), *stuck)
+    assert (found.action, "5 attempts in a row" in found.because) == ("stop", True)
+    moving = [attempt(number, kept=number, last=number) for number in range(1, 50)]
+    assert tries_in_a_row(moving) == 1
+    assert decided(verdict("communication"), *moving).action == "same plan"
+    back = [*moving, attempt(50, kept=10)]  # going back to an older checkpoint is no progress
+    assert tries_in_a_row(back) == 2
+
+
+def test_one_attempt_is_one() -> None:
+    for kind in ("communication", "device-oom", "disk-full", "other-process"):
+        found = decided(verdict(kind), max_attempts=1)  # type: ignore[arg-type]
+        assert found.action == "stop"
+        assert "--max-attempts 1" in found.because
+
+
+def test_others_on_the_gpu_are_waited_for_and_a_full_disk_is_looked_at() -> None:
+    assert decided(verdict("other-process")).action == "wait"
+    assert decided(verdict("disk-full")).action == "make room"
+    assert decided(verdict("disk-full"), attempt(1, "disk-full"), attempt(2, "disk-full")).action == "stop"
+
+
+def test_a_kill_without_a_reason_is_believed_once() -> None:
+    """Where nobody may read the kernel's record, a second one in the same place is taken for want of memory."""
+    found = cause_of(recorded("kill", kernel_readable=False))
+    assert decided(found, attempt(1, "host-oom")).action == "same plan"
+    again = decided(found, attempt(1, "host-oom"), attempt(2, "host-oom"))
+    assert again.action == "smaller plan"
+    assert again.shortfall is not None
+    assert again.shortfall.where == "host"
+
+
+# --- numbers that are none ------------------------------------------------------------------------
+
+NAN = verdict("not-finite", "The loss of step 7 is nan: look at samples 3, 1, 4 of the data.")
+SKIP = frozenset({"skip-data"})
+SKIPPED = Next(action="skip data", because="")
+
+
+def test_numbers_that_are_none_stop_a_run_that_may_not_change() -> None:
+    found = decided(NAN)
+    assert found.action == "stop"
+    assert "--allow skip-data" in found.because
+    assert "precision" not in found.because
+    assert "--allow precision" in decided(NAN, precision="fp16").because
+
+
+def test_where_data_may_be_left_out_it_is_that_steps() -> None:
+    found = decided(NAN, attempt(1, "not-finite", last=7, kept=4), allow=SKIP)
+    assert (found.action, found.step) == ("skip data", 7)
+
+
+def test_fp16_gives_way_to_bf16_where_that_is_allowed() -> None:
+    both = frozenset({"precision", "skip-data"})
+    assert decided(NAN, precision="fp16", allow=both).action == "precision"
+    assert decided(NAN, precision="bf16", allow=both).action == "skip data"
+    collapse = verdict("loss-scale", "Step 7 overflowed at a loss scale of 0.5.")
+    assert decided(collapse, precision="fp16", allow=frozenset({"precision"})).action == "precision"
+
+
+def test_a_checkpoint_whose_every_next_step_fails_is_not_gone_on_from() -> None:
+    first = attempt(1, "not-finite", last=5, kept=4, following=SKIPPED)
+    second = attempt(2, "not-finite", last=6, kept=4)
+    nan = verdict("not-finite", "The loss of step 6 is nan.")
+    assert decided(nan, first, second, allow=SKIP).action == "older checkpoint"
+    later = verdict("not-finite", "The loss of step 9 is nan.")  # another bad window, further on
+    assert decided(later, first, attempt(2, "not-finite", last=9, kept=4), allow=SKIP).action == "skip data"
+
+
+# --- when no plan needs less ------------------------------------------------------------------------
+
+
+def test_without_a_smaller_plan_the_host_gets_one_more_chance_and_a_gpu_none() -> None:
+    why = "No other way needs less."
+    once, twice = [attempt(1, "host-oom")], [attempt(1, "host-oom"), attempt(2, "host-oom")]
+    assert without_smaller(verdict("host-oom"), once, why).action == "same plan"
+    assert without_smaller(verdict("host-oom"), twice, why) == Decision(action="stop", because=why)
+    gpu = [attempt(1, "device-oom")]
+    assert without_smaller(verdict("device-oom"), gpu, why) == Decision(action="stop", because=why)
+    assert without_smaller(verdict("device-oom"), gpu, why, puzzling=True).action == "same plan"

@@ -1,0 +1,161 @@
+"""Lights and warnings, from what a run's events have shown."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tightfit.runs.events import Step, event_of
+from tightfit.runs.health import Health, Held, Planned, Seen, growth, judged
+
+GIB, MIB = 2**30, 2**20
+CARD = Held(name="GPU 0", used_bytes=10 * GIB, total_bytes=24 * GIB)
+HOST = Held(name="host RAM", used_bytes=20 * GIB, total_bytes=64 * GIB)
+PLANNED = Planned(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=False, on_gpu=True)
+
+
+def steps(count: int, of: Callable[[int], dict[str, object]], last: int = 1000) -> list[Step]:
+    """As a worker writes them down."""
+    made = []
+    for number in range(1, count + 1):
+        memory = {"now_bytes": 4 * GIB, "peak_bytes": 8 * GIB, "host_bytes": GIB}
+        line = {"event": "step", "step": number, "steps": last, "loss": 5 - number / 100, "memory": memory}
+        said = of(number)
+        memory.update(said.pop("memory", {}))  # type: ignore[call-overload]
+        event = event_of(json.dumps({**line, **said}))
+        assert isinstance(event, Step)
+        made.append(event)
+    return made
+
+
+def health(made: list[Step], **more: object) -> Health:
+    values: dict[str, object] = {"memories": (CARD,), "own": (CARD,), "host": HOST, "planned": PLANNED, "has_run": True}
+    return judged(Seen(**{**values, "steps": made, **more}))  # type: ignore[arg-type]
+
+
+def colours(found: Health) -> list[str]:
+    return [light.colour for light in found.lights]
+
+
+def test_a_healthy_run_is_green_and_warns_of_nothing() -> None:
+    found = health(steps(100, lambda n: {}))
+    assert colours(found) == ["green", "green", "green"]
+    assert found.warnings == ()
+
+
+def test_nothing_known_is_not_green() -> None:
+    unknown = Held(name="GPU 0", used_bytes=None, total_bytes=24 * GIB)
+    found = judged(Seen(memories=(unknown,), host=Held(name="host RAM", used_bytes=None, total_bytes=None)))
+    assert colours(found) == ["unknown"] * 3
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(("used", "colour"), [(21.5, "green"), (21.7, "yellow"), (23.5, "red")])
+def test_the_memory_light(used: float, colour: str) -> None:
+    card = Held(name="GPU 3", used_bytes=int(used * GIB), total_bytes=24 * GIB)
+    light = health([], memories=(CARD, card)).lights[0]
+    assert light.colour == colour
+    assert light.text.endswith("% of GPU 3")
+
+
+def test_a_full_card_is_a_warning_and_a_full_cache_is_not() -> None:
+    card = Held(name="GPU 0", used_bytes=int(23.8 * GIB), total_bytes=24 * GIB)
+    others = health(steps(20, lambda n: {}), memories=(card,), own=())
+    assert others.warnings == ("GPU 0 has 204.8 MiB of 24.00 GiB left: a longer batch may not fit",)
+    assert health(steps(20, lambda n: {}), memories=(card,), own=(card,)).warnings == ()
+    tight = steps(20, lambda n: {"memory": {"peak_bytes": int(22.8 * GIB)}})
+    found = health(tight, memories=(card,), own=(card,))
+    assert found.warnings[0].startswith("GPU 0 has 204.8 MiB")
+    assert "above the plan's 9.00 GiB" in found.warnings[1]
+
+
+def test_memory_that_grows_from_step_to_step() -> None:
+    leak = steps(60, lambda n: {"memory": {"now_bytes": 4 * GIB + n * 50 * MIB, "peak_bytes": 8 * GIB + n * 50 * MIB}})
+    (warning,) = [said for said in health(leak).warnings if "grows" in said]
+    assert warning.startswith("GPU memory grows by 50.0 MiB a step, and fills the card at about step ")
+    full = int(warning.split("step ")[-1].split(" of")[0])
+    assert abs(full - (24 - 9) * 1024 / 50) < 5
+
+
+def test_growth_that_ends_before_the_memory_does_is_no_news() -> None:
+    slow = steps(60, lambda n: {"memory": {"now_bytes": 4 * GIB + n * 50 * MIB}}, last=70)
+    assert health(slow).warnings == ()
+
+
+def test_noise_is_no_growth() -> None:
+    dice = random.Random(0)  # noqa: S311
+    for _ in range(200):
+        values = [(step, 4 * GIB + dice.randrange(300 * MIB)) for step in range(200)]
+        assert growth(values, GIB, 32 * MIB) is None
+
+
+def test_a_first_rise_that_stays_is_no_growth() -> None:
+    values = [(step, 4 * GIB if step < 10 else 5 * GIB) for step in range(100)]
+    assert growth(values, GIB, 32 * MIB) is None
+
+
+def test_ranks_that_eat_the_host() -> None:
+    found = health(steps(60, lambda n: {"memory": {"host_bytes": GIB + n * 400 * MIB}}))
+    assert found.warnings[0].startswith("the ranks' host memory grows by 400.0 MiB a step, and fills the RAM at about")
+
+
+def test_host_ram_running_out_under_offload() -> None:
+    low = Held(name="host RAM", used_bytes=60 * GIB, total_bytes=64 * GIB)
+    offloads = Planned(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=True, on_gpu=True)
+    found = health([], host=low, planned=offloads)
+    said = "host RAM is running out: 4.00 GiB of 64.00 GiB left, and the offloaded states live there"
+    assert found.warnings == (said,)
+    falling = tuple((float(second), int((44 - second / 5) * GIB)) for second in range(150))
+    found = health([], host_free=falling)
+    assert found.warnings[0].startswith("host RAM is running out: at this pace the 44.00 GiB left last 1 min")
+    assert health([], host_free=falling[:100]).warnings == (), "what starts takes much at once"
+
+
+@pytest.mark.parametrize(
+    ("scales", "warns"),
+    [
+        ([65536.0] * 20, False),
+        ([65536.0, 32768.0, 16384.0] + [16384.0] * 20, False),  # the first ones look for the right scale
+        ([65536.0] * 5 + [32768.0, 16384.0, 8192.0, 4096.0], True),
+        ([65536.0, 32768.0, 16384.0, 8192.0, 16384.0], False),
+    ],
+)
+def test_a_loss_scale_that_falls(scales: list[float], warns: bool) -> None:
+    found = health(steps(len(scales), lambda n: {"loss_scale": scales[n - 1]}))
+    assert bool(found.warnings) == warns
+    if warns:
+        assert found.warnings[0].startswith("the loss scale fell 4 times in a row, from 65,536 to 4,096 since step 5")
+
+
+@pytest.mark.parametrize(
+    ("loss", "colour", "words"),
+    [
+        (lambda n: 5 - n / 100, "green", "→"),
+        (lambda n: 5.0, "yellow", "flat"),
+        (lambda n: 5 + n / 50, "yellow", "rises"),
+        (lambda n: 2 + n / 10, "red", "rises"),
+        (lambda n: 0.0, "red", "exactly 0"),
+        (lambda n: None if n > 90 else 5.0, "red", "since step 91"),
+    ],
+)
+def test_the_loss_light(loss: Callable[[int], float | None], colour: str, words: str) -> None:
+    light = health(steps(100, lambda n: {"loss": loss(n)})).lights[1]
+    assert light.colour == colour
+    assert words in light.text
+
+
+def test_a_skipped_step_says_nothing_about_the_loss() -> None:
+    found = health(steps(50, lambda n: {"loss": None, "skipped": True} if n % 5 == 0 else {}))
+    assert found.lights[1].colour == "green"
+
+
+def test_too_few_steps_say_nothing() -> None:
+    assert health(steps(3, lambda n: {})).lights[1].colour == "unknown"
+
+
+def test_memory_that_ran_out() -> None:
+    assert health([], oom="CUDA out of memory").lights[2].colour == "yellow"
+    assert health([], oom="CUDA out of memory", oom_is_last=True).lights[2].colour == "red"

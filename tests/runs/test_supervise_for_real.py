@@ -1,0 +1,65 @@
+"""A few faults in real trainings: killed, out of memory, hanging, a bug. The others are in the slow matrix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faulty_training import EVERY, Trained, same_course, train
+
+pytestmark = pytest.mark.thorough
+
+QUICK = ("--engine", "fsdp2")
+"""Starts soonest."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    trained = train(tmp_path_factory.mktemp("undisturbed"), *QUICK)
+    assert trained.code == 0, trained.err
+    assert [record.state for record in trained.records] == ["done"]
+    return trained
+
+
+def test_a_rank_that_is_killed_while_it_writes_a_checkpoint(tmp_path: Path, undisturbed: Trained) -> None:
+    trained = train(tmp_path, *QUICK, "--no-async-save", faults="kill@rank=1,stage=write,step=4")
+    assert trained.code == 0, trained.err
+    first = trained.records[0]
+    assert first.cause is not None
+    assert (first.cause.kind, first.cause.rank) in (("preempted", 1), ("host-oom", 1))  # where the kernel keeps silent
+    assert (first.kept_step, first.lost_steps) == (2, EVERY)
+    same_course(trained, undisturbed)
+    assert trained.left_behind() == []
+
+
+def test_a_gpu_that_runs_out_of_memory_in_the_first_step(tmp_path: Path, undisturbed: Trained) -> None:
+    trained = train(tmp_path, faults="device-oom@rank=1,stage=backward,step=1")
+    assert trained.code == 0, trained.err
+    first, second = trained.records
+    assert trained.actions == ["smaller plan"]
+    assert first.cause is not None
+    assert (first.cause.kind, first.cause.rank, first.cause.phase) == ("device-oom", 1, "backward")
+    assert first.next is not None
+    assert first.next.changed
+    assert first.effective_batch == second.effective_batch == 4
+    same_course(trained, undisturbed)
+
+
+def test_a_rank_that_hangs(tmp_path: Path, undisturbed: Trained) -> None:
+    trained = train(tmp_path, *QUICK, "--hang-timeout", "5s", faults="hang@rank=1,stage=forward,step=5")
+    assert trained.code == 0, trained.err
+    cause = trained.records[0].cause
+    assert cause is not None
+    assert (cause.kind, cause.rank, cause.phase) == ("hang", 1, "forward")
+    assert any("faults.py" in line and "_hang" in line for line in cause.evidence)
+    same_course(trained, undisturbed)
+
+
+def test_a_bug_in_the_code(tmp_path: Path) -> None:
+    trained = train(tmp_path, *QUICK, faults="bug@rank=1,stage=step,step=3")
+    assert trained.code == 3
+    assert trained.actions == ["stop"]
+    assert trained.records[0].cause is not None
+    assert trained.records[0].cause.kind == "code"
+    assert "Traceback (most recent call last):" in trained.err
+    assert "KeyError: 'no_such_field'" in trained.err
