@@ -93,7 +93,7 @@ class Terminal:
         """As Ctrl-C does."""
         self.process.send_signal(signal.SIGINT)
 
-    def until(self, there: Callable[[str], bool], seconds: float = 30.0) -> str:
+    def until(self, there: Callable[[str], bool], seconds: float = 90.0) -> str:
         """The screen, once it is so."""
         deadline = time.monotonic() + seconds
         while not there(self.screen.text):
@@ -102,7 +102,7 @@ class Terminal:
                 assert there(self.screen.text), f"it ended with {self.process.returncode}:\n{self.screen.text}"
         return self.screen.text
 
-    def rest(self, seconds: float = 30.0) -> int:
+    def rest(self, seconds: float = 90.0) -> int:
         """To its end; its exit code."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None or self.read(0.05):

@@ -355,12 +355,12 @@ def test_a_real_run_is_followed_to_its_end(place: Path) -> None:
     train = [sys.executable, "-m", "tightfit", "train", "--model", "tiny_mamba", "--seq", "64", "--max-steps", "30"]
     env = surroundings(place / "cache")
     with subprocess.Popen([*train, "--output", "run"], stdout=subprocess.DEVNULL, env=env, cwd=place) as training:
-        wait_until((place / "run/run.json").exists, 60)
+        wait_until((place / "run/run.json").exists, 120)
         terminal = Terminal([*WATCH, "run", "--interval", "0.5"], env, str(place))
         try:
-            text = terminal.until(lambda text: "step " in text and "rank 1" in text, 120)
+            text = terminal.until(lambda text: "step " in text and "rank 1" in text, 420)
             assert "plan" in text
-            assert terminal.rest(120) == 0
+            assert terminal.rest(420) == 0
             assert "has ended: it is done, after step 30" in terminal.screen.text
         finally:
             terminal.close()

@@ -39,7 +39,7 @@ def desk(mode: str, run: Path, cache: Path, *words: str) -> Iterator[subprocess.
         process.wait()
 
 
-def wait_until(there: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(there: Callable[[], object], seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < deadline, "it never came"

@@ -98,7 +98,7 @@ class Worker:
             self.write("checkpoint", step=step, folder=str(folder), bytes=4096, seconds=0.1)
 
     def break_down(self, step: int) -> None:
-        if RANK == 0 and self.fault != "nan":
+        if RANK == 0 and os.environ["WORLD_SIZE"] != "1" and self.fault != "nan":
             self.wait_for_the_other()
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -147,7 +147,7 @@ TEXTS = {
     "NCCL version 2.27.5",
     "others": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of "
     "23.64 GiB of which 96.00 MiB is free. Process 4711 has 22.46 GiB memory in use. Including non-PyTorch memory, "
-    "this process has 1.05 GiB memory in use. Of the allocated memory 0.60 GiB is allocated by PyTorch, and 12.00 MiB "
+    "this process has 1.05 GiB memory in use. Of the allocated memory 614.00 MiB is allocated by PyTorch, and 12.00 MiB "
     "is reserved by PyTorch but unallocated.",
     "bug": "KeyError: 'no_such_field'",
 }

@@ -29,6 +29,8 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s\[\]{},:"]+')
 _BUSY = re.compile(r"(?:HCU|DCU|GPU)%", re.IGNORECASE)
 _HEADING = re.compile(r"[^()]*(?:\([^()]*\)\s*)*")
 """The unit, in brackets, is the last thing in a heading; what goes on after it was two."""
+_OLD = ("gpu", "dcu", "hcu")
+"""The first heading of tables whose cells are single words; newer ones begin with `Device`."""
 _COLUMNS = {"temp": "temperature (sensor edge) (c)", "avgpwr": "average graphics package power (w)"}
 
 
@@ -149,7 +151,7 @@ def _table(text: str) -> dict[int, Row]:
             row = Row(int(cells[0]))
             if len(header) <= len(cells) <= len(header) + _MOST_BLANKS:
                 row.values |= {"vram%": cells[-2], f"{kind} use (%)": cells[-1]}
-            if len(cells) == len(header):
+            if len(cells) == len(header) and header[0] in _OLD:
                 row.values |= {
                     _COLUMNS[name]: cell for name, cell in zip(header, cells, strict=True) if name in _COLUMNS
                 }
