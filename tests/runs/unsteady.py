@@ -147,8 +147,8 @@ TEXTS = {
     "NCCL version 2.27.5",
     "others": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of "
     "23.64 GiB of which 96.00 MiB is free. Process 4711 has 22.46 GiB memory in use. Including non-PyTorch memory, "
-    "this process has 1.05 GiB memory in use. Of the allocated memory 614.00 MiB is allocated by PyTorch, and 12.00 MiB "
-    "is reserved by PyTorch but unallocated.",
+    "this process has 1.05 GiB memory in use. Of the allocated memory 614.00 MiB is allocated by PyTorch, and 12.00 "
+    "MiB is reserved by PyTorch but unallocated.",
     "bug": "KeyError: 'no_such_field'",
 }
 
