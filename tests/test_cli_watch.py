@@ -350,7 +350,7 @@ def test_a_wedged_tool_does_not_hold_the_picture(place: Path) -> None:
 # --- for real -----------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_real_run_is_followed_to_its_end(place: Path) -> None:
     train = [sys.executable, "-m", "tightfit", "train", "--model", "tiny_mamba", "--seq", "64", "--max-steps", "30"]
     env = surroundings(place / "cache")

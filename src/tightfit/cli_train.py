@@ -27,10 +27,11 @@ from tightfit.cli_train_resume import Resume, resume_of
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
+from tightfit.runs.heartbeat import clear_beats
 from tightfit.runs.ports import check_port, free_port
 from tightfit.runs.ranks import WORKER, Meeting
 from tightfit.runs.reservations import Reservation
-from tightfit.runs.run import Outcome
+from tightfit.runs.run import Outcome, run
 from tightfit.runs.supervise import Ended, Orders, supervise
 from tightfit.types import ConfigError, UserError
 
@@ -226,7 +227,9 @@ def _say_end(ready: Ready, asked: Asked, ended: Ended) -> None:
         with suppress(OSError):  # closing the terminal may be what stopped it
             print(f"tightfit: {_stopped(asked, outcome)}", file=sys.stderr)
     elif not asked.as_json and ready.nodes.rank == 0:
-        draw_summary(open_console(), ready.worker, outcome.tally, str(ready.folder), attempts=len(ended.records))
+        draw_summary(
+            open_console(), ready.worker, outcome.tally, str(ready.folder), attempts=max(1, len(ended.records))
+        )
 
 
 def _stopped(asked: Asked, outcome: Outcome) -> str:
@@ -247,15 +250,9 @@ def _safe(asked: Asked, outcome: Outcome) -> str:
 
 
 def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> Ended:
-    ready, orders = course.ready, replace(asked.orders, cwd=folder.plan)
-    run_folder = RunFolder(ready.folder)
-    if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
-        orders = replace(orders, policy=replace(orders.policy, max_attempts=1))
-    if ready.plan is not None:
-        allow = frozenset[str](ready.plan.job.limits.allow)
-        orders = replace(orders, policy=replace(orders.policy, allow=allow))
+    ready = course.ready
     if asked.as_json or ready.nodes.rank:
-        return supervise(course, run_folder, _nothing, orders)
+        return _supervised(course, asked, folder, _nothing)
     from tightfit.screen import open_console
     from tightfit.screen_train import Board, draw_start
 
@@ -271,7 +268,21 @@ def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> Ended:
             board.expect(course.ready.worker)
             board.show(event)
 
-        return supervise(course, run_folder, show, orders)
+        return _supervised(course, asked, folder, show)
+
+
+def _supervised(course: TrainCourse, asked: Asked, folder: RunFolder, show: Callable[[Event], None]) -> Ended:
+    ready, orders = course.ready, replace(asked.orders, cwd=folder.plan)
+    run_folder = RunFolder(ready.folder)
+    if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
+        starts = course.starts(("--resume", orders.resume, *(("--resume-anyway",) if orders.anyway else ())))
+        outcome = run(starts, run_folder, show, cwd=folder.plan)
+        clear_beats(run_folder.path, [start.rank for start in starts])
+        return Ended(outcome=outcome)
+    if ready.plan is not None:
+        allow = frozenset[str](ready.plan.job.limits.allow)
+        orders = replace(orders, policy=replace(orders.policy, allow=allow))
+    return supervise(course, run_folder, show, orders)
 
 
 def _nothing(event: Event) -> None:

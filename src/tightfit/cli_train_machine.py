@@ -162,7 +162,9 @@ class Machine:
         if left is not None and worker.ram_bytes_per_node > left:
             need, there = amounts(worker.ram_bytes_per_node, max(left, 0))
             held = f", after what live runs have reserved ({self.live[0].words})" if self.live else ""
-            raise HardwareError(f"the plan needs {need} GiB of RAM and {there} GiB are free{held}: plan again here")
+            raise (Busy if self.live else HardwareError)(
+                f"the plan needs {need} GiB of RAM and {there} GiB are free{held}: plan again here"
+            )
 
     def devices_for(self, worker: WorkerFile, ids: Sequence[int] | None) -> tuple[Device, ...]:
         """The GPUs that the ranks of this node get."""

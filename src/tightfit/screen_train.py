@@ -140,7 +140,7 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
         first = "" if tally.first_loss is None or last.step <= 1 else f"{loss_words(tally.first_loss)} → "
         steps = f"{last.step:,} step{'' if last.step == 1 else 's'}"
         if tally.resumed is not None and tally.resumed.step:
-            steps += f", from step {tally.resumed.step:,} on in this {'start' if attempts == 1 else 'attempt'}"
+            steps += f", from step {tally.resumed.step:,} on in this {'attempt' if attempts > 1 else 'start'}"
         say(console, f"Trained {worker.model} for {steps}: loss {first}{loss_words(last.loss)}.", style="bold green")
         if attempts > 1:
             say(console, f"It took {attempts} attempts: {folder}/attempts has a record of each.")

@@ -82,9 +82,12 @@ def test_what_is_no_beat_says_nothing(tmp_path: Path, text: str) -> None:
 
 def test_beats_of_an_attempt_that_ended_do_not_count_for_the_next(tmp_path: Path) -> None:
     Heartbeat(tmp_path, 0)
-    clear_beats(tmp_path)
+    Heartbeat(tmp_path, 1)
+    clear_beats(tmp_path, [0])
+    assert os.listdir(tmp_path / HEARTBEATS) == ["rank-1"], "which may live on another machine"
+    clear_beats(tmp_path, [0, 1])
     assert os.listdir(tmp_path) == []
-    clear_beats(tmp_path)
+    clear_beats(tmp_path, [0])
 
 
 def test_a_rank_is_late_when_its_file_has_not_changed_for_long(tmp_path: Path) -> None:
@@ -174,6 +177,15 @@ def test_of_ranks_in_one_stage_the_one_outside_of_a_collective_is_waited_for() -
     hung = Hung(quiet=Quiet(rank=0, silent_s=300.0, beats=beats), stands=stands)
     assert hung.rank == 2
     assert hung.sentence == "rank 2 gave no sign of life for 300 s in the forward pass of step 4 (data.py:1 in f)"
+
+
+def test_a_rank_that_does_not_even_answer_is_waited_for() -> None:
+    """As one that was stopped, or that the kernel holds."""
+    beats = tuple(beat(rank, "backward") for rank in range(3))
+    stands = (stand(0, C10D), stand(2, C10D))
+    hung = Hung(quiet=Quiet(rank=0, silent_s=20.0, beats=beats), stands=stands)
+    assert hung.rank == 1
+    assert hung.sentence.endswith("of step 4, and did not answer when it was asked for its stacks")
 
 
 def test_a_thread_that_writes_a_checkpoint_counts_where_all_wait_for_it() -> None:

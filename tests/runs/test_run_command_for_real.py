@@ -74,7 +74,7 @@ def test_a_bug_in_a_trainer_script_ends_at_once(tmp_path: Path) -> None:
     assert len(attempts(tmp_path)) == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_another_zero_stage_is_refused_where_a_checkpoint_would_be_lost(tmp_path: Path) -> None:
     """Nothing but the engine is left to change, and its checkpoint cannot be gone on from."""
     config = {

@@ -77,6 +77,7 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(unsteady: Uns
     assert unsteady.left_nothing()
 
 
+@pytest.mark.thorough
 def test_the_record_keeps_logs_and_words_of_what_failed(unsteady: Unsteady) -> None:
     unsteady.train("bug@1/good")
     assert len(unsteady.records) == 1
@@ -121,6 +122,7 @@ def test_no_progress_twice_is_enough(unsteady: Unsteady) -> None:
     assert unsteady.left_nothing()
 
 
+@pytest.mark.thorough
 def test_progress_between_failures_is_no_reason_to_stop(unsteady: Unsteady) -> None:
     code, _, _ = unsteady.train("kill@3/kill@5/kill@7/good", "--max-attempts", "2")
     assert code == 0
@@ -153,6 +155,7 @@ def test_memory_that_is_missing_changes_the_plan_and_not_the_batch(unsteady: Uns
     assert f"→ attempt 2: {second.plan}; {first.next.changed[0]}" in out
 
 
+@pytest.mark.thorough
 def test_what_is_pinned_is_not_unpinned(unsteady: Unsteady) -> None:
     pins = ("--engine", "zero0", "--micro-batch", "1", "--accum", "4", "--checkpointing", "full", "--loss", "fused")
     code, _, err = unsteady.train("oom@6", *pins)
@@ -171,6 +174,7 @@ def test_a_plan_that_was_written_before_is_not_changed(unsteady: Unsteady) -> No
     assert "plan again for less memory" in " ".join(err.split())
 
 
+@pytest.mark.thorough
 def test_a_hang_is_seen_and_ended(unsteady: Unsteady) -> None:
     began = time.monotonic()
     code, out, err = unsteady.train("hang@5/good", "--hang-timeout", "2s")
@@ -230,6 +234,7 @@ def test_json_has_the_attempts(unsteady: Unsteady) -> None:
     assert told["steps"] == 8
 
 
+@pytest.mark.thorough
 def test_resuming_from_elsewhere_is_for_the_first_attempt(unsteady: Unsteady) -> None:
     """What this run has saved itself comes before what it was told to begin with."""
     from stored import store
@@ -275,6 +280,7 @@ def test_ctrl_c_while_it_waits_for_the_next_attempt(unsteady: Unsteady) -> None:
     assert not (unsteady.folder / "lock").exists()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_a_later_attempt_saves_as_in_the_first(unsteady: Unsteady) -> None:
     with desk("kill@3/slow", folder=unsteady.shell.folder) as process:
         wait_until(lambda: len(unsteady.records) == 2 and "resumed" in [event["event"] for event in unsteady.events])
@@ -290,6 +296,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(child) for child in children]
 
 
+@pytest.mark.thorough
 def test_a_desk_that_is_killed_takes_its_ranks_along_and_another_takes_over(unsteady: Unsteady) -> None:
     with desk("kill@3/hang@5", folder=unsteady.shell.folder) as process:
         wait_until(lambda: len(unsteady.records) == 2 and len(ranks_of(process)) == 2)

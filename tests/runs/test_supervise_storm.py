@@ -47,7 +47,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained
 
 
-@pytest.mark.parametrize("seed", [7])
+@pytest.mark.parametrize("seed", [42])
 def test_a_storm_passes(tmp_path: Path, calm: Trained, seed: int) -> None:
     trained = train(tmp_path, *JOB, faults=storm(seed))
     assert trained.code == 0, trained.err + trained.out

@@ -24,10 +24,13 @@ class Hung:
 
     @property
     def rank(self) -> int:
-        """The one that the others wait for: alone behind, or alone not waiting."""
+        """The one that the others wait for: alone behind, alone not waiting, or alone without an answer."""
         behind = [beat.rank for beat in self.quiet.beats if beat.progress == self.beat_of(self.quiet.rank).progress]
         if len(behind) == 1 and len(self.quiet.beats) > 1:
             return behind[0]
+        mute = [beat.rank for beat in self.quiet.beats if beat.rank not in {stand.rank for stand in self.stands}]
+        if len(mute) == 1 and self.stands and all(stand.waits for stand in self.stands):
+            return mute[0]  # stopped, or held by the kernel
         found = odd_one(self.stands)
         return self.quiet.rank if found is None else found
 
@@ -42,7 +45,8 @@ class Hung:
 
     @property
     def sentence(self) -> str:
-        where = "" if self.place is None else f" ({self.place.words})"
+        mute = ", and did not answer when it was asked for its stacks" if self.stands else ""
+        where = mute if self.place is None else f" ({self.place.words})"
         return f"rank {self.rank} gave no sign of life for {self.quiet.silent_s:.0f} s {self.beat.words}{where}"
 
     def beat_of(self, rank: int) -> Beat:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,11 +122,11 @@ def read_beat(run: Path, rank: int) -> Beat | None:
         return None
 
 
-def clear_beats(run: Path) -> None:
-    """Of an attempt that has ended: the next one's ranks have given none yet."""
+def clear_beats(run: Path, ranks: Iterable[int]) -> None:
+    """Of ranks that have ended: others of the run may live on another machine."""
     with suppress(OSError):
-        for path in (run / HEARTBEATS).iterdir():
-            path.unlink()
+        for rank in ranks:
+            beat_path(run, rank).unlink(missing_ok=True)
         (run / HEARTBEATS).rmdir()
 
 

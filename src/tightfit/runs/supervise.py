@@ -117,24 +117,21 @@ class Ended:
     """How a supervised run ended."""
 
     outcome: Outcome
-    records: tuple[AttemptRecord, ...]
+    records: tuple[AttemptRecord, ...] = ()
+    """None, where nobody supervised."""
     verdict: Verdict | None = None
     """Of the last attempt, where it failed."""
 
     @property
     def in_vain(self) -> bool:
         """Nothing came of it that anybody would miss: a single attempt that made no step."""
-        return len(self.records) == 1 and not self.outcome.tally.began
+        return len(self.records) <= 1 and not self.outcome.tally.began
 
 
 def supervise(course: Course, folder: RunFolder, show: Callable[[Event], None], orders: Orders) -> Ended:
     """Run to the end, whatever comes between; `show` gets every event as it comes."""
     with Signals() as signals:
-        supervisor = Supervisor(course=course, folder=folder, show=show, orders=orders, signals=signals)
-        try:
-            return supervisor.run()
-        finally:
-            clear_beats(folder.path)
+        return Supervisor(course=course, folder=folder, show=show, orders=orders, signals=signals).run()
 
 
 @dataclass(kw_only=True)
@@ -187,7 +184,6 @@ class Supervisor:
 
     def _attempt(self) -> Known:
         options = self._options()
-        clear_beats(self.folder.path)
         self._write(
             AttemptRecord(
                 number=len(self.records) + 1,
@@ -200,16 +196,20 @@ class Supervisor:
         starts = self.course.starts(options)
         before = self.tally
         self.tally = Tally(first_loss=before.first_loss, checkpoint=before.checkpoint, resumed=before.resumed)
-        watch = Watch(self.folder.path, [start.rank for start in starts], self.orders.hang_timeout_s)
+        ranks = [start.rank for start in starts]
+        clear_beats(self.folder.path, ranks)  # what a desk that was killed has left
+        watch = Watch(self.folder.path, ranks, self.orders.hang_timeout_s)
         company = Company(signals=self.signals, watch=watch, tally=self.tally)
         kernel = KernelRecord()
         try:
             outcome = run(starts, self.folder, self._shown, cwd=self.orders.cwd, company=company)
             said = kernel.said(outcome.pids) if outcome.state == "failed" else KernelSaid()
+            beats = watch.beats()
         finally:
             kernel.close()
+            clear_beats(self.folder.path, ranks)
         config = known_config(self.orders.cwd or self.folder.plan)
-        return Known(outcome=outcome, starts=starts, kernel=said, beats=watch.beats(), config=config)
+        return Known(outcome=outcome, starts=starts, kernel=said, beats=beats, config=config)
 
     def _options(self) -> list[str]:
         place = self.orders.resume
