@@ -34,7 +34,7 @@ def test_only_names_a_part_of_a_folders_name(tmp_path: Path) -> None:
         "0.5B_full_one_GPU_FSDP2",
         "32B_LoRA_one_of_8",
         "7.6B_full_one_of_8_FSDP2",
-        "7b_mamba_one_of_4_FSDP2",
+        "7b_mamba_one_of_4_FSDP2_our_scan",
     ]
 
 
