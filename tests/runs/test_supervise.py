@@ -188,6 +188,16 @@ def test_a_hang_is_seen_and_ended(unsteady: Unsteady) -> None:
     assert "break_down" in (unsteady.folder / "attempts/001/rank-1.log").read_text()
 
 
+@pytest.mark.thorough
+def test_a_rank_that_is_stopped_from_outside_cannot_even_answer(unsteady: Unsteady) -> None:
+    code, _, err = unsteady.train("stopped@5/good", "--hang-timeout", "2s")
+    assert (code, err) == (0, "")
+    cause = unsteady.records[0].cause
+    assert cause is not None
+    assert cause.kind == "hang"
+    assert unsteady.records[0].exit_codes == (143, -9)
+
+
 def test_a_disk_that_has_room_again_is_tried_again(unsteady: Unsteady) -> None:
     code, out, _ = unsteady.train("disk@5/good")
     assert code == 0

@@ -104,6 +104,8 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.fault == "hang":
             time.sleep(600)
+        elif self.fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif self.fault == "disk":
             self.heart.beat(DISK_FULL)
             leave(2)

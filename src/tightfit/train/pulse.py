@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightfit.runs.heartbeat import Heartbeat, Stage
 from tightfit.train.events import Events
-from tightfit.train.faults import Faults
+
+if TYPE_CHECKING:
+    from tightfit.train.faults import Faults
 
 
 class Pulse:
