@@ -30,6 +30,7 @@ ORDER = [
     "lint",
     "diagnose",
     "runs",
+    "desk",
     "mamba",
     "train",
     "web",

@@ -14,7 +14,7 @@ import pytest
 
 from tightfit import cli_train_report
 from tightfit.cli import main
-from tightfit.cli_plan_calibration import calibration_of
+from tightfit.desk.calibrated import calibration_of
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.job import Job
 from tightfit.planner import plan_within

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tightfit.cli_flags import Parser, whole_number
-from tightfit.cli_plan_request import placed
+from tightfit.desk.plan_request import placed
 from tightfit.inputs.job_file import JOB_FLAGS, job_from_flags, model_of, read_job
 from tightfit.inputs.presets import PRESETS
 from tightfit.inputs.spelling import nearest

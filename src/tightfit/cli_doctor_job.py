@@ -9,11 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.cli_plan_calibration import calibration_of
-from tightfit.cli_plan_files import startable_of, way_out
-from tightfit.cli_plan_request import Request, request_of
 from tightfit.cli_train_pins import check_weights, with_a_scan_that_runs
 from tightfit.cli_train_request import HOW_FAR, answer_of
+from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.plan_files import startable_of, way_out
+from tightfit.desk.plan_request import Request, request_of
 from tightfit.inputs.doctor import Checkup
 from tightfit.inputs.doctor.row import Light, Row, gib
 from tightfit.inputs.surroundings import is_installed
@@ -51,7 +51,7 @@ class JobCheck:
 
 def read(path: str, output: str | None) -> JobCheck:
     """A job file or a LLaMA-Factory YAML; what is wrong in it is the user's to mend."""
-    from tightfit.cli_plan_llamafactory import is_llamafactory
+    from tightfit.desk.llamafactory_job import is_llamafactory
 
     args = argparse.Namespace(file=path, **({"output": output} if output is not None else {}))
     request = request_of(args)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from tightfit.inputs.flags import LEAST, WORDS, Flags, spelt
+from tightfit.inputs.flags import LEAST, WORDS, spelt
 from tightfit.inputs.spelling import nearest
-from tightfit.types import Attention, ConfigError, Mamba1, Mamba2, ModelShape, Traced
+from tightfit.types import ConfigError
 
 HELP = {
     "method": "train every weight, adapters, or adapters on a 4-bit model (full)",
@@ -139,25 +138,6 @@ def add_lever_flags(parser: argparse.ArgumentParser, only: Iterable[str] | None 
                 action="store_false",
                 help="pure 16-bit training, without fp32 copies of the weights",
             )
-
-
-def flags_of(namespace: argparse.Namespace) -> Flags:
-    """The lever flags among what was parsed."""
-    names = {field.name for field in fields(Flags)}
-    return Flags(**{name: value for name, value in vars(namespace).items() if name in names})
-
-
-def without_effect(named: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
-    """What was said about layers that the model does not have. `named`: lever → how the user called it."""
-    kinds = [type(block.mixer) for block in shape.blocks]
-    if Traced in kinds:  # what is in there is not known
-        return ()
-    said = []
-    if "attention" in named and Attention not in kinds:
-        said.append(f"{named['attention']} is without effect: {shape.name} has no attention layers.")
-    if "scan" in named and not {Mamba1, Mamba2} & set(kinds):
-        said.append(f"{named['scan']} is without effect: {shape.name} has no Mamba layers.")
-    return tuple(said)
 
 
 def whole_number(flag: str) -> Callable[[str], int]:

@@ -7,8 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tightfit.cli_estimate import add_hardware_flags, hardware_of, price, world_of
-from tightfit.cli_flags import Parser, add_lever_flags, flags_of
+from tightfit.cli_estimate import add_hardware_flags
+from tightfit.cli_flags import Parser, add_lever_flags
+from tightfit.desk.estimate import hardware_of, price, world_of
+from tightfit.desk.lever_flags import flags_of
 from tightfit.inputs.flags import levers_from_flags
 from tightfit.priced import Share, strategy_name
 from tightfit.types import Gpu, Levers, ModelShape

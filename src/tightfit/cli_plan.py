@@ -11,23 +11,18 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.cli_flags import Parser, add_lever_flags, whole_number
-from tightfit.cli_plan_calibration import calibration_of
-from tightfit.cli_plan_files import Answer, Startable, beyond, check_launcher, startable_of, target_of, write_plan
-from tightfit.cli_plan_request import Request, request_of
-from tightfit.inputs.flags import meant, spelt
+from tightfit.desk.plan import answered, check_flags
+from tightfit.desk.plan_files import Answer
+from tightfit.inputs.flags import spelt
 from tightfit.inputs.job_fields import FREE_LEVERS, job_fields, meanings
 from tightfit.inputs.job_file import JOB_FLAGS
-from tightfit.inputs.spelling import as_number
 from tightfit.job import Allowance, Tier
-from tightfit.planner import plan_within
-from tightfit.planner.limits import Limit, Wanted, largest_micro_batch, largest_model, longest_sequence
-from tightfit.planner.tiers import Tiered, all_tiers, tiered
-from tightfit.types import ConfigError
+from tightfit.planner.limits import Limit, Wanted
+from tightfit.planner.tiers import Tiered
 
 EXAMPLE = "tightfit plan --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB"
 
@@ -71,9 +66,6 @@ FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
 }
 """The flags beside those of the levers, each with its metavar and its help; no metavar: a switch."""
 
-MOST_MARGIN = 90
-"""Percent: what is below this may be meant as a percentage."""
-
 WHOLE = frozenset(("num_gpus", "world", "effective_batch", "max_steps", "samples", "port"))
 """Those that take a whole number."""
 
@@ -83,14 +75,14 @@ def plan(argv: Sequence[str]) -> int:
     args = _parser().parse(argv)
     check_flags(args)
     if hasattr(args, "json"):
-        from tightfit.cli_plan_report import report
+        from tightfit.desk.plan_report import report
 
-        print(json.dumps(report(*_work(args)), indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(report(*answered(args)), indent=2, ensure_ascii=False, allow_nan=False))
         return 0
     from tightfit.screen_plan import waiting
 
     with waiting("pricing every way …"):
-        answer, files = _work(args)
+        answer, files = answered(args)
     _draw(answer, files)
     return 0
 
@@ -110,29 +102,6 @@ def _draw(answer: Answer, files: Sequence[Path] | None) -> None:
         screen_plan.draw_plan(console, answer)
     if files is not None:
         screen_plan.draw_files(console, files)
-
-
-def _work(args: argparse.Namespace) -> tuple[Answer, list[Path] | None]:
-    """The answer, and the files that were written for it."""
-    target = target_of(args)
-    request = request_of(args)
-    check_launcher(request.job, target)
-    startable = startable_of(request.job, target, calibration_of(args, request.job))
-    try:
-        answer = _answer(args, request, startable)
-    except ConfigError as error:
-        raise of_the_file(error, args) from None
-    return write_plan(args, request.job, target, startable, answer)
-
-
-def of_the_file(error: ConfigError, args: argparse.Namespace) -> ConfigError:
-    """A batch that no flag gave is named by the file that did."""
-    said, flag = str(error), "--effective-batch "
-    if not said.startswith(flag) or hasattr(args, "effective_batch") or not hasattr(args, "file"):
-        return error
-    batch, _, rest = said.removeprefix(flag).partition(" ")
-    rest = rest.replace(": use ", f": use {flag}")
-    return ConfigError(f"The {batch} sequences a step of {Path(args.file).name} {rest}")
 
 
 # --- the parser ---------------------------------------------------------------------------------
@@ -188,75 +157,3 @@ def add_data_flags(made: argparse.ArgumentParser) -> None:
             kind = whole_number(flag) if takes.kind == "integer" else str
             metavar = "|".join(takes.words) or ("N" if takes.kind == "integer" else flag.upper())
             group.add_argument(spelt(flag), metavar=metavar, type=kind, help=text)
-
-
-def check_flags(args: argparse.Namespace) -> None:
-    """Flags that contradict each other."""
-    given = vars(args)
-    if "force" in given and "write" not in given:
-        raise ConfigError("--force needs --write: it replaces files that --write would leave alone")
-    if "num_gpus" in given and "world" in given:
-        raise ConfigError("--num-gpus and --world say the same: leave one out")
-    for name in ("num_gpus", "world"):
-        if given.get(name, 1) < 1:
-            raise ConfigError(f"{spelt(name)} must be at least 1, not {given[name]}")
-    margin = as_number(given["margin"]) if "margin" in given else None
-    if margin is not None and 1 <= margin < MOST_MARGIN:
-        raise ConfigError(f"--margin is a share of the card: write {margin:g}% or {margin / 100:g}, not {margin:g}")
-    wanted = given.get("max")
-    if wanted is None:
-        return
-    wanted = args.max = wanted.lower().replace("_", "-")
-    if wanted not in get_args(Wanted):
-        raise ConfigError(f"--max knows no {wanted!r}{meant(wanted, get_args(Wanted))}")
-    asked = {"seq": ("seq",), "micro-batch": ("micro_batch", "effective_batch"), "model": ("model",)}[wanted]
-    for name in (*asked, "tier", "allow"):
-        if name in given:
-            raise ConfigError(f"--max {wanted} and {spelt(name)} contradict each other: leave one out")
-
-
-# --- answering ----------------------------------------------------------------------------------
-
-
-def _answer(args: argparse.Namespace, request: Request, startable: Startable) -> Answer:
-    job, shape, hardware = request.job, request.shape, request.hardware
-    if hasattr(args, "max"):
-        return _most(args.max, request, startable)
-    if job.tier is not None:
-        if job.tier == "all":
-            if hasattr(args, "write"):
-                raise ConfigError("--tier all is a comparison: name one tier to --write its files")
-            return all_tiers(job, shape, hardware, request.explicit, startable.calibration)
-        answer = tiered(job.tier, job, shape, hardware, request.explicit, startable.calibration)
-        if answer.plan is None:
-            raise ConfigError(answer.problem)
-        others = () if answer.plan.fits else _fitting_tiers(answer.tier.name, request, startable)
-        return replace(answer, because=(*request.said, *answer.because, *others))
-    said = (*request.said, *startable.said)
-    found = plan_within(startable.bounds(), job, shape, hardware, said)
-    way_out = beyond(startable, found)
-    return replace(found, because=(way_out, *found.because)) if way_out else found
-
-
-def _fitting_tiers(name: str, request: Request, startable: Startable) -> tuple[str, ...]:
-    """Where a tier does not fit: those that do."""
-    every = all_tiers(request.job, request.shape, request.hardware, request.explicit, startable.calibration)
-    names = [each.tier.name for each in every if each.plan is not None and each.plan.fits and each.tier.name != name]
-    if not names:
-        return ("None of the other tiers fits either.",)
-    fit = "fits" if len(names) == 1 else "fit"
-    return (f"Of the other tiers {', '.join(names)} {fit}: --tier all sets them side by side.",)
-
-
-def _most(wanted: Wanted, request: Request, startable: Startable) -> Limit:
-    job, shape, hardware = request.job, request.shape, request.hardware
-    bounds = startable.bounds()
-    if wanted == "seq":
-        limit = longest_sequence(job, shape, hardware, bounds)
-    elif wanted == "micro-batch":
-        limit = largest_micro_batch(job, shape, hardware, bounds)
-    else:
-        limit = largest_model(job, hardware, bounds=bounds)
-    way_out = beyond(startable, limit.plan, every_gpu=True)
-    said = (*((way_out,) if way_out else ()), *request.said, *startable.said)
-    return replace(limit, because=(*said, *limit.because))

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli_flags import Parser
-from tightfit.cli_plan import FLAGS, WHOLE, add_data_flags, add_flags, check_flags
+from tightfit.cli_plan import FLAGS, WHOLE, add_data_flags, add_flags
 from tightfit.cli_rehearse_request import Ready, prepare
 from tightfit.cli_train_machine import reservations
+from tightfit.desk.plan import check_flags
 from tightfit.inputs.flags import spelt
 from tightfit.runs.events import Event, Probe
 from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli_plan_files import startable_of, way_out
-from tightfit.cli_plan_request import request_of
 from tightfit.cli_train_machine import holder_words, reservations
 from tightfit.cli_train_pins import with_a_scan_that_runs, with_whole_folder
 from tightfit.cli_train_request import HOW_FAR, answer_of, check_data, check_packages, rendered
+from tightfit.desk.plan_files import startable_of, way_out
+from tightfit.desk.plan_request import request_of
 from tightfit.inputs.hardware import parse_size
 from tightfit.inputs.models import config_from_fields, find_config
 from tightfit.inputs.occupancy import Device, occupancy

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from tightfit.cli_plan_files import DEEPSPEED, deepspeed_version
-from tightfit.cli_plan_llamafactory import read_llamafactory_job
+from tightfit.desk.llamafactory_job import read_llamafactory_job
+from tightfit.desk.plan_files import DEEPSPEED, deepspeed_version
 from tightfit.diagnose.verdict import Verdict
 from tightfit.inputs import deepspeed_file, llamafactory_file
 from tightfit.inputs.flags import flags_from_levers

@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tightfit import cli_train_flags
-from tightfit.cli_plan import check_flags
 from tightfit.cli_train_again import Manner, TrainCourse
 from tightfit.cli_train_machine import Busy, Machine, machine_for, nodes_of, reservations, wait_while_busy
 from tightfit.cli_train_report import report, say_way_up, way_up
 from tightfit.cli_train_request import Ready, prepare
 from tightfit.cli_train_resume import Resume, resume_of
+from tightfit.desk.plan import check_flags
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
@@ -146,7 +146,7 @@ def _memory_report(machine: Machine, total: int | None, free: int | None) -> dic
 
 def _dry_run(ready: Ready, asked: Asked) -> int:
     if asked.as_json:
-        from tightfit.cli_plan_report import plan_report
+        from tightfit.desk.plan_report import plan_report
 
         plain = {} if ready.plan is None else plan_report(ready.plan)
         print(json.dumps({"folder": str(ready.folder), "plan": plain}, indent=2, ensure_ascii=False, allow_nan=False))

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tightfit.cli_plan_calibration import calibration_of
-from tightfit.cli_plan_files import startable_of, target_of
 from tightfit.cli_train_machine import Busy, Nodes, check_free, wait_while_busy
 from tightfit.cli_train_report import learn
 from tightfit.cli_train_request import Ready, rendered
+from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.plan_files import startable_of, target_of
 from tightfit.diagnose.verdict import Verdict
 from tightfit.inputs.catalogue import native_bf16
 from tightfit.inputs.occupancy import occupancy

@@ -47,7 +47,7 @@ def nodes_of(args: argparse.Namespace) -> Nodes:
     """As flags say, or SLURM; one machine, where nobody says anything."""
     port = getattr(args, "port", None)
     if hasattr(args, "hostfile"):
-        from tightfit.cli_plan_files import target_of
+        from tightfit.desk.plan_files import target_of
         from tightfit.render.hostfile import parse_hostfile
 
         target = target_of(argparse.Namespace(hostfile=args.hostfile))

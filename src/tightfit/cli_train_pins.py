@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli_plan_request import Request
+from tightfit.desk.plan_request import Request
 from tightfit.inputs.presets import PRESETS, checkpoint_of
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job

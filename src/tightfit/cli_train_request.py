@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.cli_plan_calibration import calibration_of
-from tightfit.cli_plan_files import Startable, startable_of, way_out
-from tightfit.cli_plan_request import Request, request_of
 from tightfit.cli_train_machine import Machine, Nodes, machine_for, nodes_of
 from tightfit.cli_train_pins import check_weights, pinned_by_deepspeed, with_a_scan_that_runs, with_whole_folder
+from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.plan_files import Startable, startable_of, way_out
+from tightfit.desk.plan_request import Request, request_of
 from tightfit.inputs.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
@@ -101,7 +101,7 @@ HOW_FAR = "`tightfit plan` with the same flags shows how far it is"
 
 def answer_of(args: argparse.Namespace, request: Request, startable: Startable, *, every_gpu: bool) -> Plan:
     """The plan. `every_gpu`: machines that were named all run; the search alone might do with one of them."""
-    from tightfit.cli_plan import of_the_file
+    from tightfit.desk.plan import of_the_file
 
     job, said = request.job, (*request.said, *startable.said)
     try:
@@ -118,7 +118,7 @@ def answer_of(args: argparse.Namespace, request: Request, startable: Startable, 
 
 
 def _target(args: argparse.Namespace, nodes: Nodes) -> Target:
-    from tightfit.cli_plan_files import target_of
+    from tightfit.desk.plan_files import target_of
     from tightfit.render.target import Target
 
     plain = argparse.Namespace(launcher="deepspeed", hostfile=args.hostfile) if nodes.hostfile is not None else None

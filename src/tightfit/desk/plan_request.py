@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli_flags import without_effect
-from tightfit.cli_plan_files import deepspeed_version
+from tightfit.desk.lever_flags import without_effect
+from tightfit.desk.plan_files import deepspeed_version
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.job_file import JOB_FLAGS, hardware_of, job_from_flags, model_of, read_job
 from tightfit.inputs.presets import PRESETS
@@ -88,7 +88,7 @@ def request_of(
 def _file(args: argparse.Namespace, given: Mapping[str, Any]) -> FileSays | None:
     if not hasattr(args, "file"):
         return None
-    from tightfit.cli_plan_llamafactory import is_llamafactory, read_llamafactory_job  # brings yaml
+    from tightfit.desk.llamafactory_job import is_llamafactory, read_llamafactory_job  # brings yaml
 
     path = Path(args.file)
     model = given.get("model")

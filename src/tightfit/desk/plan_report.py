@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tightfit import cli_estimate
-from tightfit.cli_plan_files import Answer
+from tightfit.desk.estimate_report import report as estimate_report
+from tightfit.desk.plan_files import Answer
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Remedy, Way
@@ -66,7 +66,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
 def way_report(way: Way) -> dict[str, Any]:
     """One way: levers in the words of `estimate`, and both prices; the bytes are those of `estimate --json`."""
     priced = Priced(shape=way.shape, levers=way.levers, world=way.world, hardware=way.hardware, footprint=way.footprint)
-    plain = cli_estimate.report(priced)
+    plain = estimate_report(priced)
     return {
         "strategy": strategy_name(way.levers),
         "model": way.shape.name,

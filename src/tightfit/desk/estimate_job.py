@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from tightfit.cli_plan_request import fields_of
+from tightfit.desk.plan_request import fields_of
 from tightfit.inputs.job_file import JOB_FLAGS, JobFile, hardware_of, job_from_flags, levers_of, model_of, read_job
 from tightfit.inputs.job_text import read_tree
 from tightfit.inputs.job_training import MARKS

@@ -1,0 +1,223 @@
+"""What `tightfit estimate` answers: the flags and files of a question, priced as they stand."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tightfit.desk.lever_flags import flags_of, without_effect
+from tightfit.inputs.flags import levers_from_flags, spelt
+from tightfit.priced import Priced, strategy_name
+from tightfit.types import ConfigError, Engine, Hardware, HardwareError, Levers, ModelShape, Offload, UserError
+
+if TYPE_CHECKING:
+    from tightfit.desk.estimate_job import JobInput
+    from tightfit.inputs.deepspeed_file import DeepSpeedSettings
+
+STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
+    ("zero0", "none", "none"),
+    ("zero1", "none", "none"),
+    ("zero2", "none", "none"),
+    ("zero3", "none", "none"),
+    ("zero2", "cpu", "none"),
+    ("zero3", "cpu", "none"),
+    ("zero3", "cpu", "cpu"),
+    ("fsdp2", "none", "none"),
+    ("fsdp2", "cpu", "cpu"),
+)
+"""What `--compare` sets side by side: engine, place of the optimizer, place of the weights."""
+
+
+Outcome = Priced | str
+"""An estimate, or why there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be priced, once flags and files are one."""
+
+    shape: ModelShape
+    levers: Levers
+    world: int
+    hardware: Hardware | None
+    said: tuple[str, ...]
+
+
+def estimated(args: argparse.Namespace) -> Priced:
+    """What every GPU and the host will hold."""
+    asked = _asked(args)
+    return replace(price(asked.shape, asked.levers, asked.world, asked.hardware), said=asked.said)
+
+
+def comparison(args: argparse.Namespace) -> list[tuple[str, Outcome]]:
+    """The same of every strategy."""
+    asked = _asked(args)
+    return compare(asked.shape, asked.levers, asked.world, asked.hardware)
+
+
+def compare(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> list[tuple[str, Outcome]]:
+    """Every strategy with the same training; what an engine cannot do says so in its row."""
+    rows: list[tuple[str, Outcome]] = []
+    for engine, optimizer, param in STRATEGIES:
+        tried = replace(levers, engine=engine, offload_optimizer=optimizer, offload_param=param)
+        try:
+            rows.append((strategy_name(tried), price(shape, tried, world, hardware)))
+        except UserError as error:
+            rows.append((strategy_name(tried), str(error)))
+    return [*rows, ("model parallel", "not run by us")]
+
+
+def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> Priced:
+    from tightfit import memory
+
+    footprint = memory.estimate(shape, levers, world, hardware)
+    return Priced(shape=shape, levers=levers, world=world, hardware=hardware, footprint=footprint)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def _asked(args: argparse.Namespace) -> Asked:
+    job = _job(args)
+    hardware = job.hardware if job else hardware_of(args)
+    world = world_of(args, hardware, job.world if job else 1)
+    usual, chosen = _precision(args, job, hardware)
+    shape, base, said = _inputs(args, world, job, usual)
+    levers = levers_from_flags(flags_of(args), shape, base)
+    said += (*chosen, *_chosen(args, levers, world, hardware, job), *_idle(args, shape))
+    return Asked(shape=shape, levers=levers, world=world, hardware=hardware, said=said)
+
+
+def _chosen(
+    args: argparse.Namespace, levers: Levers, world: int, hardware: Hardware | None, job: JobInput | None
+) -> tuple[str, ...]:
+    """What was chosen without being asked for, and what the cards or our knowledge lack for it."""
+    said = []
+    named = any(hasattr(args, name) for name in ("engine", "deepspeed")) or (hasattr(args, "file") and job is None)
+    if not named and world > 1 and levers.engine == "zero0" and not (job and "levers.engine" in job.explicit):
+        said.append("No --engine was named, so nothing is sharded (zero0); --compare shows the others.")
+    if hardware is not None and levers.precision == "bf16" and _lacks_bf16(hardware):
+        said.append(f"The {hardware.gpu.name} has no bf16 of its own: --precision fp16 is what it trains in.")
+    if "nvme" in (levers.offload_optimizer, levers.offload_param):
+        said.append("NVMe offload was read in DeepSpeed's source and run on CPU ranks, and not measured.")
+    return tuple(said)
+
+
+def _idle(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]:
+    return without_effect({name: spelt(name) for name in vars(args)}, shape)
+
+
+def _precision(
+    args: argparse.Namespace, job: JobInput | None, hardware: Hardware | None
+) -> tuple[Levers, tuple[str, ...]]:
+    """The defaults for this card: a card without bf16 computes in fp16, unless somebody says otherwise."""
+    usual = Levers()
+    asked = hasattr(args, "precision") or (job is not None and "precision" in job.explicit)
+    from_files = (hasattr(args, "file") and job is None) or hasattr(args, "deepspeed")
+    if asked or from_files or hardware is None or not _lacks_bf16(hardware):
+        return usual, ()
+    said = f"No --precision was named, and the {hardware.gpu.name} has no bf16 of its own: fp16."
+    return replace(usual, precision="fp16"), (said,)
+
+
+def _lacks_bf16(hardware: Hardware) -> bool:
+    from tightfit.inputs.catalogue import native_bf16
+
+    return native_bf16(hardware.gpu.arch) is False
+
+
+def hardware_of(args: argparse.Namespace) -> Hardware | None:
+    """The machine that `--gpus` names; None: no machine, so no verdict."""
+    word = getattr(args, "gpus", None)
+    for flag in ("host_ram", "nvme"):
+        if word is None and hasattr(args, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} needs --gpus: it describes the machine that the GPUs are in")
+    if word is None:
+        return None
+    sizes = {"host_ram": getattr(args, "host_ram", None), "nvme": getattr(args, "nvme", None)}
+    if word.strip().lower() == "this":
+        from tightfit.inputs.machine import this_machine
+
+        return this_machine(**sizes)
+    from tightfit.inputs.hardware import parse_hardware
+
+    return parse_hardware(word, **sizes)
+
+
+def world_of(args: argparse.Namespace, hardware: Hardware | None, otherwise: int = 1) -> int:
+    """How many GPUs train: what was said, or all there are, or what a file names, or one."""
+    there = hardware.world if hardware else None
+    world: int = getattr(args, "world", there or otherwise)
+    if world < 1:
+        raise ConfigError(f"--world must be at least 1, not {world}")
+    if there is not None and world > there:
+        where = f"of --gpus {args.gpus}" if hasattr(args, "gpus") else "that there are"
+        raise HardwareError(f"--world {world} is more than the {there} GPUs {where}")
+    return world
+
+
+def _job(args: argparse.Namespace) -> JobInput | None:
+    """What the file says, if it is a job file."""
+    if not hasattr(args, "file"):
+        return None
+    from tightfit.desk.estimate_job import is_job, read_job_input
+
+    return read_job_input(args) if is_job(Path(args.file)) else None
+
+
+def _inputs(
+    args: argparse.Namespace, world: int, job: JobInput | None, usual: Levers
+) -> tuple[ModelShape, Levers, tuple[str, ...]]:
+    """The model, the levers that files have set over the `usual` ones, and what their readers had to say."""
+    if getattr(args, "deepspeed", None) and getattr(args, "engine", "").lower() == "fsdp2":
+        raise ConfigError("--deepspeed and --engine fsdp2 are two engines: leave one out")
+    if job is not None:
+        shape, base, said = job.shape, job.levers, job.said
+        if usual.precision != Levers().precision:
+            base = replace(base, precision=usual.precision)
+    elif hasattr(args, "file"):
+        return _from_llamafactory(args, world)
+    elif not hasattr(args, "model"):
+        raise ConfigError("say which model: --model with a preset (`tightfit models`), a Hugging Face id or a folder")
+    else:
+        shape, base, said = _model(args.model, args), usual, ()
+    if not hasattr(args, "deepspeed"):
+        return shape, base, said
+    from tightfit.inputs.deepspeed_file import to_levers
+
+    settings = _read_deepspeed(args.deepspeed, args, shape)
+    return shape, to_levers(settings, base, world=world), (*said, *settings.because)
+
+
+def _from_llamafactory(args: argparse.Namespace, world: int) -> tuple[ModelShape, Levers, tuple[str, ...]]:
+    from tightfit.inputs import deepspeed_file, llamafactory_file
+
+    if args.file.endswith(".json"):
+        raise ConfigError(f"{args.file} should be a LLaMA-Factory YAML: a DeepSpeed JSON goes after --deepspeed")
+    settings = llamafactory_file.read_llamafactory(args.file)
+    said = settings.because
+    if settings.ignored:
+        said += (f"not known to us and so not priced: {', '.join(settings.ignored)}",)
+    shape = _model(getattr(args, "model", settings.model), args)
+    levers = llamafactory_file.to_levers(settings, Levers(), n_layers=shape.n_layers)
+    file = getattr(args, "deepspeed", settings.deepspeed)
+    if file is None or getattr(args, "engine", "").lower() == "fsdp2":
+        return shape, levers, said
+    deepspeed = _read_deepspeed(file, args, shape)
+    llamafactory_file.check_deepspeed(settings, deepspeed)
+    return shape, deepspeed_file.to_levers(deepspeed, levers, world=world), (*said, *deepspeed.because)
+
+
+def _model(word: str, args: argparse.Namespace) -> ModelShape:
+    from tightfit.inputs.models import load_model
+
+    return load_model(word, trust_trace=getattr(args, "trace", False))
+
+
+def _read_deepspeed(path: str | Path, args: argparse.Namespace, shape: ModelShape) -> DeepSpeedSettings:
+    from tightfit.inputs.deepspeed_file import read_deepspeed
+
+    version: str = getattr(args, "deepspeed_version", Levers().deepspeed_version)
+    return read_deepspeed(path, hidden_size=shape.hidden_size, version=version)

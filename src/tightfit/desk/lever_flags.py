@@ -1,0 +1,29 @@
+"""The flags of the levers, among what was asked."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import fields
+
+from tightfit.inputs.flags import Flags
+from tightfit.types import Attention, Mamba1, Mamba2, ModelShape, Traced
+
+
+def flags_of(namespace: argparse.Namespace) -> Flags:
+    """The lever flags among what was parsed."""
+    names = {field.name for field in fields(Flags)}
+    return Flags(**{name: value for name, value in vars(namespace).items() if name in names})
+
+
+def without_effect(named: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
+    """What was said about layers that the model does not have. `named`: lever → how the user called it."""
+    kinds = [type(block.mixer) for block in shape.blocks]
+    if Traced in kinds:  # what is in there is not known
+        return ()
+    said = []
+    if "attention" in named and Attention not in kinds:
+        said.append(f"{named['attention']} is without effect: {shape.name} has no attention layers.")
+    if "scan" in named and not {Mamba1, Mamba2} & set(kinds):
+        said.append(f"{named['scan']} is without effect: {shape.name} has no Mamba layers.")
+    return tuple(said)
