@@ -21,12 +21,15 @@ MOST_MARGIN = 90
 """Percent: what is below this may be meant as a percentage."""
 
 
-def answered(args: argparse.Namespace) -> tuple[Answer, list[Path] | None]:
-    """The answer, and the files that were written for it; None: none were asked for."""
+def answered(args: argparse.Namespace, *, advice: bool = True) -> tuple[Answer, list[Path] | None]:
+    """The answer, and the files that were written for it; None: none were asked for.
+
+    `advice`: see `Bounds`; a caller that asks again on each move of a slider does without at first.
+    """
     target = target_of(args)
     request = request_of(args)
     check_launcher(request.job, target)
-    startable = startable_of(request.job, target, calibration_of(args, request.job))
+    startable = replace(startable_of(request.job, target, calibration_of(args, request.job)), advice=advice)
     try:
         answer = _answer(args, request, startable)
     except ConfigError as error:

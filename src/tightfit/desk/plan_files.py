@@ -52,9 +52,17 @@ class Startable:
     said: tuple[str, ...] = ()
     calibration: Calibration | None = None
     """What earlier runs have taught; None: predictions are taken as they are."""
+    advice: bool = True
+    """See `Bounds`."""
 
     def bounds(self, *, every_gpu: bool = False) -> Bounds:
-        return Bounds(partial=self.partial, engines=self.engines, every_gpu=every_gpu, calibration=self.calibration)
+        return Bounds(
+            partial=self.partial,
+            engines=self.engines,
+            every_gpu=every_gpu,
+            calibration=self.calibration,
+            advice=self.advice,
+        )
 
 
 def deepspeed_version(hardware: Hardware) -> tuple[str, tuple[str, ...]]:

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from tightfit.inputs import families
@@ -44,7 +45,18 @@ def load_model(word: str, *, trust_trace: bool = False) -> ModelShape:
     With `trust_trace`, a model that no family describes is built and measured by a subprocess, which
     needs the [train] extra; without, it is an error that says so.
     """
-    found = find_config(word)
+    if word.strip().lower() in PRESETS:
+        return _preset_shape(word.strip().lower())
+    return _shape(find_config(word), trust_trace)
+
+
+@lru_cache(maxsize=64)
+def _preset_shape(name: str) -> ModelShape:
+    """Made once: what was computed of a shape is kept with it."""
+    return _shape(find_config(name), trust_trace=False)
+
+
+def _shape(found: FoundConfig, trust_trace: bool) -> ModelShape:
     try:
         shape = (shape_from_fields if found.is_block else shape_from_config)(found.config, found.name)
     except NotByName:

@@ -66,15 +66,23 @@ def step_times(shape: ModelShape, levers: Levers, hardware: Hardware) -> list[fl
     layers = [layer_time(block, shape.hidden_size, setting, rates) for block in shape.blocks]
     gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
     each = traffic.host / shape.n_layers
+    again = [
+        (
+            layer.products + layer.traffic + layer.unpacking,
+            layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules),
+        )
+        for layer in layers
+    ]
+    waited = traffic.waited_back(micro_batches)
     for depth in range(shape.n_layers + 1):
         if depth > 0:
             host += each
         if depth > frozen:
-            layer = layers[shape.pattern[depth - 1]]
-            gpu += layer.products + layer.traffic + layer.unpacking
-            host += layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules)
-        busy = max(gpu, host)
-        times.append(fixed + micro_batches * busy + sum(traffic.waiting_back(busy, micro_batches)))
+            gpu_again, host_again = again[shape.pattern[depth - 1]]
+            gpu += gpu_again
+            host += host_again
+        busy = gpu if gpu > host else host
+        times.append(fixed + micro_batches * busy + waited(busy))
     return times
 
 

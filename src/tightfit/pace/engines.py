@@ -11,6 +11,7 @@ default, ZeRO-1/2 with `overlap_comm`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -97,6 +98,25 @@ class Traffic(NamedTuple):
         gathering, fetching = self._waits(busy, self.gathered_back, 0.0, self.from_host_back)
         others = accumulation - reducing
         return reducing * collectives + others * gathering, reducing * host_link + others * fetching
+
+    def waited_back(self, accumulation: int) -> Callable[[float], float]:
+        """The sum of `waiting_back` as a function of the busy seconds alone: a search asks it thousands of times."""
+        reducing = self.reductions(accumulation)
+        reduced = self.reduced if self.overlaps else 0.0
+        rounds = [(reducing, self.gathered_back + reduced), (accumulation - reducing, self.gathered_back)]
+        rounds = [(count, moved) for count, moved in rounds if count]
+        linked, cost, copy_cost = self.from_host_back, constants.COLLECTIVE_COST, self.copy_cost
+
+        def waited(busy: float) -> float:
+            total = 0.0
+            for count, moved in rounds:
+                beside = cost * moved if moved < busy else moved - busy + cost * busy
+                longest = busy if busy > moved else moved
+                beside += copy_cost * linked if linked < longest else linked - longest + copy_cost * longest
+                total += count * beside
+            return total
+
+        return waited
 
     def _waits(self, busy: float, gathered: float, reduced: float, linked: float) -> tuple[float, float]:
         moved = gathered + reduced

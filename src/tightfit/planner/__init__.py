@@ -61,14 +61,17 @@ def plan_within(
     question = question_of(job, shape, hardware).within(bounds)
     if question.ours:
         check_states(question.base, question.pinned, hardware)
-    answer = answered(job, question, said)
+    answer = answered(job, question, said, advice=bounds.advice)
     if answer.chosen is None or not costs:
         return answer
     return replace(answer, chosen=replace(answer.chosen, changes=(*costs, *answer.chosen.changes)))
 
 
-def answered(job: Job, question: Question, said: tuple[str, ...] = ()) -> Plan:
-    """The best way that a question allows; where there is none, the best with what the job allows to be changed."""
+def answered(job: Job, question: Question, said: tuple[str, ...] = (), *, advice: bool = True) -> Plan:
+    """The best way that a question allows; where there is none, the best with what the job allows to be changed.
+
+    `advice`: see `Bounds`.
+    """
     began = perf_counter()
     found = search(question)
     changed: tuple[Remedy, ...] = ()
@@ -76,7 +79,11 @@ def answered(job: Job, question: Question, said: tuple[str, ...] = ()) -> Plan:
         changed = costly.allowed(question, job.limits.allow)
         if changed:
             found.ways.append(changed[-1].way)
-    return _answer(job, question, found, changed, said, began)
+    answer = _answer(job, question, found, changed, began)
+    if answer.chosen is None and advice:
+        needed = costly.gpus_needed(question, batch_asked=job.effective_batch is not None)
+        answer = replace(answer, remedies=costly.remedies(question), gpus_needed=needed)
+    return replace(answer, because=reasons.of_plan(answer, question, said), search_s=perf_counter() - began)
 
 
 def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
@@ -151,16 +158,10 @@ def _answer(
     question: Question,
     found: Found,
     changed: tuple[Remedy, ...],
-    said: tuple[str, ...],
     began: float,
 ) -> Plan:
     chosen = found.best
     others = reasons.in_order(way for way in found.ways if way is not chosen)
-    remedies: tuple[Remedy, ...] = ()
-    gpus_needed = None
-    if chosen is None:
-        remedies = costly.remedies(question)
-        gpus_needed = costly.gpus_needed(question, batch_asked=job.effective_batch is not None)
     if chosen is not None:
         chosen = replace(
             chosen,
@@ -168,7 +169,7 @@ def _answer(
             changes=tuple(remedy.cost for remedy in changed),
             skips_long=any(remedy.allowance == "skip-data" for remedy in changed),
         )
-    answer = Plan(
+    return Plan(
         job=job,
         shape=question.shape,
         hardware=question.hardware,
@@ -178,9 +179,6 @@ def _answer(
         considered=found.considered,
         search_s=perf_counter() - began,
         because=(),
-        remedies=remedies,
-        gpus_needed=gpus_needed,
         hours=None if chosen is None else reasons.hours(job, question.effective_batch, chosen),
         unproven=reasons.unproven(question.hardware),
     )
-    return replace(answer, because=reasons.of_plan(answer, question, said), search_s=perf_counter() - began)

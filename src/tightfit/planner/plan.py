@@ -58,6 +58,8 @@ class Bounds:
     """No way that leaves GPUs idle."""
     calibration: Calibration | None = None
     """None: predictions are taken as they are."""
+    advice: bool = True
+    """Where nothing fits, find out as well what would make it fit, which takes several searches more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
