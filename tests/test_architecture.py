@@ -35,6 +35,7 @@ ORDER = [
     "train",
     "web",
     "screen",
+    "api",
     "__init__",
     "cli",
     "__main__",

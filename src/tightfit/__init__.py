@@ -1,6 +1,6 @@
 """tightfit makes large-model training fit the GPUs you have, and stay fitted.
 
-From Python: `tightfit.plan(tightfit.Job(model="7b_mamba", hardware=tightfit.Machine(gpus="6x32GB")))`.
+From Python: `tightfit.plan(model="7b_mamba", gpus="6x32GB")` and `tightfit.estimate(…)`; see `api.py`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tightfit.api import estimate as estimate
+    from tightfit.api import plan as plan
     from tightfit.job import Job as Job
     from tightfit.job import Machine as Machine
-    from tightfit.planner import plan as plan
 
 __version__ = "0.1.0"
 
-__all__ = ["Job", "Machine", "__version__", "plan"]
+__all__ = ["Job", "Machine", "__version__", "estimate", "plan"]
 
-_HOMES = {"Job": "tightfit.job", "Machine": "tightfit.job", "plan": "tightfit.planner"}
+_HOMES = {"Job": "tightfit.job", "Machine": "tightfit.job", "estimate": "tightfit.api", "plan": "tightfit.api"}
 """Loaded when first asked for: `tightfit --help` needs none of them."""
 
 

@@ -29,6 +29,7 @@ VERBS = {
     "diagnose": ("tightfit.cli_diagnose", "what went wrong in a run, from its logs, and what helps"),
     "explain": ("tightfit.cli_diagnose", "a symptom that `tightfit diagnose` names, or all of them"),
     "watch": ("tightfit.cli_watch", "a run, or this machine, live: memory, pace, and what is about to go wrong"),
+    "ui": ("tightfit.cli_ui", "the page in the browser: plans, runs as they go, what went wrong in a log"),
     "clean": ("tightfit.cli_clean", "what dead runs left behind: shown, and removed on a yes"),
     "schema": ("tightfit.cli_schema", "the fields of a job file"),
     "models": ("tightfit.cli_lists", "the models known by name, and what they need"),

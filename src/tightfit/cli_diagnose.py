@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.cli_diagnose_config import priced_beside, priced_config
 from tightfit.cli_flags import Parser, whole_number
 from tightfit.diagnose.catalogue import Symptom, catalogue
 from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
 from tightfit.diagnose.judge import judge
-from tightfit.diagnose.predicted import Predicted, predicted
+from tightfit.diagnose.predicted import Predicted, foretold, foretold_verdict, planned_footprint, predicted
 from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Diagnosis, Verdict
@@ -37,7 +38,9 @@ from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit diagnose train.log --config ds_config.json"
 FOUND = 1
-LARGE_BYTES = 2**30
+LARGE_BYTES = 2**28
+"""Of a log that takes long enough to say how far it is."""
+_NAMED = ("model", "gpus")
 _PACKED = {".gz": "zcat", ".xz": "xzcat", ".zst": "zstdcat", ".bz2": "bzcat", ".zip": "unzip -p"}
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker|proc|local_rank)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)
 
@@ -56,8 +59,8 @@ def diagnose(argv: Sequence[str]) -> int:
     args = _parser().parse(argv)
     with ExitStack() as stack:
         question = _question(args, stack)
-        found = judge(question.evidence)
-    expected = predicted(question.plan, found.verdict) if question.plan and found.verdict else None
+        found = judge(question.evidence) if _has_evidence(question.evidence) else Diagnosis(verdict=None)
+    found, expected = _expected(args, question, found)
     if getattr(args, "json", False):
         print(json.dumps(as_json(found, expected), indent=2, ensure_ascii=False))
     else:
@@ -67,6 +70,32 @@ def diagnose(argv: Sequence[str]) -> int:
         names = [source.name for source in question.evidence.logs]
         draw_diagnosis(open_console(), found, None if expected is None else expected.sentence, names)
     return FOUND if found.verdict is not None else 0
+
+
+def _has_evidence(evidence: Evidence) -> bool:
+    return bool(evidence.logs or evidence.exits or evidence.kernel)
+
+
+def _expected(args: argparse.Namespace, question: Question, found: Diagnosis) -> tuple[Diagnosis, Predicted | None]:
+    """What the memory model says: of the failure; or, where nothing has happened yet, of what is going to."""
+    told = found.verdict
+    alone = not _has_evidence(question.evidence)
+    if hasattr(args, "config"):
+        known, words = question.evidence.config or KnownConfig(), {name: getattr(args, name, None) for name in _NAMED}
+        if not alone:
+            beside = priced_beside(Path(args.config), known, **words)
+            return found, predicted(beside.footprint, told) if beside and told else None
+        priced = priced_config(Path(args.config), known, **words)
+        said = foretold(priced.footprint, priced.hardware, priced.world)
+        card = priced.hardware.gpu.memory_bytes if priced.hardware else 0
+        return replace(found, verdict=foretold_verdict(said, card, known, args.config)), said
+    footprint = planned_footprint(question.plan) if question.plan and (told or alone) else None
+    if footprint is None:
+        return found, None
+    if told is not None:
+        return found, predicted(footprint, told)
+    world = question.evidence.config.world if question.evidence.config else None
+    return found, foretold(footprint, None, world or 1)
 
 
 def _parser() -> Parser:
@@ -80,9 +109,13 @@ def _parser() -> Parser:
         "FILE…|RUN|- [flags]",
     )
     parser.add_argument(
-        "inputs", nargs="+", metavar="FILE…|RUN|-", help="logs, a run's folder, or - for standard input"
+        "inputs", nargs="*", metavar="FILE…|RUN|-", help="logs, a run's folder, or - for standard input"
     )
-    parser.add_argument("--config", metavar="FILE", help="the trainer's config, so that the fixes fit it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="the trainer's config, so that the fixes fit it; alone: what it will need"
+    )
+    parser.add_argument("--model", metavar="MODEL", help="the model, for a config that does not name it")
+    parser.add_argument("--gpus", metavar="HARDWARE", help="the GPUs, for a config that does not name them: 4x24GB")
     parser.add_argument(
         "--exit-code", metavar="N", type=_exit_code, help="how the command ended: 137, or -9 for a signal"
     )
@@ -109,12 +142,17 @@ def _exit_code(text: str) -> int:
 def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
     given = getattr(args, "exit_code", None)
     config = known_from_file(Path(args.config)) if hasattr(args, "config") else None
-    words = args.inputs
+    words = getattr(args, "inputs", [])
+    if not words and given is None and config is None:
+        raise ConfigError("there is nothing to judge by: name a log, a run's folder, or - for standard input")
+    for name in _NAMED:
+        if hasattr(args, name) and config is None:
+            raise ConfigError(f"--{name} goes with --config: it says what the config does not")
     if len(words) == 1 and words[0] != "-" and _is_folder(words[0]):
         question = _of_run(Path(words[0]))
     else:
         sources = tuple(_source(word, stack) for word in words)
-        if given is None:
+        if given is None and sources:
             _check_not_empty(sources)
         question = Question(evidence=Evidence(logs=sources))
     evidence = question.evidence
@@ -141,8 +179,23 @@ def _source(word: str, stack: ExitStack) -> LogSource:
     if path.is_file():
         _check_text(source)
         if path.stat().st_size >= LARGE_BYTES and sys.stderr.isatty():
-            print(f"reading {path.stat().st_size / LARGE_BYTES:.1f} GiB of {word} …", file=sys.stderr)
+            return replace(source, on_read=_Progress(word, path.stat().st_size))
     return source
+
+
+class _Progress:
+    """How far a large log is read, on one line of the terminal."""
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        self._name, self._size_bytes, self._shown = name, size_bytes, -1
+
+    def __call__(self, done_bytes: int) -> None:
+        percent = min(100, 100 * done_bytes // max(1, self._size_bytes))
+        if percent != self._shown:
+            self._shown = percent
+            size = f"{self._size_bytes / 2**30:.1f} GiB"
+            end = "\n" if percent == 100 else ""
+            print(f"\rreading {self._name}: {percent} % of {size}", end=end, file=sys.stderr, flush=True)
 
 
 def _is_folder(word: str) -> bool:
@@ -199,7 +252,7 @@ def rank_of(path: Path) -> int | None:
 
 def _of_run(path: Path) -> Question:
     """Logs, last words and exit code of a run of ours."""
-    if not any((path / name).exists() for name in (*RUNS, "logs")):
+    if not any((path / name).exists() for name in (*RUNS, "logs", "plan")):
         inside = sorted(each.name for each in path.iterdir() if each.suffix in (".log", ".txt", ".out", ".err"))
         hint = f"name the logs in it ({inside[0]} …)" if inside else "name a log file, or the folder of a run"
         raise ConfigError(f"{path} is no run's folder: {hint}")
@@ -211,7 +264,7 @@ def _of_run(path: Path) -> Question:
     sources = [LogSource(name=str(log.relative_to(path)), path=log, rank=rank_of(log)) for log in logs]
     sources += list(_words(failed / "errors" if failed else folder.errors, path))
     exits = _exits(path) or ((RankExit(rank=None, code=code, at=0.0),) if code is not None else ())
-    if not sources and not exits:
+    if not sources and not exits and planned_footprint(folder.plan) is None:
         raise ConfigError(f"{path} holds no logs: the run left nothing to judge by")
     config: KnownConfig = known_config(folder.plan)
     return Question(evidence=Evidence(logs=tuple(sources), exits=exits, config=config), plan=folder.plan)
@@ -267,7 +320,7 @@ def as_json(found: Diagnosis, expected: Predicted | None = None) -> dict[str, An
         "also": [_verdict_json(verdict) for verdict in found.also],
     }
     if expected is not None:
-        tree["predicted"] = asdict(expected)
+        tree["predicted"] = {**asdict(expected), "blame": expected.blame}
     return tree
 
 

@@ -11,33 +11,37 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.cli_flags import Parser, whole_number
-from tightfit.cli_run_plan import Known, Planner, file_of, known_of, prediction
+from tightfit.cli_run_plan import Known, Planner, Setting, file_of, prediction
+from tightfit.cli_run_wait import wait_for_gpus
+from tightfit.cli_train_flags import hang_timeout_s
 from tightfit.inputs.flags import meant
+from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
-from tightfit.runs.attempts import ATTEMPTS
+from tightfit.planner.calibration import Entry
+from tightfit.runs.build_lock import left_locks, told
+from tightfit.runs.calibration import Calibrations
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.foreign import NAMES, recognise
 from tightfit.runs.foreign_config import Foreign, read_foreign
 from tightfit.runs.foreign_group import Streams
-from tightfit.runs.foreign_loop import Ended, Orders, Rescue, write_run
+from tightfit.runs.foreign_loop import Ended, Orders, Rescue
+from tightfit.runs.foreign_record import FOLDER, Identity, Place, claim, write_run
 from tightfit.runs.run import Signals
-from tightfit.types import ConfigError, Hardware
+from tightfit.types import ConfigError, Hardware, UserError
 
 EXAMPLE = """tightfit run -- llamafactory-cli train qwen32b_lora.yaml
   tightfit run --allow quantize,shorter-seq -- llamafactory-cli train qwen32b_lora.yaml
   tightfit run --max-attempts 3 -- deepspeed --num_gpus 4 train.py --deepspeed ds.json
   tightfit run --dry-run -- accelerate launch --config_file acc.yaml train.py
   tightfit run --output runs/a -- python train.py --output_dir out"""
-FOLDER = "tightfit-run"
 ALLOWED = ("quantize", "shorter-seq")
 """The costly changes that a config of another trainer can be given."""
-_MOST_FOLDERS = 10_000
 _MOST_FIXES = 4
 
 
@@ -48,35 +52,85 @@ def run(argv: Sequence[str]) -> int:
     if shutil.which(words[0]) is None and not hasattr(args, "dry_run"):
         raise ConfigError(f"there is no program {words[0]} here: see that it is installed, and in this environment")
     foreign = read_foreign(command)
-    hardware = _hardware(args)
-    allow = _allow(args)
-    known = known_of(foreign, hardware, allow)
+    planner = Planner(_setting(args))
+    known = planner.known(foreign)
     if hasattr(args, "dry_run"):
         return _dry_run(args, foreign, known)
-    folder = _folder(args)
-    _say_start(foreign, known, folder)
-    as_json = hasattr(args, "json")
-    streams = Streams(out=(sys.stderr if as_json else sys.stdout).buffer, err=sys.stderr.buffer)
-    orders = Orders(
-        policy=Policy(max_attempts=_attempts(args), allow=frozenset(allow)), retry_anyway=hasattr(args, "retry_anyway")
-    )
+    if hasattr(args, "wait_for_gpu"):
+        planner.wait_for_room(foreign, lambda: False)
+    place = claim(Path(args.output) if hasattr(args, "output") else None, words)
+    try:
+        return _run(args, place, _as_last(foreign, place), planner)
+    finally:
+        place.lock.release()
+
+
+def _run(args: argparse.Namespace, place: Place, foreign: Foreign, planner: Planner) -> int:
+    folder, first, as_json = place.path, place.before is None, hasattr(args, "json")
+    known = planner.known(foreign)
+    _say_start(foreign, known, place)
+    out = sys.stderr if as_json else sys.stdout
     with Signals() as signals:
         rescue = Rescue(
             foreign=foreign,
             folder=folder,
-            streams=streams,
+            streams=Streams(out=out.buffer, err=sys.stderr.buffer),
             say=_say,
-            advisor=Planner(hardware, allow),
-            orders=orders,
+            advisor=planner,
+            orders=_orders(args),
             signals=signals,
         )
-        _record(folder, foreign, known, None)
+        words = foreign.command.words if place.before is None else place.before.command
+        note = _Note(folder, Identity.begin(words, rescue.mark), foreign, known)
+        rescue.begun = note.begun
+        if not first:
+            _say(f"{rescue.go_on()}")
         ended = rescue.run()
-    _record(folder, foreign, known, ended)
+    note.ended(ended)
     _say_end(ended, folder)
     if as_json:
         print(json.dumps(_report(folder, foreign, known, ended), indent=2, ensure_ascii=False))
     return ended.code
+
+
+def _as_last(foreign: Foreign, place: Place) -> Foreign:
+    """The command as it was started last, where a run is taken over and its config is still there."""
+    if place.before is None or place.before.last_command == foreign.command.words:
+        return foreign
+    try:
+        return read_foreign(recognise(place.before.last_command))
+    except UserError:
+        return foreign
+
+
+def _orders(args: argparse.Namespace) -> Orders:
+    return Orders(
+        policy=Policy(max_attempts=_attempts(args), allow=frozenset(_allow(args))),
+        retry_anyway=hasattr(args, "retry_anyway"),
+        hang_timeout_s=hang_timeout_s(args),
+    )
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    """What is learned of cards that were only named is not written down."""
+    calibrations = Calibrations(cache_folder())
+    wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
+    if hasattr(args, "wait_for_gpu"):
+
+        def wait(need_bytes: int | None, count: int, give_up: Callable[[], bool]) -> bool:
+            return wait_for_gpus(need_bytes, count, _say, give_up)
+
+    return Setting(
+        hardware=_hardware(args),
+        allow=_allow(args),
+        calibration=None if hasattr(args, "no_calibration") else calibrations.read(),
+        keep=calibrations.add if not hasattr(args, "gpus") else _forget,
+        wait=wait,
+    )
+
+
+def _forget(entry: Entry) -> None:
+    """Nothing is written down."""
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -102,6 +156,16 @@ def _parser() -> Parser:
     made.add_argument(
         "--retry-anyway", action="store_true", help="start again even where no checkpoint can be gone on from"
     )
+    made.add_argument(
+        "--hang-timeout", metavar="300s|10m|1h",
+        help="end it and start it again when it has printed nothing, and used neither CPU nor GPU, for so long (never)",
+    )  # fmt: skip
+    made.add_argument(
+        "--wait-for-gpu", action="store_true", help="wait while others hold the GPUs that the command would take"
+    )
+    made.add_argument(
+        "--no-calibration", action="store_true", help="predict without what earlier runs measured, and keep nothing"
+    )
     made.add_argument("--gpus", metavar="HARDWARE", help="predict for these cards (this machine's)")
     made.add_argument("--host-ram", metavar="SIZE", help="RAM of the machine, 256GB say; with --gpus")
     made.add_argument("--dry-run", action="store_true", help="say what is recognised and predicted; start nothing")
@@ -121,6 +185,7 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     args = parser.parse(words[:cut])
     _attempts(args)
     _allow(args)
+    hang_timeout_s(args)
     return args, tuple(words[cut + 1 :])
 
 
@@ -151,27 +216,6 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return this_machine(host_ram=ram)
 
 
-def _folder(args: argparse.Namespace) -> Path:
-    """A folder that nobody has used; made here, so that two runs never share one."""
-    if hasattr(args, "output"):
-        path = Path(args.output)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"--output {path} is there already: name a new folder, for old logs are never replaced")
-        names = [path]
-    else:
-        names = [Path(f"{FOLDER}-{number}") for number in range(1, _MOST_FOLDERS)]
-    for path in names:
-        try:
-            (path / ATTEMPTS).mkdir(parents=True, exist_ok=hasattr(args, "output"))
-        except FileExistsError:
-            continue
-        except OSError as error:
-            what = (error.strerror or str(error)).lower()
-            raise ConfigError(f"{path} cannot be made ({what}): name another folder with --output") from None
-        return path
-    raise ConfigError(f"there are {_MOST_FOLDERS} folders {FOLDER}-N here: remove some, or name one with --output")
-
-
 # --- telling ------------------------------------------------------------------------------------
 
 
@@ -188,9 +232,13 @@ def _recognised(foreign: Foreign) -> str:
     return f"{NAMES[foreign.command.launcher]}{f', configured by {files}' if files else ''}"
 
 
-def _say_start(foreign: Foreign, known: Known | str, folder: Path) -> None:
-    _say(f"{_recognised(foreign)}; logs and records in {folder}")
+def _say_start(foreign: Foreign, known: Known | str, place: Place) -> None:
+    _say(f"{_recognised(foreign)}; logs and records in {place.path}")
+    if place.before is not None:
+        _say(f"the run in {place.path} is taken over: its process {place.before.pid} has gone without a word")
     _say(_predicted(foreign, known))
+    if foreign.command.launcher != "other" and (left := left_locks(inherited(foreign.environment))):
+        _say(told(left))
 
 
 def _predicted(foreign: Foreign, known: Known | str) -> str:
@@ -273,8 +321,21 @@ def _report(folder: Path, foreign: Foreign, known: Known | str, ended: Ended) ->
     }
 
 
-def _record(folder: Path, foreign: Foreign, known: Known | str, ended: Ended | None) -> None:
-    values: dict[str, Any] = {"schema": 1, "kind": "foreign", "state": "running", **_start_report(foreign, known)}
-    if ended is not None:
-        values |= {key: value for key, value in _report(folder, foreign, known, ended).items() if key != "attempts"}
-    write_run(folder, values)
+class _Note:
+    """`run.json`, written anew with every start and at the end."""
+
+    def __init__(self, folder: Path, identity: Identity, foreign: Foreign, known: Known | str) -> None:
+        self._folder, self._identity = folder, identity
+        self._first, self._known = foreign, known
+
+    def begun(self, foreign: Foreign) -> None:
+        self._write("running", None, {"last_command": list(foreign.command.words)})
+
+    def ended(self, ended: Ended) -> None:
+        found = _report(self._folder, self._first, self._known, ended)
+        more = {key: value for key, value in found.items() if key not in ("attempts", "state", "exit_code", "command")}
+        self._write(ended.state, ended.code, more)
+
+    def _write(self, state: str, exit_code: int | None, more: dict[str, Any]) -> None:
+        start = {key: value for key, value in _start_report(self._first, self._known).items() if key != "command"}
+        write_run(self._folder, {**self._identity.values(state, exit_code), **start, **more})

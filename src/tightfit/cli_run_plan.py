@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ from tightfit.inputs.models import load_model
 from tightfit.job import Adapters, Allowance, Job
 from tightfit.memory import estimate
 from tightfit.pace import pace
+from tightfit.planner.calibration import COMPONENT, Calibration, Entry, corrected
 from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, step_down
-from tightfit.priced import Priced, strategy_name, verdict
+from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
+from tightfit.priced import GIB, Priced, strategy_name, verdict
+from tightfit.runs.calibration import learned_from_failure
 from tightfit.runs.foreign_config import Foreign, knobs_of
+from tightfit.runs.foreign_group import Peak
 from tightfit.runs.foreign_loop import Step
 from tightfit.types import Buckets, Checkpointing, Hardware, Levers, ModelShape, Precision, UserError
 
@@ -55,16 +58,23 @@ class Known:
     levers: Levers
     hardware: Hardware
     """As much of it as the command uses."""
+    calibration: Calibration | None = None
+    """What earlier runs have measured; None: it is not wanted."""
 
     @property
     def priced(self) -> Priced:
         footprint = estimate(self.shape, self.levers, self.hardware.world, self.hardware)
+        if self.calibration is not None:
+            found = self.calibration.correction(self.shape, self.levers, self.hardware)
+            footprint = corrected(footprint, found, self.hardware)
         return Priced(
             shape=self.shape, levers=self.levers, world=self.hardware.world, hardware=self.hardware, footprint=footprint
         )
 
 
-def known_of(foreign: Foreign, hardware: Hardware, allow: tuple[Allowance, ...]) -> Known | str:
+def known_of(
+    foreign: Foreign, hardware: Hardware, allow: tuple[Allowance, ...], calibration: Calibration | None = None
+) -> Known | str:
     """The training in our words; or what is missing, in a sentence."""
     machine = replace(hardware, nodes=1, gpus_per_node=world_of(foreign, hardware))
     try:
@@ -78,7 +88,7 @@ def known_of(foreign: Foreign, hardware: Hardware, allow: tuple[Allowance, ...])
         pins["deepspeed_version"] = levers.deepspeed_version
         batch = levers.micro_batch * levers.accumulation * machine.world
         job = replace(job, levers=pins, effective_batch=batch, limits=replace(job.limits, allow=allow))
-        return Known(job=job, shape=shape, levers=levers, hardware=machine)
+        return Known(job=job, shape=shape, levers=levers, hardware=machine, calibration=calibration)
     except UserError as error:
         return f"nothing is predicted: {error}"
 
@@ -163,21 +173,68 @@ def prediction(known: Known) -> str:
     """One line: whether it fits, and where it is highest."""
     priced = known.priced
     where = f"{strategy_name(known.levers)}, micro batch {known.levers.micro_batch} × {known.levers.accumulation}"
-    return f"{verdict(priced)} The peak is in the {priced.footprint.gpu.peak_phase} phase ({where})."
+    added = priced.footprint.gpu.phases[priced.footprint.gpu.peak_phase].components.get(COMPONENT, 0)
+    measured = f" Earlier runs held {added / GIB:.1f} GiB more than predicted: counted in." if added > 0 else ""
+    return f"{verdict(priced)} The peak is in the {priced.footprint.gpu.peak_phase} phase ({where}).{measured}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What holds for all attempts of a run."""
+
+    hardware: Hardware
+    allow: tuple[Allowance, ...] = ()
+    calibration: Calibration | None = None
+    """What was known at the start; None: nothing is learned or used."""
+    keep: Callable[[Entry], object] = lambda entry: None
+    """Writes down what was learned."""
+    wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
+    """Waits for room on the GPUs; None: nobody asked for that."""
 
 
 class Planner:
     """The next way by prices, for as long as the model is known."""
 
-    def __init__(self, hardware: Hardware, allow: tuple[Allowance, ...]) -> None:
-        self._hardware, self._allow = hardware, allow
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._calibration = setting, setting.calibration
         self._tried: list[Tried] = []
         self._last: Tried | None = None
 
+    def known(self, foreign: Foreign) -> Known | str:
+        return known_of(foreign, self._setting.hardware, self._setting.allow, self._calibration)
+
+    def learn(self, foreign: Foreign, peak: Peak) -> None:
+        """More than was predicted is a lesson. Less is none: the longest samples may not have come, and what a program
+        holds is looked at from time to time only."""
+        known = self.known(foreign)
+        if self._calibration is None or isinstance(known, str) or not peak.own_bytes:
+            return
+        gpu = known.priced.footprint.gpu
+        held = peak.own_bytes - sum(gpu.overhead.values())
+        self._taught(learned_from_failure(_plan(known), Shortfall(where="gpu", phase=gpu.peak_phase), held))
+
+    def _taught(self, entry: Entry | None) -> None:
+        if entry is not None and self._calibration is not None:
+            self._calibration = self._calibration.with_entry(entry)
+            self._setting.keep(entry)
+
+    def wait_for_room(self, foreign: Foreign, give_up: Callable[[], bool]) -> bool:
+        if self._setting.wait is None:
+            return False
+        known = self.known(foreign)
+        need = None if isinstance(known, str) else known.priced.footprint.gpu.required_bytes
+        return self._setting.wait(need, world_of(foreign, self._setting.hardware), give_up)
+
     def smaller(self, foreign: Foreign, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool) -> Step | None:
-        known = known_of(foreign, self._hardware, self._allow)
+        known = self.known(foreign)
         if isinstance(known, str):
             return None
+        now = _plan(known)
+        assert now.chosen is not None
+        shortfall = located(shortfall, now.chosen)
+        if (numbers := verdict.oom) is not None and numbers.allocated is not None and numbers.asked is not None:
+            self._taught(learned_from_failure(now, shortfall, numbers.allocated + numbers.asked))
+            known = replace(known, calibration=self._calibration)
         for job in _tries(known, same_engine=same_engine):
             last = _plan(replace(known, job=job))
             assert last.chosen is not None
@@ -257,7 +314,7 @@ def _bounds(foreign: Foreign, known: Known) -> Bounds:
         engines = DEEPSPEED if adds else frozenset({known.levers.engine})
     else:
         engines = DEEPSPEED - {"zero0"} if known.levers.engine != "zero0" else DEEPSPEED
-    return Bounds(partial=False, engines=engines, every_gpu=True)
+    return Bounds(partial=False, engines=engines, every_gpu=True, calibration=known.calibration)
 
 
 def _step(foreign: Foreign, known: Known, found: StepDown) -> Step | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tightfit.cli_train_machine import Busy, Nodes, check_free, wait_while_busy
 from tightfit.cli_train_report import learn
 from tightfit.cli_train_request import Ready, rendered
+from tightfit.cli_train_written import written_plan
 from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_files import startable_of, target_of
 from tightfit.diagnose.verdict import Verdict
@@ -21,7 +22,7 @@ from tightfit.planner import plan_within
 from tightfit.planner.calibration import Entry, phase_bytes
 from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, step_down
+from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
 from tightfit.priced import strategy_name
 from tightfit.render.write import write
 from tightfit.runs.calibration import Calibrations, learned_from_failure
@@ -32,6 +33,7 @@ from tightfit.runs.ranks import Meeting, Sight, launcher_start, rank_starts, wor
 from tightfit.runs.run import Outcome
 from tightfit.runs.supervise import Changed, Refused
 from tightfit.runs.worker_file import WORKER_FILE, worker_file
+from tightfit.types import UserError
 
 if TYPE_CHECKING:
     from tightfit.render.target import Target
@@ -70,11 +72,25 @@ class TrainCourse:
         self.bounds = Bounds()
         """What the next plan is searched within, with all that attempts have measured so far."""
         if ready.plan is not None:
-            job = ready.plan.job
-            startable = startable_of(job, self._target, calibration_of(args, job))
-            self.bounds = startable.bounds(every_gpu=ready.nodes.count > 1)
+            self._bound(ready.plan)
         self._tried: list[Tried] = []
         self._found: Found | None = None
+
+    def _bound(self, plan: Plan) -> None:
+        startable = startable_of(plan.job, self._target, calibration_of(self._args, plan.job))
+        self.bounds = startable.bounds(every_gpu=self.ready.nodes.count > 1)
+
+    def _last(self, otherwise: str) -> Plan | Refused:
+        """What ran last. A plan that was written before is read back when it is needed; `otherwise`: what to type."""
+        if self.ready.plan is not None:
+            return self.ready.plan
+        try:
+            plan = written_plan(self._folder.plan)
+        except UserError as error:
+            return Refused(because=f"{error}: {otherwise}")
+        self._bound(plan)
+        self.ready = replace(self.ready, plan=plan)
+        return plan
 
     @property
     def words(self) -> str:
@@ -115,9 +131,11 @@ class TrainCourse:
     # --- another plan ---------------------------------------------------------------------------
 
     def smaller(self, shortfall: Shortfall, verdict: Verdict) -> Changed | Refused:
-        last = self.ready.plan
-        if last is None or last.chosen is None:
-            return Refused(because=f"the plan in {self._args.plan} was written before: plan again for less memory")
+        last = self._last("plan again for less memory with `tightfit plan … --write`")
+        if isinstance(last, Refused):
+            return last
+        assert last.chosen is not None, "what has no way was never started"
+        shortfall = located(shortfall, last.chosen)
         bounds, entry = self._taught(last, shortfall, verdict)
         found = step_down(last, shortfall, bounds=bounds, before=tuple(self._tried))
         if isinstance(found, NoWay) and shortfall.phase is not None:
@@ -134,11 +152,10 @@ class TrainCourse:
         return self._changed(last.chosen, found)
 
     def in_bf16(self) -> Changed | Refused:
-        last = self.ready.plan
-        if last is None or last.chosen is None:
-            return Refused(
-                because=f"the plan in {self._args.plan} was written before: plan again with --precision bf16"
-            )
+        last = self._last("plan again with `tightfit plan … --precision bf16 --write`")
+        if isinstance(last, Refused):
+            return last
+        assert last.chosen is not None, "what has no way was never started"
         if native_bf16(last.hardware.gpu.arch) is False:
             return Refused(because=f"the {last.hardware.gpu.name} has no bf16 of its own: use --precision fp32")
         job = replace(last.job, precision="bf16", effective_batch=last.effective_batch)

@@ -22,7 +22,9 @@ _MOST_LETTERS = 400
 
 def draw_diagnosis(console: Console, found: Diagnosis, expected: str | None, names: Sequence[str]) -> None:
     """The first cause with its proof and its fixes; one sentence, where nothing is wrong."""
-    if found.verdict is None:
+    if found.verdict is None and expected is not None and not names:
+        say(console, expected)
+    elif found.verdict is None:
         where = names[0] if len(names) == 1 else f"{len(names)} logs"
         say(console, f"Nothing is wrong in {where}." if names else "Nothing is wrong.", style="bold green")
     else:

@@ -2,6 +2,8 @@
 
 `--oom_above K`: a step with more than K sequences in a forward pass raises PyTorch's own out-of-memory error.
 `--oom_at N`: at that step, and only there. `--die_once FILE`: the first start is killed at `--oom_at`, later ones not.
+`--need_stage S`: likewise at `--oom_at`, where the ZeRO stage is below S.
+`--wait_at N`: at that step it makes a file `waits`, and waits until there is something in it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,8 @@ class Faults:
     oom_at: int = 3
     die_once: str = ""
     bug_at: int = 1_000_000
+    wait_at: int = 1_000_000
+    need_stage: int = 0
 
 
 class Numbers(Dataset):  # type: ignore[type-arg]
@@ -43,12 +48,22 @@ class Numbers(Dataset):  # type: ignore[type-arg]
 class Faulty(Trainer):
     faults: Faults
 
+    @property
+    def stage(self) -> int:
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return 0 if plugin is None else int(plugin.zero_stage)
+
     def training_step(self, model, inputs, *rest):  # type: ignore[no-untyped-def]
         faults, step = self.faults, self.state.global_step
         if step >= faults.bug_at:
             raise KeyError("labels_of_the_user")
+        if step == faults.wait_at:
+            waits = Path("waits")
+            waits.touch()
+            while not waits.read_text(encoding="utf-8"):
+                time.sleep(0.1)
         if step == faults.oom_at:
-            if inputs["input_ids"].shape[0] > faults.oom_above:
+            if inputs["input_ids"].shape[0] > faults.oom_above or self.stage < faults.need_stage:
                 raise torch.OutOfMemoryError(TEXT)
             if faults.die_once and not Path(faults.die_once).exists():
                 Path(faults.die_once).touch()

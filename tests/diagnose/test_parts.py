@@ -40,7 +40,7 @@ SAID = "RuntimeError: no such thing"
         (f"2026-11-05 12:00:01.123 | ERROR    | mod:f:7 - {SAID}", None, "error"),
         (f"ERROR:root:{SAID}", None, "error"),
         (f"E1105 12:00:01.123456 41 torch/a.py:7] {SAID}", None, "error"),
-        (f"[rank1]:[E626 06:24:44.903881913 ProcessGroupNCCL.cpp:616] [Rank 1] {SAID}", 1, None),
+        (f"[rank1]:[E626 06:24:44.903881913 ProcessGroupNCCL.cpp:616] [Rank 1] {SAID}", 1, "error"),
         (f"Nov  5 03:02:11 node-0 kernel: [81.1] {SAID}", None, None),
         (f"  3%|#  | 12/400 [00:10<01:00,  1.2s/it]{SAID}", None, None),
         (f"node:12:14 [0] enqueue.cc:1085 {SAID}", None, None),

@@ -19,7 +19,7 @@ from tightfit.planner.calibration import Calibration, Entry, Measured, phase_byt
 from tightfit.planner.candidates import complexity
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.search import Cap, Question, excess_bytes, search, something_fits, weigh
-from tightfit.planner.step_down import MARGIN, NoWay, Shortfall, StepDown, Tried, margin_bytes, step_down
+from tightfit.planner.step_down import MARGIN, NoWay, Shortfall, StepDown, Tried, located, margin_bytes, step_down
 from tightfit.types import Hardware, PhaseName
 
 TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
@@ -383,3 +383,16 @@ def test_a_step_down_takes_no_longer_than_a_breath() -> None:
     assert isinstance(found, StepDown | NoWay)
     if isinstance(found, StepDown):
         assert found.plan.search_s < 4
+
+
+def test_the_plain_losss_own_backward_is_counted_with_the_loss() -> None:
+    """It shows as one of the backward pass, which is far smaller where the vocabulary is large."""
+    last = planned("qwen1.5-0.5b", machine("1x24GB"), levers={"loss": "plain", "checkpointing": "full"})
+    way, failed = way_of(last), Shortfall(where="gpu", missing_bytes=GIB, phase="backward")
+    phases = way.footprint.gpu.phases
+    assert phases["loss"].total_bytes > phases["backward"].total_bytes
+    assert located(failed, way).phase == "loss"
+    fused = replace(way, levers=replace(way.levers, loss="fused"))
+    assert located(failed, fused) == failed
+    assert located(replace(failed, where="host"), way).phase == "backward"
+    assert located(replace(failed, phase="step"), way).phase == "step"

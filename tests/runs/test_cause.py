@@ -10,12 +10,14 @@ import pytest
 from recorded_attempts import NAMES, recorded
 
 from tightfit.diagnose.verdict import RETRYABLE
-from tightfit.runs.cause import cause_of, is_suspicion, known_config
+from tightfit.runs.cause import _placed, cause_of, is_suspicion, known_config
 from tightfit.runs.cause import recorded as record_of
+from tightfit.runs.events import MemoryMark
 from tightfit.runs.failure import Failure, LastWords
 from tightfit.runs.hang import Hung
 from tightfit.runs.heartbeat import DISK_FULL, Beat, Quiet
 from tightfit.runs.stacks import Frame, Stand
+from tightfit.runs.tally import Tally
 
 KINDS = {
     "bug": "code",
@@ -66,6 +68,29 @@ def test_a_kill_is_suspicious_where_the_kernels_record_may_not_be_read() -> None
     verdict = cause_of(recorded("kill", kernel_readable=False))
     assert verdict.kind == "host-oom"
     assert is_suspicion(verdict)
+
+
+@pytest.mark.parametrize(
+    ("told", "passed", "phase"),
+    [
+        ("step", (), "init"),  # DeepSpeed takes a step while it starts
+        ("loss", ("init",), "loss"),
+        ("step", ("init", "forward", "backward"), "step"),
+        (None, ("init",), "forward"),
+        (None, ("init", "forward"), "backward"),
+        ("init", ("init", "forward", "backward"), "step"),
+    ],
+)
+def test_the_worst_batch_that_is_tried_before_the_first_step(
+    told: str | None, passed: tuple[str, ...], phase: str
+) -> None:
+    """Ranks say that they are still building then; the traceback, or the marks that were passed, know better."""
+    known = recorded("device-oom")
+    beats = tuple(dataclasses.replace(beat, stage="init", step=0) for beat in known.beats)
+    tally = Tally(marks=[MemoryMark(milestone=name, predicted_bytes=1, measured_bytes=1) for name in passed])
+    known = dataclasses.replace(known, beats=beats, outcome=dataclasses.replace(known.outcome, tally=tally))
+    verdict = dataclasses.replace(cause_of(known), phase=told)
+    assert _placed(verdict, known).phase == phase
 
 
 def test_numbers_that_are_none_are_the_ranks_own_words() -> None:

@@ -159,3 +159,21 @@ def test_too_few_steps_say_nothing() -> None:
 def test_memory_that_ran_out() -> None:
     assert health([], oom="CUDA out of memory").lights[2].colour == "yellow"
     assert health([], oom="CUDA out of memory", oom_is_last=True).lights[2].colour == "red"
+
+
+def test_retries_of_the_allocator_are_told_while_they_go_on() -> None:
+    found = health(steps(100, lambda n: {"alloc_retries": 3 + max(0, n - 90) // 2}))
+    assert found.warnings == (
+        "the allocator had to free its cache and retry 5 times in the last 50 steps: memory is within the margin",
+    )
+    once = health(steps(2, lambda n: {"alloc_retries": n - 1}))
+    assert once.warnings == (
+        "the allocator had to free its cache and retry once in the last step: memory is within the margin",
+    )
+
+
+def test_retries_that_are_over_or_not_told_are_no_news() -> None:
+    assert health(steps(100, lambda n: {"alloc_retries": 3})).warnings == ()
+    assert health(steps(100, lambda n: {})).warnings == ()  # of an older run, or of the CPU
+    assert health(steps(100, lambda n: {"alloc_retries": "many"})).warnings == ()
+    assert steps(1, lambda n: {})[0].alloc_retries is None

@@ -164,14 +164,42 @@ def test_what_is_pinned_is_not_unpinned(unsteady: Unsteady) -> None:
     assert "same plan" not in unsteady.actions or len(unsteady.records) == 2
 
 
-def test_a_plan_that_was_written_before_is_not_changed(unsteady: Unsteady) -> None:
-    assert main(["plan", *TINY, "--write", "planned"]) == 0
+def of_a_written_plan(unsteady: Unsteady, *words: str) -> tuple[int, str]:
+    assert main(["plan", *TINY, *words, "--write", "planned"]) == 0
     unsteady.shell.capsys.readouterr()
     unsteady.shell.monkeypatch.setattr(cli_train, "WORKER", (sys.executable, str(UNSTEADY), "oom@6/good"))
     code = main(["train", "--plan", "planned", "--output", "output"])
-    _, err = unsteady.shell.capsys.readouterr()
-    assert code == 3
-    assert "plan again for less memory" in " ".join(err.split())
+    return code, " ".join(unsteady.shell.capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("words", [(), ("--method", "lora", "--lora-rank", "4", "--learning-rate", "3e-4")])
+def test_a_plan_that_was_written_before_gives_way_too(unsteady: Unsteady, words: tuple[str, ...]) -> None:
+    code, err = of_a_written_plan(unsteady, *words)
+    assert (code, err) == (0, "")
+    assert unsteady.actions == ["smaller plan", None]
+    assert [record.effective_batch for record in unsteady.records] == [8, 8]
+    before = json.loads((unsteady.shell.folder / "planned/worker.json").read_text())
+    after = json.loads((unsteady.folder / "plan/worker.json").read_text())
+    less = [tree["predicted"]["gpu"].pop("peak_bytes") for tree in (after, before)]
+    assert less[0] < less[1]
+    assert after["saving"].pop("folder") == str(unsteady.folder)
+    assert before["saving"].pop("folder") != str(unsteady.folder)
+    for same in ("model", "training", "data", "lora", "evaluation", "saving", "timeout_s", "effective_batch", "tier"):
+        assert after[same] == before[same]
+
+
+def test_a_written_plan_whose_model_has_gone_says_what_to_type(unsteady: Unsteady) -> None:
+    assert main(["plan", *TINY, "--write", "planned"]) == 0
+    place = unsteady.shell.folder / "planned/worker.json"
+    tree = json.loads(place.read_text())
+    tree["model"]["source"] = "gone/config.json"
+    place.write_text(json.dumps(tree))
+    unsteady.shell.capsys.readouterr()
+    unsteady.shell.monkeypatch.setattr(cli_train, "WORKER", (sys.executable, str(UNSTEADY), "oom@6/good"))
+    assert main(["train", "--plan", "planned", "--output", "output"]) == 3
+    err = " ".join(unsteady.shell.capsys.readouterr().err.split())
+    assert "gone/config.json" in err
+    assert "plan again for less memory with `tightfit plan … --write`" in err
 
 
 @pytest.mark.thorough

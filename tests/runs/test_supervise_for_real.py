@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faulty_training import EVERY, Trained, same_course, train
+from faulty_training import EVERY, Trained, begin, same_course, train
+
+from tightfit.runs.processes import is_alive
 
 pytestmark = pytest.mark.thorough
 
@@ -53,6 +58,33 @@ def test_a_rank_that_hangs(tmp_path: Path, undisturbed: Trained) -> None:
     assert (cause.kind, cause.rank, cause.phase) == ("hang", 1, "forward")
     assert any("faults.py" in line and "_hang" in line for line in cause.evidence)
     same_course(trained, undisturbed)
+
+
+def test_a_supervisor_that_is_killed_and_started_again(tmp_path: Path, undisturbed: Trained) -> None:
+    """Its ranks leave, though one of them hangs; the same command goes on, and nothing tells that it was stopped."""
+    run = tmp_path / "run"
+    desk = begin(tmp_path, *QUICK, "--output", str(run), faults="hang@rank=1,stage=forward,step=5")
+    try:
+        wait_until((run / "checkpoints/step-00000004/manifest.json").exists)
+        ranks = [int(pid) for pid in Path(f"/proc/{desk.pid}/task/{desk.pid}/children").read_text().split()]
+        assert len(ranks) == 2
+        desk.send_signal(signal.SIGKILL)
+        desk.communicate(timeout=20)
+    finally:
+        desk.kill()
+    wait_until(lambda: not any(is_alive(rank, None) for rank in ranks), 20)
+    trained = train(tmp_path, *QUICK)
+    assert trained.code == 0, trained.err
+    assert [(record.state, record.first_step) for record in trained.records] == [("done", 4)]
+    same_course(trained, undisturbed)
+    assert trained.left_behind() == []
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 240.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_bug_in_the_code(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,8 @@ class LogSource:
     """Instead of a file."""
     rank: int | None = None
     """Whose log it is, where it has one writer."""
+    on_read: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
+    """Is told how many bytes of the file are behind, for somebody who waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ _LOGGERS = re.compile(
     | (?P<level3>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\s+(?=[\[\w])
     | \[[\w./-]+\.(?:py|cc|cpp|cu|h)(?::\d+)?(?::[\w<>.]+)?(?:\(\))?\]:?\ ?
     | \[(?:PG[^\]]*?|[Rr]ank[ :]*|RANK[ :]*)(?P<rank>\d{1,5})\]:?\ ? | \[PID:\d+\]\ ? | \[[\w.]+(?:\.\w+)+:\d+\]\ ?
-    | \[[EWIFC]\d*[^\]]*?\.(?:cpp|cc|h|hpp):\d+\]\ ?
+    | \[(?P<letter>[EWIFC])\d*[^\]]*?\.(?:cpp|cc|h|hpp):\d+\]\ ?
     | \[\d{1,7}\](?:\ |(?=\[))
     | [\w./<>-]+:[\w<>]+:\d+\ -\ | [\w.]+\ -\ (?=\S) | [\w./-]+\.py:\d+(?:\]|:)?\ (?:>>\ )?
     | [\w.]*(?:\.\w+)+:\d+\ >>\ | >>\ | (?:torch|accelerate|transformers|deepspeed)(?:\.[a-z_]+)+:\ (?=\S)
@@ -124,7 +124,7 @@ def message_of(line: str, number: int, rank: int | None = None) -> Message:
         found = _LOGGERS.match(rest)
         stamp = None if found else _STAMPS.match(rest)
         if found:
-            level = _level(found["level"] or found["level2"] or found["level3"]) or level
+            level = _level(found["level"] or found["level2"] or found["level3"] or found["letter"]) or level
             rank = int(found["rank"]) if found["rank"] else rank
             rest = rest[found.end() :]
         elif stamp:

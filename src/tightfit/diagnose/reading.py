@@ -13,11 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from tightfit.diagnose.doing import signs_in
 from tightfit.diagnose.evidence import LogSource
 
 _COLOURS = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 """They stand in the middle of words, and would hide them."""
 PIECE_BYTES = 64 * 1024
+LARGE_BYTES = 512 * 2**20
+"""Of which a log is too large to be looked at whole; some tens of megabytes take a second or more."""
+HEAD_BYTES, TAIL_BYTES = 32 * 2**20, 64 * 2**20
+"""What is looked at in any case: settings are told at the beginning, and ends at the end."""
+SIGNS_BYTES = 2**20
+"""In which a training that goes on shows it."""
+COUNTED_BYTES = 4 * 2**20
 _BINARY_SHARE = 0.15
 _CONTROL = bytes(set(range(32)) - {8, 9, 10, 12, 13, 27}) + b"\x7f"
 
@@ -33,14 +41,69 @@ class Piece:
 
 
 def pieces(source: LogSource) -> Iterator[Piece]:
-    """The log from its beginning to its end."""
+    """The log from its beginning to its end; of a very large one, what the end shows to be over is only counted."""
+    gap = _gap(source)
+    if gap is None:
+        yield from _numbered(_texts(source), 1)
+        return
     number = 1
-    for text in _cut(_texts(source)):
+    for piece in _numbered(_span(source, 0, gap.start), number):
+        yield piece
+        number = piece.first_line + piece.data.count(b"\n")
+    number += sum(text.count(b"\n") for text in _span(source, gap.start, gap.stop, COUNTED_BYTES))
+    yield from _numbered(_span(source, gap.stop, None), number)
+
+
+def _numbered(texts: Iterator[bytes], number: int) -> Iterator[Piece]:
+    for text in _cut(texts):
         data = text.replace(b"\r\n", b"\n") if b"\r" in text else text
         if b"\x1b" in data:
             data = _COLOURS.sub(b"", data)
         yield Piece(data, number)
         number += data.count(b"\n")
+
+
+def _gap(source: LogSource) -> range | None:
+    """The bytes that need not be looked at. What failed is only of interest where the training did not go on after it:
+    so all is over that stands before a place, near the end, at which it visibly goes on. None: all is looked at."""
+    try:
+        if source.path is None or not source.path.is_file() or source.path.stat().st_size < LARGE_BYTES:
+            return None
+        with source.path.open("rb") as file:
+            if _encoding(file.read(PIECE_BYTES)) is not None:
+                return None
+            first = _line_after(file, HEAD_BYTES)
+            back = TAIL_BYTES
+            while (start := _line_after(file, source.path.stat().st_size - back)) > first:
+                if signs_in(file.read(SIGNS_BYTES)).went_on:
+                    return range(first, start)
+                back *= 2
+    except OSError:
+        pass
+    return None
+
+
+def _line_after(file: BinaryIO, place: int) -> int:
+    """Where the next line begins."""
+    file.seek(max(0, place))
+    file.readline(PIECE_BYTES)
+    return file.tell()
+
+
+def _span(source: LogSource, start: int, stop: int | None, portion: int = PIECE_BYTES) -> Iterator[bytes]:
+    """Some bytes of a file."""
+    assert source.path is not None
+    try:
+        with source.path.open("rb") as file:
+            file.seek(start)
+            left = (source.path.stat().st_size if stop is None else stop) - start
+            while left > 0 and (text := file.read(min(portion, left))):
+                left -= len(text)
+                if source.on_read is not None:
+                    source.on_read(file.tell())
+                yield text
+    except OSError:
+        return
 
 
 def is_binary(source: LogSource) -> bool:
@@ -66,7 +129,10 @@ def _texts(source: LogSource) -> Iterator[bytes]:
         return
     try:
         with source.path.open("rb") as file:
-            yield from _decoded(file)
+            for portion in _decoded(file):
+                if source.on_read is not None:
+                    source.on_read(file.tell())
+                yield portion
     except OSError:
         return  # gone, or not ours to read: who asks a user for it looks first
 

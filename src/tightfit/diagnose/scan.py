@@ -30,6 +30,8 @@ _BACK_BYTES = 32 * 1024
 _MOST_OF_ONE = 40
 """Findings of one symptom that are kept, and the last one of all."""
 _MOST_TRACEBACKS = 60
+_CUT_HEAD = re.compile(rb'^[^\n]{0,120}?File "[^"\n]+", line \d+, in ', re.MULTILINE)
+"""A frame; the first one of a log with no traceback begun above it is of one whose beginning was cut off."""
 _MOST_KINDS = 4096
 """Kinds of lines that are remembered to be dull."""
 
@@ -108,6 +110,8 @@ class _Scanner:
         self.back: deque[bytes] = deque(maxlen=_BACK)
         self.hints = Hints()
         self.lines = 0
+        self.cut_head: int | None = None
+        """Where in the piece at hand a traceback goes on whose beginning the log does not have."""
 
     def run(self) -> Scan:
         for piece in pieces(self.source):
@@ -135,7 +139,8 @@ class _Scanner:
         for finding in self.watched:
             finding.later += signs
         self.watched = [each for each in self.watched if not each.is_replaced and not each.later.went_on]
-        if hot or self.open or self.assembler.is_open:
+        self.cut_head = _cut_head(piece) if piece.first_line == 1 else None
+        if hot or self.open or self.assembler.is_open or self.cut_head is not None:
             self._lines(piece, hot)
             self._look_on(piece)
 
@@ -147,6 +152,8 @@ class _Scanner:
         again: dict[bytes, tuple[int, int, int]] = {}
         for line in flat.split(b"\n"):
             end = start + len(line)
+            if start == self.cut_head:
+                self.assembler.begun_before(message_of(plain(piece.data[start:end]), number, self.source.rank))
             if self.open or self.assembler.is_open:
                 self._line(piece, start, end, number, self._rows(line, hot))
             elif line:
@@ -264,6 +271,14 @@ class _Scanner:
         for finding in self.open:
             finding.after.append(message.whole)
         self.open = [finding for finding in self.open if len(finding.after) < _LINES_AFTER]
+
+
+def _cut_head(piece: Piece) -> int | None:
+    """Where a frame stands that no traceback was begun for."""
+    found = _CUT_HEAD.search(piece.data)
+    if found is None or b"Traceback" in piece.data[: found.start()]:
+        return None
+    return found.start()
 
 
 def _place(finding: Finding, back: Sequence[bytes]) -> None:

@@ -33,6 +33,7 @@ _HARMLESS = re.compile(
     re.IGNORECASE,
 )
 
+_PLACE = re.compile(r'^\s*File "[^"]+", line \d+, in \S')
 _THREAD = re.compile(r"^\s*Exception in thread\b")
 
 
@@ -53,6 +54,8 @@ class Traceback:
     """Another one follows that was raised while this was handled."""
     follows: bool = False
     """It is the one that follows."""
+    headless: bool = False
+    """Its beginning is not in the log: only what stands right under its frames ends it."""
 
     @property
     def place(self) -> str:
@@ -86,7 +89,7 @@ class Assembler:
         for stream in self._streams.values():
             for begun in stream.open:
                 begun.frames = list(stream.frames)
-                if begun.frames:
+                if begun.frames and not begun.headless:
                     yield begun
 
     def announced(self, message: Message) -> None:
@@ -94,6 +97,14 @@ class Assembler:
         stream = self._stream(message)
         stream.aside = stream.aside or bool(_HARMLESS.match(message.text))
         stream.thread = bool(_THREAD.match(message.text))
+
+    def begun_before(self, message: Message) -> None:
+        """The log begins inside a traceback, as one that was cut off does: this is the first of its frames."""
+        stream = self._stream(message)
+        if _PLACE.match(message.text) and not stream.open:
+            stream.open.append(Traceback(opened=message, headless=True))
+            stream.frames = []
+            self.is_open = True
 
     def _stream(self, message: Message) -> _Stream:
         return self._streams.setdefault((message.stream, message.rank if message.stream else None), _Stream())
@@ -132,6 +143,8 @@ class Assembler:
         shallow = text.removeprefix(" ")  # some loggers put one space before every line
         found = None if shallow[:1].isspace() else _EXCEPTION.match(shallow)
         is_exception = found is not None and bool(stream.frames) and _is_exception(found["name"], found["text"])
+        if is_exception and found is not None and stream.open[0].headless:
+            is_exception = bool(_NAMES.search(found["name"]))
         if not is_exception and (_FRAME.match(text) or not text):
             if text:
                 stream.frames.append((message.number, text.strip()))
@@ -148,7 +161,7 @@ class Assembler:
             stream.last, stream.since_last, stream.noise = done, 0, 0
             return done
         stream.noise += 1
-        if stream.noise > _MOST_NOISE:
+        if stream.noise > _MOST_NOISE or stream.open[0].headless:
             stream.open.clear()
         return None
 

@@ -30,7 +30,7 @@ from tightfit.planner.tier_values import TIERS
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import PhaseName
 
-__all__ = ["Bounds", "NoWay", "Shortfall", "StepDown", "Tried", "step_down"]
+__all__ = ["Bounds", "NoWay", "Shortfall", "StepDown", "Tried", "located", "step_down"]
 
 Reason = Literal["memory", "fragmentation", "pinned"]
 """Too little; enough, but in pieces; locked memory that the host refused."""
@@ -117,6 +117,16 @@ def step_down(
     if answer.chosen is None:
         return _no_way(last, answer, question, tried[-1], margin_bytes(tried[-1], before, bounds))
     return _stepped(last, answer, bounds, tried)
+
+
+def located(shortfall: Shortfall, way: Way) -> Shortfall:
+    """The shortfall in the phase that the prediction counts it in: the plain loss is largest when its backward begins,
+    so what fails there shows as one of the backward pass, whose own layers come later and may need far less."""
+    phases = way.footprint.gpu.phases
+    if shortfall.where != "gpu" or shortfall.phase != "backward" or way.levers.loss != "plain":
+        return shortfall
+    larger = phases["loss"].total_bytes > phases["backward"].total_bytes
+    return replace(shortfall, phase="loss") if larger else shortfall
 
 
 # --- what is asked ------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from typing import Any, get_args
 
 from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
 from tightfit.diagnose.judge import judge
-from tightfit.diagnose.verdict import Line, Verdict
+from tightfit.diagnose.verdict import Fix, Line, Verdict
+from tightfit.runs import build_lock
 from tightfit.runs.attempts import Cause
 from tightfit.runs.failure import Failure, LastWords
 from tightfit.runs.hang import Hung
@@ -25,6 +26,7 @@ from tightfit.runs.heartbeat import DISK_FULL, Beat
 from tightfit.runs.kernel import KernelSaid
 from tightfit.runs.launch import RankStart
 from tightfit.runs.run import Outcome
+from tightfit.runs.tally import Tally
 from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import PhaseName
 
@@ -59,7 +61,7 @@ def cause_of(known: Known) -> Verdict:
     """The first cause."""
     outcome, failure = known.outcome, known.outcome.failure
     if outcome.hung is not None:
-        return _hung(outcome.hung, known.config)
+        return _at_a_build(_hung(outcome.hung, known.config), outcome.hung, known.starts)
     words = next((each for each in outcome.words if each.kind == DIVERGED), None)
     if words is not None:
         return _own(words, known.config)
@@ -72,7 +74,7 @@ def cause_of(known: Known) -> Verdict:
     found = _named(found, outcome)
     if found.rank is None and failure is not None:  # the kernel's record knows no ranks
         found = replace(found, rank=failure.rank)
-    return _placed(_killed(found, known), known.beats)
+    return _placed(_killed(found, known), known)
 
 
 def _judged(known: Known) -> Verdict | None:
@@ -128,6 +130,26 @@ def _hung(hung: Hung, config: KnownConfig) -> Verdict:
         rank=hung.rank,
         phase=_phase(hung.beat),
     )
+
+
+def _at_a_build(verdict: Verdict, hung: Hung, starts: Sequence[RankStart]) -> Verdict:
+    """Ranks that wait for a part to be compiled do not hang by themselves: whose lock it is, is what helps."""
+    waiting = [stand for stand in hung.stands if stand.waits_for_a_build]
+    if not waiting:
+        return verdict
+    rank = hung.rank if any(stand.rank == hung.rank for stand in waiting) else waiting[0].rank
+    environment = next((start.environment for start in starts if start.rank == rank), {})
+    return waits_for_a_build(replace(verdict, rank=rank), f"Rank {rank}", build_lock.left_locks(environment))
+
+
+def waits_for_a_build(verdict: Verdict, who: str, locks: Sequence[Path]) -> Verdict:
+    """The same hang with its cause: a lock that a killed process has left, or somebody who still compiles."""
+    waits = f"{who} waits for torch's lock on a part that is compiled at its first use"
+    if not locks:
+        return replace(verdict, cause=f"{waits}, and whoever holds it has not finished.")
+    fix = Fix(text="Remove the lock that a killed process has left.", command=build_lock.command(locks))
+    said = f"{waits} ({locks[0]}), which a process has left that was killed while it compiled"
+    return replace(verdict, cause=f"{said}: {build_lock.command(locks)}.", fixes=(fix, *verdict.fixes))
 
 
 def _own(words: LastWords, config: KnownConfig) -> Verdict:
@@ -211,13 +233,24 @@ def _killed(verdict: Verdict, known: Known) -> Verdict:
     return replace(verdict, kind="preempted", cause=f"{who} {said}.")
 
 
-def _placed(verdict: Verdict, beats: Sequence[Beat]) -> Verdict:
-    """The rank knows its phase better than its traceback does, save for the loss, which is a part of its forward."""
-    beat = next((beat for beat in beats if beat.rank == verdict.rank), None)
+def _placed(verdict: Verdict, known: Known) -> Verdict:
+    """The rank knows its phase better than its traceback does, save for the loss, which is a part of its forward, and
+    for the worst batch that is tried before the first step."""
+    beat = next((beat for beat in known.beats if beat.rank == verdict.rank), None)
     own = None if beat is None else _phase(beat)
+    if own == "init" and (tried := _tried(known.outcome.tally)) is not None:
+        own = verdict.phase if verdict.phase in ("forward", "loss", "backward", "step") else tried
     if own is None or (own == "forward" and verdict.phase == "loss"):
         return verdict
     return replace(verdict, phase=own)
+
+
+def _tried(tally: Tally) -> PhaseName | None:
+    """What came next in the worst batch, by the marks that it has passed; None: it was not begun."""
+    passed = {mark.milestone for mark in tally.marks}
+    if "init" not in passed:
+        return None
+    return "step" if "backward" in passed else "backward" if "forward" in passed else "forward"
 
 
 def _phase(beat: Beat) -> PhaseName | None:

@@ -71,6 +71,8 @@ class Step:
     """RAM of the rank that reports."""
     loss_scale: float | None
     skipped: bool
+    alloc_retries: int | None = None
+    """Times so far that the GPU's allocator had to free its cache and try again; None: no GPU, or nobody says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +276,7 @@ def _step(values: Mapping[str, Any]) -> Event | None:
         host_bytes=_count(held.get("host_bytes")),
         loss_scale=_number(values.get("loss_scale")),
         skipped=values.get("skipped") is True,
+        alloc_retries=_count(values.get("alloc_retries")),
     )
 
 

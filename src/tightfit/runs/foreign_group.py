@@ -13,7 +13,6 @@ import signal
 import subprocess
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,12 +21,13 @@ from typing import IO, BinaryIO
 
 from tightfit.inputs.occupancy import Occupancy, occupancy
 from tightfit.inputs.surroundings import inherited
+from tightfit.runs.foreign_hang import Stillness, Stuck, asked
 from tightfit.runs.kernel import KernelRecord, KernelSaid
+from tightfit.runs.marked import MARK, Guard, members, tell_one
 from tightfit.runs.processes import PROC, tell
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError
 
-MARK = "TIGHTFIT_RUN_MARK"
 GRACE_S = 15.0
 """Between being asked to end and being ended."""
 LOOK_S = 0.05
@@ -51,6 +51,8 @@ class Peak:
     host_bytes: int = 0
     gpu_bytes: dict[str, int] = field(default_factory=dict)
     """By the word of the device; what our own processes hold, or where that is not told, all that is used."""
+    own_bytes: int = 0
+    """The most that our own processes held of one GPU; 0: nobody said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +66,35 @@ class Gone:
     """The signal with which the user asked it to end; None: nobody did."""
     peak: Peak
     kernel: KernelSaid
+    stuck: Stuck | None = None
+    """It was ended because it did not move any more; None: not for that."""
 
 
-def start_and_stay(
-    words: Sequence[str], log: Path, streams: Streams, signals: Signals, changes: Mapping[str, str]
-) -> Gone:
-    """Run it to its end, or to the user's second signal."""
-    mark = uuid.uuid4().hex
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What is started, and how it is watched."""
+
+    words: Sequence[str]
+    changes: Mapping[str, str]
+    """Of its environment."""
+    mark: str
+    """By which its processes are known."""
+    log: Path
+    hang_timeout_s: float | None = None
+    """None: nobody asked whether it hangs."""
+
+
+def start_and_stay(start: Start, streams: Streams, signals: Signals) -> Gone:
+    """Run it to its end, to the user's second signal, or until it hangs."""
+    mark, log = start.mark, start.log
     kernel = KernelRecord()
     try:
-        process = _spawn(words, {**changes, MARK: mark, "PYTHONUNBUFFERED": "1"})
-        watch = Watch(mark, log.with_name("memory.jsonl"))
-        with log.open("wb") as kept:
+        with log.open("wb") as kept, Guard(mark):
+            process = _spawn(start.words, {**start.changes, MARK: mark, "PYTHONUNBUFFERED": "1"})
+            watch = Watch(mark, log, start.hang_timeout_s)
             pumps = _pumps(process, kept, streams)
             try:
-                asked = _stay(process, mark, signals, watch)
+                wish = _stay(process, mark, signals, watch)
             finally:
                 pids = watch.pids | {process.pid}
                 _end(process, mark, GRACE_S if signals.times < 2 else 0.0)
@@ -87,7 +103,7 @@ def start_and_stay(
         code, said = process.returncode, kernel.said(pids)
     finally:
         kernel.close()
-    return Gone(code=code, at=time.time(), asked=asked, peak=watch.peak, kernel=said)
+    return Gone(code=code, at=time.time(), asked=wish, peak=watch.peak, kernel=said, stuck=watch.stuck)
 
 
 def _spawn(words: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -112,18 +128,20 @@ def _spawn(words: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen
 
 
 def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: Watch) -> int | None:
-    """Until the program has ended; a signal is passed on, a second one ends the wait."""
-    asked: int | None = None
+    """Until the program has ended or hangs; a signal is passed on, a second one ends the wait."""
+    wish: int | None = None
     deadline = 0.0
     while process.poll() is None:
-        if signals.caught and asked is None:
-            asked, deadline = signals.caught[0][0], time.monotonic() + GRACE_S
-            _pass_on(process.pid, mark, asked)
-        if asked is not None and (signals.times > 1 or time.monotonic() > deadline):
-            return asked
+        if signals.caught and wish is None:
+            wish, deadline = signals.caught[0][0], time.monotonic() + GRACE_S
+            _pass_on(process.pid, mark, wish)
+        if wish is not None and (signals.times > 1 or time.monotonic() > deadline):
+            return wish
         watch.look()
+        if watch.stuck is not None:
+            return wish
         time.sleep(LOOK_S)
-    return asked
+    return wish
 
 
 def _pass_on(group: int, mark: str, number: int) -> None:
@@ -145,36 +163,14 @@ def _end(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> None:
             return
         if not told:
             for pid in left:
-                _kill(pid, signal.SIGTERM)
+                tell_one(pid, signal.SIGTERM)
             told = True
         elif time.monotonic() > deadline:
             for pid in left:
-                _kill(pid, signal.SIGKILL)
+                tell_one(pid, signal.SIGKILL)
             tell(process.pid, signal.SIGKILL)
             process.wait()
         time.sleep(LOOK_S)
-
-
-def _kill(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
-def members(mark: str) -> list[int]:
-    """The processes that carry this mark and still run; none are found where there is no /proc."""
-    wanted, found = f"{MARK}={mark}".encode(), []
-    for entry in PROC.glob("[0-9]*"):
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and not _has_ended(entry):
-                found.append(int(entry.name))
-        except OSError:  # another user's, or one that is gone
-            continue
-    return found
-
-
-def _has_ended(entry: Path) -> bool:
-    state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:1]
-    return state in ([b"Z"], [b"X"])
 
 
 # --- its output ---------------------------------------------------------------------------------
@@ -216,8 +212,10 @@ def _pump(source: IO[bytes], sink: BinaryIO, log: BinaryIO, lock: threading.Lock
 class Watch:
     """What the program's processes hold, looked at from time to time."""
 
-    def __init__(self, mark: str, file: Path) -> None:
-        self._mark, self._file = mark, file
+    def __init__(self, mark: str, log: Path, hang_timeout_s: float | None = None) -> None:
+        self._mark, self._file, self._folder = mark, log.with_name("memory.jsonl"), log.parent
+        self._still = None if hang_timeout_s is None else Stillness(log, hang_timeout_s)
+        self.stuck: Stuck | None = None
         self._host_at = self._gpu_at = 0.0
         self._has_gpus: bool | None = None
         self.peak = Peak()
@@ -238,6 +236,9 @@ class Watch:
             self._gpu_at = now + GPU_EVERY_S
             gpus = self._gpus(occupancy(), set(pids))
         self._note(host, gpus)
+        silent_s = None if self._still is None else self._still.look(pids)
+        if silent_s is not None:
+            self.stuck = asked(pids, silent_s, self._folder)
 
     def _gpus(self, seen: Occupancy, pids: set[int]) -> dict[str, int]:
         self._has_gpus = bool(seen.devices)
@@ -246,6 +247,7 @@ class Watch:
             ours = [each.held_bytes for each in device.holders if each.pid in pids and each.held_bytes is not None]
             if ours:
                 held[device.word] = sum(ours)
+                self.peak.own_bytes = max(self.peak.own_bytes, sum(ours))
             elif device.total_bytes is not None and device.free_bytes is not None:
                 held[device.word] = device.total_bytes - device.free_bytes
         for word, size in held.items():

@@ -7,10 +7,10 @@ Whatever cannot be carried over or written is a reason to stop, with the change 
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,21 +18,23 @@ from typing import Any, Protocol
 from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit, completed
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.settings import known_from_file
-from tightfit.diagnose.verdict import Verdict
+from tightfit.diagnose.verdict import Line, Verdict
+from tightfit.inputs.surroundings import inherited
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord, Next
-from tightfit.runs.cause import is_suspicion, recorded
+from tightfit.runs.build_lock import left_locks, remove
+from tightfit.runs.cause import is_suspicion, recorded, waits_for_a_build
 from tightfit.runs.decide import LONGEST_WAIT_S, NUMBERS, Decision, Policy, decide, without_smaller
 from tightfit.runs.foreign_config import Edits, Foreign, Knobs, edits_of, knobs_of, written
-from tightfit.runs.foreign_group import Gone, Peak, Streams, start_and_stay
+from tightfit.runs.foreign_group import Gone, Peak, Start, Streams, start_and_stay
+from tightfit.runs.foreign_hang import Stuck
 from tightfit.runs.foreign_ladder import rungs, would_help
 from tightfit.runs.foreign_resume import Kept, kept_by, means_of, output_of, saves_itself
 from tightfit.runs.run import Signals
 from tightfit.types import UserError
 
 LOG = "command.log"
-RECORD = "run.json"
 _PROGRESS = re.compile(rb"\b(\d{1,9})/\d{1,9} \[\d")
 _TAIL_BYTES = 65_536
 LOOK_S = 0.1
@@ -62,6 +64,14 @@ class Advisor(Protocol):
         """That one is tried next."""
         ...
 
+    def learn(self, foreign: Foreign, peak: Peak) -> None:
+        """An attempt that did not run out of memory has held this much."""
+        ...
+
+    def wait_for_room(self, foreign: Foreign, give_up: Callable[[], bool]) -> bool:
+        """Until the GPUs have room again; False: nobody asked to wait for that, so it is not known."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
@@ -69,6 +79,8 @@ class Orders:
 
     policy: Policy = field(default_factory=Policy)
     retry_anyway: bool = False
+    hang_timeout_s: float | None = None
+    """None: nobody asked whether it hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +112,10 @@ class Rescue:
     advisor: Advisor
     orders: Orders
     signals: Signals
+    begun: Callable[[Foreign], None] = lambda foreign: None
+    """Told of every start, before it."""
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """By which the program's processes are known."""
     records: list[AttemptRecord] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     peak: Peak = field(default_factory=Peak)
@@ -107,9 +123,12 @@ class Rescue:
     def run(self) -> Ended:
         while True:
             number = len(self.records) + 1
+            began = time.time()
             gone = self._attempt(number)
-            state = "done" if gone.code == 0 else "interrupted" if gone.asked is not None else "failed"
+            state = _state(gone)
+            self._clear_locks(began)
             if state != "failed":
+                self.advisor.learn(self.foreign, gone.peak)
                 self._close(gone, state, None)
                 return self._ended(gone, state, None, "")
             verdict = self._judged(gone, number)
@@ -126,6 +145,12 @@ class Rescue:
             self.foreign = following
             self.say(f"attempt {number + 1}: {following.command.words_shown}")
 
+    def go_on(self) -> str:
+        """Begin where a run before this one was when it was killed; where that is."""
+        self.foreign, files, where = self._resumed(self.foreign, Edits(), kept_by(self.foreign))
+        self.files += files
+        return where
+
     # --- one attempt ----------------------------------------------------------------------------
 
     def _attempt(self, number: int) -> Gone:
@@ -137,14 +162,28 @@ class Rescue:
             effective_batch=None if known.micro_batch is None else known.micro_batch * (known.accumulation or 1),
         )  # fmt: skip
         self._write(record)
-        command = self.foreign.command.words
-        gone = start_and_stay(command, place / LOG, self.streams, self.signals, self.foreign.environment)
+        self.begun(self.foreign)
+        start = Start(
+            words=self.foreign.command.words,
+            changes=self.foreign.environment,
+            mark=self.mark,
+            log=place / LOG,
+            hang_timeout_s=self.orders.hang_timeout_s,
+        )
+        gone = start_and_stay(start, self.streams, self.signals)
         self.peak.host_bytes = max(self.peak.host_bytes, gone.peak.host_bytes)
         for word, size in gone.peak.gpu_bytes.items():
             self.peak.gpu_bytes[word] = max(self.peak.gpu_bytes.get(word, 0), size)
         return gone
 
+    def _clear_locks(self, began: float) -> None:
+        """A process that was killed while it compiled would keep every later start waiting."""
+        if left := left_locks(inherited(self.foreign.environment), ours_since=began):
+            self.say(remove(left))
+
     def _judged(self, gone: Gone, number: int) -> Verdict:
+        if gone.stuck is not None:
+            return _hung(gone.stuck, left_locks(inherited(self.foreign.environment), ours_since=0.0))
         log = attempts.record_path(self.folder, number).with_suffix("") / LOG
         evidence = Evidence(
             logs=(LogSource(name=str(log.relative_to(self.folder)), path=log),),
@@ -187,7 +226,8 @@ class Rescue:
             if decision.action == "smaller plan" and decision.shortfall is not None:
                 return self._smaller(decision, decision.shortfall, verdict)
             if decision.action == "wait":
-                decision = replace(decision, action="same plan", wait_s=LONGEST_WAIT_S)
+                waited = self.advisor.wait_for_room(self.foreign, lambda: bool(self.signals.caught))
+                decision = replace(decision, action="same plan", wait_s=0.0 if waited else LONGEST_WAIT_S)
             if decision.action == "same plan":
                 return self._again(decision)
         except UserError as error:
@@ -319,6 +359,33 @@ class Rescue:
         )
 
 
+def _state(gone: Gone) -> str:
+    if gone.asked is not None and gone.code != 0:
+        return "interrupted"
+    return "done" if gone.code == 0 and gone.stuck is None else "failed"
+
+
+def _hung(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
+    """What was seen from outside, in the words of the catalogue's own hang."""
+    told = f"rank 0 gave no sign of life for {stuck.silent_s:.0f} s"
+    known = judge(Evidence(logs=(LogSource(name="processes", text=told),))).verdict
+    lines = [Line(source=f"process {pid}", number=None, text=place) for pid, place in stuck.stands]
+    found = Verdict(
+        id="stuck" if known is None else known.id,
+        kind="hang",
+        cause=(
+            f"The command printed nothing for {stuck.silent_s:.0f} s, and none of its processes used the CPU or a GPU."
+        ),
+        confidence="likely",
+        evidence=(*lines, Line(source="stacks", number=None, text=stuck.how)),
+        fixes=() if known is None else known.fixes,
+    )
+    if stuck.waits_for_a_build or (locks and not stuck.told):
+        named = waits_for_a_build(found, "The command", locks)
+        return replace(named, kind="environment") if locks else named  # it would wait again
+    return found
+
+
 def _stop(because: str) -> tuple[Decision, None, tuple[str, ...]]:
     return Decision(action="stop", because=because), None, ()
 
@@ -379,13 +446,3 @@ def _last_step(log: Path) -> int | None:
     except OSError:
         return None
     return int(found[-1]) if found else None
-
-
-def write_run(folder: Path, values: Mapping[str, Any]) -> None:
-    """The run's own record, whole or not at all."""
-    path = folder / RECORD
-    try:
-        path.with_suffix(".new").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        path.with_suffix(".new").replace(path)
-    except OSError:  # a full disk costs the record and never the run
-        return

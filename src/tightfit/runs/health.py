@@ -36,6 +36,8 @@ FALLS = 3
 """Times in a row that a loss scale is halved before it is a trend; one or two find the right scale."""
 RECENT = 20
 """Steps after which a scale that fell no further has found its place."""
+RETRY_STEPS = 50
+"""Steps whose retries of the allocator count; those of the first steps, which find their size, are soon forgotten."""
 HORIZON_S = 300.0
 """Host RAM that lasts for longer is no news."""
 TREND_S = 120.0
@@ -310,12 +312,14 @@ def _lasts_s(free: Sequence[tuple[float, int]]) -> float | None:
 
 
 def _retries(steps: Sequence[Step]) -> str | None:
-    """The allocator had to give its cache back and try again: the next time may be the one that fails."""
-    counts = [found for step in steps if (found := getattr(step, "alloc_retries", None)) is not None]
-    if not counts or counts[-1] <= 0:
+    """The allocator had to free its cache and try again: the next time may be the one that fails."""
+    counts = [step.alloc_retries for step in steps if step.alloc_retries is not None][-RETRY_STEPS - 1 :]
+    if not counts or counts[-1] <= counts[0]:
         return None
-    times = "once" if counts[-1] == 1 else f"{counts[-1]:,} times"
-    return f"the allocator found no room {times} and had to give back what it kept: the card is all but full"
+    more = counts[-1] - counts[0]
+    times, since = "once" if more == 1 else f"{more:,} times", len(counts) - 1
+    when = "step" if since == 1 else f"{since} steps"
+    return f"the allocator had to free its cache and retry {times} in the last {when}: memory is within the margin"
 
 
 def _scale(steps: Sequence[Step]) -> str | None:

@@ -19,6 +19,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)
 _MAIN = re.compile(r"tightfit/train/__main__\.py$")
 _WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|/torch/_C/|tightfit/train/place\.py$")
 _WRITING = re.compile(r"tightfit/train/(?:checkpoint|saved_model)\.py$|tightfit/runs/disk\.py$")
+_BATON = re.compile(r"/torch/utils/file_baton\.py$")
 _INNER = re.compile(r"/(?:threading|concurrent/futures/\w+|selectors)\.py$|^<frozen ")
 _MOST_BYTES = 1 << 20
 
@@ -49,6 +50,11 @@ class Stand:
         """Whether it waits for other ranks."""
         frames = self.writer or self.main
         return any(_WAITING.search(frame.file) for frame in frames[:6])
+
+    @property
+    def waits_for_a_build(self) -> bool:
+        """Whether it waits for torch's lock on a part that is being compiled."""
+        return any(_BATON.search(frame.file) for frame in self.main[:6])
 
     @property
     def place(self) -> Frame | None:

@@ -184,6 +184,7 @@ class Loop:
                 "peak_bytes": reading.peak_bytes,
                 "host_bytes": reading.host_bytes,
             },
+            **({} if reading.alloc_retries is None else {"alloc_retries": reading.alloc_retries}),
             loss_scale=stepped.loss_scale,
             skipped=stepped.skipped,
         )

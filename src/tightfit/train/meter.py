@@ -19,6 +19,8 @@ class Reading:
     reserved_bytes: int | None
     host_bytes: int
     host_peak_bytes: int
+    alloc_retries: int | None
+    """Times since the process began that the allocator had to free its cache and try again; None: there is no GPU."""
 
 
 class Meter:
@@ -44,13 +46,16 @@ class Meter:
                 reserved_bytes=None,
                 host_bytes=host["VmRSS"],
                 host_peak_bytes=host["VmHWM"],
+                alloc_retries=None,
             )
+        stats = torch.cuda.memory_stats(self._device)  # once: memory_allocated and its kin each read all of it again
         return Reading(
-            now_bytes=torch.cuda.memory_allocated(self._device),
-            peak_bytes=torch.cuda.max_memory_allocated(self._device),
-            reserved_bytes=torch.cuda.max_memory_reserved(self._device),
+            now_bytes=stats.get("allocated_bytes.all.current", 0),
+            peak_bytes=stats.get("allocated_bytes.all.peak", 0),
+            reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
             host_bytes=host["VmRSS"],
             host_peak_bytes=host["VmHWM"],
+            alloc_retries=stats.get("num_alloc_retries", 0),
         )
 
 

@@ -11,7 +11,7 @@ from tightfit.inputs.doctor import building, packages
 from tightfit.inputs.doctor.building import Toolkit, building_rows, collectives
 from tightfit.inputs.doctor.environment import environment_rows
 from tightfit.inputs.doctor.gpus import gpu_rows
-from tightfit.inputs.doctor.packages import BAD_PAIRS, TorchBuild, package_rows, release_of
+from tightfit.inputs.doctor.packages import BAD_PAIRS, TorchBuild, installed, package_rows, release_of
 from tightfit.inputs.doctor.row import Row
 from tightfit.inputs.probes.card import Card, CardProcess, Cards, Driver
 from tightfit.inputs.probes.readings import GIB
@@ -45,6 +45,30 @@ def test_known_bad_pairs() -> None:
     assert "peft-transformers" not in fine
     assert "deepspeed-offload" in by_id(package_rows(ALL | {"deepspeed": "0.16.9"}, CUDA))
     assert all(pair.fix and pair.source for pair in BAD_PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("pair", "bad", "fine"),
+    [
+        ("bitsandbytes-triton", {"bitsandbytes": "0.45.0", "triton": "3.2.0"}, {"bitsandbytes": "0.45.1"}),
+        ("bitsandbytes-triton", {"bitsandbytes": "0.44.1", "triton": "3.2.0"}, {"triton": "3.1.0"}),
+        ("deepspeed-torch", {"deepspeed": "0.14.2", "torch": "2.4.0+cu121"}, {"deepspeed": "0.14.4"}),
+        ("deepspeed-torch", {"deepspeed": "0.14.0", "torch": "2.4.0"}, {"torch": "2.3.1"}),
+        ("deepspeed-numpy", {"deepspeed": "0.12.0", "numpy": "2.0.0"}, {"numpy": "1.26.4"}),
+        ("accelerate-transformers", {"accelerate": "1.2.1", "transformers": "4.52.4"}, {"accelerate": "1.3.0"}),
+        ("accelerate-transformers", {"accelerate": "1.2.1", "transformers": "4.52.4"}, {"transformers": "4.51.3"}),
+        ("transformers-deepspeed", {"transformers": "4.46.1", "deepspeed": "0.16.0"}, {"deepspeed": "0.15.4"}),
+        ("transformers-peft", {"transformers": "4.41.2", "peft": "0.14.0"}, {"peft": "0.13.2"}),
+        ("transformers-peft", {"transformers": "4.39.3", "peft": "0.14.0"}, {"transformers": "4.46.3"}),
+    ],
+)
+def test_a_pair_that_is_known_to_fail(pair: str, bad: dict[str, str], fine: dict[str, str]) -> None:
+    assert pair in by_id(package_rows(ALL | bad, CUDA))
+    assert pair not in by_id(package_rows(ALL | bad | fine, CUDA))
+
+
+def test_what_we_develop_with_goes_together() -> None:
+    assert not {row.id for row in package_rows(installed(), CUDA)} & {pair.id for pair in BAD_PAIRS}
 
 
 def test_kernels_of_another_torch() -> None:

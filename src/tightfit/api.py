@@ -1,0 +1,184 @@
+"""tightfit from Python: what `tightfit plan` and `tightfit estimate` answer, as objects that a notebook draws.
+
+    import tightfit
+    tightfit.plan(model="7b_mamba", gpus="6x32GB", host_ram="256GB")
+    tightfit.estimate(model="7b_mamba", engine="zero3", gpus="6x32GB", seq=1024)
+
+The names are those of the command line's flags, with `_` for `-`; a job file is the one thing that needs no name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tightfit.desk import estimate as estimates
+from tightfit.desk import estimate_report, plan_report
+from tightfit.desk import plan as plans
+from tightfit.desk.plan_files import plan_of
+from tightfit.inputs.flags import Flags
+from tightfit.inputs.job_file import JOB_FLAGS
+from tightfit.inputs.spelling import nearest
+from tightfit.job import Job
+from tightfit.planner import plan as plan_job
+from tightfit.planner.limits import Limit
+from tightfit.planner.plan import Plan, Remedy, Way
+from tightfit.planner.tiers import Tiered
+from tightfit.priced import Priced
+from tightfit.types import ConfigError, Footprint
+
+PLAN_FLAGS = frozenset(JOB_FLAGS) | {"num_gpus", "world", "max", "trace", "no_calibration", "launcher"}
+ESTIMATE_FLAGS = frozenset(field.name for field in fields(Flags)) | {
+    *("model", "deepspeed", "trace", "gpus", "world", "host_ram", "nvme"),
+}
+WIDTH = 100
+"""Columns of the text form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What `tightfit plan` answers. In a notebook it is drawn, as text it is what a terminal shows."""
+
+    answer: Plan | Tiered | Limit
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the answer comes down to."""
+        return plan_of(self.answer)
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.fits
+
+    @property
+    def chosen(self) -> Way | None:
+        """None: nothing that was allowed fits."""
+        return self.plan.chosen
+
+    @property
+    def alternatives(self) -> tuple[Way, ...]:
+        return self.plan.alternatives
+
+    @property
+    def because(self) -> tuple[str, ...]:
+        return self.plan.because
+
+    @property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """Where nothing fits: the changes of the training that would make it fit."""
+        return self.plan.remedies
+
+    def report(self) -> dict[str, Any]:
+        """The same as `tightfit plan --json`."""
+        return plan_report.report(self.answer, None)
+
+    def write(self, folder: str | Path, *, force: bool = False) -> list[Path]:
+        """Configs, launch script and reasons into a folder, as `--write` does."""
+        from tightfit.render import render
+        from tightfit.render.target import Target
+        from tightfit.render.write import write
+
+        if self.plan.chosen is None:
+            raise ConfigError("nothing fits, so there is nothing to write: see .remedies")
+        target = Target(
+            deepspeed_version=self.plan.chosen.levers.deepspeed_version, gpu_ids=self.plan.job.hardware.gpu_ids
+        )
+        return write(render(self.plan, target), Path(folder), force)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        from tightfit import screen_plan
+
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        if isinstance(self.answer, Tiered):
+            screen_plan.draw_tier(console, self.answer)
+        elif isinstance(self.answer, Limit):
+            screen_plan.draw_limit(console, self.answer)
+        else:
+            screen_plan.draw_plan(console, self.answer)
+        return _text(console)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from tightfit.render.svg_bars import plan_bars
+
+        return plan_bars(self.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """What `tightfit estimate` answers. In a notebook it is drawn, as text it is what a terminal shows."""
+
+    priced: Priced
+
+    @property
+    def fits(self) -> bool | None:
+        """None: no machine was named."""
+        return self.priced.fits
+
+    @property
+    def footprint(self) -> Footprint:
+        return self.priced.footprint
+
+    def report(self) -> dict[str, Any]:
+        """The same as `tightfit estimate --json`."""
+        return estimate_report.report(self.priced)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        from tightfit.screen import draw_estimate
+
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        draw_estimate(console, self.priced, ())
+        return _text(console)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from tightfit.render.svg_bars import phase_bars
+
+        return phase_bars(self.priced)
+
+
+def plan(job: Job | str | Path | None = None, /, **flags: Any) -> Planned:
+    """The fastest way that fits: for a job, a job file, or the flags of `tightfit plan`, which win over a file's."""
+    if isinstance(job, Job):
+        if flags:
+            raise ConfigError("a Job says everything itself: leave the other arguments out, or change its fields")
+        return Planned(plan_job(job))
+    args = _asked(job, flags, PLAN_FLAGS, "plan")
+    if getattr(args, "tier", None) == "all":
+        raise ConfigError('tier="all" is a comparison: ask for one tier after the other')
+    plans.check_flags(args)
+    answer, _ = plans.answered(args)
+    assert not isinstance(answer, list)
+    return Planned(answer)
+
+
+def estimate(file: str | Path | None = None, /, **flags: Any) -> Estimated:
+    """What every GPU and the host will hold: for a job file, a LLaMA-Factory YAML, or the flags of `estimate`."""
+    return Estimated(estimates.estimated(_asked(file, flags, ESTIMATE_FLAGS, "estimate")))
+
+
+def _asked(file: str | Path | None, flags: dict[str, Any], known: frozenset[str], verb: str) -> argparse.Namespace:
+    """The question: what is None, or False for a switch, was not said."""
+    for name in flags:
+        if name not in known:
+            close = nearest(name, sorted(known))
+            raise ConfigError(f"tightfit.{verb} has no {name}" + (f": did you mean {close}?" if close else ""))
+    given = {name: value for name, value in flags.items() if value is not None and value is not False}
+    if flags.get("master_weights") is False:
+        given["master_weights"] = False
+    if file is not None:
+        given["file"] = str(file)
+    return argparse.Namespace(**given)
+
+
+def _text(console: Any) -> str:
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

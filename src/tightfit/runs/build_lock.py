@@ -1,0 +1,113 @@
+"""Torch's lock on a part that is compiled at first use, and what a process leaves that was killed meanwhile.
+
+The lock is a file, `lock` in the part's folder, which its maker holds open until it removes it. A maker that is killed
+leaves the file, and everybody who comes later waits for it without end and without a word. Whether somebody still holds
+it is told by the open files of this user's processes; on a folder that several machines share that is not the whole
+truth, so what is not known to be ours is named and never removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tightfit.runs.processes import PROC
+
+LOCK = "lock"
+OLD_S = 60.0
+"""A lock that is younger may be somebody's who has only just begun."""
+_COMPILERS = re.compile(r"(ninja|nvcc|hipcc|c\+\+|g\+\+|clang(\+\+)?|cc1plus|cicc|ptxas)(-[\d.]+)?$")
+
+
+def build_folder(environment: Mapping[str, str]) -> Path:
+    """Where torch keeps what it compiles, as it finds it in this environment."""
+    named = environment.get("TORCH_EXTENSIONS_DIR")
+    if named:
+        return Path(named)
+    home = Path(environment.get("HOME") or Path.home())
+    return Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "torch_extensions"
+
+
+def left_locks(environment: Mapping[str, str], *, ours_since: float | None = None) -> tuple[Path, ...]:
+    """Locks that nobody holds, the oldest first; none where that cannot be seen.
+
+    `ours_since`: only those made from that moment on, by processes that have ended since: they need not be old.
+    """
+    if not (PROC / "self/fd").exists():
+        return ()
+    folder = build_folder(environment)
+    made = [(stamp, path) for path in _locks(folder) if (stamp := _made_at(path)) is not None]
+    if ours_since is not None:
+        made = [(stamp, path) for stamp, path in made if stamp >= ours_since]
+    else:
+        made = [(stamp, path) for stamp, path in made if time.time() - stamp > OLD_S]
+    if not made:
+        return ()
+    held = set(_open_files())
+    busy = set() if ours_since is not None else set(_compiled_in())
+    left = [
+        (stamp, path)
+        for stamp, path in made
+        if os.path.realpath(path) not in held and os.path.realpath(path.parent) not in busy
+    ]
+    return tuple(path for _, path in sorted(left))
+
+
+def remove(locks: Sequence[Path]) -> str:
+    """Take them away; the sentence about it."""
+    for path in locks:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    return f"a process that was killed while it compiled had left {_named(locks)}: removed"
+
+
+def told(locks: Sequence[Path]) -> str:
+    """What to do about those that may be somebody else's."""
+    what = f"{_named(locks)} {'is' if len(locks) == 1 else 'are'} held by no process of yours"
+    return f"{what}, and whoever has to compile there waits without end: if nobody does, {command(locks)}"
+
+
+def command(locks: Sequence[Path]) -> str:
+    """`rm …`"""
+    return f"rm {shlex.join(map(str, locks))}"
+
+
+def _named(locks: Sequence[Path]) -> str:
+    return " and ".join(map(str, locks)) if len(locks) < 3 else f"{locks[0]} and {len(locks) - 1} more locks"
+
+
+def _locks(folder: Path) -> Iterator[Path]:
+    """A folder that the user named holds the parts; torch's own has one for each Python and device between."""
+    for pattern in (f"*/{LOCK}", f"*/*/{LOCK}"):
+        with suppress(OSError):
+            yield from folder.glob(pattern)
+
+
+def _made_at(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _open_files() -> Iterator[str]:
+    """Of all processes that may be looked at."""
+    for process in PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            for entry in (process / "fd").iterdir():
+                with suppress(OSError):
+                    yield str(entry.readlink())
+
+
+def _compiled_in() -> Iterator[str]:
+    """Folders in which a compiler runs, though whoever started it may be gone."""
+    for process in PROC.glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            program = os.path.basename((process / "cmdline").read_bytes().split(b"\0")[0]).decode(errors="replace")
+            if _COMPILERS.search(program):
+                yield os.path.realpath((process / "cwd").readlink())

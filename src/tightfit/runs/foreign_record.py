@@ -1,0 +1,161 @@
+"""The folder of a run of somebody else's program: whose it is, its record, and how a later start takes it over.
+
+run.json         command, process, host, state, as every run's record says them; and what was predicted and found
+lock             held while it runs
+attempts/        a record of each start, with its output
+earlier/N/       the attempts of a `tightfit run` that was killed, when another has taken over
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.runs.attempts import ATTEMPTS, now
+from tightfit.runs.folder import set_aside
+from tightfit.runs.lock import FolderLock
+from tightfit.runs.marked import end_members
+from tightfit.runs.processes import this_host
+from tightfit.runs.watching import read_record
+from tightfit.types import ConfigError
+
+FOLDER = "tightfit-run"
+RECORD = "run.json"
+KIND = "foreign"
+_MOST_FOLDERS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned:
+    """A run whose `tightfit run` was killed."""
+
+    pid: int | None
+    command: tuple[str, ...]
+    last_command: tuple[str, ...]
+    """As it was started last: after a rescue with another config."""
+    mark: str | None
+    """By which its processes are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A folder that is ours until it is released."""
+
+    path: Path
+    lock: FolderLock
+    before: Abandoned | None = None
+    """What it takes over; None: it is new."""
+
+
+def claim(named: Path | None, command: Sequence[str]) -> Place:
+    """The folder for this command: the named one, one that such a command was killed in, or a new one."""
+    if named is not None:
+        return _named(named, tuple(command))
+    numbered = [Path(f"{FOLDER}-{number}") for number in range(1, _MOST_FOLDERS)]
+    there = [path for path in numbered if path.exists()]
+    for path in reversed(there):
+        before = abandoned(path)
+        if before is not None and before.command == tuple(command):
+            return _taken_over(path, before)
+    for path in numbered:
+        if path not in there and (place := _made(path)) is not None:
+            return place
+    raise ConfigError(f"there are {_MOST_FOLDERS} folders {FOLDER}-N here: remove some, or name one with --output")
+
+
+def abandoned(path: Path) -> Abandoned | None:
+    """None: there is no such run, or its process lives, or it ended with a word."""
+    record = read_record(path)
+    if record is None or record.state != "running" or record.lives is not False:
+        return None
+    try:
+        tree = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        if tree["kind"] != KIND:
+            return None
+        last, mark = tuple(map(str, tree["last_command"])), tree["mark"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return Abandoned(pid=record.pid, command=record.command, last_command=last, mark=str(mark) if mark else None)
+
+
+def write_run(folder: Path, values: Mapping[str, Any]) -> None:
+    """The run's own record, whole or not at all. `values` go before what every run's record says."""
+    path = folder / RECORD
+    try:
+        path.with_suffix(".new").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.with_suffix(".new").replace(path)
+    except OSError:  # a full disk costs the record and never the run
+        return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a record says from the first start on."""
+
+    command: tuple[str, ...]
+    mark: str
+    started: str
+
+    @classmethod
+    def begin(cls, command: Sequence[str], mark: str) -> Identity:
+        return cls(command=tuple(command), mark=mark, started=now())
+
+    def values(self, state: str, exit_code: int | None) -> dict[str, Any]:
+        """In the words of every run's `run.json`, so that whoever looks for runs finds this one."""
+        return {
+            "schema": 1,
+            "kind": KIND,
+            "command": list(self.command),
+            "pid": os.getpid(),
+            "host": this_host(),
+            "started": self.started,
+            "ended": None if state == "running" else now(),
+            "state": state,
+            "exit_code": exit_code,
+            "mark": self.mark,
+        }
+
+
+def _named(path: Path, command: tuple[str, ...]) -> Place:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        before = abandoned(path)
+        if before is None:
+            record = read_record(path) if path.is_dir() else None
+            if record is not None and record.lives:
+                raise ConfigError(f"--output {path} is in use by process {record.pid}: wait for it, or name another")
+            raise ConfigError(f"--output {path} is there already: name a new folder, for old logs are never replaced")
+        if before.command != command:
+            other = shlex.join(before.command)
+            raise ConfigError(f"--output {path} holds the run of another command ({other}): name a new folder")
+        return _taken_over(path, before)
+    place = _made(path, exist_ok=True)
+    assert place is not None
+    return place
+
+
+def _made(path: Path, *, exist_ok: bool = False) -> Place | None:
+    """Made here, so that two runs never share one; None: somebody was quicker."""
+    try:
+        (path / ATTEMPTS).mkdir(parents=True, exist_ok=exist_ok)
+        return Place(path=path, lock=FolderLock.take(path))
+    except FileExistsError:
+        return None
+    except OSError as error:
+        what = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{path} cannot be made ({what}): name another folder with --output") from None
+
+
+def _taken_over(path: Path, before: Abandoned) -> Place:
+    """Its processes have been ended by their guard, or are about to be; its records make way."""
+    lock = FolderLock.take(path)
+    if before.mark is not None:
+        end_members(before.mark)
+    moving = [path / ATTEMPTS] if (path / ATTEMPTS).exists() else []
+    set_aside(path, moving)
+    (path / ATTEMPTS).mkdir(exist_ok=True)
+    return Place(path=path, lock=lock, before=before)

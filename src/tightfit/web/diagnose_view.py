@@ -1,0 +1,80 @@
+"""The Diagnose view: a log goes in, the verdict of `tightfit diagnose` comes out. Nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from tightfit.diagnose.evidence import Evidence, LogSource
+from tightfit.diagnose.judge import judge
+from tightfit.diagnose.reading import is_binary
+from tightfit.diagnose.verdict import Diagnosis
+from tightfit.types import ConfigError
+from tightfit.web.bodies import body_of
+from tightfit.web.pages import page, part
+from tightfit.web.threads import beside
+from tightfit.web.words import language_of, words
+
+MOST_BYTES = 64 * 2**20
+PATIENCE_S = 120.0
+AT_ONCE = 2
+"""Logs that are judged at the same time: each is held in memory whole."""
+FIELD = b"log="
+"""How a form without a script begins what it sends."""
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_PACKED = (b"\x7fELF", b"PK\x03\x04", b"\x1f\x8b", b"\x80\x02", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+_turns = asyncio.Semaphore(AT_ONCE)
+
+
+def diagnosed(data: bytes, name: str) -> Diagnosis:
+    """What the command line would say about this log."""
+    source = LogSource(name=name, text=_text(data))
+    if data.startswith(_PACKED) or is_binary(source):
+        raise ConfigError("this is no text, so it is no log: paste or drop what the program printed, unpacked")
+    if not data.strip():
+        raise ConfigError("the log is empty: paste or drop what the program printed")
+    return judge(Evidence(logs=(source,)))
+
+
+def _text(data: bytes) -> str:
+    encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), "utf-8")
+    return data.decode(encoding, errors="replace")
+
+
+async def _show(request: Request) -> Response:
+    return page(request, "diagnose.html", found=None, most_bytes=MOST_BYTES)
+
+
+async def _answer(request: Request) -> Response:
+    """For the page's script: the verdict alone."""
+    return HTMLResponse(part(request, "verdict.html", found=await _judged(request)))
+
+
+async def _posted(request: Request) -> Response:
+    """For a form without a script: the whole page."""
+    return page(request, "diagnose.html", found=await _judged(request), most_bytes=MOST_BYTES)
+
+
+async def _judged(request: Request) -> Diagnosis:
+    name = str(words(language_of(request))["diagnose"]["pasted"])
+    async with _turns:
+        data = (await body_of(request, MOST_BYTES, PATIENCE_S)).removeprefix(FIELD)
+        return await beside(partial(diagnosed, data, name))
+
+
+ROUTES = [
+    Route("/diagnose", _show, methods=["GET"]),
+    Route("/diagnose", _posted, methods=["POST"]),
+    Route("/diagnose/answer", _answer, methods=["POST"]),
+]

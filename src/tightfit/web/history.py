@@ -1,0 +1,246 @@
+"""A run's `events.jsonl` for the page, however long it is: as a rough picture at once, and exactly a little later.
+
+A run of a million steps has a file of some hundred megabytes. The rough picture takes single lines from all over the
+file, which takes no longer for a long file than for a short one. Then the file is read from its beginning in portions,
+and the exact curve takes the place of the rough one when the end is reached; from there on only what is new is read.
+Steps are by far the most of it, so their usual line is taken apart by one pattern; every other line goes the way of
+`runs/events.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tightfit.diagnose.masks import masked
+from tightfit.runs.events import AttemptBegan, Ended, Event, Progress, Resumed, Started, Step, event_of
+from tightfit.runs.lines import line_of
+from tightfit.web.series import Bucket, Series, single
+
+LONG_BYTES = 6 * 2**20
+"""From here on there is a rough picture first."""
+SAMPLES = 800
+LINES = 200
+RECENT = 256
+"""Steps that are kept whole, for the lights."""
+TAIL_BYTES = 64 * 1024
+_CHUNK = 512 * 1024
+_LONGEST = 1 << 22
+_SAMPLE_BYTES = 2048
+_STEP = b'{"event": "step", '
+_USUAL = re.compile(
+    rb'\{"event": "step", "at": [\d.]+, "step": (\d+), "steps": \w+, "loss": ([^,{]+), (?:"\w+": [^,{]+, )*?'
+    rb'"tokens_per_s": ([^,{]+), (?:"\w+": [^,{]+, )*"memory": '
+    rb'\{"now_bytes": (\d+|null), "peak_bytes": (\d+|null), "host_bytes": (\d+|null)\}.*?"skipped": false\}'
+)
+_AT = re.compile(rb'"at": (\d{1,12}(?:\.\d{1,6})?)')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """Something that happened once."""
+
+    at: float | None
+    """Seconds since the epoch."""
+    text: str
+    """What looks like a secret is struck out."""
+    mood: str
+    """`good`, `warn`, `bad` or nothing."""
+
+
+class History:
+    """Reads on where it stopped. Torn lines wait for their end; a file that became shorter was begun anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin()
+
+    def _begin(self) -> None:
+        self._offset, self._torn, self._rough = 0, b"", True
+        self.series = Series()
+        self._sampled: Series | None = None
+        self.said: deque[Said] = deque(maxlen=LINES)
+        self._recent: deque[Step] = deque(maxlen=RECENT)
+        self.doing: Progress | None = None
+        self.ended: Ended | None = None
+        self.limit_bytes: int | None = None
+        """What a card has, as the worker saw it."""
+        self.share = 0.0
+        """How much of the file is read."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the end of the file was reached once."""
+        return not self._rough
+
+    @property
+    def shown(self) -> Series:
+        """The exact curve, or the rough one until there is it."""
+        return self.series if self._sampled is None or self.is_whole else self._sampled
+
+    def steps(self) -> tuple[Step, ...]:
+        """The last ones of this start."""
+        return tuple(self._recent)
+
+    def read_on(self, patience_s: float) -> bool:
+        """Read for so long at most; whether something was new."""
+        deadline = time.monotonic() + patience_s
+        try:
+            with self._path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self._offset:
+                    self._begin()
+                if size == self._offset:
+                    self._rough = False
+                    return False
+                if self._rough and self._sampled is None and size > LONG_BYTES:
+                    self._sampled = sampled(self._path)
+                    self._take_tail()
+                file.seek(self._offset)
+                while (chunk := file.read(_CHUNK)) and time.monotonic() < deadline:
+                    self._offset += len(chunk)
+                    self._take(chunk)
+                self.share = self._offset / max(1, size)
+                if not chunk and self._rough:
+                    self._end_rough()
+                return True
+        except OSError:  # not there yet, or not any more
+            return False
+
+    def _end_rough(self) -> None:
+        if self._sampled is not None:
+            self._take_tail()
+        self._rough, self._sampled = False, None
+
+    def _take_tail(self) -> None:
+        """How far the run is, before all of it is read."""
+        self._recent.clear()
+        self._keep([line for line in last_lines(self._path) if line.startswith(_STEP)])
+
+    def _keep(self, lines: list[bytes]) -> None:
+        found = (event_of(line.decode("utf-8", "replace")) for line in lines[-RECENT:])
+        self._recent.extend([step for step in found if isinstance(step, Step)])
+
+    def _take(self, chunk: bytes) -> None:
+        *lines, self._torn = (self._torn + chunk).split(b"\n")
+        if len(self._torn) > _LONGEST:
+            self._torn = b""
+        add = self.series.add
+        last: list[bytes] = []
+        for line in lines:
+            bucket = usual_step(line)
+            if bucket is not None:
+                add(bucket)
+                last.append(line)
+            elif line:
+                self._add(line, last)
+        if last:
+            self.doing = None
+            if self._sampled is None:
+                self._keep(last)
+
+    def _add(self, line: bytes, last: list[bytes]) -> None:
+        event = event_of(line.decode("utf-8", "replace"))
+        if event is None:
+            return
+        if isinstance(event, Step):
+            self.series.add(_bucket(event))
+            last.append(line)
+            return
+        if isinstance(event, Progress):
+            self.doing = event
+            return
+        if isinstance(event, Started):
+            self.limit_bytes = _limit(line) or self.limit_bytes
+        if isinstance(event, Started | AttemptBegan | Resumed):
+            last.clear()
+            if self._sampled is None:
+                self._recent.clear()
+            self.doing = self.ended = None
+        if isinstance(event, Ended):
+            self.ended = event
+        self._say(event, line)
+
+    def _say(self, event: Event, line: bytes) -> None:
+        text, style = line_of(event)
+        if text:
+            found = _AT.search(line)
+            at = float(found[1]) if found else None
+            mood = "bad" if "red" in style else "warn" if "yellow" in style else "good" if text[0] == "✓" else ""
+            self.said.append(Said(at=at, text=masked(text), mood=mood))
+
+
+def usual_step(line: bytes) -> Bucket | None:
+    """A step's line as our worker writes it; None: it is something else."""
+    found = _USUAL.match(line)
+    if found is None:
+        return None
+    step, loss, pace, *held = found.groups()
+    try:
+        return single(
+            int(step),
+            None if loss == b"null" else _finite(float(loss)),
+            None if pace == b"null" else float(pace),
+            [None if size == b"null" else int(size) for size in held],
+        )
+    except ValueError:
+        return None
+
+
+def _bucket(step: Step) -> Bucket:
+    loss = None if step.loss is None or step.skipped else _finite(step.loss)
+    return single(step.step, loss, step.tokens_per_s, [step.now_bytes, step.peak_bytes, step.host_bytes])
+
+
+def _finite(number: float) -> float | None:
+    return number if number - number == 0 else None
+
+
+def _limit(line: bytes) -> int | None:
+    try:
+        limit = json.loads(line)["predicted"]["limit_bytes"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def sampled(path: Path) -> Series:
+    """A rough picture: steps from all over the file, and its last ones."""
+    series = Series()
+    for line in _samples(path):
+        bucket = usual_step(line)
+        if bucket is None and (event := event_of(line.decode("utf-8", "replace"))) and isinstance(event, Step):
+            bucket = _bucket(event)
+        if bucket is not None:
+            series.add(bucket)
+    return series
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for number in range(SAMPLES):
+            file.seek(size * number // SAMPLES)
+            # The first piece is the rest of a line, and the last one may lack its end.
+            pieces = file.read(_SAMPLE_BYTES).split(b"\n")[1:-1]
+            yield from pieces[:1]
+    yield from last_lines(path)[-RECENT:]
+
+
+def last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[bytes]:
+    """The whole lines at the end of a file."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - most_bytes))
+            data = file.read(most_bytes)
+    except OSError:
+        return []
+    lines = data.split(b"\n")
+    return lines[0 if size <= most_bytes else 1 : -1]

@@ -1,0 +1,274 @@
+"""Who is told what: one reader a run, however many look at it.
+
+The reader is a thread that lives as long as somebody looks, and a little longer, so that a page that is loaded again
+finds it. Each second it sends what has changed, written out once for all. A client that does not take its messages is
+let go: its browser comes back by itself and says which message it saw last, and gets what it missed, or everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from tightfit.runs.machine_eye import MachineEye
+from tightfit.web.sight import Section, Sight
+
+EVERY_S = 1.0
+CATCH_UP_S = 0.25
+"""A long file is read for so long between two messages."""
+PAUSE_S = 0.05
+LINGER_S = 8.0
+LOOK_S = 2.0
+"""Between two looks at the cards."""
+QUEUE = 32
+"""Messages that may wait for one client."""
+MISSED = 64
+"""Messages that are kept for those who come back."""
+BEAT_S = 15.0
+"""A line so often, so that a connection that has gone is noticed."""
+MOST_FEEDS, MOST_CLIENTS = 32, 64
+KEPT_SIGHTS = 8
+"""Runs whose curve is kept when nobody looks any more."""
+
+
+class Client:
+    """One open page."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE + 1)
+
+    def send(self, message: bytes | None) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # the server has ended
+            self._loop.call_soon_threadsafe(self._put, message)
+
+    def _put(self, message: bytes | None) -> None:
+        if message is not None and self._queue.qsize() >= QUEUE:
+            while not self._queue.empty():
+                self._queue.get_nowait()
+            message = None
+        with suppress(asyncio.QueueFull):
+            self._queue.put_nowait(message)
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Until it is let go."""
+        while True:
+            try:
+                message = await asyncio.wait_for(self._queue.get(), BEAT_S)
+            except (TimeoutError, asyncio.TimeoutError):
+                yield b": still here\n\n"
+                continue
+            if message is None:
+                return
+            yield message
+
+
+class Feed:
+    """The reader of one run. Its thread alone touches what it reads; the lock is held for moments only."""
+
+    def __init__(self, sight: Sight, machine: Machine) -> None:
+        self._sight, self._machine = sight, machine
+        self._name = secrets.token_hex(4)
+        self._clients: set[Client] = set()
+        self._newcomers: list[tuple[Client, str]] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._number = 0
+        self._sections: dict[str, str] = {}
+        self._missed: deque[tuple[int, bytes]] = deque(maxlen=MISSED)
+        self._left_at = time.monotonic()
+        self._over = False
+        threading.Thread(target=self._follow, name="tightfit-run", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over
+
+    def join(self, client: Client, last: str) -> bool:
+        """False: the reader has just ended, or as many look as may."""
+        with self._lock:
+            if self._over or len(self._clients) + len(self._newcomers) >= MOST_CLIENTS:
+                return False
+            self._newcomers.append((client, last))
+        self._wake.set()
+        return True
+
+    def leave(self, client: Client) -> None:
+        with self._lock:
+            self._clients.discard(client)
+            self._newcomers = [each for each in self._newcomers if each[0] is not client]
+            self._left_at = time.monotonic()
+
+    def end(self) -> None:
+        with self._lock:
+            self._over = True
+            for client in (*self._clients, *(client for client, _ in self._newcomers)):
+                client.send(None)
+            self._clients.clear()
+            self._newcomers.clear()
+        self._wake.set()
+
+    def _follow(self) -> None:
+        history = self._sight.history
+        try:
+            with self._machine as machine:
+                while not self._is_left():
+                    was_rough = not history.is_whole
+                    history.read_on(CATCH_UP_S)
+                    self._tell(self._news(machine.eye, begun_anew=was_rough and history.is_whole))
+                    self._wake.wait(EVERY_S if history.is_whole else PAUSE_S)
+                    self._wake.clear()
+        finally:
+            self.end()
+
+    def _is_left(self) -> bool:
+        with self._lock:
+            if not self._clients and not self._newcomers and time.monotonic() - self._left_at > LINGER_S:
+                self._over = True
+            return self._over
+
+    def _news(self, eye: MachineEye | None, *, begun_anew: bool) -> bytes | None:
+        """What has changed since the last message; None: nothing."""
+        history = self._sight.history
+        sections: dict[str, Section | list[Section]] = {}
+        try:
+            sections = {**self._sight.look(eye), "trouble": {"why": None}}
+        except OSError as error:  # what was seen last stays
+            sections = {"trouble": {"why": (error.strerror or str(error)).lower()}}
+        sections["reading"] = {"share": None if history.is_whole else round(history.share, 2)}
+        written = {name: _written(value) for name, value in sections.items()}
+        parts = {name: text for name, text in written.items() if self._sections.get(name) != text}
+        self._sections |= written
+        change = history.shown.changed()
+        if begun_anew:
+            change = history.shown.whole()
+        if change is not None:
+            parts["series"] = _written(asdict(change))
+        if not parts:
+            return None
+        self._number += 1
+        return self._message(parts)
+
+    def _tell(self, message: bytes | None) -> None:
+        """Those who are there get what is new; those who come get what they lack."""
+        with self._lock:
+            if message is not None:
+                for client in self._clients:
+                    client.send(message)
+                self._missed.append((self._number, message))
+            coming, self._newcomers = self._newcomers, []
+            self._clients.update(client for client, _ in coming)
+        for client, last in coming:
+            for missed in self._lacking(last):
+                client.send(missed)
+
+    def _lacking(self, last: str) -> list[bytes]:
+        """What a client lacks that saw this message last."""
+        name, _, number = last.partition("-")
+        if name == self._name and number.isdecimal() and len(number) < 12:
+            missed = [message for each, message in self._missed if each > int(number)]
+            if int(number) + len(missed) == self._number:
+                return missed
+        whole = _written(asdict(self._sight.history.shown.whole()))
+        return [self._message({**self._sections, "series": whole})]
+
+    def _message(self, parts: dict[str, str]) -> bytes:
+        data = "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
+        return f"id: {self._name}-{self._number}\ndata: {data}\n\n".encode()
+
+
+def _written(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class Machine:
+    """The eye on this machine, shared by all readers and open while there is one. It takes a while to open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self.eye: MachineEye | None = None
+
+    def __enter__(self) -> Machine:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                threading.Thread(target=self._open, name="tightfit-machine", daemon=True).start()
+        return self
+
+    def _open(self) -> None:
+        eye = MachineEye(LOOK_S).__enter__()
+        with self._lock:
+            if self._users and self.eye is None:
+                self.eye = eye
+                return
+        eye.__exit__(None, None, None)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self.eye is not None:
+                self.eye.__exit__(None, None, None)
+                self.eye = None
+
+
+class Hub:
+    """All readers."""
+
+    def __init__(self, roots: tuple[Path, ...]) -> None:
+        self.roots = roots
+        self._machine = Machine()
+        self._lock = threading.Lock()
+        self._feeds: dict[Path, Feed] = {}
+        self._sights: OrderedDict[Path, Sight] = OrderedDict()
+        self._closed = False
+
+    async def follow(self, run: Path, last: str) -> AsyncIterator[bytes]:
+        """Messages about a run, as long as they are read. `last`: the one that was seen last, or nothing."""
+        client = Client(asyncio.get_running_loop())
+        feed = self._joined(run, client, last)
+        if feed is None:
+            return
+        try:
+            yield b"retry: 2000\n\n"
+            async for message in client.messages():
+                yield message
+        finally:
+            feed.leave(client)
+
+    def _joined(self, run: Path, client: Client, last: str) -> Feed | None:
+        with self._lock:
+            if self._closed:
+                return None
+            self._feeds = {path: feed for path, feed in self._feeds.items() if not feed.is_over}
+            feed = self._feeds.get(run)
+            if feed is not None and feed.join(client, last):
+                return feed
+            if (feed is not None and not feed.is_over) or len(self._feeds) >= MOST_FEEDS:
+                return None  # as many look as may: the browser tries again
+            feed = self._feeds[run] = Feed(self._sight(run), self._machine)
+            return feed if feed.join(client, last) else None
+
+    def _sight(self, run: Path) -> Sight:
+        sight = self._sights.pop(run, None) or Sight(run)
+        self._sights[run] = sight
+        while len(self._sights) > KEPT_SIGHTS:
+            self._sights.popitem(last=False)
+        return sight
+
+    def close(self) -> None:
+        """Everybody is let go."""
+        with self._lock:
+            self._closed = True
+            feeds = list(self._feeds.values())
+        for feed in feeds:
+            feed.end()

@@ -1,0 +1,68 @@
+"""A first word while every way is priced: what the way that was chosen last would need for the new question.
+
+One estimate takes milliseconds and a search some tenths of a second, and whoever moves a slider looks at it meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.plan_request import request_of
+from tightfit.inputs.flags import check_levers
+from tightfit.pace import pace
+from tightfit.planner import question_of
+from tightfit.planner.plan import Bounds, Way
+from tightfit.planner.search import Question, excess_bytes, weigh
+from tightfit.types import Checkpointing, Levers
+from tightfit.web.plan_answer import Answered
+from tightfit.web.plan_question import Asked
+
+TRAINING = (
+    *("method", "lora", "sequence", "precision", "optimizer", "master_weights", "frozen_layers", "trains"),
+    *("gradient_clipping", "deepspeed_version"),
+)
+"""The levers that are the user's."""
+
+
+def guessed(asked: Asked, last: Answered) -> Answered:
+    """An answer with one way, which nobody has chosen yet. A UserError: the question makes no sense."""
+    args = asked.args()
+    request = request_of(args)
+    known = Bounds(calibration=calibration_of(args, request.job))
+    question = question_of(request.job, request.shape, request.hardware).within(known)
+    levers = _levers(question, last.ways[0].levers if last.ways else question.base)
+    check_levers(levers, question.shape)
+    footprint = weigh(question, levers)
+    way = Way(
+        shape=question.shape,
+        levers=levers,
+        hardware=question.hardware,
+        footprint=footprint,
+        pace=pace(question.shape, levers, question.hardware),
+        fits=excess_bytes(question, footprint) == 0,
+        gpu_limit_bytes=question.gpu_limit_bytes,
+    )
+    plan = replace(
+        last.plan,
+        job=request.job,
+        shape=question.shape,
+        hardware=question.hardware,
+        effective_batch=question.effective_batch,
+        chosen=None,
+        alternatives=(way,),
+        because=(),
+        remedies=(),
+    )
+    return Answered(asked, plan)
+
+
+def _levers(question: Question, last: Levers) -> Levers:
+    own = question.base
+    named = {name: getattr(own, name) for name in (*TRAINING, *question.pinned)}
+    levers = replace(last, **named)
+    if (levers.checkpointing.layers or 0) > question.shape.n_layers:
+        levers = replace(levers, checkpointing=Checkpointing(layers=None))
+    each = max(1, question.effective_batch // question.hardware.world)
+    micro = next(size for size in range(min(levers.micro_batch, each), 0, -1) if each % size == 0)
+    return replace(levers, micro_batch=micro, accumulation=each // micro)

@@ -1,0 +1,178 @@
+"""The address of the Plan view ↔ what is asked of `tightfit plan`.
+
+The names in the address are those of the flags. Three differ: the cards of `--gpus` are three fields (`nodes`, `gpus`,
+`card`), since each has a slider of its own; `allow` may come several times; and `config` is a pasted config.json. No
+flag that names a file can come from an address: whoever follows a link must not make the page read what the link's
+maker chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlencode
+
+from tightfit.inputs import families
+from tightfit.inputs.flags import spelt
+from tightfit.inputs.presets import PRESETS, checkpoint_named
+from tightfit.types import ConfigError, ModelError
+
+DEFAULTS: dict[str, str] = {"model": "7b_mamba", "gpus": "6", "card": "32GB", "host_ram": "256GB", "seq": "2048"}
+"""What is asked where the address says nothing at all."""
+WORDS = (
+    *("method", "precision", "optimizer", "host_ram", "nvme", "margin", "engine", "offload_optimizer"),
+    *("offload_param", "checkpointing", "loss", "attention", "scan", "lora_targets", "epochs"),
+)
+NUMBERS = ("lora_rank", "seq", "effective_batch", "micro_batch", "accum", "max_steps", "samples")
+FIELDS = ("model", "config", "gpus", "card", "nodes", *WORDS, *NUMBERS, "allow")
+"""All that an address can say."""
+THIS = "this"
+"""The card: whatever this machine has."""
+MOST_GPUS, MOST_BATCH = 1024, 16_384
+"""More would keep the search busy for long."""
+MOST_CONFIG_BYTES = 2**20
+MOST_WORD = 200
+SAVED_AS = "config.json"
+_SEVERAL = re.compile(r"(?:(\d{1,6})\s*[x×])?\s*(\d{1,6})\s*[x×]\s*(\S.*)", re.IGNORECASE)
+_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the address says, as text; what it leaves out is not there."""
+
+    said: tuple[tuple[str, str], ...]
+    """Name and value, in the order of `FIELDS`, none empty."""
+    allow: tuple[str, ...] = ()
+    block: Mapping[str, object] | None = field(default=None, compare=False)
+    """The model as a block of shape fields, where a config was pasted."""
+
+    def get(self, name: str) -> str:
+        return dict(self.said).get(name, "")
+
+    def address(self, **changes: str) -> str:
+        """The canonical query, with some values replaced; empty: left out."""
+        values = dict(self.said) | changes
+        pairs = [(name, values[name]) for name in FIELDS if values.get(name)]
+        if "allow" not in changes:
+            pairs += [("allow", each) for each in self.allow]
+        return urlencode([(name.replace("_", "-"), value) for name, value in pairs])
+
+    def args(self) -> argparse.Namespace:
+        """The flags of `tightfit plan`, only those that were given."""
+        given: dict[str, object] = {"model": self.block if self.block is not None else self.get("model")}
+        given |= self._cards()
+        given |= {name: value for name, value in self.said if name in WORDS}
+        given |= {name: whole(name, value) for name, value in self.said if name in NUMBERS}
+        if whole("effective_batch", self.get("effective_batch") or "1") > MOST_BATCH:
+            raise ConfigError(f"the page plans for up to {MOST_BATCH} sequences a step: use tightfit plan for more")
+        if self.allow:
+            given["allow"] = ",".join(self.allow)
+        return argparse.Namespace(**given)
+
+    def _cards(self) -> dict[str, object]:
+        card, count, nodes = self.get("card"), self.get("gpus"), whole("nodes", self.get("nodes") or "1")
+        if card.lower() == THIS:
+            if nodes != 1:
+                raise ConfigError("this machine is one node: name the card to plan for several")
+            return {"gpus": THIS} | ({"num_gpus": whole("gpus", count)} if count else {})
+        gpus = whole("gpus", count or "1")
+        if gpus < 1 or nodes < 1 or gpus * nodes > MOST_GPUS:
+            raise ConfigError(
+                f"the page plans for 1 to {MOST_GPUS} GPUs, not {nodes * gpus}: use tightfit plan for more"
+            )
+        return {"gpus": f"{nodes}x{gpus}x{card}" if nodes > 1 else f"{gpus}x{card}"}
+
+    def flags(self) -> list[str]:
+        """The same as words of a command."""
+        words = []
+        for name, value in vars(self.args()).items():
+            words += [spelt(name), SAVED_AS if name == "model" and self.block is not None else str(value)]
+        return words
+
+    def command(self, verb: str = "plan", *more: str) -> str:
+        return shlex.join(["tightfit", verb, *self.flags(), *more])
+
+
+def asked_of(pairs: Sequence[tuple[str, str]]) -> Asked:
+    """What an address asks. A UserError says what of it makes no sense."""
+    values: dict[str, str] = {}
+    allow: list[str] = []
+    for name, value in ((name.replace("-", "_"), value.strip()) for name, value in pairs):
+        if name not in FIELDS or not value:
+            continue
+        if len(value) > (MOST_CONFIG_BYTES if name == "config" else MOST_WORD):
+            raise ConfigError(f"{spelt(name)} is too long: shorten it to {MOST_WORD} characters")
+        if name == "allow":
+            allow += [each.strip() for each in value.split(",") if each.strip()]
+        else:
+            values[name] = value
+    if not values:
+        values = dict(DEFAULTS)
+    _take_apart(values)
+    block = None
+    if "config" in values:
+        block = block_of(values["config"])
+        values["config"] = json.dumps(block, separators=(",", ":"), ensure_ascii=False)
+        values.pop("model", None)
+    else:
+        values.setdefault("model", DEFAULTS["model"])
+        _check_model(values["model"])
+    said = tuple((name, values[name]) for name in FIELDS if name in values)
+    return Asked(said=said, allow=tuple(dict.fromkeys(allow)), block=block)
+
+
+def filled(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """What the form shows, also where it makes no sense."""
+    given = {name.replace("-", "_"): value.strip()[:MOST_CONFIG_BYTES] for name, value in pairs}
+    values = {name: given[name] for name in FIELDS if given.get(name) and name != "allow"} or dict(DEFAULTS)
+    _take_apart(values)
+    return {name: values.get(name, "") for name in FIELDS}
+
+
+def _take_apart(values: dict[str, str]) -> None:
+    """`gpus=2x8xA100`, as the flag has it, becomes three fields."""
+    found = _SEVERAL.fullmatch(values.get("gpus", ""))
+    if found and "card" not in values:
+        nodes, values["gpus"], values["card"] = found.groups()
+        if nodes:
+            values["nodes"] = nodes
+    values.setdefault("card", DEFAULTS["card"])
+    if values.get("nodes") == "1":
+        del values["nodes"]
+
+
+def _check_model(word: str) -> None:
+    """The command line takes paths as well; a page that did would read whatever a link names."""
+    if word.lower() in PRESETS or checkpoint_named(word) is not None:
+        return
+    if not _ID.fullmatch(word) or os.path.exists(os.path.expanduser(word)) or word.endswith((".json", ".yaml", ".yml")):
+        raise ModelError(
+            f"{word[:60]!r} is no preset and no Hugging Face id: the page opens no files, so paste the config.json"
+        )
+
+
+def block_of(text: str) -> dict[str, object]:
+    """A pasted config.json as a block of shape fields: only what decides the shape is kept."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        said = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise ModelError(f"what was pasted is not JSON ({said}): paste the whole of a config.json") from None
+    if not isinstance(config, dict):
+        raise ModelError("what was pasted is JSON but no config: it must begin with { and name a model_type")
+    if isinstance(config.get("text_config"), dict) and "model_type" not in config:
+        config = config["text_config"]
+    _, reader = families.read(config, "pasted")
+    return {key: value for key, value in config.items() if key in reader.asked or key == "model_type"}
+
+
+def whole(name: str, text: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.replace("_", "").replace(",", "")):
+        raise ConfigError(f"{spelt(name)} takes a whole number, not {text[:40]!r}")
+    return int(text.replace("_", "").replace(",", ""))

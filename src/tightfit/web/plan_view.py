@@ -1,0 +1,287 @@
+"""The Plan view: what fits, before anything runs. The answers are those of `tightfit plan`.
+
+The whole state is in the address, so a link shares it and a form without a script asks the same. What takes a moment
+is done beside the loop, in turns: a slider that moves asks often, and of those that were given up in the meantime only
+the one that has begun is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import zipfile
+from functools import cache, partial
+from pathlib import Path
+from typing import get_args
+
+from markupsafe import Markup
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from tightfit.desk.plan_report import report
+from tightfit.inputs.catalogue import CARDS
+from tightfit.inputs.flags import WORDS as CHOICES
+from tightfit.inputs.machine import this_machine
+from tightfit.inputs.presets import CHECKPOINTS, PRESETS
+from tightfit.job import Allowance
+from tightfit.types import UserError
+from tightfit.web.bodies import body_of
+from tightfit.web.pages import page, part
+from tightfit.web.plan_answer import Answered, answer_to, check_model, is_at_hand, remembered
+from tightfit.web.plan_drawing import Drawn, drawn, gib
+from tightfit.web.plan_guess import guessed
+from tightfit.web.plan_heat import Heat, heat_of
+from tightfit.web.plan_question import DEFAULTS, MOST_CONFIG_BYTES, asked_of, block_of, filled
+from tightfit.web.threads import beside
+from tightfit.web.words import language_of, words
+
+STATIC = Path(__file__).with_name("static")
+PATIENCE_S = 30.0
+GONE = 499
+"""Whoever asked has gone: nobody reads this."""
+_quick, _slow = asyncio.Semaphore(1), asyncio.Semaphore(1)
+
+
+async def _plan(request: Request) -> Response:
+    """The whole page: form, answer, map and files, also for who has no scripts."""
+    values, problem, status = {}, "", 200
+    try:
+        answer = await _answered(request, advice=True)
+        values = await beside(partial(_all_of, answer, language_of(request)))
+    except UserError as error:
+        problem, status = _sentence(error), 400
+    machine = await beside(_machine)
+    return page(request, "plan.html", status, **_form(request, machine), **({**_NOTHING, **values}), problem=problem)
+
+
+async def _answer(request: Request) -> Response:
+    """For the page's script: the answer alone, or the sentence that says what is wrong."""
+    advice = request.query_params.get("advice") == "1"
+    try:
+        answer = await _answered(request, advice=advice)
+    except UserError as error:
+        return HTMLResponse(part(request, "plan_problem.html", problem=_sentence(error)))
+    found = await beside(partial(_drawn, answer, language_of(request), advice=advice))
+    return HTMLResponse(part(request, "plan_answer.html", **found))
+
+
+async def _guess(request: Request) -> Response:
+    """One way, at once: see `plan_guess`. Nothing, where there is nothing to go by."""
+    try:
+        found = await beside(partial(_guessed, request.query_params.multi_items(), language_of(request)))
+    except UserError:  # the answer itself will say so
+        found = None
+    return HTMLResponse("" if found is None else part(request, "plan_guess.html", **found))
+
+
+def _guessed(pairs: list[tuple[str, str]], language: str) -> dict[str, object] | None:
+    asked = asked_of(pairs)
+    last = remembered(dict(pairs).get("like", ""))
+    if last is None or not is_at_hand(asked):
+        return None
+    return _drawn(guessed(asked, last), language, advice=False)
+
+
+async def _json(request: Request) -> Response:
+    """What the page is drawn from: the same object as `tightfit plan --json` prints."""
+    answer = await _answered(request, advice=True)
+    return JSONResponse(report(answer.plan, None))
+
+
+async def _heat(request: Request) -> Response:
+    answer = await _answered(request, advice=False)
+    async with _slow:
+        await _still_there(request)
+        found = await beside(partial(heat_of, answer, others=True))
+    return HTMLResponse(part(request, "plan_heat.html", heat=found, alone=False))
+
+
+async def _files(request: Request) -> Response:
+    answer = await _answered(request, advice=False)
+    values = await beside(partial(_files_of, answer))
+    return HTMLResponse(part(request, "plan_files.html", **values))
+
+
+async def _zip(request: Request) -> Response:
+    answer = await _answered(request, advice=False)
+    files = await beside(lambda: answer.files)
+    if isinstance(files, str) or not files:
+        raise HTTPException(404)
+    return _download(_zipped(files), "application/zip", "tightfit-plan.zip")
+
+
+async def _saved(request: Request) -> Response:
+    """The view as one file that needs neither server nor script."""
+    answer = await _answered(request, advice=True)
+    async with _slow:
+        await _still_there(request)
+        values = await beside(partial(_all_of, answer, language_of(request), others=True))
+    styles = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in ("app.css", "plan.css"))
+    text = part(request, "plan_saved.html", **{**values, "alone": True, "styles": Markup(styles)})  # noqa: S704 (ours)
+    return _download(text.encode(), "text/html; charset=utf-8", "tightfit-plan.html")
+
+
+async def _config(request: Request) -> Response:
+    """A pasted config.json, less what does not decide the shape: that fits into an address."""
+    text = (await body_of(request, MOST_CONFIG_BYTES, PATIENCE_S)).decode("utf-8", errors="replace")
+    try:
+        block = await beside(partial(block_of, text))
+    except UserError as error:
+        return JSONResponse({"problem": _sentence(error)})
+    return JSONResponse({"config": json.dumps(block, separators=(",", ":"), ensure_ascii=False)})
+
+
+# --- asking ---------------------------------------------------------------------------------------
+
+
+async def _answered(request: Request, *, advice: bool) -> Answered:
+    asked = await beside(partial(asked_of, request.query_params.multi_items()))
+    await beside(partial(check_model, asked))  # the network may be slow: nobody else waits for it
+    async with _quick:
+        await _still_there(request)
+        answer = await beside(partial(answer_to, asked, advice=False))
+    if not advice or answer.plan.fits:
+        return answer
+    async with _slow:
+        await _still_there(request)
+        return await beside(partial(answer_to, asked, advice=True))
+
+
+async def _still_there(request: Request) -> None:
+    if await request.is_disconnected():
+        raise HTTPException(GONE)
+
+
+def _sentence(error: UserError) -> str:
+    return " ".join(str(error).split())
+
+
+# --- what the templates get -----------------------------------------------------------------------
+
+_NOTHING: dict[str, object] = {
+    "found": None,
+    "verdict": "",
+    "heat": None,
+    "files": {},
+    "why_none": "",
+    "commands": (),
+    "address": "",
+    "gib": gib,
+    "alone": False,
+}
+
+
+def _drawn(answer: Answered, language: str, *, advice: bool) -> dict[str, object]:
+    said = words(language)["plan"]
+    found = drawn(answer, said, language, advice=advice)
+    return {
+        "found": found,
+        "verdict": verdict(found, said),
+        "commands": commands(answer),
+        "address": answer.asked.address(),
+        "gib": gib,
+        "alone": False,
+    }
+
+
+def _files_of(answer: Answered) -> dict[str, object]:
+    files = answer.files
+    none = isinstance(files, str)
+    return {"files": {} if none else files, "why_none": files if none else "", "address": answer.asked.address()}
+
+
+def _all_of(answer: Answered, language: str, *, others: bool = False) -> dict[str, object]:
+    heat: Heat | None = heat_of(answer, others=others)
+    return {**_drawn(answer, language, advice=True), **_files_of(answer), "heat": heat}
+
+
+def verdict(found: Drawn, said: dict[str, str]) -> str:
+    """The answer in one sentence, which is read out as it changes."""
+    if not found.ways:
+        return said["verdict_none"]
+    first = found.ways[0]
+    values = {
+        "way": first.name.text,
+        "needs": first.needs,
+        "card": first.card,
+        "gpus": found.used,
+        "tokens": f"{first.tokens_per_s:,.0f}",
+        "step": f"{first.step_s:.2f}",
+        "lacks": first.lacks.text if first.lacks else "",
+    }
+    kind = "changed" if found.is_changed else "fits" if found.fits else "not"
+    many = "many" if found.used > 1 else "one"
+    return said[f"verdict_{kind}"].format(**values, where=said[f"on_{many}"].format(gpus=found.used))
+
+
+def commands(answer: Answered) -> tuple[tuple[str, str], ...]:
+    """What to type: its key in the words, and the command."""
+    asked = answer.asked
+    if answer.plan.chosen is None:
+        return (("command_plan", asked.command()),)
+    return (
+        ("command_plan", asked.command()),
+        ("command_write", asked.command("plan", "--write", "plan")),
+        ("command_train", "tightfit train --plan plan --output runs/first"),
+    )
+
+
+def _form(request: Request, machine: str) -> dict[str, object]:
+    pairs = request.query_params.multi_items()
+    return {
+        "values": filled(pairs),
+        "allowed": {each for name, value in pairs if name == "allow" for each in value.split(",")},
+        "allowances": get_args(Allowance),
+        "choices": CHOICES,
+        "models": [*PRESETS, *CHECKPOINTS],
+        "cards": _cards(),
+        "machine": machine,
+        "defaults": DEFAULTS,
+        "most_bytes": MOST_CONFIG_BYTES,
+    }
+
+
+@cache
+def _cards() -> list[str]:
+    """As they can be typed."""
+    return list(dict.fromkeys(f"{card.family.replace(' ', '')}-{card.size_gib}GB" for card in CARDS))
+
+
+@cache
+def _machine() -> str:
+    """`2 × RTX 4090`; empty: this machine has no GPU."""
+    try:
+        here = this_machine()
+    except UserError:
+        return ""
+    return "" if here.gpu.vendor == "cpu" else f"{here.gpus_per_node} × {here.gpu.name}"
+
+
+def _zipped(files: dict[str, str]) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, text in files.items():
+            entry = zipfile.ZipInfo(f"tightfit-plan/{name}", (1980, 1, 1, 0, 0, 0))
+            entry.external_attr = (0o755 if name.endswith(".sh") else 0o644) << 16
+            packed.writestr(entry, text, zipfile.ZIP_DEFLATED)
+    return made.getvalue()
+
+
+def _download(data: bytes, kind: str, name: str) -> Response:
+    return Response(data, media_type=kind, headers={"Content-Disposition": f'attachment; filename="{name}"'})
+
+
+ROUTES = [
+    Route("/plan", _plan, methods=["GET"]),
+    Route("/plan/answer", _answer, methods=["GET"]),
+    Route("/plan/guess", _guess, methods=["GET"]),
+    Route("/plan/answer.json", _json, methods=["GET"]),
+    Route("/plan/heat", _heat, methods=["GET"]),
+    Route("/plan/files", _files, methods=["GET"]),
+    Route("/plan/files.zip", _zip, methods=["GET"]),
+    Route("/plan/saved", _saved, methods=["GET"]),
+    Route("/plan/config", _config, methods=["POST"]),
+]

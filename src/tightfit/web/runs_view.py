@@ -1,0 +1,157 @@
+"""The Runs view: the runs below the roots, and one of them as it goes. It reads, and changes nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tightfit.diagnose.masks import masked
+from tightfit.runs.attempts import read_records
+from tightfit.runs.events import Ended, Step, event_of
+from tightfit.runs.folder import RunFolder
+from tightfit.runs.watching import read_record
+from tightfit.web.history import last_lines
+from tightfit.web.pages import page, part
+from tightfit.web.places import NO_RUN, FoundRun, FoundRuns, file_at, run_at
+from tightfit.web.sight import state_of
+from tightfit.web.threads import beside
+
+LOG_BYTES = 48 * 1024
+LOG_LINES = 300
+EVENT_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run in the list. None: nobody says."""
+
+    word: str
+    name: str
+    state: str
+    step: int | None
+    steps: int | None
+    loss: float | None
+    tokens_per_s: float | None
+    changed: str | None
+    """When the run last said something."""
+
+
+def rows_of(found: FoundRuns, roots: tuple[Path, ...]) -> list[Row]:
+    """A line for each."""
+    return [_row(run, roots) for run in found.runs]
+
+
+def _row(run: FoundRun, roots: tuple[Path, ...]) -> Row:
+    events = RunFolder(run.path).events
+    last, ended = None, False
+    for line in reversed(last_lines(events, EVENT_BYTES)):
+        event = event_of(line.decode("utf-8", "replace"))
+        ended = ended or (isinstance(event, Ended) and last is None)
+        if isinstance(event, Step):
+            last = event
+            break
+    return Row(
+        word=run.word,
+        name=_name(run, roots),
+        state=state_of(read_record(run.path), ended, read_records(run.path)),
+        step=None if last is None else last.step,
+        steps=None if last is None else last.steps,
+        loss=None if last is None else last.loss,
+        tokens_per_s=None if last is None else last.tokens_per_s,
+        changed=_changed(events),
+    )
+
+
+def _name(run: FoundRun, roots: tuple[Path, ...]) -> str:
+    """The path below the root; with several roots, which one as well."""
+    number, _, below = run.word.partition("/")
+    root = roots[int(number)]
+    if not below:
+        return root.name or str(root)
+    return below if len(roots) == 1 else f"{root.name}/{below}"
+
+
+def _changed(events: Path) -> str | None:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(events.stat().st_mtime))
+    except OSError:
+        return None
+
+
+async def _list(request: Request) -> Response:
+    return page(request, "runs.html", 200, **await _found(request))
+
+
+async def _table(request: Request) -> Response:
+    """The table alone, for the page's script."""
+    return HTMLResponse(part(request, "runs_table.html", **await _found(request)))
+
+
+async def _found(request: Request) -> dict[str, object]:
+    roots: tuple[Path, ...] = request.app.state.site.roots
+
+    def look() -> tuple[FoundRuns, list[Row]]:
+        found = request.app.state.finder.find()
+        return found, rows_of(found, roots)
+
+    found, rows = await beside(look)
+    return {"rows": rows, "is_all": found.is_all, "roots": [str(root) for root in roots]}
+
+
+async def _run(request: Request) -> Response:
+    run, word = _asked(request)
+    row = await beside(partial(_row, FoundRun(word=word, path=run), request.app.state.site.roots))
+    return page(request, "run.html", row=row, folder=str(run))
+
+
+async def _stream(request: Request) -> Response:
+    run, _ = _asked(request)
+    last = request.headers.get("last-event-id", "")
+    messages = request.app.state.hub.follow(run, last)
+    return StreamingResponse(messages, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+async def _log(request: Request) -> Response:
+    run, _ = _asked(request)
+    name = request.query_params.get("name", "")
+    if not name.endswith(".log"):
+        raise HTTPException(NO_RUN)
+    path = await beside(partial(file_at, run, name))
+    if path is None:
+        raise HTTPException(NO_RUN)
+    return PlainTextResponse(await beside(partial(log_tail, path)))
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a log; what looks like a secret is struck out."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_BYTES))
+            data = file.read(LOG_BYTES)
+    except OSError:
+        return ""
+    lines = data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    lines = lines[0 if size <= LOG_BYTES else 1 :]
+    return masked("\n".join(lines[-LOG_LINES:]))
+
+
+def _asked(request: Request) -> tuple[Path, str]:
+    word = request.query_params.get("run", "")
+    return run_at(request.app.state.site.roots, word), word
+
+
+ROUTES = [
+    Route("/runs", _list, methods=["GET"]),
+    Route("/runs/table", _table, methods=["GET"]),
+    Route("/runs/view", _run, methods=["GET"]),
+    Route("/runs/stream", _stream, methods=["GET"]),
+    Route("/runs/log", _log, methods=["GET"]),
+]

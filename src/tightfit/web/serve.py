@@ -1,0 +1,93 @@
+"""The server's process: where it listens, and how it ends.
+
+Ctrl-C ends it at once: whoever is being told of a run is let go first, so that nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+import uvicorn
+
+from tightfit.types import ConfigError
+from tightfit.web import threads
+from tightfit.web.app import make_app
+from tightfit.web.hub import Hub
+from tightfit.web.site import Site
+
+FIRST_PORT, PORTS = 8741, 20
+"""Without --port the first free one of these is taken, so that a tunnel can be set up before."""
+MOST_CONNECTIONS = 256
+PATIENCE_S = 2
+"""For answers that are half sent when the server is told to end."""
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A socket that listens; ConfigError: that cannot be had."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError):
+        raise ConfigError(f"--host {host!r} is no address of this machine: leave it out, or say 0.0.0.0") from None
+    tried = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
+    why = ""
+    for each in tried:
+        made = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((address[0], each, *address[2:]))
+            made.listen(128)
+            return made
+        except OSError as error:
+            made.close()
+            why = (error.strerror or str(error)).lower()
+    raise ConfigError(f"nothing can listen on {host} port {tried[-1]} ({why}): name another --port or --host")
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], leaving: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready, self._leaving = ready, leaving
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not here and now: the signal may have come while this thread held a lock.
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._leaving)
+        super().handle_exit(sig, frame)
+
+
+def serve(site: Site, listening: socket.socket, ready: Callable[[], None]) -> None:
+    """Until Ctrl-C. `ready` is called when the page can be opened."""
+    hub = Hub(site.roots)
+    config = uvicorn.Config(
+        make_app(site, hub),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=PATIENCE_S,
+    )
+
+    def leave() -> None:
+        hub.close()
+        threads.leave()
+
+    with listening, suppress(KeyboardInterrupt):
+        try:
+            _Server(config, ready, leave).run(sockets=[listening])
+        finally:
+            hub.close()

@@ -1,0 +1,282 @@
+"""A run as the page shows it: everything but its curve, in sections that are sent when they change.
+
+The same readers as those of `tightfit watch` are used where they are quick on a run of any length. What a section holds
+is plain values, ready to be written as JSON: bytes, seconds, and words of the run's own. The page's own words for a
+state come from the language that a reader has chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tightfit.diagnose.masks import masked
+from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_records
+from tightfit.runs.checkpoints import CHECKPOINTS, Torn, checked, newest_first, step_of
+from tightfit.runs.folder import RunFolder
+from tightfit.runs.health import OOM_KINDS, Held, Planned, Seen, judged
+from tightfit.runs.lines import duration
+from tightfit.runs.machine_eye import MachineEye
+from tightfit.runs.processes import this_host
+from tightfit.runs.watching import Rank, RankEye, Record, read_record
+from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, worker_file
+from tightfit.types import ConfigError
+from tightfit.web.history import History
+from tightfit.web.places import file_at
+
+MOST_CHECKPOINTS, MOST_ATTEMPTS, MOST_LOGS = 40, 100, 64
+QUIET_S = 60.0
+Section = dict[str, Any]
+
+
+def state_of(record: Record | None, history_ended: bool, attempts: tuple[AttemptRecord, ...]) -> str:
+    """A key of `states` in the words."""
+    if record is None:
+        if history_ended:
+            return "done"
+        last = attempts[-1] if attempts else None
+        return last.state if last is not None and last.ended is not None else "unknown"
+    if record.state == "running":
+        return {True: "running", False: "gone", None: "elsewhere"}[record.lives]
+    return record.state if record.state in ("done", "stopped", "failed", "interrupted") else "ended"
+
+
+class Sight:
+    """Looks at one run's folder again and again. Nothing is written there, and nothing held."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self._folder = run, RunFolder(run)
+        self.history = History(self._folder.events)
+        self._ranks = RankEye(run)
+        self._kept: dict[str, tuple[object, Any]] = {}
+        """What was read before, and by which mark one knows that it is so still."""
+
+    def look(self, eye: MachineEye | None) -> dict[str, Section | list[Section]]:
+        """All sections. OSError: the folder cannot be read at all, now."""
+        os.stat(self.run / ".")
+        record = read_record(self.run)
+        attempts: tuple[AttemptRecord, ...] = self._unless_same(
+            "attempts", _marks(self.run / ATTEMPTS), lambda: read_records(self.run)[-MOST_ATTEMPTS:]
+        )
+        state = state_of(record, self.history.ended is not None, attempts)
+        worker, card_bytes = self._plan()
+        is_here = state == "running"
+        ranks = self._ranks.look() if is_here else ()
+        memory = self._memory(worker, card_bytes, ranks, eye if is_here else None)
+        host = None if eye is None or not is_here else eye.host()
+        if host is not None:
+            memory["host"] = {"used": host.used_bytes, "total": host.total_bytes}
+        return {
+            "head": self._head(state, record, worker, attempts),
+            "memory": memory,
+            "lights": self._lights(state, worker, memory, attempts),
+            "attempts": [_attempt(each) for each in attempts],
+            "checkpoints": self._unless_same("checkpoints", _marks(self.run / CHECKPOINTS), self._checkpoints),
+            "events": [asdict(said) for said in self.history.said],
+            "logs": self._logs(),
+        }
+
+    def _unless_same(self, name: str, mark: object, read: Any) -> Any:
+        if name not in self._kept or self._kept[name][0] != mark:
+            self._kept[name] = mark, read()
+        return self._kept[name][1]
+
+    def _plan(self) -> tuple[WorkerFile | None, int | None]:
+        path = self._folder.plan / WORKER_FILE
+
+        def read() -> tuple[WorkerFile | None, int | None]:
+            with suppress(OSError, ConfigError, ValueError, KeyError, TypeError, RecursionError):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                card = json.loads(text)["world"].get("gpu_memory_bytes")
+                return worker_file(text, str(path)), card if isinstance(card, int) else None
+            return None, None
+
+        found: tuple[WorkerFile | None, int | None] = self._unless_same("plan", _marks(path), read)
+        return found
+
+    def _head(
+        self, state: str, record: Record | None, worker: WorkerFile | None, attempts: tuple[AttemptRecord, ...]
+    ) -> Section:
+        history = self.history
+        steps = history.steps()
+        last = steps[-1] if steps else None
+        goes_on = state in ("running", "elsewhere")
+        return {
+            "state": state,
+            "step": None if last is None else last.step,
+            "steps": None if last is None else last.steps,
+            "loss": None if last is None or last.loss is None or not math.isfinite(last.loss) else last.loss,
+            "has_step": last is not None,
+            "tokens_per_s": None if last is None else last.tokens_per_s,
+            "planned_tokens_per_s": None if worker is None else worker.tokens_per_s,
+            "left": None if last is None or last.seconds_left is None or not goes_on else duration(last.seconds_left),
+            "doing": None if history.doing is None or not goes_on else _doing(history),
+            "quiet": self._quiet() if goes_on else None,
+            "model": None if worker is None else worker.model,
+            "how": None if worker is None else f"{worker.method}, {worker.engine}",
+            "ranks": None if worker is None else worker.ranks,
+            "attempt": attempts[-1].number if attempts else None,
+            "host": None if record is None or record.host == this_host() else record.host,
+            "started": None if record is None or record.started is None else record.started.timestamp(),
+            "ended": None if record is None or record.ended is None else record.ended.timestamp(),
+            "exit_code": None if record is None else record.exit_code,
+            "command": None if record is None else masked(" ".join(record.command))[:2000],
+        }
+
+    def _quiet(self) -> str | None:
+        try:
+            quiet = time.time() - self._folder.events.stat().st_mtime
+        except OSError:
+            return None
+        return duration(quiet // 30 * 30) if quiet >= QUIET_S else None
+
+    def _memory(
+        self, worker: WorkerFile | None, card_bytes: int | None, ranks: tuple[Rank, ...], eye: MachineEye | None
+    ) -> Section:
+        on_gpu = worker is not None and worker.vendor != "cpu"
+        total = card_bytes or self.history.limit_bytes
+        planned = None
+        if worker is not None:
+            planned = worker.peak_bytes if on_gpu else worker.ram_bytes_per_node // max(1, worker.gpus_per_node)
+        rows: list[Section] = []
+        if on_gpu and eye is not None:
+            rows = self._cards(eye, ranks, worker)
+        elif worker is not None and not on_gpu:
+            rows = [
+                _held(rank.name.replace("-", " "), rank.now_bytes, rank.peak_bytes, planned, total) for rank in ranks
+            ]
+        steps = self.history.steps()
+        if not rows and steps:  # what the run itself has said
+            last = steps[-1]
+            if last.peak_bytes is not None:
+                now, peak = last.now_bytes, max(step.peak_bytes or 0 for step in steps)
+            else:
+                now, peak = last.host_bytes, max(step.host_bytes or 0 for step in steps)
+            rows = [_held("rank 0", now, peak or None, planned, total)]
+        return {"rows": rows, "on_gpu": on_gpu, "planned": planned, "card": total, "host": None}
+
+    def _cards(self, eye: MachineEye, ranks: tuple[Rank, ...], worker: WorkerFile | None) -> list[Section]:
+        """The cards that the run's processes sit on; the most of each is what was seen since somebody looks."""
+        pids = {rank.pid for rank in ranks}
+        rows = []
+        for card in eye.cards().cards.cards:
+            if not any(process.pid in pids for process in card.processes or ()):
+                continue
+            peaks: dict[int, int] = self._unless_same("peaks", None, dict)
+            if card.used_bytes is not None:
+                peaks[card.index] = max(card.used_bytes, peaks.get(card.index, 0))
+            planned = None if worker is None else worker.required_bytes
+            rows.append(_held(f"GPU {card.index}", card.used_bytes, peaks.get(card.index), planned, card.total_bytes))
+        return rows
+
+    def _lights(
+        self, state: str, worker: WorkerFile | None, memory: Section, attempts: tuple[AttemptRecord, ...]
+    ) -> Section:
+        """As `tightfit watch` judges."""
+        host = memory["host"] or {"used": None, "total": None}
+        ram = Held(name="host RAM", used_bytes=host["used"], total_bytes=host["total"])
+        cards = tuple(Held(name=row["name"], used_bytes=row["now"], total_bytes=row["total"]) for row in memory["rows"])
+        causes = [each.cause for each in attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
+        planned = None
+        if worker is not None:
+            planned = Planned(
+                peak_bytes=worker.peak_bytes,
+                required_bytes=worker.required_bytes,
+                ranks_here=worker.gpus_per_node,
+                offloads=worker.offload_optimizer == "cpu",
+                on_gpu=memory["on_gpu"],
+            )
+        found = judged(
+            Seen(
+                memories=cards if memory["on_gpu"] else (ram,),
+                host=ram,
+                has_run=True,
+                steps=self.history.steps(),
+                planned=planned,
+                own=cards if memory["on_gpu"] else (),
+                oom=causes[-1].sentence if causes else None,
+                oom_is_last=bool(causes) and attempts[-1].cause is causes[-1],
+            )
+        )
+        names = ("memory", "loss", "oom")
+        return {
+            "lights": [
+                {"name": name, "colour": light.colour, "text": light.text}
+                for name, light in zip(names, found.lights, strict=True)
+            ],
+            "warnings": list(found.warnings) if state in ("running", "elsewhere") else [],
+        }
+
+    def _checkpoints(self) -> list[Section]:
+        rows = []
+        for folder in newest_first(self.run)[:MOST_CHECKPOINTS]:
+            row: Section = {"step": step_of(folder), "written": None, "bytes": None, "torn": None}
+            try:
+                manifest = checked(folder)
+                row |= {"written": manifest.written, "bytes": manifest.bytes}
+            except Torn as torn:
+                row["torn"] = str(torn)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                row["torn"] = "it cannot be read"
+            rows.append(row)
+        return rows
+
+    def _logs(self) -> list[Section]:
+        try:
+            names = sorted(path.name for path in (self.run / "logs").glob("*.log"))[:MOST_LOGS]
+        except OSError:
+            return []
+        names = [*(f"logs/{name}" for name in names), "command.log"]
+        rows = []
+        for name in names:
+            path = file_at(self.run, name)
+            if path is not None:
+                with suppress(OSError):
+                    rows.append({"name": name, "bytes": path.stat().st_size})
+        return rows
+
+
+def _held(name: str, now: int | None, peak: int | None, planned: int | None, total: int | None) -> Section:
+    return {"name": name, "now": now, "peak": peak, "planned": planned, "total": total}
+
+
+def _doing(history: History) -> Section:
+    doing = history.doing
+    assert doing is not None
+    share = doing.done / doing.total if doing.total and doing.total > 1 and doing.done is not None else None
+    return {"what": doing.what, "share": None if share is None else min(1.0, share)}
+
+
+def _attempt(record: AttemptRecord) -> Section:
+    cause, following = record.cause, record.next
+    return {
+        "number": record.number,
+        "state": record.state,
+        "plan": record.plan,
+        "started": record.started,
+        "ended": record.ended,
+        "first_step": record.first_step,
+        "last_step": record.last_step,
+        "kept_step": record.kept_step,
+        "cause": None if cause is None else {"id": cause.id, "sentence": cause.sentence, "rank": cause.rank},
+        "evidence": [] if cause is None else [masked(line)[:400] for line in cause.evidence[:6]],
+        "next": None if following is None else {"action": following.action, "because": following.because},
+        "changed": [] if following is None else list(following.changed),
+    }
+
+
+def _marks(path: Path) -> object:
+    """Changes with a file, or with what lies in a folder."""
+    try:
+        if not path.is_dir():
+            found = path.stat()
+            return found.st_mtime_ns, found.st_size
+        return tuple(sorted((each.name, each.stat().st_mtime_ns) for each in path.iterdir()))
+    except OSError:
+        return None

@@ -1,0 +1,358 @@
+// The Plan view: asks again as the sliders move and shows what comes back as HTML from our own templates. The state is
+// the address, so that the page without this script, a link, and the back button all mean the same.
+
+const form = document.getElementById("plan");
+const answer = document.getElementById("answer");
+const verdict = document.getElementById("verdict");
+const problem = document.getElementById("problem");
+const heat = document.getElementById("heat");
+const heatMap = document.getElementById("heat-map");
+const files = document.getElementById("files");
+const filesList = document.getElementById("files-list");
+const pop = document.getElementById("pop");
+const words = JSON.parse(document.getElementById("words").textContent);
+const PAUSE_MS = 60;
+const REST_MS = 350; // the map and the files wait until the slider rests
+const SEQUENCES = [128];
+while (SEQUENCES.at(-1) < 131072) {
+  const last = SEQUENCES.at(-1);
+  SEQUENCES.push(Math.log2(last) % 1 === 0 ? last * 1.5 : (last / 1.5) * 2);
+}
+const SHARES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
+
+let asked = null;
+let timer = 0;
+let restTimer = 0;
+
+// --- the question ---
+
+const field = (name) => form.elements.namedItem(name);
+const numberIn = (name, otherwise) => {
+  const value = Number(field(name).value.trim().replace(/[_,]/g, ""));
+  return Number.isFinite(value) && value > 0 ? value : otherwise;
+};
+const world = () => numberIn("gpus", 1) * numberIn("nodes", 1);
+
+function query() {
+  const said = new URLSearchParams();
+  for (const [name, value] of new FormData(form)) {
+    if (typeof value !== "string" || !value.trim()) continue;
+    if (name === "model" && field("config").value.trim()) continue;
+    if (name === "lora-rank" && !field("method").value) continue;
+    if (name === "nodes" && value.trim() === "1") continue;
+    said.append(name, value.trim());
+  }
+  return said.toString();
+}
+
+const STOPS = {
+  seq: { most: () => SEQUENCES.length - 1, value: (place) => SEQUENCES[place], word: (value) => `${value}` },
+  "effective-batch": {
+    most: () => SHARES.length - 1,
+    value: (place) => (SHARES[place] ? SHARES[place] * world() : ""),
+    word: (value) => (value ? `${value}` : words.batch_auto),
+  },
+  gpus: { most: () => 15, value: (place) => place + 1, word: (value) => `${value}` },
+};
+
+function nearest(name) {
+  const stops = STOPS[name];
+  const text = field(name).value.trim();
+  if (!text && name === "effective-batch") return 0;
+  const now = numberIn(name, name === "seq" ? 2048 : 1);
+  let best = 0;
+  for (let place = 0; place <= stops.most(); place += 1) {
+    const gap = Math.abs(Math.log(Number(stops.value(place)) / now));
+    if (!(gap >= Math.abs(Math.log(Number(stops.value(best)) / now)))) best = place;
+  }
+  return best;
+}
+
+function place(slider) {
+  const name = slider.dataset.for;
+  slider.max = STOPS[name].most();
+  slider.value = nearest(name);
+  slider.setAttribute("aria-valuetext", STOPS[name].word(field(name).value.trim()));
+}
+
+function placeAll() {
+  for (const slider of form.querySelectorAll("input[type=range]")) place(slider);
+  document.getElementById("rank-field").hidden = !field("method").value;
+  document.getElementById("config-clear").hidden = !field("config").value;
+  field("model").disabled = Boolean(field("config").value.trim());
+}
+
+// A batch must be shared evenly by the GPUs: it follows their number to the nearest one that is.
+function shareBatch() {
+  const batch = numberIn("effective-batch", 0);
+  const each = world() * numberIn("micro-batch", 1);
+  if (!batch || batch % each === 0) return;
+  field("effective-batch").value = Math.max(1, Math.round(batch / each)) * each;
+}
+
+function fill(search) {
+  const said = new URLSearchParams(search);
+  if (![...said.keys()].some((name) => field(name))) return; // the bare address: the server's own values stand
+  for (const each of form.elements) {
+    if (!each.name) continue;
+    if (each.type === "checkbox") each.checked = said.getAll("allow").join(",").split(",").includes(each.value);
+    else each.value = said.get(each.name) ?? "";
+    if (each.tagName === "SELECT" && each.selectedIndex < 0) each.selectedIndex = 0;
+  }
+  placeAll();
+}
+
+// --- the answer ---
+
+function say(text) {
+  const line = document.createElement("p");
+  line.className = "notice bad";
+  line.setAttribute("role", "alert");
+  line.textContent = text;
+  complain(line);
+}
+
+function complain(line) {
+  problem.replaceChildren(line);
+  verdict.textContent = "";
+  for (const part of [answer, heat, files]) part.classList.add("stale");
+}
+
+function put(place, html) {
+  const open = [...place.querySelectorAll("details[open]")].map((each) => each.id);
+  const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
+  place.innerHTML = html; // made by our templates, in which what was typed is text alone
+  for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+  if (focused) document.getElementById(focused)?.focus();
+  offerCopies(place);
+}
+
+async function fetched(path, signal) {
+  const sent = await fetch(path, { signal });
+  if (!sent.ok) throw new Error((await sent.text()).trim());
+  return sent.text();
+}
+
+async function ask() {
+  asked?.abort();
+  const mine = new AbortController();
+  asked = mine;
+  clearTimeout(restTimer);
+  const said = query();
+  for (const part of [answer, heat, files]) part.setAttribute("aria-busy", "true");
+  guess(said, mine);
+  try {
+    const found = show(await fetched(`/plan/answer?${said}`, mine.signal));
+    if (!found) return;
+    if (found.dataset.advised !== "1") show(await fetched(`/plan/answer?${said}&advice=1`, mine.signal));
+    restTimer = setTimeout(() => rest(said, mine.signal), REST_MS);
+  } catch (error) {
+    if (error.name !== "AbortError") say(error instanceof TypeError ? words.unreachable : error.message);
+  } finally {
+    if (asked === mine) answer.removeAttribute("aria-busy");
+  }
+}
+
+// What the way that was chosen last would need, while every way is priced.
+async function guess(said, mine) {
+  const last = answer.querySelector(".found");
+  if (!last) return;
+  try {
+    const like = encodeURIComponent(last.dataset.address);
+    const html = await fetched(`/plan/guess?${said}&like=${like}`, mine.signal);
+    const first = answer.querySelector(".way");
+    if (asked !== mine || !answer.hasAttribute("aria-busy") || !html.trim() || !first) return;
+    const open = first.querySelector("details")?.open;
+    first.outerHTML = html; // made by our templates
+    if (open) answer.querySelector(".way details").open = true;
+  } catch {
+    // the answer itself will say what is wrong
+  }
+}
+
+function show(html) {
+  const made = document.createElement("template");
+  made.innerHTML = html;
+  const wrong = made.content.querySelector("[data-problem]");
+  if (wrong) {
+    complain(wrong);
+    return null;
+  }
+  problem.replaceChildren();
+  for (const part of [answer, heat, files]) part.classList.remove("stale");
+  put(answer, html);
+  const found = answer.querySelector(".found");
+  if (verdict.textContent !== found.dataset.verdict) verdict.textContent = found.dataset.verdict;
+  return found;
+}
+
+async function rest(said, signal) {
+  try {
+    const [map, list] = [fetched(`/plan/heat?${said}`, signal), fetched(`/plan/files?${said}`, signal)];
+    const text = await list;
+    files.hidden = false;
+    files.removeAttribute("aria-busy");
+    put(filesList, text);
+    const drawn = await map;
+    heat.hidden = !drawn.trim();
+    heat.removeAttribute("aria-busy");
+    put(heatMap, drawn);
+  } catch (error) {
+    if (error.name !== "AbortError") heat.classList.add("stale");
+  }
+}
+
+function address(push) {
+  const place = `/plan?${query()}`;
+  if (push) history.pushState(null, "", place);
+  else history.replaceState(null, "", place);
+  for (const link of document.querySelectorAll(".languages a")) link.href = `${place}&lang=${link.hreflang}`;
+}
+
+function later(push) {
+  address(push);
+  clearTimeout(timer);
+  timer = setTimeout(ask, PAUSE_MS);
+}
+
+// --- what people do ---
+
+form.addEventListener("input", (event) => {
+  const slider = event.target;
+  if (slider.type !== "range") return;
+  const name = slider.dataset.for;
+  field(name).value = STOPS[name].value(Number(slider.value));
+  slider.setAttribute("aria-valuetext", STOPS[name].word(field(name).value));
+  if (name === "gpus") shareBatch();
+  later(false);
+});
+form.addEventListener("change", async (event) => {
+  const changed = event.target;
+  if (changed.type === "range") return later(true);
+  if (changed.name === "config" && !(await reduce())) return undefined;
+  if (["gpus", "nodes", "micro-batch"].includes(changed.name)) shareBatch();
+  placeAll();
+  return later(true);
+});
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  placeAll();
+  later(true);
+});
+document.getElementById("config-clear").addEventListener("click", () => {
+  field("config").value = "";
+  if (!field("model").value) field("model").value = "7b_mamba";
+  placeAll();
+  later(true);
+});
+document.getElementById("use-this")?.addEventListener("click", (event) => {
+  event.preventDefault();
+  field("card").value = "this";
+  for (const name of ["gpus", "nodes", "host-ram"]) field(name).value = "";
+  placeAll();
+  later(true);
+});
+window.addEventListener("popstate", () => {
+  fill(location.search);
+  ask();
+});
+
+// Only what decides the shape is kept of a pasted config: the rest would make the address too long.
+async function reduce() {
+  const text = field("config").value.trim();
+  if (!text) return true;
+  const most = Number(form.dataset.most);
+  if (new Blob([text]).size > most) {
+    say(words.too_long.replace("{kib}", Math.floor(most / 1024)));
+    return false;
+  }
+  try {
+    const sent = await fetch("/plan/config", { method: "POST", body: text, headers: { "Content-Type": "text/plain" } });
+    const said = await sent.json();
+    if (said.problem) say(said.problem);
+    else field("config").value = said.config;
+    return !said.problem;
+  } catch {
+    say(words.unreachable);
+    return false;
+  }
+}
+
+document.addEventListener("click", async (event) => {
+  const target = event.target instanceof Element ? event.target : null;
+  const cell = target?.closest("a.cell, a.allow");
+  if (cell && !(event.ctrlKey || event.metaKey || event.shiftKey)) {
+    event.preventDefault();
+    if (cell.dataset.allow) allow(cell.dataset.allow);
+    else choose(cell.dataset);
+    return later(true);
+  }
+  const copier = target?.closest(".copier");
+  if (copier) return copy(copier);
+  const bars = target?.closest(".bars");
+  if (bars) document.getElementById(bars.dataset.phases).toggleAttribute("open");
+  return undefined;
+});
+
+// Not the whole of the link: the form may have moved on since the map was drawn.
+function choose({ seq, micro }) {
+  field("seq").value = seq;
+  field("micro-batch").value = micro;
+  field("accum").value = "";
+  shareBatch();
+  document.getElementById("more").open = true;
+  placeAll();
+}
+
+function allow(name) {
+  document.getElementById("allow-more").open = true;
+  form.querySelector(`input[name=allow][value="${name}"]`).checked = true;
+}
+
+async function copy(copier) {
+  const code = copier.parentElement.querySelector("code");
+  try {
+    await navigator.clipboard.writeText(code.textContent);
+    copier.textContent = words.copied;
+  } catch {
+    getSelection().selectAllChildren(code);
+    copier.textContent = words.copy_failed;
+  }
+  setTimeout(() => { copier.textContent = words.copy; }, 2000);
+}
+
+function offerCopies(place) {
+  for (const copier of place.querySelectorAll(".copier")) copier.hidden = false;
+}
+
+// --- phases beside the pointer ---
+
+answer.addEventListener("pointerover", (event) => {
+  const bars = event.target instanceof Element ? event.target.closest(".bars") : null;
+  if (!bars || event.pointerType !== "mouse") return;
+  const details = document.getElementById(bars.dataset.phases);
+  if (details.open) return;
+  const box = details.querySelector(".phase-box .wide").cloneNode(true);
+  pop.replaceChildren(box);
+  pop.hidden = false;
+  follow(event);
+});
+answer.addEventListener("pointermove", follow);
+answer.addEventListener("pointerout", (event) => {
+  const to = event.relatedTarget instanceof Element ? event.relatedTarget.closest(".bars") : null;
+  if (!to) pop.hidden = true;
+});
+
+function follow(event) {
+  if (pop.hidden) return;
+  const size = pop.getBoundingClientRect();
+  const below = event.clientY + 18 + size.height < innerHeight;
+  pop.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - size.width - 8))}px`;
+  pop.style.top = `${Math.max(4, below ? event.clientY + 18 : event.clientY - size.height - 12)}px`;
+}
+
+for (const slider of form.querySelectorAll("input[type=range]")) slider.hidden = false;
+placeAll();
+offerCopies(document);
+const first = answer.querySelector(".found");
+if (first) rest(query(), new AbortController().signal);

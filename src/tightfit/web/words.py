@@ -1,0 +1,47 @@
+"""The words of the page, in each language that it speaks.
+
+They lie in `words/`, a file a language, all with the same keys. What a run, a log or a plan says by itself stays as it
+is: it has to be found again in logs and on the web.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from starlette.requests import Request
+
+FOLDER = Path(__file__).with_name("words")
+LANGUAGES = {"en": "English", "zh": "中文"}
+"""What each calls itself."""
+COOKIE = "tightfit_language"
+
+
+@cache
+def words(language: str) -> dict[str, Any]:
+    """All words of a language."""
+    tree: dict[str, Any] = yaml.safe_load((FOLDER / f"{language}.yaml").read_text(encoding="utf-8"))
+    return tree
+
+
+def language_of(request: Request) -> str:
+    """As the address says, else as was chosen before, else as the browser wishes."""
+    for said in (request.query_params.get("lang"), request.cookies.get(COOKIE)):
+        if said in LANGUAGES:
+            return said
+    return _wished(request.headers.get("accept-language", ""))
+
+
+def _wished(header: str) -> str:
+    """`zh-CN,zh;q=0.9,en;q=0.8` → zh."""
+    wishes = []
+    for place, entry in enumerate(header[:1000].split(",")):
+        tag, _, rest = entry.strip().partition(";")
+        try:
+            weight = float(rest.strip().removeprefix("q=")) if rest else 1.0
+        except ValueError:
+            weight = 0.0
+        wishes.append((-weight, place, tag.partition("-")[0].lower()))
+    return next((tag for weight, _, tag in sorted(wishes) if weight < 0 and tag in LANGUAGES), "en")

@@ -1,0 +1,137 @@
+"""A run's events as a short curve: nothing lost that counts, and quick for a run of any length."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from visits import step_line
+
+from tightfit.web.history import History, sampled, usual_step
+from tightfit.web.series import Series, single
+
+HELD = (None, None, 2**29)
+
+
+def read_whole(path: Path) -> History:
+    history = History(path)
+    while not history.is_whole:
+        history.read_on(1.0)
+    return history
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(2, 20))
+def test_a_short_curve_keeps_the_extremes_and_the_end(losses: list[float], most: int) -> None:
+    series = Series(most)
+    for step, loss in enumerate(losses, 1):
+        series.add(single(step, loss, None, HELD))
+    rows = series.whole().rows
+    assert len(rows) <= most
+    assert min(row[2] for row in rows if row[2] is not None) == min(losses)
+    assert max(row[3] for row in rows if row[3] is not None) == max(losses)
+    assert rows[-1][0] == len(losses)
+    assert rows[-1][1] == losses[-1]
+    steps = [row[0] for row in rows]
+    assert steps == sorted(steps)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=120), st.integers(2, 12))
+def test_who_follows_the_changes_has_the_same_curve(steps: list[tuple[int, bool]], most: int) -> None:
+    """Whatever comes, going back to a checkpoint included."""
+    series, kept = Series(most), []
+    for step, asks in steps:
+        series.add(single(step, float(step), None, HELD))
+        if asks and (change := series.changed()) is not None:
+            kept = [*kept[: change.start], *change.rows]
+            assert kept == series.whole().rows
+    numbers = [row[0] for row in series.whole().rows]
+    assert all(one < other for one, other in pairwise(numbers))
+
+
+def test_steps_that_are_made_again_take_the_place_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [step_line(n, loss=9.0) for n in range(1, 11)]
+    lines += [{"event": "resumed", "step": 5, "folder": "x"}, *(step_line(n, loss=1.0) for n in range(6, 9))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = read_whole(path).series.whole().rows
+    assert [(row[0], row[1]) for row in rows] == [*((n, 9.0) for n in range(1, 6)), *((n, 1.0) for n in range(6, 9))]
+
+
+def test_the_usual_line_is_read_as_the_other_reader_does(tmp_path: Path) -> None:
+    lines = [json.dumps(step_line(3, loss=loss, now_bytes=now)) for loss in (None, 1e-9, -2.5) for now in (None, 5)]
+    for line in lines:
+        found = usual_step(line.encode())
+        assert found is not None, line
+        told = json.loads(line)
+        assert (found.step, found.loss, found.now_bytes) == (3, told["loss"], told["memory"]["now_bytes"])
+    for odd in (b"", b"{", b'{"event": "step", "at": 1, "step": 3}', lines[0].encode()[:-9], b'{"event": "eval"}'):
+        assert usual_step(odd) is None
+
+
+def test_odd_lines_and_a_torn_end_do_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with path.open("wb") as file:
+        file.write(b'\xff\xfe\nnot json\n[1]\n{"event": 7}\n{"event": "step", "step": "two"}\n\x00\n')
+        file.write(b'{"event": "step", "step": 1, "loss": NaN}\n{"event":"step","step":2,"loss":3.5,"new":[1]}\n')
+        file.write(json.dumps(step_line(3)).encode()[:40])
+    history = read_whole(path)
+    assert [(row[0], row[1]) for row in history.series.whole().rows] == [(1, None), (2, 3.5)]
+    with path.open("ab") as file:
+        file.write(json.dumps(step_line(3)).encode()[40:] + b"\n")
+    assert history.read_on(1.0)
+    assert len(history.series) == 3
+    assert history.steps()[-1].step == 3
+    path.write_text(json.dumps(step_line(1)) + "\n")  # begun anew
+    while not history.is_whole or len(history.series) != 1:
+        history.read_on(1.0)
+    assert not History(tmp_path / "missing").read_on(1.0)
+
+
+def test_a_spike_in_a_long_run_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with path.open("w") as file:
+        for step in range(1, 30_001):
+            file.write(json.dumps(step_line(step, 30_000, 777.0 if step == 12_345 else 2.0)) + "\n")
+    history = History(path)
+    history.read_on(0.001)
+    assert not history.is_whole
+    assert history.shown is not history.series  # a rough picture of the whole run
+    assert history.shown.whole().rows[-1][0] == 30_000
+    assert history.steps()[-1].step == 30_000
+    while not history.is_whole:
+        history.read_on(1.0)
+    assert history.shown is history.series
+    assert max(row[3] or 0 for row in history.series.whole().rows) == 777.0
+    assert len(history.series) <= 1600
+
+
+@pytest.mark.thorough
+def test_a_million_events_open_in_under_two_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    chance = random.Random(1)  # noqa: S311
+    head, _, rest = (
+        json.dumps(step_line(7_654_321, 1_000_000, 7654.5)).replace('"step": 7654321', '"step": @').partition("@")
+    )
+    middle, _, end = rest.partition("7654.5")
+    with path.open("w") as file:
+        for step in range(1, 1_000_001):
+            file.write(f"{head}{step}{middle}{5 - step / 250_000 + chance.random():.6f}{end}\n")
+    began = time.monotonic()
+    history = History(path)
+    history.read_on(0.25)
+    rows = history.shown.whole().rows
+    took = time.monotonic() - began
+    assert took < 2
+    assert rows[-1][0] == 1_000_000
+    assert 500 < len(rows) <= 1600
+    assert len(sampled(path)) > 500

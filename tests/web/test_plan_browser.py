@@ -1,0 +1,179 @@
+"""The Plan view in a real browser. `TIGHTFIT_PICTURES=1` writes the picture of the docs as well."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from visits import home_of, need_a_browser, opened, says, served
+
+pytestmark = pytest.mark.thorough
+
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "ui-plan.png"
+QUERY = "model=1b_mamba&gpus=2&card=24GB&host-ram=64GB&seq=1024"
+WAIT_S = 60.0
+WIDE, NARROW = {"width": 1280, "height": 1000}, {"width": 360, "height": 740}
+
+
+@pytest.fixture(scope="module")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    need_a_browser()
+    with served(cwd=tmp_path_factory.mktemp("ui")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(link: str) -> Iterator[Any]:
+    """One browser for all; what it complains of fails the last test."""
+    with opened(link, viewport=WIDE, permissions=["clipboard-read", "clipboard-write"]) as found:
+        found.set_default_timeout(1000 * WAIT_S)
+        yield found
+
+
+def at(page: Any, link: str, query: str) -> None:
+    page.goto(f"{home_of(link)}/plan?{query}")
+
+
+def changes(page: Any, place: str, before: str) -> None:
+    from playwright.sync_api import expect
+
+    expect(page.locator(place)).not_to_have_text(before, timeout=1000 * WAIT_S)
+    expect(page.locator("#answer")).not_to_have_attribute("aria-busy", "true", timeout=1000 * WAIT_S)
+
+
+def test_a_slider_that_is_moved_by_keyboard_changes_bars_and_verdict(page: Any, link: str) -> None:
+    at(page, link, QUERY + "&lang=en")
+    says(page, "#verdict", "Fits: needs", WAIT_S)
+    before, bars = page.text_content("#verdict"), page.inner_html(".way .bars")
+    page.focus("#seq-slider")
+    page.keyboard.press("ArrowRight")
+    assert page.input_value("#seq") == "1536"
+    changes(page, "#verdict", before)
+    assert page.inner_html(".way .bars") != bars
+    assert "seq=1536" in page.url
+    assert page.evaluate("() => document.activeElement.id") == "seq-slider", "the focus stays"
+    says(page, ".copy code >> nth=0", "--seq 1536", WAIT_S)
+    page.focus("#gpus-slider")
+    page.keyboard.press("ArrowLeft")
+    says(page, "#verdict", "on the GPU", WAIT_S)
+    page.go_back()
+    says(page, "#verdict", "on each of 2 GPUs", WAIT_S)
+    assert page.input_value("#gpus") == "2"
+
+
+def test_the_phases_are_shown_on_hover_and_by_keyboard(page: Any, link: str) -> None:
+    at(page, link, QUERY + "&lang=en")
+    page.hover(".way .bars >> nth=0")
+    says(page, "#pop", "backward", WAIT_S)
+    page.hover("h1")
+    assert page.is_hidden("#pop")
+    page.focus("#way0-phases summary")
+    page.keyboard.press("Enter")
+    assert page.is_visible("#way0-phases .phase-table >> nth=0")
+
+
+def test_a_cell_of_the_map_sets_both(page: Any, link: str) -> None:
+    at(page, link, QUERY + "&lang=en")
+    page.focus("#cell-512-2")
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile("seq=512.*micro-batch=2"))
+    says(page, ".copy code >> nth=0", "--seq 512 --micro-batch 2", WAIT_S)
+    page.wait_for_selector("#cell-512-2[aria-current=true]")
+
+
+def test_what_makes_no_sense_is_said_and_the_last_answer_stays(page: Any, link: str) -> None:
+    at(page, link, QUERY + "&lang=en")
+    page.fill("#card", "notacard")
+    page.keyboard.press("Tab")
+    says(page, "#problem", "We know no card", WAIT_S)
+    assert page.locator("#answer.stale .way").count() > 0
+    page.fill("#card", "80GB")
+    page.keyboard.press("Enter")
+    says(page, "#verdict", "80.0 GiB", WAIT_S)
+    assert page.locator(".stale").count() == 0
+
+
+def test_what_would_make_it_fit_is_one_click(page: Any, link: str) -> None:
+    at(page, link, "model=3b_mamba&gpus=1&card=16GB&host-ram=16GB&lang=en")
+    says(page, "#verdict", "Nothing fits", WAIT_S)
+    page.click("a.allow[data-allow=lora]")
+    says(page, "#verdict", "Fits with a change", WAIT_S)
+    assert page.is_checked("input[name=allow][value=lora]")
+
+
+def test_a_config_is_pasted(page: Any, link: str) -> None:
+    at(page, link, QUERY + "&lang=en")
+    page.click("#paste summary")
+    page.fill("#config", "{")
+    page.keyboard.press("Tab")
+    says(page, "#problem", "not JSON", WAIT_S)
+    page.fill(
+        "#config",
+        '{"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 999,'
+        ' "intermediate_size": 2048, "torch_dtype": "bfloat16"}',
+    )
+    page.keyboard.press("Tab")
+    says(page, ".head", "llama 512×6", WAIT_S)
+    page.reload()
+    says(page, ".head", "llama 512×6", WAIT_S)
+
+
+def test_copying_and_downloading(page: Any, link: str, tmp_path: Path) -> None:
+    at(page, link, QUERY + "&lang=en")
+    page.click(".copier >> nth=0")
+    says(page, ".copier >> nth=0", "Copied")
+    copied = page.evaluate("() => navigator.clipboard.readText()")
+    assert copied == "tightfit plan --model 1b_mamba --gpus 2x24GB --host-ram 64GB --seq 1024"
+    with page.expect_download() as coming:
+        page.click("a.zip")
+    coming.value.save_as(tmp_path / "plan.zip")
+    assert "tightfit-plan/worker.json" in zipfile.ZipFile(tmp_path / "plan.zip").namelist()
+    with page.expect_download() as coming:
+        page.click("a.saver")
+    coming.value.save_as(tmp_path / "saved.html")
+    saved = page.context.new_page()
+    saved.goto((tmp_path / "saved.html").as_uri())
+    assert saved.text_content(".verdict").startswith("Fits: needs")
+    assert saved.locator(".ways svg[role=img]").count() >= 2
+    saved.close()
+
+
+def test_the_other_language_keeps_the_question(page: Any, link: str) -> None:
+    at(page, link, QUERY + "&lang=en")
+    page.focus("#seq-slider")
+    page.keyboard.press("ArrowRight")
+    says(page, ".copy code >> nth=0", "--seq 1536", WAIT_S)
+    page.click(".languages a[hreflang=zh]")
+    says(page, "#verdict", "放得下", WAIT_S)
+    assert page.input_value("#seq") == "1536"
+    assert page.locator(".reasons [lang=en]").count() == 0
+    page.click(".languages a[hreflang=en]")
+    says(page, "#verdict", "Fits", WAIT_S)
+
+
+def test_a_narrow_dark_window_needs_no_sideways_scrolling(page: Any, link: str) -> None:
+    page.set_viewport_size(NARROW)
+    page.emulate_media(color_scheme="dark")
+    at(page, link, QUERY + "&lang=en")
+    says(page, "#verdict", "Fits", WAIT_S)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= NARROW["width"]
+    page.set_viewport_size(WIDE)
+    page.emulate_media(color_scheme="light")
+
+
+def test_the_picture_of_the_docs(page: Any, link: str) -> None:
+    if not os.environ.get("TIGHTFIT_PICTURES"):
+        pytest.skip("TIGHTFIT_PICTURES=1 writes it")
+    at(page, link, "lang=en")
+    page.wait_for_selector(".heat .otherwise")
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURE)

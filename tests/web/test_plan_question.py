@@ -1,0 +1,110 @@
+"""The address of the Plan view: what it asks, and what it may not."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+import pytest
+
+from tightfit.inputs.models import load_model, shape_from_fields
+from tightfit.inputs.presets import PRESETS
+from tightfit.types import ModelShape, UserError
+from tightfit.web.plan_question import MOST_CONFIG_BYTES, Asked, asked_of, block_of, filled
+
+
+def asked(query: str) -> Asked:
+    return asked_of(parse_qsl(query, keep_blank_values=True))
+
+
+def test_the_bare_address_asks_something_sensible() -> None:
+    assert asked("").command() == "tightfit plan --model 7b_mamba --gpus 6x32GB --host-ram 256GB --seq 2048"
+    assert asked("lang=zh").address() == asked("").address()
+
+
+@pytest.mark.parametrize(
+    ("query", "command"),
+    [
+        ("model=qwen2.5-7b&gpus=4&card=RTX4090", "--model qwen2.5-7b --gpus 4xRTX4090"),
+        ("gpus=2x8xA100-80GB", "--model 7b_mamba --gpus 2x8xA100-80GB"),
+        ("gpus=8&card=A100-80GB&nodes=2", "--model 7b_mamba --gpus 2x8xA100-80GB"),
+        ("gpus=1&card=24GB&nodes=1", "--model 7b_mamba --gpus 1x24GB"),
+        ("card=this", "--model 7b_mamba --gpus this"),
+        ("card=This&gpus=2", "--model 7b_mamba --gpus this --num-gpus 2"),
+        ("gpus=2&card=24GB&allow=lora&allow=precision,lora", "--model 7b_mamba --gpus 2x24GB --allow lora,precision"),
+        ("gpus=2&card=24GB&seq=&engine=&micro-batch=2", "--model 7b_mamba --gpus 2x24GB --micro-batch 2"),
+        ("gpus=2&card=24GB&effective_batch=1_024", "--model 7b_mamba --gpus 2x24GB --effective-batch 1024"),
+        ("gpus=2&card=24GB&write=/etc&hostfile=/etc/passwd&nvme-path=/&file=x", "--model 7b_mamba --gpus 2x24GB"),
+    ],
+)
+def test_an_address_is_a_command(query: str, command: str) -> None:
+    found = asked(query)
+    assert found.command() == f"tightfit plan {command}"
+    again = asked(found.address())
+    assert again == found
+    assert again.address() == found.address()
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("seq=abc", "--seq takes a whole number, not 'abc'"),
+        ("seq=" + "9" * 60, "--seq takes a whole number"),
+        ("gpus=0&card=24GB", "1 to 1024 GPUs"),
+        ("gpus=4000000&card=24GB", "1 to 1024 GPUs"),
+        ("gpus=512&nodes=512&card=24GB", "1 to 1024 GPUs"),
+        ("gpus=-3&card=24GB", "1 to 1024 GPUs"),
+        ("card=this&nodes=2", "one node"),
+        ("effective-batch=720720", "up to 16384 sequences"),
+        ("model=" + "x" * 300, "too long"),
+        ("model=/etc/passwd", "opens no files"),
+        ("model=~/.ssh/config", "opens no files"),
+        ("model=config.json", "opens no files"),
+        ("model=a b", "opens no files"),
+        ("config=[]", "no config"),
+        ("config={", "not JSON"),
+        ("config={}", "model_type"),
+        ('config={"model_type":"llama","hidden_size":64}', "num_hidden_layers"),
+        ("config=" + "[" * 100_000, "not JSON"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(query: str, said: str) -> None:
+    with pytest.raises(UserError, match=said.replace("(", r"\(")) as error:
+        asked(query).args()
+    assert "\n" not in str(error.value)
+
+
+def test_the_page_opens_no_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="opens no files"):
+        asked("model=org/model")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_pasted_config_has_the_shape_of_its_model(name: str) -> None:
+    config = {**PRESETS[name].config, "transformers_version": "5.0", "torch_dtype": "bfloat16", "extra": [1] * 1000}
+    block = block_of(json.dumps(config))
+    assert "extra" not in block
+    one, other = load_model(name), shape_from_fields(block, name)
+    assert facts(one) == facts(other)
+    assert len(asked(f"config={json.dumps(block)}").address()) < 2000
+
+
+def facts(shape: ModelShape) -> tuple[object, ...]:
+    return shape.parameters, shape.tensors, shape.tied, shape.max_positions, shape.model_type, shape.pattern
+
+
+def test_a_pasted_config_is_named_as_a_file_in_the_command() -> None:
+    found = asked("gpus=2&card=24GB&config=" + json.dumps(dict(PRESETS["tiny_llama"].config)))
+    assert shlex.split(found.command())[2:4] == ["--model", "config.json"]
+    assert MOST_CONFIG_BYTES == 2**20
+
+
+def test_the_form_shows_also_what_makes_no_sense() -> None:
+    shown = filled([("seq", "abc"), ("gpus", "2x8xA100-80GB"), ("unknown", "1")])
+    assert (shown["seq"], shown["nodes"], shown["gpus"], shown["card"]) == ("abc", "2", "8", "A100-80GB")
+    assert filled([])["model"] == "7b_mamba"

@@ -1,0 +1,260 @@
+"""The Plan view over HTTP: the same answers as the command line, whole without a script, alive whatever is asked."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from visits import HTML, client
+
+from tightfit.cli import main
+from tightfit.inputs.presets import PRESETS
+from tightfit.web.plan_question import asked_of
+
+FITS = "model=1b_mamba&gpus=2&card=24GB&host-ram=64GB&seq=1024"
+TIGHT = "model=qwen2.5-7b&gpus=1&card=16GB&host-ram=32GB"
+CONFIG = json.dumps(dict(PRESETS["tiny_llama"].config))
+
+
+@pytest.fixture(scope="module")
+def visitor(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return client(tmp_path_factory.mktemp("root"))
+
+
+def said_by_the_command(query: str, capsys: pytest.CaptureFixture[str], **instead: str) -> dict[str, Any]:
+    words = shlex.split(asked_of(parse_qsl(query)).command())
+    words = [instead.get(word.partition(".")[0], word) for word in words]
+    assert main([*words[1:], "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def without_time(report: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in report.items() if key != "search_s"}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        FITS,
+        TIGHT,
+        "model=7b_mamba&gpus=2x4x32GB&host-ram=128GB&micro-batch=2&max-steps=500",
+        "model=llama-3.1-8b&gpus=2&card=RTX4090&method=qlora&lora-rank=16&seq=4096&margin=10%25",
+        "model=qwen2.5-7b&gpus=2&card=24GB&host-ram=64GB&allow=lora",
+        "model=tiny_mamba&card=this&precision=fp32&effective-batch=8",
+    ],
+)
+def test_the_page_and_the_command_line_answer_alike(
+    query: str, visitor: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = visitor.get(f"/plan/answer.json?{query}")
+    assert page.status_code == 200
+    assert without_time(page.json()) == without_time(said_by_the_command(query, capsys))
+
+
+def test_a_pasted_config_and_its_file_are_answered_alike(
+    visitor: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(CONFIG)
+    query = f"config={CONFIG}&gpus=2&card=24GB&host-ram=64GB"
+    page = visitor.get("/plan/answer.json", params=dict(parse_qsl(query))).json()
+    line = said_by_the_command(query, capsys, config=str(tmp_path / "config.json"))
+    for each in (page, line):  # only the name differs: a paste has none
+        each["model"].pop("name")
+        for way in (each["chosen"], *each["alternatives"]):
+            way.pop("model")
+    assert without_time(page) == without_time(line)
+
+
+class Reader(HTMLParser):
+    """What is in a page: its ids, its links, and whether every element is closed."""
+
+    VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.styles: list[str] = []
+        self.scripts = 0
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids += [given["id"] or ""] if "id" in given else []
+        self.links += [value or "" for name, value in attrs if name in ("href", "src", "action")]
+        self.styles += ["style"] if "style" in given else []
+        self.scripts += tag == "script"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"{tag} closes another element"
+
+
+@pytest.mark.parametrize("query", [FITS, TIGHT])
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_is_whole_without_a_script(query: str, language: str, visitor: Any) -> None:
+    text = visitor.get(f"/plan?{query}&lang={language}").text
+    read = Reader(text)
+    ours = [each for each in read.ids if not each.startswith("key-")]
+    assert len(set(ours)) == len(ours), "an id stands twice"
+    assert read.styles == []
+    assert '<table class="heat">' in text
+    assert 'class="phase-table"' in text
+    assert "tightfit plan" in text
+    assert ("worker.json" in text) is (query == FITS)
+    assert ("allow=lora" in text) is (query == TIGHT), "what would make it fit"
+    wrong = {"en": "未", "zh": "Needs "}[language]
+    assert wrong not in text.partition('<section id="files"')[0]
+
+
+def test_the_verdict_says_what_the_plan_says(visitor: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    report = said_by_the_command(FITS, capsys)
+    chosen = report["chosen"]
+    needs = f"{chosen['footprint']['gpu']['required_bytes'] / 2**30:.1f}"
+    found = re.search(r'id="verdict"[^>]*>([^<]+)<', visitor.get(f"/plan?{FITS}&lang=en").text)
+    assert found is not None
+    assert found[1].startswith(f"Fits: needs {needs} of 24.0 GiB on each of 2 GPUs. {chosen['strategy']}, ")
+    assert f"{chosen['pace']['tokens_per_s']:,.0f} tokens a second" in found[1]
+
+
+def test_what_would_make_it_fit_comes_when_it_is_asked_for(visitor: Any) -> None:
+    query = f"{TIGHT}&seq=1536&lang=en"
+    first = visitor.get(f"/plan/answer?{query}").text
+    assert 'data-advised="0"' in first
+    assert "Looking for what would make it fit" in first
+    then = visitor.get(f"/plan/answer?{query}&advice=1").text
+    assert 'data-advised="1"' in then
+    assert 'data-allow="' in then
+
+
+def test_a_first_word_comes_from_the_last_answer(visitor: Any) -> None:
+    last = re.search(r'data-address="([^"]+)"', visitor.get(f"/plan/answer?{FITS}&lang=en").text)
+    assert last is not None
+    like = last[1].replace("&amp;", "&")
+    longer = FITS.replace("seq=1024", "seq=1536")
+    guess = visitor.get("/plan/guess", params={**dict(parse_qsl(longer)), "like": like, "lang": "en"}).text
+    assert guess.count("<li") == 1
+    assert "Pricing every way" in guess
+    same = visitor.get("/plan/guess", params={**dict(parse_qsl(FITS)), "like": like, "lang": "en"}).text
+    size = re.compile(r"[\d.]+ / 24\.0 GiB")
+    chosen = size.search(visitor.get(f"/plan/answer?{FITS}").text)
+    guessed = size.search(same)
+    assert chosen is not None
+    assert guessed is not None
+    assert chosen[0] == guessed[0]
+    for wrong in (
+        {"like": ""},
+        {"like": "model=unknown"},
+        {"like": like, "seq": "x"},
+        {"like": like, "engine": "zero9"},
+    ):
+        assert visitor.get("/plan/guess", params={**dict(parse_qsl(FITS)), **wrong}).text == ""
+
+
+def test_the_files_are_those_that_the_command_writes(visitor: Any, tmp_path: Path) -> None:
+    words = shlex.split(asked_of(parse_qsl(FITS)).command("plan", "--write", str(tmp_path / "plan")))
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = visitor.get(f"/plan/files.zip?{FITS}")
+    assert answer.headers["content-type"] == "application/zip"
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as packed:
+        found = {name.removeprefix("tightfit-plan/"): packed.read(name).decode() for name in packed.namelist()}
+    assert found == {path.name: path.read_text() for path in (tmp_path / "plan").iterdir()}
+    listed = visitor.get(f"/plan/files?{FITS}").text
+    assert all(name in listed for name in found)
+    assert visitor.get(f"/plan/files.zip?{TIGHT}").status_code == 404
+
+
+def test_the_saved_page_stands_alone(visitor: Any) -> None:
+    answer = visitor.get(f"/plan/saved?{FITS}&lang=en")
+    assert 'filename="tightfit-plan.html"' in answer.headers["content-disposition"]
+    read = Reader(answer.text)
+    assert read.links == []
+    assert read.scripts == 0
+    assert "@import" not in answer.text
+    assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", answer.text)
+    assert "&#34;" not in answer.text.partition("</style>")[0]
+    assert "worker.json" in answer.text
+    assert '<table class="heat">' in answer.text
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("seq=abc", "--seq takes a whole number"),
+        ("seq=-5", "--seq must be a whole number of at least 1"),
+        ("seq=999999999999", "--seq must be at most"),
+        ("gpus=6&card=notacard", "We know no card"),
+        ("gpus=99999&card=24GB", "1 to 1024 GPUs"),
+        ("effective-batch=7&gpus=6&card=24GB", "use 6 or 12"),
+        ("margin=4", "--margin is a share"),
+        ("host-ram=lots&gpus=1&card=24GB", "lots"),
+        ("allow=everything&model=1b_mamba", "everything"),
+        ("model=no/such-model", "no preset"),
+        ("config=not json", "not JSON"),
+        ("method=lora&lora-rank=0", "--lora-rank must be a whole number of at least 1"),
+        ("engine=zero0&offload-optimizer=cpu", "--offload-optimizer cpu needs"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_its_place(
+    query: str, said: str, visitor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    page = visitor.get(f"/plan?{query}&lang=en", headers=HTML)
+    assert page.status_code == 400
+    assert said in page.text
+    assert '<form id="plan"' in page.text, "the form stays, to be put right"
+    fragment = visitor.get(f"/plan/answer?{query}")
+    assert fragment.status_code == 200, "a script shows it; the console has nothing to complain of"
+    assert "data-problem" in fragment.text
+    assert "Traceback" not in fragment.text
+    assert visitor.get(f"/plan/answer.json?{query}").status_code == 400
+
+
+def test_what_is_typed_is_text_alone(visitor: Any) -> None:
+    hostile = "<script>alert(1)</script>"
+    for name in ("model", "card", "gpus", "seq", "host-ram", "config", "allow"):
+        for place in ("/plan", "/plan/answer"):
+            text = visitor.get(place, params={name: hostile, "lang": "en"}).text
+            assert hostile not in text
+            Reader(text)
+
+
+def test_a_config_that_is_pasted_becomes_short(visitor: Any) -> None:
+    long = json.dumps({**json.loads(CONFIG), "filler": ["x"] * 50_000})
+    answer = visitor.post("/plan/config", content=long).json()
+    assert len(answer["config"]) < 1000
+    assert json.loads(answer["config"]).keys() <= json.loads(CONFIG).keys()
+    assert "not JSON" in visitor.post("/plan/config", content="{").json()["problem"]
+    assert "not JSON" in visitor.post("/plan/config", content=b"\xff\xfe\x00").json()["problem"]
+    assert visitor.post("/plan/config", content=b"x" * (2**20 + 1)).status_code == 413
+
+
+def test_nothing_is_written(visitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    visitor.get(f"/plan?{FITS}")
+    visitor.get(f"/plan/files.zip?{FITS}")
+    visitor.get(f"/plan?{FITS}&write=plan&force=1")
+    assert list(tmp_path.iterdir()) == []

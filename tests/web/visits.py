@@ -1,0 +1,123 @@
+"""The page as tests visit it: in this process, as a process of its own, and in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tightfit.web.app import make_app
+from tightfit.web.hub import Hub
+from tightfit.web.site import Site
+
+TOKEN = "a-token-of-the-tests"
+CHROMIUM = Path("/usr/bin/chromium")
+HTML = {"Accept": "text/html"}
+
+
+def site(*roots: Path, host: str = "127.0.0.1") -> Site:
+    return Site(token=TOKEN, host=host, port=8741, roots=tuple(root.resolve() for root in roots))
+
+
+def stranger(*roots: Path, host: str = "127.0.0.1") -> TestClient:
+    """Somebody without the token."""
+    here = site(*roots, host=host)
+    app = make_app(here, Hub(here.roots))
+    return TestClient(app, base_url="http://127.0.0.1:8741", follow_redirects=False)
+
+
+def client(*roots: Path) -> TestClient:
+    """Somebody who has opened the link."""
+    made = stranger(*roots)
+    made.cookies.set("tightfit_8741", TOKEN)
+    return made
+
+
+@contextmanager
+def served(*words: str, cwd: Path) -> Iterator[str]:
+    """A real `tightfit ui`: the printed link. Ctrl-C must end it well."""
+    command = [sys.executable, "-W", "error", "-m", "tightfit", "ui", "--no-open", *words]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env
+    ) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+", process.stdout.readline())
+            assert found, process.stderr.read() if process.stderr else ""
+            yield found[0]
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=10)
+            assert process.returncode == 0, f"exit code {process.returncode}: {errors}"
+            assert errors == "", errors
+        finally:
+            process.kill()
+
+
+def home_of(link: str) -> str:
+    return link.partition("/?")[0]
+
+
+def step_line(step: int, steps: int = 100, loss: float | None = 1.0, **held: int | None) -> dict[str, Any]:
+    """As the worker writes it."""
+    memory = {"now_bytes": None, "peak_bytes": None, "host_bytes": 2**29, **held}
+    return {
+        "event": "step", "at": 1790000000.0 + step, "step": step, "steps": steps, "loss": loss, "grad_norm": None,
+        "learning_rate": 1e-3, "tokens_per_s": 1000.0, "step_s": 0.5, "seconds_left": float(steps - step),
+        "epoch": 0.1, "memory": memory, "loss_scale": None, "skipped": False,
+    }  # fmt: skip
+
+
+def written(run: Path, lines: list[dict[str, Any]], **record: object) -> Path:
+    """A run of which only files are left."""
+    run.mkdir(parents=True)
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = {
+        "command": ["tightfit", "train"], "pid": 1, "host": "elsewhere", "started": "2026-02-03T04:05:06+00:00",
+        "ended": "2026-02-03T05:05:06+00:00", "state": "done", "exit_code": 0,
+    }  # fmt: skip
+    (run / "run.json").write_text(json.dumps({**said, **record}))
+    return run
+
+
+def need_a_browser() -> None:
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium")
+    pytest.importorskip("playwright", reason="pip install playwright")
+
+
+@contextmanager
+def opened(link: str, **context: Any) -> Iterator[Any]:
+    """A page of a real browser, at this link. What it complains of, a breach of the policy too, fails the test."""
+    need_a_browser()
+    from playwright.sync_api import sync_playwright
+
+    complaints: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        try:
+            page = browser.new_context(**{"locale": "en-GB", **context}).new_page()
+            page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.goto(link)
+            yield page
+        finally:
+            browser.close()
+    assert complaints == []
+
+
+def says(page: Any, place: str, text: str, patience_s: float = 10.0) -> None:
+    """Wait until an element holds this text. (To wait for a function would need `eval`, which the policy forbids.)"""
+    from playwright.sync_api import expect
+
+    expect(page.locator(place)).to_contain_text(text, timeout=1000 * patience_s)
