@@ -171,15 +171,17 @@ def tightfit(folder: Path, *words: str, told: tuple[str, ...] = ("",)) -> str:
 
 
 def without_gpu(folder: Path) -> dict[str, str]:
-    """No GPU, no network, and notes of earlier runs of its own; what DeepSpeed has compiled stays where it is."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    """No GPU, no network, a cache of its own, but for what DeepSpeed compiles: that would cost a minute each time."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # PyTorch's own name for it: one that two versions of Python share is compiled again by each in turn.
+    compiled = cache / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
         "COLUMNS": "120",
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(usual)),
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(compiled)),
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
 

@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, place: Place, foreign: Foreign, planner: Planner) -> int:
-    folder, first, as_json = place.path, place.before is None, hasattr(args, "json")
+    folder, as_json = place.path, hasattr(args, "json")
     known = planner.known(foreign)
     _say_start(foreign, known, place)
     out = sys.stderr if as_json else sys.stdout
@@ -83,8 +83,8 @@ def _run(args: argparse.Namespace, place: Place, foreign: Foreign, planner: Plan
         words = foreign.command.words if place.before is None else place.before.command
         note = _Note(folder, Identity.begin(words, rescue.mark), foreign, known)
         rescue.begun = note.begun
-        if not first:
-            _say(f"{rescue.go_on()}")
+        if place.before is not None:
+            _say(rescue.go_on())
         ended = rescue.run()
     note.ended(ended)
     _say_end(ended, folder)

@@ -158,7 +158,7 @@ def _judged(stand: Stand, environment: dict[str, str]):  # type: ignore[no-untyp
     return cause_of(dataclasses.replace(known, starts=starts, outcome=dataclasses.replace(known.outcome, hung=hung)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_training_does_not_wait_for_a_process_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,8 +118,8 @@ def test_a_config_is_pasted(page: Any, link: str) -> None:
     says(page, "#problem", "not JSON", WAIT_S)
     page.fill(
         "#config",
-        '{"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 999,'
-        ' "intermediate_size": 2048, "torch_dtype": "bfloat16"}',
+        '{"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, '
+        '"vocab_size": 999, "intermediate_size": 2048, "torch_dtype": "bfloat16"}',
     )
     page.keyboard.press("Tab")
     says(page, ".head", "llama 512×6", WAIT_S)

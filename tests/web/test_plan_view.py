@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,7 +23,12 @@ from visits import HTML, client
 
 from tightfit.cli import main
 from tightfit.inputs.presets import PRESETS
+from tightfit.web.plan_answer import answer_to
+from tightfit.web.plan_drawing import drawn
+from tightfit.web.plan_guess import guessed
 from tightfit.web.plan_question import asked_of
+from tightfit.web.plan_view import STATIC
+from tightfit.web.words import words
 
 FITS = "model=1b_mamba&gpus=2&card=24GB&host-ram=64GB&seq=1024"
 TIGHT = "model=qwen2.5-7b&gpus=1&card=16GB&host-ram=32GB"
@@ -35,9 +41,9 @@ def visitor(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def said_by_the_command(query: str, capsys: pytest.CaptureFixture[str], **instead: str) -> dict[str, Any]:
-    words = shlex.split(asked_of(parse_qsl(query)).command())
-    words = [instead.get(word.partition(".")[0], word) for word in words]
-    assert main([*words[1:], "--json"]) == 0
+    command = shlex.split(asked_of(parse_qsl(query)).command())
+    command = [instead.get(word.partition(".")[0], word) for word in command]
+    assert main([*command[1:], "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -174,8 +180,8 @@ def test_a_first_word_comes_from_the_last_answer(visitor: Any) -> None:
 
 
 def test_the_files_are_those_that_the_command_writes(visitor: Any, tmp_path: Path) -> None:
-    words = shlex.split(asked_of(parse_qsl(FITS)).command("plan", "--write", str(tmp_path / "plan")))
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    command = shlex.split(asked_of(parse_qsl(FITS)).command("plan", "--write", str(tmp_path / "plan")))
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     answer = visitor.get(f"/plan/files.zip?{FITS}")
     assert answer.headers["content-type"] == "application/zip"
@@ -258,3 +264,21 @@ def test_nothing_is_written(visitor: Any, tmp_path: Path, monkeypatch: pytest.Mo
     visitor.get(f"/plan/files.zip?{FITS}")
     visitor.get(f"/plan?{FITS}&write=plan&force=1")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_word_that_the_script_names_is_there() -> None:
+    script = (STATIC / "plan.js").read_text(encoding="utf-8")
+    for name in re.findall(r"\bwords\.([a-z_]+)", script):
+        assert name in words("en")["plan"]
+
+
+def test_a_slider_is_answered_at_once() -> None:
+    """The processor's time of the server: what the machine does beside it does not count."""
+    last = answer_to(asked_of(parse_qsl(FITS)), advice=False)
+    times = []
+    for length in (256, 512, 768, 1536, 2048):
+        asked = asked_of(parse_qsl(FITS.replace("seq=1024", f"seq={length}")))
+        began = time.process_time()
+        drawn(guessed(asked, last), words("en")["plan"], "en", advice=False)
+        times.append(time.process_time() - began)
+    assert sorted(times)[2] < 0.1

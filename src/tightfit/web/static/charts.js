@@ -9,18 +9,19 @@ export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-function axis(label, format, size) {
+function axis(label, format, size, incrs) {
   const grid = { stroke: colour("--grid"), width: 1 };
   const made = { stroke: colour("--quiet"), grid, ticks: grid, label, labelSize: label ? 20 : 0, size };
+  if (incrs) made.incrs = incrs;
   if (format) made.values = (_, values) => values.map((value) => (value === null ? "" : format(value)));
   return made;
 }
 
 /** A chart over steps. `series`: [{label, stroke: "--c1", dash, width}, …] for the columns after the steps. */
 export class Chart {
-  constructor(place, { series, bands, format, xLabel, range }) {
+  constructor(place, { series, bands, format, xLabel, range, incrs }) {
     this.place = place;
-    this.given = { series, bands, format, xLabel, range };
+    this.given = { series, bands, format, xLabel, range, incrs };
     this.data = [[], ...series.map(() => [])];
     this.draw = this.draw.bind(this);
     dark.addEventListener("change", this.draw);
@@ -34,13 +35,13 @@ export class Chart {
   }
 
   draw() {
-    const { series, bands, format, xLabel, range } = this.given;
+    const { series, bands, format, xLabel, range, incrs } = this.given;
     this.plot?.destroy();
     this.plot = new uPlot(
       {
         ...this.size(),
         scales: { x: { time: false }, y: range ? { range } : {} },
-        axes: [axis(xLabel, (value) => value.toLocaleString("en"), 40), axis(null, format, 78)],
+        axes: [axis(xLabel, (value) => value.toLocaleString("en"), 40), axis(null, format, 78, incrs)],
         cursor: { points: { size: 6 } },
         legend: { live: true },
         series: [

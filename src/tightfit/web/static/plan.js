@@ -21,6 +21,8 @@ while (SEQUENCES.at(-1) < 131072) {
 const SHARES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 
 let asked = null;
+let guessing = false;
+let guessAgain = false;
 let timer = 0;
 let restTimer = 0;
 
@@ -137,10 +139,8 @@ async function ask() {
   asked?.abort();
   const mine = new AbortController();
   asked = mine;
-  clearTimeout(restTimer);
   const said = query();
   for (const part of [answer, heat, files]) part.setAttribute("aria-busy", "true");
-  guess(said, mine);
   try {
     const found = show(await fetched(`/plan/answer?${said}`, mine.signal));
     if (!found) return;
@@ -153,21 +153,27 @@ async function ask() {
   }
 }
 
-// What the way that was chosen last would need, while every way is priced.
-async function guess(said, mine) {
+// What the way that was chosen last would need: it follows the slider, while every way is priced when it rests.
+async function guess() {
+  guessAgain = true;
+  if (guessing) return;
+  guessing = true;
+  while (guessAgain) {
+    guessAgain = false;
+    await guessOnce().catch(() => {}); // the answer itself will say what is wrong
+  }
+  guessing = false;
+}
+
+async function guessOnce() {
   const last = answer.querySelector(".found");
   if (!last) return;
-  try {
-    const like = encodeURIComponent(last.dataset.address);
-    const html = await fetched(`/plan/guess?${said}&like=${like}`, mine.signal);
-    const first = answer.querySelector(".way");
-    if (asked !== mine || !answer.hasAttribute("aria-busy") || !html.trim() || !first) return;
-    const open = first.querySelector("details")?.open;
-    first.outerHTML = html; // made by our templates
-    if (open) answer.querySelector(".way details").open = true;
-  } catch {
-    // the answer itself will say what is wrong
-  }
+  const html = await fetched(`/plan/guess?${query()}&like=${encodeURIComponent(last.dataset.address)}`);
+  const first = answer.querySelector(".way");
+  if (!answer.hasAttribute("aria-busy") || !html.trim() || !first) return;
+  const open = first.querySelector("details")?.open;
+  first.outerHTML = html; // made by our templates
+  if (open) answer.querySelector(".way details").open = true;
 }
 
 function show(html) {
@@ -188,30 +194,42 @@ function show(html) {
 
 async function rest(said, signal) {
   try {
-    const [map, list] = [fetched(`/plan/heat?${said}`, signal), fetched(`/plan/files?${said}`, signal)];
-    const text = await list;
-    files.hidden = false;
-    files.removeAttribute("aria-busy");
-    put(filesList, text);
-    const drawn = await map;
-    heat.hidden = !drawn.trim();
-    heat.removeAttribute("aria-busy");
-    put(heatMap, drawn);
+    await Promise.all([restOf("files", files, filesList, said, signal), restOf("heat", heat, heatMap, said, signal)]);
   } catch (error) {
     if (error.name !== "AbortError") heat.classList.add("stale");
   }
 }
 
+async function restOf(name, part, place, said, signal) {
+  const html = await fetched(`/plan/${name}?${said}`, signal);
+  part.hidden = !html.trim();
+  part.removeAttribute("aria-busy");
+  put(place, html);
+}
+
+// While a slider moves the address follows; the back button leads to where it stood before.
+let settled = location.pathname + location.search;
+
 function address(push) {
   const place = `/plan?${query()}`;
-  if (push) history.pushState(null, "", place);
-  else history.replaceState(null, "", place);
+  if (push && place !== settled) {
+    history.replaceState(null, "", settled);
+    history.pushState(null, "", place);
+    settled = place;
+  } else {
+    history.replaceState(null, "", place);
+  }
   for (const link of document.querySelectorAll(".languages a")) link.href = `${place}&lang=${link.hreflang}`;
 }
 
 function later(push) {
   address(push);
+  asked?.abort();
+  asked = null;
   clearTimeout(timer);
+  clearTimeout(restTimer);
+  answer.setAttribute("aria-busy", "true");
+  guess();
   timer = setTimeout(ask, PAUSE_MS);
 }
 
@@ -219,6 +237,7 @@ function later(push) {
 
 form.addEventListener("input", (event) => {
   const slider = event.target;
+  if (slider.list && [...slider.list.options].some((each) => each.value === slider.value)) later(false);
   if (slider.type !== "range") return;
   const name = slider.dataset.for;
   field(name).value = STOPS[name].value(Number(slider.value));
@@ -253,6 +272,7 @@ document.getElementById("use-this")?.addEventListener("click", (event) => {
   later(true);
 });
 window.addEventListener("popstate", () => {
+  settled = location.pathname + location.search;
   fill(location.search);
   ask();
 });
@@ -354,5 +374,11 @@ function follow(event) {
 for (const slider of form.querySelectorAll("input[type=range]")) slider.hidden = false;
 placeAll();
 offerCopies(document);
-const first = answer.querySelector(".found");
-if (first) rest(query(), new AbortController().signal);
+if (![...new URLSearchParams(location.search).keys()].some((name) => field(name))) {
+  address(false); // a bare address says what it means, to be come back to
+  settled = location.pathname + location.search;
+}
+if (answer.querySelector(".found")) {
+  asked = new AbortController(); // the map has come without the other ways, which take a while
+  restOf("heat", heat, heatMap, query(), asked.signal).catch(() => {});
+}

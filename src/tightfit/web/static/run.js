@@ -54,6 +54,7 @@ const charts = {
   memory: new Chart(at("c-memory"), {
     xLabel: words.step,
     format: size,
+    incrs: Array.from({ length: 30 }, (_, power) => 2 ** (power + 16)), // whole GiB, not whole billions
     range: (_, low, high) => [0, (high || 1) * 1.1],
     series: [
       { label: words.now, stroke: "--c1" },
