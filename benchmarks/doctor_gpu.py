@@ -10,8 +10,11 @@ together stay under three minutes, and a part that fails says so in its line ins
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,9 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from terminal import Terminal
 
 TIGHTFIT = [sys.executable, "-m", "tightfit"]
+STEP = re.compile(r"\bstep\s+\d")
 JOB = "model: tiny_mamba\ndata: {path: shipped:text}\nsequence: 256\neffective_batch: 8\nmax_steps: 20\n"
+RUN_S = 45.0
 LOOK_S = 30.0
-"""How long `watch` is on the screen at most."""
+"""How long is waited for the run's first sign, and again for its first steps on the screen."""
 CHECK = """
 import json, torch
 from tightfit.inputs.probes import probe_cards
@@ -95,14 +100,19 @@ def training(folder: str, steps: int) -> dict[str, Any]:
     words = ["train", "--model", "tiny_mamba", "--data", "shipped:text", "--seq", "256", "--effective-batch", "8"]
     with Path(folder, "train.log").open("wb") as log:
         process = subprocess.Popen(
-            [*TIGHTFIT, *words, "--max-steps", str(steps), "--output", "run"], stdout=log, stderr=log, cwd=folder
-        )
+            [*TIGHTFIT, *words, "--max-steps", str(steps), "--output", "run"],
+            stdout=log, stderr=log, cwd=folder, start_new_session=True,
+        )  # fmt: skip
         try:
             screens = watched(run, folder)
-            process.wait(60)
+            process.wait(RUN_S)
+        except subprocess.TimeoutExpired:
+            screens["stopped_after_s"] = RUN_S
         finally:
-            process.kill()
-    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.startswith("{")]
+            ended(process)
+    events = run / "events.jsonl"
+    text = events.read_text() if events.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
     made = [line for line in lines if line.get("event") == "step"]
     return {
         "exit_code": process.returncode,
@@ -114,14 +124,26 @@ def training(folder: str, steps: int) -> dict[str, Any]:
     }
 
 
+def ended(process: subprocess.Popen[bytes]) -> None:
+    """As a user would end it, so that its ranks leave too; what stays is of its own session, and ended with it."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(5)
+
+
 def watched(run: Path, folder: str) -> dict[str, Any]:
     """The screen when the first steps stand on it, and what the program has cost until then."""
     until = time.monotonic() + LOOK_S
     while not (run / "events.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.2)
+    until = time.monotonic() + LOOK_S
     terminal = Terminal([*TIGHTFIT, "watch", "run"], dict(os.environ), folder, columns=120)
     try:
-        while time.monotonic() < until and "step" not in terminal.screen.text:
+        while time.monotonic() < until and not STEP.search(terminal.screen.text):
             terminal.read(0.5)
         for _ in range(6):
             terminal.read(0.5)
