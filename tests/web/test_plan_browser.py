@@ -1,8 +1,7 @@
-"""The Plan view in a real browser. `TIGHTFIT_PICTURES=1` writes the picture of the docs as well."""
+"""The Plan view in a real browser."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import zipfile
@@ -170,10 +169,16 @@ def test_a_narrow_dark_window_needs_no_sideways_scrolling(page: Any, link: str) 
     page.emulate_media(color_scheme="light")
 
 
-def test_the_picture_of_the_docs(page: Any, link: str) -> None:
-    if not os.environ.get("TIGHTFIT_PICTURES"):
-        pytest.skip("TIGHTFIT_PICTURES=1 writes it")
-    at(page, link, "lang=en")
-    page.wait_for_selector(".heat .otherwise")
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=PICTURE)
+def pictures() -> None:
+    """`python tests/web/test_plan_browser.py`: the picture of the Plan view in docs/ui.md."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as work, served(cwd=Path(work)) as link, opened(link, viewport=WIDE) as page:
+        at(page, link, "lang=en")
+        page.wait_for_selector(".heat .otherwise", timeout=1000 * WAIT_S)
+        PICTURE.parent.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=PICTURE)
+
+
+if __name__ == "__main__":
+    pictures()

@@ -18,6 +18,8 @@ from tightfit.web.plan_answer import answer_to
 from tightfit.web.plan_heat import Cell, heat_of
 from tightfit.web.plan_question import asked_of
 
+pytestmark = pytest.mark.thorough
+
 QUERIES = ["model=1b_mamba&gpus=2&card=16GB&host-ram=32GB&seq=1000", "model=qwen2.5-7b&gpus=1&card=12GB&method=qlora"]
 
 
@@ -46,7 +48,6 @@ def test_what_fits_is_a_staircase(query: str) -> None:
                 assert cell.fits or cell.fits_otherwise
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("query", QUERIES)
 def test_another_way_fits_where_a_plan_finds_one(query: str) -> None:
     """A cell's own address, asked as a question of its own."""

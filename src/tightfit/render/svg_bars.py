@@ -108,7 +108,8 @@ class Bar:
 
 def plan_bars(plan: Plan) -> str:
     """A plan as HTML: what each way holds on one GPU at its fullest moment, against the card."""
-    bars = [_way_bar(way, is_chosen=way is plan.chosen) for way in worth_showing(plan)]
+    ways = worth_showing(plan)
+    bars = [_way_bar(way, is_chosen=way is plan.chosen, is_first=way is ways[0]) for way in ways]
     hardware = plan.hardware
     title = f"{plan.shape.name} ({billions(plan.shape.parameters)}) on {hardware.world} × {hardware.gpu.name}"
     return _with_legend(bars, title, "plan")
@@ -117,9 +118,9 @@ def plan_bars(plan: Plan) -> str:
 def phase_bars(priced: Priced) -> str:
     """An estimate as HTML: what one GPU holds in each phase."""
     gpu, hardware = priced.footprint.gpu, priced.hardware
-    ends = () if hardware is None else (_card_line(hardware.gpu.memory_bytes),)
-    bars = []
+    bars: list[Bar] = []
     for name in gpu.phases:
+        ends = () if hardware is None else (_card_line(hardware.gpu.memory_bytes, is_named=not bars),)
         parts = gpu_parts(priced.footprint, name, {})
         size = sum(part.size_bytes for part in parts)
         bars.append(Bar(name=name, note=f"{amounts(size)[0]} GiB", parts=parts, lines=ends, is_slim=True))
@@ -144,11 +145,12 @@ def parts_of(held: Mapping[str, int], names: Mapping[str, str]) -> tuple[Part, .
     )
 
 
-def _way_bar(way: Way, *, is_chosen: bool) -> Bar:
+def _way_bar(way: Way, *, is_chosen: bool, is_first: bool) -> Bar:
+    """Only the first names the card: it is the same for all."""
     card = way.hardware.gpu.memory_bytes
     needs, has = amounts(way.footprint.gpu.required_bytes, card)
     mark = "→ " if is_chosen else "" if way.fits else "× "
-    ends = [_card_line(card)]
+    ends = [_card_line(card, is_named=is_first)]
     if way.gpu_limit_bytes < card:
         ends.append(Line(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
     return Bar(
@@ -159,8 +161,8 @@ def _way_bar(way: Way, *, is_chosen: bool) -> Bar:
     )
 
 
-def _card_line(card: int) -> Line:
-    return Line(at_bytes=card, label=f"{amounts(card)[0]} GiB card")
+def _card_line(card: int, *, is_named: bool) -> Line:
+    return Line(at_bytes=card, label=f"{amounts(card)[0]} GiB card" if is_named else "")
 
 
 def _with_legend(bars: Sequence[Bar], title: str, ids: str) -> str:
@@ -222,7 +224,7 @@ def _pattern(kind: str, ids: str) -> str:
 
 def _described(bar: Bar) -> str:
     parts = ", ".join(f"{part.label} {part.size_bytes / GIB:.1f} GiB" for part in bar.parts)
-    ends = "".join(f", {line.label}" for line in bar.lines)
+    ends = "".join(f", {line.label}" for line in bar.lines if line.label)
     return f"{bar.name}{': ' if bar.name else ''}{parts}{ends}"
 
 
@@ -266,17 +268,17 @@ def _part(part: Part, bar: Bar, held: int, top: int, scale: int, ids: str) -> st
 
 
 def _word_in(part: Part, bar: Bar) -> str:
-    """On a pattern a word needs paper of its own."""
+    """The number first: of what is cut off at the edge it is the last to go. On a pattern it needs paper of its own."""
     look = LOOKS[_known(part.kind)]
     halo = "" if look.pattern == "plain" else f' stroke="{look.colour}" stroke-width="4" paint-order="stroke"'
     return (
         f'<text class="part-label" x="5" y="{bar.thickness // 2 + 4}" font-size="11" fill="{look.ink}"{halo}>'
-        f"{escape(part.label)} {part.size_bytes / GIB:.1f}</text>"
+        f"{part.size_bytes / GIB:.1f} {escape(part.label)}</text>"
     )
 
 
 def _line(line: Line, bar: Bar, top: int, scale: int) -> str:
-    """Dark with a light edge: it has to be seen on any part and on any paper."""
+    """As the words are, with a light edge: it has to be seen on any part and on any paper."""
     share, end = min(line.at_bytes / scale, 1), top + bar.thickness + EDGE
     x, dash = _percent(share), ' stroke-dasharray="4 3"' if line.is_dashed else ""
     ends = f'x1="{x}" x2="{x}" y1="{top - EDGE}" y2="{end}"'
@@ -288,7 +290,8 @@ def _line(line: Line, bar: Bar, top: int, scale: int) -> str:
             f'fill="currentColor">{escape(line.label)}</text>'
         )
     return (
-        f'<line {ends} stroke="{LIGHT}" stroke-width="5"/><line {ends} stroke="{DARK}" stroke-width="2"{dash}/>{label}'
+        f'<line {ends} stroke="{LIGHT}" stroke-width="4"{dash}/>'
+        f'<line {ends} stroke="currentColor" stroke-width="2"{dash}/>{label}'
     )
 
 

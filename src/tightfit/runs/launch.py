@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tightfit.runs.parent import PARENT_FD
-from tightfit.runs.processes import members_of, tell
+from tightfit.runs.processes import end_session, members_of, tell
 from tightfit.runs.stacks import DUMP
 from tightfit.types import ConfigError
 
@@ -143,7 +143,7 @@ class Ranks:
                 insist_at = deadline
             time.sleep(LOOK_S)
         for group in groups:
-            tell(group, signal.SIGKILL)
+            end_session(group)
         with ExitStack() as stack:
             for process in self._processes:
                 stack.callback(process.wait)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
+
+from tightfit.runs.processes import members_of
 
 PARENT_FD = "TIGHTFIT_PARENT_FD"
 """The variable that names the pipe to a rank."""
@@ -29,6 +32,11 @@ def _watch(fd: int) -> None:
             pass
     except OSError:  # closed by the process itself: it no longer wants to be watched
         return
+    if os.getsid(0) == os.getpid():
+        for pid in members_of(frozenset({os.getpid()})):
+            if pid != os.getpid():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
