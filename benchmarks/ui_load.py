@@ -1,11 +1,14 @@
 """Ten readers of one run against the same training without readers.
 
-python benchmarks/ui_load.py [PAIRS]
+python benchmarks/ui_load.py [BLOCKS]
 
-One training on this machine's CPU, one `tightfit ui`, and ten readers that come and go in turns: so both kinds of
-seconds belong to the same processes, and whatever else the machine does falls on both alike. Of each turn the first
-seconds are left out, in which readers are connected, or the page's own reader still lingers. The readers take what is
-streamed and throw it away: what a browser does with it is not in it.
+One training on this machine's CPU, one `tightfit ui`, and three kinds of turns: ten readers, none, and a sham, which is
+none as well and shows how much two equal turns differ on this machine at this time. A block has one turn of each, and
+their order changes from block to block, so that a machine that gets busier does not count for or against the readers.
+Of each turn the first seconds are left out: readers are connected, or the page's own reader still lingers. The readers
+wait for what is streamed and throw it away: what a browser does with it is not in it.
+
+The ratio means something where that of the sham is near 1. The processor time of the page is the other figure.
 """
 
 from __future__ import annotations
@@ -19,58 +22,58 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from urllib.parse import urlsplit
 
 READERS = 10
-WITH_S, WITHOUT_S = 12.0, 18.0
-SETTLE_WITH_S, SETTLE_WITHOUT_S = 2.0, 10.0
+SETTLE_S, TURN_S = 10.0, 10.0
+ORDERS = (("read", "none", "sham"), ("sham", "none", "read"), ("none", "read", "sham"), ("sham", "read", "none"))
 TRAIN = (
     "train", "--model", "tiny_mamba", "--data", "shipped:text", "--seq", "64", "--precision", "fp32",
     "--save-every", "100000", "--max-steps", "100000", "--output", "runs/first",
 )  # fmt: skip
 
 
-def read(link: str, leave: threading.Event, taken: list[int]) -> None:
+def reader(link: str) -> socket.socket:
     """One open page."""
     place = urlsplit(link)
     cookie = f"tightfit_{place.port}={place.query.removeprefix('token=')}"
     ask = f"GET /runs/stream?run=0/first HTTP/1.1\r\nHost: 127.0.0.1:{place.port}\r\nCookie: {cookie}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", place.port or 0)) as made:
-        made.sendall(ask.encode())
-        made.settimeout(0.2)
-        while not leave.is_set():
-            try:
-                data = made.recv(65536)
-            except TimeoutError:
-                continue
-            if not data:
-                break
-            taken[0] += len(data)
+    made = socket.create_connection(("127.0.0.1", place.port or 0))
+    made.sendall(ask.encode())
+    return made
 
 
-def turns(link: str, pairs: int) -> tuple[list[tuple[float, float, bool]], int]:
-    """When it was read and when not: (from, to, whether), and how many bytes the readers got."""
-    found, taken = [], [0]
-    for number in range(pairs):
-        leave = threading.Event()
-        readers = [threading.Thread(target=read, args=(link, leave, taken)) for _ in range(READERS)]
-        for reader in readers:
-            reader.start()
-        time.sleep(SETTLE_WITH_S)
-        began = time.time()
-        time.sleep(WITH_S - SETTLE_WITH_S)
-        found.append((began, time.time(), True))
-        leave.set()
-        for reader in readers:
-            reader.join()
-        time.sleep(SETTLE_WITHOUT_S)
-        began = time.time()
-        time.sleep(WITHOUT_S - SETTLE_WITHOUT_S)
-        found.append((began, time.time(), False))
-        print(f"pair {number + 1} of {pairs}", flush=True)
-    return found, taken[0]
+def drain(made: socket.socket) -> None:
+    with suppress(OSError):
+        while made.recv(65536):
+            pass
+
+
+def spent_s(pid: int) -> float:
+    """Processor time of a process, and of what it has started and seen end."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def turn(kind: str, link: str, page: int) -> tuple[float, float, float]:
+    """From when to when it counted, and the page's share of a core in that time."""
+    open_pages = [reader(link) for _ in range(READERS if kind == "read" else 0)]
+    threads = [threading.Thread(target=drain, args=(made,)) for made in open_pages]
+    for thread in threads:
+        thread.start()
+    time.sleep(SETTLE_S)
+    began, before = time.time(), spent_s(page)
+    time.sleep(TURN_S)
+    ended, spent = time.time(), spent_s(page) - before
+    for made in open_pages:
+        made.shutdown(socket.SHUT_RDWR)
+        made.close()
+    for thread in threads:
+        thread.join()
+    return began, ended, spent / (ended - began)
 
 
 def steps_of(events: Path) -> list[tuple[float, float]]:
@@ -79,7 +82,7 @@ def steps_of(events: Path) -> list[tuple[float, float]]:
     return [(each["at"], each["step_s"]) for each in told if each["event"] == "step"]
 
 
-def main(pairs: int) -> None:
+def main(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "runs").mkdir()
@@ -98,28 +101,31 @@ def main(pairs: int) -> None:
             while not events.exists() or len(steps_of(events)) < 50:
                 assert training.poll() is None, (work / "out").read_text()
                 time.sleep(0.5)
-            spans, taken = turns(found[0], pairs)
+            blocks = []
+            for number in range(count):
+                order = ORDERS[number % len(ORDERS)]
+                blocks.append({kind: turn(kind, found[0], page.pid) for kind in order})
+                print(f"block {number + 1} of {count}", flush=True)
             steps = steps_of(events)
         finally:
             page.terminate()
             page.wait()
             training.terminate()
             training.wait()
-    both = {}
-    for read_then in (True, False):
-        own = [(start, stop) for start, stop, whether in spans if whether is read_then]
-        both[read_then] = [took for at, took in steps if any(start < at - took and at < stop for start, stop in own)]
-        name = f"{READERS} readers" if read_then else "no reader"
-        print(f"{name}: {1000 * median(both[read_then]):.1f} ms a step in the median of {len(both[read_then])}")
-    ratio = median(both[True]) / median(both[False])
-    halves = []
-    for first in range(0, len(spans) - 1, 2):
-        pair = [
-            median([took for at, took in steps if start < at - took and at < stop])
-            for start, stop, _ in spans[first : first + 2]
-        ]
-        halves.append(pair[0] / pair[1])
-    print(f"ratio {ratio:.3f}; by pair {', '.join(f'{each:.3f}' for each in halves)}; readers got {taken:,} bytes")
+    took = [{kind: within(steps, *span[:2]) for kind, span in block.items()} for block in blocks]
+    for kind in ("read", "sham", "none"):
+        every = [each for block in took for each in block[kind]]
+        share = median(block[kind][2] for block in blocks)
+        print(
+            f"{kind}: {1000 * median(every):.1f} ms a step, median of {len(every)}; page {100 * share:.2f} % of a core"
+        )
+    for kind in ("read", "sham"):
+        ratios = [median(block[kind]) / median(block["none"]) for block in took]
+        print(f"{kind} / none by block: {', '.join(f'{each:.3f}' for each in ratios)}; median {median(ratios):.3f}")
+
+
+def within(steps: list[tuple[float, float]], start: float, stop: float) -> list[float]:
+    return [took for at, took in steps if start < at - took and at < stop]
 
 
 if __name__ == "__main__":

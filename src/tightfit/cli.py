@@ -93,9 +93,7 @@ def _dispatch(words: list[str]) -> int:
         print(_help())
         return 0
     if first in ("-V", "--version", "version"):
-        from tightfit import __version__
-
-        print(f"tightfit {__version__}")
+        print(_version())
         return 0
     if first not in VERBS:
         raise ConfigError(f"there is no verb {first!r}{_meant(first)}")
@@ -112,6 +110,22 @@ def _meant(word: str) -> str:
     return f": did you mean {close}?" if close else f": there are {listed(VERBS).replace(' or ', ' and ')}"
 
 
+def _version() -> str:
+    """Ours, and those of what trains, as far as it is installed; nothing is imported for it."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from tightfit import __version__
+
+    found = [f"Python {platform.python_version()}"]
+    for name in ("torch", "deepspeed", "transformers", "accelerate", "peft", "bitsandbytes", "triton"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return f"tightfit {__version__}\n{', '.join(found)}"
+
+
 def _help() -> str:
     verbs = "\n".join(f"  {verb:<13}{what}" for verb, (_, what) in VERBS.items())
     return f"""usage: tightfit VERB [flags]
@@ -122,7 +136,7 @@ verbs:
 {verbs}
 
   tightfit VERB --help   its flags
-  tightfit --version     the version
+  tightfit --version     the version, and those of what it found
 
 example:
   tightfit estimate --model llama-3.1-8b --method lora --gpus 1xRTX4090"""

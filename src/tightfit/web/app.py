@@ -22,7 +22,7 @@ from tightfit.web.places import Finder
 from tightfit.web.site import Site
 from tightfit.web.words import language_of, words
 
-HOME = "/runs"
+HOME = "/plan"
 STATIC = Path(__file__).with_name("static")
 
 
