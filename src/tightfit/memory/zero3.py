@@ -19,6 +19,7 @@ from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Nod
 from tightfit.memory.job import Components, Job, combine, kept, logits, passing, quantising, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
+from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
 from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
 
@@ -164,16 +165,26 @@ def _leaf_mixers(levers: Levers) -> bool:
 @lru_cache(maxsize=1024)
 def held_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
     """`reduce_leaf_module_grads`: a mixer's gradients wait for that of its input, then they leave one after another."""
-    return replace(acts, moments=tuple([_held_by_leaf(each, acts, shape) for each in acts.moments]))
+    alike: dict[tuple[int, int, bool], tuple[int, LayerCost]] = {}
+    moments = []
+    for moment in acts.moments:
+        kind = shape.pattern[moment.layer]
+        key = kind, id(moment.cost), moment.recomputes
+        if key not in alike:
+            alike[key] = _held_by_leaf(moment, acts, shape.blocks[kind], shape.hidden_size)
+        more, cost = alike[key]
+        moments.append(moment._replace(working=moment.working + more, cost=cost))
+    return replace(acts, moments=tuple(moments))
 
 
-def _held_by_leaf(moment: Moment, acts: Activations, shape: ModelShape) -> Moment:
-    block, cost, setting = shape.blocks[shape.pattern[moment.layer]], moment.cost, acts.setting
+def _held_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: int) -> tuple[int, LayerCost]:
+    """What a layer holds more at its fullest, and its costs with its gradients in the order in which they leave."""
+    cost, setting = moment.cost, acts.setting
     if not isinstance(block.mixer, Mamba1):
-        return moment
+        return 0, cost
     (inner, _), (projection, left), *others = cost.arrivals
     # in the projection's backward pass its input and its output's gradient are still there
-    turn = setting.tokens * (2 * block.mixer.inner + shape.hidden_size) * setting.width
+    turn = setting.tokens * (2 * block.mixer.inner + hidden_size) * setting.width
     most = inner + projection + left + turn
     usual = max(cost.recompute + cost.output, cost.backward) if moment.recomputes else cost.backward
     waiting, arrivals = inner + projection, []
@@ -181,9 +192,7 @@ def _held_by_leaf(moment: Moment, acts: Activations, shape: ModelShape) -> Momen
         if _place(tensor.name) == 1:
             waiting -= tensor.numel * setting.width
             arrivals.append((tensor.numel * setting.width, left + waiting))
-    return moment._replace(
-        working=moment.working + max(most - usual, 0), cost=replace(cost, arrivals=(*arrivals, *others))
-    )
+    return max(most - usual, 0), replace(cost, arrivals=(*arrivals, *others))
 
 
 # --- what is whole when -------------------------------------------------------------------------

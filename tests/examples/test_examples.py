@@ -1,0 +1,145 @@
+"""The examples: their plans are what the program writes now, their pages say what it prints, and they run.
+
+    python tests/examples/test_examples.py
+
+writes the printed parts of the pages anew; `python examples/write_plans.py` writes the plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import smoke
+import write_plans
+
+import test_docs as docs
+from tightfit.cli import VERBS
+
+EXAMPLES = Path(smoke.__file__).parent
+PAGES = [EXAMPLES / "README.md", *(EXAMPLES / name / "README.md" for name in smoke.EXAMPLES)]
+MACHINE_PATH = re.compile(r"(?<![\w.])/(work|tmp|root|home|Users|mnt)\b")
+PARSERS = {"train": "tightfit.cli_train_flags"}
+"""Where a verb's flags are, if not in its own module."""
+NOT_TRAINED = ("qwen-32b-lora-on-8-dcus",)
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+
+
+@contextlib.contextmanager
+def within(folder: Path) -> Iterator[None]:
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+def refreshed(page: Path) -> str:
+    """The page with the printed parts made anew, in the example's folder."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"```console\n{docs.session(match[2])}```" if match[1] == "console" else match[0]
+
+    with docs.plain_terminal(), within(page.parent):
+        return docs.FENCE.sub(block, page.read_text(encoding="utf-8"))
+
+
+def commands_of(page: Path) -> list[str]:
+    """Every command of ours on a page."""
+    text = page.read_text(encoding="utf-8")
+    shown = [command for body in docs.examples(text) for command in docs.commands_in(body)]
+    return [command.partition(" | ")[0] for command in [*shown, *docs.mentioned(text)]]
+
+
+def parse(words: Sequence[str]) -> None:
+    """As the verb reads its command line, and no further."""
+    verb, *rest = words
+    module = import_module(PARSERS.get(verb, VERBS[verb][0]))
+    if not rest:  # a verb that is only named
+        return
+    if verb == "run":
+        module._parsed(rest)
+        return
+    made = getattr(module, "parser", None) or module._parser
+    made().parse(rest[1:] if verb == "data" else rest)
+
+
+@pytest.mark.parametrize("planned", write_plans.PLANS, ids=lambda planned: f"{planned.example}/{planned.folder}")
+def test_a_plan_is_what_the_program_writes_now(planned: write_plans.Planned) -> None:
+    there = {path.name: path.read_text(encoding="utf-8") for path in planned.path.iterdir()}
+    assert there == write_plans.files_of(planned), "stale: run python examples/write_plans.py"
+    assert os.access(planned.path / "launch.sh", os.X_OK)
+
+
+@pytest.mark.parametrize("planned", write_plans.PLANS, ids=lambda planned: f"{planned.example}/{planned.folder}")
+def test_a_page_says_how_its_plan_was_written(planned: write_plans.Planned) -> None:
+    command = " ".join(f"tightfit plan job.yaml {planned.flags} --write {planned.folder}".split())
+    assert command in commands_of(EXAMPLES / planned.example / "README.md")
+
+
+@every_page
+def test_commands_of_a_page_can_be_parsed(page: Path) -> None:
+    for command in commands_of(page):
+        parse(shlex.split(command)[1:])
+
+
+@every_page
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    docs.test_links_lead_somewhere(page)
+
+
+def test_every_folder_is_an_example_and_is_listed() -> None:
+    folders = {path.parent.name for path in EXAMPLES.glob("*/job.yaml")}
+    assert folders == set(smoke.EXAMPLES) == {planned.example for planned in write_plans.PLANS}
+    listed = docs.LINK.findall((EXAMPLES / "README.md").read_text(encoding="utf-8"))
+    assert {f"{name}/README.md" for name in folders} <= set(listed)
+
+
+def test_no_file_names_a_place_on_a_machine() -> None:
+    for path in EXAMPLES.rglob("*"):
+        if path.is_file() and path.suffix != ".pyc":
+            assert not MACHINE_PATH.search(path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.thorough
+@every_page
+def test_a_page_shows_what_the_program_prints(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == refreshed(page), f"stale: run python tests/examples/{Path(__file__).name}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", smoke.EXAMPLES)
+def test_an_example_runs_with_a_tiny_model(name: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / "smoke.py"), name], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "✗" not in ran.stdout
+    if name in NOT_TRAINED:
+        assert "no errors, no warnings" in ran.stdout
+        assert re.search(r"Fits: needs .* on each of 8 GPUs", ran.stdout)
+        return
+    runs = len(smoke.EXAMPLES[name].plans)
+    assert len(re.findall(r"^Trained \S+ for 3 steps", ran.stdout, re.MULTILINE)) == runs
+    assert len(re.findall(r"is sharded: .* \(50%\)", ran.stdout)) == runs
+    assert len(re.findall(r"^\$ tightfit export", ran.stdout, re.MULTILINE)) == runs
+
+
+if __name__ == "__main__":
+    for each in PAGES:
+        each.write_text(refreshed(each), encoding="utf-8")
