@@ -30,6 +30,7 @@ from tightfit.types import Footprint, Levers, ModelShape
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "accuracy.md"
 README = ROOT / "README.md"
+CHINESE = ROOT / "README.zh-CN.md"
 BLOCK = re.compile(r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)", re.DOTALL)
 CLOSE = 0.02
 REHEARSALS = ROOT / "benchmarks" / "data" / "h200-rehearsed.jsonl"
@@ -323,15 +324,35 @@ def sentences(compared: Sequence[Compared]) -> str:
     return text
 
 
-def readme(text: str, compared: Sequence[Compared]) -> str:
+def chinese_sentences(compared: Sequence[Compared]) -> str:
+    errors = [abs(each.peak_error) for each in compared]
+    theirs = [each.deepspeed_bytes / each.row.peak_bytes - 1 for each in compared if each.deepspeed_bytes is not None]
+    frozen = [abs(each.peak_error) for each in compared if each.row.frozen]
+    text = (
+        f"在 H200 上实测的 {len(errors)} 次运行中，预测的峰值与实测相差最多 {100 * max(errors):.1f} %，"
+        f"中位数 {100 * median(errors):.2f} %"
+    )
+    if frozen:
+        text += f"；其中 {len(frozen)} 次是先预测、后测量，相差最多 {100 * max(frozen):.1f} %"
+    return text + (
+        f"。DeepSpeed 自带的估算在能给出答案的地方相差 {percent(min(theirs))} … {percent(max(theirs))}。"
+        "[全部运行](docs/accuracy.md)。"
+    )
+
+
+def readme(text: str, said: str) -> str:
     if not BLOCK.search(text):
-        raise SystemExit("README.md has no <!-- accuracy --> … <!-- /accuracy --> block")
-    return BLOCK.sub(lambda found: f"{found[1]}{sentences(compared)}\n{found[2]}", text)
+        raise SystemExit("the README has no <!-- accuracy --> … <!-- /accuracy --> block")
+    return BLOCK.sub(lambda found: f"{found[1]}{said}\n{found[2]}", text)
 
 
 def files(compared: Sequence[Compared]) -> dict[Path, str]:
     """What each file should hold."""
-    return {PAGE: page(compared), README: readme(README.read_text(encoding="utf-8"), compared)}
+    return {
+        PAGE: page(compared),
+        README: readme(README.read_text(encoding="utf-8"), sentences(compared)),
+        CHINESE: readme(CHINESE.read_text(encoding="utf-8"), chinese_sentences(compared)),
+    }
 
 
 def stale(wanted: dict[Path, str]) -> list[Path]:

@@ -38,6 +38,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 README = ROOT / "README.md"
+CHINESE = ROOT / "README.zh-CN.md"
+PICTURE = DOCS / "images" / "terminal.svg"
 FOOTPRINT = DOCS / "footprint.md"
 PLACEHOLDERS = {"VERB", "MODEL", "HARDWARE", "FILE"}
 TERMINAL = {"COLUMNS": "80", "LINES": "40", "NO_COLOR": "1"}
@@ -155,14 +157,46 @@ def refreshed(text: str) -> str:
         return FENCE.sub(block, text)
 
 
+def picture() -> str:
+    """The README's first command as a terminal shows it, in its colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    command = commands_in(next(examples(README.read_text(encoding="utf-8"))))[0]
+    with plain_terminal():
+        os.environ.pop("NO_COLOR")
+        os.environ.update({"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "96"})
+        text = run(shlex.split(command)[1:])[1]
+    console = Console(record=True, width=96, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(Text.assemble((f"$ {command}\n", "bold"), Text.from_ansi(text)), end="")
+    drawn = console.export_svg(title="tightfit plan", unique_id="tightfit")
+    return re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # nothing is fetched: any fixed font will do
+
+
 # --- the tests ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, README, CHINESE], ids=lambda page: page.name)
 def test_examples_show_what_the_program_prints(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert all(commands_in(body) for body in examples(text))
     assert text == refreshed(text), f"stale: run python tests/{Path(__file__).name}"
+
+
+def test_the_picture_of_the_terminal_is_what_the_program_prints() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == picture(), f"stale: run python tests/{Path(__file__).name}"
+    assert not re.search(r"(url\(|href=|src=)\S*http", PICTURE.read_text(encoding="utf-8")), "it fetches something"
+
+
+def test_both_readmes_say_the_same() -> None:
+    """Not word by word: the same commands, pages, sections and rows."""
+    english, chinese = (path.read_text(encoding="utf-8") for path in (README, CHINESE))
+    for part in (mentioned, lambda text: [*examples(text)]):
+        assert part(english) == part(chinese)
+    links = [set(LINK.findall(text)) - {"README.md", "README.zh-CN.md"} for text in (english, chinese)]
+    assert links[0] == links[1]
+    for mark in ("\n## ", "\n|"):
+        assert english.count(mark) == chinese.count(mark)
 
 
 @every_page
@@ -179,7 +213,7 @@ def test_notes_are_up_to_date() -> None:
     assert notes_table.main(["--check"]) == 0
 
 
-@pytest.mark.parametrize("page", [*PAGES, README, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, README, CHINESE, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
         if re.match(r"[a-z]+:", link):
@@ -226,5 +260,6 @@ def test_our_own_names_on_the_footprint_page() -> None:
 
 
 if __name__ == "__main__":
-    for every in (*PAGES, README):
+    for every in (*PAGES, README, CHINESE):
         every.write_text(refreshed(every.read_text(encoding="utf-8")), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")
