@@ -13,7 +13,7 @@ SOURCES := pyproject.toml constraints.txt
 CHROMIUM := /usr/bin/chromium
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-all lint format clean
+.PHONY: help demo test check test-all lint format docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -66,6 +66,9 @@ test-all: lint  ## the slow tests as well
 format: $(VENV)/.ready  ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.ready  ## the documentation as a site, in build/docs
+	$(BIN)/zensical build --strict
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

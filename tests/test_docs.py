@@ -17,6 +17,8 @@ import io
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -228,6 +230,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_index_lists_every_page() -> None:
     listed = {link.partition("#")[0] for link in LINK.findall((DOCS / "index.md").read_text(encoding="utf-8"))}
     assert {page.name for page in PAGES} - {"index.md"} <= listed
+
+
+def test_the_site_is_built_and_fetches_nothing(tmp_path: Path) -> None:
+    """From a copy: what a build leaves behind is not ours to leave in the checkout."""
+    shutil.copytree(DOCS, tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = tmp_path / "build" / "docs"
+    assert {page.with_suffix(".html").name for page in PAGES} <= {page.name for page in built.glob("*.html")}
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=.https?:", (built / "index.html").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "transformers", "peft", "torch"])
