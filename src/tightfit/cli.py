@@ -34,6 +34,7 @@ VERBS = {
     "schema": ("tightfit.cli_schema", "the fields of a job file"),
     "models": ("tightfit.cli_lists", "the models known by name, and what they need"),
     "gpus": ("tightfit.cli_lists", "the cards known by name"),
+    "completion": ("tightfit.cli_completion", "a script with which your shell completes all this"),
 }
 """Verb → the module that has it, and what it does."""
 

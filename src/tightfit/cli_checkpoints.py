@@ -40,7 +40,7 @@ DAMAGED = 1
 
 def checkpoints(argv: Sequence[str]) -> int:
     """The verb."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     _check(args)
     run = run_of(Path(args.run))
     if not hasattr(args, "prune"):
@@ -57,7 +57,7 @@ def checkpoints(argv: Sequence[str]) -> int:
     return DAMAGED if hasattr(args, "verify") and there.broken else 0
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     made = Parser(
         "checkpoints",
         "List the checkpoints of a run, the newest first: step, size, when, the plan that wrote each, and whether it "

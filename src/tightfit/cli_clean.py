@@ -62,7 +62,7 @@ class Holder:
 
 def clean(argv: Sequence[str]) -> int:
     """The verb."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     if hasattr(args, "yes") and hasattr(args, "dry_run"):
         raise ConfigError("--yes removes and --dry-run does not: say one of them")
     if hasattr(args, "json") and not (hasattr(args, "yes") or hasattr(args, "dry_run")):
@@ -87,7 +87,7 @@ def clean(argv: Sequence[str]) -> int:
     return code
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     made = Parser(
         "clean",
         "Show what dead runs left on this machine, and remove it on a yes: worker processes that outlived their run, "

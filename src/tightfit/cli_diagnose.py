@@ -56,7 +56,7 @@ class Question:
 
 def diagnose(argv: Sequence[str]) -> int:
     """The verb."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     with ExitStack() as stack:
         question = _question(args, stack)
         found = judge(question.evidence) if _has_evidence(question.evidence) else Diagnosis(verdict=None)
@@ -98,7 +98,7 @@ def _expected(args: argparse.Namespace, question: Question, found: Diagnosis) ->
     return found, foretold(footprint, None, world or 1)
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     parser = Parser(
         "diagnose",
         "Say what went wrong first, and what helps: from logs of any trainer, of one rank or of many, from a run's "
@@ -333,17 +333,21 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
 # --- explain ------------------------------------------------------------------------------------
 
 
-def explain(argv: Sequence[str]) -> int:
-    """The verb."""
-    parser = Parser(
+def explain_parser() -> Parser:
+    made = Parser(
         "explain",
         "Say what a symptom is, how a log shows it, and what helps; `list` names them all.",
         "tightfit explain oom-logits",
         "ID|list [--json]",
     )
-    parser.add_argument("id", metavar="ID|list", help="a symptom, as `tightfit diagnose` names it")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    args = parser.parse(argv)
+    made.add_argument("id", metavar="ID|list", help="a symptom, as `tightfit diagnose` names it")
+    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return made
+
+
+def explain(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = explain_parser().parse(argv)
     known = catalogue()
     wanted = known.symptoms if args.id == "list" else (_symptom(args.id),)
     if getattr(args, "json", False):

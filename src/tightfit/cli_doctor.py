@@ -26,7 +26,7 @@ RED = 1
 
 def doctor(argv: Sequence[str]) -> int:
     """The verb."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     output = getattr(args, "output", None)
     if output is not None and Path(output).expanduser().is_file():
         raise ConfigError(f"--output {output} is a file: name a folder")
@@ -74,7 +74,7 @@ def _without_secrets(found: Checkup) -> Checkup:
     return replace(found, cards=seen, rows=tuple(replace(row, what=masked(row.what)) for row in found.rows))
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     parser = Parser(
         "doctor",
         "Look this machine over: cards and who is on them, links, RAM, shared memory, limits, disk, versions, "

@@ -27,7 +27,7 @@ KEPT_LINES = 60
 
 def export(argv: Sequence[str]) -> int:
     """Export one folder."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     dtype: str | None = getattr(args, "dtype", None)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype knows no {dtype!r}: it takes {', '.join(DTYPES)}")
@@ -54,7 +54,7 @@ def export(argv: Sequence[str]) -> int:
     return code
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     parser = Parser(
         "export",
         "Make a plain Hugging Face folder of what was trained: of a run's model, of an adapter (merged into its base, "

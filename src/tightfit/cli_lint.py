@@ -24,7 +24,7 @@ _VERSIONS = ("deepspeed_version", "transformers_version", "llamafactory_version"
 
 def lint(argv: Sequence[str]) -> int:
     """Check one file, and the DeepSpeed file that it names."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     kind: Kind | None = getattr(args, "kind", None)
     if kind is not None and kind not in get_args(Kind):
         raise ConfigError(f"--kind knows no {kind!r}: it takes {', '.join(get_args(Kind))}")
@@ -39,7 +39,7 @@ def lint(argv: Sequence[str]) -> int:
     return FOUND_ERRORS if report.count("error") else 0
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     parser = Parser(
         "lint",
         "Check a DeepSpeed JSON, an accelerate YAML, a LLaMA-Factory YAML, a file of TrainingArguments or a job file "

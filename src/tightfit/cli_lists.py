@@ -31,19 +31,23 @@ PRICED_BY = (
 """The flags of levers that mean something for every preset."""
 
 
-def models(argv: Sequence[str]) -> int:
-    """The presets, and on request what each would hold on one GPU."""
-    parser = Parser(
+def models_parser() -> Parser:
+    made = Parser(
         "models",
         "List the models known by name; with --gpus or any flag of the training, what each needs on one GPU "
         "(unsharded on one, ZeRO-3 on several, unless --engine says otherwise).",
         "tightfit models --gpus 6x32GB --seq 2048",
         "[--gpus HARDWARE] [--seq N] [flags]",
     )
-    add_hardware_flags(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    add_lever_flags(parser, PRICED_BY)
-    args = parser.parse(argv)
+    add_hardware_flags(made)
+    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    add_lever_flags(made, PRICED_BY)
+    return made
+
+
+def models(argv: Sequence[str]) -> int:
+    """The presets, and on request what each would hold on one GPU."""
+    args = models_parser().parse(argv)
     as_json = getattr(args, "json", False)
     if set(vars(args)) <= {"json"}:
         _list_models(as_json)
@@ -52,16 +56,20 @@ def models(argv: Sequence[str]) -> int:
     return 0
 
 
-def gpus(argv: Sequence[str]) -> int:
-    """The catalogue of cards."""
-    parser = Parser(
+def gpus_parser() -> Parser:
+    made = Parser(
         "gpus",
         "List the cards known by name. Any other is given by its size: --gpus 4x24GB.",
         "tightfit gpus --json",
         "[--json]",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    args = parser.parse(argv)
+    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return made
+
+
+def gpus(argv: Sequence[str]) -> int:
+    """The catalogue of cards."""
+    args = gpus_parser().parse(argv)
     from tightfit.inputs.catalogue import CARDS
 
     if hasattr(args, "json"):

@@ -72,7 +72,7 @@ WHOLE = frozenset(("num_gpus", "world", "effective_batch", "max_steps", "samples
 
 def plan(argv: Sequence[str]) -> int:
     """The verb."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     check_flags(args)
     if hasattr(args, "json"):
         from tightfit.desk.plan_report import report
@@ -107,7 +107,7 @@ def _draw(answer: Answer, files: Sequence[Path] | None) -> None:
 # --- the parser ---------------------------------------------------------------------------------
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     made = Parser(
         "plan",
         "Find the fastest way to run a training that fits, and write the configs for it. Only how it is computed is "

@@ -64,7 +64,7 @@ WHERE = {
 
 def rehearse(argv: Sequence[str]) -> int:
     """The verb."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     check_flags(args)
     _check(args)
     as_json = hasattr(args, "json")
@@ -77,7 +77,7 @@ def rehearse(argv: Sequence[str]) -> int:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     made = Parser(
         "rehearse",
         "Run one rank of a planned training on one GPU, posing as one of many: what it really holds, phase by phase, "

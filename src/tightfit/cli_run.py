@@ -136,7 +136,7 @@ def _forget(entry: Entry) -> None:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     made = Parser(
         "run",
         "Run another trainer with the care that tightfit gives its own: LLaMA-Factory, DeepSpeed, accelerate, "
@@ -176,13 +176,13 @@ def _parser() -> Parser:
 def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     words = list(argv)
     cut = words.index("--") if "--" in words else None
-    parser = _parser()
+    made = parser()
     if cut is None:
         asked = [word for word in words if word in ("-h", "--help")]
         if asked:
-            parser.parse(asked)
+            made.parse(asked)
         raise ConfigError("a -- is missing before the command: write `tightfit run -- python train.py`")
-    args = parser.parse(words[:cut])
+    args = made.parse(words[:cut])
     _attempts(args)
     _allow(args)
     hang_timeout_s(args)

@@ -26,16 +26,20 @@ SHORT = {
 """By block: words that stand for several of its fields, and are not fields of `Job`."""
 
 
-def schema(argv: Sequence[str]) -> int:
-    """The verb."""
-    parser = Parser(
+def parser() -> Parser:
+    made = Parser(
         "schema",
         "Print the JSON Schema of a job file, for editors and programs; with --table, every field with its meaning.",
         "tightfit schema > job.schema.json",
         "[--table]",
     )
-    parser.add_argument("--table", action="store_true", help="a Markdown table of the fields")
-    args = parser.parse(argv)
+    made.add_argument("--table", action="store_true", help="a Markdown table of the fields")
+    return made
+
+
+def schema(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
     print(field_table() if hasattr(args, "table") else json.dumps(job_schema(), indent=2, ensure_ascii=False))
     return 0
 

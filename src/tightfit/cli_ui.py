@@ -20,7 +20,7 @@ PACKAGES = ("jinja2", "starlette", "uvicorn")
 
 def ui(argv: Sequence[str]) -> int:
     """The verb."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     host, port, roots = getattr(args, "host", "127.0.0.1"), _port(args), _roots(getattr(args, "root", ["."]))
     if not all(map(is_installed, PACKAGES)):
         raise ConfigError("tightfit ui needs the packages of the page: pip install 'tightfit[web]'")
@@ -39,7 +39,7 @@ def ui(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     made = Parser(
         "ui",
         "Open the page in the browser: plans, the runs below the folders given as they go, and what went wrong in a "

@@ -45,7 +45,7 @@ MACHINE_EVERY_S = 60.0
 
 def watch(argv: Sequence[str]) -> int:
     """The verb."""
-    args = _parser().parse(argv)
+    args = parser().parse(argv)
     interval = _interval(args)
     if hasattr(args, "json") and not hasattr(args, "once"):
         raise ConfigError("--json needs --once: --log FILE records every look as JSON")
@@ -62,7 +62,7 @@ def watch(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     made = Parser(
         "watch",
         "Watch a run, or without one this machine: memory now, at its most, planned and in all of each GPU, who holds "

@@ -74,7 +74,7 @@ def parse(words: Sequence[str]) -> None:
     if verb == "run":
         module._parsed(rest)
         return
-    made = getattr(module, "parser", None) or module._parser
+    made = module.parser
     made().parse(rest[1:] if verb == "data" else rest)
 
 
