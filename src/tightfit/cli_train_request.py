@@ -6,8 +6,10 @@ Everything that a user can have got wrong is said here, before anything is writt
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,9 @@ from tightfit.types import ConfigError, HardwareError
 
 if TYPE_CHECKING:
     from tightfit.render.target import Target
+
+LEAST_TORCH = (2, 5)
+"""The oldest that the worker is written for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +211,18 @@ def check_packages(worker: WorkerFile) -> None:
     for package in needed:
         if not is_installed(package):
             raise ConfigError(f"training needs {package}, which is not installed: pip install 'tightfit[train]'")
+    check_torch(version("torch"))
     what = "--method qlora" if worker.method == "qlora" else f"--optimizer {worker.optimizer}"
     if ("8bit" in worker.optimizer or worker.method == "qlora") and not is_installed("bitsandbytes"):
         raise ConfigError(f"{what} needs bitsandbytes, which is not installed: pip install 'tightfit[qlora]'")
+
+
+def check_torch(found: str) -> None:
+    """A vendor's build is never replaced for the user, so an old one has to be named."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        raise ConfigError(
+            f"torch {found} is older than our worker, which needs {least}: get a newer one from whoever built it, "
+            "or let another trainer run under `tightfit run`"
+        )
