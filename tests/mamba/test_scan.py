@@ -29,7 +29,7 @@ def too_large(shape: Shape, dtype: torch.dtype = torch.float32, **drawn: float) 
     return {name: size for name, size in errors.items() if not size < BOUND[dtype]}
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 255, 1000, pytest.param(4097, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 255, 1000, pytest.param(4097, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_lengths(length: int, batch: int) -> None:
     assert too_large(Shape(batch=batch, channels=3, length=length, states=8)) == {}

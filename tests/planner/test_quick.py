@@ -20,7 +20,7 @@ import json, sys
 import tightfit
 from tightfit.job import Job, Machine
 model, method, gpus = sys.argv[1:]
-answer = tightfit.plan(Job(model=model, method=method, hardware=Machine(gpus=gpus, host_ram="512GB")))
+answer = tightfit.plan(Job(model=model, method=method, hardware=Machine(gpus=gpus, host_ram="512GB"))).plan
 print(json.dumps([answer.considered, answer.search_s, answer.fits, sorted(sys.modules)]))
 """
 MOST_S = 4.0

@@ -116,7 +116,7 @@ def test_a_deepspeed_script_goes_on_with_its_json_changed(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "ds.json").read_text(encoding="utf-8")) == config
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_deepspeed_script_without_checkpoints_gets_another_stage(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
     (tmp_path / "ds.json").write_text(json.dumps(config), encoding="utf-8")

@@ -63,7 +63,7 @@ def steps_of(folder: Path) -> list[int]:
     return [event["step"] for event in told if event["event"] == "step"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_run_that_is_asked_to_stop_goes_on_later(tmp_path: Path, number: signal.Signals) -> None:
     process = command(tmp_path, "--max-steps", "100000")
     deadline = time.monotonic() + 120

@@ -36,7 +36,7 @@ def test_the_buffer_is_counted_once() -> None:
     assert checkpoint_speed.beyond_buffer([first, second]) == [50, 20]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_ranks_save_and_load_by_every_way(tmp_path: Path) -> None:
     """Each load is compared bit for bit with what was saved, by the ranks themselves."""
     out = tmp_path / "rows.jsonl"
@@ -49,7 +49,7 @@ def test_two_ranks_save_and_load_by_every_way(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
 def test_a_rank_of_many_saves_its_share_and_reads_it_back(tmp_path: Path, engine: str) -> None:
     checkpoint_gpu.prepare(tmp_path, engine, checkpoint_gpu.TINY)

@@ -319,7 +319,7 @@ def run(folder: Path, world: int, flags: dict[str, Any], *options: str) -> list[
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if number < 2 else [pytest.mark.slow]) for number, way in enumerate(WAYS)]
+    "way", [pytest.param(way, marks=[] if number < 1 else [pytest.mark.slow]) for number, way in enumerate(WAYS)]
 )
 def test_8_bit_states_follow_a_plain_program(tmp_path: Path, way: str) -> None:
     world, flags, close = WAYS[way]

@@ -44,7 +44,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "engine",
-    [pytest.param("zero1", marks=pytest.mark.slow), "zero2", pytest.param("zero3", marks=pytest.mark.slow), "fsdp2"],
+    [
+        pytest.param("zero1", marks=pytest.mark.slow),
+        "zero2",
+        pytest.param("zero3", marks=pytest.mark.slow),
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+    ],
 )
 def test_the_scale_starts_where_the_plan_says_and_losses_follow_fp32(tmp_path: Path, engine: str, whole: Ran) -> None:
     half = run_well(write_plan(tmp_path / "half", 2, **SMALL, engine=engine, precision="fp16", learning_rate=1e-3))

@@ -89,7 +89,8 @@ def run(folder: Path, *options: str) -> Ran:
 
 
 @pytest.mark.parametrize(
-    ("model", "sharded"), [("tiny_mamba", "zero3"), ("falcon_mamba", "zero3"), ("tiny_mamba", "fsdp2")]
+    ("model", "sharded"),
+    [("tiny_mamba", "zero3"), pytest.param("falcon_mamba", "zero3", marks=pytest.mark.slow), ("tiny_mamba", "fsdp2")],
 )
 def test_a_sharded_mixer_is_fused_and_its_losses_are_zero2s(
     tmp_path_factory: pytest.TempPathFactory, model: str, sharded: str
@@ -120,6 +121,7 @@ def test_a_leaf_follows_plain_pytorch(tmp_path: Path, flags: dict[str, Any]) -> 
     assert leaf.losses == pytest.approx(plain_losses(folder), rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_leaf_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     folder = write(tmp_path, engine="zero3", checkpointing="full")
     edit(folder, saving__every_steps=MIDDLE, saving__keep_last=9)
@@ -141,7 +143,8 @@ def test_frozen_leaves_pass_the_gradient_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "under_zero2"), [("x_proj", "u"), pytest.param("in_proj", "f", marks=pytest.mark.slow)]
+    ("targets", "under_zero2"),
+    [pytest.param("x_proj", "u", marks=pytest.mark.slow), pytest.param("in_proj", "f", marks=pytest.mark.slow)],
 )
 def test_with_an_adapter_inside_modules_are_called(tmp_path: Path, targets: str, under_zero2: str) -> None:
     """In the lowest layer nothing below an adapter has a gradient, and a leaf would wait for one in vain."""

@@ -69,7 +69,7 @@ def reference(folder: Path, model: str) -> list[float]:
     return _references[model]
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way == "zero2" else []) for way in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "fsdp2" else [pytest.mark.slow]) for way in WAYS])
 def test_packed_documents_train_as_single_ones(tmp_path: Path, way: str) -> None:
     expected = reference(tmp_path / "alone", "tiny_mamba")
     packed = run_well(write(tmp_path / "packed", "tiny_mamba", **PACKED, **WAYS[way]))

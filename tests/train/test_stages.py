@@ -84,7 +84,9 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("engine", "head"), [("zero2", "own head"), ("fsdp2", "tied head")])
+@pytest.mark.parametrize(
+    ("engine", "head"), [pytest.param("zero2", "own head", marks=pytest.mark.slow), ("fsdp2", "tied head")]
+)
 def test_embeddings_first_then_everything(tmp_path: Path, start: dict[str, Path], engine: str, head: str) -> None:
     first = stage(tmp_path / "first", start[head], engine, trains="embeddings")
     base, middle = saved(start[head]), saved(first.folder / "model")

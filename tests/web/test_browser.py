@@ -244,6 +244,7 @@ def test_torn_and_vanishing_folders_are_sentences(tmp_path: Path) -> None:
         assert page.text_content("#f-loss") == "2.5000"
 
 
+@pytest.mark.slow
 def test_a_million_events_in_the_browser(tmp_path: Path) -> None:
     run = written(tmp_path / "long", [])
     pattern = json.dumps(step_line(7_654_321, 1_000_000, 7654.5)).replace('"step": 7654321', '"step": @')

@@ -158,7 +158,7 @@ def test_a_text_over_many_pieces_is_one_document(built: Built, bytes_tokenizer: 
     assert bytes_tokenizer.decode(train[at].ids) == text[at * 1000 : (at + 1) * 1000].decode(errors="replace")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     """Every process of the build may hold no more than 16 MB over what a quarter of the data takes."""
     peaks = []
