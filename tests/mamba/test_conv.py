@@ -188,12 +188,12 @@ def interpreted() -> None:
 def in_order(bounds: dict[torch.dtype, float], shapes: list[tuple[int, int, int, int]], device: str = "cpu") -> None:
     """The backward pass that goes through time: four taps, and channels last in what comes back, too."""
     for shape in shapes:
-        for dtype in bounds:
+        for dtype, bound in bounds.items():
             for drop in (("initial",), ("initial", "starts"), ("initial", "bias")):
                 inputs = {name: each.to(device) for name, each in case(*shape, dtype).items()}
                 inputs["dout"] = inputs["dout"].transpose(1, 2).contiguous().transpose(1, 2)
                 errors = compare(inputs, True, drop, path="triton")
-                assert max(errors.values()) <= bounds[dtype], (shape, dtype, drop, errors)
+                assert max(errors.values()) <= bound, (shape, dtype, drop, errors)
 
 
 if __name__ == "__main__":
