@@ -90,7 +90,9 @@ def of_choice(question: Question, way: Way) -> tuple[str, ...]:
     if way.levers.loss == "fused" and "loss" not in question.pinned:
         said.append("The fused loss never holds all logits at once; the result is the same.")
     if way.levers.attention == "flash" and "attention" not in question.pinned:
-        said.append("The layers' windows are cut by flash attention, a package of its own: --attention sdpa does without.")
+        said.append(
+            "The layers' windows are cut by flash attention, a package of its own: --attention sdpa does without."
+        )
     if way.world < question.hardware.world:
         used = f"{way.world} of the {question.hardware.world} GPUs {'is' if way.world == 1 else 'are'} used"
         said.append(

@@ -292,7 +292,7 @@ def _nothing(want: Wanted, made: _Assembly) -> ConfigError:
         return ConfigError(f"no sample of {name} fits into {want.spec.sequence} tokens: make the sequence longer")
     if made.examples:
         return ConfigError(f"no answer of {name} begins within {want.spec.sequence} tokens: make the sequence longer")
-    return ConfigError(f"{name} gives no tokens: name a file with examples, or with --tokenizer one that knows its text")
+    return ConfigError(f"{name} gives no tokens: name a file with examples, or a --tokenizer that knows its text")
 
 
 def _check_arms(want: Wanted, targets: str, cache: Path) -> None:
