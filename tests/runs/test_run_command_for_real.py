@@ -58,7 +58,7 @@ def test_a_trainer_script_goes_on_with_smaller_micro_batches(tmp_path: Path) -> 
     assert state["global_step"] == 8
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_trainer_script_that_was_ended_from_outside_goes_on(tmp_path: Path) -> None:
     script = str(ASSETS / "hf_trainer.py")
     done = run(tmp_path, "--", sys.executable, script, *HF, "--die_once", "died", "--oom_at", "5")

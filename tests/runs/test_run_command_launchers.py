@@ -72,7 +72,7 @@ def test_deepspeeds_launcher_with_two_ranks_goes_on_with_its_json_changed(tmp_pa
     assert (first["cause"]["kind"], first["state"], second["state"]) == ("device-oom", "failed", "done")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_accelerate_launch_goes_on_from_the_trainers_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "acc.yaml").write_text(yaml.safe_dump(ACCELERATE), encoding="utf-8")
     launch = ("accelerate", "launch", "--config_file", "acc.yaml", str(ASSETS / "hf_trainer.py"))

@@ -53,7 +53,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["one", "two"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one", "two"])
 def ground(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Server) -> Ground:
     return make_ground(tmp_path_factory.mktemp("ground"), request.param, server)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from running import edit, run_ranks, start_ranks, write_plan
 pytestmark = pytest.mark.thorough
 
 ENGINES = ("zero1", "zero2", "zero3", "fsdp2")
-QUICKLY = (("zero1", 3), ("zero2", 2), ("zero3", 1), ("fsdp2", 2))
-"""What `make test` has of it: each engine, each number of ranks, each way of cutting."""
+QUICKLY, FROM = (("zero1", 3), ("zero3", 1), ("fsdp2", 2)), ("zero3", "fsdp2")
+"""What `make test` has of it: each number of ranks, each way of cutting; from two engines instead of all."""
 STEP, TOLERANCE = 2, 2e-3
 FLAGS = {
     "model": "tiny_llama",
@@ -37,17 +39,22 @@ def plan_for(folder: Path, world: int, engine: str, **edits: Any) -> Path:
     return edit(write_plan(folder, world, engine=engine, **FLAGS), training__schedule="constant", **edits)
 
 
+Saved = Callable[[str], tuple[Path, float]]
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, float]]:
-    """Of each engine its checkpoint of step 2, and the loss of step 3 as it would have gone on."""
-    made = {}
-    for engine in ENGINES:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Of an engine its checkpoint of step 2, and the loss of step 3 as it would have gone on."""
+
+    @cache
+    def save(engine: str) -> tuple[Path, float]:
         folder = tmp_path_factory.mktemp("saved") / engine
         plan_for(folder, 2, engine, saving__every_steps=1, saving__keep_last=5)
         ran = run_ranks(folder, "--no-probe")
         assert ran.codes == [0, 0], "\n".join(ran.stderr)
-        made[engine] = (ran.folder / "checkpoints" / f"step-{STEP:08d}", ran.losses[STEP])
-    return made
+        return ran.folder / "checkpoints" / f"step-{STEP:08d}", ran.losses[STEP]
+
+    return save
 
 
 def tensors(folder: Path) -> dict[str, bytes]:
@@ -56,24 +63,24 @@ def tensors(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "world"),
+    ("engine", "world", "sources"),
     [
-        pytest.param(engine, world, marks=[] if (engine, world) in QUICKLY else [pytest.mark.slow])
-        for engine in ENGINES
-        for world in (1, 2, 3)
+        *((engine, world, FROM) for engine, world in QUICKLY),
+        *(pytest.param(engine, world, ENGINES, marks=pytest.mark.slow) for engine in ENGINES for world in (1, 2, 3)),
     ],
 )
 def test_any_engine_goes_on_from_any_other(
-    tmp_path: Path, saved: dict[str, tuple[Path, float]], engine: str, world: int
+    tmp_path: Path, saved: Saved, engine: str, world: int, sources: tuple[str, ...]
 ) -> None:
+    checkpoints = {source: saved(source) for source in sources}
     plan = plan_for(tmp_path / "plan", world, engine)
     out = tmp_path / "out"
     command = [sys.executable, str(Path(__file__).with_name("crossing.py")), str(plan), str(out)]
-    started = start_ranks([*command, *(str(folder) for folder, _ in saved.values())], world, plan / "cache")
+    started = start_ranks([*command, *(str(folder) for folder, _ in checkpoints.values())], world, plan / "cache")
     said = [process.communicate(timeout=240) for process in started]
     assert [process.returncode for process in started] == [0] * world, "\n".join(err for _, err in said)
     losses = json.loads(said[0][0].splitlines()[-1])
-    for name, (folder, loss) in saved.items():
+    for name, (folder, loss) in checkpoints.items():
         again = tensors(out / name / "checkpoints" / folder.name)
         expected = tensors(folder)
         assert again.keys() == expected.keys()

@@ -318,9 +318,7 @@ def run(folder: Path, world: int, flags: dict[str, Any], *options: str) -> list[
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if number < 1 else [pytest.mark.slow]) for number, way in enumerate(WAYS)]
-)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow]) for way in WAYS])
 def test_8_bit_states_follow_a_plain_program(tmp_path: Path, way: str) -> None:
     world, flags, close = WAYS[way]
     found = run(tmp_path, world, flags)

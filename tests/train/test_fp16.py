@@ -41,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run_well(write_plan(folder, 2, **SMALL, engine="fsdp2", precision="fp32", learning_rate=1e-3))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     [

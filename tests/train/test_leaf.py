@@ -108,7 +108,7 @@ def test_a_sharded_mixer_is_fused_and_its_losses_are_zero2s(
 @pytest.mark.parametrize(
     "flags",
     [
-        {"checkpointing": "none"},
+        pytest.param({"checkpointing": "none"}, marks=pytest.mark.slow),
         pytest.param({"checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param({"offload_optimizer": "cpu", "offload_param": "cpu"}, marks=pytest.mark.slow),
     ],

@@ -83,7 +83,7 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
     return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "head"), [pytest.param("zero2", "own head", marks=pytest.mark.slow), ("fsdp2", "tied head")]
 )

@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(bytes_tokenizer: Any, t
         prepare(DataSpec(path="shipped:text"), bytes_tokenizer, tmp_path / "file" / "cache", lambda *_: None)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_several_processes_make_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "big.jsonl"
     stories = (SHIPPED / "stories.txt").read_text(encoding="utf-8").split("\n\n")
