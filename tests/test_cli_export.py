@@ -83,6 +83,7 @@ def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, fl
     return tmp_path / "ckpt", sums[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [2, pytest.param(3, marks=pytest.mark.slow)], indirect=True)
 def test_a_deepspeed_checkpoint_of_another_program(tmp_path: Path, checkpoint: tuple[Path, float]) -> None:
     folder, total = checkpoint

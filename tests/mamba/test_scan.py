@@ -52,7 +52,7 @@ def test_16_bits(dtype: torch.dtype) -> None:
     assert too_large(Shape(batch=2, channels=33, length=130, states=16), dtype) == {}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_long_sequence_in_which_products_underflow() -> None:
     assert too_large(Shape(channels=4, length=4097, states=16), spread=6.0) == {}
 

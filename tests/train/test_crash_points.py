@@ -172,7 +172,7 @@ def first_save(calls: list[Call]) -> list[Call]:
 # --- tests ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_kind_of_call(ground: Ground) -> None:
     """The first and the last of each kind, in the background and not; on rank 0 of two, where the calls are those of
     a rank alone, the one or the other by turns."""
@@ -186,7 +186,7 @@ def test_every_kind_of_call(ground: Ground) -> None:
                 crash(ground, Kill(rank, last), fresh=False, background=False)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_first_save_of_all(ground: Ground) -> None:
     """Before it stands the next start begins anew, and just after it does not."""
     calls = first_save(counted(ground, fresh=True)[0])

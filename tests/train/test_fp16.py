@@ -58,7 +58,7 @@ def test_the_scale_starts_where_the_plan_says_and_losses_follow_fp32(tmp_path: P
     assert half.losses == pytest.approx(whole.losses, rel=2e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_overflows_are_skipped_the_scale_falls_and_the_streak_names_a_layer(tmp_path: Path, engine: str) -> None:
     folder = with_scale(write_plan(tmp_path, 2, **SMALL, engine=engine, precision="fp16"), LARGEST_POWER)

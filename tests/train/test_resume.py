@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 qlora": {"engine": "fsdp2", "method": "qlora"},
     "zero2 mamba": {"engine": "zero2", "model": "tiny_mamba", "seq": 32},
 }
-QUICKLY = ("zero3 offloaded", "fsdp2")
+QUICKLY = ("fsdp2",)
 """What `make test` has of it."""
 
 

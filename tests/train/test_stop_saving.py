@@ -40,7 +40,8 @@ def ended(ranks: list[subprocess.Popen[str]]) -> list[int]:
     return [rank.returncode for rank in ranks]
 
 
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
 def test_a_signal_during_a_save_is_heard_after_it(tmp_path: Path, background: bool) -> None:
     run, ranks = started(tmp_path, background=background)
     for rank in ranks:

@@ -51,7 +51,7 @@ def test_bad_data_is_said_once_and_every_rank_leaves(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", [pytest.param("zero2", marks=pytest.mark.slow), "zero3", "fsdp2"])
 def test_the_saved_folder_is_the_trained_model(tmp_path: Path, engine: str) -> None:
     """Plain transformers loads it, on the same words it gives the last evaluation's loss, and it speaks."""
     folder = edit(write_plan(tmp_path, 2, **SMALL, engine=engine, precision="fp32"), evaluation__split=0.02)
