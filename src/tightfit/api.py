@@ -18,7 +18,7 @@ from typing import Any
 from tightfit.desk import estimate as estimates
 from tightfit.desk import estimate_report, plan_report
 from tightfit.desk import plan as plans
-from tightfit.desk.plan_files import plan_of
+from tightfit.desk.plan_files import files_of, plan_of
 from tightfit.inputs.flags import Flags
 from tightfit.inputs.job_file import JOB_FLAGS
 from tightfit.inputs.spelling import nearest
@@ -77,16 +77,11 @@ class Planned:
 
     def write(self, folder: str | Path, *, force: bool = False) -> list[Path]:
         """Configs, launch script and reasons into a folder, as `--write` does."""
-        from tightfit.render import render
-        from tightfit.render.target import Target
         from tightfit.render.write import write
 
         if self.plan.chosen is None:
             raise ConfigError("nothing fits, so there is nothing to write: see .remedies")
-        target = Target(
-            deepspeed_version=self.plan.chosen.levers.deepspeed_version, gpu_ids=self.plan.job.hardware.gpu_ids
-        )
-        return write(render(self.plan, target), Path(folder), force)
+        return write(files_of(self.plan), Path(folder), force)
 
     def __str__(self) -> str:
         from rich.console import Console

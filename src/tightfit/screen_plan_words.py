@@ -12,8 +12,8 @@ from tightfit.inputs.flags import flags_from_levers, spelt
 from tightfit.inputs.hardware import parse_hardware
 from tightfit.inputs.job_file import levers_of
 from tightfit.planner.plan import Plan, Way
-from tightfit.planner.reasons import is_cut_off, steps_of, time_words, worth_showing
-from tightfit.priced import billions, strategy_name
+from tightfit.planner.reasons import further, is_cut_off, steps_of, time_words, worth_showing
+from tightfit.priced import billions
 from tightfit.types import Hardware, Levers, Lora, UserError
 
 ALWAYS = ("engine", "micro_batch", "accum", "checkpointing")
@@ -95,8 +95,4 @@ def _usual_world(plan: Plan) -> int:
 
 def reason_lines(plan: Plan) -> list[str]:
     """The sentences that say something which was not said above or will be said below."""
-    said = set(plan.unproven)
-    if plan.chosen is not None:
-        said.add(f"Chosen: {strategy_name(plan.chosen.levers)}.")
-        said |= {f"It changes the training: {change}." for change in plan.chosen.changes}
-    return [sentence.removeprefix("Nothing free fits. ") for sentence in plan.because if sentence not in said]
+    return [sentence.removeprefix("Nothing free fits. ") for sentence in further(plan)]

@@ -34,7 +34,7 @@ def answered(args: argparse.Namespace, *, advice: bool = True) -> tuple[Answer, 
         answer = _answer(args, request, startable)
     except ConfigError as error:
         raise of_the_file(error, args) from None
-    return write_plan(args, request.job, target, startable, answer)
+    return write_plan(args, target, startable, answer)
 
 
 def of_the_file(error: ConfigError, args: argparse.Namespace) -> ConfigError:

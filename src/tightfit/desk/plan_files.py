@@ -166,13 +166,12 @@ def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> st
 
 
 def write_plan(
-    args: argparse.Namespace, job: Job, target: Target | None, startable: Startable, answer: Answer
+    args: argparse.Namespace, target: Target | None, startable: Startable, answer: Answer
 ) -> tuple[Answer, list[Path] | None]:
     """The answer with what was never run by us, and the files that were written for it, if that was asked."""
     answer = _changed(answer)
     if target is None or not hasattr(args, "write"):
         return answer, None
-    from tightfit.render import render
     from tightfit.render.write import write
 
     answered = plan_of(answer)
@@ -181,9 +180,18 @@ def write_plan(
         narrow = beyond(startable, answered, every_gpu=every_gpu) is not None
         way = f"--launcher {STARTS_ANY} would make it fit" if narrow else way_out(answered, HOW_FAR)
         raise ConfigError(f"nothing fits, so nothing was written: {way}")
-    deepspeed = answered.chosen.levers.deepspeed_version
-    target = replace(target, deepspeed_version=deepspeed, gpu_ids=job.hardware.gpu_ids)
-    return answer, write(render(answered, target), Path(args.write), hasattr(args, "force"))
+    return answer, write(files_of(answered, target), Path(args.write), hasattr(args, "force"))
+
+
+def files_of(plan: Plan, target: Target | None = None) -> dict[str, str]:
+    """The files of a plan that fits, by name; without a target, for the versions that are installed here."""
+    from tightfit.render import render
+
+    assert plan.chosen is not None, "what does not fit has no files"
+    target = target or target_of(argparse.Namespace(write=""))
+    assert target is not None
+    deepspeed = plan.chosen.levers.deepspeed_version
+    return render(plan, replace(target, deepspeed_version=deepspeed, gpu_ids=plan.job.hardware.gpu_ids))
 
 
 def plan_of(answer: Answer) -> Plan:

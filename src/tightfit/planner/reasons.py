@@ -134,6 +134,15 @@ def _signed(size_bytes: int) -> str:
     return f"{'+' if size_bytes > 0 else '-'}{amounts(abs(size_bytes))[0]} GiB"
 
 
+def further(plan: Plan) -> list[str]:
+    """Of a plan's sentences what is left where its choice, its changes and its doubts have places of their own."""
+    said = set(plan.unproven)
+    if plan.chosen is not None:
+        said.add(f"Chosen: {strategy_name(plan.chosen.levers)}.")
+        said |= {f"It changes the training: {change}." for change in plan.chosen.changes}
+    return [sentence for sentence in plan.because if sentence not in said]
+
+
 def of_plan(plan: Plan, question: Question, said: tuple[str, ...]) -> tuple[str, ...]:
     """Every sentence under the table."""
     sentences = [*said, *_batch(plan), *question.hardware.because]

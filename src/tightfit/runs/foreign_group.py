@@ -23,8 +23,8 @@ from tightfit.inputs.occupancy import Occupancy, occupancy
 from tightfit.inputs.surroundings import inherited
 from tightfit.runs.foreign_hang import Stillness, Stuck, asked
 from tightfit.runs.kernel import KernelRecord, KernelSaid
-from tightfit.runs.marked import MARK, Guard, members, tell_one
-from tightfit.runs.processes import PROC, tell
+from tightfit.runs.marked import MARK, Guard, members
+from tightfit.runs.processes import PROC, tell, tell_one
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError
 

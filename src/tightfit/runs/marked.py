@@ -14,12 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from tightfit.inputs.surroundings import inherited
-from tightfit.runs.processes import PROC
+from tightfit.runs.processes import PROC, tell_one
 
 MARK = "TIGHTFIT_RUN_MARK"
 LOOK_S = 0.05
@@ -57,12 +56,6 @@ def end_members(mark: str, patience_s: float = ORPHANS_S) -> None:
                 tell_one(pid, number)
                 told.add(pid)
         time.sleep(LOOK_S)
-
-
-def tell_one(pid: int, number: signal.Signals) -> None:
-    """A signal to a process that may have ended meanwhile."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
 
 
 class Guard:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import suppress
 
-from tightfit.runs.processes import members_of
+from tightfit.runs.processes import members_of, tell_one
 
 PARENT_FD = "TIGHTFIT_PARENT_FD"
 """The variable that names the pipe to a rank."""
@@ -35,8 +34,7 @@ def _watch(fd: int) -> None:
     if os.getsid(0) == os.getpid():
         for pid in members_of(frozenset({os.getpid()})):
             if pid != os.getpid():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                tell_one(pid, signal.SIGKILL)
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -63,8 +63,13 @@ def end_session(session: int) -> None:
     """End a session's first group, and whatever of the session has a group of its own."""
     tell(session, signal.SIGKILL)
     for pid in members_of(frozenset({session})):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+        tell_one(pid, signal.SIGKILL)
+
+
+def tell_one(pid: int, what: signal.Signals) -> None:
+    """A signal to a process that may have ended meanwhile."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, what)
 
 
 def tell(group: int, what: signal.Signals) -> None:

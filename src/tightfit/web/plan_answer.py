@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from collections import OrderedDict
@@ -10,12 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tightfit.desk.plan import answered, check_flags
-from tightfit.desk.plan_files import target_of
+from tightfit.desk.plan_files import files_of
 from tightfit.inputs.models import load_model
 from tightfit.inputs.presets import PRESETS, checkpoint_named
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import worth_showing
-from tightfit.render import Target, render
 from tightfit.types import UserError
 from tightfit.web.plan_question import Asked
 
@@ -40,17 +38,10 @@ class Answered:
     @cached_property
     def files(self) -> dict[str, str] | str:
         """The files that `--write` would write, by name; or the sentence that says why there are none."""
-        chosen = self.plan.chosen
-        if chosen is None:
+        if self.plan.chosen is None:
             return {}
-        usual = target_of(argparse.Namespace(write="")) or Target()
-        target = Target(
-            deepspeed_version=chosen.levers.deepspeed_version,
-            transformers_version=usual.transformers_version,
-            llamafactory_version=usual.llamafactory_version,
-        )
         try:
-            return render(self.plan, target)
+            return files_of(self.plan)
         except UserError as error:
             return str(error)
 

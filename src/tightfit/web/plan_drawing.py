@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.planner.plan import Plan, Way
-from tightfit.planner.reasons import hours, lacking_bytes, missing
+from tightfit.planner.reasons import further, hours, lacking_bytes, missing
 from tightfit.priced import GIB, amounts, billions, strategy_name
 from tightfit.render.svg_bars import Bar, Line, bars_svg, fullest, gpu_parts, key_svg, parts_of, scale_of
 from tightfit.types import Phase, PhaseName
@@ -125,13 +125,9 @@ def drawn(answer: Answered, words: Words, language: str, *, advice: bool) -> Dra
 
 def reason_lines(plan: Plan) -> list[str]:
     """The sentences that say something which the page does not say elsewhere."""
-    said = set(plan.unproven)
     if plan.chosen is not None:
-        said.add(f"Chosen: {strategy_name(plan.chosen.levers)}.")
-        said |= {f"It changes the training: {change}." for change in plan.chosen.changes}
-        return [each for each in plan.because if each not in said]
-    said |= {each for each in plan.because if each.startswith(ADVICE) or " would do as well: " in each}
-    return [each for each in plan.because if each not in said]
+        return further(plan)
+    return [each for each in further(plan) if not (each.startswith(ADVICE) or " would do as well: " in each)]
 
 
 def gib(size_bytes: int) -> str:
