@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tightfit.cli_train_machine import Busy, holder_words, reservations, wait_while_busy
+from tightfit.cli_train_machine import Busy, most_held, reservations, wait_while_busy
 from tightfit.inputs.occupancy import Device, occupancy
 from tightfit.priced import amounts
 
@@ -35,11 +35,13 @@ def _check(device: Device, need_bytes: int | None) -> None:
     free, total = device.free_bytes, device.total_bytes
     if free is None:
         return
-    who = max(device.holders, key=lambda each: each.held_bytes or 0, default=None)
-    held = "" if who is None else f", as {holder_words(who)} holds the rest"
+    who = most_held(device)
+    held, of = who and f", as {who} holds the rest", (device.key, who) if who else (device.key,)
     if need_bytes is not None and free < need_bytes:
         needed, left = amounts(need_bytes, free)
-        raise Busy(f"GPU {device.number} has {left} GiB free and the command is predicted to need {needed}{held}: wait")
+        raise Busy(
+            f"GPU {device.number} has {left} GiB free and the command is predicted to need {needed}{held}: wait", of
+        )
     if need_bytes is None and total is not None and free < FREE_SHARE * total:
         left, whole = amounts(free, total)
-        raise Busy(f"GPU {device.number} has {left} of {whole} GiB free{held}: wait")
+        raise Busy(f"GPU {device.number} has {left} of {whole} GiB free{held}: wait", of)

@@ -23,7 +23,14 @@ LOOK_S = 0.1
 
 
 class Busy(HardwareError):
-    """Others have what the run needs, and may give it back."""
+    """Others have what the run needs, and may give it back.
+
+    `of` names what is awaited where the sentence holds amounts that change: the GPU, and the process on it.
+    """
+
+    def __init__(self, message: str, of: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.of = of or (message,)
 
 
 DEFAULT_PORT = 29500
@@ -242,27 +249,35 @@ def check_free(device: Device, worker: WorkerFile) -> None:
         return
     assert device.free_bytes is not None
     need, free = amounts(worker.required_bytes, device.free_bytes)
-    who = max(device.holders, key=lambda each: each.held_bytes or 0, default=None)
-    held = f", as {holder_words(who)} holds the rest" if who else ""
+    who = most_held(device)
     raise Busy(
-        f"GPU {device.number} has {free} GiB free and the plan needs {need} GiB{held}: wait with --wait-for-gpu, or "
-        "choose others with --gpu-ids"
+        f"GPU {device.number} has {free} GiB free and the plan needs {need} GiB{who and f', as {who} holds the rest'}: "
+        "wait with --wait-for-gpu, or choose others with --gpu-ids",
+        of=(device.key, who) if who else (device.key,),
     )
+
+
+def most_held(device: Device) -> str:
+    """In words the process that holds most of a GPU; "": none is known."""
+    who = max(device.holders, key=lambda each: each.held_bytes or 0, default=None)
+    return "" if who is None else holder_words(who)
 
 
 def wait_while_busy(
     ready: Callable[[], T], say: Callable[[str], None], give_up: Callable[[], bool] = lambda: False
 ) -> T | None:
-    """What `ready` returns once nobody else holds what it needs; None: it was given up. A reason is said once."""
-    said = ""
+    """What `ready` returns once nobody else holds what it needs; None: it was given up.
+
+    What is awaited is said once, and again when it is another GPU or another's process.
+    """
+    said: set[str] = set()
     while not give_up():
         try:
             return ready()
         except Busy as error:
-            reason = str(error).rpartition(": ")[0]
-            if reason != said:
-                say(f"waiting: {reason}")
-                said = reason
+            if not said.issuperset(error.of):
+                say(f"waiting: {str(error).rpartition(': ')[0]}")
+                said.update(error.of)
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline and not give_up():
             time.sleep(LOOK_S)
