@@ -1,40 +1,28 @@
-"""Many real workers in little time, and one that is killed after a chosen call to the disk.
-
-A worker spends its first seconds on importing torch and transformers. Here one process does so once and forks a child
-for each rank that is asked for; the child is the worker from its `main` on, with its own environment and exit code.
+"""Real workers of which one is killed after a chosen call to the disk.
 
     with Server() as server:
         ran = server.run(plan, kill=Kill(rank=0, after=17))
 
-A child counts the calls by which a save changes the disk and notes each in a file, so that another one can be killed
-with SIGKILL after any of them. As a script this file is the server: requests come in as lines of JSON, and answers go
-out the same way.
+They are forked (see `warm.py`). A child counts the calls by which a save changes the disk and notes each in a file,
+so that another one can be killed with SIGKILL after any of them.
 """
 
 from __future__ import annotations
 
 import builtins
-import gc
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from plain import write_examples
-from running import Ran, edit, write_plan
-
-GRACE_S = 20.0
-"""For the ranks that are left when one is gone; a launcher would end them too."""
-LIMIT_S = 120.0
+from running import Ran, edit, environments, read_run, write_plan
+from warm import Rank, Warm
 
 SMALL = {
     "hidden_size": 16,
@@ -77,26 +65,14 @@ class Forked(Ran):
 
 
 class Server:
-    """Asks the process that forks."""
+    """Workers that count their calls to the disk."""
 
     def __enter__(self) -> Server:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environment, **threads, "TIGHTFIT_LAUNCHER": "tests"},
-        )
+        self._warm = Warm()
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=LIMIT_S)
-        self._process.stdout.close()
+        self._warm.end()
 
     def run(
         self,
@@ -108,28 +84,16 @@ class Server:
         launcher: str = "tests",
     ) -> Forked:
         """The ranks of a plan, to their end. `meddle`: Python that each child executes first."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         orders = json.loads((plan / "worker.json").read_text())
-        run, world = Path(orders["saving"]["folder"]), orders["world"]["ranks"]
-        request = {
-            "argv": [str(plan / "worker.json"), *options],
-            "world": world,
-            "notes": str(plan),
-            "cache": str(cache or plan / "cache"),
-            "kill": None if kill is None else asdict(kill),
-            "meddle": meddle,
-            "launcher": launcher,
-        }
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, "the server that forks has ended"
-        said = [(plan / f"said-{rank}").read_text() for rank in range(world)]
-        calls = [read_calls(plan / f"calls-{rank}") for rank in range(world)]
-        log = run / "events.jsonl"
-        events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        return Forked(run, json.loads(answer)["codes"], events, said, calls)
+        ranks = []
+        for rank, environment in enumerate(environments(orders["world"]["ranks"], cache or plan / "cache")):
+            after = kill.after if kill is not None and kill.rank == rank else None
+            first = f"import forking\nforking.count({str(plan / f'calls-{rank}')!r}, {after})\n{meddle or ''}"
+            ranks.append(Rank({**environment, "TIGHTFIT_LAUNCHER": launcher}, str(plan / f"said-{rank}"), first))
+        codes = self._warm.run([str(plan / "worker.json"), *options], ranks)
+        ran = read_run(Path(orders["saving"]["folder"]), codes, [Path(rank.said) for rank in ranks])
+        calls = [read_calls(plan / f"calls-{rank}") for rank in range(len(ranks))]
+        return Forked(ran.folder, ran.codes, ran.events, ran.stderr, calls)
 
 
 def read_calls(path: Path) -> list[Call]:
@@ -202,6 +166,14 @@ class Interposed(threading.local):
     path: object = None
     begun: object = None
     """The file whose first bytes were halved: the others of its parts are of the same kind."""
+
+
+def count(notes: str, after: int | None) -> None:
+    """From here on this process notes its calls, and ends after the one with this number."""
+    from tightfit.train import pictures
+
+    pictures.draw = lambda _: []  # a second that says nothing about the disk
+    interpose(Counter(Path(notes), after))
 
 
 def interpose(counter: Counter) -> None:
@@ -279,90 +251,3 @@ def _within(
 
 def _path_of(what: object) -> object:
     return os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what
-
-
-# --- the server ----------------------------------------------------------------------------------
-
-
-def serve() -> None:
-    _warm()
-    for line in sys.stdin:
-        request = json.loads(line)
-        os.write(1, (json.dumps({"codes": _wait(_fork(request))}) + "\n").encode())
-
-
-def _warm() -> None:
-    """All that every child would do alike, short of what starts threads: those do not live on in a fork."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    import tightfit.train.__main__
-    import tightfit.train.engines.fsdp2
-    import tightfit.train.worker  # noqa: F401
-    from tightfit.train.data import load_tokenizer
-    from tightfit.train.saved_names import saved_parts
-
-    torch.set_num_threads(1)
-    load_tokenizer(None, 10**6, trust_remote_code=False)
-    with torch.device("meta"):
-        saved_parts(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=1)))
-    gc.collect()
-    gc.freeze()
-
-
-def _fork(request: Mapping[str, Any]) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(request["world"]):
-        child = os.fork()
-        if child == 0:
-            try:
-                _child(request, rank, port)
-            finally:
-                os._exit(99)
-        children.append(child)
-    return children
-
-
-def _child(request: Mapping[str, Any], rank: int, port: int) -> None:
-    notes, kill = Path(request["notes"]), request["kill"]
-    said = os.open(notes / f"said-{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number, target in ((0, nothing), (1, nothing), (2, said)):
-        os.dup2(target, number)
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["world"], "LOCAL_WORLD_SIZE": request["world"]}
-    os.environ.update({name: str(value) for name, value in told.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), XDG_CACHE_HOME=request["cache"])
-    os.environ["TIGHTFIT_LAUNCHER"] = request["launcher"]
-    interpose(Counter(notes / f"calls-{rank}", kill["after"] if kill and kill["rank"] == rank else None))
-    if request["meddle"]:
-        exec(request["meddle"], {})  # noqa: S102 - the test's own words
-    from tightfit.train import pictures
-    from tightfit.train.__main__ import main
-
-    pictures.draw = lambda _: []  # a second that says nothing about the disk
-    main(request["argv"])
-
-
-def _wait(children: list[int]) -> list[int]:
-    codes: dict[int, int] = {}
-    end = time.monotonic() + LIMIT_S
-    while len(codes) < len(children):
-        for child in children:
-            if child in codes:
-                continue
-            if time.monotonic() > end:
-                os.kill(child, signal.SIGKILL)
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                codes[child] = os.waitstatus_to_exitcode(status)
-                if codes[child]:
-                    end = min(end, time.monotonic() + GRACE_S)
-        time.sleep(0.005)
-    return [codes[child] for child in children]
-
-
-if __name__ == "__main__":
-    serve()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import socket
@@ -10,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from warm import Rank, Warm
 
 from tightfit.inputs.job_file import job_from_flags
 from tightfit.planner import plan
@@ -68,27 +72,56 @@ def edit(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def run_ranks(folder: Path, *options: str, world: int | None = None, cache: Path | None = None) -> Ran:
-    """Start the ranks of a plan and wait for them."""
+def run_ranks(
+    folder: Path, *options: str, world: int | None = None, cache: Path | None = None, fresh: bool = False
+) -> Ran:
+    """Run the ranks of a plan. `fresh`: each is a Python of its own from its start, and not a fork of a warm one."""
     orders = json.loads((folder / "worker.json").read_text())
     world = orders["world"]["ranks"] if world is None else world
-    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json"), *options]
-    started = start_ranks(command, world, cache or folder / "cache", stdout=subprocess.DEVNULL)
-    try:
-        stderr = [process.communicate(timeout=LIMIT_S)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    run = Path(orders["saving"]["folder"])
+    argv, said = [str(folder / "worker.json"), *options], [folder / f"said-{rank}" for rank in range(world)]
+    cache = cache or folder / "cache"
+    if fresh:
+        command = [sys.executable, "-m", "tightfit.train", *argv]
+        started = start_ranks(command, world, cache, stdout=subprocess.DEVNULL)
+        try:
+            for process, path in zip(started, said, strict=True):
+                path.write_text(process.communicate(timeout=LIMIT_S)[1])
+        finally:
+            for process in started:
+                process.kill()
+        codes = [process.returncode for process in started]
+    else:
+        ranks = [Rank(each, str(path)) for each, path in zip(environments(world, cache), said, strict=True)]
+        codes = _warm().run(argv, ranks)
+    return read_run(Path(orders["saving"]["folder"]), codes, said)
+
+
+def read_run(run: Path, codes: list[int], said: list[Path]) -> Ran:
     log = run / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return Ran(run, [process.returncode for process in started], events, stderr)
+    return Ran(run, codes, events, [path.read_text() for path in said])
+
+
+@functools.cache
+def _warm() -> Warm:
+    """One for all tests of this process."""
+    warm = Warm()
+    atexit.register(warm.end)
+    return warm
 
 
 def start_ranks(
     command: list[str], world: int, cache: Path, stdout: int = subprocess.PIPE
 ) -> list[subprocess.Popen[str]]:
     """So many processes of a command, as a launcher starts them."""
+    return [
+        subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+        for environment in environments(world, cache)
+    ]
+
+
+def environments(world: int, cache: Path) -> list[dict[str, str]]:
+    """What a launcher tells each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -104,13 +137,4 @@ def start_ranks(
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions")),
         "TIGHTFIT_LAUNCHER": "tests",
     }
-    return [
-        subprocess.Popen(
-            command,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]

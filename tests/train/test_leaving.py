@@ -19,7 +19,7 @@ ABORT_AT_THE_END = "import atexit, os\natexit.register(os.abort)\n"
 def test_a_library_that_aborts_at_the_end_spoils_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(ABORT_AT_THE_END)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
-    ran = run_ranks(write_plan(tmp_path, 2, **SMALL))
+    ran = run_ranks(write_plan(tmp_path, 2, **SMALL), fresh=True)
     assert ran.codes == [0, 0], ran.stderr
     assert ran.events[-1]["event"] == "end"
 
