@@ -1,16 +1,13 @@
 """One rank that goes on from several checkpoints, one after another, with one engine.
 
-    python crossing.py PLAN OUT CHECKPOINT …
-
-For each it loads the checkpoint, saves it again at once under OUT/NAME/, and takes one more step. Rank 0 prints the
-losses of these steps as JSON.
+For each it loads the checkpoint, saves it again at once under OUT/NAME/, and takes one more step. Rank 0 leaves the
+losses of these steps in OUT/losses.json.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ from tightfit.train.windows import Windows
 from tightfit.train.worker import Worker
 
 
-def main(plan: Path, out: Path, *folders: Path) -> None:
+def go_on(plan: Path, out: Path, *folders: Path) -> None:
     config = read_worker_config(plan / "worker.json")
     place = places.place_of(os.environ, config, Options())
     cache = Path(os.environ["XDG_CACHE_HOME"]) / "tightfit"
@@ -77,10 +74,6 @@ def main(plan: Path, out: Path, *folders: Path) -> None:
         loop.run(found.step)
         losses[name] = loop.last_loss
     if place.leads:
-        print(json.dumps(losses))  # noqa: T201
+        (out / "losses.json").write_text(json.dumps(losses))
     places.part(place)
     leave(0)
-
-
-if __name__ == "__main__":
-    main(*(Path(each) for each in sys.argv[1:]))

@@ -1,7 +1,6 @@
 """Real workers of which one is killed after a chosen call to the disk.
 
-    with Server() as server:
-        ran = server.run(plan, kill=Kill(rank=0, after=17))
+    ran = Server().run(plan, kill=Kill(rank=0, after=17))
 
 They are forked (see `warm.py`). A child counts the calls by which a save changes the disk and notes each in a file,
 so that another one can be killed with SIGKILL after any of them.
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from plain import write_examples
-from running import Ran, edit, environments, read_run, write_plan
-from warm import Rank, Warm
+from running import Ran, edit, environments, read_run, warm, write_plan
+from warm import Rank
 
 SMALL = {
     "hidden_size": 16,
@@ -67,13 +66,6 @@ class Forked(Ran):
 class Server:
     """Workers that count their calls to the disk."""
 
-    def __enter__(self) -> Server:
-        self._warm = Warm()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._warm.end()
-
     def run(
         self,
         plan: Path,
@@ -90,7 +82,7 @@ class Server:
             after = kill.after if kill is not None and kill.rank == rank else None
             first = f"import forking\nforking.count({str(plan / f'calls-{rank}')!r}, {after})\n{meddle or ''}"
             ranks.append(Rank({**environment, "TIGHTFIT_LAUNCHER": launcher}, str(plan / f"said-{rank}"), first))
-        codes = self._warm.run([str(plan / "worker.json"), *options], ranks)
+        codes = warm().run([str(plan / "worker.json"), *options], ranks)
         ran = read_run(Path(orders["saving"]["folder"]), codes, [Path(rank.said) for rank in ranks])
         calls = [read_calls(plan / f"calls-{rank}") for rank in range(len(ranks))]
         return Forked(ran.folder, ran.codes, ran.events, ran.stderr, calls)

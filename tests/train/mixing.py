@@ -1,6 +1,4 @@
-"""The worker, which says how each of its Mamba mixers ran.
-
-    python mixing.py LOG WORKER …
+"""A worker that calls `note(LOG)` first says how each of its Mamba mixers ran.
 
 A letter for every call goes into LOG.RANK: f where the mixer was one fused function, u where its modules were called.
 """
@@ -8,12 +6,10 @@ A letter for every call goes into LOG.RANK: f where the mixer was one fused func
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from tightfit.mamba import install
-from tightfit.train.__main__ import main
 
 
 def told(letter: str, function: Callable[..., Any], descriptor: int) -> Callable[..., Any]:
@@ -24,8 +20,7 @@ def told(letter: str, function: Callable[..., Any], descriptor: int) -> Callable
     return tell
 
 
-if __name__ == "__main__":
-    log = os.open(f"{sys.argv[1]}.{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    install.mamba_mixer = told("f", install.mamba_mixer, log)
-    install._unfused = told("u", install._unfused, log)
-    main(sys.argv[2:])
+def note(log: str) -> None:
+    descriptor = os.open(f"{log}.{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    install.mamba_mixer = told("f", install.mamba_mixer, descriptor)
+    install._unfused = told("u", install._unfused, descriptor)

@@ -73,9 +73,17 @@ def edit(folder: Path, **changes: Any) -> Path:
 
 
 def run_ranks(
-    folder: Path, *options: str, world: int | None = None, cache: Path | None = None, fresh: bool = False
+    folder: Path,
+    *options: str,
+    world: int | None = None,
+    cache: Path | None = None,
+    first: str = "",
+    fresh: bool = False,
 ) -> Ran:
-    """Run the ranks of a plan. `fresh`: each is a Python of its own from its start, and not a fork of a warm one."""
+    """Run the ranks of a plan. `first`: Python that each executes before the worker begins, or instead if it leaves.
+
+    `fresh`: each is a Python of its own from its start, and not a fork of a warm one.
+    """
     orders = json.loads((folder / "worker.json").read_text())
     world = orders["world"]["ranks"] if world is None else world
     argv, said = [str(folder / "worker.json"), *options], [folder / f"said-{rank}" for rank in range(world)]
@@ -91,8 +99,8 @@ def run_ranks(
                 process.kill()
         codes = [process.returncode for process in started]
     else:
-        ranks = [Rank(each, str(path)) for each, path in zip(environments(world, cache), said, strict=True)]
-        codes = _warm().run(argv, ranks)
+        ranks = [Rank(each, str(path), first) for each, path in zip(environments(world, cache), said, strict=True)]
+        codes = warm().run(argv, ranks)
     return read_run(Path(orders["saving"]["folder"]), codes, said)
 
 
@@ -103,11 +111,11 @@ def read_run(run: Path, codes: list[int], said: list[Path]) -> Ran:
 
 
 @functools.cache
-def _warm() -> Warm:
+def warm() -> Warm:
     """One for all tests of this process."""
-    warm = Warm()
-    atexit.register(warm.end)
-    return warm
+    started = Warm()
+    atexit.register(started.end)
+    return started
 
 
 def start_ranks(

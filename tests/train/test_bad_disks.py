@@ -50,9 +50,8 @@ disk.room = eaten
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as server:
-        yield server
+def server() -> Server:
+    return Server()
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import edit, run_ranks, start_ranks, write_plan
+from running import edit, run_ranks, write_plan
 
 pytestmark = pytest.mark.thorough
 
@@ -75,11 +74,10 @@ def test_any_engine_goes_on_from_any_other(
     checkpoints = {source: saved(source) for source in sources}
     plan = plan_for(tmp_path / "plan", world, engine)
     out = tmp_path / "out"
-    command = [sys.executable, str(Path(__file__).with_name("crossing.py")), str(plan), str(out)]
-    started = start_ranks([*command, *(str(folder) for folder, _ in checkpoints.values())], world, plan / "cache")
-    said = [process.communicate(timeout=240) for process in started]
-    assert [process.returncode for process in started] == [0] * world, "\n".join(err for _, err in said)
-    losses = json.loads(said[0][0].splitlines()[-1])
+    folders = ", ".join(f"Path({str(folder)!r})" for folder in (plan, out, *(each for each, _ in checkpoints.values())))
+    ran = run_ranks(plan, first=f"from pathlib import Path\nfrom crossing import go_on\ngo_on({folders})")
+    assert ran.codes == [0] * world, "\n".join(ran.stderr)
+    losses = json.loads((out / "losses.json").read_text())
     for name, (folder, loss) in checkpoints.items():
         again = tensors(out / name / "checkpoints" / folder.name)
         expected = tensors(folder)

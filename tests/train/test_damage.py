@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,12 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    with Server() as server:
-        plan = small_plan(tmp_path_factory.mktemp("trained"), 1, steps=3)
-        ran = server.run(plan, "--no-probe")
-        assert ran.codes == [0], ran.stderr
-        ran.folder.rename(plan / "reference")
-        yield Trained(plan, ran.losses, server)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    server, plan = Server(), small_plan(tmp_path_factory.mktemp("trained"), 1, steps=3)
+    ran = server.run(plan, "--no-probe")
+    assert ran.codes == [0], ran.stderr
+    ran.folder.rename(plan / "reference")
+    return Trained(plan, ran.losses, server)
 
 
 def chosen(run: Path, wanted: str = "auto") -> tuple[Found | None, list[dict[str, Any]]]:

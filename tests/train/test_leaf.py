@@ -7,8 +7,6 @@ in fp32 may differ by the order of sums: one part in a hundred thousand, as in t
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 from plain import plain_losses, write_examples
-from running import LIMIT_S, edit, start_ranks, write_plan
+from running import edit, run_ranks, write_plan
 from small_models import config_of, on_meta
 from test_resume import cut_off
 
@@ -72,20 +70,10 @@ def write(folder: Path, model: str = "tiny_mamba", **flags: Any) -> Path:
 
 
 def run(folder: Path, *options: str) -> Ran:
-    log, events = folder / "mixed", folder / "run" / "events.jsonl"
     (folder / "mixed.0").unlink(missing_ok=True)
-    program = Path(__file__).with_name("mixing.py")
-    command = [sys.executable, str(program), str(log), str(folder / "worker.json"), "--no-probe", *options]
-    started = start_ranks(command, 2, folder / "cache", stdout=subprocess.DEVNULL)
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
-    found = [json.loads(line) for line in events.read_text().splitlines()]
-    losses = [each["loss"] for each in found if each["event"] == "step"]
-    return Ran(losses, (folder / "mixed.0").read_text(), found)
+    ran = run_ranks(folder, "--no-probe", *options, first=f"import mixing\nmixing.note({str(folder / 'mixed')!r})")
+    assert ran.codes == [0, 0], "\n".join(ran.stderr)
+    return Ran(ran.losses, (folder / "mixed.0").read_text(), ran.events)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ A worker spends its first seconds on importing torch, transformers and DeepSpeed
 forks a child for each rank that is asked for; the child is the worker from its `main` on, with its own environment,
 its own standard error and its own exit code.
 
-    with Warm() as warm:
-        codes = warm.run(["worker.json"], [Rank(environment, said) for environment in environments])
+    codes = Warm().run(["worker.json"], [Rank(environment, said) for environment in environments])
 
 As a script this file is that process: requests come in as lines of JSON, and answers go out the same way.
 """
@@ -50,12 +49,6 @@ class Warm:
             text=True,
             env={**environment, **threads},
         )
-
-    def __enter__(self) -> Warm:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
 
     def end(self) -> None:
         assert self._process.stdin is not None

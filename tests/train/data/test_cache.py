@@ -179,7 +179,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_killed_build_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    data = big_text(tmp_path / "big.txt", 30)
+    data = big_text(tmp_path / "big.txt", 14)
     first = builder(tmp_path, data, start_new_session=True)
     assert first.stdout is not None
     assert first.stdout.readline().startswith("0 ")
