@@ -13,7 +13,7 @@ SOURCES := pyproject.toml constraints.txt
 CHROMIUM := /usr/bin/chromium
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-all lint format docs clean
+.PHONY: help demo test check test-all lint format docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -55,13 +55,13 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 
 test: lint  ## lint, types and every test that is not slow
-	$(BIN)/pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 check: lint  ## lint, types and the quick tests: what to run before a commit
-	$(BIN)/pytest -n $(WORKERS) -m "not slow and not thorough"
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not thorough"
 
 test-all: lint  ## the slow tests as well
-	$(BIN)/pytest -n $(WORKERS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 format: $(VENV)/.ready  ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix .
@@ -69,6 +69,14 @@ format: $(VENV)/.ready  ## rewrite the code as the linter wants it
 
 docs: $(VENV)/.ready  ## the documentation as a site, in build/docs
 	$(BIN)/zensical build --strict
+
+PAGES := benchmarks/accuracy.py benchmarks/pace_accuracy.py benchmarks/notes_table.py benchmarks/phase_pictures.py \
+	"benchmarks/worker_pace.py page" "benchmarks/checkpoint_speed.py page" "benchmarks/scan_speed.py page" \
+	tests/diagnose/test_page.py tests/planner/test_notes.py tests/test_cli_schema.py examples/write_plans.py \
+	tests/examples/test_examples.py tests/test_docs.py tests/web/test_plan_browser.py tests/web/test_browser.py
+
+pages: $(VENV)/.ready  ## write again every page, picture and golden that is made from what the program says
+	@set -e; for page in $(PAGES); do echo "$$page"; $(BIN)/python $$page; done
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

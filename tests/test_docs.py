@@ -30,6 +30,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import notes_table
+import phase_pictures
 
 from tightfit.cli import main
 from tightfit.types import Levers
@@ -261,6 +262,13 @@ def test_buffers_are_where_the_footprint_page_says(package: str) -> None:
                 assert re.search(rf"\b{name}\b", source), f"{path} has no {name}"
                 found += 1
     assert found
+
+
+@pytest.mark.parametrize("name", phase_pictures.PICTURES)
+def test_pictures_of_phases_are_what_the_model_says(name: str) -> None:
+    path = DOCS / "images" / f"{name}.svg"
+    assert path.read_text(encoding="utf-8") == phase_pictures.picture(name), "stale: run benchmarks/phase_pictures.py"
+    assert f"images/{name}.svg" in FOOTPRINT.read_text(encoding="utf-8")
 
 
 def test_our_own_names_on_the_footprint_page() -> None:
