@@ -46,10 +46,13 @@ def reader(link: str) -> socket.socket:
     return made
 
 
-def drain(made: socket.socket) -> None:
+def drain(made: socket.socket) -> int:
+    """Read until it is closed; how many bytes came."""
+    came = 0
     with suppress(OSError):
-        while made.recv(65536):
-            pass
+        while part := made.recv(65536):
+            came += len(part)
+    return came
 
 
 def spent_s(pid: int) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from ui_load import READERS, drain, reader, spent_s
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -240,6 +241,43 @@ def test_many_readers_come_and_go_and_nothing_stays(tmp_path: Path) -> None:
                 thread.join(20)
             assert seen == [1000 + number] * 12
         assert visitor.get("/runs")[0] == 200
+
+
+@pytest.mark.thorough
+def test_ten_readers_of_a_run_cost_less_than_a_fiftieth_of_a_core(tmp_path: Path) -> None:
+    """A training whose cores are all busy loses what the page takes, and no more than that: processor time says how
+    much on a machine that others use too, where times of steps do not."""
+    run = written(tmp_path / "first", [step_line(n) for n in range(1, 500)], ended=None, state="running")
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(UI, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as page:
+        try:
+            assert page.stdout is not None
+            link = re.search(r"http://\S+", page.stdout.readline())
+            assert link
+            readers = [reader(link[0]) for _ in range(READERS)]
+            got: list[int] = []
+            threads = [threading.Thread(target=lambda each=each: got.append(drain(each))) for each in readers]
+            for thread in threads:
+                thread.start()
+            time.sleep(3)  # they have what was there before they came
+            began, before, step = time.monotonic(), spent_s(page.pid), 500
+            with (run / "events.jsonl").open("a") as file:
+                while (lasted := time.monotonic() - began) < 15:
+                    file.write(json.dumps(step_line(step)) + "\n")
+                    file.flush()
+                    step += 1
+                    time.sleep(0.2)
+            share = (spent_s(page.pid) - before) / lasted
+            for each in readers:
+                each.shutdown(socket.SHUT_RDWR)
+                each.close()
+            for thread in threads:
+                thread.join(20)
+        finally:
+            page.kill()
+    assert len(got) == READERS
+    assert min(got) > 50 * (step - 500), "each was told of every step"
+    assert share < 0.02, f"{share:.1%} of a core"
 
 
 def test_ctrl_c_waits_for_nobody_who_sends_slowly(tmp_path: Path) -> None:
