@@ -85,12 +85,10 @@ def train(folder: Path, *words: str, faults: str = "", place: Path | None = None
 
 
 def begin(folder: Path, *words: str, faults: str = "") -> subprocess.Popen[str]:
-    """A cache of its own, but for DeepSpeed's compiled parts: those would cost a minute each time."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    """With a cache of its own."""
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(usual)),
         "TIGHTFIT_FAULTS": faults,
         "COLUMNS": "100",
     }

@@ -18,11 +18,10 @@ HF = ("--max_steps", "8", "--save_steps", "2", "--output_dir", "out", "--report_
 
 
 def run(folder: Path, *words: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Our own programs come last: another ninja than the other tests find would compile everything anew."""
     places = [str(path)] if path is not None else []
     env = {
         **os.environ,
-        "PATH": os.pathsep.join([*places, os.environ["PATH"], str(Path(sys.executable).parent)]),
+        "PATH": os.pathsep.join([*places, os.environ["PATH"]]),
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, "-m", "tightfit", "run", *words]

@@ -141,8 +141,6 @@ def environments(world: int, cache: Path) -> list[dict[str, str]]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "XDG_CACHE_HOME": str(cache),
-        # What DeepSpeed compiles is kept for the next test.
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions")),
         "TIGHTFIT_LAUNCHER": "tests",
     }
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]

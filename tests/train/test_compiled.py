@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,3 +26,13 @@ def test_a_lock_is_left_when_nobody_holds_it(tmp_path: Path) -> None:
 def test_the_folder_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "parts"))
     assert compiled_parts() == tmp_path / "parts"
+
+
+def test_ninja_is_found_though_nobody_activated_the_environment(tmp_path: Path) -> None:
+    code = (
+        "import shutil\nfrom tightfit.train.__main__ import _environment\n"
+        "assert shutil.which('ninja') is None\n_environment()\nprint(shutil.which('ninja'))\n"
+    )
+    env = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert Path(done.stdout.strip()).parent == Path(sys.executable).parent

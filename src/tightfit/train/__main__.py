@@ -159,6 +159,10 @@ def _environment() -> None:
     from tightfit.inputs.slurm import slurm_rank
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # DeepSpeed compiles with ninja. It came with this Python, and nobody need have activated its environment.
+    programs, places = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if programs not in places:
+        os.environ["PATH"] = os.pathsep.join([*places, programs])
     found = slurm_rank(os.environ) if "RANK" not in os.environ else None
     if found is not None:
         os.environ.setdefault("MASTER_ADDR", found.address)
