@@ -235,7 +235,7 @@ def stepped(case: Case, last: Plan, held: int, request: Request, cache: Calibrat
     """The next plan, were the failure's numbers those of the true prediction."""
     missing = max(GIB, held - CARD_GIB * GIB)
     shortfall = Shortfall(where="gpu", phase=case.phase, missing_bytes=missing, room_bytes=CARD_GIB * GIB)
-    known = cache.read(request.job).with_entry(learned_from_failure(last, shortfall, held))
+    known = cache.read(request.job).after_failure(learned_from_failure(last, shortfall, held))
     bounds = replace(startable_of(request.job, Target(), known).bounds(), calibration=known)
     found = step_down(last, shortfall, bounds=bounds)
     if isinstance(found, NoWay):

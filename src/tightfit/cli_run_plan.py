@@ -213,9 +213,10 @@ class Planner:
         held = peak.own_bytes - sum(gpu.overhead.values())
         self._taught(learned_from_failure(_plan(known), Shortfall(where="gpu", phase=gpu.peak_phase), held))
 
-    def _taught(self, entry: Entry | None) -> None:
-        if entry is not None and self._calibration is not None:
-            self._calibration = self._calibration.with_entry(entry)
+    def _taught(self, entry: Entry | None, *, failed: bool = False) -> None:
+        known = self._calibration
+        if entry is not None and known is not None:
+            self._calibration = known.after_failure(entry) if failed else known.with_entry(entry)
             self._setting.keep(entry)
 
     def wait_for_room(self, foreign: Foreign, give_up: Callable[[], bool]) -> bool:
@@ -233,7 +234,7 @@ class Planner:
         assert now.chosen is not None
         shortfall = located(shortfall, now.chosen)
         if (numbers := verdict.oom) is not None and numbers.allocated is not None and numbers.asked is not None:
-            self._taught(learned_from_failure(now, shortfall, numbers.allocated + numbers.asked))
+            self._taught(learned_from_failure(now, shortfall, numbers.allocated + numbers.asked), failed=True)
             known = replace(known, calibration=self._calibration)
         for job in _tries(known, same_engine=same_engine):
             last = _plan(replace(known, job=job))

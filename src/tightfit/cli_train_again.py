@@ -182,7 +182,7 @@ class TrainCourse:
         if known is None or numbers is None or numbers.allocated is None or numbers.asked is None:
             return self.bounds, None
         entry = learned_from_failure(last, shortfall, numbers.allocated + numbers.asked)
-        return replace(self.bounds, calibration=known.with_entry(entry)), entry
+        return replace(self.bounds, calibration=known.after_failure(entry)), entry
 
     def _changed(self, before: Way, found: StepDown) -> Changed:
         after = found.plan.chosen

@@ -259,6 +259,21 @@ def test_another_training_gets_nothing(levers: dict[str, Any]) -> None:
     assert known.correction(twin, way_of(first).levers, first.hardware) is not None
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_what_has_just_failed_counts_for_other_trainings_of_the_model(method: Any) -> None:
+    """Otherwise 4-bit weights would seem to take away what nobody can explain."""
+    first = planned()
+    way = way_of(first)
+    entry = learned_from_failure(first, Shortfall(where="gpu", phase="loss"), 40 * GIB)
+    other = replace(way.levers, method=method)
+    known = Calibration(data=data_mark(first.job)).after_failure(entry)
+    found = known.correction(first.shape, other, first.hardware)
+    assert found is not None
+    more = found.error_bytes("gpu", "loss", 0)
+    assert more == 40 * GIB - way.footprint.gpu.phases["loss"].total_bytes
+    assert known.correction(load_model("qwen1.5-1.8b"), way.levers, first.hardware) is None
+
+
 def test_each_phase_keeps_its_newest_figure() -> None:
     first = planned()
     whole, failed = lesson(first, GIB), learned_from_failure(first, Shortfall(where="gpu", phase="loss"), 40 * GIB)

@@ -145,6 +145,9 @@ class Calibration:
     entries: tuple[Entry, ...] = ()
     data: str | None = None
     """The mark of the data that is planned for; None: not known, so nothing is taken from any prediction."""
+    failed: Entry | None = None
+    """What the run that is being rescued has just measured. Nobody knows what it was, so it counts for this model's
+    other trainings too: with 4-bit weights, say, it would otherwise seem to be gone."""
 
     def correction(self, shape: ModelShape, levers: Levers, hardware: Hardware) -> Correction | None:
         """What applies to this candidate; None: nothing."""
@@ -157,7 +160,14 @@ class Calibration:
             if entry.way == way:
                 same = entry.data == self.data and entry.sequence == levers.sequence
                 return Correction(entry=entry, same_way=True, same_data=same)
+        failed = self.failed
+        if not about and failed is not None and (failed.training.shape, failed.training.gpu) == (mark, training.gpu):
+            about = [failed]
         return Correction(entry=about[-1], same_way=False, same_data=False) if about else None
+
+    def after_failure(self, entry: Entry | None) -> Calibration:
+        """The same for the step down from a failure that has taught this."""
+        return self if entry is None else replace(self.with_entry(entry), failed=entry)
 
     def with_entry(self, entry: Entry | None) -> Calibration:
         """The same with what was just learned: one entry a training and way, whose phases have their newest figures."""
