@@ -89,7 +89,7 @@ def test_rank_0_keeps_what_deepspeed_gives_it(world: int) -> None:
     for name, (size, covering, largest, master) in json.loads(lines[0].removeprefix("FOUND ")).items():
         each = scenario(name, world)
         levers = replace(levers_of(each), trains=each["trains"])
-        ours = partition(weights.of(shape_of(each), levers).trainable, world)
+        ours = partition(weights.of(shape_of(each), levers), world)
         assert (ours.numel, ours.covering, ours.largest) == (size, covering, largest), name
         assert ours.numel == master
 

@@ -9,7 +9,8 @@ from tightfit.memory import estimate
 from tightfit.pace import pace
 from tightfit.planner.candidates import complexity, corners, strategies
 from tightfit.planner.depths import tried_depths
-from tightfit.planner.search import FULL, OFFLOADED, Question, excess_bytes
+from tightfit.planner.ladder import FULL, OFFLOADED
+from tightfit.planner.question import Question, excess_bytes
 from tightfit.types import Checkpointing, Hardware, Levers
 
 Chosen = tuple[tuple[float, tuple[int, ...]], Levers, int]

@@ -15,7 +15,8 @@ from tightfit.inputs.models import load_model, shape_from_config
 from tightfit.job import Job
 from tightfit.planner import question_of
 from tightfit.planner.candidates import Corner, corners, strategies
-from tightfit.planner.search import Question, search
+from tightfit.planner.question import Question
+from tightfit.planner.search import search
 from tightfit.types import Hardware, ModelShape
 
 GIB = 2**30

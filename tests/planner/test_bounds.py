@@ -8,7 +8,7 @@ import pytest
 
 from tightfit.job import Job, Machine
 from tightfit.planner import plan
-from tightfit.planner.search import needed_bytes
+from tightfit.planner.question import needed_bytes
 
 
 @pytest.mark.parametrize("engines", [{"zero2"}, {"zero1", "zero3"}, {"fsdp2"}])

@@ -14,7 +14,8 @@ from small_questions import GIB, ask, built, card, corners_of_any_job, machine, 
 from tightfit.memory import estimate
 from tightfit.planner.candidates import Corner
 from tightfit.planner.plan import Way
-from tightfit.planner.search import Question, excess_bytes, search
+from tightfit.planner.question import Question, excess_bytes
+from tightfit.planner.search import search
 from tightfit.types import Hardware, Levers
 
 pytestmark = pytest.mark.thorough

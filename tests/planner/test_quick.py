@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
+from typing import Any
 
 import pytest
+from small_questions import ask, machine
+
+from tightfit.types import Footprint
 
 HEAVY = ("torch", "deepspeed", "transformers", "peft", "accelerate", "numpy")
 TYPICAL = [
@@ -37,3 +42,30 @@ def test_a_typical_job_has_thousands_of_candidates(model: str, method: str, gpus
     assert considered >= 2000
     assert search_s < MOST_S
     assert not [name for name in modules if name.split(".")[0] in HEAVY]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "gpus", "most"),
+    [
+        ("qwen2.5-7b", "full", "8xRTX4090", 150),
+        ("7b_mamba", "full", "6x32GB", 330),
+        ("gemma-3-27b", "lora", "4x80GB", 300),
+        ("qwen2.5-32b", "qlora", "1x24GB", 90),
+    ],
+)
+def test_few_of_them_are_weighed(
+    model: str, method: str, gpus: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page asks at every move of a slider, so what floors and times can tell is not weighed."""
+    question = import_module("tightfit.planner.question")
+    weighed = []
+    estimate = question.estimate
+
+    def counted(*asked: Any) -> Footprint:
+        weighed.append(asked)
+        footprint: Footprint = estimate(*asked)
+        return footprint
+
+    monkeypatch.setattr(question, "estimate", counted)
+    assert import_module("tightfit.planner.search").search(ask(model, machine(gpus, "512GB"), method=method)).best
+    assert len(weighed) <= most

@@ -22,7 +22,9 @@ from tightfit.memory import estimate, floor_bytes
 from tightfit.pace import pace, step_times
 from tightfit.planner import candidates, plan
 from tightfit.planner.depths import in_a_valley, past_a_floor, tried_depths
-from tightfit.planner.search import FULL, OFFLOADED, Question, rank, something_fits
+from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
+from tightfit.planner.question import Question
+from tightfit.planner.search import rank, something_fits
 from tightfit.types import Checkpointing, Gpu, Hardware, ModelShape
 
 search = import_module("tightfit.planner.search")  # the package has a function of this name
@@ -144,14 +146,14 @@ def test_the_need_of_every_engine_but_zero3_is_a_valley(drawn: tuple[Question, c
     bottom = needs.index(min(needs))
     assert needs[: bottom + 1] == sorted(needs[: bottom + 1], reverse=True)
     assert needs[bottom:] == sorted(needs[bottom:])
-    assert needs[-1] - min(needs) <= search._Ladder(question, corner, search.Found())._layer_input_bytes
+    assert needs[-1] - min(needs) <= Ladder(question, corner, set())._layer_input_bytes
 
 
 @properties(max_examples=60)
 @given(corners_of_any_job())
-def test_zero3_never_needs_less_than_its_floors(drawn: tuple[Question, candidates.Corner]) -> None:
+def test_no_engine_needs_less_than_its_floors(drawn: tuple[Question, candidates.Corner]) -> None:
+    """Nor is the floor of larger buckets below that of smaller ones, which stands for all."""
     question, corner = drawn
-    assume(corner.levers.engine == "zero3")
     depths = [Checkpointing(layers=count) for count in range(question.shape.n_layers + 1)]
     each = [replace(corner.levers, checkpointing=depth) for depth in depths]
     low, high = (
@@ -161,6 +163,15 @@ def test_zero3_never_needs_less_than_its_floors(drawn: tuple[Question, candidate
     needs = needs_by_depth(question, corner)
     assert all(floor <= nearer <= need for floor, nearer, need in zip(low, high, needs, strict=True))
     assert low[1:] == sorted(low[1:], reverse=True)
+    smallest = min(
+        candidates.bucket_choices(corner.levers, question.pinned, question.hardware),
+        key=candidates._buffers,
+    )
+    shared = [
+        floor_bytes(question.shape, replace(levers, buckets=smallest), question.hardware, replayed=False)
+        for levers in each
+    ]
+    assert all(least <= floor for least, floor in zip(shared, low, strict=True))
 
 
 def needs_by_depth(question: Question, corner: candidates.Corner) -> list[int]:
@@ -178,12 +189,13 @@ def test_under_zero3_fewer_recomputing_layers_can_need_less() -> None:
     assert needs[0] < min(needs[1:])
 
 
+@pytest.mark.parametrize("late", [False, True])
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=33), st.integers(0, 33), st.integers(0, 60))
 @settings(derandomize=True)
-def test_the_first_fit_of_a_valley(falls: list[int], turn: int, limit: int) -> None:
+def test_the_first_fit_of_a_valley(late: bool, falls: list[int], turn: int, limit: int) -> None:
     falling = sorted(falls[: turn + 1], reverse=True)
     needs = [*falling, *sorted(max(need, falling[-1]) for need in falls[turn + 1 :])]
-    found = in_a_valley(lambda index: max(0, needs[index] - limit), len(needs) - 1, rise=50)
+    found = in_a_valley(lambda index: max(0, needs[index] - limit), len(needs) - 1, rise=50, late=late)
     assert found == next((index for index, need in enumerate(needs) if need <= limit), None)
 
 

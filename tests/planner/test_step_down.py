@@ -18,7 +18,8 @@ from tightfit.planner import plan
 from tightfit.planner.calibration import Calibration, Entry, Measured, phase_bytes, training_of, way_mark
 from tightfit.planner.candidates import complexity
 from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.planner.search import Cap, Question, excess_bytes, search, something_fits, weigh
+from tightfit.planner.question import Cap, Question, excess_bytes, weigh
+from tightfit.planner.search import search, something_fits
 from tightfit.planner.step_down import MARGIN, NoWay, Shortfall, StepDown, Tried, located, margin_bytes, step_down
 from tightfit.types import Hardware, PhaseName
 

@@ -19,6 +19,12 @@ ENGINES = {
     "zero3": zero3.phases,
     "fsdp2": fsdp2.phases,
 }
+AT_THE_LOSS = {
+    "zero0": zero0.at_the_loss,
+    "zero1": zero12.at_the_loss,
+    "zero2": zero12.at_the_loss,
+    "fsdp2": fsdp2.at_the_loss,
+}
 TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
 DRAWN = (
     "weights",
@@ -66,12 +72,15 @@ def estimate(shape: ModelShape, levers: Levers, world: int, hardware: Hardware |
 
 
 def floor_bytes(shape: ModelShape, levers: Levers, hardware: Hardware, *, replayed: bool) -> int:
-    """No training step of ZeRO-3 requires less: what it holds at the loss, for a fraction of an estimate's price.
+    """No training step requires less: what it holds at the loss, for a fraction of an estimate's price.
 
-    Without `replayed`, what is gathered by then is left out; with it, the floor is the loss phase itself.
+    Without `replayed`, what ZeRO-3 has gathered by then is left out; with it, the floor is the loss phase itself.
     """
     job = make_job(shape, levers, hardware.world, hardware.gpu, overhead.CONTEXT_BYTES)
-    held = zero3.at_the_loss_bytes(job, replayed=replayed)
+    if levers.engine == "zero3":
+        held = sum(zero3.at_the_loss(job, replayed=replayed).values())
+    else:
+        held = sum(AT_THE_LOSS[levers.engine](job).values())
     return held + sum(overhead.beside(held, hardware.world).values())
 
 

@@ -93,14 +93,51 @@ def _before_ampere(gpu: Gpu | None) -> bool:
 def _activations(
     shape: ModelShape, setting: Setting, recompute: int | None, offload: bool, frozen: int, fused: bool
 ) -> Activations:
-    n_layers = shape.n_layers
-    recomputing = n_layers if recompute is None else recompute
+    head = head_cost(shape, setting, fused, setting.trains_head(tied=shape.tied))
+    recomputing = shape.n_layers if recompute is None else recompute
+    layers = _layers(shape, setting, recomputing, offload, frozen)
+    costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
+    top = costs[shape.pattern[-1]]
+    masks = _masks(shape, setting)
+    kept_masks = masks if recomputing > _lowest(setting, frozen) else 0
+    unmasked = masks - kept_masks
+    return Activations(
+        kept=layers.kept,
+        host_kept=layers.host_kept,
+        shared=_rotary_tables(shape, setting) + kept_masks,
+        below_top=layers.below_top,
+        forward=(top.forward_unsaved if recomputing >= shape.n_layers else top.forward) + layers.stream + unmasked,
+        evaluation=max(cost.forward_unsaved for cost in costs) + layers.stream + masks,
+        stream=layers.stream,
+        moments=layers.moments,
+        head=head,
+        setting=setting,
+    )
+
+
+class _Layers(NamedTuple):
+    kept: int
+    host_kept: int
+    below_top: int
+    stream: int
+    moments: tuple[Moment, ...]
+
+
+def _lowest(setting: Setting, frozen: int) -> int:
+    """The lowest layer with a backward pass."""
+    return frozen if setting.trains_base else 0
+
+
+@lru_cache(maxsize=4096)
+def _layers(shape: ModelShape, setting: Setting, recomputing: int, offload: bool, frozen: int) -> _Layers:
+    """What does not depend on the loss."""
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
+    turns = [_recomputed(cost) for cost in costs]
     embedded = setting.tokens * shape.hidden_size * setting.width
     # adapters alone need no gradient of the embedding, but checkpointing makes its output require one
     trains_below = setting.trains_embedding or (not setting.trains_base and recomputing > 0)
-    lowest = frozen if setting.trains_base else 0
+    lowest = _lowest(setting, frozen)
     kept = host_kept = own = stream = 0
     moments: list[Moment] = []
     for index, kind in enumerate(shape.pattern):
@@ -108,39 +145,27 @@ def _activations(
         stream = inputs[kind] if index else min(inputs[kind], embedded)
         if index < frozen and setting.trains_base:
             continue  # nothing below needs a gradient, so nothing is kept
-        cost, again = costs[kind], index < recomputing
+        cost, turn = costs[kind], turns[kind]
         if index == lowest and not trains_below:
             cost = layer_cost(shape.blocks[kind], shape.hidden_size, setting, False)
-        own = stream if again else cost.saved
-        if again and offload:
-            host_kept, own = host_kept + own, 0
-        moments.append(_moment(index, kept, own, cost, stream, again=again, offloaded=offload))
+            turn = _recomputed(cost)
+        if index >= recomputing:
+            own = cost.saved
+            moments.append(Moment(index, kept, cost.backward, cost.backward_kept, cost, False))
+        elif offload:  # its input comes back for its turn
+            host_kept, own = host_kept + stream, 0
+            moments.append(Moment(index, kept, turn[0] + stream, turn[1] + stream, cost, True))
+        else:
+            own = stream
+            moments.append(Moment(index, kept + own, *turn, cost, True))
         kept += own
-    top = costs[shape.pattern[-1]]
-    masks = _masks(shape, setting)
-    kept_masks = masks if recomputing > lowest else 0
-    return Activations(
-        kept=kept,
-        host_kept=host_kept,
-        shared=_rotary_tables(shape, setting) + kept_masks,
-        below_top=kept - own,
-        forward=(top.forward_unsaved if recomputing >= n_layers else top.forward) + stream + masks - kept_masks,
-        evaluation=max(cost.forward_unsaved for cost in costs) + stream + masks,
-        stream=stream,
-        moments=tuple(reversed(moments)),
-        head=head_cost(shape, setting, fused, setting.trains_head(tied=shape.tied)),
-        setting=setting,
-    )
+    return _Layers(kept, host_kept, kept - own, stream, tuple(reversed(moments)))
 
 
-def _moment(index: int, below: int, own: int, cost: LayerCost, stream: int, *, again: bool, offloaded: bool) -> Moment:
-    """A recomputed layer holds its input, runs forwards once more, then backwards."""
-    returned = stream if offloaded else 0
-    if again:
-        working = max(cost.recompute + cost.output, cost.backward) + returned
-        working_kept = max(cost.recompute + cost.output, cost.backward_kept) + returned
-        return Moment(index, below + own, working, working_kept, cost, True)
-    return Moment(index, below, cost.backward, cost.backward_kept, cost, False)
+def _recomputed(cost: LayerCost) -> tuple[int, int]:
+    """A recomputed layer runs forwards once more, then backwards: its `working` and `working_kept`."""
+    again = cost.recompute + cost.output
+    return max(again, cost.backward), max(again, cost.backward_kept)
 
 
 def _masks(shape: ModelShape, setting: Setting) -> int:

@@ -36,6 +36,27 @@ class Peak(NamedTuple):
 NOTHING = Peak(0, 0, 0, 0, 0)
 
 
+class Arrivals(NamedTuple):
+    """A layer's gradients."""
+
+    each: tuple[tuple[int, int, int], ...]
+    """Elements, bytes, and what is held beside it as it arrives."""
+    total: int
+    """Elements."""
+    largest: int
+
+
+def _arrivals(acts: Activations) -> dict[int, Arrivals]:
+    """By the identity of a layer's cost, of which there are few kinds."""
+    costs = {id(moment.cost): moment.cost for moment in acts.moments}
+    width, found = acts.setting.width, {}
+    for kind, cost in costs.items():
+        counts = [grad // width for grad, _ in cost.arrivals]
+        each = tuple([(grad // width, grad, live) for grad, live in cost.arrivals])
+        found[kind] = Arrivals(each, sum(counts), max(counts, default=0))
+    return found
+
+
 class Owners(NamedTuple):
     """Ranks own the flattened trainable weights in equal parts, in elements."""
 
@@ -71,35 +92,44 @@ def bucketed(
     oversized = 0
     """A gradient larger than the bucket waits by itself until the next one comes."""
     head = 0 if tied_grad else acts.head.head_grad
+    kinds = _arrivals(acts)
     best, highest = NOTHING, 0
-    arrivals = [(acts.kept, 0 if gathered is None else gathered.loss, head, 0)] if head else []
     for moment in acts.moments:
-        whole = 0 if gathered is None else gathered.layers[moment.layer]
-        total = moment.kept + moment.working + tied_grad + oversized + whole * width
+        whole = 0 if gathered is None else gathered.layers[moment.layer] * width
+        total = moment.kept + moment.working + tied_grad + oversized + whole
         if total > highest:
-            highest, best = total, Peak(moment.kept, moment.working, tied_grad + oversized, 0, whole * width)
-        later = 0 if gathered is None else gathered.gradients[moment.layer]
-        arrivals += [(moment.kept, later, grad, live) for grad, live in moment.cost.arrivals]
-        for kept, whole_now, grad, live in arrivals:
-            count = grad // width
-            if fill + count > bucket:
-                copy = fill * width if lone_copy or not oversized else 0
-                if owners and owners.is_one(place, start):
-                    copy = 0
-                start = place
-                copy += _leaving(largest, leaving_parts, width)
-                total = kept + live + tied_grad + oversized + grad + copy + whole_now * width
-                if total > highest:
-                    highest = total
-                    best = Peak(kept, live, tied_grad + oversized + grad, copy, whole_now * width)
-                fill, largest, oversized = 0, 0, 0
-            place -= count
-            if count > largest:
-                largest = count
-            if count > bucket:
-                oversized = grad
-            fill += count
-        arrivals = []
+            highest, best = total, Peak(moment.kept, moment.working, tied_grad + oversized, 0, whole)
+        coming = kinds[id(moment.cost)]
+        if not head and fill + coming.total <= bucket:  # none of them overflows it
+            fill += coming.total
+            place -= coming.total
+            largest = max(largest, coming.largest)
+            continue
+        whole = 0 if gathered is None else gathered.gradients[moment.layer] * width
+        groups = [(moment.kept, whole, coming.each)]
+        if head:
+            whole = 0 if gathered is None else gathered.loss * width
+            groups, head = [(acts.kept, whole, ((head // width, head, 0),)), *groups], 0
+        for kept, whole_now, each in groups:
+            for count, grad, live in each:
+                if fill + count > bucket:
+                    copy = fill * width if lone_copy or not oversized else 0
+                    if owners and owners.is_one(place, start):
+                        copy = 0
+                    start = place
+                    if leaving_parts:
+                        copy += _leaving(largest, leaving_parts, width)
+                    total = kept + live + tied_grad + oversized + grad + copy + whole_now
+                    if total > highest:
+                        highest = total
+                        best = Peak(kept, live, tied_grad + oversized + grad, copy, whole_now)
+                    fill = largest = oversized = 0
+                place -= count
+                if count > largest:
+                    largest = count
+                if count > bucket:
+                    oversized = grad
+                fill += count
     if embedding_grad:
         whole = 0 if gathered is None else gathered.embedding
         lone = embedding_grad if lone_copy and embedding_grad > bucket * width else 0
@@ -131,12 +161,13 @@ def _leaving(numel: int, parts: int, width: int) -> int:
 @lru_cache(maxsize=2048)
 def accumulated(acts: Activations, tied_grad: int, embedding_grad: int, already: int) -> Peak:
     """Gradients stay until the step. `already`: those of earlier micro batches, to which new ones are added."""
-    best = NOTHING
-    grads = already or (0 if tied_grad else acts.head.head_grad)
+    best, highest = NOTHING, 0
+    grads = tied_grad + (already or (0 if tied_grad else acts.head.head_grad))
     for moment in acts.moments:
         working = moment.working if already else moment.working_kept
-        peak = Peak(moment.kept, working, tied_grad + grads, 0, 0)
-        best = max(best, peak, key=lambda peak: peak.total)
+        total = moment.kept + working + grads
+        if total > highest:
+            highest, best = total, Peak(moment.kept, working, grads, 0, 0)
         grads += 0 if already else moment.cost.weight_grads
-    last = Peak(0, 0, tied_grad + grads + embedding_grad, 0, 0)
-    return max(best, last, key=lambda peak: peak.total)
+    last = Peak(0, 0, grads + embedding_grad, 0, 0)
+    return last if last.total > highest else best

@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.memory.backward import NOTHING, Peak
 from tightfit.memory.job import Components, Job, combine, kept, passing, quantising, share, worst
 from tightfit.memory.operations import FP32
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes, step_temporary
@@ -45,18 +46,26 @@ class Gather(NamedTuple):
 
 
 def phases(job: Job) -> dict[PhaseName, Components]:
-    lora, method = effective_lora(job.levers), job.levers.method
-    embedding, layer, head = _groups(job.shape, lora, method, job.acts.setting.trains_base, job.trains_embedding)
+    embedding, layer, head = _groups_of(job)
     base = _persistent(job)
-    waiting: Components = {"gradients": _earlier(job)}
     gathers = _gather(job, embedding), _gather(job, layer), _gather(job, head)
     return {
         "init": _initialise(job),
-        "forward": combine(base, waiting, _forward(job, *gathers)),
-        "loss": combine(base, waiting, kept(job.acts), _loss(job, *gathers)),
+        "forward": combine(base, {"gradients": _earlier(job)}, _forward(job, *gathers)),
+        "loss": at_the_loss(job),
         "backward": combine(base, _backward(job, embedding, layer, head)),
         "step": combine(base, _step(job)),
     }
+
+
+def at_the_loss(job: Job) -> Components:
+    gathers = [_gather(job, group) for group in _groups_of(job)]
+    return combine(_persistent(job), {"gradients": _earlier(job)}, kept(job.acts), _loss(job, *gathers))
+
+
+def _groups_of(job: Job) -> tuple[Group, Group, Group]:
+    lora, method = effective_lora(job.levers), job.levers.method
+    return _groups(job.shape, lora, method, job.acts.setting.trains_base, job.trains_embedding)
 
 
 def _gather(job: Job, group: Group) -> Gather:
@@ -183,33 +192,37 @@ def _backward(job: Job, embedding: Group, layer: Group, head: Group) -> Componen
     earlier = _earlier(job)
     reducing = 0 if tied else head.trainable * FP32  # the group above is still being reduced
     reduced = 0 if tied else share(head.trainable * shard, job.world)
-    candidates: list[Components] = []
+    tied_grad, each = job.tied_grad, share(layer.trainable * shard, job.world)
+    fullest, highest = NOTHING, -1
     for moment in acts.moments:
-        candidates.append(
-            {
-                "activations": moment.kept + acts.shared,
-                "recompute": moment.working_kept,
-                "gradients": job.tied_grad + (earlier or (0 if offloaded else reduced)),
-                "buckets": reducing,
-                "gathered_weights": root + own + (ahead if moment.layer or tied else last_ahead),
-            }
-        )
-        reduced += share(layer.trainable * shard, job.world)
+        gradients = tied_grad + (earlier or (0 if offloaded else reduced))
+        whole = root + own + (ahead if moment.layer or tied else last_ahead)
+        total = moment.kept + moment.working_kept + gradients + reducing + whole
+        if total > highest:
+            highest = total
+            fullest = Peak(moment.kept, moment.working_kept, gradients, reducing, whole)
+        reduced += each
         reducing = layer.trainable * FP32
     # A gradient goes when it is in the buffer, before this rank's part of it comes; but of several ranks each has the
     # group's last one in a variable of `foreach_reduce`, and the embedding is alone in its group.
     last = embedding.trainable * compute
     if job.world == 1 and not (earlier or offloaded):
         last = max(last - embedding.trainable * shard, 0)
-    candidates.append(
+    return worst(
+        {
+            "activations": fullest.activations + acts.shared,
+            "recompute": fullest.recompute,
+            "gradients": fullest.gradients,
+            "buckets": fullest.buckets,
+            "gathered_weights": fullest.gathered,
+        },
         {
             "activations": acts.shared,
             "gradients": _own_grads(job) + last,
             "buckets": embedding.trainable * FP32,
             "gathered_weights": root,
-        }
+        },
     )
-    return worst(*candidates)
 
 
 def _step(job: Job) -> Components:

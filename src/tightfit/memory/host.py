@@ -8,6 +8,7 @@ own allocator, which does not round.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from tightfit.memory import weights as weights_of
@@ -65,14 +66,12 @@ def _paged_states(job: Job) -> Components:
 
 
 def _zero12(job: Job) -> Components:
-    part = partition(job.weights.trainable, job.world)
-    numel = part.numel
+    numel = partition(job.weights, job.world).numel
     width, pin = job.weights.trainable_width, job.levers.buckets.pin_memory
     largest = pinned(job.weights.largest_trainable * width, pin=pin)
     accumulating = 0
     if job.levers.accumulation > 1 and job.levers.master_weights:
-        # accumulated_grads_in_cpu: one buffer for each parameter of the partition
-        accumulating = sum(pinned(each * width, pin=pin) for each in job.weights.trainable[: part.members])
+        accumulating = _accumulated(job.weights, job.world, width, pin)
     return {
         "master_weights": pinned(numel * job.master_width, pin=pin),
         "gradients": pinned(numel * job.master_width, pin=pin) + accumulating,
@@ -83,7 +82,23 @@ def _zero12(job: Job) -> Components:
 
 
 @lru_cache(maxsize=512)
-def _parts(parameters: tuple[int, ...], world: int, width: int, pin: bool) -> int:
+def _accumulated(weights: Weights, world: int, width: int, pin: bool) -> int:
+    """`accumulated_grads_in_cpu`: one buffer for each parameter of the partition."""
+    members = partition(weights, world).members
+    return sum(pinned(numel * width, pin=pin) for numel in weights.trainable[:members])
+
+
+@lru_cache(maxsize=512)
+def _trainable_parts(weights: Weights, world: int, width: int, pin: bool) -> int:
+    return _parts(weights.trainable, world, width, pin)
+
+
+@lru_cache(maxsize=512)
+def _frozen_parts(weights: Weights, world: int, width: int, pin: bool) -> int:
+    return _parts(weights.frozen, world, width, pin)
+
+
+def _parts(parameters: Iterable[int], world: int, width: int, pin: bool) -> int:
     """One rank's part of each parameter, each an allocation of its own."""
     return sum(pinned(share(numel, world) * width, pin=pin) for numel in parameters)
 
@@ -97,7 +112,7 @@ def _zero3_params(job: Job) -> Components:
         return _swapped_params(job)
     # each part is pinned as it is made; the trainable ones then move into one flat buffer,
     # and their old blocks stay with the allocator
-    parts = _parts(job.weights.trainable, job.world, width, pin) + _parts(job.weights.frozen, job.world, width, pin)
+    parts = _trainable_parts(job.weights, job.world, width, pin) + _frozen_parts(job.weights, job.world, width, pin)
     return {"weights": parts, "buckets": pinned(own.trainable * width)}
 
 
@@ -135,7 +150,7 @@ def _swapped_params(job: Job) -> Components:
     ]
     return {
         "buckets": (reading + writing) * weights.width,
-        "weights": _parts(tuple(small), job.world, weights.width, buckets.pin_memory),
+        "weights": _parts(small, job.world, weights.width, buckets.pin_memory),
     }
 
 
@@ -172,8 +187,8 @@ def nvme_bytes(job: Job) -> int:
 
 def _fsdp2(job: Job) -> Components:
     width = 4 if job.levers.method == "full" and job.levers.master_weights else job.weights.trainable_width
-    parts = _parts(job.weights.trainable, job.world, width, True)
-    frozen = _parts(job.weights.frozen, job.world, job.weights.width, True)
+    parts = _trainable_parts(job.weights, job.world, width, True)
+    frozen = _frozen_parts(job.weights, job.world, job.weights.width, True)
     optimizer = job.levers.optimizer
     if optimizer in EIGHT_BIT:
         states = sum(eight_bit_states(optimizer, job.weights.trainable, job.world))

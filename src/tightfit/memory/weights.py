@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from tightfit.memory.operations import UNADAPTABLE
 from tightfit.types import Block, Levers, Lora, ModelShape, Moe, Tensor, Trains
@@ -16,8 +16,10 @@ NF4_BLOCK = 64
 NF4_NESTED_BLOCK = 256
 
 
-class Weights(NamedTuple):
-    """Everything is in elements unless it says bytes."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """Everything is in elements unless it says bytes. Compared by identity: `weights` makes each but once, and what is
+    remembered for one is then found without looking at every parameter."""
 
     trainable: tuple[int, ...]
     """Each trainable parameter, in the order of `model.parameters()`."""

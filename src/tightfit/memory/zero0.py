@@ -22,7 +22,6 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     weights, levers, acts = job.weights, job.levers, job.acts
     grads = weights.trainable_numel * weights.trainable_width
     earlier = grads if levers.accumulation > 1 else 0
-    waiting: Components = {"gradients": earlier}
     peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
     bucket = min(weights.trainable_numel, ALLREDUCE_ELEMENTS + weights.largest_trainable) * weights.trainable_width
     ends: Components = {"gradients": grads, "buckets": bucket}
@@ -33,11 +32,17 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     }
     return {
         "init": _initialise(job),
-        "forward": combine(base, waiting, passing(acts)),
-        "loss": combine(base, waiting, kept(acts), logits(job)),
+        "forward": combine(base, {"gradients": earlier}, passing(acts)),
+        "loss": at_the_loss(job),
         "backward": combine(base, worst(inside, ends)),
         "step": combine(base, _step(job, grads)),
     }
+
+
+def at_the_loss(job: Job) -> Components:
+    weights = job.weights
+    earlier = weights.trainable_numel * weights.trainable_width if job.levers.accumulation > 1 else 0
+    return combine(_persistent(job), {"gradients": earlier}, kept(job.acts), logits(job))
 
 
 def _persistent(job: Job) -> Components:

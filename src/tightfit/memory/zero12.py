@@ -19,6 +19,7 @@ from tightfit.memory.job import Components, Job, building, combine, kept, logits
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.overhead import CONTEXT_BYTES, beside
+from tightfit.memory.weights import Weights
 from tightfit.types import PhaseName
 
 
@@ -33,8 +34,8 @@ class Partition(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def partition(trainable: tuple[int, ...], world: int) -> Partition:
-    total = sum(trainable)
+def partition(weights: Weights, world: int) -> Partition:
+    trainable, total = weights.trainable, weights.trainable_numel
     numel = share(total, 2 * world) * 2
     ends = list(accumulate(trainable))
     last = min(bisect_left(ends, numel), len(ends) - 1) if ends else 0
@@ -45,19 +46,32 @@ def partition(trainable: tuple[int, ...], world: int) -> Partition:
 
 def phases(job: Job) -> dict[PhaseName, Components]:
     base, acts, levers = _persistent(job), job.acts, job.levers
-    part = partition(job.weights.trainable, job.world)
+    part = partition(job.weights, job.world)
     offloaded = levers.offload_optimizer != "none"
-    own_grads = 0 if offloaded else part.covering * job.weights.trainable_width
-    waiting: Components = {"gradients": _earlier(job, own_grads)}
-    if levers.engine == "zero1" and levers.accumulation > 1:
-        waiting["buckets"] = _bucket(job)  # allocated by the first backward pass, kept until gradients are reduced
+    own_grads = _own_grads(job, part)
     return {
         "init": _initialise(job, part),
-        "forward": combine(base, waiting, passing(acts)),
-        "loss": combine(base, waiting, kept(acts), logits(job)),
+        "forward": combine(base, _waiting(job, own_grads), passing(acts)),
+        "loss": at_the_loss(job),
         "backward": combine(base, _backward(job, part, own_grads)),
         "step": combine(base, _offloaded_step(job, part) if offloaded else _step(job, part, own_grads)),
     }
+
+
+def at_the_loss(job: Job) -> Components:
+    waiting = _waiting(job, _own_grads(job, partition(job.weights, job.world)))
+    return combine(_persistent(job), waiting, kept(job.acts), logits(job))
+
+
+def _own_grads(job: Job, part: Partition) -> int:
+    return 0 if job.levers.offload_optimizer != "none" else part.covering * job.weights.trainable_width
+
+
+def _waiting(job: Job, own_grads: int) -> Components:
+    waiting: Components = {"gradients": _earlier(job, own_grads)}
+    if job.levers.engine == "zero1" and job.levers.accumulation > 1:
+        waiting["buckets"] = _bucket(job)  # allocated by the first backward pass, kept until gradients are reduced
+    return waiting
 
 
 def _persistent(job: Job) -> Components:
@@ -65,7 +79,7 @@ def _persistent(job: Job) -> Components:
     if levers.offload_optimizer != "none":
         spare = weights.largest_trainable * weights.trainable_width  # temp_grad_buffer_for_gpu_offload
         return {"weights": weights.bytes, "buckets": spare, "temporaries": job.workspaces}
-    numel = partition(weights.trainable, job.world).numel
+    numel = partition(weights, job.world).numel
     paged = levers.optimizer == "paged_adamw8bit"
     return {
         "weights": weights.bytes,
@@ -101,7 +115,7 @@ def _backward(job: Job, part: Partition, own_grads: int) -> Components:
     earlier = _earlier(job, own_grads)
     if levers.engine == "zero1":
         peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
-        ends: Components = {"gradients": _emptying(weights.trainable, elements, part) * width, "buckets": bucket}
+        ends: Components = {"gradients": _emptying(weights, elements, part) * width, "buckets": bucket}
         inside: Components = {"gradients": peak.gradients, "buckets": bucket}
     else:
         owners = Owners(weights.trainable_numel, part.numel) if part.numel else None
@@ -147,7 +161,7 @@ def _backward_to_the_embedding(job: Job, part: Partition, own_grads: int) -> Com
         },
     ]
     if levers.engine == "zero1":
-        left = _emptying(weights.trainable, elements, part) * weights.trainable_width
+        left = _emptying(weights, elements, part) * weights.trainable_width
         moments.append({"gradients": left, "buckets": bucket})
     else:
         stays = grad if grad > elements * weights.trainable_width else 0  # a larger one has no room in the bucket
@@ -181,14 +195,14 @@ def _first_gradient(job: Job, bucket: int, earlier: int) -> Components:
 
 
 @lru_cache(maxsize=256)
-def _emptying(trainable: tuple[int, ...], bucket: int, part: Partition) -> int:
+def _emptying(weights: Weights, bucket: int, part: Partition) -> int:
     """Stage 1 reduces when all gradients are there, from the first on (`reduce_gradients`): each leaves its own memory
     for the bucket's, which is reduced when it is full, and those of this rank go on into a buffer of their own.
     The most elements beside the bucket."""
-    owners = Owners(sum(trainable), max(part.numel, 1))
-    waiting = most = sum(trainable)
+    owners = Owners(weights.trainable_numel, max(part.numel, 1))
+    waiting = most = weights.trainable_numel
     fill = place = own = oversized = 0
-    for numel in (*trainable, bucket + 1):
+    for numel in (*weights.trainable, bucket + 1):
         if fill and fill + numel > bucket:
             copy = 0 if owners.is_one(place - fill, place) else fill
             most = max(most, waiting + own + copy)
@@ -216,7 +230,7 @@ def _step(job: Job, part: Partition, own_grads: int) -> Components:
 
 def _offloaded_step(job: Job, part: Partition) -> Components:
     """Older versions copied the updated partition back in fp32 and cast it on the GPU."""
-    return {"temporaries": 4 * part.numel if version(job) < CASTS_ON_HOST_SINCE else 0}
+    return {"temporaries": 4 * part.numel if version(job.levers.deepspeed_version) < CASTS_ON_HOST_SINCE else 0}
 
 
 def _initialise(job: Job, part: Partition) -> Components:
@@ -242,8 +256,9 @@ FLATTENING_SHARE = 0.96
 """Of the card: up to here the second copy is counted on the GPU."""
 
 
-def version(job: Job) -> tuple[int, ...]:
-    return tuple(int(part) for part in job.levers.deepspeed_version.split(".")[:3] if part.isdigit())
+@lru_cache(maxsize=64)
+def version(word: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in word.split(".")[:3] if part.isdigit())
 
 
 def flattens_on_gpu(job: Job) -> bool:
@@ -253,7 +268,7 @@ def flattens_on_gpu(job: Job) -> bool:
     breaks nothing, whichever way it goes, and is counted on the host alone: a job must not cease to fit because the
     card became a little larger.
     """
-    if version(job) < FLATTENS_ON_GPU_SINCE:
+    if version(job.levers.deepspeed_version) < FLATTENS_ON_GPU_SINCE:
         return False
     if job.free_bytes is None:
         return True

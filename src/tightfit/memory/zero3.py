@@ -20,7 +20,7 @@ from tightfit.memory.job import Components, Job, combine, kept, logits, passing,
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.tape import LayerCost
-from tightfit.memory.weights import effective_lora, is_adapted, is_linear
+from tightfit.memory.weights import Weights, effective_lora, is_adapted, is_linear
 from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
 
 
@@ -37,9 +37,8 @@ class Shards(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def shards(
-    trainable: tuple[int, ...], frozen: tuple[int, ...], world: int, threshold: int, sub_group_size: int
-) -> Shards:
+def shards(weights: Weights, world: int, threshold: int, sub_group_size: int) -> Shards:
+    trainable, frozen = weights.trainable, weights.frozen
     groups: list[int] = []
     current = 0
     for numel in trainable:
@@ -60,9 +59,7 @@ def shards(
 
 def shards_of(job: Job) -> Shards:
     buckets = job.levers.buckets
-    return shards(
-        job.weights.trainable, job.weights.frozen, job.world, buckets.persistence_threshold, buckets.sub_group_size
-    )
+    return shards(job.weights, job.world, buckets.persistence_threshold, buckets.sub_group_size)
 
 
 def phases(job: Job) -> dict[PhaseName, Components]:
@@ -83,16 +80,16 @@ def phases(job: Job) -> dict[PhaseName, Components]:
     return {
         "init": _initialise(job),
         "forward": combine(base, passing(acts), {"gathered_weights": whole.forward * width}),
-        "loss": combine(base, kept(acts), logits(job), {"gathered_weights": whole.loss * width}),
+        "loss": at_the_loss(job),
         "backward": combine(base, backward),
         "step": combine(base, _step(job)),
     }
 
 
-def at_the_loss_bytes(job: Job, *, replayed: bool) -> int:
-    """The loss phase alone; without `replayed`, only the parameters that are never released count as whole."""
-    held = combine(_persistent(job), kept(job.acts), logits(job))
-    return sum(held.values()) + (gathered_of(job).loss * job.weights.width if replayed else 0)
+def at_the_loss(job: Job, *, replayed: bool = True) -> Components:
+    """Without `replayed`, only the parameters that are never released count as whole."""
+    whole: Components = {"gathered_weights": gathered_of(job).loss * job.weights.width} if replayed else {}
+    return combine(_persistent(job), kept(job.acts), logits(job), whole)
 
 
 def _persistent(job: Job) -> Components:
@@ -173,7 +170,9 @@ def held_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
         if key not in alike:
             alike[key] = _held_by_leaf(moment, acts, shape.blocks[kind], shape.hidden_size)
         more, cost = alike[key]
-        moments.append(moment._replace(working=moment.working + more, cost=cost))
+        moments.append(
+            Moment(moment.layer, moment.kept, moment.working + more, moment.working_kept, cost, moment.recomputes)
+        )
     return replace(acts, moments=tuple(moments))
 
 

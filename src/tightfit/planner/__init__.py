@@ -16,7 +16,8 @@ from tightfit.job import Job
 from tightfit.planner import costly, reasons
 from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
-from tightfit.planner.search import Found, Question, search
+from tightfit.planner.question import Question
+from tightfit.planner.search import Found, search
 from tightfit.planner.tier_values import TIERS, applied, by_memory
 from tightfit.types import ConfigError, Hardware, Lora, ModelShape
 

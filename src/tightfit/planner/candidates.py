@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any
 
 from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.memory.optimizers import EIGHT_BIT
+from tightfit.pace import Choice
 from tightfit.types import (
     Attention,
     AttentionKernel,
@@ -74,14 +76,20 @@ FRUGAL: dict[str, Any] = {
 """ZeRO-3 with little gathered at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Corner:
     """Everything but the depth of checkpointing."""
 
-    levers: Levers
-    """With full checkpointing, or with what was pinned."""
+    rest: Levers
+    """All but the choice."""
+    choice: Choice
     searched: bool
     """The depth of checkpointing is ours to choose."""
+
+    @cached_property
+    def levers(self) -> Levers:
+        """With full checkpointing, or with what was pinned. Most corners are timed alone, and need no levers."""
+        return self.choice.over(self.rest)
 
 
 def strategies(base: Levers, pinned: Pinned, hardware: Hardware, ours: bool = True) -> list[Levers]:
@@ -156,22 +164,14 @@ def corners(
     """Every combination but the depth of checkpointing, for one strategy's levers."""
     searched = "checkpointing" not in pinned
     share = effective_batch // hardware.world
+    attentions, scans = attention_choices(shape, base, pinned, hardware), _scans(shape, base, pinned, hardware)
+    choices = [Choice(*each) for each in product(attentions, scans, bucket_choices(base, pinned, hardware))]
     for micro in _micro_batches(base, pinned, share):
         for loss in _losses(shape, base, pinned):
-            for attention in attention_choices(shape, base, pinned, hardware):
-                for scan in _scans(shape, base, pinned, hardware):
-                    for buckets in bucket_choices(base, pinned, hardware):
-                        levers = replace(
-                            base,
-                            micro_batch=micro,
-                            accumulation=share // micro,
-                            loss=loss,
-                            attention=attention,
-                            scan=scan,
-                            buckets=buckets,
-                        )
-                        if _is_legal(levers, shape):
-                            yield Corner(levers, searched)
+            levers = replace(base, micro_batch=micro, accumulation=share // micro, loss=loss)
+            if _is_legal(levers, shape):  # of which neither kernels nor buckets make a difference
+                for choice in choices:
+                    yield Corner(levers, choice, searched)
 
 
 def _is_legal(levers: Levers, shape: ModelShape) -> bool:
@@ -250,14 +250,13 @@ def frugal(every: Iterable[Corner]) -> list[Corner]:
     One sequence at a time holds least where gradients of earlier ones wait anyway; all at once, where they need not.
     """
     all_corners = list(every)
-    micros = [corner.levers.micro_batch for corner in all_corners]
-    buffers = [_buffers(corner.levers.buckets) for corner in all_corners]
+    micros = {corner.rest.micro_batch for corner in all_corners}
+    ends = {min(micros), max(micros)} if micros else set()
+    least = min((_buffers(corner.choice.buckets) for corner in all_corners), default=None)
     kept = [
-        corner
-        for corner, held in zip(all_corners, buffers, strict=True)
-        if corner.levers.micro_batch in (min(micros), max(micros)) and held == min(buffers)
+        corner for corner in all_corners if corner.rest.micro_batch in ends and _buffers(corner.choice.buckets) == least
     ]
-    return sorted(kept, key=lambda corner: (corner.levers.micro_batch, corner.levers.loss != "fused"))
+    return sorted(kept, key=lambda corner: (corner.rest.micro_batch, corner.rest.loss != "fused"))
 
 
 def _buffers(buckets: Buckets) -> tuple[int, int]:

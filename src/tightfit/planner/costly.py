@@ -17,7 +17,8 @@ from tightfit.inputs.models import load_model
 from tightfit.inputs.presets import PRESETS
 from tightfit.job import Allowance
 from tightfit.planner.plan import Remedy
-from tightfit.planner.search import Question, fits_at_all, search, something_fits
+from tightfit.planner.question import Question
+from tightfit.planner.search import fits_at_all, search, something_fits
 from tightfit.types import Hardware, ModelShape
 
 ORDER: tuple[Allowance, ...] = get_args(Allowance)

@@ -25,16 +25,22 @@ def tried_depths(n_layers: int, *, partial: bool = True) -> tuple[int, ...]:
     return tuple(range(n_layers + 1)) if partial else (0, n_layers)
 
 
-def in_a_valley(excess: Excess, last: int, rise: int) -> int | None:
-    """The first index up to `last` that fits, where the need falls and then rises by `rise` at most; None: none."""
+def in_a_valley(excess: Excess, last: int, rise: int, *, late: bool = False) -> int | None:
+    """The first index up to `last` that fits, where the need falls and then rises by `rise` at most; None: none.
+
+    `late`: it is probably `last` or little before, so that is where the search begins.
+    """
     if excess(0) == 0:
         return 0
     if last == 0:
         return None
     fitting: int | None = last
     if excess(last):
-        fitting = _bottom(excess, last) if excess(last) <= rise else None
-    return None if fitting is None else _first(excess, 1, fitting)
+        falling = excess(last) > rise or (last > 1 and excess(last - 1) > excess(last))
+        fitting = None if falling else _bottom(excess, last)
+    if fitting is None:
+        return None
+    return _first_from_above(excess, 1, fitting) if late else _first(excess, 1, fitting)
 
 
 def _bottom(excess: Excess, last: int) -> int | None:
@@ -58,6 +64,14 @@ def _first(excess: Excess, low: int, fitting: int) -> int:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if excess(middle) else (low, middle)
     return high
+
+
+def _first_from_above(excess: Excess, low: int, fitting: int) -> int:
+    """The same, in growing steps down from `fitting`."""
+    high, step = fitting, 1
+    while high - step >= low and excess(high - step) == 0:
+        high, step = high - step, 2 * step
+    return _first(excess, max(low, high - step + 1), high)
 
 
 def past_a_floor(excess: Excess, last: int, floor: Excess, replayed_floor: Excess) -> int | None:

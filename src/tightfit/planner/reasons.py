@@ -15,7 +15,7 @@ from tightfit.job import Job
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.plan import Plan, Way
-from tightfit.planner.search import Question, excess_share, needed_bytes, weigh
+from tightfit.planner.question import Question, excess_share, needed_bytes, weigh
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import Checkpointing, Hardware
 

@@ -25,7 +25,8 @@ from tightfit.planner import answered, question_of
 from tightfit.planner.calibration import Place, corrected, phase_bytes
 from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
-from tightfit.planner.search import Cap, Question, something_fits
+from tightfit.planner.question import Cap, Question
+from tightfit.planner.search import something_fits
 from tightfit.planner.tier_values import TIERS
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import PhaseName

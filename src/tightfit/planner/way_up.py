@@ -12,7 +12,8 @@ from dataclasses import replace
 from tightfit.memory.overhead import beside
 from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.planner.search import Question, search
+from tightfit.planner.question import Question
+from tightfit.planner.search import search
 from tightfit.planner.step_down import same_training_question, unpinned
 from tightfit.priced import amounts
 

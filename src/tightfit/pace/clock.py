@@ -1,0 +1,116 @@
+"""Step times of many ways at once, as a search asks for them: at every depth of checkpointing.
+
+The ways of one strategy differ in micro batch, loss, kernels and buckets. What the computation takes does not depend
+on the buckets, and what is communicated depends on nothing else, so each is worked out once and only their meeting is
+priced for every way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from tightfit.memory.activations import setting_of
+from tightfit.pace import engines
+from tightfit.pace.engines import Passes, Traffic
+from tightfit.pace.passes import frozen_of, passes_of
+from tightfit.pace.rates import CHECKPOINTED_LAYER_S, rates_of
+from tightfit.pace.work import layer_time
+from tightfit.types import AttentionKernel, Buckets, Checkpointing, Hardware, Levers, ModelShape, Scan
+
+Computed = tuple[int, str, str, str]
+"""What decides the computation within a strategy: micro batch, loss, attention, scan."""
+
+
+class Choice(NamedTuple):
+    """The kernels and the buckets, of levers that have all the rest."""
+
+    attention: AttentionKernel
+    scan: Scan
+    buckets: Buckets
+
+    def over(self, rest: Levers) -> Levers:
+        return replace(rest, attention=self.attention, scan=self.scan, buckets=self.buckets)
+
+
+class Clock:
+    """Of ways that differ from `strategy` in micro batch, accumulation, loss, kernels and buckets alone."""
+
+    def __init__(self, shape: ModelShape, strategy: Levers, hardware: Hardware) -> None:
+        self.shape, self.hardware = shape, hardware
+        self.strategy = replace(strategy, checkpointing=Checkpointing(layers=0))
+        self.rates = rates_of(hardware.gpu, strategy.precision)
+        self.step_s = sum(engines.step(shape, strategy, hardware, self.rates, rehearsal=False))
+        self._traffic: dict[Buckets, Traffic] = {}
+        self._passes: dict[Computed, Passes] = {}
+        self._busy: dict[tuple[Computed, float, float], list[float]] = {}
+
+    def times(self, rest: Levers, choice: Choice) -> list[float]:
+        """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all.
+
+        Layer inputs stay on the GPU, whatever `rest.checkpointing` says.
+        """
+        computed = _computed(rest, choice)
+        passes = self._passes.get(computed) or self._passes_of(rest, choice)
+        traffic = self._traffic.get(choice.buckets) or self._traffic_of(choice.buckets)
+        micro_batches = rest.accumulation
+        fixed = self.step_s + traffic.updated + micro_batches * passes.forward_s(traffic)
+        fixed += traffic.reductions(micro_batches) * traffic.to_host
+        if not traffic.overlaps:
+            fixed += traffic.reductions(micro_batches) * traffic.reduced
+        busy = self._busy.get((computed, traffic.copied_back, traffic.host)) or self._busy_back(rest, choice)
+        waited = traffic.waited_back(micro_batches)
+        if traffic.is_hidden(busy[0]):  # and so it is beside every deeper, longer pass, at the same price
+            most = waited(busy[0])
+            return [fixed + micro_batches * seconds + most for seconds in busy]
+        return [fixed + micro_batches * seconds + waited(seconds) for seconds in busy]
+
+    def own_s(self, rest: Levers, choice: Choice) -> float:
+        """What the GPU itself computes and moves in a step in which nothing recomputes."""
+        passes, traffic, times = self._passes_of(rest, choice), self._traffic_of(choice.buckets), rest.accumulation
+        arithmetic = times * passes.products + times * passes.products_back
+        moved = times * (passes.traffic + traffic.copied) + times * (passes.traffic_back + traffic.copied_back)
+        return arithmetic + moved + (times * passes.unpacking + times * passes.unpacking_back)
+
+    def _traffic_of(self, buckets: Buckets) -> Traffic:
+        if buckets not in self._traffic:
+            asked = replace(self.strategy, buckets=buckets)
+            self._traffic[buckets] = engines.traffic(self.shape, asked, self.hardware, rehearsal=False)
+        return self._traffic[buckets]
+
+    def _passes_of(self, rest: Levers, choice: Choice) -> Passes:
+        """Nothing recomputes."""
+        key = _computed(rest, choice)
+        if key not in self._passes:
+            levers = choice.over(rest)
+            self._passes[key] = passes_of(self.shape, levers, self.hardware.gpu, self.rates, recomputing=0)
+        return self._passes[key]
+
+    def _busy_back(self, rest: Levers, choice: Choice) -> list[float]:
+        """Seconds of one backward pass at every depth: those of the GPU or of the host, whichever takes longer."""
+        passes, traffic, levers = self._passes_of(rest, choice), self._traffic_of(choice.buckets), choice.over(rest)
+        shape, frozen = self.shape, frozen_of(levers)
+        setting = setting_of(levers, self.hardware.gpu)
+        layers = [layer_time(block, shape.hidden_size, setting, self.rates) for block in shape.blocks]
+        again = [
+            (
+                layer.products + layer.traffic + layer.unpacking,
+                layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules),
+            )
+            for layer in layers
+        ]
+        gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
+        each = traffic.host / shape.n_layers
+        busy = [max(gpu, host)]
+        for index, kind in enumerate(shape.pattern):
+            host += each
+            if index >= frozen:
+                gpu += again[kind][0]
+                host += again[kind][1]
+            busy.append(gpu if gpu > host else host)
+        self._busy[_computed(rest, choice), traffic.copied_back, traffic.host] = busy
+        return busy
+
+
+def _computed(rest: Levers, choice: Choice) -> Computed:
+    return rest.micro_batch, rest.loss, choice.attention, choice.scan
