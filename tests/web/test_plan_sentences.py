@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 from itertools import cycle, islice
 
 import pytest
 
 from tightfit.desk.plan import answered
+from tightfit.inputs.hardware import parse_hardware
 from tightfit.planner.plan import Plan
 from tightfit.planner.reasons import missing
+from tightfit.planner.tier_values import TIERS, by_memory
 from tightfit.priced import strategy_name
 from tightfit.web.sentences import said_in
 
@@ -104,3 +107,35 @@ def test_what_has_no_pattern_stays_and_is_marked() -> None:
     told = said_in("zh", "Nobody has ever said this {sentence} before.")
     assert (told.text, told.is_foreign) == ("Nobody has ever said this {sentence} before.", True)
     assert not said_in("en", "Any sentence.").is_foreign
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a, " * 800, "a; " * 800, "ZeRO-2; " * 300, "ZeRO-2 → ZeRO-3, " * 140, "! " * 1200, "A b. " * 480,
+        "--a: " * 450 + "x", "The GPU ran out of memory after the first steps had fitted (" * 40,
+        " holds no 7 of 7 with 7" * 100 + " elements", "x" * 2_000_000, "\ue0007\ue001 in the loss",
+        "✗ attempt 1 failed after step 3: " + "a → stop: " * 200,
+    ],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_a_text_that_was_made_to_fit_everything_is_no_trouble(text: str) -> None:
+    began = time.monotonic()
+    said_in("zh", text)
+    assert time.monotonic() - began < 2
+
+
+def test_what_is_said_of_a_tier_has_a_chinese_form() -> None:
+    said = [f"Tier {tier.name}: {tier.about}." for tier in TIERS.values()]
+    said += [by_memory(parse_hardware(f"1x{size}GB"))[1] for size in (3, 5, 8, 24)]
+    said += [
+        "Of the other tiers standard, extreme fit: --tier all sets them side by side.",
+        "The free search, with 2048 tokens and an effective batch of 24, would take ZeRO-2, optimizer on CPU, 1 × 4: "
+        "2,983 tokens/s in 20.1 GiB.",
+        "sequences of 512 tokens instead of 2048",
+        "an effective batch of 24",
+        "adapters of rank 8 instead of every weight",
+    ]
+    assert [each for each in said if said_in("zh", each).is_foreign] == []
+    for each in said:
+        assert sorted(NUMBER.findall(each)) == sorted(NUMBER.findall(said_in("zh", each).text)), each

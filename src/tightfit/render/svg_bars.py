@@ -51,7 +51,7 @@ LOOKS: dict[str, Look] = {
     "logits": Look("#f0e442", "plain", DARK),
     "temporaries": Look("#f0e442", "falling", DARK),
     "overhead": Look("#9a9a9a", "cross", DARK),
-    "process": Look("#9a9a9a", "plain", DARK),
+    "process": Look("#9a9a9a", "upright", DARK),
     "libraries": Look("#9a9a9a", "dots", DARK),
     "other": Look("#6b6b6b", "dots"),
 }
@@ -62,6 +62,7 @@ _STROKES = {
     "falling": '<path d="M-2 6 2 10M0 0 8 8M6 -2 10 2" stroke="#000" stroke-opacity=".45" stroke-width="1.3"/>',
     "dots": '<circle cx="2" cy="2" r="1.2" fill="#000" fill-opacity=".5"/>'
     '<circle cx="6" cy="6" r="1.2" fill="#000" fill-opacity=".5"/>',
+    "upright": '<path d="M2 0V8M6 0V8" stroke="#000" stroke-opacity=".35" stroke-width="1"/>',
     "cross": '<path d="M0 0 8 8M8 0 0 8" stroke="#000" stroke-opacity=".3" stroke-width="1"/>',
 }
 

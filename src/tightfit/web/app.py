@@ -61,7 +61,8 @@ async def _home(request: Request) -> Response:
 
 
 async def _user_error(request: Request, error: Exception) -> Response:
-    return failed(request, " ".join(str(error).split()), 400)
+    said = words(language_of(request)).said(" ".join(str(error).split()))
+    return failed(request, said.text, 400)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -33,7 +33,7 @@ QUEUE = 32
 MISSED = 64
 """Messages that are kept for those who come back."""
 BEAT_S = 15.0
-"""A line so often, so that a connection that has gone is noticed."""
+"""A word so often, so that a connection that has gone is noticed, here and by the page."""
 MOST_FEEDS, MOST_CLIENTS = 32, 64
 KEPT_SIGHTS = 8
 """Runs whose curve is kept when nobody looks any more."""
@@ -65,7 +65,7 @@ class Client:
             try:
                 message = await asyncio.wait_for(self._queue.get(), BEAT_S)
             except (TimeoutError, asyncio.TimeoutError):
-                yield b": still here\n\n"
+                yield b"event: beat\ndata: {}\n\n"
                 continue
             if message is None:
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tightfit.desk.plan import answered, check_flags
@@ -14,6 +14,7 @@ from tightfit.inputs.models import load_model
 from tightfit.inputs.presets import PRESETS, checkpoint_named
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import worth_showing
+from tightfit.planner.tiers import Tiered
 from tightfit.types import UserError
 from tightfit.web.plan_question import Asked
 
@@ -28,12 +29,15 @@ class Answered:
 
     asked: Asked
     plan: Plan
+    tiered: Tiered | None = None
+    """Where a tier was asked for: what the command line would answer."""
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """What is drawn: the chosen way first, then its rivals."""
+        """What is drawn: the chosen way first, then its rivals; of a tier's, what would be chosen without it."""
         rivals = [way for way in worth_showing(self.plan) if way is not self.plan.chosen]
-        return (*((self.plan.chosen,) if self.plan.chosen else ()), *rivals)
+        free = self.tiered.free.chosen if self.tiered is not None and self.tiered.free is not None else None
+        return (*((self.plan.chosen,) if self.plan.chosen else ()), *rivals, *((free,) if free else ()))
 
     @cached_property
     def files(self) -> dict[str, str] | str:
@@ -58,16 +62,23 @@ def answer_to(asked: Asked, *, advice: bool) -> Answered:
         return known
     args = asked.args()
     check_flags(args)
-    plan, _ = answered(args, advice=advice)
-    assert isinstance(plan, Plan), "neither a tier nor a limit can be asked for in an address"
-    made = Answered(asked, plan)
+    found, _ = answered(args, advice=advice)
+    made = Answered(asked, found) if isinstance(found, Plan) else _of_a_tier(asked, found)
     with _lock:
         _kept[key] = (time.monotonic(), made)
-        if plan.fits:  # there is nothing to advise, so it is the answer to both questions
+        if made.plan.fits:  # there is nothing to advise, so it is the answer to both questions
             _kept[key[0], True] = _kept[key]
         while len(_kept) > KEPT:
             _kept.popitem(last=False)
     return made
+
+
+def _of_a_tier(asked: Asked, found: object) -> Answered:
+    assert isinstance(found, Tiered), "neither all tiers nor a limit can be asked for in an address"
+    plan = found.plan
+    assert plan is not None, "what a tier cannot run is an error before"
+    about = f"Tier {found.tier.name}: {found.tier.about}."
+    return Answered(asked, replace(plan, because=(about, *found.because, *plan.because)), found)
 
 
 def _remembered(key: tuple[str, bool]) -> Answered | None:

@@ -13,7 +13,7 @@ from tightfit.inputs.flags import check_levers
 from tightfit.pace import pace
 from tightfit.planner import question_of
 from tightfit.planner.plan import Bounds, Way
-from tightfit.planner.search import Question, excess_bytes, weigh
+from tightfit.planner.question import Question, excess_bytes, weigh
 from tightfit.types import Checkpointing, Levers
 from tightfit.web.plan_answer import Answered
 from tightfit.web.plan_question import Asked

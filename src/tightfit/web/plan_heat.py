@@ -12,7 +12,8 @@ from tightfit.inputs.flags import MOST
 from tightfit.inputs.job_file import pinned
 from tightfit.planner import SEQUENCES_A_GPU
 from tightfit.planner.plan import Way
-from tightfit.planner.search import Question, excess_bytes, something_fits, weigh
+from tightfit.planner.question import Question, excess_bytes, weigh
+from tightfit.planner.search import something_fits
 from tightfit.web.plan_answer import Answered
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)

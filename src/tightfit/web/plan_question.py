@@ -26,7 +26,7 @@ DEFAULTS: dict[str, str] = {"model": "7b_mamba", "gpus": "6", "card": "32GB", "h
 """What is asked where the address says nothing at all."""
 WORDS = (
     *("method", "precision", "optimizer", "host_ram", "nvme", "margin", "engine", "offload_optimizer"),
-    *("offload_param", "checkpointing", "loss", "attention", "scan", "lora_targets", "epochs"),
+    *("offload_param", "checkpointing", "loss", "attention", "scan", "lora_targets", "epochs", "tier"),
 )
 NUMBERS = ("lora_rank", "seq", "effective_batch", "micro_batch", "accum", "max_steps", "samples")
 FIELDS = ("model", "config", "gpus", "card", "nodes", *WORDS, *NUMBERS, "allow")
@@ -71,6 +71,8 @@ class Asked:
         given |= {name: whole(name, value) for name, value in self.said if name in NUMBERS}
         if whole("effective_batch", self.get("effective_batch") or "1") > MOST_BATCH:
             raise ConfigError(f"the page plans for up to {MOST_BATCH} sequences a step: use tightfit plan for more")
+        if self.get("tier").lower() == "all":
+            raise ConfigError("--tier all is a comparison: name one tier, or use tightfit plan --tier all")
         if self.allow:
             given["allow"] = ",".join(self.allow)
         return argparse.Namespace(**given)

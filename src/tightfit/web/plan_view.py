@@ -27,6 +27,7 @@ from tightfit.inputs.flags import WORDS as CHOICES
 from tightfit.inputs.machine import this_machine
 from tightfit.inputs.presets import CHECKPOINTS, PRESETS
 from tightfit.job import Allowance
+from tightfit.planner.tiers import TIERS
 from tightfit.types import UserError
 from tightfit.web.bodies import body_of
 from tightfit.web.pages import page, part
@@ -34,6 +35,7 @@ from tightfit.web.plan_answer import Answered, answer_to, check_model, is_at_han
 from tightfit.web.plan_drawing import Drawn, drawn, gib
 from tightfit.web.plan_guess import guessed
 from tightfit.web.plan_heat import Heat, heat_of
+from tightfit.web.plan_most import most_of
 from tightfit.web.plan_question import DEFAULTS, MOST_CONFIG_BYTES, asked_of, block_of, filled
 from tightfit.web.threads import beside
 from tightfit.web.words import language_of, words
@@ -80,7 +82,7 @@ async def _guess(request: Request) -> Response:
 def _guessed(pairs: list[tuple[str, str]], language: str) -> dict[str, object] | None:
     asked = asked_of(pairs)
     last = remembered(dict(pairs).get("like", ""))
-    if last is None or not is_at_hand(asked):
+    if last is None or not is_at_hand(asked) or asked.get("tier"):
         return None
     return _drawn(guessed(asked, last), language, advice=False)
 
@@ -88,7 +90,7 @@ def _guessed(pairs: list[tuple[str, str]], language: str) -> dict[str, object] |
 async def _json(request: Request) -> Response:
     """What the page is drawn from: the same object as `tightfit plan --json` prints."""
     answer = await _answered(request, advice=True)
-    return JSONResponse(report(answer.plan, None))
+    return JSONResponse(report(answer.tiered or answer.plan, None))
 
 
 async def _heat(request: Request) -> Response:
@@ -124,13 +126,26 @@ async def _saved(request: Request) -> Response:
     return _download(text.encode(), "text/html; charset=utf-8", "tightfit-plan.html")
 
 
+async def _most(request: Request) -> Response:
+    """For the page's script: what to set in the form, so that it is the most that fits."""
+    try:
+        asked = await beside(partial(asked_of, request.query_params.multi_items()))
+        await beside(partial(check_model, asked))
+        async with _slow:
+            await _still_there(request)
+            found = await beside(partial(most_of, asked, request.query_params.get("max", "")))
+    except UserError as error:
+        return JSONResponse({"problem": words(language_of(request)).said(_sentence(error)).text})
+    return JSONResponse({"fields": found})
+
+
 async def _config(request: Request) -> Response:
     """A pasted config.json, less what does not decide the shape: that fits into an address."""
     text = (await body_of(request, MOST_CONFIG_BYTES, PATIENCE_S)).decode("utf-8", errors="replace")
     try:
         block = await beside(partial(block_of, text))
     except UserError as error:
-        return JSONResponse({"problem": _sentence(error)})
+        return JSONResponse({"problem": words(language_of(request)).said(_sentence(error)).text})
     return JSONResponse({"config": json.dumps(block, separators=(",", ":"), ensure_ascii=False)})
 
 
@@ -235,6 +250,7 @@ def _form(request: Request, machine: str) -> dict[str, object]:
         "values": filled(pairs),
         "allowed": {each for name, value in pairs if name == "allow" for each in value.split(",")},
         "allowances": get_args(Allowance),
+        "tiers": TIERS,
         "choices": CHOICES,
         "models": [*PRESETS, *CHECKPOINTS],
         "cards": _cards(),
@@ -283,5 +299,6 @@ ROUTES = [
     Route("/plan/files", _files, methods=["GET"]),
     Route("/plan/files.zip", _zip, methods=["GET"]),
     Route("/plan/saved", _saved, methods=["GET"]),
+    Route("/plan/most", _most, methods=["GET"]),
     Route("/plan/config", _config, methods=["POST"]),
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +22,10 @@ from tightfit.runs.watching import read_record
 from tightfit.web.history import last_lines
 from tightfit.web.pages import page, part
 from tightfit.web.places import NO_RUN, FoundRun, FoundRuns, file_at, run_at
+from tightfit.web.retold import retold
 from tightfit.web.sight import state_of
 from tightfit.web.threads import beside
+from tightfit.web.words import language_of
 
 LOG_BYTES = 48 * 1024
 LOG_LINES = 300
@@ -114,8 +118,20 @@ async def _run(request: Request) -> Response:
 async def _stream(request: Request) -> Response:
     run, _ = _asked(request)
     last = request.headers.get("last-event-id", "")
-    messages = request.app.state.hub.follow(run, last)
+    messages = _retold(request.app.state.hub.follow(run, last), language_of(request))
     return StreamingResponse(messages, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+async def _retold(messages: AsyncGenerator[bytes, None], language: str) -> AsyncIterator[bytes]:
+    async with aclosing(messages):  # whoever goes away leaves at once
+        async for message in messages:
+            if language == "en":
+                yield message
+                continue
+            try:
+                yield await beside(partial(retold, message, language))
+            except HTTPException:  # the server ends
+                return
 
 
 async def _log(request: Request) -> Response:

@@ -1,29 +1,39 @@
 """The words of the page, in each language that it speaks.
 
-They lie in `words/`, a file a language, all with the same keys. What a run, a log or a plan says by itself stays as it
-is: it has to be found again in logs and on the web.
+They lie in `words/`, a file a language, all with the same keys. What a plan, a diagnosis or a run says is told again by
+`sentences.py`; what a log says stays as it is, for it has to be found again there and on the web.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
 from starlette.requests import Request
 
-FOLDER = Path(__file__).with_name("words")
+from tightfit.web.sentences import FOLDER, Sentence, said_in
+
 LANGUAGES = {"en": "English", "zh": "中文"}
 """What each calls itself."""
 COOKIE = "tightfit_language"
 
 
+class Words(dict[str, Any]):
+    """All words of a language, and how it says a sentence that was made elsewhere."""
+
+    def __init__(self, language: str) -> None:
+        super().__init__(yaml.safe_load((FOLDER / f"{language}.yaml").read_text(encoding="utf-8")))
+        self.language = language
+
+    def said(self, english: str) -> Sentence:
+        return said_in(self.language, english)
+
+
 @cache
-def words(language: str) -> dict[str, Any]:
-    """All words of a language."""
-    tree: dict[str, Any] = yaml.safe_load((FOLDER / f"{language}.yaml").read_text(encoding="utf-8"))
-    return tree
+def words(language: str) -> Words:
+    """Those of a language, read once."""
+    return Words(language)
 
 
 def language_of(request: Request) -> str:

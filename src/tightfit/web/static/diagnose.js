@@ -4,6 +4,7 @@ const form = document.getElementById("diagnose");
 const field = document.getElementById("log");
 const picker = document.getElementById("file");
 const answer = document.getElementById("answer");
+const said = document.getElementById("said");
 const words = JSON.parse(document.getElementById("words").textContent);
 const most = Number(form.dataset.most);
 let asked = null;
@@ -13,6 +14,9 @@ function say(text, kind) {
   line.className = `notice ${kind}`;
   line.textContent = text;
   if (kind === "bad") line.setAttribute("role", "alert");
+  else said.textContent = text;
+  answer.removeAttribute("aria-labelledby");
+  answer.setAttribute("aria-label", words.answer);
   answer.replaceChildren(line);
 }
 
@@ -30,6 +34,8 @@ async function ask(body, name) {
     const text = await sent.text();
     if (!sent.ok) return say(text.trim(), "bad");
     answer.innerHTML = text; // made by our templates, in which a log is text alone
+    answer.setAttribute("aria-labelledby", "verdict-title"); // so that the verdict is read out as the focus comes
+    answer.removeAttribute("aria-label");
     answer.focus();
   } catch (error) {
     if (error.name !== "AbortError") say(words.unreachable, "bad");

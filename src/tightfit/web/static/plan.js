@@ -1,6 +1,8 @@
 // The Plan view: asks again as the sliders move and shows what comes back as HTML from our own templates. The state is
 // the address, so that the page without this script, a link, and the back button all mean the same.
 
+import { listen as listenToKeys, steer, stopOf } from "/static/heat.js";
+
 const form = document.getElementById("plan");
 const answer = document.getElementById("answer");
 const verdict = document.getElementById("verdict");
@@ -10,9 +12,11 @@ const heatMap = document.getElementById("heat-map");
 const files = document.getElementById("files");
 const filesList = document.getElementById("files-list");
 const pop = document.getElementById("pop");
+const said = document.getElementById("said");
 const words = JSON.parse(document.getElementById("words").textContent);
 const PAUSE_MS = 60;
 const REST_MS = 350; // the map and the files wait until the slider rests
+const SAY_MS = 700; // so does what is read out
 const SEQUENCES = [128];
 while (SEQUENCES.at(-1) < 131072) {
   const last = SEQUENCES.at(-1);
@@ -25,6 +29,7 @@ let guessing = false;
 let guessAgain = false;
 let timer = 0;
 let restTimer = 0;
+let sayTimer = 0;
 
 // --- the question ---
 
@@ -40,7 +45,7 @@ function query() {
   for (const [name, value] of new FormData(form)) {
     if (typeof value !== "string" || !value.trim()) continue;
     if (name === "model" && field("config").value.trim()) continue;
-    if (name === "lora-rank" && !field("method").value) continue;
+    if (name.startsWith("lora-") && !field("method").value) continue;
     if (name === "nodes" && value.trim() === "1") continue;
     said.append(name, value.trim());
   }
@@ -115,6 +120,7 @@ function say(text) {
 }
 
 function complain(line) {
+  clearTimeout(sayTimer);
   problem.replaceChildren(line);
   verdict.textContent = "";
   for (const part of [answer, heat, files]) part.classList.add("stale");
@@ -125,7 +131,8 @@ function put(place, html) {
   const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
   place.innerHTML = html; // made by our templates, in which what was typed is text alone
   for (const id of open) document.getElementById(id)?.setAttribute("open", "");
-  if (focused) document.getElementById(focused)?.focus();
+  if (place === heatMap) steer(heatMap);
+  if (focused) (document.getElementById(focused) ?? stopOf(place))?.focus();
   offerCopies(place);
 }
 
@@ -189,6 +196,8 @@ function show(html) {
   put(answer, html);
   const found = answer.querySelector(".found");
   if (verdict.textContent !== found.dataset.verdict) verdict.textContent = found.dataset.verdict;
+  clearTimeout(sayTimer);
+  sayTimer = setTimeout(() => { said.textContent = found.dataset.said; }, SAY_MS);
   return found;
 }
 
@@ -228,6 +237,8 @@ function later(push) {
   asked = null;
   clearTimeout(timer);
   clearTimeout(restTimer);
+  clearTimeout(sayTimer);
+  said.textContent = ""; // so that the same answer to another question is read out as well
   answer.setAttribute("aria-busy", "true");
   guess();
   timer = setTimeout(ask, PAUSE_MS);
@@ -307,6 +318,8 @@ document.addEventListener("click", async (event) => {
     else choose(cell.dataset);
     return later(true);
   }
+  const button = target?.closest(".most");
+  if (button) return most(button);
   const copier = target?.closest(".copier");
   if (copier) return copy(copier);
   const bars = target?.closest(".bars");
@@ -326,7 +339,32 @@ function choose({ seq, micro }) {
 
 function allow(name) {
   document.getElementById("allow-more").open = true;
-  form.querySelector(`input[name=allow][value="${name}"]`).checked = true;
+  const box = form.querySelector(`input[name=allow][value="${name}"]`);
+  box.checked = true;
+  box.focus(); // the link that was followed is about to go
+}
+
+// The question turned round: what is the most that fits goes into the form.
+async function most(button) {
+  const before = query();
+  if (button.hasAttribute("aria-busy")) return;
+  button.setAttribute("aria-busy", "true");
+  said.textContent = words.most_looking;
+  try {
+    const found = JSON.parse(await fetched(`/plan/most?${before}&max=${button.dataset.max}`));
+    if (query() !== before) return; // something else is asked by now
+    if (found.problem) {
+      say(found.problem);
+      return;
+    }
+    for (const [name, value] of Object.entries(found.fields)) field(name).value = value;
+    placeAll();
+    later(true);
+  } catch (error) {
+    say(error instanceof TypeError ? words.unreachable : error.message);
+  } finally {
+    button.removeAttribute("aria-busy");
+  }
 }
 
 async function copy(copier) {
@@ -353,6 +391,7 @@ answer.addEventListener("pointerover", (event) => {
   const details = document.getElementById(bars.dataset.phases);
   if (details.open) return;
   const box = details.querySelector(".phase-box .wide").cloneNode(true);
+  box.removeAttribute("tabindex");
   pop.replaceChildren(box);
   pop.hidden = false;
   follow(event);
@@ -363,6 +402,8 @@ answer.addEventListener("pointerout", (event) => {
   if (!to) pop.hidden = true;
 });
 
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") pop.hidden = true; });
+
 function follow(event) {
   if (pop.hidden) return;
   const size = pop.getBoundingClientRect();
@@ -371,7 +412,9 @@ function follow(event) {
   pop.style.top = `${Math.max(4, below ? event.clientY + 18 : event.clientY - size.height - 12)}px`;
 }
 
-for (const slider of form.querySelectorAll("input[type=range]")) slider.hidden = false;
+for (const each of form.querySelectorAll("input[type=range], .most")) each.hidden = false;
+listenToKeys(heatMap);
+steer(heatMap);
 placeAll();
 offerCopies(document);
 if (![...new URLSearchParams(location.search).keys()].some((name) => field(name))) {

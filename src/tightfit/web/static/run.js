@@ -2,6 +2,7 @@
 // points and no more, so that it can stay open for as long as the run takes.
 
 import { Chart } from "/static/charts.js";
+import { Teller, become, el, fetched, isRefused, put as write, slide } from "/static/parts.js";
 
 const GIB = 2 ** 30;
 const { run: words, states } = JSON.parse(document.getElementById("words").textContent);
@@ -15,22 +16,19 @@ const size = (bytes) => {
 };
 const lossWords = (loss) => (loss === null || loss === undefined ? "–" : loss.toFixed(4));
 
+// What has no Chinese form is English.
+const tongue = (text) => (/[\u4e00-\u9fff]/.test(text) ? {} : { lang: "en" });
+
 // The columns of a point, as series.py sends them.
 const STEP = 0, LOSS = 1, LOW = 2, HIGH = 3, PACE = 4, NOW = 5, PEAK = 6, HOST = 7;
 
-const seen = { points: [], each: 1, memory: { rows: [], planned: null, card: null, on_gpu: false }, over: false };
+const seen = {
+  points: [], each: 1, memory: { rows: [], planned: null, card: null, on_gpu: false }, over: false, warnings: [], refused: false,
+};
+const title = document.title;
+const teller = new Teller(at("said"));
 
-function el(kind, text, attributes = {}) {
-  const made = document.createElement(kind);
-  if (text !== null && text !== undefined) made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
-}
-
-function put(id, text) {
-  const place = at(id);
-  if (place.textContent !== text) place.textContent = text;
-}
+const put = (id, text) => write(at(id), text);
 
 // --- curves ------------------------------------------------------------------------------------
 
@@ -85,7 +83,7 @@ function drawNow() {
   describe("d-loss", LOSS, lossWords, LOW, HIGH);
   describe("d-pace", PACE, whole, PACE, PACE);
   describe("d-memory", seen.memory.on_gpu ? PEAK : HOST, size);
-  if (at("table-loss").parentElement.open) tabulate();
+  for (const [id, columns] of Object.entries(TABLES)) if (at(id).parentElement.open) tabulate(at(id), columns);
 }
 
 function describe(id, place, format, low = place, high = place) {
@@ -104,29 +102,31 @@ function describe(id, place, format, low = place, high = place) {
   put(id, seen.each > 1 ? `${said} ${fill(words.each, { count: whole(seen.each) })}` : said);
 }
 
-function tabulate() {
-  const table = el("table");
-  const head = el("tr");
-  for (const title of [words.step, words.loss, words.low, words.high, words.pace, words.peak, words.host]) {
-    head.append(el("th", title, { scope: "col", class: "number" }));
-  }
-  const body = el("tbody");
-  const every = Math.max(1, Math.ceil(seen.points.length / 60));
-  seen.points.forEach((point, place) => {
-    if (place % every && place !== seen.points.length - 1) return;
+// Each curve as a table, of some sixty of its points: the name of a column, its place in a point, and its words.
+const orNone = (format) => (value) => (value === null ? "–" : format(value));
+const TABLES = {
+  "table-loss": [[words.loss, LOSS, lossWords], [words.low, LOW, lossWords], [words.high, HIGH, lossWords]],
+  "table-pace": [[words.pace, PACE, orNone(whole)]],
+  "table-memory": [[words.now, NOW, size], [words.peak, PEAK, size], [words.host, HOST, size]],
+};
+const ROWS = 60;
+
+function tabulate(place, columns) {
+  const line = (first, cells, kind) => {
     const row = el("tr");
-    row.append(el("th", whole(point[STEP]), { scope: "row", class: "number" }));
-    const cells = [lossWords(point[LOSS]), lossWords(point[LOW]), lossWords(point[HIGH]),
-      point[PACE] === null ? "–" : whole(point[PACE]), size(point[PEAK]), size(point[HOST])];
-    for (const cell of cells) row.append(el("td", cell, { class: "number" }));
-    body.append(row);
-  });
-  const top = el("thead");
-  top.append(head);
+    row.append(el("th", first, { scope: kind === "th" ? "col" : "row", class: "number" }));
+    for (const cell of cells) row.append(el(kind, cell, kind === "th" ? { scope: "col", class: "number" } : { class: "number" }));
+    return row;
+  };
+  const every = Math.max(1, Math.ceil(seen.points.length / ROWS));
+  const shown = seen.points.filter((_, number) => number % every === 0 || number === seen.points.length - 1);
+  const [table, top, body] = ["table", "thead", "tbody"].map((kind) => el(kind));
+  top.append(line(words.step, columns.map(([title]) => title), "th"));
+  body.append(...shown.map((point) => line(whole(point[STEP]), columns.map(([, column, format]) => format(point[column])), "td")));
   table.append(top, body);
-  at("table-loss").replaceChildren(table);
+  become(place, [table]);
 }
-at("table-loss").parentElement.addEventListener("toggle", () => draw());
+for (const id of Object.keys(TABLES)) at(id).parentElement.addEventListener("toggle", () => draw());
 
 // --- sections ----------------------------------------------------------------------------------
 
@@ -151,6 +151,7 @@ const show = {
       place.replaceChildren(line);
       place.dataset.said = text;
       place.dataset.state = head.state;
+      document.title = `${state.mark} ${title}`;
     }
     const steps = head.steps === null ? "" : ` / ${whole(head.steps)}`;
     put("f-step", head.step === null ? "–" : `${whole(head.step)}${steps}`);
@@ -184,7 +185,7 @@ const show = {
     seen.memory = memory;
     const rows = [...memory.rows];
     if (memory.host) rows.push({ name: words.host_ram, now: memory.host.used, peak: null, planned: null, total: memory.host.total });
-    at("memory").replaceChildren(...rows.map(memoryRow));
+    become(at("memory"), rows.map(memoryRow));
     at("no-memory").hidden = rows.length > 0;
     draw();
   },
@@ -192,32 +193,33 @@ const show = {
   lights({ lights, warnings }) {
     const marks = { green: "✓", yellow: "!", red: "✗", unknown: "?" };
     const moods = { green: "good", yellow: "warn", red: "bad", unknown: "quiet" };
-    at("lights").replaceChildren(...lights.map((light) => {
+    become(at("lights"), lights.map((light) => {
       const line = el("li", null, { class: moods[light.colour] });
       line.append(el("span", marks[light.colour], { class: "mark", "aria-hidden": "true" }));
       line.append(el("span", `${words.colour[light.colour]}: `, { class: "hidden-text" }));
       line.append(words.light[light.name]);
-      if (light.text) line.append(": ", el("span", light.text, { lang: "en" }));
+      if (light.text) line.append(": ", el("span", light.text, tongue(light.text)));
       return line;
     }));
-    at("warnings").replaceChildren(...warnings.map((text) => el("p", `! ${text}`, { class: "notice warn", lang: "en" })));
+    become(at("warnings"), warnings.map((text) => el("p", `! ${text}`, { class: "notice warn", ...tongue(text) })));
+    seen.warnings = warnings;
   },
 
   attempts(attempts) {
-    at("attempts").replaceChildren(...[...attempts].reverse().map(attemptRow));
+    slide(at("attempts"), [...attempts].reverse(), attemptRow);
     at("attempts").parentElement.hidden = attempts.length === 0;
     at("no-attempts").hidden = attempts.length > 0;
   },
 
   checkpoints(checkpoints) {
-    at("checkpoints").replaceChildren(...checkpoints.map((each) => {
+    slide(at("checkpoints"), checkpoints, (each) => {
       const row = el("tr");
       row.append(el("th", whole(each.step), { scope: "row", class: "number" }));
       row.append(cell(words.written, (each.written ?? "–").replace("T", " ").slice(0, 19)));
       row.append(cell(words.size, size(each.bytes), "number"));
       row.append(each.torn === null ? cell(words.whole, words.is_whole, "good") : cell(words.whole, fill(words.torn, { why: each.torn }), "bad"));
       return row;
-    }));
+    });
     at("checkpoints").parentElement.hidden = checkpoints.length === 0;
     at("no-checkpoints").hidden = checkpoints.length > 0;
   },
@@ -225,12 +227,12 @@ const show = {
   events(events) {
     const list = at("events");
     const follows = list.scrollTop + list.clientHeight >= list.scrollHeight - 8;
-    list.replaceChildren(...events.map((event) => {
-      const line = el("li", null, { class: event.mood });
+    slide(list, events, (event) => {
+      const line = el("li", null, { class: event.mood, ...tongue(event.text) });
       if (event.at !== null) line.append(el("time", new Date(event.at * 1000).toLocaleTimeString("en-GB"), { datetime: new Date(event.at * 1000).toISOString() }));
       line.append(event.text);
       return line;
-    }));
+    });
     list.hidden = events.length === 0;
     at("no-events").hidden = events.length > 0;
     if (follows) list.scrollTop = list.scrollHeight;
@@ -320,7 +322,7 @@ function readLog(which, bytes) {
 async function fetchLog(which, bytes) {
   Object.assign(log, { name: which, bytes, at: Date.now() });
   try {
-    const sent = await fetch(`/runs/log?${new URLSearchParams({ run: name, name: which })}`);
+    const sent = await fetched(`/runs/log?${new URLSearchParams({ run: name, name: which })}`);
     if (!sent.ok || log.name !== which) return;
     const place = at("log");
     const follows = place.scrollTop + place.clientHeight >= place.scrollHeight - 8;
@@ -334,22 +336,39 @@ at("log-name").addEventListener("change", () => fetchLog(at("log-name").value, -
 
 // --- the stream --------------------------------------------------------------------------------
 
+const SILENT_MS = 45_000; // the server says at least every 15 s that it is there
+const LOOK_MS = 5000;
 let source = null;
 let again = 0;
+let heard = Date.now();
+
+/** What is wrong with the connection or the folder; null: nothing is. */
+function trouble() {
+  if (document.hidden) return words.paused;
+  if (seen.refused) return words.refused;
+  if (source === null || source.readyState !== EventSource.OPEN) return words.lost;
+  return seen.trouble ? fill(words.trouble, { why: seen.trouble }) : null;
+}
+
+function going() {
+  if (typeof seen.share === "number") return fill(words.reading, { share: Math.round(100 * seen.share) });
+  if (seen.over) return words.over;
+  if (seen.doing) return fill(words.doing, { what: seen.doing.what }) + (seen.doing.share === null ? "" : ` (${Math.round(100 * seen.doing.share)} %)`);
+  return seen.quiet ? fill(words.quiet, { time: seen.quiet }) : words.live;
+}
 
 function connection() {
-  let said = words.live;
-  if (document.hidden) said = words.paused;
-  else if (source === null || source.readyState !== EventSource.OPEN) said = words.lost;
-  else if (seen.trouble) said = fill(words.trouble, { why: seen.trouble });
-  else if (typeof seen.share === "number") said = fill(words.reading, { share: Math.round(100 * seen.share) });
-  else if (seen.over) said = words.over;
-  else if (seen.doing) said = fill(words.doing, { what: seen.doing.what }) + (seen.doing.share === null ? "" : ` (${Math.round(100 * seen.doing.share)} %)`);
-  else if (seen.quiet) said = fill(words.quiet, { time: seen.quiet });
-  put("link", said);
+  const wrong = trouble();
+  put("link", wrong ?? going());
+  at("link").classList.toggle("cut", wrong !== null && !document.hidden);
+  teller.tell(() => {
+    if (document.hidden || !at("state").dataset.said) return "";
+    return [`${at("state").dataset.said}.`, trouble() ?? (seen.over ? words.over : words.live), ...seen.warnings].join(" ");
+  });
 }
 
 function take(event) {
+  heard = Date.now();
   for (const [key, value] of Object.entries(JSON.parse(event.data))) show[key]?.(value);
   connection();
 }
@@ -357,21 +376,39 @@ function take(event) {
 function listen() {
   clearTimeout(again);
   source?.close();
-  source = new EventSource(`/runs/stream?${new URLSearchParams({ run: name })}`);
-  source.onmessage = take;
-  source.onopen = connection;
-  source.onerror = () => {
-    // A browser tries again by itself, unless it was refused: then we do, more patiently.
-    if (source.readyState === EventSource.CLOSED) again = setTimeout(listen, 5000);
+  heard = Date.now();
+  const mine = new EventSource(`/runs/stream?${new URLSearchParams({ run: name, lang: document.documentElement.lang.slice(0, 2) })}`);
+  source = mine;
+  mine.onmessage = take;
+  mine.addEventListener("beat", () => { heard = Date.now(); });
+  mine.onopen = () => {
+    seen.refused = false;
+    connection();
+  };
+  mine.onerror = async () => {
+    connection();
+    if (mine.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
+    seen.refused = await isRefused();
+    if (mine !== source) return;
+    again = setTimeout(listen, LOOK_MS);
     connection();
   };
 }
+
+// A connection that was cut without a word, as by a laptop that slept, looks like one on which nothing is said.
+setInterval(() => {
+  if (!document.hidden && source !== null && Date.now() - heard > SILENT_MS) {
+    listen();
+    connection();
+  }
+}, LOOK_MS);
 
 // A page that nobody looks at holds no connection: browsers allow few of them to one server.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
     clearTimeout(again);
     source?.close();
+    source = null;
     connection();
   } else listen();
 });

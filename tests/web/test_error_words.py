@@ -1,0 +1,109 @@
+"""What is wrong with a question is said in Chinese too: every sentence in the code that the page can come to show."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from spoken import CHINESE, PACKAGE, sentences_in, untold
+from visits import HTML, client
+
+from tightfit.web.sentences import said_in
+
+ERRORS = ("ConfigError", "ModelError", "HardwareError", "NvmeError", "SaveError")
+ASKED = (
+    *("inputs/flags.py", "inputs/hardware.py", "inputs/machine.py", "web/plan_question.py", "web/diagnose_view.py"),
+    *("web/plan_most.py", "planner/tier_values.py"),
+    *("render/deepspeed.py", "render/deepspeed_versions.py", "render/versions.py", "render/worker.py"),
+)
+WORKER = sorted(str(path.relative_to(PACKAGE)) for path in (PACKAGE / "train").rglob("*.py"))
+NOT_ON_THE_PAGE = re.compile(r"train/(export|trace|faults)|train/data/preview")
+UNTOLD = (
+    "must hold {text}",  # braces of its own
+    " is not among what is being saved",  # a bug
+    "name the data's path (did you mean",  # no such hint is given there
+)
+"""What stays English."""
+BAD: tuple[dict[str, str], ...] = (
+    {"seq": "x"}, {"seq": "0"}, {"seq": "999999999999"}, {"card": "RTX9999"}, {"card": "A100"}, {"card": "A100-30GB"},
+    {"card": "MI250-32GB"}, {"card": "24"}, {"card": "-4"}, {"card": "!!"}, {"card": "x" * 100}, {"gpus": "0"},
+    {"gpus": "9999"}, {"host_ram": "foo"}, {"host_ram": "0GB"}, {"nvme": "-1"}, {"method": "foo"}, {"method": "lroa"},
+    {"engine": "zero9"}, {"offload_param": "cpu", "engine": "zero1"}, {"offload_optimizer": "cpu", "engine": "zero0"},
+    {"offload_optimizer": "nvme"}, {"offload_optimizer": "nvme", "engine": "zero2", "nvme": "1TB"},
+    {"checkpointing": "foo"}, {"checkpointing": "layers:999"}, {"lora_rank": "4"}, {"effective_batch": "7"},
+    {"lora_targets": "foo", "method": "lora"}, {"lora_targets": ",", "method": "lora"}, {"margin": "10"},
+    {"effective_batch": "8", "micro_batch": "3"}, {"effective_batch": "99999999"}, {"micro_batch": "0"},
+    {"micro_batch": "100000", "accum": "100000"}, {"margin": "foo"}, {"epochs": "-1"}, {"samples": "0"},
+    {"allow": "foo"}, {"allow": "precison"}, {"model": "no-such-model"}, {"model": "/etc/passwd"},
+    {"model": "7b_mambo"}, {"model": "x" * 300}, {"card": "this", "nodes": "2"},
+    {"optimizer": "adamw8bit", "engine": "zero2"}, {"config": "["}, {"config": "[]"}, {"config": "{}"},
+    {"config": '{"model_type": "foo"}'}, {"config": '{"model_type": "lama"}'}, {"config": '{"model_type": "llama"}'},
+    {"config": '{"model_type": "gemma3"}'}, {"config": '{"ssm_cfg": {}}'},
+)  # fmt: skip
+"""Questions that make no sense."""
+
+
+def is_sentence(text: str) -> bool:
+    """And not only names and marks around it."""
+    return len(re.findall(r"[A-Za-z']{2,}", text)) > 2 and not any(each in text for each in UNTOLD)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_every_error_of_a_question_has_a_chinese_form(path: str) -> None:
+    assert untold(filter(is_sentence, sentences_in(path, *ERRORS))) == []
+
+
+def test_every_error_of_a_model_has_a_chinese_form() -> None:
+    for path in (PACKAGE / "inputs/families").glob("*.py"):
+        problems = sentences_in(f"inputs/families/{path.name}", "fail")
+        assert untold(f"model 'a': {problem}" for problem in problems) == []
+
+
+@pytest.mark.parametrize("path", [each for each in WORKER if not NOT_ON_THE_PAGE.match(each)])
+def test_every_error_of_the_worker_has_a_chinese_form(path: str) -> None:
+    """They are the causes of attempts that the user has to mend."""
+    assert untold(filter(is_sentence, sentences_in(path, *ERRORS))) == []
+
+
+@pytest.mark.parametrize("wrong", BAD, ids=",".join)
+def test_a_question_that_makes_no_sense_is_answered_in_chinese(
+    wrong: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    usual = {"model": "7b_mamba", "gpus": "2", "card": "24GB", "host_ram": "64GB", "seq": "1024", "lang": "zh"}
+    asked: dict[str, Any] = {**usual, **wrong}
+    if "config" in wrong:
+        del asked["model"]
+    for path, headers in (("/plan/answer", {}), ("/plan", HTML)):
+        text = client(tmp_path).get(path, params=asked, headers=headers).text
+        problem = re.search(r"<p class=.notice bad.[^>]*data-problem>(.*?)</p>", text, re.DOTALL)
+        assert problem is not None, text
+        assert 'lang="en"' not in problem[0]
+        assert CHINESE.search(problem[1]), problem[1]
+
+
+@pytest.mark.parametrize(("data", "said"), [(b" \n", "日志是空的"), (b"\x7fELF" + bytes(range(256)), "这不是文本")])
+def test_the_diagnose_view_says_in_chinese_what_is_no_log(data: bytes, said: str, tmp_path: Path) -> None:
+    visitor = client(tmp_path)
+    visitor.cookies.set("tightfit_language", "zh")
+    for path, headers in (("/diagnose/answer", {}), ("/diagnose", HTML)):
+        answer = visitor.post(path, content=data, headers=headers)
+        assert answer.status_code == 400
+        assert said in answer.text
+        assert "print" not in answer.text
+
+
+def test_an_address_without_anything_is_said_in_chinese_as_before(tmp_path: Path) -> None:
+    text = client(tmp_path).get("/nowhere", params={"lang": "zh"}, headers=HTML).text
+    assert "这个地址没有内容" in text
+    assert 'role="alert" lang="en"' not in text
+
+
+def test_a_sentence_that_nobody_has_told_is_marked() -> None:
+    assert said_in("zh", "no card of that name was ever sold").is_foreign
