@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 
 def main(folder: str, words: list[str]) -> None:
+    # For a few words it does not matter that a Mamba runs without its CUDA extensions here.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     asked = tokenizer(" ".join(words) or "One morning", return_tensors="pt")

@@ -72,7 +72,7 @@ def main() -> None:
     asked = parser.parse_args().name
     for name in EXAMPLES if asked == "all" else [asked]:
         with tempfile.TemporaryDirectory() as folder:
-            print(f"== {name}", flush=True)
+            print(f"== {name} (silent until it is done; the first time DeepSpeed compiles, for minutes)", flush=True)
             smoke(name, Path(folder))
 
 

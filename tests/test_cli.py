@@ -73,6 +73,20 @@ def test_each_verb_has_help_with_an_example(verb: str) -> None:
     assert done.returncode == 0
     assert f"example:\n  tightfit {verb}" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\nexit codes:\n  0" in done.stdout
+    assert re.search(r"\n  2 +something that you have to change", done.stdout)
+
+
+@pytest.mark.parametrize("verb", ["plan", "train", "run", "rehearse", "export", "checkpoints", "clean", "watch"])
+def test_the_help_of_what_touches_files_says_which(verb: str) -> None:
+    assert "\nwrites:\n  " in tightfit(verb, "--help").stdout
+
+
+@pytest.mark.parametrize("verb", ["estimate", "plan"])
+def test_names_from_other_scripts_work_where_they_work_in_train(verb: str) -> None:
+    ours = tightfit(verb, "--model", "tiny_llama", "--gpus", "1x24GB", "--seq", "256")
+    theirs = tightfit(verb, "--preset", "tiny_llama", "--gpus", "1x24GB", "--max_seq_length", "256")
+    assert (theirs.returncode, theirs.stdout) == (0, ours.stdout)
 
 
 def test_version() -> None:

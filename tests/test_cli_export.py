@@ -140,3 +140,12 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         export(["--help"])
     assert left.value.code == 0
     assert "tightfit export runs/my-lora --to my-model" in capsys.readouterr().out
+
+
+def test_a_run_that_has_not_ended_names_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000040"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"has no model yet: name its newest checkpoint, {checkpoint}, or let it end"):
+        export([str(tmp_path / "run"), "--to", str(tmp_path / "model")])

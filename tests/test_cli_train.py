@@ -284,3 +284,15 @@ def test_a_plan_that_is_torn(shell: Shell, text: str) -> None:
     Path("planned").mkdir()
     Path("planned/worker.json").write_text(text)
     assert "write the plan again" in shell.refused("--plan", "planned")
+
+
+def test_gpus_that_are_not_there_are_said_before_ram(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "7b_mamba", "--gpus", "4x24GB", "--offload-optimizer", "cpu", "--engine", "zero3")
+    assert main(["plan", *words, "--host-ram", "9TB", "--write", str(shell.folder / "far")]) == 0
+    capsys.readouterr()
+    said = shell.refused("--plan", "far", "--dry-run", "--no-calibration")
+    assert "the plan wants 4 GPUs and this machine has none" in said
+
+
+def test_random_samples_are_said_before_the_start(shell: Shell) -> None:
+    assert "No data is named: the samples are random tokens" in " ".join(shell.run("good", *TINY).split())

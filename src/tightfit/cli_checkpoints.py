@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli_flags import Parser, whole_number
+from tightfit.cli_flags import CHANGE, Parser, whole_number
 from tightfit.inputs.flags import spelt
 from tightfit.runs.checkpoints import Keeping
 from tightfit.runs.inventory import (
@@ -31,10 +31,11 @@ from tightfit.runs.lock import FolderLock, check_unlocked
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit checkpoints runs/first --verify"
-EXIT_CODES = """exit codes:
-  0  answered, also where a checkpoint is not whole
-  1  --verify found one that is damaged or not whole
-  2  something that you have to change; one sentence says what"""
+EXIT_CODES = {
+    "0": "answered, also where a checkpoint is not whole",
+    "1": "--verify found one that is damaged or not whole",
+    **CHANGE,
+}
 DAMAGED = 1
 
 
@@ -81,8 +82,7 @@ def parser() -> Parser:
     )
     made.add_argument("--dry-run", action="store_true", help="with --prune: say what would go, and remove nothing")
     made.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    made.epilog = f"{EXIT_CODES}\n\n{made.epilog}"
-    return made
+    return made.ends_with(EXIT_CODES, "Nothing; --prune removes folders below RUN/checkpoints.")
 
 
 def _check(args: argparse.Namespace) -> None:

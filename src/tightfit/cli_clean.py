@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli_flags import Parser
+from tightfit.cli_flags import CHANGE, Parser
 from tightfit.inputs.probes import probe_cards
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.runs.leftovers import Found, Leftover, ask_to_end, cached_things, end, leftovers, remove
@@ -24,10 +24,11 @@ from tightfit.runs.watching import processes_of
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit clean runs --dry-run"
-EXIT_CODES = """exit codes:
-  0  shown, or all that was to go is gone
-  1  something could not be removed
-  2  something that you have to change; one sentence says what"""
+EXIT_CODES = {
+    "0": "shown, or all that was to go is gone",
+    "1": "something could not be removed",
+    **CHANGE,
+}
 LEFT = 1
 SMALL = MIB // 10
 """What takes less is not worth a figure."""
@@ -105,8 +106,7 @@ def parser() -> Parser:
     )
     made.add_argument("--caches", action="store_true", help="also calibration, data as tokens, converted weights")
     made.add_argument("--json", action="store_true", help="one JSON object, with --dry-run or --yes")
-    made.epilog = f"{EXIT_CODES}\n\n{made.epilog}"
-    return made
+    return made.ends_with(EXIT_CODES, "Nothing; what was shown is removed on a yes.")
 
 
 def _place(text: str) -> Path:

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-from tightfit.cli_flags import Parser
+from tightfit.cli_flags import ANSWERED, Parser
 from tightfit.inputs.flags import LEAST, WORDS, meant
 from tightfit.types import ConfigError
 
@@ -33,7 +33,7 @@ def parser() -> Parser:
         "|".join(SHELLS),
     )
     made.add_argument("shell", metavar="SHELL", help="|".join(SHELLS))
-    return made
+    return made.ends_with(ANSWERED)
 
 
 def completion(argv: Sequence[str]) -> int:

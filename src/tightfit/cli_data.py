@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tightfit.cli_flags import Parser, whole_number
+from tightfit.cli_flags import ANSWERED, Parser, whole_number
 from tightfit.desk.plan_request import placed
 from tightfit.inputs.job_file import JOB_FLAGS, job_from_flags, model_of, read_job
 from tightfit.inputs.presets import PRESETS
@@ -68,8 +68,8 @@ def parser() -> Parser:
         made.add_argument(f"--{name}", metavar=metavar, help=meaning)
     made.add_argument("--seq", metavar="N", type=whole_number("seq"), help="tokens in a sequence (2048)")
     made.add_argument("--count", metavar="N", type=whole_number("count"), help="examples to show (3)")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    return made
+    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return made.ends_with(ANSWERED)
 
 
 def _preview(args: argparse.Namespace) -> int:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tightfit.cli_diagnose_config import priced_beside, priced_config
-from tightfit.cli_flags import Parser, whole_number
+from tightfit.cli_diagnose_run import Ending, Question, of_run, rank_of
+from tightfit.cli_flags import ANSWERED, CHANGE, Parser, whole_number
 from tightfit.diagnose.catalogue import Symptom, catalogue
 from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
 from tightfit.diagnose.judge import judge
@@ -30,10 +30,6 @@ from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import fixes_of
 from tightfit.inputs.spelling import nearest
-from tightfit.runs.attempts import ATTEMPTS
-from tightfit.runs.cause import known_config
-from tightfit.runs.failure import last_words
-from tightfit.runs.folder import RUNS, RunFolder
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit diagnose train.log --config ds_config.json"
@@ -42,16 +38,6 @@ LARGE_BYTES = 2**28
 """Of a log that takes long enough to say how far it is."""
 _NAMED = ("model", "gpus")
 _PACKED = {".gz": "zcat", ".xz": "xzcat", ".zst": "zstdcat", ".bz2": "bzcat", ".zip": "unzip -p"}
-_RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker|proc|local_rank)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is to be diagnosed."""
-
-    evidence: Evidence
-    plan: Path | None = None
-    """Of a run of ours: what was planned."""
 
 
 def diagnose(argv: Sequence[str]) -> int:
@@ -62,14 +48,28 @@ def diagnose(argv: Sequence[str]) -> int:
         found = judge(question.evidence) if _has_evidence(question.evidence) else Diagnosis(verdict=None)
     found, expected = _expected(args, question, found)
     if getattr(args, "json", False):
-        print(json.dumps(as_json(found, expected), indent=2, ensure_ascii=False))
+        tree = as_json(found, expected)
+        print(json.dumps({**tree, **_ending_json(question.ending)}, indent=2, ensure_ascii=False))
     else:
-        from tightfit.screen import open_console
-        from tightfit.screen_diagnose import draw_diagnosis
+        _draw(question, found, expected)
+    ended_badly = question.ending is not None and not question.ending.well
+    return FOUND if found.verdict is not None or ended_badly else 0
 
+
+def _draw(question: Question, found: Diagnosis, expected: Predicted | None) -> None:
+    from tightfit.screen import open_console, say
+    from tightfit.screen_diagnose import draw_diagnosis
+
+    console, ending = open_console(), question.ending
+    if ending is not None:
+        say(console, ending.sentence, style="bold" if ending.well else "bold red")
+    if ending is None or ending.well or found.verdict is not None or found.also:
         names = [source.name for source in question.evidence.logs]
-        draw_diagnosis(open_console(), found, None if expected is None else expected.sentence, names)
-    return FOUND if found.verdict is not None else 0
+        draw_diagnosis(console, found, None if expected is None else expected.sentence, names)
+
+
+def _ending_json(ending: Ending | None) -> dict[str, Any]:
+    return {} if ending is None else {"run": asdict(ending)}
 
 
 def _has_evidence(evidence: Evidence) -> bool:
@@ -103,8 +103,7 @@ def parser() -> Parser:
         "diagnose",
         "Say what went wrong first, and what helps: from logs of any trainer, of one rank or of many, from a run's "
         "folder, or from what another program pipes in (-). Nothing is changed and nothing leaves this machine; tokens "
-        "and keys in what is shown are struck out. Exit code 0: nothing is wrong, 1: a cause was found, 2: the input "
-        "cannot be read.",
+        "and keys in what is shown are struck out.",
         EXAMPLE,
         "FILE…|RUN|- [flags]",
     )
@@ -123,7 +122,8 @@ def parser() -> Parser:
         "--vocab", metavar="N", type=whole_number("vocab"), help="rows of the vocabulary, to know logits"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    return parser
+    codes = {"0": "nothing is wrong", "1": "a cause was found, or the run has gone without a word", **CHANGE}
+    return parser.ends_with(codes)
 
 
 def _exit_code(text: str) -> int:
@@ -149,7 +149,7 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
         if hasattr(args, name) and config is None:
             raise ConfigError(f"--{name} goes with --config: it says what the config does not")
     if len(words) == 1 and words[0] != "-" and _is_folder(words[0]):
-        question = _of_run(Path(words[0]))
+        question = of_run(Path(words[0]))
     else:
         sources = tuple(_source(word, stack) for word in words)
         if given is None and sources:
@@ -237,79 +237,6 @@ def _kept(stack: ExitStack) -> Path:
     return kept
 
 
-def rank_of(path: Path) -> int | None:
-    """The rank in a log's name, or of torchrun's folders (`attempt_0/3/stderr.log`)."""
-    found = _RANK.search(path.name)
-    if found is not None:
-        return int(found[1])
-    if path.name in ("stderr.log", "stdout.log") and path.parent.name.isdigit():
-        return int(path.parent.name)
-    return None
-
-
-# --- a run's folder -----------------------------------------------------------------------------
-
-
-def _of_run(path: Path) -> Question:
-    """Logs, last words and exit code of a run of ours."""
-    if not any((path / name).exists() for name in (*RUNS, "logs", "plan")):
-        inside = sorted(each.name for each in path.iterdir() if each.suffix in (".log", ".txt", ".out", ".err"))
-        hint = f"name the logs in it ({inside[0]} …)" if inside else "name a log file, or the folder of a run"
-        raise ConfigError(f"{path} is no run's folder: {hint}")
-    folder = RunFolder(path)
-    newest = _newest_attempt(path)
-    state, code = _ended(folder.record)
-    failed = newest if state != "done" and newest is not None and not any((path / "logs").glob("*.log")) else None
-    logs = sorted((failed or path / "logs").rglob("*.log"))
-    sources = [LogSource(name=str(log.relative_to(path)), path=log, rank=rank_of(log)) for log in logs]
-    sources += list(_words(failed / "errors" if failed else folder.errors, path))
-    exits = _exits(path) or ((RankExit(rank=None, code=code, at=0.0),) if code is not None else ())
-    if not sources and not exits and planned_footprint(folder.plan) is None:
-        raise ConfigError(f"{path} holds no logs: the run left nothing to judge by")
-    config: KnownConfig = known_config(folder.plan)
-    return Question(evidence=Evidence(logs=tuple(sources), exits=exits, config=config), plan=folder.plan)
-
-
-def _newest_attempt(path: Path) -> Path | None:
-    """The folder of the last attempt that left one."""
-    numbered = [each for each in (path / ATTEMPTS).glob("*") if each.is_dir() and each.name.isdigit()]
-    return max(numbered, key=lambda each: int(each.name), default=None)
-
-
-def _exits(path: Path) -> tuple[RankExit, ...]:
-    """How the ranks of the last attempt ended. Nobody kept the time; those that a signal ended had not been told to."""
-    records = [each for each in (path / ATTEMPTS).glob("*.json") if each.stem.isdigit()]
-    newest = max(records, key=lambda each: int(each.stem), default=None)
-    codes = _read(newest).get("exit_codes") if newest is not None else None
-    if not isinstance(codes, list) or not all(isinstance(code, int) for code in codes):
-        return ()
-    return tuple(RankExit(rank=rank, code=code, at=float(code >= 0)) for rank, code in enumerate(codes))
-
-
-def _words(errors: Path, path: Path) -> Iterator[LogSource]:
-    for words in last_words(errors, 0.0):
-        name = str((errors / f"rank-{words.rank}.json").relative_to(path))
-        text = f"tightfit: {words.text}" if words.kind == "user" else words.text
-        yield LogSource(name=name, text=text, rank=words.rank)
-
-
-def _ended(record: Path) -> tuple[str | None, int | None]:
-    """How `run.json` says that the run ended."""
-    tree = _read(record)
-    state, code = tree.get("state"), tree.get("exit_code")
-    is_number = isinstance(code, int) and not isinstance(code, bool)
-    return (state if isinstance(state, str) else None), (code if is_number else None)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A record of a run; a torn one says nothing."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
 # --- for programs -------------------------------------------------------------------------------
 
 
@@ -342,7 +269,7 @@ def explain_parser() -> Parser:
     )
     made.add_argument("id", metavar="ID|list", help="a symptom, as `tightfit diagnose` names it")
     made.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    return made
+    return made.ends_with(ANSWERED)
 
 
 def explain(argv: Sequence[str]) -> int:

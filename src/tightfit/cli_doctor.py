@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli_flags import Parser
+from tightfit.cli_flags import CHANGE, Parser
 from tightfit.diagnose.masks import masked
 from tightfit.inputs.doctor import Checkup, examine, with_disk
 from tightfit.inputs.doctor.disk import measure
@@ -79,15 +79,14 @@ def parser() -> Parser:
         "doctor",
         "Look this machine over: cards and who is on them, links, RAM, shared memory, limits, disk, versions, "
         "compilers, environment. Each line has a light and, where something is to be done, what. With a job file also "
-        "whether that job can be started here. Nothing is changed. Exit code 0: green or yellow, 1: something is red, "
-        "2: the job file cannot be read.",
+        "whether that job can be started here. Nothing is changed.",
         "tightfit doctor job.yaml",
         "[JOB] [--output DIR] [--json]",
     )
     parser.add_argument("job", nargs="?", metavar="JOB", help="a job file, or a LLaMA-Factory YAML, to check as well")
     parser.add_argument("--output", metavar="DIR", help="the folder whose disk is looked at (the job's, or this one)")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    return parser
+    return parser.ends_with({"0": "every light is green or yellow", "1": "a light is red", **CHANGE})
 
 
 def as_json(found: Checkup, rows: Sequence[Row]) -> dict[str, Any]:

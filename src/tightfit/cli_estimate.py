@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tightfit.cli_flags import Parser, add_lever_flags, whole_number
+from tightfit.cli_flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, whole_number
 from tightfit.desk.estimate import Outcome, compare, comparison, estimated, price
 from tightfit.desk.estimate_report import report, strategy_report
 from tightfit.inputs.flags import check_levers
@@ -32,14 +32,15 @@ def parser() -> Parser:
     made.add_argument("--compare", action="store_true", help="every strategy side by side")
     made.add_argument("--json", action="store_true", help="one JSON object, for programs")
     add_lever_flags(made)
-    return made
+    made.knows_as(ALIASES)
+    return made.ends_with(FITS_OR_NOT)
 
 
 def add_hardware_flags(made: argparse.ArgumentParser) -> None:
     made.add_argument("--gpus", metavar="HARDWARE", help="6x32GB, 4xRTX4090, 2x8xA100-80GB …, or `this` machine")
     made.add_argument("--world", metavar="N", type=whole_number("world"), help="GPUs to train on (all of --gpus, or 1)")
-    made.add_argument("--host-ram", metavar="SIZE", help="RAM of one node, 256GB say")
-    made.add_argument("--nvme", metavar="SIZE", help="NVMe space of one node, 2TB say")
+    made.add_argument("--host-ram", metavar="SIZE", help="RAM of one node, 256GB say (not known)")
+    made.add_argument("--nvme", metavar="SIZE", help="NVMe space of one node, 2TB say (none)")
 
 
 def estimate(argv: Sequence[str]) -> int:

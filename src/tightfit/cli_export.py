@@ -13,8 +13,9 @@ from threading import Thread
 from time import monotonic
 from typing import IO, Any
 
-from tightfit.cli_flags import Parser
-from tightfit.types import ConfigError, UserError
+from tightfit.cli_flags import CHANGE, Parser
+from tightfit.runs.checkpoints import written_first
+from tightfit.types import ConfigError, ModelError, UserError
 
 WORKER = (sys.executable, "-m", "tightfit.train", "export")
 DTYPES = ("bf16", "fp16", "fp32")
@@ -33,6 +34,7 @@ def export(argv: Sequence[str]) -> int:
         raise ConfigError(f"--dtype knows no {dtype!r}: it takes {', '.join(DTYPES)}")
     source = Path(args.source)
     target = Path(args.to) if hasattr(args, "to") else _beside(source)
+    _check_ended(source)
     _check_target(target)
     as_json = getattr(args, "json", False)
     spec = {
@@ -62,7 +64,11 @@ def parser() -> Parser:
         "tightfit export runs/my-lora --to my-model --dtype bf16",
         "RUN_OR_FOLDER [--to DIR] [flags]",
     )
-    parser.add_argument("source", metavar="RUN_OR_FOLDER", help="a run, an adapter, a model or a DeepSpeed checkpoint")
+    parser.add_argument(
+        "source",
+        metavar="RUN_OR_FOLDER",
+        help="a run, one of its checkpoints, an adapter, a model or a DeepSpeed checkpoint",
+    )
     parser.add_argument("--to", metavar="DIR", help="the folder to make (RUN/export, or FOLDER-export)")
     parser.add_argument("--dtype", metavar="|".join(DTYPES), help="number format of the weights (as they are stored)")
     parser.add_argument("--merge", action="store_true", help="insist that there is an adapter and that it is merged")
@@ -75,7 +81,8 @@ def parser() -> Parser:
         "--trust-remote-code", action="store_true", help="run the Python code that comes with the model"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    return parser
+    codes = {"0": "the folder is made", **CHANGE, "3": "it failed; the log's last lines say why", "130": "interrupted"}
+    return parser.ends_with(codes, "The folder that --to names, and nothing else.")
 
 
 def _beside(source: Path) -> Path:
@@ -84,6 +91,16 @@ def _beside(source: Path) -> Path:
         return source / "export"
     whole = source.resolve()
     return whole.with_name(f"{whole.name}-export")
+
+
+def _check_ended(source: Path) -> None:
+    """A run that was stopped has no model of its own yet, but what it has saved can be had."""
+    newest = written_first(source)
+    if newest is not None and (source / "run.json").exists() and not (source / "model").exists():
+        raise ModelError(
+            f"the run in {source} has not ended, so it has no model yet: name its newest checkpoint, {newest}, or let "
+            "it end first"
+        )
 
 
 def _check_target(target: Path) -> None:

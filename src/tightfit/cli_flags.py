@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from tightfit.inputs.flags import LEAST, WORDS, spelt
@@ -23,8 +23,8 @@ HELP = {
     "micro_batch": "sequences in one forward pass on one GPU (1)",
     "accum": "forward passes before a step (1)",
     "precision": "the number format of the computation (bf16; fp16 on cards without it)",
-    "offload_optimizer": "where the optimizer's states live, if not on the GPU",
-    "offload_param": "where the weights live between uses, if not on the GPU",
+    "offload_optimizer": "where the optimizer's states live, if not on the GPU (none)",
+    "offload_param": "where the weights live between uses, if not on the GPU (none)",
     "checkpointing": "which layers keep no activations and compute them again (full)",
     "loss": "fused: the logits are never whole in memory (plain)",
     "attention": "the attention kernel (sdpa)",
@@ -87,6 +87,21 @@ OTHER_NAMES = {
 """What other programs call our flags, where the spelling alone would not show it."""
 
 
+ALIASES = {
+    "preset": "model",
+    "load_checkpoint": "resume",
+    "output_dir": "output",
+    "max_seq_length": "seq",
+    "ablation_config": "ablation",
+}
+"""Names that people know from other training scripts, and what they are here."""
+
+CHANGE = {"2": "something that you have to change; one sentence says what"}
+"""How every verb ends where the user has to do something."""
+ANSWERED = {"0": "answered", **CHANGE}
+FITS_OR_NOT = {"0": "answered, whether it fits or not", **CHANGE}
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with its errors as one sentence and the nearest right spelling of a flag."""
 
@@ -103,6 +118,28 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def ends_with(self, codes: Mapping[str, str], writes: str | None = None) -> Parser:
+        """Itself, with its exit codes and what it writes at the end of its help, before the example."""
+        wide = max(map(len, codes))
+        lines = [
+            textwrap.fill(meaning, 79, initial_indent=f"  {code:<{wide}}  ", subsequent_indent=" " * (wide + 4))
+            for code, meaning in codes.items()
+        ]
+        text = "\n".join(["exit codes:", *lines])
+        if writes is not None:
+            written = textwrap.fill(writes, 79, initial_indent="  ", subsequent_indent="  ")
+            text = f"writes:\n{written}\n\n{text}"
+        self.epilog = f"{text}\n\n{self.epilog}"
+        return self
+
+    def knows_as(self, names: Mapping[str, str]) -> None:
+        """Other names for flags that it has, understood and not shown."""
+        known = {action.dest for action in self._actions}
+        for other, ours in names.items():
+            if ours in known:
+                kind = whole_number(other) if ours == "seq" else str
+                self.add_argument(spelt(other), dest=ours, type=kind, help=argparse.SUPPRESS)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse, or say which flag was meant. `--micro_batch` is the same as `--micro-batch`."""

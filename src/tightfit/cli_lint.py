@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
-from tightfit.cli_flags import Parser, whole_number
+from tightfit.cli_flags import CHANGE, Parser, whole_number
 from tightfit.lint import examine
 from tightfit.lint.finding import Finding, Kind, Report
 from tightfit.render.target import Target
@@ -43,8 +43,7 @@ def parser() -> Parser:
     parser = Parser(
         "lint",
         "Check a DeepSpeed JSON, an accelerate YAML, a LLaMA-Factory YAML, a file of TrainingArguments or a job file "
-        "for what the tools accept silently and get wrong. A DeepSpeed file that it names is checked with it. Exit "
-        "code 0: no errors (warnings and notes are allowed), 1: at least one error, 2: the file cannot be read.",
+        "for what the tools accept silently and get wrong. A DeepSpeed file that it names is checked with it.",
         "tightfit lint ds_config.json --world 8",
         "FILE [--world N] [flags]",
     )
@@ -59,7 +58,8 @@ def parser() -> Parser:
         flag = f"--{version.replace('_', '-')}"
         parser.add_argument(flag, metavar="V", help=f"the {tool} that will read it ({getattr(defaults, version)})")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    return parser
+    codes = {"0": "no errors; there may be warnings and notes", "1": "at least one error", **CHANGE}
+    return parser.ends_with(codes)
 
 
 def _target(args: argparse.Namespace) -> Target:

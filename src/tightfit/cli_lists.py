@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tightfit.cli_estimate import add_hardware_flags
-from tightfit.cli_flags import Parser, add_lever_flags
+from tightfit.cli_flags import ANSWERED, FITS_OR_NOT, Parser, add_lever_flags
 from tightfit.desk.estimate import hardware_of, price, world_of
 from tightfit.desk.lever_flags import flags_of
 from tightfit.inputs.flags import levers_from_flags
@@ -42,7 +42,7 @@ def models_parser() -> Parser:
     add_hardware_flags(made)
     made.add_argument("--json", action="store_true", help="one JSON object, for programs")
     add_lever_flags(made, PRICED_BY)
-    return made
+    return made.ends_with(FITS_OR_NOT)
 
 
 def models(argv: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def gpus_parser() -> Parser:
         "[--json]",
     )
     made.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    return made
+    return made.ends_with(ANSWERED)
 
 
 def gpus(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from tightfit.cli_flags import Parser, add_lever_flags, whole_number
+from tightfit.cli_flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, whole_number
 from tightfit.desk.plan import answered, check_flags
 from tightfit.desk.plan_files import Answer
 from tightfit.inputs.flags import spelt
@@ -23,18 +23,31 @@ from tightfit.inputs.job_file import JOB_FLAGS
 from tightfit.job import Allowance, Tier
 from tightfit.planner.limits import Limit, Wanted
 from tightfit.planner.tiers import Tiered
+from tightfit.types import Levers
 
 EXAMPLE = "tightfit plan --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB"
+EXIT_CODES = {
+    **FITS_OR_NOT,
+    "2": "something that you have to change, or nothing fits and --write was asked for; one sentence says what",
+}
+WRITES = (
+    "Nothing, but with --write DIR the configs of the plan into DIR: deepspeed.json, accelerate.yaml, "
+    "training_args.json, llamafactory.yaml, worker.json, launch.sh, and PLAN.md, which says what each is for."
+)
 
+HOST_RAM = (
+    "RAM of one node, 256GB say, or the part of it that this job may use, as limits.host_ram in a job file (this "
+    "machine's; with --gpus: taken to be enough)"
+)
 FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
     "the machine": {
         "gpus": ("HARDWARE", "6x32GB, 4xRTX4090, 2x8xA100-80GB …; left out: this machine"),
-        "num_gpus": ("N", "GPUs of each node to use (all)"),
-        "world": ("N", "GPUs to use in all (all)"),
-        "gpu_ids": ("0,1,…", "the GPUs of each node to use, by number"),
-        "host_ram": ("SIZE", "RAM of one node, 256GB say"),
-        "nvme": ("SIZE", "NVMe space of one node, 2TB say"),
-        "nvme_path": ("DIR", "a folder on that NVMe"),
+        "num_gpus": ("N", "GPUs of each node to use, at most (all)"),
+        "world": ("N", "GPUs to use in all, at most (all)"),
+        "gpu_ids": ("0,1,…", "the GPUs of each node to use, by number (the first ones)"),
+        "host_ram": ("SIZE", HOST_RAM),
+        "nvme": ("SIZE", "NVMe space of one node, 2TB say (none)"),
+        "nvme_path": ("DIR", "a folder on that NVMe, where offloading to it is planned"),
     },
     "the question": {
         "effective_batch": ("N", "sequences a step over all GPUs (four a GPU)"),
@@ -49,15 +62,15 @@ FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
         "json": (None, "one JSON object, for programs"),
     },
     "the length of the training": {
-        "epochs": ("N", "passes over the data"),
-        "max_steps": ("N", "optimizer steps; wins over --epochs"),
+        "epochs": ("N", "passes over the data (1)"),
+        "max_steps": ("N", "optimizer steps; wins over --epochs (as --epochs says)"),
         "samples": ("N", "samples in the data: hours to finish need it"),
         "learning_rate": ("RATE", "peak learning rate (1e-5; 1e-4 for adapters)"),
     },
     "the files": {
         "write": ("DIR", "write configs, launch script and reasons into this folder"),
         "force": (None, "replace files that are there"),
-        "launcher": ("NAME", "deepspeed, torchrun, accelerate or llamafactory"),
+        "launcher": ("NAME", "deepspeed, torchrun, accelerate or llamafactory (deepspeed; torchrun for fsdp2)"),
         "port": ("N", "where the ranks of a run meet (29500)"),
         "hostfile": ("FILE", "the machines of several nodes, `name slots=8` a line"),
         "transformers_version": ("V", "the transformers that will read the files (the installed one)"),
@@ -89,11 +102,12 @@ def plan(argv: Sequence[str]) -> int:
 
 def _draw(answer: Answer, files: Sequence[Path] | None) -> None:
     from tightfit import screen_plan
-    from tightfit.screen import open_console
+    from tightfit.screen import draw_list, open_console
 
     console = open_console()
     if isinstance(answer, list):
         screen_plan.draw_tiers(console, answer)
+        draw_list(console, "The same here, since what you say yourself wins over a tier:", alike(answer))
     elif isinstance(answer, Tiered):
         screen_plan.draw_tier(console, answer)
     elif isinstance(answer, Limit):
@@ -102,6 +116,16 @@ def _draw(answer: Answer, files: Sequence[Path] | None) -> None:
         screen_plan.draw_plan(console, answer)
     if files is not None:
         screen_plan.draw_files(console, files)
+
+
+def alike(rows: Sequence[Tiered]) -> list[str]:
+    """The tiers of which a job that says much itself has left no difference, a line for those that are one."""
+    groups: dict[Levers, list[str]] = {}
+    for row in rows:
+        way = None if row.plan is None else row.plan.chosen or next(iter(row.plan.alternatives), None)
+        if way is not None:
+            groups.setdefault(way.levers, []).append(row.tier.name)
+    return [", ".join(names) for names in groups.values() if len(names) > 1]
 
 
 # --- the parser ---------------------------------------------------------------------------------
@@ -123,7 +147,8 @@ def parser() -> Parser:
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
     add_data_flags(made)
     add_flags(made, FLAGS, WHOLE)
-    return made
+    made.knows_as(ALIASES)
+    return made.ends_with(EXIT_CODES, WRITES)
 
 
 def add_flags(

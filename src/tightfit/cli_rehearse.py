@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli_flags import Parser
+from tightfit.cli_flags import ALIASES, CHANGE, Parser
 from tightfit.cli_plan import FLAGS, WHOLE, add_data_flags, add_flags
 from tightfit.cli_rehearse_request import Ready, prepare
 from tightfit.cli_train_machine import reservations
@@ -40,6 +40,12 @@ EXAMPLE = "tightfit rehearse --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256G
 STEPS = 5
 """Of a rehearsal; the first two only warm up."""
 FAILED_MEMORY = 1
+EXIT_CODES = {
+    "0": "it passed",
+    "1": "memory ran out, or the cap was exceeded",
+    **CHANGE,
+    "3": "it failed for another reason; the log's last lines say why",
+}
 
 OWN_FLAGS: dict[str, tuple[str | None, str]] = {
     "cap": ("SIZE", "make each card this small, 24GB say (the card that is planned for)"),
@@ -95,7 +101,8 @@ def parser() -> Parser:
     table = {title: dict(flags) for title, flags in FLAGS.items() if title != "the files"}
     del table["the question"]["max"]
     add_flags(made, {"the rehearsal": OWN_FLAGS, **table}, WHOLE | {"steps", "on"})
-    return made
+    made.knows_as(ALIASES)
+    return made.ends_with(EXIT_CODES, "Nothing, but with --keep DIR events, log and plan into DIR.")
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from tightfit.cli_flags import Parser, whole_number
+from tightfit.cli_flags import CHANGE, Parser, whole_number
 from tightfit.cli_run_plan import Known, Planner, Setting, file_of, prediction
 from tightfit.cli_run_wait import wait_for_gpus
 from tightfit.cli_train_flags import hang_timeout_s
@@ -40,6 +40,14 @@ EXAMPLE = """tightfit run -- llamafactory-cli train qwen32b_lora.yaml
   tightfit run --max-attempts 3 -- deepspeed --num_gpus 4 train.py --deepspeed ds.json
   tightfit run --dry-run -- accelerate launch --config_file acc.yaml train.py
   tightfit run --output runs/a -- python train.py --output_dir out"""
+EXIT_CODES = {
+    "0 … 255": "the command's own, of its last start",
+    **CHANGE,
+}
+WRITES = (
+    "The folder that --output names: logs, what was found, attempts/. Where memory was missing, a smaller config "
+    "beside yours (x.tightfit-2.yaml); your own files never change."
+)
 ALLOWED = ("quantize", "shorter-seq")
 """The costly changes that a config of another trainer can be given."""
 _MOST_FIXES = 4
@@ -142,8 +150,7 @@ def parser() -> Parser:
         "Run another trainer with the care that tightfit gives its own: LLaMA-Factory, DeepSpeed, accelerate, "
         "torchrun or a Python script. Says before the start whether it fits, where its config can be read; passes its "
         "output on and keeps it; ends every process of it; when it fails, says why, and where a smaller config may "
-        "help, writes one beside the old and starts it again from its last checkpoint. The exit code is the "
-        "command's own.",
+        "help, writes one beside the old and starts it again from its last checkpoint.",
         EXAMPLE,
         "[flags] -- COMMAND…",
     )
@@ -170,7 +177,7 @@ def parser() -> Parser:
     made.add_argument("--host-ram", metavar="SIZE", help="RAM of the machine, 256GB say; with --gpus")
     made.add_argument("--dry-run", action="store_true", help="say what is recognised and predicted; start nothing")
     made.add_argument("--json", action="store_true", help="a JSON object at the end; the command writes to stderr then")
-    return made
+    return made.ends_with(EXIT_CODES, WRITES)
 
 
 def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:

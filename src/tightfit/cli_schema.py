@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightfit.cli_flags import HELP, Parser
+from tightfit.cli_flags import ANSWERED, HELP, Parser
 from tightfit.inputs.job_fields import FREE_LEVERS, JobField, Takes, job_fields, meanings
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -34,7 +34,7 @@ def parser() -> Parser:
         "[--table]",
     )
     made.add_argument("--table", action="store_true", help="a Markdown table of the fields")
-    return made
+    return made.ends_with(ANSWERED)
 
 
 def schema(argv: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tightfit.cli_flags import Parser, whole_number
+from tightfit.cli_flags import ALIASES, CHANGE, Parser
 from tightfit.cli_plan import FLAGS, WHOLE, add_data_flags, add_flags
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.times import seconds_in
@@ -14,7 +14,7 @@ EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output r
 
 RUN = "the run"
 RUN_FLAGS: dict[str, tuple[str | None, str]] = {
-    "output": ("DIR", "the run's folder (output)"),
+    "output": ("DIR", "the run's folder (output; with --plan DIR: DIR/output)"),
     "overwrite": (None, "replace a finished run in that folder"),
     "plan": ("DIR", "start this plan, which `tightfit plan --write DIR` made, instead of planning"),
     "dry_run": (None, "stop after the plan and the checks; nothing is written"),
@@ -50,28 +50,24 @@ NODE_FLAGS: dict[str, tuple[str | None, str]] = {
     "node_rank": ("K", "which of them this is, from 0"),
     "master_addr": ("HOST", "the machine with number 0"),
 }
-ALIASES = {
-    "preset": "model",
-    "load_checkpoint": "resume",
-    "output_dir": "output",
-    "max_seq_length": "seq",
-    "ablation_config": "ablation",
+EXIT_CODES = {
+    "0": "done",
+    **CHANGE,
+    "3": "the training failed, and to start it again would not help",
+    "4": "asked to stop (SIGTERM, SIGUSR1, Ctrl-C, or the job's timeout) and saved a checkpoint: the same command goes "
+    "on",
+    "130, 143": "interrupted before a checkpoint could be saved, by Ctrl-C or SIGTERM",
 }
-"""Names that people know from other training scripts, and what they are here."""
-
-EXIT_CODES = """exit codes:
-  0         done
-  2         something that you have to change; one sentence says what
-  3         the training failed, and to start it again would not help
-  4         asked to stop (SIGTERM, SIGUSR1, Ctrl-C, or the job's timeout) and
-            saved a checkpoint: the same command goes on
-  130, 143  interrupted before a checkpoint could be saved, by Ctrl-C or SIGTERM"""
+WRITES = (
+    "The run's folder: plan/, events.jsonl, logs/, checkpoints/, run.json and at the end model/, with pictures of loss "
+    "and memory. What was measured is noted for later plans in ~/.cache/tightfit (not with --no-calibration)."
+)
 
 _NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank", "keep_last", "keep_every", "max_attempts"}
 _WITH_PLAN = {
     *("plan", "output", "overwrite", "dry_run", "check_memory", "no_probe", "tensorboard", "wandb", "port", "json"),
     *("gpu_ids", "nodes", "node_rank", "master_addr", "hostfile", "resume", "resume_anyway"),
-    *("max_attempts", "hang_timeout", "wait_for_gpu"),
+    *("max_attempts", "hang_timeout", "wait_for_gpu", "no_calibration"),
 }
 """What may be said beside a plan that is written already."""
 
@@ -97,12 +93,8 @@ def parser() -> Parser:
         action="store_false",
         help="the training waits while a checkpoint is written",
     )
-    made.epilog = f"{EXIT_CODES}\n\n{made.epilog}"
-    for other, ours in ALIASES.items():
-        kind = whole_number(other) if ours == "seq" else str
-        if any(action.dest == ours for action in made._actions):
-            made.add_argument(spelt(other), dest=ours, type=kind, help=argparse.SUPPRESS)
-    return made
+    made.knows_as(ALIASES)
+    return made.ends_with(EXIT_CODES, WRITES)
 
 
 def _run_group(made: Parser) -> argparse._ArgumentGroup:
@@ -112,7 +104,7 @@ def _run_group(made: Parser) -> argparse._ArgumentGroup:
 def _table() -> dict[str, dict[str, tuple[str | None, str]]]:
     table = {title: dict(flags) for title, flags in FLAGS.items() if title != "the files"}
     del table["the machine"]["world"], table["the question"]["max"]
-    table["the machine"]["max_gpus"] = ("N", "use at most so many")
+    table["the machine"]["max_gpus"] = ("N", "as --num-gpus, and no mistake where there are fewer (all)")
     return {RUN: RUN_FLAGS, **table, "several machines": NODE_FLAGS}
 
 

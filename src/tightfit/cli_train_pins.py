@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.desk.plan_files import seeded
 from tightfit.desk.plan_request import Request
 from tightfit.inputs.presets import PRESETS, checkpoint_of
 from tightfit.inputs.surroundings import is_installed
@@ -88,8 +89,7 @@ def check_weights(job: Job) -> tuple[str, ...]:
     name = job.model.strip().lower()
     public = checkpoint_of(name)
     if job.method == "full":
-        start = f": --model {public} would start from trained ones" if public else ""
-        return (f"{name} is a shape without weights, so they are drawn from the seed{start}.",)
+        return seeded(job)
     if public is not None:
         raise ModelError(
             f"{name} is a shape without weights, and --method {job.method} adapts a trained model: "

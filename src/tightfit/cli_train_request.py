@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tightfit.cli_train_machine import Machine, Nodes, machine_for, nodes_of
 from tightfit.cli_train_pins import check_weights, pinned_by_deepspeed, with_a_scan_that_runs, with_whole_folder
 from tightfit.desk.calibrated import calibration_of
-from tightfit.desk.plan_files import Startable, startable_of, way_out
+from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out, without_data
 from tightfit.desk.plan_request import Request, request_of
 from tightfit.inputs.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
@@ -78,7 +78,7 @@ def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
     request = replace(
         request,
         job=with_whole_folder(request.job),
-        said=(*check_weights(request.job), *request.said),
+        said=(*check_weights(request.job), *without_data(request.job), *request.said),
     )
     check_data(request.job)
     target = _target(args, nodes)
@@ -136,8 +136,7 @@ def rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
     from tightfit.render import render
 
     assert answer.chosen is not None
-    version = answer.chosen.levers.deepspeed_version
-    return render(answer, replace(target, deepspeed_version=version, gpu_ids=job.hardware.gpu_ids))
+    return render(answer, target_for(answer, job, target))
 
 
 # --- a plan that was written before -------------------------------------------------------------
@@ -151,8 +150,8 @@ def _from_folder(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Re
     if hasattr(args, "output"):
         folder = Path(args.output).expanduser().absolute()
     files[WORKER_FILE] = placed(files[WORKER_FILE], folder)
-    ids = _ids(args)
     _check_nodes(nodes, worker)
+    devices = () if nodes.hostfile is not None else machine.devices_for(worker, _ids(args))
     if nodes.hostfile is None:
         machine.check(worker)
     return Ready(
@@ -161,7 +160,7 @@ def _from_folder(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Re
         folder=folder,
         nodes=nodes,
         occupancy=machine.occupancy,
-        devices=() if nodes.hostfile is not None else machine.devices_for(worker, ids),
+        devices=devices,
         plan=None,
         said=(f"The plan is the one in {source}.",),
     )
@@ -194,12 +193,14 @@ def _check_nodes(nodes: Nodes, worker: WorkerFile) -> None:
 
 
 def check_data(job: Job) -> None:
-    from tightfit.render.llamafactory import names_a_file
+    from tightfit.render.llamafactory import DATASET_INFO, listed, names_a_file
 
     path = job.data.path
     if path is None or not names_a_file(path):
         return
-    if not Path(path).expanduser().exists():
+    entry = listed(path)
+    place = Path(path) if entry is None else Path(entry[0], DATASET_INFO)
+    if not place.expanduser().exists():
         raise ConfigError(f"there is no data at {path}: see that --data, or data.path, names a file or folder")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tightfit.cli_flags import Parser
+from tightfit.cli_flags import CHANGE, Parser
 from tightfit.inputs.surroundings import is_installed
 from tightfit.types import ConfigError
 
@@ -54,7 +54,7 @@ def parser() -> Parser:
     made.add_argument("--port", metavar="N", help="the port (the first free one from 8741 on)")
     made.add_argument("--host", metavar="ADDRESS", help="listen on another address than 127.0.0.1; others can reach it")
     made.add_argument("--no-open", action="store_true", help="print the link and open no browser")
-    return made
+    return made.ends_with({"0": "ended with Ctrl-C", **CHANGE})
 
 
 def _port(args: argparse.Namespace) -> int | None:

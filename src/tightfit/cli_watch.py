@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from tightfit.cli_flags import Parser
+from tightfit.cli_flags import CHANGE, Parser
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.inputs.times import seconds_in
 from tightfit.runs.lines import Lines
@@ -31,10 +31,11 @@ from tightfit.runs.watching import RunSeen, check_run
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit watch runs/first --log watched.jsonl"
-EXIT_CODES = """exit codes:
-  0  answered, left with Ctrl-C, or the run that was followed has ended well
-  1  the run that was followed has failed, or has gone without a word
-  2  something that you have to change; one sentence says what"""
+EXIT_CODES = {
+    "0": "answered, left with Ctrl-C, or the run that was followed has ended well",
+    "1": "the run that was followed has failed, or has gone without a word",
+    **CHANGE,
+}
 UNWELL = 1
 LEAST_S, MOST_S = 0.1, 3600.0
 LIGHT_S = 60.0
@@ -76,8 +77,7 @@ def parser() -> Parser:
     made.add_argument("--log", metavar="FILE", help="add each look to this file, a JSON object a line")
     made.add_argument("--once", action="store_true", help="look once and leave, for scripts")
     made.add_argument("--json", action="store_true", help="with --once: one JSON object, for programs")
-    made.epilog = f"{EXIT_CODES}\n\n{made.epilog}"
-    return made
+    return made.ends_with(EXIT_CODES, "Nothing, but with --log FILE a line a look.")
 
 
 def _interval(args: argparse.Namespace) -> float:

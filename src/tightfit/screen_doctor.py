@@ -18,6 +18,8 @@ _WORDS: dict[Light, str] = {
     "red": "The red lines are in the way of a training.",
 }
 
+_LACKING = "Plans can be made here; a training needs what is not installed."
+
 
 def draw_checkup(console: Console, rows: Sequence[Row], seconds: float) -> None:
     """All rows by group, and the verdict."""
@@ -29,7 +31,8 @@ def draw_checkup(console: Console, rows: Sequence[Row], seconds: float) -> None:
             _draw_row(console, row)
     console.print()
     verdict = worst(rows)
-    say(console, f"{_WORDS[verdict]} Looked at in {seconds:.1f} s.", style=f"bold {verdict}")
+    lacking = verdict == "yellow" and any(row.id == "packages" and row.light == "yellow" for row in rows)
+    say(console, f"{_LACKING if lacking else _WORDS[verdict]} Looked at in {seconds:.1f} s.", style=f"bold {verdict}")
 
 
 def _draw_row(console: Console, row: Row) -> None:

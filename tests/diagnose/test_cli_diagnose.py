@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 from sample_logs import CORPUS, HEALTHY
 
 from tightfit.cli import main
-from tightfit.cli_diagnose import rank_of
+from tightfit.cli_diagnose_run import rank_of
+from tightfit.runs.processes import this_host
 
 OOM = CORPUS / "oom-logits--eight-ranks-and-a-watchdog.log"
 CALM = HEALTHY / "hf-trainer.log"
@@ -299,3 +301,47 @@ def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain_a_misspelt_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "oom-logit"]) == 2
     assert "did you mean oom-logits?" in capsys.readouterr().err
+
+
+# --- how a run ended, where its logs do not say it ------------------------------------------------
+
+
+def ended(run: Path, state: str, pid: int, code: int | None) -> None:
+    """Beside logs without a fault and one checkpoint, the record of such an end."""
+    for log in (run / "logs").iterdir():
+        log.write_text("step 1 loss 2.0\n")
+    (run / "attempts").mkdir()
+    (run / "attempts" / "001.json").write_text(json.dumps({"number": 1, "exit_codes": [code or 1, code or 1]}))
+    checkpoint = run / "checkpoints" / "step-00000040"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    record = {"command": ["tightfit", "train"], "pid": pid, "host": this_host(), "state": state, "exit_code": code}
+    times = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:01:00+00:00" if code else None}
+    (run / "run.json").write_text(json.dumps(record | times))
+
+
+def test_a_run_that_was_asked_to_stop(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    ended(run, "stopped", 1, 4)
+    code, out, _ = said(capsys, str(run))
+    assert code == 0
+    assert "The run was asked to stop, and did: the checkpoint of step 40 is kept" in " ".join(out.split())
+    assert as_tree(capsys, str(run))["run"]["well"] is True
+
+
+def test_a_run_whose_own_process_was_killed(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    ended(run, "running", gone.pid, None)
+    code, out, _ = said(capsys, str(run))
+    assert code == 1
+    assert f"process {gone.pid} has gone without a word" in " ".join(out.split())
+    assert "the same command goes on from there" in " ".join(out.split())
+    assert "Nothing is wrong" not in out
+
+
+def test_a_run_that_still_goes(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    ended(run, "running", os.getpid(), None)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"started": "2099-01-01T00:00:00+00:00"}))
+    code, out, _ = said(capsys, str(run))
+    assert (code, out.splitlines()[0]) == (0, "The run is still going.")

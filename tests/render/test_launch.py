@@ -302,6 +302,14 @@ def test_cores_are_shared_out_under_offload(plan_of: PlanOf, folder: Folder) -> 
     assert threads == ["7", "4", "1"]
 
 
+def test_gpus_that_are_left_to_others_keep_their_cores(plan_of: PlanOf, folder: Folder) -> None:
+    nproc = folder.programs / "nproc"
+    nproc.write_text("#!/bin/sh\necho 32\n", encoding="utf-8")
+    nproc.chmod(0o755)
+    half = Target(gpu_ids=(4, 5, 6, 7), gpus_of_node=8)
+    assert start(folder, plan_of(gpus="4xRTX4090"), half).env["OMP_NUM_THREADS"] == "4"
+
+
 def test_threads_are_left_alone_without_offload(plan_of: PlanOf, folder: Folder) -> None:
     call = start(folder, plan_of(Levers(engine="zero2")), Target())
     assert "OMP_NUM_THREADS" not in call.env

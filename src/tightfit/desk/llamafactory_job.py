@@ -57,6 +57,10 @@ CHOSEN = frozenset(
 )
 """What the plan chooses anew."""
 
+DATA = frozenset(("dataset", "dataset_dir"))
+DATA_FOLDER, DATA_LIST = "data", "dataset_info.json"
+"""Where LLaMA-Factory looks for its data sets, where nothing is said, and the file there that lists them."""
+
 USUAL_EPOCHS = 3.0
 """What Hugging Face's trainer takes where nothing is said."""
 
@@ -94,7 +98,7 @@ def read_llamafactory_job(path: Path, model: str | None) -> LlamaFactoryJob:
     return LlamaFactoryJob(
         job=job,
         tree=tree,
-        said=(*_kept(settings.because), *_aside(written, {*READ, *names.values()}, path.name)),
+        said=(*_kept(settings.because), *_aside(written, {*READ, *names.values(), *_data_keys(tree)}, path.name)),
         batch_per_gpu=settings.micro_batch * settings.accumulation,
     )
 
@@ -123,9 +127,26 @@ def _tree(settings: LlamaFactorySettings, written: Mapping[str, Any]) -> tuple[d
         block, _, name = field.rpartition(".")
         (tree.setdefault(block, {}) if block else tree)[name] = value
         names[field] = key
+    place = data_path(written)
+    if place is not None:
+        tree.setdefault("data", {})["path"] = place
     if "epochs" not in tree and "max_steps" not in tree:
         tree["epochs"] = USUAL_EPOCHS
     return tree, names
+
+
+def data_path(written: Mapping[str, Any]) -> str | None:
+    """The data set in our words; None: there is none, or there are several, of which a job takes one."""
+    name, folder = written.get("dataset"), written.get("dataset_dir") or DATA_FOLDER
+    if not isinstance(name, str) or not name.strip() or "," in name:
+        return None
+    if not isinstance(folder, str) or folder.startswith(("REMOTE:", "ONLINE")):
+        return None
+    return f"{Path(folder, DATA_LIST)}:{name.strip()}"
+
+
+def _data_keys(tree: Mapping[str, Any]) -> frozenset[str]:
+    return DATA if "path" in tree.get("data", {}) else frozenset()
 
 
 def _is_ours(key: str, value: object) -> bool:

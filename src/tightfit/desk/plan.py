@@ -5,10 +5,18 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from tightfit.desk.calibrated import calibration_of
-from tightfit.desk.plan_files import Answer, Startable, beyond, check_launcher, startable_of, target_of, write_plan
+from tightfit.desk.plan_files import (
+    Answer,
+    Startable,
+    beyond,
+    check_launcher,
+    startable_of,
+    target_of,
+    write_plan,
+)
 from tightfit.desk.plan_request import Request, request_of
 from tightfit.inputs.flags import meant, spelt
 from tightfit.inputs.spelling import as_number
@@ -16,6 +24,9 @@ from tightfit.planner import plan_within
 from tightfit.planner.limits import Limit, Wanted, largest_micro_batch, largest_model, longest_sequence
 from tightfit.planner.tiers import all_tiers, tiered
 from tightfit.types import ConfigError
+
+if TYPE_CHECKING:
+    from tightfit.render.target import Target
 
 MOST_MARGIN = 90
 """Percent: what is below this may be meant as a percentage."""
@@ -29,12 +40,20 @@ def answered(args: argparse.Namespace, *, advice: bool = True) -> tuple[Answer, 
     target = target_of(args)
     request = request_of(args)
     check_launcher(request.job, target)
+    request = replace(request, said=(*request.said, *_about_the_trainer(request, target)))
     startable = replace(startable_of(request.job, target, calibration_of(args, request.job)), advice=advice)
     try:
         answer = _answer(args, request, startable)
     except ConfigError as error:
         raise of_the_file(error, args) from None
     return write_plan(args, target, startable, answer)
+
+
+def _about_the_trainer(request: Request, target: Target | None) -> tuple[str, ...]:
+    """Whoever gives a file of LLaMA-Factory's has to know which trainer the plan is for."""
+    if not request.is_llamafactory or (target is not None and target.launcher == "llamafactory"):
+        return ()
+    return ("The plan is for tightfit's own worker: --launcher llamafactory plans for LLaMA-Factory and starts that.",)
 
 
 def of_the_file(error: ConfigError, args: argparse.Namespace) -> ConfigError:

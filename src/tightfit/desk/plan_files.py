@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from tightfit.inputs.flags import meant, spelt
+from tightfit.inputs.presets import PRESETS, checkpoint_of
 from tightfit.job import Job
 from tightfit.planner import question_of
 from tightfit.planner.calibration import Calibration
@@ -169,7 +170,7 @@ def write_plan(
     args: argparse.Namespace, target: Target | None, startable: Startable, answer: Answer
 ) -> tuple[Answer, list[Path] | None]:
     """The answer with what was never run by us, and the files that were written for it, if that was asked."""
-    answer = _changed(answer)
+    answer = _each(answer, _settled)
     if target is None or not hasattr(args, "write"):
         return answer, None
     from tightfit.render.write import write
@@ -180,18 +181,64 @@ def write_plan(
         narrow = beyond(startable, answered, every_gpu=every_gpu) is not None
         way = f"--launcher {STARTS_ANY} would make it fit" if narrow else way_out(answered, HOW_FAR)
         raise ConfigError(f"nothing fits, so nothing was written: {way}")
-    return answer, write(files_of(answered, target), Path(args.write), hasattr(args, "force"))
+    answer = _each(answer, lambda plan: _with_what_it_trains(plan, target))
+    return answer, write(_rendered(plan_of(answer), target), Path(args.write), hasattr(args, "force"))
 
 
 def files_of(plan: Plan, target: Target | None = None) -> dict[str, str]:
     """The files of a plan that fits, by name; without a target, for the versions that are installed here."""
-    from tightfit.render import render
-
-    assert plan.chosen is not None, "what does not fit has no files"
     target = target or target_of(argparse.Namespace(write=""))
     assert target is not None
-    deepspeed = plan.chosen.levers.deepspeed_version
-    return render(plan, replace(target, deepspeed_version=deepspeed, gpu_ids=plan.job.hardware.gpu_ids))
+    return _rendered(_with_what_it_trains(plan, target), target)
+
+
+def _rendered(plan: Plan, target: Target) -> dict[str, str]:
+    from tightfit.render import render
+
+    return render(plan, target_for(plan, plan.job, target))
+
+
+def target_for(plan: Plan, job: Job, target: Target) -> Target:
+    """The readers of a plan's files, with what the plan and the job say of them."""
+    assert plan.chosen is not None, "what does not fit has no files"
+    ids = job.hardware.gpu_ids
+    return replace(
+        target,
+        deepspeed_version=plan.chosen.levers.deepspeed_version,
+        gpu_ids=ids,
+        gpus_of_node=None if ids is None else _gpus_of_node(job),
+    )
+
+
+def _gpus_of_node(job: Job) -> int:
+    """All of them, also those that the job leaves to others."""
+    from tightfit.inputs.job_file import hardware_of
+
+    return hardware_of(replace(job, hardware=replace(job.hardware, gpu_ids=None))).gpus_per_node
+
+
+def _with_what_it_trains(plan: Plan, target: Target) -> Plan:
+    """Whoever starts the files has to know on what they would train."""
+    if target.launcher == "llamafactory":
+        return plan
+    return replace(plan, because=(*plan.because, *seeded(plan.job), *without_data(plan.job)))
+
+
+def seeded(job: Job) -> tuple[str, ...]:
+    """A preset is a shape: what trains it in earnest names a model that has weights."""
+    name = job.model.strip().lower() if isinstance(job.model, str) else ""
+    if name not in PRESETS:
+        return ()
+    public = checkpoint_of(name)
+    start = f": --model {public} would start from trained ones" if public else ""
+    return (f"{name} is a shape without weights, so they are drawn from the seed{start}.",)
+
+
+def without_data(job: Job) -> tuple[str, ...]:
+    """A plan needs no data, and a training is nothing without it."""
+    if job.data.path is not None or job.data.recipe is not None:
+        return ()
+    return ("No data is named: the samples are random tokens, for trying it out (--data FILE names yours).",)
 
 
 def plan_of(answer: Answer) -> Plan:
@@ -214,12 +261,13 @@ def way_out(answer: Plan, otherwise: str) -> str:
     return otherwise
 
 
-def _changed(answer: Answer) -> Answer:
+def _each(answer: Answer, change: Callable[[Plan], Plan]) -> Answer:
+    """The answer with its plan changed; a comparison of tiers has none."""
     if isinstance(answer, list):
         return answer
     if isinstance(answer, Plan):
-        return _settled(answer)
-    return replace(answer, plan=_settled(plan_of(answer)))
+        return change(answer)
+    return replace(answer, plan=change(plan_of(answer)))
 
 
 def _settled(answer: Plan) -> Plan:

@@ -34,6 +34,8 @@ class Request:
     explicit: frozenset[str]
     """The fields of the job that the user set, by dotted name."""
     said: tuple[str, ...]
+    is_llamafactory: bool = False
+    """Whether the file was LLaMA-Factory's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ def request_of(
         hardware=hardware,
         explicit=frozenset(explicit),
         said=(*said, *_idle(args, job, hardware, shape)),
+        is_llamafactory=file is not None and file.batch_per_gpu is not None,
     )
 
 
@@ -139,7 +142,8 @@ def _batched(
         return job, ()
     batch = file.batch_per_gpu * hardware.world
     gpus = "one GPU" if hardware.world == 1 else f"{hardware.world} GPUs"
-    said = f"{file.path.name} does {file.batch_per_gpu} sequences a step on each GPU: with {gpus}, {batch} in all."
+    each = "1 sequence" if file.batch_per_gpu == 1 else f"{file.batch_per_gpu} sequences"
+    said = f"{file.path.name} does {each} a step on each GPU: with {gpus}, {batch} in all."
     return replace(job, effective_batch=batch), (said,)
 
 

@@ -315,7 +315,8 @@ def _deepspeed(said: Fields, path: Path) -> Path | None:
         found = None
     if found is None:
         raise ConfigError(
-            f"deepspeed in {said.file} names {shown(name)}, which is neither in this folder nor beside the YAML"
+            f"deepspeed in {said.file} names {shown(name)}, which is neither in this folder nor beside the YAML: "
+            "correct the path, or leave the key out"
         )
     return found
 

@@ -14,7 +14,7 @@ from tightfit.render.deepspeed import deepspeed_json
 from tightfit.render.environment import gpu_ids_of, launcher_of
 from tightfit.render.hostfile import hostfile_text, hosts_for
 from tightfit.render.launch import NEEDS, launch_sh
-from tightfit.render.llamafactory import dataset_info_json, llamafactory_yaml
+from tightfit.render.llamafactory import dataset_info_json, listed, llamafactory_yaml
 from tightfit.render.plan_md import plan_md
 from tightfit.render.slurm import slurm_sbatch
 from tightfit.render.target import Target
@@ -47,7 +47,7 @@ def render(plan: Plan, target: Target) -> dict[str, str]:
     add("accelerate.yaml", lambda: accelerate_yaml(plan, target, deepspeed_file))
     add("training_args.json", lambda: training_args_json(plan, target, deepspeed_file))
     add("llamafactory.yaml", lambda: llamafactory_yaml(plan, target, deepspeed_file))
-    if "llamafactory.yaml" in files:
+    if "llamafactory.yaml" in files and listed(plan.job.data.path) is None:
         files["dataset_info.json"] = dataset_info_json(plan)
     files["worker.json"] = worker_json(plan)
     if way.hardware.nodes > 1:

@@ -61,7 +61,7 @@ def environment(plan: Plan, target: Target) -> tuple[Variable, ...]:
     return (
         *allocator(hardware.gpu.vendor),
         *_visibility(plan, target, launcher),
-        *host(hardware.gpu.vendor, way.levers.offload_optimizer, hardware.gpus_per_node),
+        *host(hardware.gpu.vendor, way.levers.offload_optimizer, hardware.gpus_per_node, target.gpus_of_node),
         *(_llamafactory(way, target) if launcher == "llamafactory" else ()),
         *_left_out(),
     )
@@ -111,8 +111,9 @@ def _visibility(plan: Plan, target: Target, launcher: Launcher) -> tuple[Variabl
     return tuple(rows)
 
 
-def host(vendor: Vendor, offload_optimizer: str, ranks: int) -> tuple[Variable, ...]:
-    """What the ranks of a node share out among them; `ranks` of them."""
+def host(vendor: Vendor, offload_optimizer: str, ranks: int, gpus_of_node: int | None = None) -> tuple[Variable, ...]:
+    """What the ranks of a node share out among them; `ranks` of them. `gpus_of_node`: the GPUs that they chose theirs
+    from, since other runs may have the rest, and as many cores."""
     reason = "tokenizers' threads and forked data loaders lock each other out"
     rows = [Variable(name="TOKENIZERS_PARALLELISM", value="false", reason=reason)]
     if offload_optimizer == "none" and vendor != "cpu":
@@ -121,12 +122,15 @@ def host(vendor: Vendor, offload_optimizer: str, ranks: int) -> tuple[Variable, 
         return tuple(rows)
     # nproc obeys OMP_NUM_THREADS itself; rounding up keeps one thread for each rank of a small machine.
     cores = "$(env -u OMP_NUM_THREADS nproc)"
-    value = cores if ranks == 1 else f"$(( ({cores} + {ranks - 1}) / {ranks} ))"
+    sharers = max(ranks, gpus_of_node or 0)
+    value = cores if sharers == 1 else f"$(( ({cores} + {sharers - 1}) / {sharers} ))"
     what = "the optimizer steps" if offload_optimizer != "none" else "the training runs"
     reason = (
         f"{what} on the CPU, so the cores are shared out among the ranks: torchrun would give each one thread, "
         "DeepSpeed's launcher each all of them"
     )
+    if sharers > ranks:
+        reason += f"; {sharers} GPUs are in the machine, and a run on the others needs its share"
     rows.append(Variable(name="OMP_NUM_THREADS", value=value, reason=reason))
     return tuple(rows)
 

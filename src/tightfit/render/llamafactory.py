@@ -149,6 +149,7 @@ def dataset_info_json(plan: Plan) -> str:
     """Where LLaMA-Factory finds the data, and how a sample is laid out."""
     data = plan.job.data
     entry: dict[str, Any] = {}
+    assert listed(data.path) is None, "what is in a dataset_info.json already needs no second one"
     if data.path is not None and not names_a_file(data.path):
         entry["hf_hub_url"] = data.path
     else:
@@ -169,7 +170,13 @@ def newest_transformers(version: str) -> str | None:
 
 def names_a_file(path: str) -> bool:
     """Whether a job's data is a file or folder rather than a data set's name; told from the text alone."""
-    return path.startswith(("/", ".", "~")) or path.endswith(("/", *DATA_FILES))
+    return path.startswith(("/", ".", "~")) or path.endswith(("/", *DATA_FILES)) or listed(path) is not None
+
+
+def listed(path: str | None) -> tuple[str, str] | None:
+    """Of `FOLDER/dataset_info.json:NAME` the folder and the name; None: the data is something else."""
+    folder, found, name = (path or "").rpartition(f"{DATASET_INFO}:")
+    return (folder.rstrip("/") or ("/" if folder else "."), name) if found and name else None
 
 
 def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
@@ -205,7 +212,10 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
         notes.append("recipes, ablations and shipped data are tightfit's own: LLaMA-Factory needs a file of samples")
     if job.data.path is None:
         notes.append(f"the job names no data: put samples into {PLACEHOLDER_DATA} in this folder")
-    if job.data.format == "auto":
+    entry = listed(job.data.path)
+    if entry is not None and not entry[0].startswith("/"):
+        notes.append(f"{DATASET_INFO} is looked for in {entry[0]}, as seen from this folder: correct dataset_dir")
+    if job.data.format == "auto" and entry is None:
         notes.append(f"the samples are taken to be alpaca's; {DATASET_INFO} can say sharegpt instead")
     if job.data.format != "text" and _template(plan, way, target) is None:
         notes.append("no template is named: LLaMA-Factory parses the tokenizer's own")
@@ -325,7 +335,8 @@ def _method(job: Job, levers: Levers) -> dict[str, Any]:
 
 def _data(plan: Plan, way: Way, target: Target) -> dict[str, Any]:
     job = plan.job
-    values: dict[str, Any] = {"dataset": DATASET, "dataset_dir": "."}
+    folder, name = listed(job.data.path) or (".", DATASET)
+    values: dict[str, Any] = {"dataset": name, "dataset_dir": folder}
     if job.data.format != "text":
         template = _template(plan, way, target)
         values |= {"template": template} if template else {}

@@ -22,6 +22,8 @@ class Target:
     """What `launch.sh` calls; None: `deepspeed` for its own engines, `torchrun` for FSDP2."""
     gpu_ids: tuple[int, ...] | None = None
     """The GPUs of a node to use, by number; None: the first ones."""
+    gpus_of_node: int | None = None
+    """How many the node has, where `gpu_ids` leaves some to other runs; None: not known."""
     port: int = 29500
     """Where the ranks of one run meet; two runs on one machine need two."""
     hostfile: str | None = None

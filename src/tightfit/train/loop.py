@@ -140,6 +140,8 @@ class Loop:
         every = self.config.saving.every_steps
         if ending is not None:
             why = self.stop.why or ("another rank was asked" if votes.asked else "the job's time is over")
+            if votes.asked and self.place.launcher == "tightfit":
+                why = "as asked"  # its signal is not the one that the user sent
             self.events.write("stopping", text=f"{why}: step {done} of {self.steps} is saved, then the run stops")
         if ending is not None or done == self.steps or votes.due or (every is not None and done % every == 0):
             self.supervised.pulse.at("save", done)

@@ -352,7 +352,8 @@ class Worker:
         if self.config.levers.engine != "fsdp2":
             from tightfit.train.engines.deepspeed import join
 
-            self.events.told("loading DeepSpeed", 0, 1)  # the first time it compiles, for a minute on the CPU
+            first = not any(compiled_parts().glob("*/*.so"))
+            self.events.told("loading DeepSpeed" + first * ", which may compile for minutes the first time", 0, 1)
             self._clear_locks()
             join(self.place)
         if nvme.on_nvme(self.config.levers):

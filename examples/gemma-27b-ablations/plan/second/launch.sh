@@ -19,8 +19,9 @@ export CUDA_DEVICE_ORDER=PCI_BUS_ID
 # Tokenizers' threads and forked data loaders lock each other out.
 export TOKENIZERS_PARALLELISM=false
 # The optimizer steps on the CPU, so the cores are shared out among the ranks: torchrun would give
-# each one thread, DeepSpeed's launcher each all of them.
-OMP_NUM_THREADS=$(( ($(env -u OMP_NUM_THREADS nproc) + 3) / 4 ))
+# each one thread, DeepSpeed's launcher each all of them; 8 GPUs are in the machine, and a run on
+# the others needs its share.
+OMP_NUM_THREADS=$(( ($(env -u OMP_NUM_THREADS nproc) + 7) / 8 ))
 export OMP_NUM_THREADS
 
 # Asked to stop, this launcher ends its ranks at once; `tightfit train --plan` lets them save first.

@@ -1,0 +1,141 @@
+"""What `tightfit diagnose RUN` goes by: the logs, last words and exit codes that a run has left in its folder.
+
+How a run ended is not always to be read in its logs. One that was asked to stop has nothing wrong with it, although
+its ranks left with a code; one whose own process was killed had nobody left to write down what happened.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
+from tightfit.diagnose.predicted import planned_footprint
+from tightfit.runs.attempts import ATTEMPTS
+from tightfit.runs.cause import known_config
+from tightfit.runs.checkpoints import step_of, written_first
+from tightfit.runs.failure import last_words
+from tightfit.runs.folder import RUNS, RunFolder
+from tightfit.runs.watching import read_record
+from tightfit.types import ConfigError
+
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker|proc|local_rank)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What the run's own record says, where the logs alone would mislead."""
+
+    sentence: str
+    well: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be diagnosed."""
+
+    evidence: Evidence
+    plan: Path | None = None
+    """Of a run of ours: what was planned."""
+    ending: Ending | None = None
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank in a log's name, or of torchrun's folders (`attempt_0/3/stderr.log`)."""
+    found = _RANK.search(path.name)
+    if found is not None:
+        return int(found[1])
+    if path.name in ("stderr.log", "stdout.log") and path.parent.name.isdigit():
+        return int(path.parent.name)
+    return None
+
+
+def of_run(path: Path) -> Question:
+    """Logs, last words and exit code of a run of ours."""
+    if not any((path / name).exists() for name in (*RUNS, "logs", "plan")):
+        inside = sorted(each.name for each in path.iterdir() if each.suffix in (".log", ".txt", ".out", ".err"))
+        hint = f"name the logs in it ({inside[0]} …)" if inside else "name a log file, or the folder of a run"
+        raise ConfigError(f"{path} is no run's folder: {hint}")
+    folder = RunFolder(path)
+    newest = _newest_attempt(path)
+    state, code = _ended(folder.record)
+    failed = newest if state != "done" and newest is not None and not any((path / "logs").glob("*.log")) else None
+    logs = sorted((failed or path / "logs").rglob("*.log"))
+    sources = [LogSource(name=str(log.relative_to(path)), path=log, rank=rank_of(log)) for log in logs]
+    sources += list(_words(failed / "errors" if failed else folder.errors, path))
+    ending = _ending(path)
+    exits = _exits(path) or ((RankExit(rank=None, code=code, at=0.0),) if code is not None else ())
+    if ending is not None:  # the codes of ranks that were told to end, or of an attempt before, prove nothing
+        exits = (RankExit(rank=None, code=0, at=0.0),) if ending.well else ()
+    if not sources and not exits and planned_footprint(folder.plan) is None:
+        raise ConfigError(f"{path} holds no logs: the run left nothing to judge by")
+    config: KnownConfig = known_config(folder.plan)
+    return Question(evidence=Evidence(logs=tuple(sources), exits=exits, config=config), plan=folder.plan, ending=ending)
+
+
+def _newest_attempt(path: Path) -> Path | None:
+    """The folder of the last attempt that left one."""
+    numbered = [each for each in (path / ATTEMPTS).glob("*") if each.is_dir() and each.name.isdigit()]
+    return max(numbered, key=lambda each: int(each.name), default=None)
+
+
+def _exits(path: Path) -> tuple[RankExit, ...]:
+    """How the ranks of the last attempt ended. Nobody kept the time; those that a signal ended had not been told to."""
+    records = [each for each in (path / ATTEMPTS).glob("*.json") if each.stem.isdigit()]
+    newest = max(records, key=lambda each: int(each.stem), default=None)
+    codes = _read(newest).get("exit_codes") if newest is not None else None
+    if not isinstance(codes, list) or not all(isinstance(code, int) for code in codes):
+        return ()
+    return tuple(RankExit(rank=rank, code=code, at=float(code >= 0)) for rank, code in enumerate(codes))
+
+
+def _words(errors: Path, path: Path) -> Iterator[LogSource]:
+    for words in last_words(errors, 0.0):
+        name = str((errors / f"rank-{words.rank}.json").relative_to(path))
+        text = f"tightfit: {words.text}" if words.kind == "user" else words.text
+        yield LogSource(name=name, text=text, rank=words.rank)
+
+
+def _ended(record: Path) -> tuple[str | None, int | None]:
+    """How `run.json` says that the run ended."""
+    tree = _read(record)
+    state, code = tree.get("state"), tree.get("exit_code")
+    is_number = isinstance(code, int) and not isinstance(code, bool)
+    return (state if isinstance(state, str) else None), (code if is_number else None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A record of a run; a torn one says nothing."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _ending(path: Path) -> Ending | None:
+    """None: it is done or has failed, which the logs and exit codes tell in full, or there is no record."""
+    record = read_record(path)
+    if record is None or record.state not in ("stopped", "running"):
+        return None
+    kept = written_first(path)
+    goes_on = "the same command begins anew"
+    if kept is not None:
+        goes_on = f"the checkpoint of step {step_of(kept):,} is kept, and the same command goes on from there"
+    if record.state == "stopped":
+        return Ending(sentence=f"The run was asked to stop, and did: {goes_on}.", well=True)
+    if record.lives is None:
+        return None
+    if record.lives:
+        return Ending(sentence="The run is still going.", well=True)
+    return Ending(
+        sentence=(
+            f"The run's own process {record.pid} has gone without a word, as after `kill -9`, the kernel's OOM killer "
+            f"or a machine that went down: {goes_on}."
+        ),
+        well=False,
+    )
