@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tightfit.cli_train_machine import Busy, Nodes, check_free, wait_while_busy
+from tightfit.cli_train_machine import Busy, Nodes, check_free, reservations, wait_while_busy
 from tightfit.cli_train_report import learn
 from tightfit.cli_train_request import Ready, rendered
 from tightfit.cli_train_written import written_plan
@@ -121,7 +121,8 @@ class TrainCourse:
             return [launcher_start(self._folder, meeting, every)]
         devices = self.ready.devices
         words = None if not devices else tuple(device.word for device in devices)
-        sight = Sight(variable=self.ready.occupancy.variable, words=words)
+        taken = {key for entry in reservations().live() for key in entry.gpus} - {device.key for device in devices}
+        sight = Sight(variable=self.ready.occupancy.variable, words=words, others=len(taken))
         command = worker_command(self._folder, every, self._manner.worker)
         return rank_starts(self.ready.worker, meeting, sight, self._folder, command)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from train_shell import TINY, Shell, desk, shell, told
 
 from tightfit.cli import main
+from tightfit.runs import ranks
+from tightfit.runs.processes import mark_of
 from tightfit.runs.reservations import Reservation, Reservations
 
 __all__ = ["shell"]
@@ -109,10 +112,13 @@ def four_gpus(shell: Shell) -> Shell:
     return shell
 
 
-def reserve(shell: Shell, *numbers: int) -> None:
+def reserve(shell: Shell, *numbers: int, pid: int | None = None) -> None:
     registry = Reservations(shell.folder.parent / "cache" / "tightfit" / "reservations")
+    entry = Reservation.ours(Path("/runs/other"), 0, tuple(f"{UUID}{number}" for number in numbers), None)
+    if pid is not None:
+        entry = replace(entry, pid=pid, mark=mark_of(pid))
     with registry.alone():
-        registry.add(Reservation.ours(Path("/runs/other"), 0, tuple(f"{UUID}{number}" for number in numbers), None))
+        registry.add(entry)
 
 
 def visible(shell: Shell) -> tuple[str | None, str]:
@@ -151,6 +157,16 @@ def test_gpus_of_a_live_run_are_left_alone(four_gpus: Shell) -> None:
     assert "say --num-gpus 2" in four_gpus.refused(*PINNED, "--num-gpus", "4")
     four_gpus.run("options", *PINNED)
     assert visible(four_gpus) == ("1,2", "2")
+
+
+def test_cores_are_shared_with_other_runs(four_gpus: Shell) -> None:
+    four_gpus.monkeypatch.setattr(ranks, "cores", lambda: 16)
+    offloaded = (*PINNED, "--offload-optimizer", "cpu", "--gpu-ids", "1,2")
+    four_gpus.run("options", *offloaded)
+    assert told(four_gpus.folder / "output")["told"]["OMP_NUM_THREADS"] == "8"
+    reserve(four_gpus, 0, pid=os.getppid())
+    four_gpus.run("options", *offloaded, "--output", "beside")
+    assert told(four_gpus.folder / "beside")["told"]["OMP_NUM_THREADS"] == "6"
 
 
 def test_every_gpu_taken(four_gpus: Shell) -> None:

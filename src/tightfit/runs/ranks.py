@@ -34,6 +34,8 @@ class Sight:
     variable: str
     words: tuple[str, ...] | None
     """In the words of that variable; None: as the user's own environment says."""
+    others: int = 0
+    """GPUs of this node that other runs have: each rank gets its share of the cores, and so do theirs."""
 
 
 def rank_starts(
@@ -87,7 +89,7 @@ def _shared(worker: WorkerFile, meeting: Meeting, sight: Sight) -> dict[str, str
         if variable.value is not None:
             told[variable.name] = variable.value
     if "OMP_NUM_THREADS" in told:  # there it is shell text, to be worked out where it runs
-        told["OMP_NUM_THREADS"] = str(-(-cores() // worker.gpus_per_node))
+        told["OMP_NUM_THREADS"] = str(-(-cores() // (worker.gpus_per_node + sight.others)))
     if worker.vendor == "cpu":
         told["CUDA_VISIBLE_DEVICES"] = ""  # or libraries would take a GPU that the plan does not use
     elif sight.words is not None:
