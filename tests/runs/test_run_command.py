@@ -95,7 +95,11 @@ def test_help_has_examples(run: Run) -> None:
 
 
 def test_output_passes_through_and_is_kept(run: Run, tmp_path: Path) -> None:
-    text = "import sys; print('to out'); sys.stderr.write('to err\\n')"
+    text = (
+        "import sys, time\n"
+        "for stream, said in ((sys.stdout, 'to '), (sys.stderr, 'to err\\n'), (sys.stdout, 'out\\n')):\n"
+        "    stream.write(said); stream.flush(); time.sleep(0.2)\n"
+    )
     done = run("--", sys.executable, "-c", text)
     assert done.returncode == 0
     assert done.stdout == "to out\n"

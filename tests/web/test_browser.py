@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from visits import home_of, need_a_browser, opened, says, served, step_line, written
+from visits import follow, home_of, need_a_browser, opened, says, served, step_line, written
 
 pytestmark = pytest.mark.thorough
 
@@ -80,14 +80,14 @@ def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
             "#table-loss tbody tr", "rows => rows.map(r => [r.cells[0].textContent, r.cells[1].textContent])"
         )
         assert dict(rows) == losses
-        page.get_by_role("link", name="Runs").first.click()
+        follow(page, "Runs")
         assert "40 / 40" in page.text_content("tbody")
 
 
 def test_a_log_is_pasted_and_dropped(tmp_path: Path) -> None:
     log = CAPTURED / "host-alloc.log"
     with served(cwd=tmp_path) as link, opened(link) as page:
-        page.get_by_role("link", name="Diagnose").click()
+        follow(page, "Diagnose")
         page.get_by_label("Log", exact=True).fill(log.read_text())
         page.keyboard.press("Control+Enter")
         page.wait_for_selector("#cause")
@@ -120,13 +120,13 @@ def test_a_log_that_is_too_long_is_a_sentence(tmp_path: Path) -> None:
 def test_the_language_is_switched(tmp_path: Path) -> None:
     written(tmp_path / "run", [step_line(n) for n in range(1, 20)])
     with served(cwd=tmp_path) as link, opened(runs_of(link)) as page:
-        page.get_by_role("link", name="中文").click()
+        follow(page, "中文")
         assert page.get_attribute("html", "lang") == "zh-Hans"
         assert page.text_content("h1") == "运行"
-        page.get_by_role("link", name="run").click()
+        follow(page, "run")
         says(page, "#d-loss", "第 1 步")
         assert "已完成" in page.text_content("#state")
-        page.get_by_role("link", name="English").click()
+        follow(page, "English")
         says(page, "#d-loss", "at step 1,")
         assert page.url.endswith("run=0%2Frun&lang=en")
 
@@ -251,7 +251,7 @@ def test_a_million_events_in_the_browser(tmp_path: Path) -> None:
             file.write(f"{head}{number}{middle}{5 - number / 250_000:.6f}{end}\n")
     with served(cwd=tmp_path) as link, opened(runs_of(link)) as page:
         began = time.monotonic()
-        page.get_by_role("link", name="long").click()
+        follow(page, "long")
         says(page, "#d-loss", "at step 1,000,000")
         took = time.monotonic() - began
         assert took < 10, took  # below 2 s on a machine that does nothing else
@@ -275,7 +275,7 @@ def pictures() -> None:
             process.wait(900)
         view = {"viewport": {"width": 1000, "height": 640}}
         with served("--root", "runs", cwd=work) as link, opened(runs_of(link), **view) as page:
-            page.get_by_role("link", name="first").click()
+            follow(page, "first")
             says(page, "#link", "over")
             page.wait_for_timeout(500)
             seen(page, "run")

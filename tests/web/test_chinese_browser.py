@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from spoken import CHINESE
-from visits import home_of, need_a_browser, opened, says, served, step_line, written
+from visits import follow, home_of, need_a_browser, opened, says, served, step_line, written
 
 pytestmark = pytest.mark.thorough
 
@@ -73,7 +73,7 @@ def all_chinese(page: Any, place: str) -> list[str]:
 
 def test_a_log_is_diagnosed_in_chinese(tmp_path: Path) -> None:
     with served(cwd=tmp_path) as link, opened(link, locale="zh-CN") as page:
-        page.get_by_role("link", name="诊断").click()
+        follow(page, "诊断")
         page.get_by_label("日志", exact=True).fill(OOM)
         page.keyboard.press("Control+Enter")
         says(page, "#cause", "反向传播时 GPU 显存不足（申请 2.00 GiB，总量 23.65 GiB 中空闲 1.00 GiB")
@@ -84,7 +84,7 @@ def test_a_log_is_diagnosed_in_chinese(tmp_path: Path) -> None:
         assert page.text_content("#answer .tag") == "显存不足"
         assert "--per_device_train_batch_size 1" in page.text_content("#answer")  # what is typed stays
         assert "torch.OutOfMemoryError" in page.text_content("#answer .evidence")
-        page.get_by_role("link", name="English").click()
+        follow(page, "English")
         page.get_by_label("Log", exact=True).fill(OOM)
         page.keyboard.press("Control+Enter")
         says(page, "#cause", "The GPU ran out of memory in the backward pass")
@@ -114,6 +114,6 @@ def test_a_run_is_shown_in_chinese(tmp_path: Path) -> None:
         says(page, "#checkpoints", "没有 manifest.json：没有写完")
         all_chinese(page, "#lights li")
         all_chinese(page, "#warnings p")
-        page.get_by_role("link", name="English").click()
+        follow(page, "English")
         says(page, "#attempts", "The GPU ran out of memory in the backward pass")
         says(page, "#events", "checkpoint at step 2")

@@ -116,6 +116,12 @@ def opened(link: str, **context: Any) -> Iterator[Any]:
     assert complaints == []
 
 
+def follow(page: Any, name: str) -> None:
+    """Click on a link, and wait until the scripts of where it leads are there: a key that is pressed before is lost."""
+    with page.expect_navigation():
+        page.get_by_role("link", name=name).first.click()
+
+
 def says(page: Any, place: str, text: str, patience_s: float = 10.0) -> None:
     """Wait until an element holds this text. (To wait for a function would need `eval`, which the policy forbids.)"""
     from playwright.sync_api import expect

@@ -33,6 +33,8 @@ GRACE_S = 15.0
 LOOK_S = 0.05
 HOST_EVERY_S, GPU_EVERY_S = 1.0, 5.0
 _PIECE = 65_536
+_LINE_S = 1.0
+"""For a line to be whole before it goes to the log."""
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
@@ -188,22 +190,32 @@ def _pumps(process: subprocess.Popen[bytes], log: BinaryIO, streams: Streams) ->
 
 
 def _pump(source: IO[bytes], sink: BinaryIO, log: BinaryIO, lock: threading.Lock) -> None:
-    """A terminal that has closed, or a disk that is full, must not stop the program."""
+    """A terminal that has closed, or a disk that is full, must not stop the program.
+
+    The terminal gets every piece at once, the log whole lines: a diagnosis could not read those of which the halves
+    are mixed with the other stream's. A line that takes long to end, as dots of a progress do, is passed on as it is.
+    """
+    begun, since = b"", time.monotonic()
     with source:
         while True:
             try:
                 piece = os.read(source.fileno(), _PIECE)
             except OSError:
-                return
-            if not piece:
-                return
+                piece = b""
+            since = since if begun else time.monotonic()
+            begun += piece
+            is_long = len(begun) > _PIECE or time.monotonic() - since > _LINE_S
+            end = len(begun) if not piece or is_long else max(begun.rfind(b"\n"), begun.rfind(b"\r")) + 1
+            whole, begun = begun[:end], begun[end:]
             with lock:
                 with suppress(OSError, ValueError):
-                    log.write(piece)
+                    log.write(whole)
                     log.flush()
                 with suppress(OSError, ValueError):
                     sink.write(piece)
                     sink.flush()
+            if not piece:
+                return
 
 
 # --- its memory ---------------------------------------------------------------------------------
