@@ -212,7 +212,8 @@ def figures(page: Any, server: int, run: Path) -> Figures:
     behind = max(0, written_step(run) - shown_step(page))
     tools = page.context.new_cdp_session(page)
     heaps, counts = [], []
-    for _ in range(4):  # what one collection lets go of, the next one frees; meanwhile the page works on
+    for _ in range(8):  # what one collection lets go of, the next one frees; meanwhile the page works on
+        page.wait_for_timeout(50)
         tools.send("HeapProfiler.collectGarbage")
         heaps.append(int(tools.send("Runtime.getHeapUsage")["usedSize"]))
         counts.append(tools.send("Memory.getDOMCounters"))

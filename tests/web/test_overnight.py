@@ -68,7 +68,7 @@ def test_it_neither_grows_nor_stalls(seconds: float, page: Any, tmp_path: Path) 
     first, _, last = found = seen_for(page, seconds, rate, tmp_path)
     for now in found:
         assert now.heap_bytes < 16 * 2**20
-        assert now.nodes < 8000
+        assert now.nodes < 20_000, "some 200 come with every message, and go"
         assert now.behind_steps < 5 * rate, "seconds"
     assert last.heap_bytes < first.heap_bytes + 2 * 2**20
     assert last.listeners <= first.listeners + 5

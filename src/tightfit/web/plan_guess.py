@@ -1,10 +1,11 @@
-"""A first word while every way is priced: what the way that was chosen last would need for the new question.
+"""A first word while every way is priced: what those that were shown last would need for the new question.
 
 One estimate takes milliseconds and a search some tenths of a second, and whoever moves a slider looks at it meanwhile.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from tightfit.desk.calibrated import calibration_of
@@ -14,7 +15,7 @@ from tightfit.pace import pace
 from tightfit.planner import question_of
 from tightfit.planner.plan import Bounds, Way
 from tightfit.planner.question import Question, excess_bytes, weigh
-from tightfit.types import Checkpointing, Levers
+from tightfit.types import Checkpointing, Levers, UserError
 from tightfit.web.plan_answer import Answered
 from tightfit.web.plan_question import Asked
 
@@ -26,15 +27,37 @@ TRAINING = (
 
 
 def guessed(asked: Asked, last: Answered) -> Answered:
-    """An answer with one way, which nobody has chosen yet. A UserError: the question makes no sense."""
+    """An answer with the ways of the last one, of which nobody has chosen any yet. A UserError: the question makes no
+    sense."""
     args = asked.args()
     request = request_of(args)
     known = Bounds(calibration=calibration_of(args, request.job))
     question = question_of(request.job, request.shape, request.hardware).within(known)
-    levers = _levers(question, last.ways[0].levers if last.ways else question.base)
+    shown = [way.levers for way in last.ways] or [question.base]
+    first = _priced(question, shown[0])
+    others = []
+    for levers in shown[1:]:
+        with suppress(UserError):  # it does not go with what was just named
+            others.append(_priced(question, levers))
+    plan = replace(
+        last.plan,
+        job=request.job,
+        shape=question.shape,
+        hardware=question.hardware,
+        effective_batch=question.effective_batch,
+        chosen=None,
+        alternatives=(first, *others),
+        because=(),
+        remedies=(),
+    )
+    return Answered(asked, plan)
+
+
+def _priced(question: Question, last: Levers) -> Way:
+    levers = _levers(question, last)
     check_levers(levers, question.shape)
     footprint = weigh(question, levers)
-    way = Way(
+    return Way(
         shape=question.shape,
         levers=levers,
         hardware=question.hardware,
@@ -43,18 +66,6 @@ def guessed(asked: Asked, last: Answered) -> Answered:
         fits=excess_bytes(question, footprint) == 0,
         gpu_limit_bytes=question.gpu_limit_bytes,
     )
-    plan = replace(
-        last.plan,
-        job=request.job,
-        shape=question.shape,
-        hardware=question.hardware,
-        effective_batch=question.effective_batch,
-        chosen=None,
-        alternatives=(way,),
-        because=(),
-        remedies=(),
-    )
-    return Answered(asked, plan)
 
 
 def _levers(question: Question, last: Levers) -> Levers:

@@ -160,7 +160,7 @@ async function ask() {
   }
 }
 
-// What the way that was chosen last would need: it follows the slider, while every way is priced when it rests.
+// What the ways that are shown would need: they follow the slider, while every way is priced when it rests.
 async function guess() {
   guessAgain = true;
   if (guessing) return;
@@ -176,11 +176,8 @@ async function guessOnce() {
   const last = answer.querySelector(".found");
   if (!last) return;
   const html = await fetched(`/plan/guess?${query()}&like=${encodeURIComponent(last.dataset.address)}`);
-  const first = answer.querySelector(".way");
-  if (!answer.hasAttribute("aria-busy") || !html.trim() || !first) return;
-  const open = first.querySelector("details")?.open;
-  first.outerHTML = html; // made by our templates
-  if (open) answer.querySelector(".way details").open = true;
+  const ways = answer.querySelector(".ways");
+  if (answer.hasAttribute("aria-busy") && html.trim() && ways) put(ways, html);
 }
 
 function show(html) {
