@@ -12,13 +12,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from tightfit.runs.parent import PARENT_FD
-from tightfit.runs.processes import end_session, members_of, tell
+from tightfit.runs.processes import end_session, members_of, tell, tell_one
 from tightfit.runs.stacks import DUMP
 from tightfit.types import ConfigError
 
@@ -115,15 +115,13 @@ class Ranks:
     def ask(self) -> None:
         """Ask each rank to stop at its next step, and it alone: what it has started must work until then."""
         for pid in self._running:
-            with suppress(ProcessLookupError, PermissionError):  # macOS refuses what has ended
-                os.kill(pid, signal.SIGTERM)
+            tell_one(pid, signal.SIGTERM)
 
     def dump(self, ranks: Collection[int]) -> None:
         """Ask these for their stacks. Only those that have given a sign of life: others do not know the signal yet."""
         for pid, start in self._running.items():
             if start.rank in ranks and start.saves:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, DUMP)
+                tell_one(pid, DUMP)
 
     def end(self, grace_s: float = GRACE_S, hurry: Callable[[], bool] = lambda: False) -> None:
         """Ask all that runs to end, then end it; `hurry`: the user will not wait any longer."""

@@ -14,7 +14,7 @@ from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.verdict import Diagnosis
-from tightfit.types import ConfigError, UserError
+from tightfit.types import ConfigError
 from tightfit.web.bodies import body_of
 from tightfit.web.pages import page, part
 from tightfit.web.threads import beside
@@ -67,14 +67,10 @@ async def _posted(request: Request) -> Response:
 
 
 async def _judged(request: Request) -> Diagnosis:
-    language = words(language_of(request))
-    name = str(language["diagnose"]["pasted"])
+    name = str(words(language_of(request))["diagnose"]["pasted"])
     async with _turns:
         data = (await body_of(request, MOST_BYTES, PATIENCE_S)).removeprefix(FIELD)
-        try:
-            return await beside(partial(diagnosed, data, name))
-        except UserError as error:
-            raise ConfigError(language.said(str(error)).text) from None
+        return await beside(partial(diagnosed, data, name))
 
 
 ROUTES = [
