@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tightfit
-from tightfit.render.svg_bars import Bar, Line, bars_svg, gpu_parts, key_svg
+from tightfit.render.svg_bars import bars_of_phases, bars_svg, key_svg
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 WIDTH, EDGE, ROW, COLUMN, COLUMNS = 760, 16, 20, 182, 4
-GIB = 2**30
 
 PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phases-lora": (
@@ -29,15 +28,7 @@ ALIKE = {"model": "qwen2.5-7b", "seq": 4096, "micro_batch": 1, "checkpointing": 
 def picture(name: str) -> str:
     """One drawing on white, as it may be shown on any ground, with its legend below."""
     title, flags = PICTURES[name]
-    priced = tightfit.estimate(**ALIKE, **flags).priced
-    assert priced.hardware is not None
-    card = priced.hardware.gpu.memory_bytes
-    bars = []
-    for phase in priced.footprint.gpu.phases:
-        parts = gpu_parts(priced.footprint, phase, {})
-        end = Line(at_bytes=card, label="" if bars else f"{card / GIB:.0f} GiB card")
-        size = sum(part.size_bytes for part in parts)
-        bars.append(Bar(name=phase, note=f"{size / GIB:.1f} GiB", parts=parts, lines=(end,), is_slim=True))
+    bars = bars_of_phases(tightfit.estimate(**ALIKE, **flags).priced)
     drawn = bars_svg(bars, title=title, ids=name)
     height = int(drawn.partition('height="')[2].partition('"')[0])
     keys = _keys({part.kind: part.label for bar in bars for part in bar.parts}, name)

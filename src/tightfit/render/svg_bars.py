@@ -118,6 +118,10 @@ def plan_bars(plan: Plan) -> str:
 
 def phase_bars(priced: Priced) -> str:
     """An estimate as HTML: what one GPU holds in each phase."""
+    return _with_legend(bars_of_phases(priced), f"{priced.shape.name}: {strategy_line(priced)}", "phases")
+
+
+def bars_of_phases(priced: Priced) -> list[Bar]:
     gpu, hardware = priced.footprint.gpu, priced.hardware
     bars: list[Bar] = []
     for name in gpu.phases:
@@ -125,7 +129,7 @@ def phase_bars(priced: Priced) -> str:
         parts = gpu_parts(priced.footprint, name, {})
         size = sum(part.size_bytes for part in parts)
         bars.append(Bar(name=name, note=f"{amounts(size)[0]} GiB", parts=parts, lines=ends, is_slim=True))
-    return _with_legend(bars, f"{priced.shape.name}: {strategy_line(priced)}", "phases")
+    return bars
 
 
 def fullest(footprint: Footprint) -> PhaseName:
