@@ -1,14 +1,16 @@
-"""Two trainings whose plans are too optimistic, on a GPU that is made a small one: both run out of memory for real.
+"""Two trainings whose plans are too optimistic, on a GPU that is made a small one, and a kernel that never ends.
 
-    python benchmarks/rescue_gpu.py [--only loss,step] [--out rescue.jsonl] [--keep DIR]
+    python benchmarks/rescue_gpu.py [--only loss,step,hang] [--out rescue.jsonl] [--keep DIR]
     python benchmarks/rescue_gpu.py --dry-run        the plans alone, on any machine
 
-The first fails in the loss, the second in the optimizer step. Nothing is injected: a calibration in a cache of its own
-claims that earlier runs held far less there, the planner believes it, and PyTorch refuses what is beyond the cap. Then
-`tightfit train` has to see the cause, correct the prediction, step down once and finish. Models are drawn at random
-from their shapes and data is generated, so nothing is downloaded; torch, transformers and DeepSpeed are needed.
+The first fails in the loss, the second in the optimizer step. Nothing is injected there: a calibration in a cache of
+its own claims that earlier runs held far less, the planner believes it, and PyTorch refuses what is beyond the cap.
+Then `tightfit train` has to see the cause, correct the prediction, step down once and finish. The third waits inside
+the driver, as for a peer that never comes: every rank's stacks are written, and the same plan goes on. Models are drawn
+at random from their shapes and data is generated, so nothing is downloaded; torch, transformers and DeepSpeed are
+needed.
 
-A line of JSON for each attempt and one for each run; exit code 1 where a run was not stepped down once and finished.
+A line of JSON for each attempt and one for each run; exit code 1 where a run was not rescued once and finished.
 """
 
 from __future__ import annotations
@@ -63,8 +65,14 @@ class Case:
     engine: Engine
     micro_batch: int
     """The way about which the calibration lies: the one that is to be planned."""
+    fault: str = ""
+    """What the worker's own switch of the tests is told; then nothing is said about any way."""
     maligned: tuple[Engine, ...] = ()
     """Those about which it lies the other way round, so that they are not planned instead."""
+
+    @property
+    def kind(self) -> str:
+        return "hang" if self.fault else "device-oom"
 
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 4096, "tie_word_embeddings": True}
@@ -93,6 +101,17 @@ CASES = (
         micro_batch=4,
         maligned=("fsdp2",),
     ),
+    Case(
+        name="hang",
+        phase="backward",
+        config=LLAMA
+        | {"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+        | {"num_attention_heads": 8, "num_key_value_heads": 4},
+        words=("--seq", "256", "--effective-batch", "4", "--save-every", "1", "--hang-timeout", "20s"),
+        engine="zero0",
+        micro_batch=4,
+        fault="gpu-hang@rank=0,stage=backward,step=2",
+    ),
 )
 
 
@@ -107,7 +126,7 @@ def main() -> int:
     good = True
     with tempfile.TemporaryDirectory(prefix="rescue-") as scratch:
         for case in CASES:
-            if wanted and case.name not in wanted:
+            if (wanted and case.name not in wanted) or (case.fault and args.dry_run):
                 continue
             folder = (args.keep or Path(scratch)) / case.name
             folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +147,8 @@ def words_of(case: Case, folder: Path) -> list[str]:
     (folder / "config.json").write_text(json.dumps(case.config), encoding="utf-8")
     return [
         *("--model", str(folder / "config.json"), "--gpus", f"1x{CARD_GIB}GB", "--host-ram", "100GB"),
-        *("--precision", "bf16", "--max-steps", "3", "--save-every", "none", "--output", str(folder / "run")),
+        *("--precision", "bf16", "--max-steps", "3", "--output", str(folder / "run")),
+        *(() if case.fault else ("--save-every", "none")),
         *case.words,
     ]
 
@@ -139,6 +159,8 @@ def asked(words: list[str]) -> Request:
 
 def lies(case: Case, request: Request) -> Iterator[Entry]:
     """What no run ever measured. The last one is the newest: that no more was measured there counts for all others."""
+    if case.fault:
+        return
     good = lied_about(case, request)
     for engine in case.maligned:
         for layers in (0, None):
@@ -258,6 +280,7 @@ def run(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
     for each in lies(case, asked(words)):
         Calibrations(folder / "cache/tightfit").add(each)
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "120"}
+    environment |= {"TIGHTFIT_FAULTS": case.fault} if case.fault else {}
     command = [sys.executable, "-c", DESK, str(CARD_GIB * GIB), *words, "--json"]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT_S)
@@ -274,7 +297,7 @@ def run(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
     first = records[0].cause if records else None
     finished = done.returncode == 0
     as_expected = finished and len(records) == 2 and first is not None
-    as_expected = as_expected and first is not None and (first.kind, first.phase) == ("device-oom", case.phase)
+    as_expected = as_expected and first is not None and (first.kind, first.phase) == (case.kind, case.phase)
     yield {
         "job": case.name,
         "finished": finished,

@@ -50,6 +50,7 @@ EXIT_CODES = {
 OWN_FLAGS: dict[str, tuple[str | None, str]] = {
     "cap": ("SIZE", "make each card this small, 24GB say (the card that is planned for)"),
     "from_plan": ("DIR", "rehearse this plan, which `tightfit plan --write DIR` made, instead of planning"),
+    "full_length": (None, "random samples of the full length instead of the job's data: no tokenizer is needed"),
     "steps": ("N", f"optimizer steps after the trial of the largest batch ({STEPS})"),
     "on": ("N", "the GPU of this machine to rehearse on, by number (the one with the most free memory)"),
     "keep": ("DIR", "keep events, log and plan in this folder"),
@@ -57,6 +58,8 @@ OWN_FLAGS: dict[str, tuple[str | None, str]] = {
 WITH_PLAN = {*OWN_FLAGS, "json"}
 """What may be said beside a plan that is written already."""
 
+_NAME_ONE = "name one with --tokenizer"
+"""Said of a tokenizer that cannot be had."""
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|ALLOC_FAILED|SIGKILL", re.IGNORECASE)
 WHERE = {
     "init": "while the engine was set up",
@@ -218,7 +221,7 @@ def _reserved(ready: Ready, folder: RunFolder) -> Iterator[None]:
 def _ended(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str | None, *, as_json: bool) -> int:
     failure = outcome.failure
     if failure is not None and failure.is_users:
-        raise ConfigError(failure.sentence)
+        raise ConfigError(failure.sentence.replace(_NAME_ONE, f"{_NAME_ONE}, or go without: --full-length"))
     if outcome.state == "interrupted":
         print("tightfit: interrupted; the rehearsal has ended", file=sys.stderr)
         return outcome.exit_code

@@ -64,8 +64,10 @@ def prepare(args: argparse.Namespace) -> Ready:
     check_packages(worker)
     try:
         tree = json.loads(files[WORKER_FILE])
-        card, orders = int(tree["world"]["gpu_memory_bytes"]), rehearsed(tree)
-        notes = _notes(tree, worker, plan)
+        card = int(tree["world"]["gpu_memory_bytes"])
+        if hasattr(args, "full_length"):
+            tree["data"] |= {"path": None, "recipe": None, "tokenizer": None}
+        orders, notes = rehearsed(tree), _notes(tree, worker, plan)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(f"{WORKER_FILE} is not whole: write the plan again with `tightfit plan --write`") from None
     if cap is not None and cap > card:
@@ -189,6 +191,10 @@ def _check_room(device: Device, need: int) -> None:
 # --- the orders ---------------------------------------------------------------------------------
 
 
+DRAWN_STD = 0.02
+"""Of weights that stand for real ones: some families' own is so large that fp16 overflows before anything is learnt."""
+
+
 def rehearsed(written: Mapping[str, Any]) -> str:
     """The worker's orders for a rehearsal: without evaluation, and without fetching any weights."""
     tree = json.loads(json.dumps(written))
@@ -198,7 +204,7 @@ def rehearsed(written: Mapping[str, Any]) -> str:
         word = model["weights"]
         found = find_config(word)
         fields = config_from_fields(found.config, found.name) if found.is_block else found.config
-        model["config"], model["weights"] = dict(fields), None
+        model["config"], model["weights"] = {**fields, "initializer_range": DRAWN_STD}, None
         if data.get("tokenizer") is None and (data.get("path") or data.get("recipe")):
             data["tokenizer"] = word  # lengths in the tokens that the training will see
     return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -222,7 +228,7 @@ def _notes(tree: Mapping[str, Any], worker: WorkerFile, plan: Plan | None) -> tu
     if tree["model"]["weights"] is None or draws_weights(tree):
         said.append("The weights are drawn at random: neither memory nor pace depends on their values.")
     if tree["data"].get("path") is None and tree["data"].get("recipe") is None:
-        said.append("No data is named: random samples of the full length.")
+        said.append("The samples are random, and all of the full length.")
     return tuple(said)
 
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from recorded_attempts import recorded
 
+from tightfit.diagnose.evidence import Evidence, LogSource
+from tightfit.diagnose.judge import judge
 from tightfit.diagnose.verdict import Kind, Verdict
 from tightfit.runs.attempts import AttemptRecord, Cause, Next
 from tightfit.runs.cause import cause_of
@@ -184,3 +186,23 @@ def test_without_a_smaller_plan_the_host_gets_one_more_chance_and_a_gpu_none() -
     gpu = [attempt(1, "device-oom")]
     assert without_smaller(verdict("device-oom"), gpu, why) == Decision(action="stop", because=why)
     assert without_smaller(verdict("device-oom"), gpu, why, puzzling=True).action == "same plan"
+
+
+CAPPED = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.61 GiB. GPU 0 has a total capacity of 139.80 GiB "
+    "of which 115.34 GiB is free. Including non-PyTorch memory, this process has 24.45 GiB memory in use. 24.00 GiB "
+    "allowed; Of the allocated memory 23.12 GiB is allocated by PyTorch, and 47.90 MiB is reserved by PyTorch but "
+    "unallocated."
+)
+
+
+def test_a_process_that_may_use_a_part_of_the_card_is_short_of_what_is_left_of_that_part() -> None:
+    """The message of a real run under a cap: what is free on the card is not for this process."""
+    found = judge(Evidence(logs=(LogSource(name="rank-0.log", text=CAPPED),))).verdict
+    assert found is not None
+    assert found.id == "memory-fraction"
+    made = decided(found)
+    assert made.action == "smaller plan"
+    assert made.shortfall is not None
+    assert made.shortfall.missing_bytes / 2**30 == pytest.approx(4.61 - (24 - 23.12 - 0.047), abs=0.01)
+    assert (made.shortfall.room_bytes or 0) / 2**30 == pytest.approx(24 - 0.047, abs=0.01)

@@ -38,6 +38,8 @@ _PROCESS = re.compile(rf"(?<!this )process \d+ has {_SIZE} memory in use", re.IG
 _ALLOWED = re.compile(rf"{_SIZE} allowed", re.IGNORECASE)
 _LEAST_PIECES = 0.05
 """Share of a card that lies reserved in pieces before that is called the cause."""
+_WHOLE = 0.98
+"""Share of a card above which a limit is none."""
 _CONTEXT = (100 * MIB, 1500 * MIB)
 """What a process without tensors holds."""
 
@@ -74,15 +76,22 @@ def read_oom(text: str, vocabulary: int | None = None, rows: int | None = None) 
     if others is None and total is not None and free is not None and reserved is not None:
         rest = total - free - reserved
         others = rest if rest > _CONTEXT[1] else 0
+    allowed = _size(_ALLOWED, text)
     numbers = OomNumbers(
-        asked=asked, total=total, free=free, allocated=allocated, reserved_unused=unused, others=others
+        asked=asked,
+        total=total,
+        free=free,
+        allocated=allocated,
+        reserved_unused=unused,
+        others=others,
+        allowed=allowed if allowed is not None and total and allowed < total * _WHOLE else None,
     )
     tokens = _tokens(asked, vocabulary, rows)
-    shapes = _shapes(numbers, strangers, _size(_ALLOWED, text))
+    shapes = _shapes(numbers, strangers)
     return OomMessage(numbers, shapes | ({"logits"} if tokens else set()), tokens, len(strangers))
 
 
-def _shapes(numbers: OomNumbers, strangers: list[int], allowed: int | None) -> frozenset[OomShape]:
+def _shapes(numbers: OomNumbers, strangers: list[int]) -> frozenset[OomShape]:
     found: set[OomShape] = set()
     asked, total, free = numbers.asked or 0, numbers.total or 0, numbers.free
     others, unused = numbers.others or 0, numbers.reserved_unused or 0
@@ -92,7 +101,7 @@ def _shapes(numbers: OomNumbers, strangers: list[int], allowed: int | None) -> f
         found.add("contexts")
     if total and asked >= total * 0.9:
         found.add("larger")
-    if allowed is not None and total and allowed < total * 0.98:
+    if numbers.allowed is not None:
         found.add("capped")
     if total and unused >= asked > 0 and unused >= total * _LEAST_PIECES:
         found.add("fragmented")
@@ -148,8 +157,9 @@ def number_words(numbers: OomNumbers) -> str:
     if numbers.asked is None:
         return ""
     words = f"{size_words(numbers.asked)} were asked for"
-    if numbers.free is not None and numbers.total is not None:
-        words += f" and {size_words(numbers.free)} of {size_words(numbers.total)} were free"
+    whole = numbers.allowed or numbers.total
+    if numbers.left is not None and whole is not None:
+        words += f" and {size_words(numbers.left)} of {size_words(whole)} were free"
     if numbers.allocated is not None:
         words += f", with {size_words(numbers.allocated)} in tensors"
         if numbers.reserved_unused:

@@ -60,6 +60,15 @@ class OomNumbers:
     """Reserved by PyTorch's allocator and not in use."""
     others: int | None = None
     """By other processes on this device."""
+    allowed: int | None = None
+    """To this process's tensors, where that is less than the card has."""
+
+    @property
+    def left(self) -> int | None:
+        """What could still be allocated: the card's free memory, or the rest of what the process may use."""
+        if self.free is None or self.allowed is None:
+            return self.free
+        return min(self.free, max(0, self.allowed - (self.allocated or 0) - (self.reserved_unused or 0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

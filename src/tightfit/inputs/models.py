@@ -19,7 +19,7 @@ from pathlib import Path
 from tightfit.inputs import families
 from tightfit.inputs.families import NotByName, did_you_mean
 from tightfit.inputs.families.reader import MAX_SIZE
-from tightfit.inputs.presets import CHECKPOINTS, PRESETS, checkpoint_named
+from tightfit.inputs.presets import CHECKPOINTS, MAMBA_STD, PRESETS, checkpoint_named
 from tightfit.inputs.spelling import shown
 from tightfit.types import ModelError, ModelShape
 
@@ -100,7 +100,7 @@ def shape_from_fields(fields: Mapping[str, object], name: str) -> ModelShape:
     config = config_from_fields(fields, name)
     shape, reader = families.read(config, name)
     # A config.json may hold anything; a block that a person wrote holds shape fields or misspellings.
-    misspelt = [key for key in reader.unasked() if key != "max_seq_length"]
+    misspelt = [key for key in reader.unasked() if key not in ("max_seq_length", _STD)]
     if misspelt:
         hint = did_you_mean(misspelt[0], reader.asked | set(_FIELD_NAMES))
         raise ModelError(f"model {shown(name)}: {shown(misspelt[0])} is no shape field of a {shape.model_type}{hint}")
@@ -108,6 +108,8 @@ def shape_from_fields(fields: Mapping[str, object], name: str) -> ModelShape:
     return shape if length is None else replace(shape, max_positions=length)
 
 
+_STD = "initializer_range"
+"""No size, but a new model's weights are drawn with it."""
 _FIELD_NAMES: Mapping[str, str] = {
     "d_model": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -141,6 +143,11 @@ def config_from_fields(fields: Mapping[str, object], name: str) -> dict[str, obj
         if real in config:
             raise ModelError(f"model {shown(name)}: {shown(key)} is given twice, also under another name")
         config[real] = value
+    if family == "mamba":
+        config.setdefault(_STD, MAMBA_STD)
+    std = config.get(_STD, MAMBA_STD)
+    if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std <= 1:
+        raise ModelError(f"model {shown(name)}: {_STD} must be a number above 0 and up to 1, not {shown(std)}")
     return _without_fraction(config)
 
 

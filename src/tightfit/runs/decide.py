@@ -151,9 +151,9 @@ def _missing(verdict: Verdict) -> Shortfall:
         return Shortfall(where="host", missing_bytes=asked, phase=verdict.phase, reason=reason)
     if numbers is None:
         return Shortfall(where="gpu", phase=verdict.phase, reason=reason)
-    free = numbers.free or 0
+    free = numbers.left or 0
     missing = (numbers.asked or 0) - (free if reason == "memory" else 0)
-    room = None if numbers.allocated is None or numbers.free is None else numbers.allocated + free
+    room = None if numbers.allocated is None or numbers.left is None else numbers.allocated + free
     return Shortfall(where="gpu", missing_bytes=max(0, missing), phase=verdict.phase, reason=reason, room_bytes=room)
 
 

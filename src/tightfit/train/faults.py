@@ -7,7 +7,7 @@ Off unless the tests' own variable names some:
 A fault happens once in a run, told by a file in the run's folder, so that the next attempt gets past it; with `repeat`
 it happens every time. Exceptions have the types and the words of the real ones. What can be real here is: memory that
 a limit refuses, a process that the kernel kills for want of memory, a full disk, SIGKILL, a thread that stands still,
-numbers that are none.
+a kernel that does not end (on a GPU), numbers that are none.
 
 The stages are those of the heartbeat, and `write`: in the middle of writing a checkpoint, in the thread that does so.
 """
@@ -241,6 +241,13 @@ def _hang(run: Path, model: Any) -> None:
         time.sleep(1)
 
 
+def _gpu_hang(run: Path, model: Any) -> NoReturn:
+    """A kernel that does not end: the thread that trains waits for it inside the driver, and the GPU looks busy."""
+    torch.cuda._sleep(2**62)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    raise RuntimeError("the kernel ended after all")
+
+
 def _nan(run: Path, model: Any) -> None:
     """The next batch is poisoned where it enters the model."""
 
@@ -267,6 +274,7 @@ KINDS: dict[str, Callable[[Path, Any], None]] = {
     "disk-full": _disk_full,
     "kill": _kill,
     "hang": _hang,
+    "gpu-hang": _gpu_hang,
     "nan": _nan,
     "bug": _bug,
 }

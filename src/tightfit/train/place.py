@@ -1,7 +1,6 @@
 """Where this process stands among the ranks: its number, its device, and the group it belongs to.
 
-Ranks must part in order: without a last barrier and `destroy_process_group` about one exit in ten aborts. In a
-rehearsal the group is torch's fake one, in which every buffer is allocated and nothing is sent.
+Ranks must part in order: without a last barrier and `destroy_process_group` about one exit in ten aborts.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from tightfit.inputs.slurm import has_its_own_gpu, slurm_rank
 from tightfit.train.config import Options, WorkerConfig
+from tightfit.train.pretend import join_alone
 from tightfit.types import ConfigError, HardwareError
 
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -116,13 +116,11 @@ def join(place: Place, store: Any) -> None:
     """Become a member of the group. The host has a backend of its own: offloaded gradients meet there."""
     if place.on_gpu:
         torch.cuda.set_device(place.device)
-    backend = "fake" if place.rehearsal else "cpu:gloo,cuda:nccl" if place.on_gpu else "gloo"
     if place.rehearsal:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        store = FakeStore()
-    alone = place.rehearsal or place.world == 1
-    group = store if alone else torch._C._distributed_c10d.PrefixStore("tightfit", store)
+        join_alone(place.rank, place.world)
+        return
+    backend = "cpu:gloo,cuda:nccl" if place.on_gpu else "gloo"
+    group = store if place.world == 1 else torch._C._distributed_c10d.PrefixStore("tightfit", store)
     dist.init_process_group(backend, rank=place.rank, world_size=place.world, store=group, timeout=GROUP_TIMEOUT)
 
 

@@ -120,7 +120,7 @@ class DeepSpeed:
                 raise
             raise Diverged(
                 "gradients overflow at the smallest loss scale, so the scale is not why: "
-                "use precision bf16 or fp32, or lower the learning rate"
+                "use precision bf16 or fp32, lower the learning rate, or give a new model a smaller initializer_range"
             ) from None
 
     def forget(self) -> None:
