@@ -261,6 +261,20 @@ def test_json_with_data_and_a_kept_folder(tmp_path: Path, no_gpu: None) -> None:
 
 
 @pytest.mark.thorough
+def test_the_full_length_needs_neither_data_nor_tokenizer(plan_folder: Path) -> None:
+    worker = plan_folder / "worker.json"
+    tree = json.loads(worker.read_text())
+    tree["data"] |= {"path": "nowhere.jsonl", "tokenizer": "nobody/nothing"}
+    worker.write_text(json.dumps(tree))
+    without = rehearse("--from-plan", str(plan_folder), "--steps", "1", env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert without.returncode == 2
+    assert "name one with --tokenizer, or go without: --full-length" in without.stderr
+    done = rehearse("--from-plan", str(plan_folder), "--steps", "1", "--full-length", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "The samples are random, and all of the full length." in json.loads(done.stdout)["notes"]
+
+
+@pytest.mark.thorough
 def test_more_than_the_cap_fails(plan_folder: Path) -> None:
     done = rehearse("--from-plan", str(plan_folder), "--cap", "200MB", "--steps", "1")
     assert done.returncode == 1, done.stderr

@@ -66,7 +66,7 @@ def prepare(args: argparse.Namespace) -> Ready:
         tree = json.loads(files[WORKER_FILE])
         card = int(tree["world"]["gpu_memory_bytes"])
         if hasattr(args, "full_length"):
-            tree["data"] |= {"path": None, "recipe": None, "tokenizer": None}
+            tree["data"] |= {"path": None, "recipe": None, "ablation": None, "tokenizer": None}
         orders, notes = rehearsed(tree), _notes(tree, worker, plan)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(f"{WORKER_FILE} is not whole: write the plan again with `tightfit plan --write`") from None

@@ -8,6 +8,7 @@ writes the printed parts of the pages anew; `python examples/write_plans.py` wri
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +48,21 @@ def within(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(here)
+
+
+MEASURED = EXAMPLES.parent / "benchmarks/data/h200-examples.jsonl"
+
+
+@pytest.mark.parametrize("row", [json.loads(line) for line in MEASURED.open()], ids=lambda row: row["plan"])
+def test_what_was_measured_is_of_the_plan_that_stands_there(row: dict[str, Any]) -> None:
+    """A plan that has changed was not measured, and a page says what was."""
+    plan = EXAMPLES.parent / row["plan"]
+    predicted = json.loads((plan / "worker.json").read_text(encoding="utf-8"))["predicted"]["gpu"]
+    peak = row["figures"]["peak"]
+    assert predicted["peak_bytes"] == peak["predicted"]
+    page = (EXAMPLES / Path(row["plan"]).parts[1] / "README.md").read_text(encoding="utf-8")
+    gib = {name: f"{size / 2**30:.1f}" for name, size in peak.items()}
+    assert re.search(rf"predicted {gib['predicted']}(?: GiB at the peak)?, measured {gib['measured']}\b", page)
 
 
 def refreshed(page: Path) -> str:

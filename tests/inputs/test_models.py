@@ -684,3 +684,19 @@ def test_a_yaml_file_that_is_no_model(tmp_path: Path, text: str, says: str) -> N
     path.write_text(text)
     with pytest.raises(ModelError, match=says):
         load_model(str(path))
+
+
+def test_a_new_mamba_is_drawn_small_enough_for_fp16() -> None:
+    """With transformers' own 0.1 the first layer of a wide one gives millions."""
+    assert models.config_from_fields(NOTE_002, "mine")["initializer_range"] == 0.02
+    said = models.config_from_fields({**NOTE_002, "initializer_range": 0.05}, "mine")
+    assert said["initializer_range"] == 0.05
+    same = shape_from_fields({**NOTE_002, "initializer_range": 0.05}, "mine")
+    assert asdict(same) == asdict(shape_from_fields(NOTE_002, "mine"))
+    assert find_config("7b_mamba").config["initializer_range"] == 0.02
+
+
+@pytest.mark.parametrize("std", ["small", 0, -0.1, 2, True, None])
+def test_a_spread_that_is_none_is_refused(std: object) -> None:
+    with pytest.raises(ModelError, match="initializer_range must be a number above 0 and up to 1"):
+        models.config_from_fields({**NOTE_002, "initializer_range": std}, "mine")

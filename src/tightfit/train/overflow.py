@@ -68,7 +68,7 @@ class OverflowWatch:
                 first = output[0] if isinstance(output, tuple) else output
                 if not isinstance(first, Tensor):
                     return
-                if seen.forward is None and not bool(torch.isfinite(first).all()):
+                if seen.forward is None and not _finite(first):
                     seen.forward = name
                 if first.requires_grad:
                     first.register_hook(lambda grad: note(grad, name))  # type: ignore[no-untyped-call]
@@ -77,10 +77,16 @@ class OverflowWatch:
 
         def note(grad: Tensor, name: str) -> None:
             # Backwards runs from the top: the first that is seen is the one that began.
-            if seen.backward is None and not bool(torch.isfinite(grad).all()):
+            if seen.backward is None and not _finite(grad):
                 seen.backward = name
 
     def _unwatch(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _finite(values: Tensor) -> bool:
+    """Without a copy of them, as `isfinite` makes: this happens where memory is at its peak."""
+    least, most = torch.aminmax(values)  # NaN if one of them is
+    return bool(torch.isfinite(least) and torch.isfinite(most))

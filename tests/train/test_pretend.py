@@ -1,0 +1,38 @@
+"""The group of a rehearsal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCATTERS = """
+import torch, torch.distributed as dist
+from tightfit.train import pretend
+
+pretend.join_alone(1, 3)
+whole = torch.arange(6.0)
+parts = list(whole.reshape(3, 2))
+nothing = lambda output, input, op=None, group=None, async_op=False: "sent"
+for scatter, given in (
+    (dist.reduce_scatter_tensor, whole),
+    (dist.distributed_c10d.reduce_scatter_tensor, whole),
+    (dist.reduce_scatter, parts),
+    (pretend._filling(nothing, pretend._of_whole), whole),
+    (pretend._filling(nothing, pretend._of_list), parts),
+):
+    output = torch.full((2,), float("nan"))
+    scatter(output, given, group=None)
+    assert output.tolist() == [2.0, 3.0], (scatter, output)
+assert pretend._filling(nothing, pretend._of_whole)(whole[2:4], whole) == "sent"
+assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+gathered = torch.full((6,), float("nan"))
+dist.all_gather_into_tensor(gathered, torch.ones(2))
+assert gathered.tolist() == [1.0] * 6
+"""
+
+
+def test_what_is_scattered_is_this_ranks_share_and_never_what_lay_in_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCATTERS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
