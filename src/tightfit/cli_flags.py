@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from tightfit.inputs.flags import LEAST, WORDS, spelt
+from tightfit.inputs.flags import LEAST, SHARES, WORDS, spelt
 from tightfit.inputs.spelling import nearest
 from tightfit.types import ConfigError
 
@@ -32,6 +32,7 @@ HELP = {
     "lora_rank": "rank of the adapters (8)",
     "lora_targets": "layers that get an adapter (all linear layers but the head)",
     "adapter_dtype": "number format of the adapters (bf16)",
+    "lora_dropout": "share of the adapters' inputs that is dropped (0)",
     "scan": "the selective scan of Mamba models (official)",
     "reduce_bucket": "DeepSpeed's reduce_bucket_size, in elements",
     "allgather_bucket": "DeepSpeed's allgather_bucket_size, in elements",
@@ -55,7 +56,7 @@ METAVARS = {
 
 GROUPS = {
     "the training": ("method", "seq", "micro_batch", "accum", "precision", "optimizer", "frozen_layers", "trains"),
-    "adapters": ("lora_rank", "lora_targets", "adapter_dtype"),
+    "adapters": ("lora_rank", "lora_targets", "adapter_dtype", "lora_dropout"),
     "what saves memory": ("engine", "offload_optimizer", "offload_param", "checkpointing", "loss", "attention", "scan"),
     "DeepSpeed's buffers": (
         "reduce_bucket",
@@ -165,6 +166,8 @@ def add_lever_flags(parser: argparse.ArgumentParser, only: Iterable[str] | None 
         for flag in chosen:
             if flag in LEAST:
                 group.add_argument(spelt(flag), metavar="N", type=whole_number(flag), help=HELP[flag])
+            elif flag in SHARES:
+                group.add_argument(spelt(flag), metavar="SHARE", type=share(flag), help=HELP[flag])
             else:
                 metavar = METAVARS.get(flag) or "|".join(WORDS[flag])
                 group.add_argument(spelt(flag), metavar=metavar, help=HELP[flag])
@@ -186,6 +189,18 @@ def whole_number(flag: str) -> Callable[[str], int]:
         if re.fullmatch(r"\d+(\.\d+)?[eE]\+?1?\d", text) and float(text).is_integer():
             return int(float(text))
         raise ConfigError(f"{spelt(flag)} takes a whole number, not {text!r}")
+
+    return read
+
+
+def share(flag: str) -> Callable[[str], float]:
+    """A reader of `0.05`."""
+
+    def read(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{spelt(flag)} takes a share such as 0.05, not {text!r}") from None
 
     return read
 

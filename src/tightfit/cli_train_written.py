@@ -123,7 +123,7 @@ def _levers(tree: Mapping[str, Any]) -> Levers:
     adapters = None
     if lora is not None:
         targets = None if lora["targets"] == "all" else tuple(lora["targets"])
-        adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"])
+        adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"], dropout=lora["dropout"])
     return Levers(
         **{name: words[name] for name in _SAME},
         sequence=words["seq"],

@@ -296,6 +296,8 @@ class Lora:
     targets: tuple[str, ...] | None = None
     """Module names such as q_proj; None: every linear layer but the head."""
     adapter_dtype: Literal["fp32", "bf16"] = "bf16"
+    dropout: float = 0.0
+    """Share of each adapter's input that is dropped: every adapter then keeps an input of its own, and a mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from tightfit.inputs.flags import (
     flags_from_levers,
     levers_from_flags,
 )
-from tightfit.inputs.models import load_model
+from tightfit.inputs.models import load_model, shape_from_config
 from tightfit.types import Buckets, Checkpointing, ConfigError, Levers, Lora
 
 LLAMA = load_model("tiny_llama")
@@ -41,6 +41,7 @@ def test_every_flag_reaches_its_lever() -> None:
         lora_rank=16,
         lora_targets="q_proj, v_proj",
         adapter_dtype="fp32",
+        lora_dropout=0.05,
         reduce_bucket=1,
         allgather_bucket=2,
         prefetch_bucket=3,
@@ -63,7 +64,7 @@ def test_every_flag_reaches_its_lever() -> None:
         loss="fused",
         attention="eager",
         optimizer="adamw8bit",
-        lora=Lora(rank=16, targets=("q_proj", "v_proj"), adapter_dtype="fp32"),
+        lora=Lora(rank=16, targets=("q_proj", "v_proj"), adapter_dtype="fp32", dropout=0.05),
         buckets=replace(
             Buckets(),
             reduce_bucket=1,
@@ -114,6 +115,8 @@ def test_fsdp2_offloads_all_together() -> None:
         (Flags(trains="embeddings", frozen_layers=1), "and --frozen-layers the embeddings too: leave one out"),
         (Flags(lora_rank=64), "--lora-rank needs --method lora or qlora"),
         (Flags(adapter_dtype="fp32"), "--adapter-dtype needs --method lora or qlora"),
+        (Flags(lora_dropout=0.1), "--lora-dropout needs --method lora or qlora"),
+        (Flags(method="lora", lora_dropout=1.0), "--lora-dropout must be from 0 to below 1, not 1"),
         (Flags(method="lora", lora_targets="qproj"), "did you mean q_proj?"),
         (Flags(method="lora", lora_targets=" , "), "--lora-targets takes `all` or names"),
         (Flags(engine="zero2", offload_param="cpu"), "--offload-param cpu needs --engine zero3 or fsdp2"),
@@ -160,3 +163,13 @@ def test_a_fused_loss_cannot_cap_logits() -> None:
     with pytest.raises(ConfigError, match="--loss plain"):
         levers_from_flags(Flags(loss="fused"), capped)
     assert levers_from_flags(Flags(loss="plain"), capped).loss == "plain"
+
+
+def test_experts_drop_no_inputs() -> None:
+    """PEFT refuses it when the model is built; here it is said before."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+    experts = shape_from_config({"model_type": "mixtral", "vocab_size": 512, "num_local_experts": 4, **sizes}, "some")
+    with pytest.raises(ConfigError, match="--lora-dropout cannot drop inputs of experts, which some has"):
+        levers_from_flags(Flags(method="lora", lora_dropout=0.1), experts)
+    levers = levers_from_flags(Flags(method="lora", lora_dropout=0.1, lora_targets="q_proj,v_proj"), experts)
+    assert levers.lora == Lora(targets=("q_proj", "v_proj"), dropout=0.1)

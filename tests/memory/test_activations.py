@@ -416,24 +416,44 @@ def test_the_mask_of_a_pass(family: str, attention: str) -> None:
 # --- LoRA ---------------------------------------------------------------------------------------
 
 
+class FusedDropout(torch.nn.Module):
+    """As CUDA does it, with a byte an element for the mask; the CPU's own keeps numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.native_dropout(x, 0.1, True)[0]
+
+
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # PEFT's own doing, for experts
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("targets", ["all", "attention"])
 @pytest.mark.parametrize(("width", "adapter_width"), [(2, 2), (2, 4), (4, 4)])
-def test_lora_layers(family: str, targets: str, width: int, adapter_width: int) -> None:
+@pytest.mark.parametrize("drops", [False, True])
+def test_lora_layers(family: str, targets: str, width: int, adapter_width: int, drops: bool) -> None:
     peft = pytest.importorskip("peft")
+    if drops and targets == "all" and family in ("mixtral", "qwen3_moe"):
+        pytest.skip("PEFT refuses a dropout on experts, and so do we")
     chosen = None if targets == "all" else ("c_attn",) if family == "gpt2" else ("q_proj", "v_proj")
     config, shape = FAMILIES[family], shape_of(FAMILIES[family], 1)
     lora = peft.LoraConfig(
         r=4, target_modules="all-linear" if chosen is None else list(chosen), task_type="CAUSAL_LM",
-        fan_in_fan_out=family == "gpt2",
+        fan_in_fan_out=family == "gpt2", lora_dropout=0.1 if drops else 0.0,
     )  # fmt: skip
     model = peft.get_peft_model(build(config, 1, width, "sdpa"), lora, autocast_adapter_dtype=adapter_width == 4)
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleDict) and isinstance(module._modules.get("default"), torch.nn.Dropout):
+            module["default"] = FusedDropout()
     for batch, sequence in SHAPES:
         call = call_of(model.base_model.model, batch, sequence, shape.blocks[0])
         real = found_in(call)
         setting = setting_of(
-            batch, sequence, width, trains_base=False, lora_rank=4, lora_targets=chosen, adapter_width=adapter_width
+            batch,
+            sequence,
+            width,
+            trains_base=False,
+            lora_rank=4,
+            lora_targets=chosen,
+            adapter_width=adapter_width,
+            lora_drops=drops,
         )
         cost = layer_cost(shape.blocks[0], shape.hidden_size, setting)
         adapters = sum(p.numel() for p in call.layer.parameters() if p.requires_grad)

@@ -91,6 +91,11 @@ def test_the_end_of_a_run_that_was_cut_off_there(tmp_path: Path) -> None:
     rest = run_well(plan)
     assert rest.of("step") == []
     assert (rest.folder / "model" / "model.safetensors").read_bytes() == before
+    cut_off(whole.folder, STEPS)
+    fewer = run_ranks(edit(plan, training__max_steps=STEPS - 1))
+    assert fewer.codes == [2, 2]
+    assert f"is {STEPS} steps into the training, and the job ends after {STEPS - 1}" in "\n".join(fewer.stderr)
+    assert not [each for each in fewer.of("progress") if each["what"] == "weights"], "said before anything is loaded"
 
 
 def test_a_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, get_args
 from tightfit.inputs.spelling import listed, nearest
 from tightfit.types import (
     AttentionKernel,
+    Block,
     Checkpointing,
     ConfigError,
     Engine,
@@ -24,6 +25,7 @@ from tightfit.types import (
     Loss,
     Method,
     ModelShape,
+    Moe,
     Offload,
     Optimizer,
     Precision,
@@ -65,6 +67,9 @@ LEAST: dict[str, int] = {
 }
 """The flags that take a whole number, and the smallest that makes sense."""
 
+SHARES = ("lora_dropout",)
+"""The flags that take a number from 0 to below 1."""
+
 MOST: dict[str, int] = {
     "seq": 100_000_000,
     "effective_batch": 1_000_000,
@@ -100,7 +105,12 @@ _BUCKET_FLAGS = (
     "max_live_parameters",
     "max_reuse_distance",
 )
-_LORA_FLAGS = {"lora_rank": Lora().rank, "lora_targets": "all", "adapter_dtype": Lora().adapter_dtype}
+_LORA_FLAGS = {
+    "lora_rank": Lora().rank,
+    "lora_targets": "all",
+    "adapter_dtype": Lora().adapter_dtype,
+    "lora_dropout": Lora().dropout,
+}
 """With their defaults, which a program may pass whatever the method is."""
 
 
@@ -123,6 +133,7 @@ class Flags:
     lora_rank: int | None = None
     lora_targets: str | None = None
     adapter_dtype: str | None = None
+    lora_dropout: float | None = None
     scan: str | None = None
     reduce_bucket: int | None = None
     allgather_bucket: int | None = None
@@ -185,6 +196,15 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(f"--loss fused cannot soft-cap logits, which {shape.name} does: use --loss plain")
     if levers.lora is not None and levers.lora.targets is not None:
         _check_targets(levers.lora.targets, shape)
+    elif levers.lora is not None and levers.lora.dropout and any(_adapts_experts(block) for block in shape.blocks):
+        raise ConfigError(
+            f"--lora-dropout cannot drop inputs of experts, which {shape.name} has: leave it out, or name other layers "
+            "with --lora-targets"
+        )
+
+
+def _adapts_experts(block: Block) -> bool:
+    return isinstance(block.mlp, Moe) and block.mlp.lora_on_experts
 
 
 def _check_trains(levers: Levers) -> None:
@@ -243,6 +263,9 @@ def _checked_words(given: dict[str, Any]) -> dict[str, Any]:
     for flag, most in MOST.items():
         if flag in given and given[flag] > most:
             raise ConfigError(f"{spelt(flag)} must be at most {most}, not {given[flag]}")
+    for flag in SHARES:
+        if not 0 <= given.get(flag, 0) < 1:
+            raise ConfigError(f"{spelt(flag)} must be from 0 to below 1, not {given[flag]:g}")
     version = given.get("deepspeed_version")
     if version is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?([.+]?\w+)*", version):
         raise ConfigError(f"--deepspeed-version takes a version such as {Levers().deepspeed_version}, not {version!r}")
@@ -265,6 +288,8 @@ def _lora(given: dict[str, Any], method: Method, base: Lora | None) -> Lora | No
         lora = replace(lora, rank=given["lora_rank"])
     if "adapter_dtype" in given:
         lora = replace(lora, adapter_dtype=given["adapter_dtype"])
+    if "lora_dropout" in given:
+        lora = replace(lora, dropout=given["lora_dropout"])
     if "lora_targets" in given:
         lora = replace(lora, targets=_targets(given["lora_targets"]))
     return lora
@@ -347,6 +372,8 @@ def flags_from_levers(levers: Levers) -> dict[str, object]:
         plain["lora_rank"] = levers.lora.rank
         plain["lora_targets"] = ",".join(levers.lora.targets) if levers.lora.targets else "all"
         plain["adapter_dtype"] = levers.lora.adapter_dtype
+        if levers.lora.dropout:
+            plain["lora_dropout"] = levers.lora.dropout
     if levers.buckets.overlap_comm is not None:
         plain["overlap_comm"] = "on" if levers.buckets.overlap_comm else "off"
     return plain | {flag: getattr(levers.buckets, flag) for flag in _BUCKET_FLAGS}

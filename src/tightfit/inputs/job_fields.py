@@ -51,6 +51,7 @@ COSTLY = {
     "lora_rank": "lora.rank",
     "lora_targets": "lora.targets",
     "adapter_dtype": "lora.dtype",
+    "lora_dropout": "lora.dropout",
     "master_weights": "master_weights",
     "frozen_layers": "frozen_layers",
     "trains": "trains",

@@ -162,7 +162,9 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
     source = Source(names=names)
     job, _ = job_from_tree(tree, source)
     _check(job, source)
-    rank = next((name for name in ("lora_rank", "lora_targets", "adapter_dtype") if name in given), None)
+    rank = next(
+        (name for name in ("lora_rank", "lora_targets", "adapter_dtype", "lora_dropout") if name in given), None
+    )
     if rank and _adapters_idle(job):
         raise ConfigError(f"{spelt(rank)} needs --method lora or qlora: full training has no adapters")
     return job
@@ -192,7 +194,12 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
     lora: dict[str, Any] = {}
     if job.method != "full":
         targets = job.lora.targets if isinstance(job.lora.targets, str) else ",".join(job.lora.targets)
-        lora = {"lora_rank": job.lora.rank, "lora_targets": targets, "adapter_dtype": job.lora.dtype}
+        lora = {
+            "lora_rank": job.lora.rank,
+            "lora_targets": targets,
+            "adapter_dtype": job.lora.dtype,
+            "lora_dropout": job.lora.dropout,
+        }
     flags = Flags(
         method=job.method,
         seq=job.sequence,

@@ -367,6 +367,7 @@ def _lora(said: Fields, pure: bool) -> Lora:
         rank=rank,
         targets=None if targets in ((), ("all",)) else targets,
         adapter_dtype="bf16" if pure else "fp32",
+        dropout=said.number("lora_dropout", most=1.0) or 0.0,
     )
 
 

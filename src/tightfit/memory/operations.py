@@ -35,6 +35,8 @@ class Setting:
     """The embedding trains, and with it a head that is tied to it."""
     lora_rank: int = 0
     lora_targets: tuple[str, ...] | None = None
+    lora_drops: bool = False
+    """Each adapter drops a share of its input."""
     adapter_width: int = 2
     quantised: bool = False
     attention: AttentionKernel = "sdpa"
@@ -107,13 +109,14 @@ class Operations:
         return self._adapter(x, y, in_features, out_features) if setting.adapts(module) else y
 
     def _adapter(self, x: Slot, y: Slot, in_features: int, out_features: int) -> Slot:
-        """PEFT: result + lora_B(lora_A(x)) * scaling, in the adapter's precision."""
+        """PEFT: result + lora_B(lora_A(dropout(x))) * scaling, in the adapter's precision."""
         setting, width, tape = self.setting, self.setting.adapter_width, self.tape
         cast = self.cast(x, in_features, width)
+        read = self.dropout(cast, width) if setting.lora_drops else cast
         down = tape.op(
-            (cast,),
+            (read,),
             self.size(setting.lora_rank, width),
-            saves=(cast,),
+            saves=(read,),
             weight_grad=in_features * setting.lora_rank * width,
             product=True,
         )
@@ -125,6 +128,7 @@ class Operations:
             product=True,
         )
         total = self.cast(self.add(y, self.times_constant(up)), out_features, setting.width)
+        tape.hold(cast)
         tape.hold(x)
         return total
 
@@ -180,9 +184,9 @@ class Operations:
         size = self.size(features, width)
         return x if size == x.size else self.tape.op((x,), size)
 
-    def dropout(self, x: Slot) -> Slot:
+    def dropout(self, x: Slot, width: int | None = None) -> Slot:
         """CUDA's fused dropout keeps a byte an element."""
-        return self.tape.op((x,), x.size, makes=(x.size // self.setting.width * BOOL,))
+        return self.tape.op((x,), x.size, makes=(x.size // (width or self.setting.width) * BOOL,))
 
     def scale(self, x: Slot, parameter: str, *, width: int | None = None) -> Slot:
         """x times a vector parameter, which may be cast up for it; x is kept if the vector trains."""

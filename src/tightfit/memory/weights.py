@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tightfit.memory.operations import UNADAPTABLE
@@ -100,7 +100,7 @@ def effective_lora(levers: Levers) -> Lora | None:
     lora = levers.lora
     if lora is None or levers.precision == "fp32" or levers.engine == "zero3":
         return lora
-    return Lora(rank=lora.rank, targets=lora.targets, adapter_dtype="bf16")
+    return replace(lora, adapter_dtype="bf16")
 
 
 def _layer_parameters(block: Block, method: str, lora: Lora | None) -> tuple[list[int], list[int], list[int]]:

@@ -185,7 +185,7 @@ def _levers(words: Mapping[str, Any], buckets: Mapping[str, Any], lora: Mapping[
     adapters = None
     if lora is not None:
         targets = None if lora["targets"] == "all" else tuple(lora["targets"])
-        adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"])
+        adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"], dropout=lora["dropout"])
     plain = (
         "method engine micro_batch precision offload_optimizer offload_param loss attention optimizer scan "
         "deepspeed_version master_weights frozen_layers trains dataloader_workers"

@@ -249,25 +249,25 @@ class Worker:
         samples, held = prepared.split.train, prepared.split.held
         job = job_of(config, prepared.hf_config, samples)
         found = self._found(job)
-        made = self._assembled(prepared, found)
-        milestones = Milestones(self.events, meter, config.predicted, place)
-        milestones.reached("init")
-        self._prove(*proofs(config, place, made.engine.held()))
-        for sentence in (*prepared.said, *made.said, *(f"dtype repaired: {odd}" for odd in made.oddities)):
-            self.events.write("warning", text=sentence)
         order = Order(len(samples), config.effective_batch, config.training.seed)
-        dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
-        windows = dealt(samples)
-        if self.options.probe:
-            self._probe(made, windows, windows.of(worst(samples, config.effective_batch)), milestones)
-        if found is not None:
-            self._load(found, made)
         steps = self._steps(order)
         if found is not None and found.step > steps:
             raise ConfigError(
                 f"{found.folder} is {found.step:,} steps into the training, and the job ends after {steps:,}: give it "
                 "more with --max-steps, or start over with --resume none"
             )
+        made = self._assembled(prepared, found)
+        milestones = Milestones(self.events, meter, config.predicted, place)
+        milestones.reached("init")
+        self._prove(*proofs(config, place, made.engine.held()))
+        for sentence in (*prepared.said, *made.said, *(f"dtype repaired: {odd}" for odd in made.oddities)):
+            self.events.write("warning", text=sentence)
+        dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
+        windows = dealt(samples)
+        if self.options.probe:
+            self._probe(made, windows, windows.of(worst(samples, config.effective_batch)), milestones)
+        if found is not None:
+            self._load(found, made)
         model = model_set(made, config, prepared.tokenizer, place)
         loop = Loop(
             config=config,
