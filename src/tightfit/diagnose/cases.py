@@ -15,6 +15,7 @@ from tightfit.diagnose.phases import phase_of
 from tightfit.diagnose.scan import Finding, Scan
 
 _MOST_LETTERS = 160
+_LINES_ON = 3
 _MEMORY = ("device-oom", "fragmentation", "other-process")
 
 
@@ -27,9 +28,20 @@ def cases_of(found: Scan, config: KnownConfig, entries: Catalogue, *, is_kernels
             continue
         if finding.traceback is not None and finding.traceback.follows and cases and cases[-1].finding is not None:
             cases[-1] = _chained(cases[-1], case)
+        elif cases and (before := cases[-1].finding) is not None and _goes_on(cases[-1], finding):
+            cases[-1] = replace(case, order=cases[-1].order, chain=(*cases[-1].chain, before))
         else:
             cases.append(replace(case, is_kernels=is_kernels))
     return cases
+
+
+def _goes_on(first: Case, then: Finding) -> bool:
+    """An exception whose first line names only its type says what it has to say in the next ones."""
+    if first.finding is None or first.finding.traceback is None or then.traceback is not None:
+        return False
+    told = first.finding.message
+    near = 0 < then.message.number - told.number <= _LINES_ON
+    return near and first.symptom.is_generic and told.head.endswith(":")
 
 
 def _case(finding: Finding, config: KnownConfig, entries: Catalogue) -> Case | None:
@@ -78,20 +90,26 @@ def _names(symptom: Symptom, finding: Finding) -> dict[str, str]:
             names |= {name: value for name, value in found.groupdict().items() if value}
     if finding.traceback is not None:
         told = re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", finding.message.head.rstrip(". "), count=1)
+        if told.endswith(":"):
+            told += " " + next((line.strip() for line in finding.after[:3] if line.strip()), "")
         names.setdefault("message", told if len(told) <= _MOST_LETTERS else f"{told[:_MOST_LETTERS]} …")
     return names
 
 
 _LOCAL = re.compile(r"\blocal_rank: (\d{1,6})\b")
 _LISTED = re.compile(r"^\s*rank\s*: (\d{1,6}) ")
+_NEAR, _IN_SUMMARY = 2, 80
+"""Lines back in which torchrun's summary names the rank."""
 
 
 def _rank(finding: Finding, names: Mapping[str, str]) -> int | None:
     """Whose end a launcher reports: on its own line, or on the one before in torchrun's summary."""
     if names.get("rank", "").isdigit():
         return int(names["rank"][:6])
+    summed_up = finding.traceback is not None and finding.traceback.is_summed_up
+    near = finding.before[-_IN_SUMMARY if summed_up else -_NEAR :]
     told = _LOCAL.search(finding.message.text) or next(
-        (found for line in reversed(finding.before[-2:]) if (found := _LISTED.match(line))), None
+        (found for line in reversed(near) if (found := _LISTED.match(line))), None
     )
     return finding.rank if told is None else int(told[1])
 

@@ -81,6 +81,8 @@ class Settings:
 class Remedy:
     text: str
     command: str | None = None
+    hip: str | None = None
+    """The command on AMD's and Hygon's cards, where it is another."""
     sets: Mapping[Trainer, str]
     """What to write into whose file."""
     is_costly: bool = False
@@ -242,7 +244,7 @@ _PATTERNS = ("without", "follows", "precedes", "frames")
 _NUMBERS = ("least_steps", "most_steps", "repeats", "weight")
 _KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, "lines", "anywhere", "refines", "doing", "oom", "settings", "exits", "fixes",
          "sources", "catches", "bare"}  # fmt: skip
-_REMEDY_KEYS = {"text", "command", "sets", "costly", "where", "unless"}
+_REMEDY_KEYS = {"text", "command", "hip", "sets", "costly", "where", "unless"}
 _SETTINGS = {field.name for field in fields(KnownConfig)} - {"file"}
 
 
@@ -328,6 +330,7 @@ class _Entry:
         return Remedy(
             text=" ".join(str(values["text"]).split()),
             command=values.get("command"),
+            hip=values.get("hip"),
             sets={trainer: str(text) for trainer, text in sets.items()},
             is_costly=bool(values.get("costly", False)),
             where=self._settings(values.get("where")),

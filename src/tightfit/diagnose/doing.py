@@ -58,10 +58,10 @@ _LOSS = re.compile(
 _DONE = re.compile(
     rb"""(?ix)
       ['\"]train_runtime['\"] | \*{5}\ train\ metrics | training\ completed\.\ do\ not\ forget | exits?\ successfully
-    | return\ code\ =\ 0\b | job\ completed\ successfully
+    | return\ code\ =\ 0\b | job\ completed\ successfully | \btrial\ \d+\ finished\ with\ value
     """
 )
-"""Only a program that came to its end says this."""
+"""Only a program that came to its end says this, or a search for settings that outlived one of its trainings."""
 _SAYS_DONE = re.compile(
     rb"""(?ix)
       training\ (?:is\ )?(?:finished|completed?|done|success) | (?:finished|completed?|done)\ training\b

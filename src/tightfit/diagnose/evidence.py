@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-Trainer = Literal["deepspeed", "accelerate", "llamafactory", "huggingface", "job"]
+Trainer = Literal["deepspeed", "accelerate", "llamafactory", "axolotl", "huggingface", "job"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

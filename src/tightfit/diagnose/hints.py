@@ -28,11 +28,20 @@ _TABLE = {
         (b"compute", b"_enabled"),
         rb"(?i)compute dtype: torch\.(bfloat16|float16)|(fp16|bfloat16|bf16)_enabled\W+true",
     ),
+    "trainer": (
+        (b"llamafactory", b"axolotl"),
+        rb"[\\/](llamafactory|axolotl)[\\/]|\b(llamafactory|axolotl)(?:-cli|\.\w+)\b",
+    ),
+    "vendor": (
+        (b"hip", b"rocm", b"rccl", b"miopen", b"dtk", b"dcu", b"hygon"),
+        rb"(?i)\.(dtk)\d|\b(dcu|hygon)\b|\b(hip) (?:out of memory|error|gpus)|\b(rccl|miopen)\b|\+(rocm)\d",
+    ),
     "method": ((b"trainable",), rb"(?i)(trainable)%: (?:[0-9]|[1-4][0-9])(?:\.\d+)?\b"),
 }
 _COMPILED = {name: (frozenset(words), re.compile(text)) for name, (words, text) in _TABLE.items()}
 _MEANT: dict[str, object] = {
     "enabled": True, "is enabled": True, "true": True, "float16": "fp16", "bfloat16": "bf16", "trainable": "lora",
+    "hip": "amd", "rccl": "amd", "miopen": "amd", "rocm": "amd", "dtk": "hygon", "dcu": "hygon",
 }  # fmt: skip
 
 

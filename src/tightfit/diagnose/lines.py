@@ -1,7 +1,8 @@
 """One line of a log: what launchers and loggers put before the message read and taken off.
 
     [rank3]: …   [default3]: …   3: … (srun --label)   [1,3]<stderr>: … (mpirun)   node-2: … (pdsh)
-    (Worker pid=41, ip=10.0.0.7) …   trainer-0  | …   2026-11-05T12:00:01Z …
+    (Worker pid=41, ip=10.0.0.7) …   trainer-0  | …   2026-11-05T12:00:01Z stderr F … (Kubernetes)
+    Nov 05 12:00:01 node-2 python[41]: … (journald)
     [2026-11-05 12:00:01,123] [ERROR] [a.py:3:f] …   [ERROR|trainer.py:812] 2026-11-05 12:00:01,123 >> …
     ERROR:root:…   E1105 12:00:01.123456 41 a.cc:7] …   2026-11-05 12:00:01 | ERROR    | mod:f:7 - …
 
@@ -26,24 +27,25 @@ _LAUNCHERS = re.compile(
     r"""
       \[(?:rank|default|RANK|Rank|GPU)\ ?:?\ ?(?P<a>\d{1,5})\]:?\ ?
     | (?:rank|RANK|Rank)[ _-]?(?P<b>\d{1,5})\ ?(?::|\|)\ ?
-    | \[\d+,(?P<c>\d{1,5})\](?:<std(?:out|err)>)?:\ ?
+    | \[\d+,(?:mpirank:)?(?P<c>\d{1,5})(?:,[\w.-]+)?\](?:<std(?:out|err)>)?:\ ?
     | (?P<d>\d{1,4}):(?:\ |(?=\[|Traceback))
     | (?P<nccl>[\w.-]+:\d+:\d+)\ \[\d+\]\ (?:[\w/.]+\.(?:cc|h|cpp|cu):\d+\ )?
-    | \((?:[\w.:-]+\ )*(?:rank=(?P<e>\d+)\ )?(?P<pid>pid=\d+)(?:,\ ip=[\w.:]+)?(?:,\ rank=(?P<f>\d+))?\)\ ?
+    | \((?:[\w.:-]+,?\ )*(?:rank=(?P<e>\d+)\ )?(?P<pid>pid=\d+)(?:,\ ip=[\w.:]+)?(?:,\ rank=(?P<f>\d+))?\)\ ?
     | (?P<host>(?:\d{1,3}\.){3}\d{1,3}|(?=[\w.-]*\d)[a-z][\w.-]{0,63}(?<!rror)(?<!ption)):\ (?=\S|\ \ )
     | (?P<pod>[a-z][\w.-]*\d[\w.-]*)\s+\|\ ?
     | \[(?P<worker>[a-z][\w-]*-\d+(?:-\d+)*)\]:?\ ?
-    | (?:stderr|stdout|err|out):\ ?
+    | (?:stderr|stdout|err|out):\ ? | (?:stderr|stdout)\ [FP](?:\ |$)
     """,
     re.VERBOSE,
 )
 _STAMPS = re.compile(
     r"""
-      \[?\d{4}[-/]\d\d[-/]\d\d[T_ ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:\ ?Z|\ ?[+-]\d\d:?\d\d)?\]?
-      (?:\ *(?:-|\||:|>>)(?=\ ))?\ ?
+      \[?\d{4}[-/]\d\d[-/]\d\d[T_ ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:\ ?Z|\ UTC|\ ?[+-]\d\d:?\d\d)?\]?
+      (?:\ *(?:-|\||:|>>)(?=\ ))?\ ?(?:[\w.-]+\ [\w.@/-]+\[\d+\]:\ ?)?
     | \[?\d\d/\d\d/\d{2,4}\ \d\d:\d\d:\d\d(?:[.,]\d+)?(?:\ [AP]M)?\]?(?:\ *(?:-|\|)(?=\ ))?\ ?
     | (?P<letter>[IWEFC])\d{4}\ \d\d:\d\d:\d\d(?:\.\d+)?\ +(?:\d+\ )?[\w./<>+-]+:\d+\]\ ?
-    | (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\ +\d{1,2}\ \d\d:\d\d:\d\d(?:\ [\w.-]+)?\ (?=\S)
+    | (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\ +\d{1,2}\ \d\d:\d\d:\d\d
+      (?:(?:\ [\w.-]+)?\ [\w.@/-]+\[\d+\]:\ ?|(?:\ [\w.-]+)?\ (?=\S))
     | \[\ *\d{1,8}\.\d{3,9}\]\ ?
     | \[(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\ \w{3}\ +\d{1,2}\ \d\d:\d\d:\d\d\ \d{4}\]\ ?
     | \[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]?(?:\ *(?:-|\|)(?=\ ))?\ ?(?=\S)
@@ -63,6 +65,7 @@ _LOGGERS = re.compile(
     | [\w./<>-]+:[\w<>]+:\d+\ -\ | [\w.]+\ -\ (?=\S) | [\w./-]+\.py:\d+(?:\]|:)?\ (?:>>\ )?
     | [\w.]*(?:\.\w+)+:\d+\ >>\ | >>\ | (?:torch|accelerate|transformers|deepspeed)(?:\.[a-z_]+)+:\ (?=\S)
     | (?:kernel|slurmstepd|srun):\ (?:\[\ *\d+\.\d+\]\ ?)? | (?:NCCL|RCCL)\ (?:INFO|WARN)\ +
+    | ErrorMessage\ "
     """,
     re.VERBOSE,
 )
@@ -101,12 +104,14 @@ def plain(data: bytes) -> str:
     return _STRANGE.sub(" ", text[:MOST_LETTERS]).rstrip()
 
 
-def message_of(line: str, number: int, rank: int | None = None) -> Message:
-    """Read and take off what stands before the message."""
+def message_of(line: str, number: int, rank: int | None = None, learnt: re.Pattern[str] | None = None) -> Message:
+    """Read and take off what stands before the message. `learnt`: a prefix that this log was seen to have."""
     rest, streams, level = line, "", None
     if "%|" in rest:
         bar = _BAR.match(rest)
         rest = rest[bar.end() :] if bar else rest
+    if learnt is not None and (strange := learnt.match(rest)):
+        rest = rest[strange.end() :]
     for _ in range(4):
         found = None if rest[:1].isspace() else _LAUNCHERS.match(rest)
         stamp = None if found else _STAMPS.match(rest)
@@ -132,6 +137,20 @@ def message_of(line: str, number: int, rank: int | None = None) -> Message:
         else:
             break
     return Message(number, rest, line, rank, streams, level)
+
+
+_NO_PREFIX = re.compile(r"(?i)error|exception|fail|original|traceback|:\s+$")
+_LONGEST_PREFIX = 120
+
+
+def prefix_of(message: Message, start: int) -> re.Pattern[str] | None:
+    """What stands before every line, to judge by what stands before one that is known to begin at `start` of its
+    message: somebody's collector puts there what no list of ours has. Its numbers may change from line to line."""
+    lead = message.text[:start]
+    before = message.whole[: message.whole.rfind(message.text) + start]
+    if not re.search(r"\w", lead) or _NO_PREFIX.search(lead) or len(before) > _LONGEST_PREFIX:
+        return None
+    return re.compile(re.sub(r"\d+", r"\\d+", re.escape(before)))
 
 
 def _who(found: re.Match[str]) -> tuple[int | None, str]:

@@ -38,6 +38,8 @@ _PROCESS = re.compile(rf"(?<!this )process \d+ has {_SIZE} memory in use", re.IG
 _ALLOWED = re.compile(rf"{_SIZE} allowed", re.IGNORECASE)
 _LEAST_PIECES = 0.05
 """Share of a card that lies reserved in pieces before that is called the cause."""
+_MORE, _BESIDE = 1.25, 3 * GIB
+"""What a process may hold beside its allocator: context, communicators, libraries' own pools. More is another's."""
 _WHOLE = 0.98
 """Share of a card above which a limit is none."""
 _CONTEXT = (100 * MIB, 1500 * MIB)
@@ -68,7 +70,8 @@ def read_oom(text: str, vocabulary: int | None = None, rows: int | None = None) 
     processes = [_bytes(*found) for found in _PROCESS.findall(text)]
     strangers = processes
     if _OWN.search(text) is None and processes and allocated is not None:
-        own = min((size for size in processes if size >= allocated), key=lambda size: size - allocated, default=None)
+        most = (reserved or allocated) * _MORE + _BESIDE
+        own = min((size for size in processes if allocated <= size <= most), default=None)
         if own is not None:
             strangers = list(processes)
             strangers.remove(own)

@@ -15,6 +15,8 @@ from typing import BinaryIO
 
 from tightfit.diagnose.doing import signs_in
 from tightfit.diagnose.evidence import LogSource
+from tightfit.diagnose.shells import in_english
+from tightfit.diagnose.wrapped import unwrapped
 
 _COLOURS = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 """They stand in the middle of words, and would hide them."""
@@ -56,7 +58,7 @@ def pieces(source: LogSource) -> Iterator[Piece]:
 
 def _numbered(texts: Iterator[bytes], number: int) -> Iterator[Piece]:
     for text in _cut(texts):
-        data = text.replace(b"\r\n", b"\n") if b"\r" in text else text
+        data = in_english(unwrapped(text.replace(b"\r\n", b"\n") if b"\r" in text else text))
         if b"\x1b" in data:
             data = _COLOURS.sub(b"", data)
         yield Piece(data, number)

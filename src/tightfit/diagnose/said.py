@@ -32,7 +32,7 @@ _DATA = re.compile(
       ["'](?:text|content|prompt|instruction|input|output|response|question|answer|query|label|messages?|conversation|
            title|body|document|completion|chosen|rejected|value|from)["']\s*:
     | ^\W*(?:sample|example|user|human|assistant|prompt|instruction|question|answer|query|response|input|output|
-           text|label|labels|generated|prediction|reference|document|row|record|line)s?\b[^:]{0,20}[:=]
+           text|label|labels|generated|prediction|reference|document|row|record|line)s?\b[^:|]{0,20}[:=|]
     | <\|?\w+\|?> | \[/?INST\] | \#\#\# | input_ids | ^\s*(?:[-*•]\s|\d+[.)]\s|//|\#)
     """
 )
@@ -44,12 +44,17 @@ _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrup
 """A line that begins with the name of an exception is the last one of a traceback."""
 
 
+def is_quoted(lead: str) -> bool:
+    """Whether what stands before a phrase shows it to be somebody's data."""
+    return _DATA.search(lead) is not None
+
+
 def is_said(message: Message, lead: str, *, anywhere: bool) -> bool:
     """Whether a phrase with this before it on its line is what the message says; `anywhere`: also unannounced."""
     lead = lead.strip()
     if _RAISED.match(message.text):
         return True
-    if _DATA.search(lead):
+    if is_quoted(lead):
         return False
     lead = _TYPE.sub("", lead).strip(" :>|-=*\t")
     if not lead or _PROGRAM.match(lead):

@@ -18,10 +18,10 @@ from tightfit.diagnose.doing import Doing, Signs, last_doing, signs_in, steps_in
 from tightfit.diagnose.evidence import LogSource
 from tightfit.diagnose.gate import FLAT, WORDS, ZEROS
 from tightfit.diagnose.hints import Hints
-from tightfit.diagnose.lines import Message, message_of, moment_of, plain
+from tightfit.diagnose.lines import Message, message_of, moment_of, plain, prefix_of
 from tightfit.diagnose.reading import Piece, pieces
-from tightfit.diagnose.said import is_said
-from tightfit.diagnose.tracebacks import Assembler, Traceback
+from tightfit.diagnose.said import is_quoted, is_said
+from tightfit.diagnose.tracebacks import HEADER, Assembler, Traceback
 
 _BACK = 4
 """Pieces that are kept to look back into."""
@@ -32,6 +32,8 @@ _MOST_OF_ONE = 40
 _MOST_TRACEBACKS = 60
 _CUT_HEAD = re.compile(rb'^[^\n]{0,120}?File "[^"\n]+", line \d+, in ', re.MULTILINE)
 """A frame; the first one of a log with no traceback begun above it is of one whose beginning was cut off."""
+_ANGLES = re.compile(r"^<\w+>")
+"""Before a line, a node's name or a number of syslog's as well as a chat's mark."""
 _MOST_KINDS = 4096
 """Kinds of lines that are remembered to be dull."""
 
@@ -109,6 +111,8 @@ class _Scanner:
         """Those of which it is not known yet whether the training went on."""
         self.back: deque[bytes] = deque(maxlen=_BACK)
         self.hints = Hints()
+        self.prefix: re.Pattern[str] | None = None
+        """Of this log's lines, where it has one that is in no list."""
         self.lines = 0
         self.cut_head: int | None = None
         """Where in the piece at hand a traceback goes on whose beginning the log does not have."""
@@ -153,7 +157,7 @@ class _Scanner:
         for line in flat.split(b"\n"):
             end = start + len(line)
             if start == self.cut_head:
-                self.assembler.begun_before(message_of(plain(piece.data[start:end]), number, self.source.rank))
+                self.assembler.begun_before(self._message(plain(piece.data[start:end]), number))
             if self.open or self.assembler.is_open:
                 self._line(piece, start, end, number, self._rows(line, hot))
             elif line:
@@ -166,7 +170,7 @@ class _Scanner:
                 number += 1
             start = end + 1
         for kind, (start, end, number) in again.items():
-            message = message_of(plain(piece.data[start:end]), number, self.source.rank)
+            message = self._message(plain(piece.data[start:end]), number)
             self._found(piece, end, message, list(self.usual[kind]), None)
         self.fresh.sort(key=lambda each: each[0])
 
@@ -189,11 +193,12 @@ class _Scanner:
 
     def _line(self, piece: Piece, start: int, end: int, number: int, rows: tuple[Row, ...]) -> None:
         flat = piece.data[start:end].lower()
-        message = message_of(plain(piece.data[start:end]), number, self.source.rank)
+        message = self._message(plain(piece.data[start:end]), number)
+        if b"traceback" in flat:
+            message = self._learnt_from(message)
+            self.assembler.announced(self._message(self._line_before(piece, start), number))
         if self.open:
             self._collect(message)
-        if b"traceback" in flat:
-            self.assembler.announced(message_of(self._line_before(piece, start), number, self.source.rank))
         closed = self._assemble(piece, end, message)
         if closed is _ASIDE:
             return
@@ -207,6 +212,20 @@ class _Scanner:
                 self.usual[flat.translate(ZEROS)] = tuple(symptoms)
         else:
             self._is_dull(flat.translate(ZEROS), rows)
+
+    def _message(self, line: str, number: int) -> Message:
+        return message_of(line, number, self.source.rank, self.prefix)
+
+    def _learnt_from(self, message: Message) -> Message:
+        """A traceback begins its line: what stands before it stands before the others too."""
+        begun = HEADER.search(message.text)
+        if begun is None or is_quoted(_ANGLES.sub("", message.text[: begun.start()])):
+            return message
+        prefix = prefix_of(message, begun.start())
+        if prefix is None:
+            return message
+        self.prefix = prefix
+        return self._message(message.whole, message.number)
 
     def _is_dull(self, kind: bytes, rows: tuple[Row, ...]) -> None:
         """Lines that differ in their numbers alone are all dull, but for what asks for certain numbers."""
@@ -298,7 +317,7 @@ def _fitting(message: Message, rows: list[Row], *, is_exception: bool) -> Iterat
     for _, symptom, pattern in rows:
         if is_exception and symptom.bare:
             continue
-        where = message.whole if symptom.anywhere else message.text
+        where = message.whole if symptom.anywhere else message.head if is_exception else message.text
         found = pattern.search(where)
         if found is None or (symptom.without is not None and symptom.without.search(message.whole)):
             continue

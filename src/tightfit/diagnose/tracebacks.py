@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from tightfit.diagnose.lines import Message
 
-HEADER = "Traceback (most recent call last)"
-"""Other runtimes spell theirs otherwise, and end it otherwise."""
+HEADER = re.compile(r"\bTraceback \(most recent call last\):?(?: \(RANK \d+\))?[\s:│|─━═╮┓┐+-]*$")
+"""Other runtimes spell theirs otherwise, and end it otherwise. It ends its line: one with more behind it is quoted."""
 _MOST_FRAMES = 400
 _MOST_NOISE = 80
 """Lines of others between the frames of a traceback before it is given up."""
@@ -56,6 +56,17 @@ class Traceback:
     """It is the one that follows."""
     headless: bool = False
     """Its beginning is not in the log: only what stands right under its frames ends it."""
+
+    @property
+    def indent(self) -> int:
+        """Spaces before all of its lines, as in torchrun's summary; some loggers put one before every line but the
+        first."""
+        return max(1, len(self.opened.text) - len(self.opened.head))
+
+    @property
+    def is_summed_up(self) -> bool:
+        """It stands in torchrun's summary, which names the rank above it."""
+        return self.opened.head.startswith("traceback :")
 
     @property
     def place(self) -> str:
@@ -114,20 +125,23 @@ class Assembler:
         stream = self._stream(message)
         text = message.text
         stream.since_last += 1
-        if HEADER in text:
+        begins = HEADER.search(text) is not None
+        if begins:
             self._begin(stream, message)
         elif _HARMLESS.match(text):
             stream.aside = True
         elif _CHAINED.match(text) and stream.last is not None:
             stream.last.chained = True
         whole = None
-        if stream.open and HEADER not in text:
+        if stream.open and not begins:
             whole = self._inside(stream, message)
         self.is_open = any(each.open for each in self._streams.values())
         return whole
 
     def _begin(self, stream: _Stream, message: Message) -> None:
-        inner = "original traceback" in message.text.lower()  # of a data loading worker
+        lower = message.text.lower()
+        inner = "original traceback" in lower or "(rank " in lower  # of a data loading worker, of another rank
+        inner = inner or (stream.last is not None and stream.last.name.endswith("ExceptionGroup"))
         chained = stream.last is not None and (stream.last.chained or inner) and stream.since_last < 12
         begun = Traceback(opened=message, is_aside=stream.aside, in_thread=stream.thread, follows=chained)
         named = _IPYTHON.match(message.text)
@@ -140,8 +154,8 @@ class Assembler:
 
     def _inside(self, stream: _Stream, message: Message) -> Traceback | None:
         text = message.text
-        shallow = text.removeprefix(" ")  # some loggers put one space before every line
-        found = None if shallow[:1].isspace() else _EXCEPTION.match(shallow)
+        is_deep = len(text) - len(message.head) > stream.open[0].indent
+        found = None if is_deep else _EXCEPTION.match(message.head)
         is_exception = found is not None and bool(stream.frames) and _is_exception(found["name"], found["text"])
         if is_exception and found is not None and stream.open[0].headless:
             is_exception = bool(_NAMES.search(found["name"]))

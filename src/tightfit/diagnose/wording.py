@@ -16,6 +16,7 @@ from tightfit.diagnose.scan import Finding
 from tightfit.diagnose.verdict import Fix, Line, Verdict
 
 _MOST_LETTERS = 600
+_HIP = ("amd", "hygon")
 _PLACE = re.compile(r"^(?:File |Cell In|│ /|/\S+:\d+ in |│ \S+:\d+)")
 
 
@@ -52,14 +53,16 @@ def fixes_of(symptom: Symptom, config: KnownConfig, words: Mapping[str, str]) ->
 
 def _command(remedy: Remedy, config: KnownConfig) -> str | None:
     """What this user's file wants, or what can be typed; without a known trainer, Hugging Face's flags and DeepSpeed's
-    keys are the nearest thing to a common tongue."""
+    keys are the nearest thing to a common tongue. Trainers that run DeepSpeed take its keys in a file of its own."""
     if config.trainer is not None and config.trainer in remedy.sets:
         return remedy.sets[config.trainer]
+    if remedy.hip is not None and config.vendor in _HIP:
+        return remedy.hip
     if remedy.command is not None:
         return remedy.command
-    if config.trainer is not None:
-        return None
-    return remedy.sets.get("huggingface") or remedy.sets.get("deepspeed")
+    if config.trainer is None and "huggingface" in remedy.sets:
+        return remedy.sets["huggingface"]
+    return remedy.sets.get("deepspeed") if config.trainer != "job" else None
 
 
 def filled(text: str, words: Mapping[str, str]) -> str:

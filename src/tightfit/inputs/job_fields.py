@@ -59,6 +59,7 @@ COSTLY = {
 """Levers that change the result, and the field of the job that each is."""
 
 OTHER_NAMES = {
+    **{flag: field for flag, field in COSTLY.items() if flag.startswith("lora_")},
     "ablation_config": "data.ablation",
     "accumulation": "levers.accum",
     "batch_size": "effective_batch",
@@ -70,10 +71,7 @@ OTHER_NAMES = {
     "gradient_accumulation_steps": "levers.accum",
     "gradient_checkpointing": "levers.checkpointing",
     "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_rank": "lora.rank",
     "lora_target": "lora.targets",
-    "lora_targets": "lora.targets",
     "lr": "learning_rate",
     "max_grad_norm": "clip",
     "max_length": "sequence",

@@ -1,0 +1,161 @@
+"""Lines that something wrapped: in JSON, behind a mark that no list has, in torchrun's summary; and fixes in the words
+of the trainer, and for the card, that the log shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource
+from tightfit.diagnose.judge import judge
+from tightfit.diagnose.lines import message_of, prefix_of
+from tightfit.diagnose.verdict import Verdict
+from tightfit.diagnose.wrapped import unwrapped
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/job/train.py", line 88, in <module>
+    trainer.train()
+OSError: [Errno 28] No space left on device
+"""
+OOM = (
+    "OutOfMemoryError: {device} out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 63.98 GiB of "
+    "which 1.00 GiB is free. Of the allocated memory 60.71 GiB is allocated by PyTorch, and 1.33 GiB is reserved by "
+    "PyTorch but unallocated.\n"
+)
+
+
+def verdict_of(text: str, config: KnownConfig | None = None) -> Verdict:
+    found = judge(Evidence(logs=(LogSource(name="log", text=text),), config=config)).verdict
+    assert found is not None
+    return found
+
+
+def commands(verdict: Verdict) -> list[str]:
+    return [fix.command for fix in verdict.fixes if fix.command]
+
+
+def test_docker_keeps_its_line_numbers() -> None:
+    lines = ["step 1", *TRACEBACK.splitlines()]
+    text = "".join(json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "x"}) + "\n" for line in lines)
+    found = verdict_of(text)
+    assert found.id == "disk-full"
+    assert [line.number for line in found.evidence] == [3, 4, 5]
+    assert found.evidence[-1].text == "OSError: [Errno 28] No space left on device"
+
+
+def test_a_structured_line_is_one_line_however_much_is_in_it() -> None:
+    wrapped = {"severity": "ERROR", "rank": 3, "message": "Uncaught exception", "exception": TRACEBACK}
+    found = verdict_of('{"message": "step 1", "loss": 2.0}\n' + json.dumps(wrapped) + "\n")
+    assert (found.id, found.rank) == ("disk-full", 3)
+    assert {line.number for line in found.evidence} == {2}
+
+
+def test_what_tells_of_no_failure_is_left_as_it_is() -> None:
+    for line in (
+        b'{"level": "info", "msg": "CUDA out of memory is unlikely", "loss": 2.0}\n',
+        b'{"msg": "half a line',
+        b'{"loss": 2.0, "step": 3}\n',
+        b'["msg", "x"]\n',
+        b'{"msg": "a", "b": ' + b"[" * 3000 + b"]" * 3000 + b"}\n",
+    ):
+        assert unwrapped(line) == line
+
+
+@given(st.lists(st.text(max_size=40), max_size=6))
+def test_as_many_lines_come_out_as_go_in(texts: list[str]) -> None:
+    data = "".join(json.dumps({"log": text, "stream": "stdout"}) + "\n" for text in texts).encode()
+    assert unwrapped(data).count(b"\n") == len(texts)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "<pool-a/job 17> ",
+        "<14>1 2026-03-11T12:00:00.123Z gpu-7 train 4123 - - ",
+        "<node3> ",
+        "[job-worker-2 pytorch] ",
+        "2026-03-11 12:00:00.000 UTC ",
+        "(train, pid=2231) ",
+    ],
+)
+def test_a_mark_before_every_line(mark: str) -> None:
+    assert verdict_of("".join(f"{mark}{line}\n" for line in TRACEBACK.splitlines())).id == "disk-full"
+
+
+def test_a_mark_is_learnt_from_a_traceback_and_its_numbers_may_change() -> None:
+    message = message_of("<pool-a/job 17> Traceback (most recent call last):", 1)
+    learnt = prefix_of(message, message.text.index("Traceback"))
+    assert learnt is not None
+    assert message_of("<pool-a/job 204>   File x", 2, None, learnt).text == "  File x"
+    said = message_of("training stopped with an error: Traceback (most recent call last):", 1)
+    assert prefix_of(said, said.text.index("Traceback")) is None
+
+
+def test_torchruns_summary_names_the_rank() -> None:
+    inside = TRACEBACK.replace("\n", "\n  ").rstrip()
+    found = verdict_of(
+        "Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-16_02:46:31\n"
+        f"  rank      : 5 (local_rank: 5)\n  exitcode  : 1 (pid: 13396)\n  traceback : {inside}\n  \n====\n"
+    )
+    assert (found.id, found.rank) == ("disk-full", 5)
+
+
+def test_an_exception_that_begins_with_an_empty_line_is_still_told() -> None:
+    assert "weights are upside down" in verdict_of(TRACEBACK[:80] + "ImportError: \nweights are upside down\n").cause
+
+
+def test_fixes_for_cards_of_other_makers() -> None:
+    nvidia, amd = (commands(verdict_of(OOM.format(device=device))) for device in ("CUDA", "HIP"))
+    assert nvidia == amd
+    others = "Process 18823 has 40.00 GiB memory in use. Including non-PyTorch memory, this process has 2.00 GiB "
+    held = OOM.replace("Of the allocated", others + "memory in use. Of the allocated").replace("60.71", "1.71")
+    assert any("nvidia-smi" in each for each in commands(verdict_of(held.format(device="CUDA"))))
+    shown = commands(verdict_of(held.format(device="HIP")))
+    assert any("rocm-smi" in each for each in shown)
+    assert not any("nvidia-smi" in each or "CUDA_VISIBLE" in each for each in shown)
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("[INFO|parser.py] llamafactory.hparams.parser:373 >> Process rank: 0\n", "cutoff_len: N"),
+        ('  File "/workspace/axolotl/src/axolotl/cli/train.py", line 59, in do_train\n', "sequence_len: N"),
+        ("", "--max_length N"),
+    ],
+)
+def test_fixes_in_the_words_of_the_trainer_that_the_log_shows(said: str, wanted: str) -> None:
+    shown = commands(verdict_of(said + OOM.format(device="CUDA")))
+    assert wanted in shown
+    assert '"zero_optimization": {"stage": 3}' in shown
+
+
+def test_the_config_that_was_given_counts_before_the_log() -> None:
+    given_one = KnownConfig(trainer="job")
+    shown = commands(verdict_of("llamafactory.hparams.parser:373 >> x\n" + OOM.format(device="CUDA"), given_one))
+    assert "levers: {sequence: N}" in shown
+    assert not any("zero_optimization" in each for each in shown)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "gb18030"])
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("已杀死", "killed"),
+        ("./train.sh: 第 3 行: 4711 已杀死               python train.py", "killed"),
+        ("./train.sh：行 3： 4711 已杀死", None),
+        ("段错误 (核心已转储)", "segfault"),
+        ("总线错误 (核心已转储)", "bus-error"),
+        ("./train.sh: Zeile 3: 4711 Getötet                python train.py", "killed"),
+        ("Speicherzugriffsfehler (Speicherabzug geschrieben)", "segfault"),
+        ("样本 3：他已杀死了那条龙，随后段错误", None),
+    ],
+)
+def test_what_shells_of_other_languages_say(tmp_path: Path, line: str, wanted: str | None, encoding: str) -> None:
+    log = tmp_path / "train.log"
+    log.write_bytes(f"训练开始\n{line}\n".encode(encoding))
+    found = judge(Evidence(logs=(LogSource(name="log", path=log),))).verdict
+    assert (found and found.id) == wanted
