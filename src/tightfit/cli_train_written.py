@@ -132,6 +132,7 @@ def _levers(tree: Mapping[str, Any]) -> Levers:
         lora=adapters,
         buckets=Buckets(**tree["buckets"]),
         gradient_clipping=tree["training"]["clip"] > 0,
+        packed=tree["data"]["packing"],
     )
 
 

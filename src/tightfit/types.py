@@ -341,6 +341,8 @@ class Levers:
     checkpointing: Checkpointing = Checkpointing(layers=None)
     loss: Loss = "plain"
     attention: AttentionKernel = "sdpa"
+    packed: bool = False
+    """A sequence holds several documents, which attention keeps apart: by a mask, unless the kernel is flash."""
     scan: Scan = "official"
     lora: Lora | None = None
     """Set for lora and qlora."""

@@ -662,7 +662,8 @@ def test_the_users_part_of_the_levers() -> None:
     job = Job(
         model="m",
         method="qlora",
-        lora=Adapters(rank=4, targets=("q_proj",), dtype="fp32"),
+        lora=Adapters(rank=4, targets=("q_proj",), dtype="fp32", dropout=0.1),
+        data=Data(packing=True),
         sequence=512,
         precision="fp16",
         optimizer="sgd",
@@ -678,12 +679,13 @@ def test_the_users_part_of_the_levers() -> None:
     )
     assert levers_of(job, LLAMA) == Levers(
         method="qlora",
-        lora=Lora(rank=4, targets=("q_proj",), adapter_dtype="fp32"),
+        lora=Lora(rank=4, targets=("q_proj",), adapter_dtype="fp32", dropout=0.1),
         sequence=512,
         precision="fp16",
         optimizer="sgd",
         master_weights=False,
         gradient_clipping=False,
+        packed=True,
         engine="zero2",
         accumulation=3,
         checkpointing=Checkpointing(layers=2),

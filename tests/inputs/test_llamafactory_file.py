@@ -133,6 +133,8 @@ def test_what_is_not_said_is_llamafactorys_default() -> None:
         ({"pure_bf16": True}, "lora", Lora(adapter_dtype="bf16")),
         ({"lora_target": ["q_proj", "k_proj"]}, "lora", Lora(targets=("q_proj", "k_proj"), adapter_dtype="fp32")),
         ({"lora_target": "all"}, "lora", Lora(adapter_dtype="fp32")),
+        ({"neat_packing": True}, "packed", True),
+        ({"packing": True}, "packed", False),
         ({"lora_dropout": 0.05}, "lora", Lora(adapter_dtype="fp32", dropout=0.05)),
         ({"quantization_bit": 4}, "method", "qlora"),
         ({"optim": "adamw_bnb_8bit"}, "optimizer", "adamw8bit"),

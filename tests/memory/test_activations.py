@@ -262,7 +262,7 @@ class Call:
         return out[0] if isinstance(out, tuple) else out
 
 
-def call_of(model: Any, batch: int, sequence: int, block: Block) -> Call:
+def call_of(model: Any, batch: int, sequence: int, block: Block, positions: Any = None) -> Call:
     """The arguments of the first layer, taken from a run of the model."""
     base = model.base_model
     layer = (base.h if hasattr(base, "h") else base.layers)[0]
@@ -274,7 +274,7 @@ def call_of(model: Any, batch: int, sequence: int, block: Block) -> Call:
 
     handle = layer.register_forward_pre_hook(take, with_kwargs=True)
     with pytest.raises(_Stop):
-        model(input_ids=torch.zeros(batch, sequence, dtype=torch.long), use_cache=False)
+        model(input_ids=torch.zeros(batch, sequence, dtype=torch.long), use_cache=False, position_ids=positions)
     handle.remove()
     x = taken["args"][0].detach()
     return Call(layer, x.float() if block.residual_fp32 else x, taken["args"][1:], taken["kwargs"])
@@ -411,6 +411,40 @@ def test_the_mask_of_a_pass(family: str, attention: str) -> None:
         mask = call_of(build(config, 1, 2, made), batch, sequence, shape.blocks[0]).kwargs["attention_mask"]
         real = 0 if mask is None else mask.untyped_storage().nbytes()
         assert mask_bytes(mixer, setting_of(batch, sequence, 2, attention)) == real, (batch, sequence)
+
+
+def in_documents(batch: int, sequence: int) -> torch.Tensor:
+    """Positions of three documents in each row, with borders of its own."""
+    rows = []
+    for row in range(batch):
+        first, second = sequence // 3 + row, sequence // 2 + row
+        rows.append([*range(first), *range(second - first), *range(sequence - second)])
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["mistral", "llama", "gemma3_text", "qwen3"])
+def test_the_mask_of_packed_documents(family: str, attention: str) -> None:
+    shape = shape_of(FAMILIES[family], 1)
+    mixer = shape.blocks[0].mixer
+    assert isinstance(mixer, Attention)
+    for batch, sequence in ((1, 24), (3, 40)):
+        model = build(FAMILIES[family], 1, 2, attention)
+        mask = call_of(model, batch, sequence, shape.blocks[0], in_documents(batch, sequence)).kwargs["attention_mask"]
+        setting = replace(setting_of(batch, sequence, 2, attention), packed=True)
+        assert mask_bytes(mixer, setting) == mask.untyped_storage().nbytes()
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "phi3"])
+def test_packed_documents_cost_grouped_heads_and_a_mask_a_layer(family: str) -> None:
+    shape = shape_of(FAMILIES[family], 1)
+    for batch, sequence in ((2, 32), (1, 64)):
+        model = build(FAMILIES[family], 1, 2, "meta_efficient")
+        call = call_of(model, batch, sequence, shape.blocks[0], in_documents(batch, sequence))
+        real = found_in(call.on("meta"))
+        cost = cost_of(FAMILIES[family], replace(setting_of(batch, sequence, 2), packed=True), layer=0)
+        assert abs(relative(cost.saved, real.saved)) < 0.01
 
 
 # --- LoRA ---------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 from importlib import import_module
-from typing import Any
 
 import pytest
 from small_questions import ask, machine
 
-from tightfit.types import Footprint
+from tightfit.memory import Scale, Totals
+from tightfit.types import Checkpointing
 
 HEAVY = ("torch", "deepspeed", "transformers", "peft", "accelerate", "numpy")
 TYPICAL = [
@@ -47,25 +47,23 @@ def test_a_typical_job_has_thousands_of_candidates(model: str, method: str, gpus
 @pytest.mark.parametrize(
     ("model", "method", "gpus", "most"),
     [
-        ("qwen2.5-7b", "full", "8xRTX4090", 150),
-        ("7b_mamba", "full", "6x32GB", 330),
-        ("gemma-3-27b", "lora", "4x80GB", 300),
-        ("qwen2.5-32b", "qlora", "1x24GB", 90),
+        ("qwen2.5-7b", "full", "8xRTX4090", 60),
+        ("7b_mamba", "full", "6x32GB", 170),
+        ("gemma-3-27b", "lora", "4x80GB", 60),
+        ("qwen2.5-32b", "qlora", "1x24GB", 75),
     ],
 )
 def test_few_of_them_are_weighed(
     model: str, method: str, gpus: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page asks at every move of a slider, so what floors and times can tell is not weighed."""
-    question = import_module("tightfit.planner.question")
-    weighed = []
-    estimate = question.estimate
+    weighed: list[Checkpointing] = []
+    totals = Scale.totals
 
-    def counted(*asked: Any) -> Footprint:
-        weighed.append(asked)
-        footprint: Footprint = estimate(*asked)
-        return footprint
+    def counted(scale: Scale, depth: Checkpointing) -> Totals:
+        weighed.append(depth)
+        return totals(scale, depth)
 
-    monkeypatch.setattr(question, "estimate", counted)
+    monkeypatch.setattr(Scale, "totals", counted)
     assert import_module("tightfit.planner.search").search(ask(model, machine(gpus, "512GB"), method=method)).best
     assert len(weighed) <= most

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from small_questions import GIB, ask, built, card, corners_of_any_job, machine, properties, questions, seeded
 
 from tightfit.job import Job, Machine
-from tightfit.memory import estimate, floor_bytes
-from tightfit.pace import pace, step_times
+from tightfit.memory import Scale, estimate, required_bytes, totals_of
+from tightfit.pace import Clock, pace, step_times
 from tightfit.planner import candidates, plan
-from tightfit.planner.depths import in_a_valley, past_a_floor, tried_depths
+from tightfit.planner.depths import from_below, in_a_valley, past_a_floor, tried_depths
 from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
 from tightfit.planner.question import Question
 from tightfit.planner.search import rank, something_fits
@@ -136,6 +136,15 @@ def test_more_recomputing_layers_never_make_a_step_faster(drawn: tuple[Question,
     assert pace(question.shape, offloaded, question.hardware).step_s >= times[-1] * (1 - 1e-12)
 
 
+@properties(max_examples=60)
+@given(corners_of_any_job())
+def test_arithmetic_alone_takes_no_longer_than_the_gpus_own_work(drawn: tuple[Question, candidates.Corner]) -> None:
+    question, corner = drawn
+    clock = Clock(question.shape, corner.levers, replace(question.hardware, nodes=1, gpus_per_node=1))
+    sequences = corner.rest.micro_batch * corner.rest.accumulation
+    assert clock.least_s(sequences) <= clock.own_s(corner.rest, corner.choice)
+
+
 @properties(max_examples=100)
 @given(corners_of_any_job())
 def test_the_need_of_every_engine_but_zero3_is_a_valley(drawn: tuple[Question, candidates.Corner]) -> None:
@@ -152,26 +161,44 @@ def test_the_need_of_every_engine_but_zero3_is_a_valley(drawn: tuple[Question, c
 @properties(max_examples=60)
 @given(corners_of_any_job())
 def test_no_engine_needs_less_than_its_floors(drawn: tuple[Question, candidates.Corner]) -> None:
-    """Nor is the floor of larger buckets below that of smaller ones, which stands for all."""
+    """They only fall from the first recomputing layer on. Nor is the floor of larger buckets below that of smaller
+    ones, which stands for all."""
     question, corner = drawn
-    depths = [Checkpointing(layers=count) for count in range(question.shape.n_layers + 1)]
-    each = [replace(corner.levers, checkpointing=depth) for depth in depths]
-    low, high = (
-        [floor_bytes(question.shape, levers, question.hardware, replayed=replayed) for levers in each]
-        for replayed in (False, True)
+    depths = [*(Checkpointing(layers=count) for count in range(question.shape.n_layers)), FULL]
+    floors = floors_by_depth(question, corner, depths)
+    assert all(floor <= need for floor, need in zip(floors, needs_by_depth(question, corner), strict=True))
+    falling = floors[1 + corner.levers.frozen_layers :]  # before, nothing recomputes
+    assert falling == sorted(falling, reverse=True)
+    choices = candidates.bucket_choices(corner.levers, question.pinned, question.hardware)
+    least = min(choices, key=candidates._buffers)
+    smallest = replace(
+        corner.choice.buckets,
+        reduce_bucket=least.reduce_bucket,
+        allgather_bucket=least.allgather_bucket,
+        overlap_comm=least.overlap_comm,
     )
-    needs = needs_by_depth(question, corner)
-    assert all(floor <= nearer <= need for floor, nearer, need in zip(low, high, needs, strict=True))
-    assert low[1:] == sorted(low[1:], reverse=True)
-    smallest = min(
-        candidates.bucket_choices(corner.levers, question.pinned, question.hardware),
-        key=candidates._buffers,
-    )
-    shared = [
-        floor_bytes(question.shape, replace(levers, buckets=smallest), question.hardware, replayed=False)
-        for levers in each
-    ]
-    assert all(least <= floor for least, floor in zip(shared, low, strict=True))
+    alike = replace(corner, choice=corner.choice._replace(buckets=smallest))
+    assert all(low <= own for low, own in zip(floors_by_depth(question, alike, depths), floors, strict=True))
+
+
+@properties(max_examples=60)
+@given(corners_of_any_job())
+def test_a_scale_weighs_what_an_estimate_does(drawn: tuple[Question, candidates.Corner]) -> None:
+    question, corner = drawn
+    scale = Scale(question.shape, corner.levers, question.hardware)
+    for depth in (*(Checkpointing(layers=count) for count in range(question.shape.n_layers)), FULL, OFFLOADED):
+        levers = replace(corner.levers, checkpointing=depth)
+        footprint = estimate(question.shape, levers, question.hardware.world, question.hardware)
+        assert scale.totals(depth) == totals_of(footprint)
+        at_loss, at_top = scale.floor.held(depth)
+        assert at_loss <= footprint.gpu.phases["loss"].total_bytes
+        assert at_top <= footprint.gpu.phases["backward"].total_bytes
+        assert scale.floor.after <= footprint.gpu.peak_bytes
+
+
+def floors_by_depth(question: Question, corner: candidates.Corner, depths: list[Checkpointing]) -> list[int]:
+    floor = Scale(question.shape, corner.levers, question.hardware).floor
+    return [required_bytes(max(floor.held(depth)), question.hardware.world) for depth in depths]
 
 
 def needs_by_depth(question: Question, corner: candidates.Corner) -> list[int]:
@@ -189,14 +216,22 @@ def test_under_zero3_fewer_recomputing_layers_can_need_less() -> None:
     assert needs[0] < min(needs[1:])
 
 
-@pytest.mark.parametrize("late", [False, True])
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=33), st.integers(0, 33), st.integers(0, 60))
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=33), st.integers(0, 33), st.integers(0, 60), st.integers(0, 33)
+)
 @settings(derandomize=True)
-def test_the_first_fit_of_a_valley(late: bool, falls: list[int], turn: int, limit: int) -> None:
+def test_the_first_fit_of_a_valley(falls: list[int], turn: int, limit: int, known: int) -> None:
     falling = sorted(falls[: turn + 1], reverse=True)
     needs = [*falling, *sorted(max(need, falling[-1]) for need in falls[turn + 1 :])]
-    found = in_a_valley(lambda index: max(0, needs[index] - limit), len(needs) - 1, rise=50, late=late)
-    assert found == next((index for index, need in enumerate(needs) if need <= limit), None)
+    last = len(needs) - 1
+    expected = next((index for index, need in enumerate(needs) if need <= limit), None)
+
+    def excess(index: int) -> int:
+        return max(0, needs[index] - limit)
+
+    assert in_a_valley(excess, last, rise=50) == expected
+    low = min(known, last if expected is None else expected)  # nothing fits before
+    assert from_below(excess, low, last, rise=50) == expected
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=33), st.integers(0, 60))
@@ -209,12 +244,7 @@ def test_the_first_fit_past_a_floor(needs: list[int], limit: int) -> None:
         asked.append(index)
         return max(0, needs[index] - limit)
 
-    found = past_a_floor(
-        excess,
-        len(needs) - 1,
-        lambda index: max(0, floors[index] - limit),
-        lambda index: max(0, needs[index] - 1 - limit),
-    )
+    found = past_a_floor(excess, len(needs) - 1, lambda index: max(0, floors[index] - limit))
     assert found == next((index for index, need in enumerate(needs) if need <= limit), None)
     assert all(floors[index] <= limit for index in asked if index)
 

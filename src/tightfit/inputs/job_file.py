@@ -219,7 +219,7 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
         if file is None:
             raise
         raise ConfigError(f"{file}: {_in_fields(str(error))}") from None
-    return replace(levers, gradient_clipping=job.clip > 0)
+    return replace(levers, gradient_clipping=job.clip > 0, packed=job.data.packing)
 
 
 def pinned(job: Job) -> frozenset[str]:

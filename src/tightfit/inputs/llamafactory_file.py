@@ -167,6 +167,8 @@ class LlamaFactorySettings:
     master_weights: bool
     optimizer: Optimizer
     attention: AttentionKernel
+    packed: bool
+    """`neat_packing`: documents in one sequence are kept apart. Those of plain `packing` see each other."""
     loss: Loss
     checkpointing: Checkpointing
     max_grad_norm: float
@@ -206,6 +208,7 @@ def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
         master_weights=not pure,
         optimizer=_optimizer(said),
         attention=_attention(said),
+        packed=bool(said.switch("neat_packing")),
         loss="fused" if said.switch("enable_liger_kernel") or said.switch("use_liger_kernel") else "plain",
         checkpointing=_checkpointing(said, because),
         max_grad_norm=1.0 if (norm := said.number("max_grad_norm")) is None else norm,
@@ -238,6 +241,7 @@ def to_levers(settings: LlamaFactorySettings, base: Levers, *, n_layers: int | N
         checkpointing=settings.checkpointing,
         loss=settings.loss,
         attention=settings.attention,
+        packed=settings.packed,
         lora=settings.lora,
         frozen_layers=frozen,
         gradient_clipping=settings.max_grad_norm > 0,

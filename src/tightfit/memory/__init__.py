@@ -1,30 +1,19 @@
 """How much memory a training takes, by phase and component: pure arithmetic on a shape and levers.
 
-`estimate` is what everybody asks; `floor_bytes` spares the search some of it. Each engine has a file that says
+`estimate` is what everybody asks; `Scale` spares a search some of it. Each engine has a file that says
 what that engine allocates when, with the name of the buffer in its source; `docs/footprint.md` walks through them.
 """
 
 from __future__ import annotations
 
-from tightfit.memory import fsdp2, host, overhead, zero0, zero3, zero12
+from tightfit.memory import host, overhead, zero3, zero12
+from tightfit.memory.engines import ENGINES
 from tightfit.memory.job import Components, Job, combine, make_job, worst
+from tightfit.memory.totals import Floor, Scale, Totals, required_bytes, totals_of
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
-__all__ = ["estimate", "floor_bytes"]
+__all__ = ["Floor", "Scale", "Totals", "estimate", "required_bytes", "totals_of"]
 
-ENGINES = {
-    "zero0": zero0.phases,
-    "zero1": zero12.phases,
-    "zero2": zero12.phases,
-    "zero3": zero3.phases,
-    "fsdp2": fsdp2.phases,
-}
-AT_THE_LOSS = {
-    "zero0": zero0.at_the_loss,
-    "zero1": zero12.at_the_loss,
-    "zero2": zero12.at_the_loss,
-    "fsdp2": fsdp2.at_the_loss,
-}
 TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
 DRAWN = (
     "weights",
@@ -45,7 +34,8 @@ def estimate(shape: ModelShape, levers: Levers, world: int, hardware: Hardware |
     """What every GPU and the host will hold. Without hardware the card is assumed to be ample."""
     gpu = hardware.gpu if hardware else None
     job = make_job(shape, levers, world, gpu, overhead.CONTEXT_BYTES)
-    components = ENGINES[levers.engine](job)
+    engine = ENGINES[levers.engine]
+    components = {"init": engine.initialise(job), **engine.passes(job), "step": engine.step(job)}
     components["eval"] = _evaluation(job, components["step"])
     components["save"] = combine(_resting(job, components["step"]), {"temporaries": job.workspaces + _unpacked(job)})
     phases = {name: Phase(name, _sorted(parts)) for name, parts in components.items()}
@@ -69,19 +59,6 @@ def estimate(shape: ModelShape, levers: Levers, world: int, hardware: Hardware |
             *((overhead.usable(gpu.memory_bytes, extra),) if gpu else ()),
         ),
     )
-
-
-def floor_bytes(shape: ModelShape, levers: Levers, hardware: Hardware, *, replayed: bool) -> int:
-    """No training step requires less: what it holds at the loss, for a fraction of an estimate's price.
-
-    Without `replayed`, what ZeRO-3 has gathered by then is left out; with it, the floor is the loss phase itself.
-    """
-    job = make_job(shape, levers, hardware.world, hardware.gpu, overhead.CONTEXT_BYTES)
-    if levers.engine == "zero3":
-        held = sum(zero3.at_the_loss(job, replayed=replayed).values())
-    else:
-        held = sum(AT_THE_LOSS[levers.engine](job).values())
-    return held + sum(overhead.beside(held, hardware.world).values())
 
 
 def _resting(job: Job, step: Components) -> Components:

@@ -13,7 +13,7 @@ from tightfit.memory.loss import HeadCost, head_cost
 from tightfit.memory.operations import Setting
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import WIDTH
-from tightfit.types import Attention, Gpu, Levers, ModelShape
+from tightfit.types import Attention, Checkpointing, Gpu, Levers, ModelShape
 
 
 class Moment(NamedTuple):
@@ -53,14 +53,12 @@ class Activations:
 
 
 def activations(shape: ModelShape, levers: Levers, gpu: Gpu | None = None) -> Activations:
-    return _activations(
-        shape,
-        setting_of(levers, gpu),
-        levers.checkpointing.layers,
-        levers.checkpointing.offload,
-        levers.frozen_layers,
-        levers.loss == "fused",
-    )
+    setting = setting_of(levers, gpu)
+    return activations_at(levers.checkpointing, shape, setting, levers.frozen_layers, levers.loss == "fused")
+
+
+def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, frozen: int, fused: bool) -> Activations:
+    return _activations(shape, setting, depth.layers, depth.offload, frozen, fused)
 
 
 def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
@@ -74,9 +72,11 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         trains_embedding=levers.method == "full" and levers.frozen_layers == 0,
         lora_rank=lora.rank if lora else 0,
         lora_targets=lora.targets if lora else None,
+        lora_drops=lora is not None and lora.dropout > 0,
         adapter_width=4 if width == 4 or (lora and lora.adapter_dtype == "fp32") else 2,
         quantised=levers.method == "qlora",
         attention=levers.attention,
+        packed=levers.packed,
         scan=levers.scan,
         broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here
         flash_capable=levers.precision != "fp32" and not _before_ampere(gpu),
@@ -89,7 +89,7 @@ def _before_ampere(gpu: Gpu | None) -> bool:
     return bool(arch and arch.startswith("sm_") and arch[3:].rstrip("a").isdigit() and int(arch[3:].rstrip("a")) < 80)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _activations(
     shape: ModelShape, setting: Setting, recompute: int | None, offload: bool, frozen: int, fused: bool
 ) -> Activations:
@@ -115,6 +115,42 @@ def _activations(
     )
 
 
+class Curve(NamedTuple):
+    """By how many layers recompute, from none to all: what `Activations` has of each depth, for many depths at once."""
+
+    kept: tuple[int, ...]
+    below_top: tuple[int, ...]
+    shared: tuple[int, ...]
+    top: int | None
+    """`working` of the top layer where it does not recompute; None: no layer has a backward pass."""
+
+
+@lru_cache(maxsize=1024)
+def curve_of(shape: ModelShape, setting: Setting, frozen: int) -> Curve:
+    costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
+    inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
+    embedded = setting.tokens * shape.hidden_size * setting.width
+    lowest, count = _lowest(setting, frozen), shape.n_layers
+    each = [costs[kind] for kind in shape.pattern]
+    if lowest < count and not setting.trains_embedding:  # where it does not recompute, nor does anything below
+        each[lowest] = layer_cost(shape.blocks[shape.pattern[lowest]], shape.hidden_size, setting, False)
+    streams = [inputs[kind] for kind in shape.pattern]
+    streams[0] = min(streams[0], embedded)
+    kept = [sum(streams[lowest:])]
+    for index in range(count - 1, -1, -1):
+        kept.append(kept[-1] + (each[index].saved - streams[index] if index >= lowest else 0))
+    kept.reverse()
+    top = each[-1] if lowest < count else None
+    own = [0 if top is None else top.saved] * count + [streams[-1] if top else 0]
+    tables, masks = _rotary_tables(shape, setting), _masks(shape, setting)
+    return Curve(
+        kept=tuple(kept),
+        below_top=tuple([total - last for total, last in zip(kept, own, strict=True)]),
+        shared=tuple([tables + (masks if depth > lowest else 0) for depth in range(count + 1)]),
+        top=None if top is None else top.backward,
+    )
+
+
 class _Layers(NamedTuple):
     kept: int
     host_kept: int
@@ -128,7 +164,7 @@ def _lowest(setting: Setting, frozen: int) -> int:
     return frozen if setting.trains_base else 0
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _layers(shape: ModelShape, setting: Setting, recomputing: int, offload: bool, frozen: int) -> _Layers:
     """What does not depend on the loss."""
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
@@ -181,4 +217,5 @@ def _rotary_tables(shape: ModelShape, setting: Setting) -> int:
         for block in shape.blocks
         if isinstance(block.mixer, Attention) and block.mixer.rotary
     ]
-    return 2 * setting.sequence * max(widths, default=0) * setting.width
+    rows = setting.micro_batch if setting.packed else 1  # each sequence counts from its own borders
+    return 2 * rows * setting.sequence * max(widths, default=0) * setting.width

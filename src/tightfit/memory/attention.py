@@ -60,21 +60,22 @@ def kernel_of(shape: Attention, setting: Setting) -> Kernel:
 
 
 def _is_masked(shape: Attention, setting: Setting) -> bool:
-    """A window needs a mask as soon as the sequence is as long (transformers does not look whether it hides anything);
-    causality alone does not."""
-    return shape.sliding_window is not None and setting.sequence >= shape.sliding_window
+    """A window needs a mask as soon as the sequence is as long (transformers does not look whether it hides anything),
+    and so do packed documents; causality alone does not."""
+    return setting.packed or (shape.sliding_window is not None and setting.sequence >= shape.sliding_window)
 
 
 def mask_bytes(shape: Attention, setting: Setting) -> int:
     """The mask that the model makes once a pass and hands to every layer of this kind.
 
-    `sdpa` takes a boolean one, whose sequences share their storage (`expand` in `sdpa_mask`); eager attention adds a
-    mask, so that it is written out for every sequence (`eager_mask`).
+    `sdpa` takes a boolean one, whose sequences share their storage (`expand` in `sdpa_mask`) unless each has borders of
+    its own; eager attention adds a mask, so that it is written out for every sequence (`eager_mask`).
     """
     kernel, pairs = kernel_of(shape, setting), setting.sequence * setting.sequence
     if kernel == "eager":
         return setting.micro_batch * pairs * setting.width
-    return pairs * BOOL if kernel == "efficient" and _is_masked(shape, setting) else 0
+    own = setting.micro_batch if setting.packed else 1
+    return own * pairs * BOOL if kernel == "efficient" and _is_masked(shape, setting) else 0
 
 
 def _project(ops: Operations, x: Slot, shape: Attention, hidden: int, *, by_head: bool) -> tuple[Slot, Slot, Slot]:

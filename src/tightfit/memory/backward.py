@@ -68,7 +68,7 @@ class Owners(NamedTuple):
         return max(low, 0) // self.part == max(high - 1, 0) // self.part
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def bucketed(
     acts: Activations,
     bucket: int,
@@ -158,7 +158,7 @@ def _leaving(numel: int, parts: int, width: int) -> int:
     return FP64 * min(part, NORM_ELEMENTS) + width * part
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def accumulated(acts: Activations, tied_grad: int, embedding_grad: int, already: int) -> Peak:
     """Gradients stay until the step. `already`: those of earlier micro batches, to which new ones are added."""
     best, highest = NOTHING, 0

@@ -45,22 +45,38 @@ class Gather(NamedTuple):
     """What stands beside the parameters while they come: that buffer, or a single rank's copy of one of them."""
 
 
-def phases(job: Job) -> dict[PhaseName, Components]:
+def passes(job: Job) -> dict[PhaseName, Components]:
     embedding, layer, head = _groups_of(job)
     base = _persistent(job)
     gathers = _gather(job, embedding), _gather(job, layer), _gather(job, head)
     return {
-        "init": _initialise(job),
         "forward": combine(base, {"gradients": _earlier(job)}, _forward(job, *gathers)),
-        "loss": at_the_loss(job),
+        "loss": combine(at_the_loss(job), kept(job.acts)),
         "backward": combine(base, _backward(job, embedding, layer, head)),
-        "step": combine(base, _step(job)),
     }
 
 
 def at_the_loss(job: Job) -> Components:
     gathers = [_gather(job, group) for group in _groups_of(job)]
-    return combine(_persistent(job), {"gradients": _earlier(job)}, kept(job.acts), _loss(job, *gathers))
+    return combine(_persistent(job), {"gradients": _earlier(job)}, _loss(job, *gathers))
+
+
+def at_the_top(job: Job) -> Components:
+    embedding, layer, head = _groups_of(job)
+    width, compute = job.weights.width, _compute_width(job)
+    root = embedding.whole(width, compute) if job.shape.tied else 0
+    return combine(
+        _persistent(job),
+        {
+            "gradients": _earlier(job),
+            "buckets": 0 if job.shape.tied else head.trainable * FP32,
+            "gathered_weights": root + layer.whole(width, compute),
+        },
+    )
+
+
+def at_the_end(job: Job) -> Components:
+    return _persistent(job)
 
 
 def _groups_of(job: Job) -> tuple[Group, Group, Group]:
@@ -225,6 +241,10 @@ def _backward(job: Job, embedding: Group, layer: Group, head: Group) -> Componen
     )
 
 
+def step(job: Job) -> Components:
+    return combine(_persistent(job), _step(job))
+
+
 def _step(job: Job) -> Components:
     if job.levers.offload_param != "none":
         return {}
@@ -232,7 +252,7 @@ def _step(job: Job) -> Components:
     return {"gradients": _own_grads(job), "temporaries": step_temporary(job.levers.optimizer, largest)}
 
 
-def _initialise(job: Job) -> Components:
+def initialise(job: Job) -> Components:
     if job.weights.quantised_numel:
         return {"weights": job.weights.bytes, "temporaries": quantising(job)}
     # `Module._apply` makes a tied weight once for each module that has it

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.memory import weights as weights_of
-from tightfit.memory.activations import Activations, activations
+from tightfit.memory.activations import Activations, activations, activations_at
 from tightfit.memory.weights import Weights
-from tightfit.types import Gpu, Levers, ModelShape
+from tightfit.types import Checkpointing, Gpu, Levers, ModelShape
 
 Components = dict[str, int]
 """Bytes by component."""
@@ -20,6 +20,8 @@ CUBLAS_WORKSPACE = {"hopper": 32 * 2**20, "other": 8 * 2**20 + 128 * 2**10}
 class Job:
     shape: ModelShape
     levers: Levers
+    depth: Checkpointing
+    """Which layers recompute: as the levers say, or as is asked instead."""
     world: int
     weights: Weights
     acts: Activations
@@ -50,12 +52,19 @@ def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, con
     return Job(
         shape=shape,
         levers=levers,
+        depth=levers.checkpointing,
         world=world,
         weights=weights_of.of(shape, levers),
         acts=activations(shape, levers, gpu),
         workspaces=2 * CUBLAS_WORKSPACE["hopper" if hopper else "other"],
         free_bytes=None if gpu is None else gpu.memory_bytes - context_bytes,
     )
+
+
+def at_depth(job: Job, depth: Checkpointing) -> Job:
+    levers = job.levers
+    acts = activations_at(depth, job.shape, job.acts.setting, levers.frozen_layers, levers.loss == "fused")
+    return Job(job.shape, levers, depth, job.world, job.weights, acts, job.workspaces, job.free_bytes)
 
 
 def combine(*parts: Components) -> Components:

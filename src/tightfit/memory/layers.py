@@ -16,22 +16,23 @@ from tightfit.types import Attention, Block, Mamba1, Mamba2, Mlp, Moe, Traced
 Inner = Callable[[Operations, Slot, Block, int], Slot]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def layer_cost(block: Block, hidden: int, setting: Setting, input_grad: bool = True) -> LayerCost:
     """`input_grad`: something below trains, so that the gradient goes on. Without it the layer's first norm, say,
     keeps nothing."""
     if isinstance(block.mixer, Traced):
         return _traced(block, block.mixer, hidden, setting)
+    return measure(*layer_tape(block, hidden, setting, input_grad))
+
+
+@lru_cache(maxsize=48)
+def layer_tape(block: Block, hidden: int, setting: Setting, input_grad: bool) -> tuple[Tape, Slot, Slot]:
+    """The operations of one layer, its input and its output. Both memory and time are read from it, one soon after the
+    other."""
     x = Slot(layer_input_bytes(block, hidden, setting), input_grad)
-    tape, out = layer_tape(block, hidden, setting, x)
-    return measure(tape, x, out)
-
-
-def layer_tape(block: Block, hidden: int, setting: Setting, x: Slot) -> tuple[Tape, Slot]:
-    """The operations of one layer that reads x, and its output."""
     ops = Operations(setting, {tensor.name: tensor for tensor in block.tensors})
     out = _layer(ops, x, block, hidden)
-    return ops.tape, out
+    return ops.tape, x, out
 
 
 def layer_input_bytes(block: Block, hidden: int, setting: Setting) -> int:

@@ -40,6 +40,8 @@ class Setting:
     adapter_width: int = 2
     quantised: bool = False
     attention: AttentionKernel = "sdpa"
+    packed: bool = False
+    """Documents of one sequence are kept apart by a mask."""
     scan: str = "official"
     broadcast_scan: bool = False
     """Mamba-2 without kernels contracts by broadcasting: transformers before 5.18."""

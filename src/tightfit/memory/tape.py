@@ -107,13 +107,15 @@ class Tape:
         product: bool = False,
     ) -> Slot:
         """An operation with a fresh output. What it `makes` or `keeps` it also saves, where a gradient flows."""
-        grad = weight_grad > 0 or any([slot.grad for slot in inputs])
+        grad = weight_grad > 0 or True in [slot.grad for slot in inputs]
         output = Slot(size, grad)
-        extra = tuple([Slot(each, False) for each in makes])
-        added = tuple([Slot(each, False) for each in keeps])
+        extra = tuple([Slot(each, False) for each in makes]) if makes else ()
+        added = tuple([Slot(each, False) for each in keeps]) if keeps else ()
         kept: tuple[Slot, ...] = ()
         if grad:
-            kept = (*[slot.storage for slot in saves], *extra, *added, *((output,) if saves_output else ()))
+            kept = (*[slot.storage for slot in saves], *extra, *added)
+            if saves_output:
+                kept += (output,)
         temps = forward_temp, backward_temp
         self.ops.append(Op(inputs, (output,), kept, extra, added, *temps, weight_grad, passes, grad_sizes, product))
         return output

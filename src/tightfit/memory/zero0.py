@@ -17,32 +17,46 @@ ALLREDUCE_ELEMENTS = 500_000_000
 """`MEMORY_OPT_ALLREDUCE_SIZE`: gradients are flattened for the all-reduce in pieces of this many elements."""
 
 
-def phases(job: Job) -> dict[PhaseName, Components]:
-    base = _persistent(job)
-    weights, levers, acts = job.weights, job.levers, job.acts
-    grads = weights.trainable_numel * weights.trainable_width
-    earlier = grads if levers.accumulation > 1 else 0
+def passes(job: Job) -> dict[PhaseName, Components]:
+    base, acts, earlier = _persistent(job), job.acts, _earlier(job)
     peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
-    bucket = min(weights.trainable_numel, ALLREDUCE_ELEMENTS + weights.largest_trainable) * weights.trainable_width
-    ends: Components = {"gradients": grads, "buckets": bucket}
     inside: Components = {
         "activations": peak.activations + acts.shared,
         "recompute": peak.recompute,
         "gradients": peak.gradients,
     }
     return {
-        "init": _initialise(job),
         "forward": combine(base, {"gradients": earlier}, passing(acts)),
-        "loss": at_the_loss(job),
-        "backward": combine(base, worst(inside, ends)),
-        "step": combine(base, _step(job, grads)),
+        "loss": combine(at_the_loss(job), kept(acts)),
+        "backward": combine(base, worst(inside, _ends(job))),
     }
 
 
 def at_the_loss(job: Job) -> Components:
+    return combine(at_the_top(job), logits(job))
+
+
+def at_the_top(job: Job) -> Components:
+    return combine(_persistent(job), {"gradients": _earlier(job)})
+
+
+def at_the_end(job: Job) -> Components:
+    return combine(_persistent(job), _ends(job))
+
+
+def _ends(job: Job) -> Components:
     weights = job.weights
-    earlier = weights.trainable_numel * weights.trainable_width if job.levers.accumulation > 1 else 0
-    return combine(_persistent(job), {"gradients": earlier}, kept(job.acts), logits(job))
+    bucket = min(weights.trainable_numel, ALLREDUCE_ELEMENTS + weights.largest_trainable) * weights.trainable_width
+    return {"gradients": _grads(job), "buckets": bucket}
+
+
+def _grads(job: Job) -> int:
+    return job.weights.trainable_numel * job.weights.trainable_width
+
+
+def _earlier(job: Job) -> int:
+    """Gradients of earlier micro batches."""
+    return _grads(job) if job.levers.accumulation > 1 else 0
 
 
 def _persistent(job: Job) -> Components:
@@ -66,8 +80,12 @@ def _states(job: Job) -> int:
     return state_bytes(levers.optimizer, job.weights.trainable_numel, job.master_width, flat=True)
 
 
-def _step(job: Job, grads: int) -> Components:
-    levers, numel = job.levers, job.weights.trainable_numel
+def step(job: Job) -> Components:
+    return combine(_persistent(job), _step(job))
+
+
+def _step(job: Job) -> Components:
+    levers, numel, grads = job.levers, job.weights.trainable_numel, _grads(job)
     if levers.precision == "fp32" or not levers.master_weights:
         return {"gradients": grads, "temporaries": step_temporary(levers.optimizer, job.weights.largest_trainable)}
     if levers.optimizer == "adamw":
@@ -78,7 +96,7 @@ def _step(job: Job, grads: int) -> Components:
     }
 
 
-def _initialise(job: Job) -> Components:
+def initialise(job: Job) -> Components:
     weights, levers = job.weights, job.levers
     numel = weights.trainable_numel
     if levers.precision == "fp32" or not levers.master_weights:

@@ -44,23 +44,27 @@ def partition(weights: Weights, world: int) -> Partition:
     return Partition(numel, last + 1 if ends else 0, covering, max(min(piece, numel) for piece in pieces))
 
 
-def phases(job: Job) -> dict[PhaseName, Components]:
-    base, acts, levers = _persistent(job), job.acts, job.levers
+def passes(job: Job) -> dict[PhaseName, Components]:
+    base, acts = _persistent(job), job.acts
     part = partition(job.weights, job.world)
-    offloaded = levers.offload_optimizer != "none"
     own_grads = _own_grads(job, part)
     return {
-        "init": _initialise(job, part),
         "forward": combine(base, _waiting(job, own_grads), passing(acts)),
-        "loss": at_the_loss(job),
+        "loss": combine(at_the_loss(job), kept(acts)),
         "backward": combine(base, _backward(job, part, own_grads)),
-        "step": combine(base, _offloaded_step(job, part) if offloaded else _step(job, part, own_grads)),
     }
 
 
 def at_the_loss(job: Job) -> Components:
     waiting = _waiting(job, _own_grads(job, partition(job.weights, job.world)))
-    return combine(_persistent(job), waiting, kept(job.acts), logits(job))
+    return combine(_persistent(job), waiting, logits(job))
+
+
+def at_the_top(job: Job) -> Components:
+    """The bucket comes with the first gradient, which is the embedding's where that trains alone."""
+    own_grads = _own_grads(job, partition(job.weights, job.world))
+    bucket = _bucket(job) if job.levers.trains == "all" else 0
+    return combine(_persistent(job), {"gradients": _earlier(job, own_grads), "buckets": bucket})
 
 
 def _own_grads(job: Job, part: Partition) -> int:
@@ -110,22 +114,34 @@ def _backward(job: Job, part: Partition, own_grads: int) -> Components:
     if job.levers.trains == "embeddings":
         return _backward_to_the_embedding(job, part, own_grads)
     acts, levers, weights = job.acts, job.levers, job.weights
-    width, elements = weights.trainable_width, levers.buckets.reduce_bucket
     bucket = _bucket(job)
     earlier = _earlier(job, own_grads)
     if levers.engine == "zero1":
         peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
-        ends: Components = {"gradients": _emptying(weights, elements, part) * width, "buckets": bucket}
         inside: Components = {"gradients": peak.gradients, "buckets": bucket}
     else:
         owners = Owners(weights.trainable_numel, part.numel) if part.numel else None
+        elements = levers.buckets.reduce_bucket
         peak = bucketed(acts, elements, job.tied_grad, job.embedding_grad, None, 0, owners)
         inside = {"gradients": peak.gradients + earlier, "buckets": bucket + peak.buckets}
-        ends = {"gradients": own_grads + earlier, "buckets": bucket}
-    if levers.offload_optimizer != "none":
-        ends = worst(ends, _leaving(job, part, bucket))
     inside |= {"activations": peak.activations + acts.shared, "recompute": peak.recompute}
-    return worst(_first_gradient(job, bucket, earlier), inside, ends)
+    return worst(_first_gradient(job, bucket, earlier), inside, _ends(job, part))
+
+
+def at_the_end(job: Job) -> Components:
+    ends = _ends(job, partition(job.weights, job.world)) if job.levers.trains == "all" else {}
+    return combine(_persistent(job), ends)
+
+
+def _ends(job: Job, part: Partition) -> Components:
+    """All gradients are there, and leave through the bucket."""
+    bucket, own_grads = _bucket(job), _own_grads(job, part)
+    if job.levers.engine == "zero1":
+        left = _emptying(job.weights, job.levers.buckets.reduce_bucket, part) * job.weights.trainable_width
+        ends: Components = {"gradients": left, "buckets": bucket}
+    else:
+        ends = {"gradients": own_grads + _earlier(job, own_grads), "buckets": bucket}
+    return worst(ends, _leaving(job, part, bucket)) if job.levers.offload_optimizer != "none" else ends
 
 
 def _leaving(job: Job, part: Partition, bucket: int) -> Components:
@@ -220,12 +236,18 @@ def _emptying(weights: Weights, bucket: int, part: Partition) -> int:
     return most
 
 
-def _step(job: Job, part: Partition, own_grads: int) -> Components:
+def step(job: Job) -> Components:
+    part = partition(job.weights, job.world)
+    offloaded = job.levers.offload_optimizer != "none"
+    return combine(_persistent(job), _offloaded_step(job, part) if offloaded else _step(job, part))
+
+
+def _step(job: Job, part: Partition) -> Components:
     width = job.weights.trainable_width
     # norms are taken in double precision: `get_norm_dtype`
     flat = part.numel * (width + job.master_width if width != job.master_width else width)
     update = flat + step_temporary(job.levers.optimizer, part.numel)
-    return {"gradients": own_grads, "temporaries": max(update, FP64 * part.largest)}
+    return {"gradients": _own_grads(job, part), "temporaries": max(update, FP64 * part.largest)}
 
 
 def _offloaded_step(job: Job, part: Partition) -> Components:
@@ -233,8 +255,8 @@ def _offloaded_step(job: Job, part: Partition) -> Components:
     return {"temporaries": 4 * part.numel if version(job.levers.deepspeed_version) < CASTS_ON_HOST_SINCE else 0}
 
 
-def _initialise(job: Job, part: Partition) -> Components:
-    weights, levers = job.weights, job.levers
+def initialise(job: Job) -> Components:
+    weights, levers, part = job.weights, job.levers, partition(job.weights, job.world)
     trainable = weights.trainable_numel * weights.trainable_width
     flattening: Components = {"weights": weights.bytes}
     if flattens_on_gpu(job):

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from tightfit.memory.activations import Activations, Moment
 from tightfit.memory.backward import bucketed
-from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Node, Param, Passes, replay, stretches
+from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Node, Param, Passes, stretches
 from tightfit.memory.job import Components, Job, combine, kept, logits, passing, quantising, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
+from tightfit.memory.replay import Replay, replay, replay_between, settled_layers
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import Weights, effective_lora, is_adapted, is_linear
 from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
@@ -62,7 +63,7 @@ def shards_of(job: Job) -> Shards:
     return shards(job.weights, job.world, buckets.persistence_threshold, buckets.sub_group_size)
 
 
-def phases(job: Job) -> dict[PhaseName, Components]:
+def passes(job: Job) -> dict[PhaseName, Components]:
     base, acts, weights = _persistent(job), job.acts, job.weights
     whole = gathered_of(job)
     width = weights.width
@@ -78,18 +79,24 @@ def phases(job: Job) -> dict[PhaseName, Components]:
         "gathered_weights": peak.gathered,
     }
     return {
-        "init": _initialise(job),
         "forward": combine(base, passing(acts), {"gathered_weights": whole.forward * width}),
-        "loss": at_the_loss(job),
+        "loss": combine(at_the_loss(job), kept(acts), {"gathered_weights": whole.loss * width}),
         "backward": combine(base, backward),
-        "step": combine(base, _step(job)),
     }
 
 
-def at_the_loss(job: Job, *, replayed: bool = True) -> Components:
-    """Without `replayed`, only the parameters that are never released count as whole."""
-    whole: Components = {"gathered_weights": gathered_of(job).loss * job.weights.width} if replayed else {}
-    return combine(_persistent(job), kept(job.acts), logits(job), whole)
+def at_the_loss(job: Job) -> Components:
+    """Without the parameters that are released again: how many of them are whole depends on the depth."""
+    return combine(_persistent(job), logits(job))
+
+
+def at_the_top(job: Job) -> Components:
+    """Likewise."""
+    return _persistent(job)
+
+
+def at_the_end(job: Job) -> Components:
+    return _persistent(job)
 
 
 def _persistent(job: Job) -> Components:
@@ -115,6 +122,10 @@ def _persistent(job: Job) -> Components:
     return components
 
 
+def step(job: Job) -> Components:
+    return combine(_persistent(job), _step(job))
+
+
 def _step(job: Job) -> Components:
     own, width = shards_of(job), job.weights.trainable_width
     if job.levers.offload_optimizer != "none":
@@ -124,7 +135,7 @@ def _step(job: Job) -> Components:
     return {"temporaries": max(update, FP64 * own.largest)}
 
 
-def _initialise(job: Job) -> Components:
+def initialise(job: Job) -> Components:
     levers, weights, own = job.levers, job.weights, shards_of(job)
     width = weights.trainable_width
     full, offloaded = levers.method == "full", levers.offload_param != "none"
@@ -159,7 +170,7 @@ def _leaf_mixers(levers: Levers) -> bool:
     return levers.scan == "tightfit" and levers.method == "full"
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def held_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
     """`reduce_leaf_module_grads`: a mixer's gradients wait for that of its input, then they leave one after another."""
     alike: dict[tuple[int, int, bool], tuple[int, LayerCost]] = {}
@@ -202,7 +213,13 @@ def gathered_of(job: Job) -> Gathered:
     if job.world == 1 and levers.offload_param == "none":
         nothing = (0,) * n_layers  # the only part is the whole: nothing is copied
         return Gathered(0, 0, nothing, nothing, 0)
-    checkpointing = levers.checkpointing.layers
+    return _gathered(*_asked(job))
+
+
+def _asked(job: Job) -> tuple[Model, Passes, Limits]:
+    """What a replay depends on."""
+    levers, n_layers = job.levers, job.shape.n_layers
+    checkpointing = job.depth.layers
     trains = levers.method == "full"
     passes = Passes(
         recompute=n_layers if checkpointing is None else checkpointing,
@@ -220,7 +237,30 @@ def gathered_of(job: Job) -> Gathered:
     )
     buckets = levers.buckets
     limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance, job.world > 1)
-    return _gathered(job.shape, style, passes, limits, buckets.persistence_threshold)
+    return _model(job.shape, style, buckets.persistence_threshold), passes, limits
+
+
+class Settled(NamedTuple):
+    """Whole elements at the loss, and when the top layer's backward pass begins, as long as no more than so many
+    layers recompute."""
+
+    loss: int
+    top: int
+    layers: int
+
+
+def settled_of(job: Job) -> Settled:
+    if job.world == 1 and job.levers.offload_param == "none":
+        return Settled(0, 0, job.shape.n_layers)
+    model, passes, limits = _asked(job)
+    return _settled(model, replace(passes, recompute=0, input_grad=True), limits)
+
+
+@lru_cache(maxsize=64)
+def _settled(model: Model, passes: Passes, limits: Limits) -> Settled:
+    known = _replayed(model, passes, limits)
+    whole = known.gathered
+    return Settled(whole.loss, whole.layers[-1] if known.standings else 0, settled_layers(known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +278,17 @@ class Style:
 
 
 @lru_cache(maxsize=1024)
-def _gathered(shape: ModelShape, style: Style, passes: Passes, limits: Limits, threshold: int) -> Gathered:
-    return replay(stretches(_model(shape, style, threshold), passes), limits)
+def _gathered(model: Model, passes: Passes, limits: Limits) -> Gathered:
+    none, every = (replace(passes, recompute=depth, input_grad=True) for depth in (0, len(model.layers)))
+    if passes in (none, every):
+        return _replayed(model, passes, limits).gathered
+    whole, first, last = stretches(model, passes), _replayed(model, none, limits), _replayed(model, every, limits)
+    return replay_between(whole, limits, first, last)
+
+
+@lru_cache(maxsize=64)
+def _replayed(model: Model, passes: Passes, limits: Limits) -> Replay:
+    return replay(stretches(model, passes), limits)
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ priced for every way.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from tightfit.pace import engines
 from tightfit.pace.engines import Passes, Traffic
 from tightfit.pace.passes import frozen_of, passes_of
 from tightfit.pace.rates import CHECKPOINTED_LAYER_S, rates_of
-from tightfit.pace.work import layer_time
+from tightfit.pace.work import layer_time, least_products_s
 from tightfit.types import AttentionKernel, Buckets, Checkpointing, Hardware, Levers, ModelShape, Scan
 
 Computed = tuple[int, str, str, str]
@@ -60,10 +61,16 @@ class Clock:
             fixed += traffic.reductions(micro_batches) * traffic.reduced
         busy = self._busy.get((computed, traffic.copied_back, traffic.host)) or self._busy_back(rest, choice)
         waited = traffic.waited_back(micro_batches)
-        if traffic.is_hidden(busy[0]):  # and so it is beside every deeper, longer pass, at the same price
-            most = waited(busy[0])
-            return [fixed + micro_batches * seconds + most for seconds in busy]
-        return [fixed + micro_batches * seconds + waited(seconds) for seconds in busy]
+        hidden = bisect_right(busy, traffic.hidden_s)  # a deeper pass is longer
+        most = waited(busy[-1])
+        times = [fixed + micro_batches * seconds + waited(seconds) for seconds in busy[:hidden]]
+        return times + [fixed + micro_batches * seconds + most for seconds in busy[hidden:]]
+
+    def least_s(self, sequences: int) -> float:
+        """So many sequences take no less on one GPU, in whatever micro batches; rounded down a little, since it is
+        compared with what was summed up otherwise."""
+        setting = setting_of(replace(self.strategy, micro_batch=sequences), self.hardware.gpu)
+        return least_products_s(self.shape, setting, self.rates, frozen_of(self.strategy)) * (1 - 1e-9)
 
     def own_s(self, rest: Levers, choice: Choice) -> float:
         """What the GPU itself computes and moves in a step in which nothing recomputes."""

@@ -118,10 +118,10 @@ class Traffic(NamedTuple):
 
         return waited
 
-    def is_hidden(self, busy: float) -> bool:
-        """All that is moved beside a backward pass of `busy` seconds takes less than that."""
-        moved = self.gathered_back + (self.reduced if self.overlaps else 0.0)
-        return moved < busy and self.from_host_back < busy
+    @property
+    def hidden_s(self) -> float:
+        """All that is moved beside a backward pass that takes longer than this costs it the same, however long."""
+        return max(self.gathered_back + (self.reduced if self.overlaps else 0.0), self.from_host_back)
 
     def _waits(self, busy: float, gathered: float, reduced: float, linked: float) -> tuple[float, float]:
         moved = gathered + reduced

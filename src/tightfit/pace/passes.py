@@ -29,7 +29,7 @@ def frozen_of(levers: Levers) -> int:
     return levers.frozen_layers if levers.method == "full" else 0
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _plain(
     shape: ModelShape, setting: Setting, rates: Rates, recomputing: int, frozen: int, fused: bool
 ) -> tuple[Passes, int, int]:

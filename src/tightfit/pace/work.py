@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.attention import kernel_of
-from tightfit.memory.layers import layer_input_bytes, layer_tape
+from tightfit.memory.layers import layer_tape
 from tightfit.memory.loss import fused_chunk_tokens
 from tightfit.memory.operations import FP32, Setting
-from tightfit.memory.tape import Op, Slot
+from tightfit.memory.tape import Op
 from tightfit.memory.weights import is_linear
 from tightfit.pace import rates as constants
 from tightfit.pace.rates import Rates
@@ -45,12 +45,11 @@ class LayerTime(NamedTuple):
     """Modules that an engine hooks."""
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def layer_time(block: Block, hidden: int, setting: Setting, rates: Rates) -> LayerTime:
     if isinstance(block.mixer, Traced):
         return _traced(block, block.mixer, setting, rates)
-    x = Slot(layer_input_bytes(block, hidden, setting), True)
-    tape, _ = layer_tape(block, hidden, setting, x)
+    tape, _, _ = layer_tape(block, hidden, setting, True)
     real = [op for op in tape.ops if any([slot.storage is slot for slot in op.outputs])]
     plain = [op for op in real if not op.product]
     forward, back = _products(block, setting, rates)
@@ -103,6 +102,16 @@ def _products(block: Block, setting: Setting, rates: Rates) -> tuple[float, floa
         forward += once
         back += once * (2 if setting.trains_base else 1)
     return forward, back
+
+
+def least_products_s(shape: ModelShape, setting: Setting, rates: Rates, frozen: int) -> float:
+    """No way of computing these tokens takes less: the products of linear layers and head at the card's full rate, in
+    however many parts. The lowest `frozen` layers have no backward pass."""
+    back = 2 if setting.trains_base else 1
+    each = [sum([tensor.numel for tensor in block.tensors if is_linear(tensor)]) for block in shape.blocks]
+    layers = [each[kind] * (1 if index < frozen else 1 + back) for index, kind in enumerate(shape.pattern)]
+    head = shape.vocab_size * shape.hidden_size * (3 if setting.trains_head(tied=shape.tied) else 2)
+    return 2 * setting.tokens * (sum(layers) + head) / rates.products
 
 
 def _product(tokens: int, out_features: int, in_features: int, width: int, rates: Rates) -> float:

@@ -124,7 +124,10 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: b
 def _adapters(job: Job) -> Lora:
     lora = job.lora
     return Lora(
-        rank=lora.rank, targets=None if isinstance(lora.targets, str) else lora.targets, adapter_dtype=lora.dtype
+        rank=lora.rank,
+        targets=None if isinstance(lora.targets, str) else lora.targets,
+        adapter_dtype=lora.dtype,
+        dropout=lora.dropout,
     )
 
 

@@ -3,13 +3,14 @@
 Time only grows with every layer that recomputes, so the fewest that fit are the fastest. Memory does not quite only
 shrink. A layer that recomputes holds its own input meanwhile, which a layer that kept everything does not: so the
 need falls with each layer more, and from where a recomputing layer is itself the peak (usually the topmost) it rises
-again by about one layer's input. That is a valley, and `in_a_valley` finds its first fitting place by bisection.
+again by about one layer's input. That is a valley, and `in_a_valley` finds its first fitting place by bisection;
+`from_below` does where floors have shown that nothing fits before some depth, which most often is near.
 No recomputing layer at all is a case of its own (masks need not wait for a second call, adapters need no gradient
 of the embedding), and is asked first.
 
 ZeRO-3 is rougher. What it has gathered at a layer depends on what it fetches next, and that changes with the depth:
 with short sequences the need jumps up and down by more than a layer's activations. There every depth is tried, from
-the first at which the loss alone would fit: `past_a_floor`.
+the first at which a floor would fit: `past_a_floor`.
 """
 
 from __future__ import annotations
@@ -20,27 +21,49 @@ Excess = Callable[[int], int]
 """How far the corner is from fitting at the depth of this index; 0: it fits."""
 
 
+FEW = 4
+"""Steps after which a search that went up looks whether there is anything to find."""
+
+
 def tried_depths(n_layers: int, *, partial: bool = True) -> tuple[int, ...]:
     """Numbers of recomputing layers, from none to all; or only these two, where a trainer knows nothing between."""
     return tuple(range(n_layers + 1)) if partial else (0, n_layers)
 
 
-def in_a_valley(excess: Excess, last: int, rise: int, *, late: bool = False) -> int | None:
-    """The first index up to `last` that fits, where the need falls and then rises by `rise` at most; None: none.
-
-    `late`: it is probably `last` or little before, so that is where the search begins.
-    """
+def in_a_valley(excess: Excess, last: int, rise: int) -> int | None:
+    """The first index up to `last` that fits, where the need falls and then rises by `rise` at most; None: none."""
     if excess(0) == 0:
         return 0
     if last == 0:
         return None
-    fitting: int | None = last
-    if excess(last):
-        falling = excess(last) > rise or (last > 1 and excess(last - 1) > excess(last))
-        fitting = None if falling else _bottom(excess, last)
-    if fitting is None:
-        return None
-    return _first_from_above(excess, 1, fitting) if late else _first(excess, 1, fitting)
+    fitting = last if excess(last) == 0 else _fitting(excess, last, rise)
+    return None if fitting is None else first(excess, 1, fitting)
+
+
+def from_below(excess: Excess, low: int, last: int, rise: int) -> int | None:
+    """The same, of indices from `low` on, before which nothing fits; in growing steps, since it is probably near."""
+    if excess(low) == 0:
+        return low
+    index, step = low, 1
+    while index < last:
+        if step == FEW and excess(last) > rise:
+            return None
+        before, index, step = index, min(index + step, last), 2 * step
+        if excess(index) == 0:
+            return first(excess, before + 1, index)
+    fitting = None if low == last else _fitting(excess, last, rise)
+    return None if fitting is None else first(excess, low, fitting)
+
+
+def one_by_one(excess: Excess, low: int, last: int, rise: int) -> int | None:
+    """The same, where the need may jump, whatever `rise` says."""
+    return next((index for index in range(low, last + 1) if excess(index) == 0), None)
+
+
+def _fitting(excess: Excess, last: int, rise: int) -> int | None:
+    """Some index that fits, where the last one does not."""
+    falling = excess(last) > rise or (last > 1 and excess(last - 1) > excess(last))
+    return None if falling else _bottom(excess, last)
 
 
 def _bottom(excess: Excess, last: int) -> int | None:
@@ -57,7 +80,7 @@ def _bottom(excess: Excess, last: int) -> int | None:
     return None
 
 
-def _first(excess: Excess, low: int, fitting: int) -> int:
+def first(excess: Excess, low: int, fitting: int) -> int:
     """The first that fits, where all from there up to `fitting` do."""
     high = fitting
     while low < high:
@@ -66,22 +89,11 @@ def _first(excess: Excess, low: int, fitting: int) -> int:
     return high
 
 
-def _first_from_above(excess: Excess, low: int, fitting: int) -> int:
-    """The same, in growing steps down from `fitting`."""
-    high, step = fitting, 1
-    while high - step >= low and excess(high - step) == 0:
-        high, step = high - step, 2 * step
-    return _first(excess, max(low, high - step + 1), high)
-
-
-def past_a_floor(excess: Excess, last: int, floor: Excess, replayed_floor: Excess) -> int | None:
-    """The first index up to `last` that fits. `floor`: an excess that is never too high and only falls with the depth;
-    `replayed_floor`: one that is never too high, nearer to the truth and dearer to ask."""
+def past_a_floor(excess: Excess, last: int, floor: Excess) -> int | None:
+    """The first index up to `last` that fits. `floor`: an excess that is never too high and only falls with the
+    depth."""
     if excess(0) == 0:
         return 0
     if last == 0 or floor(last):
         return None
-    for index in range(_first(floor, 1, last), last + 1):
-        if replayed_floor(index) == 0 and excess(index) == 0:
-            return index
-    return None
+    return one_by_one(excess, first(floor, 1, last), last, 0)

@@ -1,20 +1,21 @@
 """What is asked of the search, and how far a prediction is from fitting.
 
-A floor is what a way holds at the loss alone, for a fraction of the price: what does not fit by its floor does not fit.
+A floor is what a way holds in any case, for a fraction of the price: what does not fit by its floor does not fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from math import ceil, floor
+from math import ceil
+from typing import NamedTuple
 
-from tightfit.memory import estimate, floor_bytes
-from tightfit.memory.overhead import ALLOCATOR_SLACK, beside
+from tightfit.memory import Scale, Totals, estimate, required_bytes, totals_of
+from tightfit.memory.overhead import ALLOCATOR_SLACK
 from tightfit.planner.calibration import Calibration, Correction, Place, corrected, phase_bytes
 from tightfit.planner.candidates import Pinned
 from tightfit.planner.plan import Bounds
-from tightfit.types import Footprint, Hardware, Levers, Lora, ModelShape, PhaseName
+from tightfit.types import Checkpointing, Footprint, Hardware, Levers, Lora, ModelShape, PhaseName
 
 AT_ANY_DEPTH: tuple[PhaseName, ...] = ("init", "step", "save")
 """The phases of the GPU that hold the same however many layers recompute."""
@@ -90,10 +91,46 @@ def correction_of(question: Question, levers: Levers) -> Correction | None:
     return None if known is None else known.correction(question.shape, levers, question.hardware)
 
 
+class Weight(NamedTuple):
+    """What a search has to know of a prediction."""
+
+    excess: int
+    """See `excess_bytes`."""
+    share: float
+    """See `excess_share`."""
+    is_hopeless: bool
+    """Too much on the host, while the model is built, or at the optimizer's step: no depth of checkpointing changes
+    these, except that offloading adds to the host."""
+    required: int
+    host: int
+
+
+def weight_of(question: Question, scale: Scale, depth: Checkpointing) -> Weight:
+    """Of one way at one depth. What is asked of single phases, or learned about them, takes the whole footprint."""
+    if not question.caps and (question.calibration is None or not question.calibration.entries):
+        return _weight(question, scale.totals(depth), None)
+    footprint = weigh(question, replace(scale.levers, checkpointing=depth))
+    return _weight(question, totals_of(footprint), footprint)
+
+
+def _weight(question: Question, totals: Totals, footprint: Footprint | None) -> Weight:
+    hardware = question.hardware
+    over = sum(_over_caps(question, footprint, question.caps)) if footprint else 0
+    steady = any(_over_caps(question, footprint, question.steady_caps)) if footprint else False
+    on_host = _over(totals.host, hardware.host_ram_bytes) + _over(totals.nvme, hardware.nvme_bytes)
+    hopeless = steady or on_host > 0 or required_bytes(totals.init, hardware.world) > hardware.gpu.memory_bytes
+    return Weight(
+        excess=max(0, _needed(totals, hardware) - question.gpu_limit_bytes) + on_host + over,
+        share=_share(question, totals, footprint),
+        is_hopeless=hopeless or required_bytes(totals.step, hardware.world) > question.gpu_limit_bytes,
+        required=required_bytes(max(totals.peak, totals.init), hardware.world),
+        host=totals.host,
+    )
+
+
 def excess_bytes(question: Question, footprint: Footprint) -> int:
     """How far a footprint is from fitting: the sum of what is missing on the GPU, in RAM and on NVMe; 0: it fits."""
-    gpu = max(0, needed_bytes(footprint, question.hardware) - question.gpu_limit_bytes)
-    return gpu + _host_excess_bytes(question, footprint) + sum(_over_caps(question, footprint, question.caps))
+    return _weight(question, totals_of(footprint), footprint).excess
 
 
 def _over_caps(question: Question, footprint: Footprint, caps: Iterable[Cap]) -> Iterator[int]:
@@ -103,36 +140,20 @@ def _over_caps(question: Question, footprint: Footprint, caps: Iterable[Cap]) ->
 
 def excess_share(question: Question, footprint: Footprint) -> float:
     """The same as a share of what there is, of that which is shortest: a GiB of the GPU is not one of the host."""
-    hardware, host = question.hardware, footprint.host
-    missing = (
-        (needed_bytes(footprint, hardware), question.gpu_limit_bytes),
-        (host.peak_bytes_per_node, hardware.host_ram_bytes),
-        (host.nvme_bytes_per_node, hardware.nvme_bytes),
-        *((phase_bytes(footprint, cap.where, cap.phase, hardware), cap.most_bytes) for cap in question.caps),
-    )
-    return max(_over(need, have) / max(have or 1, 1) for need, have in missing)
+    return _share(question, totals_of(footprint), footprint)
 
 
-def _host_excess_bytes(question: Question, footprint: Footprint) -> int:
-    hardware, host = question.hardware, footprint.host
-    return _over(host.peak_bytes_per_node, hardware.host_ram_bytes) + _over(
-        host.nvme_bytes_per_node, hardware.nvme_bytes
-    )
-
-
-def is_hopeless(question: Question, footprint: Footprint) -> bool:
-    """Too much on the host, while the model is built, or at the optimizer's step: no depth of checkpointing changes
-    these, except that offloading adds to the host."""
-    hardware, gpu = question.hardware, footprint.gpu
-    if any(_over_caps(question, footprint, question.steady_caps)):
-        return True
-    if _host_excess_bytes(question, footprint) or _required(gpu.init_peak_bytes, hardware) > hardware.gpu.memory_bytes:
-        return True
-    return _required(gpu.phases["step"].total_bytes, hardware) > question.gpu_limit_bytes
-
-
-def _required(held: int, hardware: Hardware) -> int:
-    return held + sum(beside(held, hardware.world).values())
+def _share(question: Question, totals: Totals, footprint: Footprint | None) -> float:
+    hardware = question.hardware
+    missing = [
+        (_needed(totals, hardware), question.gpu_limit_bytes),
+        (totals.host, hardware.host_ram_bytes),
+        (totals.nvme, hardware.nvme_bytes),
+    ]
+    if footprint is not None:
+        held = ((phase_bytes(footprint, cap.where, cap.phase, hardware), cap.most_bytes) for cap in question.caps)
+        missing += held
+    return max([_over(need, have) / max(have or 1, 1) for need, have in missing])
 
 
 def _over(need: int, have: int | None) -> int:
@@ -145,20 +166,42 @@ def needed_bytes(footprint: Footprint, hardware: Hardware) -> int:
     The margin is for the steps: building the model is the same every time, and must fit the card alone. Where even
     that does not, it is what counts.
     """
-    gpu = footprint.gpu
-    if gpu.init_peak_bytes <= gpu.peak_bytes or gpu.required_bytes > hardware.gpu.memory_bytes:
-        return gpu.required_bytes
-    return _required(gpu.peak_bytes, hardware)
+    return _needed(totals_of(footprint), hardware)
 
 
-def floor_excess(question: Question, levers: Levers, *, replayed: bool = False) -> int:
-    """How far what is held at the loss is from fitting: never more than the excess of all."""
-    least = floor_bytes(question.shape, levers, question.hardware, replayed=replayed)
-    correction = correction_of(question, levers)
-    taken = 0 if correction is None else correction.most_taken_bytes
-    over = max(0, least - ceil(taken * (1 + ALLOCATOR_SLACK)) - question.gpu_limit_bytes)
-    if question.caps:
-        held = floor((least - _required(0, question.hardware)) / (1 + ALLOCATOR_SLACK)) - taken
-        capped = (cap.most_bytes for cap in question.caps if cap.where == "gpu" and cap.phase in (None, "loss"))
-        over += sum(max(0, held - most) for most in capped)
+def _needed(totals: Totals, hardware: Hardware) -> int:
+    if totals.init > totals.peak:
+        building = required_bytes(totals.init, hardware.world)
+        if building > hardware.gpu.memory_bytes:
+            return building
+    return required_bytes(totals.peak, hardware.world)
+
+
+def least_weight(question: Question, scale: Scale, depth: Checkpointing) -> tuple[float, int]:
+    """No less than this are the share and the excess of a way's weight."""
+    hardware, limit = question.hardware, question.gpu_limit_bytes
+    over, steady = floor_excess(question, scale, depth), scale.steady(depth)
+    if question.caps or question.calibration is not None:
+        return over / max(limit, 1), over
+    building = required_bytes(steady.init, hardware.world)
+    if building > hardware.gpu.memory_bytes:
+        over = max(over, building - limit)
+    beside = [(steady.host, hardware.host_ram_bytes), (steady.nvme, hardware.nvme_bytes)]
+    shares = [_over(need, have) / max(have or 1, 1) for need, have in beside]
+    return max(over / max(limit, 1), *shares), over + sum([_over(need, have) for need, have in beside])
+
+
+def floor_excess(question: Question, scale: Scale, depth: Checkpointing) -> int:
+    """How far what is held in any case is from fitting: never more than the excess of all."""
+    at_loss, at_top = scale.floor.held(depth)
+    held = max(at_loss, at_top, scale.floor.after)
+    taken = 0
+    if question.calibration is not None and question.calibration.entries:
+        correction = correction_of(question, replace(scale.levers, checkpointing=depth))
+        taken = 0 if correction is None else correction.most_taken_bytes
+    least = required_bytes(held, question.hardware.world) - ceil(taken * (1 + ALLOCATOR_SLACK))
+    over = max(0, least - question.gpu_limit_bytes)
+    for cap in question.caps:
+        capped = {None: held, "loss": at_loss, "backward": at_top}.get(cap.phase, 0) if cap.where == "gpu" else 0
+        over += max(0, capped - taken - cap.most_bytes)
     return over

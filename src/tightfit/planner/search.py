@@ -14,14 +14,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from tightfit.pace import Clock, pace
 from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
-from tightfit.planner.ladder import Floors, Ladder, Sizes, Weighed, distance
+from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
-from tightfit.planner.question import Question, correction_of, excess_share
-from tightfit.types import Levers
+from tightfit.planner.question import Question, correction_of, weigh
+from tightfit.types import Buckets, Levers
 
 TIE_S = 2e-9
 """Two times that may round to the same, whatever the order in which they were summed up."""
@@ -60,10 +61,10 @@ def search(question: Question) -> Found:
     best = found.best
     for fewer in _smaller(question):
         most_s = inf if best is None else best.pace.step_s
-        if not fits_at_all(fewer) if best is None else _least_thinkable_s(fewer) > most_s + TIE_S:
+        if not fits_at_all(fewer) if best is None else _is_slower(fewer, most_s + TIE_S):
             continue
         attempt = Found(timed=found.timed, weighed=found.weighed)
-        _search_world(fewer, attempt, most_s)
+        _search_world(fewer, attempt, most_s, nearest=False)
         if attempt.best is not None and (best is None or rank(attempt.best) < rank(best)):
             best = attempt.best
             found.ways.append(best)
@@ -81,9 +82,7 @@ def fits_at_all(question: Question) -> bool:
 
 
 def _frugal_ladders(question: Question, every: Iterable[Corner]) -> list[Ladder]:
-    found = frugal(every)
-    floors = Floors(question, found[0].choice.buckets) if found else None
-    return [Ladder(question, corner, set(), floors) for corner in found]
+    return [Ladder(question, corner, set()) for corner in frugal(every)]
 
 
 def _can_fit(ladders: list[Ladder]) -> bool:
@@ -104,12 +103,15 @@ def _smaller(question: Question) -> Iterator[Question]:
             yield replace(question, hardware=fewer)
 
 
-def _least_thinkable_s(question: Question) -> float:
-    """A bound: the GPU's own work on its share of the batch, with nothing recomputed and nobody to wait for."""
+def _is_slower(question: Question, most_s: float) -> bool:
+    """Whether the GPU's own work on its share of the batch takes longer than this, with nothing recomputed and nobody
+    to wait for. Most often the arithmetic alone does."""
     alone = replace(question.hardware, nodes=1, gpus_per_node=1)
     levers = replace(question.base, engine="zero0", offload_optimizer="none", offload_param="none")
     clock = Clock(question.shape, levers, alone)
-    return min((clock.own_s(corner.rest, corner.choice) for corner in _corners(question, levers)), default=inf)
+    if clock.least_s(question.effective_batch // question.hardware.world) > most_s:
+        return True
+    return all(clock.own_s(corner.rest, corner.choice) > most_s for corner in _corners(question, levers))
 
 
 def _strategies(question: Question) -> list[Levers]:
@@ -121,44 +123,101 @@ def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
     return corners(question.shape, levers, question.pinned, question.hardware, question.effective_batch)
 
 
-def _search_world(question: Question, found: Found, most_s: float = inf) -> None:
-    """`most_s`: slower ways than that are of no interest."""
+def _search_world(question: Question, found: Found, most_s: float = inf, *, nearest: bool = True) -> None:
+    """`most_s`: slower ways than that are of no interest. `nearest`: of a strategy that does not fit, what is nearest
+    to it."""
     for levers in _strategies(question):
-        way = _best_of_strategy(question, levers, found, most_s)
+        way = _best_of_strategy(question, levers, found, most_s, nearest=nearest)
         if way is not None:
             found.ways.append(way)
 
 
-def _best_of_strategy(question: Question, levers: Levers, found: Found, most_s: float) -> Way | None:
-    """The fastest that fits, or the one nearest to fitting.
+Runner = tuple[float, int, Corner, list[float]]
+"""A corner in the race: seconds that it takes at least, its number, and its seconds at every depth."""
 
-    The corners are taken in the order of what they would take if nothing recomputed, and nothing is weighed that
-    even so is slower than what was found.
-    """
-    race: list[tuple[float, int, Corner, list[float]]] = []
+
+def _best_of_strategy(question: Question, levers: Levers, found: Found, most_s: float, *, nearest: bool) -> Way | None:
+    """The fastest that fits, or the one nearest to fitting."""
+    race: list[Runner] = []
     clock = Clock(question.shape, levers, question.hardware)
     for corner in _corners(question, levers):
         times = _times(question, corner, clock)
         found.timed.update(times)
         race.append((times[0], len(race), corner, times))
+    if min(race, default=(inf,))[0] > most_s + TIE_S:
+        return None
     ladders = _frugal_ladders(question, [corner for _, _, corner, _ in race])
-    if not _can_fit(ladders):
-        nearest = _nearest(question, ladders)
-        found.weighed.update(size for ladder in ladders for size in ladder.sizes)
-        return _way(question, nearest, fits=False) if nearest else None
+    if _can_fit(ladders):
+        return _won(question, race, ladders, found.weighed, most_s)
+    closest = _nearest(ladders) if nearest else None
+    found.weighed.update(size for ladder in ladders for size in ladder.sizes)
+    return None if closest is None else _way(question, closest.levers, fits=False)
+
+
+def _won(question: Question, race: list[Runner], ladders: list[Ladder], sizes: Sizes, most_s: float) -> Way | None:
+    """The corners are taken in the order of what they take at least: with nothing recomputed, and then, as far as that
+    is not enough to lose, at the first depth that floors allow. Nothing is weighed that even so is slower than what
+    was found."""
     best: Way | None = None
-    known = {id(ladder.corner): ladder.weighed for ladder in ladders}
-    floors = ladders[0].floors
-    for bound, _, corner, times in sorted(race):
-        if bound > most_s + TIE_S:
-            break
-        ladder = Ladder(question, corner, found.weighed, floors, known.get(id(corner)))
-        fitting = ladder.first_fit(bisect_right(times, most_s + TIE_S))
+    thinkable = _Thinkable(question, ladders, sizes)
+    heapify(race)
+    while race and race[0][0] <= most_s + TIE_S:
+        bound, number, corner, times = heappop(race)
+        depth = thinkable.depth(corner)
+        if depth is None:
+            continue
+        if times[depth] > bound:
+            heappush(race, (times[depth], number, corner, times))
+            continue
+        ladder = thinkable.ladder(corner)
+        fitting = ladder.fit_within(bisect_right(times, most_s + TIE_S))
         if fitting is not None:
-            way = _way(question, fitting, fits=True)
+            way = _way(question, ladder.at(fitting), fits=True)
             best = way if best is None or rank(way) < rank(best) else best
             most_s = min(most_s, best.pace.step_s)
     return best
+
+
+class _Thinkable:
+    """The first depth of a corner that floors allow; those that differ alone in the size of the buckets through which
+    gradients leave share that of the smallest."""
+
+    def __init__(self, question: Question, frugal_ones: list[Ladder], sizes: Sizes) -> None:
+        self.question, self.sizes = question, sizes
+        self.least = frugal_ones[0].corner.choice.buckets
+        self.smaller: dict[Buckets, Buckets] = {}
+        self.ladders = {_key(ladder.corner, ladder.corner.choice.buckets): ladder for ladder in frugal_ones}
+        self.depths: dict[_Key, int | None] = {}
+        for ladder in frugal_ones:  # what they have weighed counts when it is asked for again
+            ladder.sizes = sizes
+
+    def depth(self, corner: Corner) -> int | None:
+        buckets = self._smallest(corner.choice.buckets)
+        key = _key(corner, buckets)
+        if key not in self.depths:
+            choice = corner.choice._replace(buckets=buckets)
+            self.depths[key] = self.ladder(Corner(corner.rest, choice, corner.searched)).first_thinkable()
+        return self.depths[key]
+
+    def ladder(self, corner: Corner) -> Ladder:
+        key = _key(corner, corner.choice.buckets)
+        if key not in self.ladders:
+            self.ladders[key] = Ladder(self.question, corner, self.sizes)
+        return self.ladders[key]
+
+    def _smallest(self, own: Buckets) -> Buckets:
+        if own not in self.smaller:
+            reduce, allgather, overlaps = self.least.reduce_bucket, self.least.allgather_bucket, self.least.overlap_comm
+            self.smaller[own] = replace(own, reduce_bucket=reduce, allgather_bucket=allgather, overlap_comm=overlaps)
+        return self.smaller[own]
+
+
+_Key = tuple[int, str, str, str, Buckets]
+
+
+def _key(corner: Corner, buckets: Buckets) -> _Key:
+    rest, choice = corner.rest, corner.choice
+    return rest.micro_batch, rest.loss, choice.attention, choice.scan, buckets
 
 
 def _times(question: Question, corner: Corner, clock: Clock) -> list[float]:
@@ -169,24 +228,22 @@ def _times(question: Question, corner: Corner, clock: Clock) -> list[float]:
     return [pace(question.shape, corner.levers, question.hardware).step_s]
 
 
-def _way(question: Question, weighed: Weighed, *, fits: bool) -> Way:
+def _way(question: Question, levers: Levers, *, fits: bool) -> Way:
     return Way(
         shape=question.shape,
-        levers=weighed.levers,
+        levers=levers,
         hardware=question.hardware,
-        footprint=weighed.footprint,
-        pace=pace(question.shape, weighed.levers, question.hardware),
+        footprint=weigh(question, levers),
+        pace=pace(question.shape, levers, question.hardware),
         fits=fits,
         gpu_limit_bytes=question.gpu_limit_bytes,
-        correction=correction_of(question, weighed.levers),
+        correction=correction_of(question, levers),
     )
 
 
-def _nearest(question: Question, ladders: list[Ladder]) -> Weighed | None:
+def _nearest(ladders: list[Ladder]) -> Weighed | None:
     """The one nearest to fitting, of those that hold least. None of them fits."""
     best: Weighed | None = None
     for ladder in ladders:
-        within = inf if best is None else excess_share(question, best.footprint)
-        weighed = [*(() if best is None else (best,)), *ladder.nearest(within)]
-        best = min(weighed, key=lambda each: distance(question, each), default=None)
+        best = ladder.nearest(best)
     return best

@@ -1,0 +1,383 @@
+"""A step's calls followed one by one, as DeepSpeed's coordinator would: `gathered.py` says what is counted, and why.
+
+A replay depends on the model and the thresholds alone, but on how many layers recompute as well, and a search asks for
+many depths. Two steps that differ in their depth are alike in most of their calls. So two of them are replayed from end
+to end, one in which no layer recomputes and one in which all do, with what the coordinator has in hand before each
+layer's turn written down; and any other goes on from the first, and ends as the second does:
+
+- Up to the layers that recompute, the calls are those of the first. The coordinator looks ahead, as far as it
+  prefetches and as it searches for next uses, so what it has in hand is the same as long as it has looked at nothing
+  that differs: `_alike_until`.
+- Below, the calls are those of the second. Once the same things are in hand before the same calls, all that follows is
+  the same.
+
+Nothing is assumed about how soon that is: where it never happens, the calls are followed to the end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate, chain, takewhile
+from typing import NamedTuple
+
+from tightfit.memory.gathered import (
+    EMBEDDING,
+    FORWARD,
+    HEAD,
+    RELEASE,
+    SKIP,
+    TURN,
+    Gathered,
+    Limits,
+    Module,
+    Param,
+    Stretch,
+)
+
+
+class Report(NamedTuple):
+    """Whole elements in one stretch."""
+
+    most: int
+    turn: int
+    """When its layer turns round."""
+
+
+class Standing(NamedTuple):
+    """What the coordinator has in hand between two stretches; with the calls to come, it decides all that follows."""
+
+    live: int
+    copies: int
+    ahead: int
+    """How many of the parameters to come were looked at by the prefetcher."""
+    available: frozenset[int]
+    batches: frozenset[tuple[int, bool, int, frozenset[int]]]
+    users: frozenset[tuple[int, Module]]
+    held: frozenset[tuple[Module, tuple[Param, ...]]]
+
+
+NOTHING = Standing(0, 0, 0, frozenset(), frozenset(), frozenset(), frozenset())
+
+
+class Replay(NamedTuple):
+    """One step, followed from its first call to its last."""
+
+    whole: tuple[Stretch, ...]
+    reports: list[Report]
+    standings: dict[int, Standing]
+    """Before the turn of each layer in the backward pass, by the number of the stretch."""
+    starts: list[tuple[int, int]]
+    """Of each stretch, and of the end: fetches and parameters to fetch before it."""
+    counted: list[int]
+    spanned: list[int]
+    max_reuse: int
+
+    @property
+    def gathered(self) -> Gathered:
+        return summary(self.whole, self.reports)
+
+
+def summary(whole: tuple[Stretch, ...], reports: list[Report]) -> Gathered:
+    most: dict[int, int] = {}
+    turns: dict[int, int] = {}
+    for stretch, report in zip(whole, reports, strict=True):
+        most[stretch.tag] = max(most.get(stretch.tag, 0), report.most)
+        turns[stretch.tag] = report.turn
+    n_layers = max((stretch.tag for stretch in whole), default=-1) + 1
+    return Gathered(
+        forward=most.get(FORWARD, 0),
+        loss=most.get(HEAD, 0),
+        layers=tuple([turns.get(index, 0) for index in range(n_layers)]),
+        gradients=tuple([most.get(index, 0) for index in range(n_layers)]),
+        embedding=most.get(EMBEDDING, 0),
+    )
+
+
+def replay(whole: tuple[Stretch, ...], limits: Limits) -> Replay:
+    coordinator = _Coordinator(whole, limits, NOTHING)
+    reports: list[Report] = []
+    standings: dict[int, Standing] = {}
+    starts: list[tuple[int, int]] = [(0, 0)]
+    for number, stretch in enumerate(whole):
+        if stretch.tag >= 0:
+            standings[number] = coordinator.standing(starts[-1][1])
+        reports.append(_followed(stretch, coordinator))
+        fetches, needs = starts[-1]
+        starts.append((fetches + len(stretch.script.counts), needs + len(stretch.script.needs)))
+    return Replay(
+        whole=whole,
+        reports=reports,
+        standings=standings,
+        starts=starts,
+        counted=coordinator.counted,
+        spanned=coordinator.spanned,
+        max_reuse=limits.max_reuse,
+    )
+
+
+def replay_between(whole: tuple[Stretch, ...], limits: Limits, first: Replay, last: Replay) -> Gathered:
+    """What `replay` would report of a step that begins as one that is known does, and ends as another."""
+    begin, ending = _alike_until(whole, first), _alike_from(whole, last)
+    reports = first.reports[:begin]
+    coordinator = _Coordinator(whole[begin:], limits, first.standings.get(begin, NOTHING))
+    shift, needs = len(last.whole) - len(whole), 0
+    for number in range(begin, len(whole)):
+        if number >= ending and coordinator.standing(needs) == last.standings.get(number + shift):
+            return summary(whole, [*reports, *last.reports[number + shift :]])
+        reports.append(_followed(whole[number], coordinator))
+        needs += len(whole[number].script.needs)
+    return summary(whole, reports)
+
+
+def _alike_from(whole: tuple[Stretch, ...], known: Replay) -> int:
+    """The first stretch from which on the calls are those at the end of a known step."""
+    alike = takewhile(lambda pair: pair[0] is pair[1], zip(reversed(whole), reversed(known.whole), strict=False))
+    return len(whole) - len(list(alike))
+
+
+def _alike_until(whole: tuple[Stretch, ...], known: Replay) -> int:
+    """The last stretch before which the coordinator has the same in hand as in a known step; 0: none but the first."""
+    alike = takewhile(lambda pair: pair[0] is pair[1], zip(whole, known.whole, strict=False))
+    differs = len(list(alike))
+    return next((number for number in range(differs, 0, -1) if _is_unseen(known, number, differs)), 0)
+
+
+def _is_unseen(known: Replay, number: int, differs: int) -> bool:
+    """Nothing of the stretch `differs`, or later, has been looked at before the stretch `number` begins."""
+    standing = known.standings.get(number)
+    if standing is None:
+        return False
+    (step, looked), (fetches, needs) = known.starts[number], known.starts[differs]
+    counts_apart = known.counted[fetches] - known.counted[step] >= known.max_reuse
+    spans_apart = known.spanned[fetches] - known.spanned[step] >= known.max_reuse
+    return looked + standing.ahead < needs and counts_apart and spans_apart
+
+
+def settled_layers(none: Replay) -> int:
+    """Of a step in which no layer recomputes: how many may, so that all is the same until the top layer's turn ends.
+    -1: it is not known of any, since the lowest layer's turn was looked at by then."""
+    turns = sorted(none.standings)
+    return max([none.whole[each].tag + 1 for each in turns[1:] if _is_unseen(none, turns[1], each)], default=-1)
+
+
+def _followed(stretch: Stretch, coordinator: _Coordinator) -> Report:
+    most = turn = 0
+    for kind, module, holder, count, mark in stretch.script.moves:
+        if kind == RELEASE:
+            coordinator.release(module)
+            continue
+        held = coordinator.skip(count) if kind == SKIP else coordinator.fetch(module, holder)
+        if mark:
+            if held > most:
+                most = held
+            if mark == TURN:
+                turn = held
+    return Report(most, turn)
+
+
+class _Batch:
+    """Parameters that one prefetch gathered together."""
+
+    __slots__ = ("numel", "unpacked", "waiting")
+
+    def __init__(self, numel: int, waiting: int, unpacked: bool = False) -> None:
+        self.numel, self.waiting, self.unpacked = numel, waiting, unpacked
+
+
+class _Coordinator:
+    """`PartitionedParameterCoordinator` with a complete trace, reduced to its bookkeeping. Steps and the queue begin
+    with the first of the stretches, which need not be a whole step's."""
+
+    __slots__ = (
+        "active",
+        "available",
+        "batches",
+        "copies",
+        "counted",
+        "done",
+        "fetched_for",
+        "flat",
+        "held",
+        "leaf_uses",
+        "live",
+        "max_live",
+        "max_reuse",
+        "next_in_queue",
+        "prefetch",
+        "queue",
+        "spanned",
+        "step",
+        "uses",
+    )
+
+    def __init__(self, whole: tuple[Stretch, ...], limits: Limits, standing: Standing) -> None:
+        self.prefetch, self.max_live, self.max_reuse = limits.prefetch, limits.max_live, limits.max_reuse
+        self.flat = limits.flat
+        self.step = 0
+        self.queue: list[tuple[int, int, int]] = []
+        """Identity, elements and step of everything that will be fetched."""
+        self.uses: dict[int, list[int]] = {}
+        """For each parameter the steps of its uses."""
+        self.leaf_uses: dict[Module, list[int]] = {}
+        """For each leaf, those at which it or a container of it is called."""
+        self._read(whole)
+        scripts = [stretch.script for stretch in whole]
+        self.counted = list(accumulate(chain.from_iterable([script.counts for script in scripts]), initial=0))
+        """Elements that a search for a next use counts before each step."""
+        self.spanned = self.counted
+        """Likewise a search for a leaf's."""
+        if self.leaf_uses:
+            self.spanned = list(accumulate(chain.from_iterable([script.spans for script in scripts]), initial=0))
+        self.done = dict.fromkeys(self.uses, 0)
+        """How many of these uses lie behind."""
+        self.fetched_for = dict.fromkeys(self.uses, -1)
+        """The step for which it was prefetched or fetched last."""
+        self._take_up(standing)
+
+    def _read(self, whole: tuple[Stretch, ...]) -> None:
+        queue, uses = self.queue, self.uses
+        steps = 0
+        for stretch in whole:
+            script = stretch.script
+            for identity, numel, fetches in script.needs:
+                queue.append((identity, numel, steps + fetches))
+                if identity in uses:
+                    uses[identity].append(steps + fetches)
+                else:
+                    uses[identity] = [steps + fetches]
+            for leaf, fetches in script.leaves:
+                self.leaf_uses.setdefault(leaf, []).append(steps + fetches)
+            steps += len(script.counts)
+
+    def _take_up(self, standing: Standing) -> None:
+        self.live, self.copies, self.next_in_queue = standing.live, standing.copies, standing.ahead
+        self.available: set[int] = set(standing.available)
+        for identity, _, step in self.queue[: standing.ahead]:
+            self.fetched_for[identity] = step
+        self.batches: dict[int, _Batch] = {}
+        for numel, unpacked, waiting, members in standing.batches:
+            self.batches.update(dict.fromkeys(members, _Batch(numel, waiting, unpacked)))
+        self.active: dict[int, set[Module]] = {identity: set() for identity in (*self.uses, *standing.available)}
+        """The modules that are using a parameter right now."""
+        for identity, module in standing.users:
+            self.active[identity].add(module)
+        self.held: dict[Module, list[Param]] = {module: list(params) for module, params in standing.held}
+        """Frozen parameters that a recomputation fetched: they stay for the module that asked for it, then go."""
+
+    def standing(self, needs: int) -> Standing:
+        """What is in hand now, where so many parameters of the queue lie behind."""
+        batches: dict[_Batch, list[int]] = {}
+        for identity, batch in self.batches.items():
+            batches.setdefault(batch, []).append(identity)
+        return Standing(
+            live=self.live,
+            copies=self.copies,
+            ahead=self.next_in_queue - needs,
+            available=frozenset(self.available),
+            batches=frozenset(
+                [(each.numel, each.unpacked, each.waiting, frozenset(members)) for each, members in batches.items()]
+            ),
+            users=frozenset([(identity, module) for identity in self.available for module in self.active[identity]]),
+            held=frozenset([(module, tuple(params)) for module, params in self.held.items()]),
+        )
+
+    def skip(self, count: int) -> int:
+        """Modules that own nothing: each lets the prefetcher go on, no more."""
+        queued = len(self.queue)
+        left = count
+        while left and self.live < self.max_live and self.next_in_queue < queued and self.prefetch:
+            self._prefetch()
+            left -= 1
+        self.step += count
+        return self.live + self.copies  # prefetching only adds
+
+    def fetch(self, module: Module, holder: Module | None) -> int:
+        """Whole elements and copies of them, the most while this module's parameters arrive."""
+        available, params = self.available, module.params
+        fresh = together = 0
+        for identity, numel in params:
+            users = self.active[identity]
+            users.add(module)
+            self.done[identity] += 1
+            if holder is not None:
+                users.add(holder)
+                self.held.setdefault(holder, []).append((identity, numel))
+            if identity not in available:
+                available.add(identity)
+                self.live += numel
+                fresh += 1
+                together += numel
+        if fresh < 2 or not self.flat:
+            together = 0
+        if self.batches:
+            together = max(together, self._unpack(module))
+        queue = self.queue
+        while self.next_in_queue < len(queue) and queue[self.next_in_queue][2] <= self.step:
+            # what the queue has for this step needs no prefetch any more
+            self.fetched_for[queue[self.next_in_queue][0]] = self.step
+            self.next_in_queue += 1
+        arriving = self.live + self.copies + together
+        if self.live < self.max_live and self.next_in_queue < len(queue):
+            self._prefetch()
+        self.step += 1
+        held = self.live + self.copies
+        return held if held > arriving else arriving
+
+    def _unpack(self, module: Module) -> int:
+        """Parameters that were gathered together are copied out of one buffer when the first of them is used; the
+        buffer stays until the last of them is. Returns what it held in passing, beside what stays."""
+        before, most = self.copies, self.copies
+        for identity, _ in module.params:
+            batch = self.batches.pop(identity, None)
+            if batch is None:
+                continue
+            if not batch.unpacked:
+                batch.unpacked = True
+                self.copies += batch.numel
+                most += batch.numel
+            batch.waiting -= 1
+            if batch.waiting == 0:
+                self.copies -= batch.numel
+        return max(most - self.copies, 0) if most > before else 0
+
+    def _prefetch(self) -> None:
+        room = min(self.max_live - self.live, self.prefetch)
+        queue, index, available = self.queue, self.next_in_queue, self.available
+        queued, taken = len(queue), 0
+        members: list[int] = []
+        while taken < room and index < queued:
+            identity, numel, step = queue[index]
+            index += 1
+            self.fetched_for[identity] = step  # steps come in order
+            if identity not in available:
+                available.add(identity)
+                taken += numel
+                members.append(identity)
+        self.next_in_queue = index
+        self.live += taken
+        if len(members) > 1 and self.flat:
+            self.batches.update(dict.fromkeys(members, _Batch(taken, len(members))))
+
+    def release(self, module: Module) -> None:
+        held = self.held.pop(module, ()) if self.held else ()
+        limit = self.counted[self.step] + self.max_reuse
+        leaf_soon = module.leaf and self._leaf_soon(module)
+        for identity, numel in module.params:
+            self.active[identity].discard(module)
+            uses, done = self.uses[identity], self.done[identity]
+            soon = leaf_soon if module.leaf else done < len(uses) and self.counted[uses[done]] < limit
+            if not soon and self.fetched_for[identity] <= self.step:
+                self._free(identity, numel)
+        for identity, numel in held:
+            self.active[identity].discard(module)
+            self._free(identity, numel)
+
+    def _leaf_soon(self, leaf: Module) -> bool:
+        uses = self.leaf_uses[leaf]
+        later = bisect_left(uses, self.step)
+        return later < len(uses) and self.spanned[uses[later]] - self.spanned[self.step] < self.max_reuse
+
+    def _free(self, identity: int, numel: int) -> None:
+        if identity in self.available and not self.active[identity]:
+            self.available.discard(identity)
+            self.live -= numel

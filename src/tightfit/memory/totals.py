@@ -1,0 +1,122 @@
+"""What a search has to know of a footprint: sums, without the components, phases and sentences that make them up.
+
+`Scale` weighs one way of computing at any depth of checkpointing. What does not depend on the depth is added up once.
+`Floor` says what the way holds in any case, for the price of a few additions: at the loss, when the top layer's
+backward pass begins, and after it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from tightfit.memory import host, overhead, zero3
+from tightfit.memory.activations import Curve, curve_of
+from tightfit.memory.engines import ENGINES
+from tightfit.memory.job import at_depth, make_job
+from tightfit.types import Checkpointing, Footprint, Hardware, Levers, ModelShape
+
+
+class Totals(NamedTuple):
+    """Bytes of one GPU, and of all ranks of a node on the host."""
+
+    init: int
+    step: int
+    peak: int
+    """Of a training step."""
+    host: int
+    nvme: int
+
+
+def totals_of(footprint: Footprint) -> Totals:
+    gpu, on_host = footprint.gpu, footprint.host
+    return Totals(
+        init=gpu.init_peak_bytes,
+        step=gpu.phases["step"].total_bytes,
+        peak=gpu.peak_bytes,
+        host=on_host.peak_bytes_per_node,
+        nvme=on_host.nvme_bytes_per_node,
+    )
+
+
+def required_bytes(held: int, world: int) -> int:
+    """What a card must have for this much: that, and what stands beside it."""
+    return held + sum(overhead.beside(held, world).values())
+
+
+class Floor(NamedTuple):
+    """No training step holds less, whatever the depth."""
+
+    loss: int
+    top: int
+    after: int
+    """When the last gradients leave, or at the optimizer's step: the same at every depth."""
+    curve: Curve
+    gathered_loss: int
+    """ZeRO-3: whole at the loss, and at the top; as long as no more than `settled` layers recompute."""
+    gathered_top: int
+    settled: int
+
+    def held(self, depth: Checkpointing) -> tuple[int, int]:
+        """At the loss, and when the top layer's backward pass begins. It falls with every layer that recomputes, after
+        the first. The moment at the top is left out where the top layer recomputes as well."""
+        curve = self.curve
+        layers = len(curve.kept) - 1 if depth.layers is None else depth.layers
+        shared = curve.shared[layers]
+        if depth.offload:
+            return self.loss + shared, 0
+        at_loss, at_top = self.loss + curve.kept[layers] + shared, 0
+        if curve.top is not None and layers < len(curve.kept) - 1:
+            at_top = self.top + curve.below_top[layers] + curve.top + shared
+        if layers <= self.settled:
+            return at_loss + self.gathered_loss, at_top + self.gathered_top
+        return at_loss, at_top
+
+
+class Steady(NamedTuple):
+    """What is the same at every depth; and on the host, as long as layer inputs stay on the GPU."""
+
+    init: int
+    step: int
+    host: int
+    nvme: int
+
+
+class Scale:
+    """One way of computing, at any depth of checkpointing."""
+
+    def __init__(self, shape: ModelShape, levers: Levers, hardware: Hardware) -> None:
+        self.shape, self.levers, self.hardware = shape, levers, hardware
+        self.engine = ENGINES[levers.engine]
+        self.job = make_job(shape, levers, hardware.world, hardware.gpu, overhead.CONTEXT_BYTES)
+        self._steady: dict[bool, Steady] = {}
+
+    def totals(self, depth: Checkpointing) -> Totals:
+        """Those of `estimate`."""
+        passes = self.engine.passes(at_depth(self.job, depth))
+        steady = self.steady(depth)
+        peak = max([steady.step, *[sum(parts.values()) for parts in passes.values()]])
+        return Totals(steady.init, steady.step, peak, steady.host, steady.nvme)
+
+    @cached_property
+    def floor(self) -> Floor:
+        job, engine = self.job, self.engine
+        loss, top = sum(engine.at_the_loss(job).values()), sum(engine.at_the_top(job).values())
+        after = max(sum(engine.at_the_end(job).values()), sum(engine.step(job).values()))
+        curve = curve_of(self.shape, job.acts.setting, self.levers.frozen_layers)
+        if self.levers.engine != "zero3":
+            return Floor(loss, top, after, curve, 0, 0, -1)
+        whole, width = zero3.settled_of(job), job.weights.width
+        return Floor(loss, top, after, curve, whole.loss * width, whole.top * width, whole.layers)
+
+    def steady(self, depth: Checkpointing) -> Steady:
+        if depth.offload not in self._steady:
+            job, engine, hardware = at_depth(self.job, depth), self.engine, self.hardware
+            ranks = min(hardware.world, hardware.gpus_per_node)
+            self._steady[depth.offload] = Steady(
+                init=sum(engine.initialise(job).values()),
+                step=sum(engine.step(job).values()),
+                host=max([sum(parts.values()) for parts in host.phases(job).values()]) * ranks,
+                nvme=host.nvme_bytes(job) * ranks if self.levers.engine == "zero3" else 0,
+            )
+        return self._steady[depth.offload]
