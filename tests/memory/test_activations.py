@@ -495,6 +495,8 @@ def test_lora_layers(family: str, targets: str, width: int, adapter_width: int, 
         assert abs(relative(cost.saved, real.saved)) < 0.01
         assert abs(relative(cost.forward, real.forward)) < 0.05
         assert abs(relative(cost.backward, real.backward)) < 0.05
+        if not (targets == "all" and family in ("mixtral", "qwen3_moe")):  # adapters on experts are merged first
+            assert abs(relative(cost.forward_unsaved, unsaved_peak(call))) < 0.05
         lowest = layer_cost(shape.blocks[0], shape.hidden_size, setting, input_grad=False)
         kept = saved_storages(lambda call=call: call(call.x), call.leave_out())
         assert abs(relative(lowest.saved, sum(kept.values()))) < 0.01

@@ -6,6 +6,7 @@ Ctrl-C ends it at once: whoever is being told of a run is let go first, so that 
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -86,6 +87,8 @@ def serve(site: Site, listening: socket.socket, ready: Callable[[], None]) -> No
         hub.close()
         threads.leave()
 
+    gc.collect()
+    gc.freeze()  # what is loaded stays to the end: a search would have it looked through again and again
     with listening, suppress(KeyboardInterrupt):
         try:
             _Server(config, ready, leave).run(sockets=[listening])
