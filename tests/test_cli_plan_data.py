@@ -77,6 +77,22 @@ def test_the_data_set_of_a_llamafactory_file_stays(tmp_path: Path, capsys: pytes
     assert path == f"{tmp_path}/data/dataset_info.json:[Easy Dataset] mine"
 
 
+@pytest.mark.parametrize(
+    ("keys", "packs"),
+    [("", False), ("packing: true\n", True), ("neat_packing: true\n", True), ("neat_packing: false\n", False),
+     ("packing: true\nneat_packing: false\n", True)],
+)  # fmt: skip
+def test_packed_samples_are_kept_apart_and_that_is_said(keys: str, packs: bool) -> None:
+    """By our worker and by LLaMA-Factory alike, whichever way the file asked for packing."""
+    Path("lf.yaml").write_text(FILE + keys)
+    assert main(["plan", "lf.yaml", *ON, "--launcher", "llamafactory"]) == 0
+    text = Path("made/llamafactory.yaml").read_text()
+    written = yaml.safe_load(text)
+    assert (written["packing"], written.get("neat_packing", False)) == (packs, packs)
+    assert json.loads(Path("made/worker.json").read_text())["data"]["packing"] is packs
+    assert ("packing alone lets them see each other" in text) is packs
+
+
 def test_a_data_set_that_lies_elsewhere_is_pointed_out() -> None:
     Path("lf.yaml").write_text(FILE + "dataset_dir: over/there\n")
     assert main(["plan", "lf.yaml", *ON]) == 0

@@ -41,7 +41,7 @@ OLD_DEEPSPEED = "0.16.4"
 OWN_KEYS = frozenset(
     """model_name_or_path trust_remote_code flash_attn quantization_bit quantization_method quantization_type
     double_quantization disable_gradient_checkpointing use_unsloth_gc enable_liger_kernel stage finetuning_type
-    pure_bf16 lora_rank lora_alpha lora_dropout lora_target dataset dataset_dir template cutoff_len packing
+    pure_bf16 lora_rank lora_alpha lora_dropout lora_target dataset dataset_dir template cutoff_len packing neat_packing
     max_samples val_size""".split()
 )
 """LLaMA-Factory's own keys that we write; every release from 0.9.2 to 0.9.5 has them all."""
@@ -327,6 +327,7 @@ def test_a_qlora_job_in_full(plan_of: MakePlan) -> None:
         "lora_target": "q_proj,v_proj",
         "cutoff_len": 512,
         "packing": True,
+        "neat_packing": True,
         "max_samples": 1000,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 8,

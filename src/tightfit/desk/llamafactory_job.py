@@ -40,6 +40,7 @@ FIELD_OF = {
     "save_total_limit": "saving.keep_last",
     "template": "data.template",
     "packing": "data.packing",
+    "neat_packing": "data.packing",
     "trust_remote_code": "trust_remote_code",
 }
 """A key of the YAML → the field of the job that takes its value as it is."""
@@ -155,6 +156,8 @@ def _is_ours(key: str, value: object) -> bool:
         return value != -1  # Hugging Face's word for: as the epochs say
     if key in ("warmup_steps", "warmup_ratio"):
         return value != 0
+    if key == "neat_packing":
+        return bool(value)  # false says nothing about packing itself
     if key == "lr_scheduler_type":
         return value in get_args(Schedule)
     if key in ("val_size", "save_steps", "eval_steps"):  # a share or a count, as its size tells

@@ -195,6 +195,10 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
         notes.append("the fused loss is Liger's here: pip install liger-kernel")
         notes += filter(None, [liger.unproven(way.hardware)])
     notes += _adapter_notes(way)
+    if _packs_apart(job):
+        notes.append(
+            "neat_packing keeps packed samples apart, as tightfit does; packing alone lets them see each other"
+        )
     if levers.attention == "flash":
         notes.append("flash_attn fa2 needs the flash-attn package")
     if way.skips_long:
@@ -341,9 +345,16 @@ def _data(plan: Plan, way: Way, target: Target) -> dict[str, Any]:
         template = _template(plan, way, target)
         values |= {"template": template} if template else {}
     values |= {"cutoff_len": way.levers.sequence, "packing": job.data.packing}
+    if _packs_apart(job):
+        values["neat_packing"] = True
     if job.max_samples is not None:
         values["max_samples"] = job.max_samples
     return values | {"dataloader_num_workers": way.levers.dataloader_workers}
+
+
+def _packs_apart(job: Job) -> bool:
+    """Its plain packing lets the samples of a sequence see each other; text of stage pt is never kept apart."""
+    return job.data.packing and job.data.format != "text"
 
 
 def _optimizer(job: Job, levers: Levers) -> dict[str, Any]:
