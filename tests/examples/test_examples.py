@@ -53,16 +53,17 @@ def within(folder: Path) -> Iterator[None]:
 MEASURED = EXAMPLES.parent / "benchmarks/data/h200-examples.jsonl"
 
 
-@pytest.mark.parametrize("row", [json.loads(line) for line in MEASURED.open()], ids=lambda row: row["plan"])
+@pytest.mark.parametrize(
+    "row", [json.loads(line) for line in MEASURED.read_text().splitlines()], ids=lambda row: row["plan"]
+)
 def test_what_was_measured_is_of_the_plan_that_stands_there(row: dict[str, Any]) -> None:
     """A plan that has changed was not measured, and a page says what was."""
-    plan = EXAMPLES.parent / row["plan"]
-    predicted = json.loads((plan / "worker.json").read_text(encoding="utf-8"))["predicted"]["gpu"]
-    peak = row["figures"]["peak"]
-    assert predicted["peak_bytes"] == peak["predicted"]
+    worker = json.loads((EXAMPLES.parent / row["plan"] / "worker.json").read_text(encoding="utf-8"))
+    assert worker["levers"] | {"buckets": worker["buckets"]} == row["levers"]
+    predicted, measured = worker["predicted"]["gpu"]["peak_bytes"], row["figures"]["peak"]["measured"]
     page = (EXAMPLES / Path(row["plan"]).parts[1] / "README.md").read_text(encoding="utf-8")
-    gib = {name: f"{size / 2**30:.1f}" for name, size in peak.items()}
-    assert re.search(rf"predicted {gib['predicted']}(?: GiB at the peak)?, measured {gib['measured']}\b", page)
+    said = rf"predicted {predicted / 2**30:.1f}(?: GiB at the peak)?, measured {measured / 2**30:.1f}\b"
+    assert re.search(said, page), said
 
 
 def refreshed(page: Path) -> str:

@@ -502,6 +502,33 @@ def test_lora_layers(family: str, targets: str, width: int, adapter_width: int, 
         assert abs(relative(lowest.saved, sum(kept.values()))) < 0.01
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3"])
+@pytest.mark.parametrize(("width", "adapter_width"), [(2, 2), (2, 4)])
+def test_frozen_layers_under_zero3_keep_their_inputs(
+    family: str, width: int, adapter_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's own linear function saves what it was given, whatever trains."""
+    peft = pytest.importorskip("peft")
+    linear = pytest.importorskip("deepspeed.runtime.zero.linear")
+    targets = ("qkv_proj",) if family == "phi3" else ("q_proj", "v_proj")
+    shape = shape_of(FAMILIES[family], 1)
+    lora = peft.LoraConfig(r=4, target_modules=list(targets), task_type="CAUSAL_LM")
+    model = peft.get_peft_model(
+        build(FAMILIES[family], 1, width, "sdpa"), lora, autocast_adapter_dtype=adapter_width == 4
+    )
+    monkeypatch.setattr(torch.nn.functional, "linear", linear.LinearFunctionForZeroStage3.apply)
+    for batch, sequence in SHAPES:
+        real = found_in(call_of(model.base_model.model, batch, sequence, shape.blocks[0]))
+        setting = setting_of(
+            batch, sequence, width, trains_base=False, lora_rank=4, lora_targets=targets, adapter_width=adapter_width
+        )
+        cost = layer_cost(shape.blocks[0], shape.hidden_size, replace(setting, keeps_inputs=True))
+        assert abs(relative(cost.saved, real.saved)) < 0.01
+        assert abs(relative(cost.forward, real.forward)) < 0.05
+        assert abs(relative(cost.backward, real.backward)) < 0.05
+        assert cost.saved > 1.05 * layer_cost(shape.blocks[0], shape.hidden_size, setting).saved
+
+
 # --- CUDA's attention kernels, on the meta device -----------------------------------------------
 
 

@@ -70,6 +70,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         width=width,
         trains_base=levers.method == "full" and levers.trains == "all",
         trains_embedding=levers.method == "full" and levers.frozen_layers == 0,
+        keeps_inputs=levers.engine == "zero3" and levers.method != "qlora",
         lora_rank=lora.rank if lora else 0,
         lora_targets=lora.targets if lora else None,
         lora_drops=lora is not None and lora.dropout > 0,

@@ -117,3 +117,8 @@ def building(job: Job) -> Components:
 def quantising(job: Job) -> int:
     """One matrix in 16 bits on the GPU while it is packed into 4."""
     return job.weights.largest_frozen * 2 if job.weights.quantised_numel else 0
+
+
+def version(word: str) -> tuple[int, ...]:
+    """DeepSpeed's, for comparisons."""
+    return tuple(int(part) for part in word.split(".")[:3] if part.isdigit())

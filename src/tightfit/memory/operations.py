@@ -33,6 +33,8 @@ class Setting:
     """The layers, the final norm and a head of its own train."""
     trains_embedding: bool = False
     """The embedding trains, and with it a head that is tied to it."""
+    keeps_inputs: bool = False
+    """A linear layer keeps its input though its weight is frozen: ZeRO-3 puts a function of its own in its place."""
     lora_rank: int = 0
     lora_targets: tuple[str, ...] | None = None
     lora_drops: bool = False
@@ -95,14 +97,14 @@ class Operations:
         return sum([self.tensors[name].numel for name in names if name in self.tensors])
 
     def linear(self, x: Slot, module: str, out_features: int, in_features: int) -> Slot:
-        """A linear layer with whatever adapter sits on it. Keeps its input only if its weight trains."""
+        """A linear layer with whatever adapter sits on it. Keeps its input if its weight trains, or under ZeRO-3."""
         setting = self.setting
         trains = setting.trains_base
         whole = out_features * in_features * setting.width if setting.quantised else 0
         y = self.tape.op(
             (x,),
             self.size(out_features),
-            saves=(x,) if trains else (),
+            saves=(x,) if trains or setting.keeps_inputs else (),
             weight_grad=self.weights(module) * setting.width if trains else 0,
             forward_temp=whole,
             backward_temp=whole,

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.memory.backward import Owners, accumulated, bucketed
-from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, worst
+from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, version, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.overhead import CONTEXT_BYTES, beside
@@ -279,10 +279,6 @@ FLATTENING_SHARE = 0.96
 
 
 @lru_cache(maxsize=64)
-def version(word: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in word.split(".")[:3] if part.isdigit())
-
-
 def flattens_on_gpu(job: Job) -> bool:
     """Where the card has room for a second copy, recent versions flatten there; otherwise on the host.
 

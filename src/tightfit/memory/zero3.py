@@ -16,13 +16,16 @@ from typing import NamedTuple
 from tightfit.memory.activations import Activations, Moment
 from tightfit.memory.backward import bucketed
 from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Node, Param, Passes, stretches
-from tightfit.memory.job import Components, Job, combine, kept, logits, passing, quantising, share, worst
+from tightfit.memory.job import Components, Job, combine, kept, logits, passing, quantising, share, version, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.replay import Replay, replay, replay_between, settled_layers
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import Weights, effective_lora, is_adapted, is_linear
 from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
+
+BUCKETS_AS_SENT_SINCE = (0, 17, 2)
+"""`ipg_buckets`, one for each `communication_data_type`."""
 
 
 class Shards(NamedTuple):
@@ -105,7 +108,7 @@ def _persistent(job: Job) -> Components:
     components: Components = {
         "weights": 0 if levers.offload_param != "none" else own.trainable * width + own.frozen * weights.width,
         "gathered_weights": own.persistent * width,
-        "buckets": levers.buckets.reduce_bucket * width if levers.buckets.contiguous_gradients else 0,
+        "buckets": levers.buckets.reduce_bucket * _bucket_width(job) if levers.buckets.contiguous_gradients else 0,
         "temporaries": job.workspaces,
     }
     if weights.quantised_numel:
@@ -120,6 +123,12 @@ def _persistent(job: Job) -> Components:
             0 if paged else state_bytes(levers.optimizer, own.trainable, job.master_width, flat=True)
         )
     return components
+
+
+def _bucket_width(job: Job) -> int:
+    """In the precision that is sent, which is the working one; before, in that of what trains."""
+    sent = version(job.levers.deepspeed_version) >= BUCKETS_AS_SENT_SINCE
+    return job.weights.width if sent else job.weights.trainable_width
 
 
 def step(job: Job) -> Components:
