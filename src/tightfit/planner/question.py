@@ -166,7 +166,10 @@ def needed_bytes(footprint: Footprint, hardware: Hardware) -> int:
     The margin is for the steps: building the model is the same every time, and must fit the card alone. Where even
     that does not, it is what counts.
     """
-    return _needed(totals_of(footprint), hardware)
+    gpu = footprint.gpu
+    if gpu.init_peak_bytes <= gpu.peak_bytes or gpu.required_bytes > hardware.gpu.memory_bytes:
+        return gpu.required_bytes
+    return required_bytes(gpu.peak_bytes, hardware.world)
 
 
 def _needed(totals: Totals, hardware: Hardware) -> int:
