@@ -17,6 +17,7 @@ from tightfit.desk.plan_request import request_of
 from tightfit.inputs.hardware import parse_size
 from tightfit.inputs.models import config_from_fields, find_config
 from tightfit.inputs.occupancy import Device, occupancy
+from tightfit.inputs.presets import DRAWN_STD
 from tightfit.job import Job
 from tightfit.memory.overhead import beside
 from tightfit.planner.plan import Plan
@@ -189,10 +190,6 @@ def _check_room(device: Device, need: int) -> None:
 
 
 # --- the orders ---------------------------------------------------------------------------------
-
-
-DRAWN_STD = 0.02
-"""Of weights that stand for real ones: some families' own is so large that fp16 overflows before anything is learnt."""
 
 
 def rehearsed(written: Mapping[str, Any]) -> str:

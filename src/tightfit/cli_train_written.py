@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.flags import checkpointing_from_word
+from tightfit.inputs.flags import levers_as_written
 from tightfit.inputs.job_file import model_of
 from tightfit.inputs.machine import this_machine
 from tightfit.job import Adapters, Data, Evaluation, Job, Limits, Machine, Saving
@@ -20,14 +20,10 @@ from tightfit.memory import estimate
 from tightfit.pace import pace
 from tightfit.planner.plan import Plan, Way
 from tightfit.runs.worker_file import WORKER_FILE
-from tightfit.types import Buckets, ConfigError, Hardware, Levers, Lora, ModelShape
+from tightfit.types import ConfigError, Hardware, Levers, ModelShape
 
 STAYS = ("attention", "scan", "deepspeed_version", "dataloader_workers")
 """Levers that the next plan has as well: what is installed here decided them, or the user."""
-_SAME = (
-    "method engine micro_batch precision offload_optimizer offload_param loss attention optimizer scan "
-    "deepspeed_version master_weights frozen_layers trains dataloader_workers"
-).split()
 _LEAST_MARGIN, _MOST_MARGIN = 0.0, 0.89
 
 
@@ -119,21 +115,8 @@ def _adapters(tree: Mapping[str, Any] | None) -> Adapters:
 
 
 def _levers(tree: Mapping[str, Any]) -> Levers:
-    words, lora = tree["levers"], tree["lora"]
-    adapters = None
-    if lora is not None:
-        targets = None if lora["targets"] == "all" else tuple(lora["targets"])
-        adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"], dropout=lora["dropout"])
-    return Levers(
-        **{name: words[name] for name in _SAME},
-        sequence=words["seq"],
-        accumulation=words["accum"],
-        checkpointing=checkpointing_from_word(words["checkpointing"]),
-        lora=adapters,
-        buckets=Buckets(**tree["buckets"]),
-        gradient_clipping=tree["training"]["clip"] > 0,
-        packed=tree["data"]["packing"],
-    )
+    levers = levers_as_written(tree["levers"], tree["buckets"], tree["lora"])
+    return replace(levers, gradient_clipping=tree["training"]["clip"] > 0, packed=tree["data"]["packing"])
 
 
 def _hardware(tree: Mapping[str, Any]) -> Hardware:

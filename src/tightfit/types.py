@@ -175,6 +175,11 @@ class Block:
     dropout: bool = False
     """What is added to the residual stream passes a dropout while training (gpt2 by default)."""
 
+    @property
+    def lora_on_experts(self) -> bool:
+        """Adapters on every linear layer sit on its experts too."""
+        return isinstance(self.mlp, Moe) and self.mlp.lora_on_experts
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:

@@ -9,14 +9,14 @@ apart from the words, so that whoever makes Levers in another way can ask the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from tightfit.inputs.spelling import listed, nearest
 from tightfit.types import (
     AttentionKernel,
-    Block,
+    Buckets,
     Checkpointing,
     ConfigError,
     Engine,
@@ -25,7 +25,6 @@ from tightfit.types import (
     Loss,
     Method,
     ModelShape,
-    Moe,
     Offload,
     Optimizer,
     Precision,
@@ -105,7 +104,7 @@ _BUCKET_FLAGS = (
     "max_live_parameters",
     "max_reuse_distance",
 )
-_LORA_FLAGS = {
+LORA_FLAGS = {
     "lora_rank": Lora().rank,
     "lora_targets": "all",
     "adapter_dtype": Lora().adapter_dtype,
@@ -196,15 +195,11 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(f"--loss fused cannot soft-cap logits, which {shape.name} does: use --loss plain")
     if levers.lora is not None and levers.lora.targets is not None:
         _check_targets(levers.lora.targets, shape)
-    elif levers.lora is not None and levers.lora.dropout and any(_adapts_experts(block) for block in shape.blocks):
+    elif levers.lora is not None and levers.lora.dropout and any(block.lora_on_experts for block in shape.blocks):
         raise ConfigError(
             f"--lora-dropout cannot drop inputs of experts, which {shape.name} has: leave it out, or name other layers "
             "with --lora-targets"
         )
-
-
-def _adapts_experts(block: Block) -> bool:
-    return isinstance(block.mlp, Moe) and block.mlp.lora_on_experts
 
 
 def _check_trains(levers: Levers) -> None:
@@ -279,7 +274,7 @@ def spelt(flag: str) -> str:
 
 def _lora(given: dict[str, Any], method: Method, base: Lora | None) -> Lora | None:
     if method == "full":
-        said = next((flag for flag, usual in _LORA_FLAGS.items() if given.get(flag, usual) != usual), None)
+        said = next((flag for flag, usual in LORA_FLAGS.items() if given.get(flag, usual) != usual), None)
         if said:
             raise ConfigError(f"{spelt(said)} needs --method lora or qlora: full training has no adapters")
         return None
@@ -377,3 +372,17 @@ def flags_from_levers(levers: Levers) -> dict[str, object]:
     if levers.buckets.overlap_comm is not None:
         plain["overlap_comm"] = "on" if levers.buckets.overlap_comm else "off"
     return plain | {flag: getattr(levers.buckets, flag) for flag in _BUCKET_FLAGS}
+
+
+def levers_as_written(words: Mapping[str, Any], buckets: Mapping[str, Any], lora: Mapping[str, Any] | None) -> Levers:
+    """The levers of a plan's `worker.json`, whose sense was checked when it was written."""
+    adapters = None
+    if lora is not None:
+        targets = None if lora["targets"] == "all" else tuple(lora["targets"])
+        adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"], dropout=lora["dropout"])
+    return Levers(
+        **{lever: words[flag] for flag, lever in _LEVER_OF_FLAG.items()},
+        checkpointing=checkpointing_from_word(words["checkpointing"]),
+        lora=adapters,
+        buckets=Buckets(**buckets),
+    )

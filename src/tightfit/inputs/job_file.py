@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.flags import MOST, Flags, levers_from_flags, spelt
+from tightfit.inputs.flags import LORA_FLAGS, MOST, Flags, levers_from_flags, spelt
 from tightfit.inputs.hardware import parse_hardware, parse_size
 from tightfit.inputs.job_fields import (
     COSTLY,
@@ -162,9 +162,7 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
     source = Source(names=names)
     job, _ = job_from_tree(tree, source)
     _check(job, source)
-    rank = next(
-        (name for name in ("lora_rank", "lora_targets", "adapter_dtype", "lora_dropout") if name in given), None
-    )
+    rank = next((name for name in LORA_FLAGS if name in given), None)
     if rank and _adapters_idle(job):
         raise ConfigError(f"{spelt(rank)} needs --method lora or qlora: full training has no adapters")
     return job

@@ -19,7 +19,7 @@ from pathlib import Path
 from tightfit.inputs import families
 from tightfit.inputs.families import NotByName, did_you_mean
 from tightfit.inputs.families.reader import MAX_SIZE
-from tightfit.inputs.presets import CHECKPOINTS, MAMBA_STD, PRESETS, checkpoint_named
+from tightfit.inputs.presets import CHECKPOINTS, DRAWN_STD, PRESETS, checkpoint_named
 from tightfit.inputs.spelling import shown
 from tightfit.types import ModelError, ModelShape
 
@@ -144,8 +144,8 @@ def config_from_fields(fields: Mapping[str, object], name: str) -> dict[str, obj
             raise ModelError(f"model {shown(name)}: {shown(key)} is given twice, also under another name")
         config[real] = value
     if family == "mamba":
-        config.setdefault(_STD, MAMBA_STD)
-    std = config.get(_STD, MAMBA_STD)
+        config.setdefault(_STD, DRAWN_STD)
+    std = config.get(_STD, DRAWN_STD)
     if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std <= 1:
         raise ModelError(f"model {shown(name)}: {_STD} must be a number above 0 and up to 1, not {shown(std)}")
     return _without_fraction(config)

@@ -33,14 +33,14 @@ class Checkpoint:
     """What its own config says otherwise."""
 
 
-MAMBA_STD = 0.02
-"""Of a new Mamba's weights, unless its config says another. With transformers' own 0.1 a model that is 4864 wide gives
-2.6 million after its first layer, beyond what fp16 can hold; with this, 1.3."""
+DRAWN_STD = 0.02
+"""Of a new Mamba's weights, unless its config says another, and of weights that stand for real ones. With transformers'
+own 0.1 a Mamba that is 4864 wide gives 2.6 million after its first layer, beyond what fp16 can hold; with this, 1.3."""
 
 
 def _mamba(**sizes: int | float | bool) -> Mapping[str, object]:
     common = {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "tie_word_embeddings": True}
-    return {**common, "initializer_range": MAMBA_STD, **sizes}
+    return {**common, "initializer_range": DRAWN_STD, **sizes}
 
 
 def _qwen2(**sizes: int | bool) -> Mapping[str, object]:

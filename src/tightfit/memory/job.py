@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import Activations, activations, activations_at
@@ -119,6 +120,7 @@ def quantising(job: Job) -> int:
     return job.weights.largest_frozen * 2 if job.weights.quantised_numel else 0
 
 
+@lru_cache(maxsize=64)
 def version(word: str) -> tuple[int, ...]:
     """DeepSpeed's, for comparisons."""
     return tuple(int(part) for part in word.split(".")[:3] if part.isdigit())

@@ -24,6 +24,8 @@ class Totals(NamedTuple):
     step: int
     peak: int
     """Of a training step."""
+    required: int
+    """Of the card."""
     host: int
     nvme: int
 
@@ -34,6 +36,7 @@ def totals_of(footprint: Footprint) -> Totals:
         init=gpu.init_peak_bytes,
         step=gpu.phases["step"].total_bytes,
         peak=gpu.peak_bytes,
+        required=gpu.required_bytes,
         host=on_host.peak_bytes_per_node,
         nvme=on_host.nvme_bytes_per_node,
     )
@@ -96,7 +99,8 @@ class Scale:
         passes = self.engine.passes(at_depth(self.job, depth))
         steady = self.steady(depth)
         peak = max([steady.step, *[sum(parts.values()) for parts in passes.values()]])
-        return Totals(steady.init, steady.step, peak, steady.host, steady.nvme)
+        required = required_bytes(max(peak, steady.init), self.hardware.world)
+        return Totals(steady.init, steady.step, peak, required, steady.host, steady.nvme)
 
     @cached_property
     def floor(self) -> Floor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tightfit.memory.operations import UNADAPTABLE
-from tightfit.types import Block, Levers, Lora, ModelShape, Moe, Tensor, Trains
+from tightfit.types import Block, Levers, Lora, ModelShape, Tensor, Trains
 
 WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -113,7 +113,7 @@ def _layer_parameters(block: Block, method: str, lora: Lora | None) -> tuple[lis
         if lora is not None and is_adapted(tensor, lora):
             out_features, in_features = tensor.shape
             adapters += [lora.rank * in_features, out_features * lora.rank]
-    if lora is not None and lora.targets is None and isinstance(block.mlp, Moe) and block.mlp.lora_on_experts:
+    if lora is not None and lora.targets is None and block.lora_on_experts:
         adapters += _expert_adapters(block, lora.rank)
     return base, adapters, packed
 

@@ -278,7 +278,6 @@ FLATTENING_SHARE = 0.96
 """Of the card: up to here the second copy is counted on the GPU."""
 
 
-@lru_cache(maxsize=64)
 def flattens_on_gpu(job: Job) -> bool:
     """Where the card has room for a second copy, recent versions flatten there; otherwise on the host.
 

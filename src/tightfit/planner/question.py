@@ -123,7 +123,7 @@ def _weight(question: Question, totals: Totals, footprint: Footprint | None) -> 
         excess=max(0, _needed(totals, hardware) - question.gpu_limit_bytes) + on_host + over,
         share=_share(question, totals, footprint),
         is_hopeless=hopeless or required_bytes(totals.step, hardware.world) > question.gpu_limit_bytes,
-        required=required_bytes(max(totals.peak, totals.init), hardware.world),
+        required=totals.required,
         host=totals.host,
     )
 
@@ -166,17 +166,12 @@ def needed_bytes(footprint: Footprint, hardware: Hardware) -> int:
     The margin is for the steps: building the model is the same every time, and must fit the card alone. Where even
     that does not, it is what counts.
     """
-    gpu = footprint.gpu
-    if gpu.init_peak_bytes <= gpu.peak_bytes or gpu.required_bytes > hardware.gpu.memory_bytes:
-        return gpu.required_bytes
-    return required_bytes(gpu.peak_bytes, hardware.world)
+    return _needed(totals_of(footprint), hardware)
 
 
 def _needed(totals: Totals, hardware: Hardware) -> int:
-    if totals.init > totals.peak:
-        building = required_bytes(totals.init, hardware.world)
-        if building > hardware.gpu.memory_bytes:
-            return building
+    if totals.init <= totals.peak or totals.required > hardware.gpu.memory_bytes:
+        return totals.required
     return required_bytes(totals.peak, hardware.world)
 
 

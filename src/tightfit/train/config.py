@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tightfit.inputs.flags import checkpointing_from_word
-from tightfit.types import Buckets, ConfigError, Levers, Lora, PhaseName
+from tightfit.inputs.flags import levers_as_written
+from tightfit.types import ConfigError, Levers, PhaseName
 
 SCHEMA = 1
 
@@ -155,7 +155,7 @@ def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
     lora, world = tree["lora"], tree["world"]
     return WorkerConfig(
         model=ModelSource(**{key: tree["model"][key] for key in ModelSource.__slots__}),
-        levers=_levers(tree["levers"], tree["buckets"], lora),
+        levers=levers_as_written(tree["levers"], tree["buckets"], lora),
         adapters=None if lora is None else AdapterSettings(alpha=lora["alpha"], dropout=lora["dropout"]),
         world=World(**{key: world[key] for key in World.__slots__}),
         effective_batch=tree["effective_batch"],
@@ -178,26 +178,6 @@ def _deepspeed(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): write the plan again") from None
     return config
-
-
-def _levers(words: Mapping[str, Any], buckets: Mapping[str, Any], lora: Mapping[str, Any] | None) -> Levers:
-    """The levers as they were written: their sense was checked by the desk, which knew the model's shape."""
-    adapters = None
-    if lora is not None:
-        targets = None if lora["targets"] == "all" else tuple(lora["targets"])
-        adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"], dropout=lora["dropout"])
-    plain = (
-        "method engine micro_batch precision offload_optimizer offload_param loss attention optimizer scan "
-        "deepspeed_version master_weights frozen_layers trains dataloader_workers"
-    ).split()
-    return Levers(
-        **{name: words[name] for name in plain},
-        sequence=words["seq"],
-        accumulation=words["accum"],
-        checkpointing=checkpointing_from_word(words["checkpointing"]),
-        lora=adapters,
-        buckets=Buckets(**buckets),
-    )
 
 
 def _predicted(tree: Mapping[str, Any]) -> Predicted:

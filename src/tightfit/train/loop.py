@@ -14,7 +14,7 @@ import torch
 from tightfit.train.checkpoint import Saver
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
-from tightfit.train.engines import Diverged, Engine, Stepped
+from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Engine, Stepped
 from tightfit.train.evaluate import evaluate
 from tightfit.train.events import Events
 from tightfit.train.meter import Meter
@@ -196,7 +196,7 @@ class Loop:
         if stepped.skipped and stepped.loss_scale is not None and stepped.loss_scale < SMALLEST_SCALE:
             raise Diverged(
                 f"step {step + 1} overflowed at a loss scale of {stepped.loss_scale:g}, so the scale is not why: "
-                "use precision bf16 or fp32, lower the learning rate, or give a new model a smaller initializer_range"
+                f"{AGAINST_OVERFLOWS}"
             )
         if math.isfinite(loss) or (stepped.skipped and stepped.loss_scale is not None):
             if stepped.grad_norm is None or math.isfinite(stepped.grad_norm) or stepped.skipped:

@@ -21,7 +21,7 @@ from tightfit.web.plan_question import Asked
 
 TRAINING = (
     *("method", "lora", "sequence", "precision", "optimizer", "master_weights", "frozen_layers", "trains"),
-    *("gradient_clipping", "deepspeed_version"),
+    *("gradient_clipping", "packed", "deepspeed_version"),
 )
 """The levers that are the user's."""
 

@@ -21,6 +21,12 @@ class Diverged(TightfitError):
     """The loss, or the gradients, are no numbers any more."""
 
 
+AGAINST_OVERFLOWS = (
+    "use precision bf16 or fp32, lower the learning rate, or give a new model a smaller initializer_range"
+)
+"""What helps where no loss scale does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
     """What an optimizer step did."""

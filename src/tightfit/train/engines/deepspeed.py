@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tightfit.mamba.install import whole_mixers
 from tightfit.train import optimizers
-from tightfit.train.engines import Diverged, Held, Stepped
+from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Held, Stepped
 from tightfit.train.engines.deepspeed_states import (
     deepspeed_shapes,
     deepspeed_states,
@@ -119,8 +119,7 @@ class DeepSpeed:
             if "loss scale already at minimum" not in str(error):
                 raise
             raise Diverged(
-                "gradients overflow at the smallest loss scale, so the scale is not why: "
-                "use precision bf16 or fp32, lower the learning rate, or give a new model a smaller initializer_range"
+                f"gradients overflow at the smallest loss scale, so the scale is not why: {AGAINST_OVERFLOWS}"
             ) from None
 
     def forget(self) -> None:
