@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import stat
 import sys
 import tempfile
@@ -36,6 +35,9 @@ EXAMPLE = "tightfit diagnose train.log --config ds_config.json"
 FOUND = 1
 LARGE_BYTES = 2**28
 """Of a log that takes long enough to say how far it is."""
+COPIED_BYTES = 2**20
+MOST_PIPED_BYTES = 2**32
+"""A pipe may have no end, and what comes through it lies on disk while it is read."""
 _NAMED = ("model", "gpus")
 _PACKED = {".gz": "zcat", ".xz": "xzcat", ".zst": "zstdcat", ".bz2": "bzcat", ".zip": "unzip -p"}
 
@@ -175,11 +177,12 @@ def _source(word: str, stack: ExitStack) -> LogSource:
     packed = _PACKED.get(path.suffix.lower())
     if packed is not None:
         raise ConfigError(f"{word} is packed: pipe it, as in `{packed} {word} | tightfit diagnose -`")
+    if not path.is_file():
+        raise ConfigError(f"{word} is a pipe or a device: pipe the log in, as in `cat … | tightfit diagnose -`")
     source = LogSource(name=word, path=path, rank=rank_of(path))
-    if path.is_file():
-        _check_text(source)
-        if path.stat().st_size >= LARGE_BYTES and sys.stderr.isatty():
-            return replace(source, on_read=_Progress(word, path.stat().st_size))
+    _check_text(source)
+    if path.stat().st_size >= LARGE_BYTES and sys.stderr.isatty():
+        return replace(source, on_read=_Progress(word, path.stat().st_size))
     return source
 
 
@@ -231,9 +234,19 @@ def _kept(stack: ExitStack) -> Path:
     if sys.stdin is None:
         raise ConfigError("there is no standard input: name a log file")
     kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tightfit-"))) / "stdin.log"
-    with kept.open("wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
-    _check_text(LogSource(name="standard input", path=kept))
+    source = LogSource(name="standard input", path=kept)
+    copied = 0
+    with kept.open("wb", buffering=0) as file:
+        while portion := sys.stdin.buffer.read(COPIED_BYTES):
+            file.write(portion)
+            if copied == 0:
+                _check_text(source)
+            copied += len(portion)
+            if copied > MOST_PIPED_BYTES:
+                raise ConfigError(
+                    f"standard input gave more than {MOST_PIPED_BYTES >> 30} GiB: save the log and name the file, "
+                    "of which only the parts that matter are read"
+                )
     return kept
 
 

@@ -129,6 +129,7 @@ PAIR: dict[str, Any] = {"deepspeed": "beside.json"}
 
 DEEPSPEED_CASES = [
     ds("key-twice", '"gradient_clipping": 1.0', "", place="gradient_clipping"),
+    ds("not-finite", {"gradient_clipping": float("inf")}, place="gradient_clipping"),
     ds("ds-typo", {"zero_optimisation": {"stage": 3}}, place="zero_optimisation"),
     ds(
         "ds-typo",
@@ -239,6 +240,7 @@ DEEPSPEED_CASES = [
 
 ACCELERATE_CASES = [
     acc("key-twice", "num_processes: 8", ""),
+    acc("not-finite", {"num_processes": float("nan")}, place="num_processes"),
     acc("acc-unknown", {"num_process": 4}),
     acc("acc-typo", {"deepspeed_config": {"zero_stag": 3}}, place="deepspeed_config.zero_stag"),
     acc(
@@ -348,6 +350,7 @@ ACCELERATE_CASES = [
 
 LLAMAFACTORY_CASES = [
     lf("key-twice", "cutoff_len: 1024", ""),
+    lf("not-finite", {"learning_rate": float("inf")}, place="learning_rate"),
     lf("lf-unknown", {"cutoff_length": 1024}),
     lf("lf-unknown", {"lora_r": 16, "lora_rank": None}, place="lora_r"),
     lf("lf-unknown", {"deepspeed_stage": 3}, place="deepspeed_stage"),

@@ -20,8 +20,8 @@ from tightfit.inputs import families
 from tightfit.inputs.families import NotByName, did_you_mean
 from tightfit.inputs.families.reader import MAX_SIZE
 from tightfit.inputs.presets import CHECKPOINTS, DRAWN_STD, PRESETS, checkpoint_named
-from tightfit.inputs.spelling import shown
-from tightfit.types import ModelError, ModelShape
+from tightfit.inputs.spelling import read_text, shown
+from tightfit.types import ConfigError, ModelError, ModelShape
 
 HUB_TIMEOUT_S = 10
 
@@ -207,8 +207,8 @@ def _read_block(path: Path) -> Mapping[str, object]:
     import yaml
 
     try:
-        block = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        block = yaml.safe_load(read_text(path, "a block of shape fields"))
+    except (ConfigError, ValueError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(f"cannot read shape fields from {shown(str(path))}: {reason}") from error
     if isinstance(block, dict) and isinstance(block.get("model"), dict):
@@ -221,9 +221,9 @@ def _read_block(path: Path) -> Mapping[str, object]:
 
 def _read_json(path: Path, name: str) -> Mapping[str, object]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"cannot read {shown(str(path))}: {error.strerror or error}") from error
+        config = json.loads(read_text(path, "JSON"))
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
     except (ValueError, RecursionError) as error:  # not text, not JSON, or nested without end
         raise ModelError(f"the config of {shown(name)} is not JSON: {error}") from error
     if not isinstance(config, dict):

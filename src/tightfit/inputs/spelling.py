@@ -8,17 +8,26 @@ names the key by its full path and says what would have been right.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import BinaryIO
 
 from tightfit.types import ConfigError
 
 LARGEST = 2**63 - 1
 """No count in any of these files can mean more; what is larger was a slip of the finger."""
+
+
+MOST_TEXT_BYTES = 16 << 20
+"""The longest config, job file or index that anybody writes is far below; what is longer is data, or has no end."""
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -40,15 +49,38 @@ def unknown_key(key: str, known: Iterable[str], where: str, *, aside: str = "") 
 
 
 def read_text(path: Path, kind: str) -> str:
-    """The text of a file that should hold `kind`."""
+    """The text of a file that should hold `kind`. Devices, pipes and files without end are refused, not read."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with open_regular(path) as file:
+            data = file.read(MOST_TEXT_BYTES + 1)
+        if len(data) > MOST_TEXT_BYTES:
+            raise ConfigError(
+                f"{path} is larger than {MOST_TEXT_BYTES >> 20} MiB, so it is not {kind}: name another file"
+            )
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path.name} is not {kind}: it is not even text in UTF-8") from None
     except ValueError as error:  # a path that no file system can hold
         raise ConfigError(f"cannot read {shown(str(path))}: {error}") from None
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The file, opened only if it is an ordinary one: a pipe would be waited for, and a device never ends."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise (
+                OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+                if stat.S_ISDIR(mode)
+                else OSError(errno.EINVAL, "it is a pipe or a device: name an ordinary file")
+            )
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def listed(words: Iterable[str]) -> str:
@@ -59,21 +91,28 @@ def listed(words: Iterable[str]) -> str:
 
 def check_keys(tree: object, file: str) -> None:
     """Refuse keys that are no text, at any depth: YAML has numbers, dates, null and `yes` as keys too."""
+    for place, here in walk(tree):
+        for key in here if isinstance(here, dict) else ():
+            if not isinstance(key, str):
+                where = f"{place} in {file}" if place else file
+                raise ConfigError(f"{shown(key)} in {where} is not a key: write it in quotes if you mean the word")
+
+
+def walk(tree: object) -> Iterator[tuple[str, object]]:
+    """Every value at any depth, the blocks and lists too, with the dotted place of its key."""
     waiting: list[tuple[str, object]] = [("", tree)]
     known: set[int] = set()  # YAML can tie a value into a knot
     while waiting:
         place, here = waiting.pop()
-        if not isinstance(here, dict | list) or id(here) in known:
-            continue
-        known.add(id(here))
+        if isinstance(here, dict | list):
+            if id(here) in known:
+                continue
+            known.add(id(here))
+        yield place, here
         if isinstance(here, list):
             waiting += [(place, inside) for inside in here]
-            continue
-        for key, inside in here.items():
-            if not isinstance(key, str):
-                where = f"{place} in {file}" if place else file
-                raise ConfigError(f"{shown(key)} in {where} is not a key: write it in quotes if you mean the word")
-            waiting.append((f"{place}.{key}" if place else key, inside))
+        elif isinstance(here, dict):
+            waiting += [(f"{place}.{key}" if place else str(key), inside) for key, inside in here.items()]
 
 
 def shown(value: object) -> str:
@@ -181,15 +220,16 @@ class Fields:
 
 
 def as_number(text: str) -> int | float | None:
-    """The number that this text spells, or None."""
+    """The finite number that this text spells, or None."""
     try:
         return int(text)
     except ValueError:
         pass
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def _sane(value: int | float) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+from tightfit.inputs.spelling import walk
 from tightfit.lint.accelerate import check_accelerate
 from tightfit.lint.arguments import check_training_arguments
 from tightfit.lint.document import read_document
@@ -34,6 +36,8 @@ def examine(path: Path, target: Target | None = None, *, kind: Kind | None = Non
     document = read_document(path)
     kind = kind or kind_of(document)
     sheet = Sheet(document=document, target=target or Target(), world=world)
+    if kind != "job" and _check_finite(sheet):
+        return _report(kind, sheet)
     if kind == "deepspeed":
         check_deepspeed(sheet)
         return _report(kind, sheet)
@@ -56,6 +60,16 @@ def examine(path: Path, target: Target | None = None, *, kind: Kind | None = Non
     if kind == "llamafactory":
         check_llamafactory_pair(sheet, deepspeed)
     return _report(kind, sheet, deepspeed)
+
+
+def _check_finite(sheet: Sheet) -> bool:
+    """Whether numbers were found with which nothing can be computed: no other rule has to reckon with them."""
+    for place, value in walk(sheet.document.values):
+        if isinstance(value, float) and not math.isfinite(value):
+            sheet.say(
+                "not-finite", place, f"it is {value}, with which nothing can be computed", "write a finite number"
+            )
+    return bool(sheet.found)
 
 
 def _accelerate(sheet: Sheet) -> Sheet | None:

@@ -8,6 +8,12 @@ _TABLE: tuple[tuple[str, str, Severity, str], ...] = (
     # keys
     ("key-twice", "deepspeed accelerate llamafactory huggingface job", "error", "a key that stands twice in a block"),
     (
+        "not-finite",
+        "deepspeed accelerate llamafactory huggingface",
+        "error",
+        "a number that is infinite or not a number (`.inf`, `NaN`, `1e999`)",
+    ),
+    (
         "json-comments",
         "accelerate llamafactory huggingface job",
         "error",

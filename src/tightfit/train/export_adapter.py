@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from tightfit.inputs.spelling import read_text
 from tightfit.train.export import Exported, Found, Spec, Told
 from tightfit.train.export_model import Output, Skeleton, model_on_meta, stored_or, write
 from tightfit.train.safetensors_files import Files, read_header
 from tightfit.train.shards import plain_name
 from tightfit.train.sources import find_weights, open_weights
-from tightfit.types import ModelError
+from tightfit.types import ConfigError, ModelError
 
 HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """`init_lora_weights` that leave the base as it is; PiSSA and its kin change it before training starts."""
@@ -104,8 +105,8 @@ def export_merged(found: Found, spec: Spec, told: Told) -> Exported:
 def read_adapter(folder: Path) -> Adapter:
     """Check that it is one that can be merged, and read it."""
     try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(read_text(folder / "adapter_config.json", "JSON"))
+    except (ConfigError, ValueError) as error:
         raise ModelError(f"the adapter_config.json in {folder} cannot be read: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None

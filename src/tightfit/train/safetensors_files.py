@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from tightfit.types import ModelError
+from tightfit.inputs.spelling import read_text
+from tightfit.types import ConfigError, ModelError
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -119,8 +120,8 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = set(json.loads(read_text(index, "JSON"))["weight_map"].values())
+    except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{index} is no index of safetensors files: fetch or copy it again") from None
     files = sorted(index.parent / str(name) for name in names)
     for file in files:

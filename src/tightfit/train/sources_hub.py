@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import errors as hub
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
 
+from tightfit.inputs.spelling import read_text
 from tightfit.types import ModelError
 
 Progress = Callable[[str, int, int], None]
@@ -71,7 +72,7 @@ def _complete(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
-    files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    files = set(json.loads(read_text(index, "JSON"))["weight_map"].values())
     return all((folder / file).is_file() for file in files)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from tightfit.inputs.spelling import shown
+from tightfit.inputs.spelling import open_regular, shown
 from tightfit.train.data.sources import SHIPPED, SHIPPED_WORDS, SourceFile, not_utf8, one_file, trees_in
 from tightfit.types import ConfigError
 
@@ -303,7 +303,8 @@ def _numbers(person: Any) -> Iterator[tuple[str, float]]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            tree = json.load(file)
     except UnicodeDecodeError:
         raise not_utf8(path) from None
     except (OSError, ValueError) as error:

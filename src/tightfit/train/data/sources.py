@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tightfit.inputs.spelling import nearest
+from tightfit.inputs.spelling import nearest, read_text
 from tightfit.train.data.layouts import TEXT, Layout, layout_of_entry
 from tightfit.types import ConfigError
 
@@ -137,8 +137,8 @@ def _info_of(path: str) -> tuple[Path, str] | None:
 
 def _read_info(path: Path) -> Mapping[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        tree = json.loads(read_text(path, "JSON"))
+    except ValueError as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must be an object: a data set's name and its entry")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.inputs.spelling import nearest
+from tightfit.inputs.spelling import nearest, read_text
 from tightfit.types import ConfigError
 
 CHATML = """\
@@ -111,10 +111,7 @@ def chosen_template(asked: str | None, own: str | None) -> Chosen:
         return Chosen(name=name, source=TEMPLATES[name])
     path = Path(asked).expanduser()
     if path.is_file():
-        try:
-            return Chosen(name=path.name, source=path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError):
-            raise ConfigError(f"the chat template {asked} cannot be read: it must be Jinja text in UTF-8") from None
+        return Chosen(name=path.name, source=read_text(path, "a chat template in Jinja"))
     if path.suffix in (".jinja", ".j2") or "/" in asked:
         raise ConfigError(f"there is no chat template {asked}: name a Jinja file or one of {', '.join(TEMPLATES)}")
     close = nearest(asked, TEMPLATES)
