@@ -127,7 +127,7 @@ def test_the_exit_code_is_the_commands_own(run: Run, tmp_path: Path, text: str, 
 
 
 def test_a_bug_is_told_and_not_tried_again(run: Run, tmp_path: Path) -> None:
-    name = script(tmp_path, "# resume_from_checkpoint\nbatch = {}\nbatch['labels_of_mine']\n")
+    name = script(tmp_path, "flag = '--resume_from_checkpoint'\nbatch = {}\nbatch['labels_of_mine']\n")
     done = run("--", sys.executable, name)
     assert done.returncode == 1
     assert "not started again: the same would happen again" in done.stderr
@@ -159,6 +159,41 @@ if not mark.exists():
     signal.pause()
 print("second start")
 """
+
+
+PLAIN = """import sys
+from types import SimpleNamespace
+HfArgumentParser = TrainingArguments = None
+
+
+def train() -> None:
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+             "23.64 GiB of which 1.00 GiB is free.")
+
+
+trainer = SimpleNamespace(train=train)
+trainer.train()
+"""
+
+
+def test_a_script_that_would_begin_at_step_0_is_not_started_again(run: Run, tmp_path: Path) -> None:
+    """It has kept steps, and calls trainer.train() without them: starting it again would throw them away."""
+    name = script(tmp_path, PLAIN)
+    place = tmp_path / "out/checkpoint-4"
+    place.mkdir(parents=True)
+    head = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (place / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
+    (place / "trainer_state.json").write_text('{"global_step": 4, "max_steps": 9}', encoding="utf-8")
+    done = run("--output", "a", "--", sys.executable, name, "--output_dir", "out")
+    assert done.returncode == 1
+    assert "train.py calls trainer.train() without resume_from_checkpoint" in done.stderr
+    assert "the 4 steps in out/checkpoint-4 would be trained anew" in done.stderr
+    assert "micro batch × accumulation 8 × 1 → 4 × 2 may fit" in done.stderr
+    assert not (tmp_path / "a/attempts/002.json").exists()
+    again = ("--output", "b", "--retry-anyway", "--max-attempts", "2", "--", sys.executable, name)
+    done = run(*again, "--output_dir", "out")
+    assert "it begins again, as you asked: train.py does not go on from checkpoint-4" in done.stderr
+    assert record(tmp_path / "b", 2)["effective_batch"] == record(tmp_path / "b")["effective_batch"] == 8
 
 
 @pytest.mark.thorough

@@ -193,7 +193,8 @@ def test_a_trainer_goes_on_with_the_config_of_its_last_start(here: Path) -> None
 # --- a command that hangs -------------------------------------------------------------------------
 
 HANGS_ONCE = """
-import pathlib, time  # resume_from_checkpoint
+import pathlib, time
+flag = "--resume_from_checkpoint"
 mark = pathlib.Path("hung")
 print("begins", flush=True)
 if not mark.exists():

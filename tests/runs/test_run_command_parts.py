@@ -13,7 +13,7 @@ import yaml
 
 from tightfit.render.beside import beside, json_with, write_beside, yaml_text_with
 from tightfit.runs.foreign import recognise, with_flag
-from tightfit.runs.foreign_config import Edits, Foreign, edits_of, knobs_of, read_foreign, written
+from tightfit.runs.foreign_config import Edits, Foreign, batch_of, edits_of, knobs_of, read_foreign, written
 from tightfit.runs.foreign_ladder import rungs
 from tightfit.runs.foreign_resume import kept_by, means_of
 from tightfit.types import ConfigError
@@ -160,7 +160,7 @@ def descend(now: Foreign, allow: frozenset[str] = frozenset(), most: int = 12) -
 
 
 def test_a_deepspeed_file_goes_down_the_whole_ladder(here: Path) -> None:
-    put(here / "t.py", "import deepspeed\n")
+    put(here / "t.py", "import deepspeed\ndeepspeed.initialize(config=args.deepspeed_config, training_data=data)\n")
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "wandb": {"enabled": False}}
     put(here / "d.json", config)
     said = descend(foreign("deepspeed t.py --deepspeed --deepspeed_config d.json"))
@@ -184,6 +184,79 @@ def test_a_batch_that_cannot_be_made_up_for_stays(here: Path) -> None:
     """The script takes the one flag and not the other: half a batch would be another training."""
     put(here / "t.py", "parser.add_argument('--per_device_train_batch_size')\n")
     assert descend(foreign("python t.py --per_device_train_batch_size 8")) == []
+
+
+TRL = """from trl import SFTConfig, SFTTrainer, TrlParser
+args, = TrlParser((SFTConfig,)).parse_args_and_config()
+SFTTrainer(args=args).train(resume_from_checkpoint=args.resume_from_checkpoint)
+"""
+BATCH = "per_device_train_batch_size: 2  # fits\ngradient_accumulation_steps: 16\nlearning_rate: 2e-5\n"
+
+
+@pytest.mark.parametrize("line", ["python t.py --config c/x.yaml --bf16 True", "torchrun t.py --config c/x.yaml"])
+def test_a_batch_in_trls_config_file_is_read_and_changed_there(here: Path, line: str) -> None:
+    put(here / "t.py", TRL)
+    put(here / "c/x.yaml", BATCH)
+    now = foreign(line)
+    assert descend(now) == ["micro batch × accumulation 2 × 16 → 1 × 32"]
+    assert (here / "c/x.yaml").read_text(encoding="utf-8") == BATCH
+    assert (here / "c/x.tightfit-2.yaml").read_text(encoding="utf-8") == BATCH.replace(": 2 ", ": 1 ").replace(
+        "16", "32"
+    )
+
+
+def test_a_flag_wins_over_trls_config_file(here: Path) -> None:
+    put(here / "t.py", TRL)
+    put(here / "x.yaml", BATCH)
+    now = foreign("python t.py --config x.yaml --per_device_train_batch_size 4")
+    assert (knobs_of(now).micro_batch, knobs_of(now).accumulation) == (4, 16)
+    after, _ = written(now, Edits(trainer={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 32}))
+    assert (knobs_of(after).micro_batch, knobs_of(after).accumulation) == (2, 32)
+    assert after.command.words[-2:] == ("--per_device_train_batch_size", "2")
+
+
+HF = "args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
+FLAGS = "--per_device_train_batch_size 8 --gradient_accumulation_steps 2"
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "why"),
+    [
+        ("cfg = load(args.config)\nTrainingArguments(**cfg)", "--config x.yaml", "reads x.yaml in a way of its own"),
+        (TRL, "--config=x.yaml", "reads x.yaml in a way of its own"),  # TRL itself does not look there
+        (HF, f"{FLAGS} --recipe x.yaml", "reads x.yaml in a way of its own"),
+        (HF + "args.gradient_accumulation_steps = 64 // world", FLAGS, "sets gradient_accumulation_steps itself"),
+        ("TrainingArguments(per_device_train_batch_size=16)", "", "sets per_device_train_batch_size itself"),
+        (HF + "class A(TrainingArguments):\n    per_device_train_batch_size: int = 2", "", "t.py sets per_device"),
+        (HF + "class T(Trainer):\n    def compute_loss(self): ...", FLAGS, "a loss of its own"),
+        (TRL + "KTOTrainer(args)", FLAGS, "the loss of KTOTrainer depends on the micro batch"),
+        (TRL + "GRPOTrainer(args)", f"{FLAGS} --steps_per_generation 4", "depends on the micro batch"),
+        (HF, f"{FLAGS} --auto_find_batch_size True", "auto_find_batch_size looks for the batch itself"),
+        (HF, "--per_device_train_batch_size $B", "which is no whole number"),
+        (
+            "add('--per_device_train_batch_size', default=4)",
+            "--per_device_train_batch_size 8",
+            "does not say gradient_acc",
+        ),
+        ("import deepspeed\nDataLoader(data, batch_size=4)", "--deepspeed_config d.json", "does not take its batch"),
+        ("not Python: per_device_train_batch_size = 4; HfArgumentParser", FLAGS, "sets per_device_train_batch_size"),
+    ],
+)
+def test_a_batch_that_is_not_known_is_never_changed(here: Path, source: str, line: str, why: str) -> None:
+    put(here / "t.py", source)
+    put(here / "x.yaml", BATCH)
+    put(here / "d.json", {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}})
+    now = foreign(f"python t.py {line}")
+    assert why in batch_of(now).because
+    assert not any("batch" in rung for rung in descend(now))
+
+
+def test_arguments_beside_the_script_leave_a_doubt(here: Path) -> None:
+    """HfArgumentParser also reads t.args, where it is there."""
+    put(here / "t.py", HF)
+    assert knobs_of(foreign("python t.py")).micro_batch == 8
+    put(here / "t.args", "--per_device_train_batch_size 2")
+    assert "t.args" in batch_of(foreign("python t.py")).because
 
 
 def test_llamafactory_goes_down_to_the_limit(here: Path) -> None:
@@ -301,12 +374,27 @@ def test_the_newest_whole_checkpoint_counts(here: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "means"),
     [
-        ("trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)", "told"),
+        ("a('--resume_from_checkpoint')\ntrainer.train(resume_from_checkpoint=args.resume_from_checkpoint)", "told"),
         ("last = get_last_checkpoint(out)", "by itself"),
         ("engine.load_checkpoint(out)", "by itself"),
         ("trainer.train()", "none"),
+        ("if args.resume_from_checkpoint:\n    print('ignored')\ntrainer.train()", "none"),
+        ("# resume_from_checkpoint\nfrom x import get_last_checkpoint\ntrainer.train()", "none"),
+        ("trainer.train(resume_from_checkpoint=True)", "by itself"),
+        ("trainer.train(resume_from_checkpoint=args.resume)", "none"),
+        ("parser.add_argument('--resume_from_checkpoint')\ntrainer.train(args.resume_from_checkpoint)", "told"),
+        ("HfArgumentParser(A)\nmodel.train()\ntrainer.train(args.resume_from_checkpoint)", "told"),
+        ("run_elsewhere()", "none"),
     ],
 )
 def test_how_a_script_goes_on(here: Path, source: str, means: str) -> None:
     put(here / "t.py", source)
     assert means_of(foreign("python t.py --output_dir out")) == means
+
+
+def test_a_flag_that_the_script_does_not_hand_on_tells_it_nothing(here: Path) -> None:
+    put(here / "t.py", TRL.replace("resume_from_checkpoint=args.resume_from_checkpoint", ""))
+    put(here / "u.py", "from mine import main\nmain()\n")
+    line = "--output_dir out --resume_from_checkpoint out/checkpoint-2"
+    assert means_of(foreign(f"python t.py {line}")) == "none"
+    assert means_of(foreign(f"python u.py {line}")) == "told"

@@ -13,10 +13,11 @@ from typing import Literal
 
 from tightfit.types import ConfigError
 
-Launcher = Literal["llamafactory", "deepspeed", "accelerate", "torchrun", "python", "other"]
+Launcher = Literal["llamafactory", "trl", "deepspeed", "accelerate", "torchrun", "python", "other"]
 
 NAMES: dict[Launcher, str] = {
     "llamafactory": "LLaMA-Factory",
+    "trl": "TRL",
     "deepspeed": "DeepSpeed's launcher",
     "accelerate": "accelerate",
     "torchrun": "torchrun",
@@ -49,10 +50,13 @@ _SWITCHES: dict[Launcher, frozenset[str]] = {
 }
 """Flags of a launcher that take no value: what follows may be the script."""
 _TRAIN = ("train", "sft", "pt")
+_TRL = ("sft", "dpo", "grpo", "kto", "reward", "rloo")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PYTHON = re.compile(r"python[\d.]*(\.exe)?$|pypy\d*$")
 _TRAINING_ENTRY = re.compile(r"(^|/)(src/)?(train|train_bash|llamafactory/(cli|launcher))\.py$")
 CONFIG_ENDS = (".yaml", ".yml", ".json")
+CONFIG = "config"
+"""The flag by which TRL and many scripts take a file of arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +86,11 @@ class Command:
     script_at: int
     """Where the trainer's own arguments begin: after the script or the verb."""
     settings: str | None
-    """A file with the trainer's arguments, as the command names it."""
+    """A file that may hold the trainer's arguments, as the command names it."""
     settings_at: int | None
+    """Its place; None: there is none, or it is the value of `--config`."""
+    starter: Launcher
+    """Who starts the processes: accelerate may start LLaMA-Factory."""
     own: tuple[Flag, ...]
     """The launcher's."""
     flags: tuple[Flag, ...]
@@ -95,6 +102,12 @@ class Command:
 
     def launcher_flag(self, *names: str) -> Flag | None:
         return next((each for each in reversed(self.own) if each.name in names), None)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What `env A=B …` in front of the program sets."""
+        pairs = (word.partition("=") for word in self.words[: _program(self.words)] if _ASSIGNMENT.match(word))
+        return {name: value for name, _, value in pairs}
 
     @property
     def words_shown(self) -> str:
@@ -111,6 +124,8 @@ def recognise(words: tuple[str, ...]) -> Command:
     name = PurePath(words[at]).name
     if name in ("llamafactory-cli", "lmf"):
         return _llamafactory(words, at + 1)
+    if name == "trl" and words[at + 1 : at + 2] and words[at + 1] in _TRL:
+        return _taken_apart(words, "trl", None, at + 2, (at + 2, at + 2))
     if name in ("deepspeed", "ds", "torchrun", "torchrun.exe"):
         launcher: Launcher = "torchrun" if name.startswith("torchrun") else "deepspeed"
         return _launched(words, at + 1, launcher)
@@ -176,25 +191,41 @@ def _launched(words: tuple[str, ...], at: int, launcher: Launcher) -> Command:
 def _of_script(words: tuple[str, ...], at: int, launcher: Launcher, began: int) -> Command:
     """LLaMA-Factory's own entry may be started by any launcher."""
     script, after = words[at], words[at + 1 : at + 2]
-    if _TRAINING_ENTRY.search(script) and after and after[0].endswith(CONFIG_ENDS) and "train" in PurePath(script).stem:
-        own = "llamafactory" if PurePath(script).parent.name == "src" else launcher
-        return _taken_apart(words, own, script, at + 1, (began, at))
+    configured = bool(after) and after[0].endswith(CONFIG_ENDS)
+    if configured and _TRAINING_ENTRY.search(script) and "train" in PurePath(script).stem:
+        own: Launcher = "llamafactory" if PurePath(script).parent.name == "src" else launcher
+        return _taken_apart(words, own, script, at + 1, (began, at), starter=launcher)
     return _taken_apart(words, launcher, script, at + 1, (began, at))
 
 
 def _taken_apart(
-    words: tuple[str, ...], launcher: Launcher, script: str | None, at: int, own: tuple[int, int]
+    words: tuple[str, ...],
+    launcher: Launcher,
+    script: str | None,
+    at: int,
+    own: tuple[int, int],
+    *,
+    starter: Launcher | None = None,
 ) -> Command:
-    settings_at = at if at < len(words) and words[at].endswith(CONFIG_ENDS) else None
+    starter = starter or launcher
+    is_file = at < len(words) and words[at].endswith(CONFIG_ENDS) and not words[at].startswith("-")
+    settings_at = at if is_file else None
+    flags = _flags(words, at, len(words), bare=launcher == "llamafactory")
+    settings = None if settings_at is None else words[settings_at]
+    if settings is None and launcher != "llamafactory":
+        # TRL looks for the word `--config` alone: it does not read the file of `--config=x.yaml`.
+        named = [flag.value for flag in flags if flag.name == CONFIG and flag.value is not None and flag.words == 2]
+        settings = next((value for value in reversed(named) if value.endswith(CONFIG_ENDS)), None)
     return Command(
         words=words,
         launcher=launcher,
         script=script,
         script_at=at,
-        settings=None if settings_at is None else words[settings_at],
+        settings=settings,
         settings_at=settings_at,
-        own=_flags(words, own[0], own[1], bare=False, alone=_SWITCHES.get(launcher, frozenset())),
-        flags=_flags(words, at, len(words), bare=launcher == "llamafactory"),
+        starter=starter,
+        own=_flags(words, own[0], own[1], bare=False, alone=_SWITCHES.get(starter, frozenset())),
+        flags=flags,
     )
 
 
@@ -246,6 +277,13 @@ def without_flag(command: Command, name: str) -> Command:
 def with_word(command: Command, at: int, word: str) -> Command:
     """The same with another word in this place."""
     return recognise((*command.words[:at], word, *command.words[at + 1 :]))
+
+
+def with_settings(command: Command, name: str) -> Command:
+    """The same with another file of arguments."""
+    if command.settings_at is None:
+        return with_flag(command, CONFIG, name)
+    return with_word(command, command.settings_at, name)
 
 
 def with_launcher_flag(command: Command, flag: Flag, value: str) -> Command:

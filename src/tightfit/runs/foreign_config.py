@@ -1,28 +1,48 @@
 """The settings of somebody else's training: read from where they stand, and written beside for the next attempt.
 
-A setting can stand on the command line, in a file of arguments (LLaMA-Factory's YAML), in a DeepSpeed JSON and in an
-accelerate YAML; the first of these that says it counts. It is changed wherever it stands, so that no two places come
-to contradict each other. What stands nowhere is added only where the trainer is known to take it.
+A setting can stand on the command line, in a file of arguments (LLaMA-Factory's YAML, TRL's `--config`), in a DeepSpeed
+JSON and in an accelerate YAML; the first of these that says it counts. It is changed wherever it stands, so that no two
+places come to contradict each other. What stands nowhere is added only where the trainer is known to take it.
+
+The batch decides what is trained. It is changed only where every place that could say it was read, so that micro batch
+× accumulation is the same before and after; `batch_of` says why not.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.inputs.llamafactory_file import TRAINING_ARGUMENTS
 from tightfit.inputs.spelling import as_number
 from tightfit.lint.document import Document, read_document
 from tightfit.render.beside import beside, json_with, write_beside, yaml_text_with, yaml_tree_with
-from tightfit.runs.foreign import Command, with_flag, with_launcher_flag, with_word, without_flag
+from tightfit.runs.foreign import (
+    CONFIG,
+    CONFIG_ENDS,
+    NAMES,
+    Command,
+    Flag,
+    with_flag,
+    with_launcher_flag,
+    with_settings,
+    without_flag,
+)
+from tightfit.runs.foreign_script import ACCUMULATION, MICRO, Script
 from tightfit.types import ConfigError, UserError
 
-MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 USUAL_MICRO, USUAL_ACCUMULATION = 8, 1
 """What transformers takes where nothing is said."""
-_HUGGING_FACE = ("TrainingArguments", "HfArgumentParser", "transformers.Trainer", "SFTConfig")
 _SOURCE_BYTES = 2**20
+DEEPSPEED_FLAGS = ("deepspeed", "deepspeed_config", "ds_config")
+_JSON = (".json", ".hjson")
+_CONFIGS = re.compile(r"config|recipe|args|settings|hparams")
+_ACROSS_STAGES = ("kto", "ppo")
+"""Stages of LLaMA-Factory whose loss compares the samples of one micro batch, or counts them otherwise."""
 _YES, _NO = ("true", "1", "yes"), ("false", "0", "no")
 
 
@@ -52,10 +72,11 @@ class Foreign:
     command: Command
     settings: Document | None = None
     """The trainer's arguments in a file."""
+    hints: Document | None = None
+    """A config that the script reads in a way of its own: worth a prediction, and never changed."""
     deepspeed: Document | None = None
     accelerate: Document | None = None
-    source: str = ""
-    """The script's own text, where it can be read."""
+    script: Script = field(default_factory=Script)
     environment: Mapping[str, str] = field(default_factory=dict)
     """What the next attempt needs beyond what it inherits."""
 
@@ -65,12 +86,23 @@ class Foreign:
 
     @property
     def is_hugging_face(self) -> bool:
-        """Whether the script takes transformers' arguments."""
-        return self.is_llamafactory or any(word in self.source for word in _HUGGING_FACE)
+        """Whether it is transformers' Trainer that trains."""
+        return self.is_llamafactory or self.script.is_hugging_face
+
+    @property
+    def takes_arguments(self) -> bool:
+        """Whether every field of TrainingArguments can be said to it."""
+        return self.is_llamafactory or self.script.takes_arguments
 
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(each.path for each in (self.settings, self.deepspeed, self.accelerate) if each is not None)
+
+    @property
+    def name(self) -> str:
+        """What does the training, in a sentence."""
+        command = self.command
+        return Path(command.script).name if command.script is not None else NAMES[command.launcher]
 
     def said(self, *names: str) -> Any:
         """A setting of the trainer: from the command line, else from its file; None: not said."""
@@ -82,44 +114,47 @@ class Foreign:
 
     def takes(self, name: str) -> bool:
         """Whether the trainer would understand this setting."""
-        dashed = f"--{name}"
-        return self.is_hugging_face or self.command.flag(name) is not None or dashed in self.source
-
-    @property
-    def splits_batch(self) -> bool:
-        """Whether micro batch and accumulation can both be written, so that their product stays."""
-        values: Mapping[str, Any] = self.deepspeed.values if self.deepspeed is not None else {}
-        in_deepspeed = _whole(values.get("train_micro_batch_size_per_gpu")) is not None
-        said = self.command.flag(MICRO) is not None or self.command.flag(ACCUMULATION) is not None
-        return (self.takes(MICRO) and self.takes(ACCUMULATION)) or (in_deepspeed and not said)
+        return self.takes_arguments or self.command.flag(name) is not None or self.script.mentions(f"--{name}")
 
 
 def read_foreign(command: Command) -> Foreign:
     """The files that the command names. One that cannot be read is an error: its program would stumble over it too."""
-    source = _source(command.script)
-    settings = None
+    script = Script(_source(_script_file(command)))
+    settings = hints = None
     if command.settings is not None:
-        known = command.launcher == "llamafactory" or any(word in source for word in _HUGGING_FACE)
-        settings = read_document(Path(command.settings)) if known else None
+        positional = command.settings_at is not None and script.takes_arguments
+        if command.launcher == "llamafactory" or positional or script.reads_argument_files:
+            settings = read_document(Path(command.settings))
+        else:
+            hints = _read_hints(Path(command.settings))
     accelerate = None
-    if command.launcher == "accelerate" and (flag := command.launcher_flag("config_file")) and flag.value is not None:
+    if command.starter == "accelerate" and (flag := command.launcher_flag("config_file")) and flag.value is not None:
         accelerate = read_document(Path(flag.value))
-    made = Foreign(command=command, settings=settings, accelerate=accelerate, source=source)
+    made = Foreign(command=command, settings=settings, hints=hints, accelerate=accelerate, script=script)
     named = deepspeed_name(made)
     if named is None:
         return made
     return replace(made, deepspeed=read_document(_found(named, made)))
 
 
+def _deepspeed_flag(foreign: Foreign) -> Flag | None:
+    """The flag that names the DeepSpeed JSON; `--deepspeed` may stand beside it as a switch."""
+    named = [flag for flag in foreign.command.flags if flag.value is not None and flag.value.endswith(_JSON)]
+    found = next((flag for flag in reversed(named) if flag.name in DEEPSPEED_FLAGS), None)
+    if found is None and foreign.hints is not None and "zero_optimization" in foreign.hints.values:
+        return next((flag for flag in reversed(named) if flag.name == CONFIG), None)
+    return found
+
+
 def deepspeed_name(foreign: Foreign) -> str | None:
     """The DeepSpeed JSON as the user wrote it; None: there is none."""
-    flag = foreign.command.flag("deepspeed", "deepspeed_config", "ds_config")
+    flag = _deepspeed_flag(foreign)
     own = foreign.command.launcher_flag("deepspeed_config_file")
     block = foreign.accelerate.values.get("deepspeed_config") if foreign.accelerate is not None else None
     inside = block.get("deepspeed_config_file") if isinstance(block, dict) else None
     in_file = foreign.settings.values.get("deepspeed") if foreign.settings is not None else None
     for place in (flag and flag.value, own and own.value, in_file, inside):
-        if isinstance(place, str) and place.endswith((".json", ".hjson")):
+        if isinstance(place, str) and place.endswith(_JSON):
             return place
     return None
 
@@ -134,6 +169,24 @@ def _found(named: str, foreign: Foreign) -> Path:
         who = by.path.name if by is not None else "the command"
         raise ConfigError(f"{who} names the DeepSpeed file {named}, which is not there: correct the path")
     return found
+
+
+def _read_hints(path: Path) -> Document | None:
+    """A file that only the script understands need not be one that we do."""
+    try:
+        return read_document(path)
+    except UserError:
+        return None
+
+
+def _script_file(command: Command) -> str | None:
+    """The Python file that trains; TRL's lies where the program `trl` was installed."""
+    if command.launcher != "trl":
+        return command.script
+    program, verb = command.words[command.script_at - 2 : command.script_at]
+    found = shutil.which(program)
+    places = [] if found is None else Path(found).resolve().parent.parent.glob("lib/python3*/site-packages/trl/scripts")
+    return next((str(place / f"{verb}.py") for place in places if (place / f"{verb}.py").is_file()), None)
 
 
 def _source(script: str | None) -> str:
@@ -166,11 +219,14 @@ def _value(value: Any) -> Any:
 
 def knobs_of(foreign: Foreign) -> Knobs:
     """How the training is computed now."""
-    known = _batch(foreign, _engine(foreign))
-    if not foreign.is_hugging_face:
+    batch = batch_of(foreign)
+    known = replace(_engine(foreign), micro_batch=batch.micro, accumulation=batch.accumulation)
+    if not foreign.takes_arguments:
         return known
     off, on = foreign.said("disable_gradient_checkpointing"), foreign.said("gradient_checkpointing")
-    checkpointing = off is not True if foreign.is_llamafactory else bool(on)
+    checkpointing = (
+        off is not True if foreign.is_llamafactory else on is not False if foreign.script.is_trl else bool(on)
+    )
     known = replace(known, checkpointing=checkpointing)
     if not foreign.is_llamafactory:
         return known
@@ -178,6 +234,7 @@ def knobs_of(foreign: Foreign) -> Knobs:
     sequence = foreign.said("cutoff_len")
     return replace(
         known,
+        checkpointing=off is not True,
         quantised=bool(foreign.said("quantization_bit")) if adapters else None,
         sequence=sequence if isinstance(sequence, int) else 2048,
     )
@@ -197,28 +254,93 @@ def _engine(foreign: Foreign) -> Knobs:
     block = _block(foreign.accelerate.values, "deepspeed_config") if foreign.accelerate is not None else {}
     if block:
         return Knobs(
-            stage=_whole(block.get("zero_stage")) or 2,
+            stage=2 if (stage := _whole(block.get("zero_stage"))) is None else stage,
             offload_optimizer=str(block.get("offload_optimizer_device") or "none"),
             offload_param=str(block.get("offload_param_device") or "none"),
         )
     return Knobs()
 
 
-def _batch(foreign: Foreign, known: Knobs) -> Knobs:
-    """Micro batch and accumulation; numbers in the DeepSpeed file count where the trainer says nothing."""
-    if not foreign.splits_batch:
-        return known
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """How many samples a GPU takes at once, and how often before a step."""
+
+    micro: int | None = None
+    accumulation: int | None = None
+    because: str = ""
+    """Why it is not known, as the end of a sentence; empty: it is."""
+
+
+def batch_of(foreign: Foreign) -> Batch:
+    """The batch, where all that decides it can be read; otherwise why not."""
+    doubt = _doubt(foreign)
+    if doubt is not None:
+        return Batch(because=doubt)
     values: Mapping[str, Any] = foreign.deepspeed.values if foreign.deepspeed is not None else {}
-    block = _block(foreign.accelerate.values, "deepspeed_config") if foreign.accelerate is not None else {}
-    micro = _whole(foreign.said(MICRO)) or _whole(values.get("train_micro_batch_size_per_gpu"))
-    accumulation = (
-        _whole(foreign.said(ACCUMULATION)) or _whole(values.get(ACCUMULATION)) or _whole(block.get(ACCUMULATION))
-    )
-    if foreign.is_hugging_face:
-        micro, accumulation = micro or USUAL_MICRO, accumulation or USUAL_ACCUMULATION
-    elif micro is not None and accumulation is None and _whole(values.get("train_batch_size")) is None:
-        accumulation = 1  # DeepSpeed's own
-    return replace(known, micro_batch=micro, accumulation=accumulation)
+    said = {name: foreign.said(name) for name in (MICRO, ACCUMULATION)}
+    for name, value in said.items():
+        if value is not None and _whole(value) is None:
+            return Batch(because=f"{name} is {value!r}, which is no whole number")
+    micro, accumulation = _whole(said[MICRO]), _whole(said[ACCUMULATION])
+    in_file = _whole(values.get("train_micro_batch_size_per_gpu")), _whole(values.get(ACCUMULATION))
+    if foreign.takes_arguments:
+        return Batch(
+            micro=micro or in_file[0] or USUAL_MICRO,
+            accumulation=accumulation
+            or in_file[1]
+            or _whole(_accelerate_block(foreign).get(ACCUMULATION))
+            or USUAL_ACCUMULATION,
+        )
+    if foreign.takes(MICRO) or foreign.takes(ACCUMULATION):
+        if micro is None or accumulation is None:
+            missing = MICRO if micro is None else ACCUMULATION
+            return Batch(because=f"the command does not say {missing}, and {foreign.name} may have any default")
+        return Batch(micro=micro, accumulation=accumulation)
+    if in_file[0] is None:
+        return Batch(because=f"no config that can be read says the batch of {foreign.name}")
+    if not foreign.script.uses_deepspeeds_batch:
+        return Batch(because=f"{foreign.name} does not take its batch from the DeepSpeed file")
+    if values.get(ACCUMULATION, values.get("train_batch_size")) is None:
+        return Batch(micro=in_file[0], accumulation=1)  # DeepSpeed's own
+    if in_file[1] is None:
+        return Batch(because=f"the DeepSpeed file leaves {ACCUMULATION} open")
+    return Batch(micro=in_file[0], accumulation=in_file[1])
+
+
+def _doubt(foreign: Foreign) -> str | None:
+    """What could make the batch another one than the settings say, or a smaller micro batch another training."""
+    script, name = foreign.script, foreign.name
+    if foreign.said("auto_find_batch_size") is True:
+        return "auto_find_batch_size looks for the batch itself"
+    if foreign.is_llamafactory:
+        stage = foreign.said("stage")
+        return f"with stage {stage} the loss depends on the micro batch" if stage in _ACROSS_STAGES else None
+    if unread := _unread(foreign):
+        return f"{name} reads {unread} in a way of its own"
+    beside_it = None if foreign.command.script is None else Path(foreign.command.script).with_suffix(".args")
+    if script.takes_arguments and beside_it is not None and beside_it.is_file():
+        return f"{name} also takes what stands in {beside_it.name}"
+    if key := script.sets(MICRO, ACCUMULATION, "auto_find_batch_size"):
+        return f"{name} sets {key} itself"
+    if script.has_own_loss:
+        return f"{name} has a loss of its own, which may depend on the micro batch"
+    if script.across_the_batch is not None:
+        return f"the loss of {script.across_the_batch} depends on the micro batch"
+    if script.generates and (foreign.said("steps_per_generation") is not None or foreign.said("loss_type") == "bnpo"):
+        return "what is generated, or the loss, depends on the micro batch"
+    return None
+
+
+def _unread(foreign: Foreign) -> str | None:
+    """A config that the command names, and that may say more than we have read."""
+    for flag in foreign.command.flags:
+        of_ours = flag.name in DEEPSPEED_FLAGS or flag.name in TRAINING_ARGUMENTS
+        of_ours = of_ours or (flag.name == CONFIG and flag.value == foreign.command.settings)
+        if not of_ours and flag.value and flag.value.endswith(CONFIG_ENDS) and _CONFIGS.search(flag.name):
+            return flag.value
+    named = foreign.command.settings
+    is_deepspeeds = foreign.deepspeed is not None and named is not None and foreign.deepspeed.path == Path(named)
+    return named if foreign.settings is None and not is_deepspeeds else None
 
 
 def _block(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -338,8 +460,7 @@ def written(foreign: Foreign, edits: Edits) -> tuple[Foreign, tuple[Path, ...]]:
     if in_file and foreign.settings is not None:
         name = _written_settings(foreign.settings, in_file)
         files.append(name)
-        assert command.settings_at is not None
-        command = with_word(command, command.settings_at, _as_named(str(command.settings), name))
+        command = with_settings(command, _as_named(str(command.settings), name))
     accelerate = dict(edits.accelerate)
     if accelerate and foreign.accelerate is not None:
         name = beside(foreign.accelerate.path)
@@ -351,6 +472,9 @@ def written(foreign: Foreign, edits: Edits) -> tuple[Foreign, tuple[Path, ...]]:
         again = replace(read_foreign(command), environment=foreign.environment)
     except UserError as error:
         raise ConfigError(f"the next config cannot be read back: {error}") from None
+    before, after = batch_of(foreign), batch_of(again)
+    if (before.micro or 0) * (before.accumulation or 0) != (after.micro or 0) * (after.accumulation or 0):
+        raise ConfigError("the next config would change the effective batch: set the batch by hand, and start it again")
     return again, tuple(files)
 
 
@@ -376,7 +500,7 @@ def _with_deepspeed(
     name = beside(foreign.deepspeed.path)
     write_beside(name, json_with(foreign.deepspeed.values, changes))
     command = foreign.command
-    flag = command.flag("deepspeed", "deepspeed_config", "ds_config")
+    flag = _deepspeed_flag(foreign)
     if flag is not None and flag.value is not None:
         return replace(foreign, command=with_flag(command, flag.name, _as_named(flag.value, name))), trainer, [name]
     own = command.launcher_flag("deepspeed_config_file")

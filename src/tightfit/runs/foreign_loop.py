@@ -26,13 +26,13 @@ from tightfit.runs.attempts import AttemptRecord, Next
 from tightfit.runs.build_lock import left_locks, remove
 from tightfit.runs.cause import is_suspicion, recorded, waits_for_a_build
 from tightfit.runs.decide import LONGEST_WAIT_S, NUMBERS, Decision, Policy, decide, without_smaller
-from tightfit.runs.foreign_config import Edits, Foreign, Knobs, edits_of, knobs_of, written
+from tightfit.runs.foreign_config import Edits, Foreign, Knobs, batch_of, edits_of, knobs_of, written
 from tightfit.runs.foreign_group import Gone, Peak, Start, Streams, start_and_stay
 from tightfit.runs.foreign_hang import Stuck
 from tightfit.runs.foreign_ladder import rungs, would_help
 from tightfit.runs.foreign_resume import Kept, kept_by, means_of, output_of, saves_itself
 from tightfit.runs.run import Signals
-from tightfit.types import UserError
+from tightfit.types import ConfigError, UserError
 
 LOG = "command.log"
 _PROGRESS = re.compile(rb"\b(\d{1,9})/\d{1,9} \[\d")
@@ -147,7 +147,10 @@ class Rescue:
 
     def go_on(self) -> str:
         """Begin where a run before this one was when it was killed; where that is."""
-        self.foreign, files, where = self._resumed(self.foreign, Edits(), kept_by(self.foreign))
+        kept = kept_by(self.foreign)
+        if lost := self._lost(kept):
+            raise ConfigError(f"the run before this one was killed, and {lost}")
+        self.foreign, files, where = self._resumed(self.foreign, Edits(), kept)
         self.files += files
         return where
 
@@ -239,6 +242,8 @@ class Rescue:
     def _again(self, decision: Decision) -> tuple[Decision, Foreign | None, tuple[str, ...]]:
         """The same command, from where it can go on."""
         kept, means = kept_by(self.foreign), means_of(self.foreign)
+        if lost := self._lost(kept):
+            return _stop(f"the cause may pass, but {lost}")
         if means == "none" and not self.orders.retry_anyway:
             return _stop(
                 "the cause may pass, but the program is not known to go on from a checkpoint: start it again, or say "
@@ -257,6 +262,8 @@ class Rescue:
             other = without_smaller(verdict, self.records, self._nothing_left())
             return self._again(other) if other.action == "same plan" else (other, None, ())
         edits = edits_of(self.foreign, knobs_of(self.foreign), step.knobs)
+        if lost := self._lost(kept):
+            return _stop(f"{'; '.join(step.changed)} may fit, but {lost}")
         place = saves_itself(self.foreign) if kept is None else kept.path
         if step.crosses and place is not None and not (self.foreign.is_llamafactory and kept and kept.adapter):
             if not self.orders.retry_anyway:
@@ -272,6 +279,18 @@ class Rescue:
         costs = f"; as allowed, {', '.join(step.costs)}" if step.costs else ""
         because = f"{step.because.rstrip('.')}{costs}; {where}"
         return replace(decision, because=because), following, step.changed
+
+    def _lost(self, kept: Kept | None) -> str | None:
+        """What a new start would throw away, and how to prevent it; None: nothing, or the user wants it so."""
+        if kept is None or means_of(self.foreign) != "none" or self.orders.retry_anyway:
+            return None
+        why = "is not known to go on from a checkpoint"
+        if self.foreign.script.calls_plain_train:
+            why = "calls trainer.train() without resume_from_checkpoint and would begin at step 0"
+        return (
+            f"{self.foreign.name} {why}, and the {kept.step} steps in {kept.path} would be trained anew: write "
+            "trainer.train(resume_from_checkpoint=True) there and start it again, or say --retry-anyway to begin again"
+        )
 
     def _step(self, shortfall: Shortfall, verdict: Verdict, kept: Kept | None) -> Step | None:
         """The planner's, where it knows the model; else a rung down. Those first that a checkpoint survives."""
@@ -305,6 +324,8 @@ class Rescue:
         means = means_of(foreign)
         if kept is None or means == "none":
             where = "it begins again, since there is no checkpoint to go on from"
+            if kept is not None:
+                where = f"it begins again, as you asked: {foreign.name} does not go on from {kept.path.name}"
             if foreign.said("resume_from_checkpoint") is not None and "resume_from_checkpoint" not in trainer:
                 where = f"it goes on from {foreign.said('resume_from_checkpoint')}, as before"
         elif crosses:
@@ -326,6 +347,9 @@ class Rescue:
     def _nothing_left(self) -> str:
         now, policy = knobs_of(self.foreign), self.orders.policy
         said = "; ".join(would_help(self.foreign, now, policy.allow))
+        if (unknown := batch_of(self.foreign).because) and (self.foreign.is_hugging_face or self.foreign.files):
+            said = "; ".join(part for part in (said, f"the batch is left alone, since {unknown}") if part)
+            return f"nothing else is left that tightfit could change ({said}): make one of the changes below by hand"
         if not self.foreign.files:
             return "there is no config that tightfit could change: make one of the changes below, and start it again"
         return f"nothing is left to change in {self.foreign.files[0].name}{f' without leave: {said}' if said else ''}"

@@ -12,16 +12,14 @@ import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from tightfit.runs.foreign_config import Foreign
+from tightfit.runs.foreign_script import RESUME, Resumes
 
 _FOLDER = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
 _PLACES = ("output_dir", "save_dir", "checkpoint_dir", "output", "save")
 _LATEST = "latest"
-Means = Literal["told", "by itself", "none"]
-"""The checkpoint is named to it; it finds it itself; it cannot go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +58,14 @@ def saves_itself(foreign: Foreign) -> Path | None:
     return folder if folder is not None and (folder / _LATEST).is_file() else None
 
 
-def means_of(foreign: Foreign) -> Means:
-    """How the trainer goes on from a checkpoint."""
-    if foreign.is_llamafactory or foreign.command.flag("resume_from_checkpoint") is not None:
+def means_of(foreign: Foreign) -> Resumes:
+    """How the trainer goes on from a checkpoint. A flag that its script does not hand on tells it nothing."""
+    if foreign.is_llamafactory:
         return "told"
-    source = foreign.source
-    if re.search(r"\bget_last_checkpoint\b|resume_from_checkpoint\s*=\s*True", source):
-        return "by itself"
-    if "resume_from_checkpoint" in source:
+    found = foreign.script.resumes
+    if found == "none" and not foreign.script.calls_plain_train and foreign.command.flag(RESUME) is not None:
         return "told"
-    if re.search(r"\.load_checkpoint\(|\bload_state\(", source):
-        return "by itself"
-    return "none"
+    return "none" if found == "told" and not foreign.takes(RESUME) else found
 
 
 def _whole(path: Path, step: int) -> Kept | None:
