@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tightfit.cli import main
+from tightfit.cli_plan import parser
+from tightfit.desk.plan_request import request_of
 from tightfit.inputs.flags import spelt
+from tightfit.job import Job
+from tightfit.types import ConfigError
 
 HEAVY = {"torch", "deepspeed", "transformers", "peft", "accelerate", "numpy"}
 
@@ -204,6 +209,50 @@ def test_a_lever_that_is_named_is_kept(shell: Shell) -> None:
     for way in (answer["chosen"], *answer["alternatives"]):
         levers = way["levers"]
         assert (levers["engine"], levers["micro_batch"], levers["checkpointing"]) == ("zero3", 2, "full")
+
+
+LEARNS = (
+    *("--warmup_steps", "100", "--lr_scheduler", "linear", "--weight_decay", "0.1", "--max_grad_norm", "0.5"),
+    *("--lora_alpha", "48", "--seed", "7", "--save_steps", "50", "--logging_steps", "3"),
+)
+"""Flags of the notes, as the notes spell them."""
+
+
+def test_how_it_learns_reaches_every_file(shell: Shell, tmp_path: Path) -> None:
+    out = tmp_path / "plan"
+    shell.run(*SMALL, "--method", "lora", *LEARNS, "--write", str(out))
+    worker = json.loads((out / "worker.json").read_text())
+    expected = {"schedule": "linear", "warmup": 100.0, "weight_decay": 0.1, "clip": 0.5, "seed": 7}
+    assert expected.items() <= worker["training"].items()
+    assert (worker["lora"]["alpha"], worker["saving"]["every_steps"], worker["logging_steps"]) == (48.0, 50, 3)
+    theirs = {
+        **{"lr_scheduler_type": "linear", "warmup_steps": 100, "weight_decay": 0.1, "max_grad_norm": 0.5, "seed": 7},
+        **{"save_steps": 50, "logging_steps": 3},
+    }
+    assert theirs.items() <= json.loads((out / "training_args.json").read_text()).items()
+    assert (theirs | {"lora_alpha": 48}).items() <= yaml.safe_load((out / "llamafactory.yaml").read_text()).items()
+
+
+def test_a_warm_up_is_a_count_or_a_share(shell: Shell) -> None:
+    assert plan_for(*SMALL, "--warmup-ratio", "0.1").warmup == 0.1
+    assert plan_for(*SMALL, "--warmup-ratio", "10%").warmup == 0.1
+    assert plan_for(*SMALL, "--warmup-steps", "1").warmup == 1
+    assert plan_for(*SMALL, "--warmup-steps", "0").warmup == 0
+    idle = shell.run(*SMALL, "--warmup-steps", "9", "--lr-scheduler", "constant")
+    assert "--warmup-steps is without effect" in " ".join(idle.split())
+
+
+def plan_for(*words: str) -> Job:
+    return request_of(parser().parse(words)).job
+
+
+def test_a_file_may_be_named_with_config(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: qwen1.5-0.5b\nsequence: 512\nsaving: {every: 10m}\nhardware: {gpus: 2x24GB}")
+    job = plan_for("--config", str(path), "--save-steps", "20")
+    assert (job.sequence, job.saving.every_steps, job.saving.every_minutes) == (512, 20, None)
+    with pytest.raises(ConfigError, match="both name the file to start from: leave one out"):
+        plan_for(str(path), "--config", str(path))
 
 
 def test_margin_is_a_share_or_a_percentage(shell: Shell) -> None:
@@ -621,6 +670,13 @@ REFUSED = {
     "no port": (("--port", "99999"), "--port"),
     "no hostfile": (("--hostfile", "nowhere"), "nowhere"),
     "a wrong version": (("--transformers-version", "new"), "--transformers-version"),
+    "a warm-up said twice": (("--warmup-steps", "3", "--warmup-ratio", "0.1"), "say the same thing: keep one"),
+    "half a step": (("--warmup-steps", "0.5"), "--warmup-steps must be a whole number, not '0.5'"),
+    "more than all steps": (("--warmup-ratio", "3"), "--warmup-ratio must be a share from 0 to below 1, not '3'"),
+    "a schedule of others": (("--lr-scheduler", "cosine_with_restarts"), "; it takes cosine, linear, constant or"),
+    "two rhythms": (("--allow", "lora", "--save-steps", "0"), "--save-steps must be a whole number of at least 1"),
+    "alpha of nothing": (("--lora-alpha", "3"), "--lora-alpha needs --method lora or qlora"),
+    "a flag for another thing": (("--early-stop-steps", "3"), "has no flag --early-stop-steps; see"),
     "a wrong flag": (("--enginge", "zero3"), "did you mean --engine?"),
     "a tier for adapters": (("--method", "full", "--tier", "quantized"), "--method lora or qlora"),
     "no folder": (("--write", "/dev/null"), "/dev/null is a file"),

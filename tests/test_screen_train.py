@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -92,6 +94,13 @@ def test_what_is_not_known_is_left_out() -> None:
 def test_a_pipe_gets_a_line_in_ten_seconds_and_the_last_one() -> None:
     lines = in_a_pipe([(second, step(1 + second)) for second in range(26)])
     assert [line.split("/")[0] for line in lines] == ["step 1", "step 11", "step 21", "step 26"]
+
+
+def test_logging_steps_say_how_often_a_line_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "WORKER", replace(WORKER, logging_steps=4))
+    saved = (7.5, Warned(text="look"))
+    lines = in_a_pipe([*((second, step(1 + second)) for second in range(7)), saved, (8.0, step(8)), (9.0, step(9))])
+    assert [line.split("/")[0] for line in lines] == ["step 4", "! look", "step 8", "step 9"]
 
 
 def test_the_end_of_one_work_is_said_before_the_next() -> None:

@@ -63,7 +63,7 @@ def parser() -> Parser:
         EXAMPLE,
         "[JOB] [--data PATH] [flags]",
     )
-    made.add_argument("file", nargs="?", metavar="JOB", help="a job file; flags win over it")
+    made.add_file("JOB", "a job file; flags win over it")
     for name, (metavar, meaning) in FLAGS.items():
         made.add_argument(f"--{name}", metavar=metavar, help=meaning)
     made.add_argument("--seq", metavar="N", type=whole_number("seq"), help="tokens in a sequence (2048)")

@@ -24,7 +24,7 @@ def parser() -> Parser:
         EXAMPLE,
         "[FILE] [--model MODEL] [--gpus HARDWARE] [flags]",
     )
-    made.add_argument("file", nargs="?", metavar="FILE", help="a job file or a LLaMA-Factory YAML; flags win")
+    made.add_file("FILE", "a job file or a LLaMA-Factory YAML; flags win")
     made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
     made.add_argument("--deepspeed", metavar="FILE", help="a DeepSpeed JSON; flags win over it")
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")

@@ -74,13 +74,8 @@ GROUPS = {
 
 OTHER_NAMES = {
     "batch-size": "micro_batch",
-    "cutoff-len": "seq",
-    "max-length": "seq",
-    "max-seq-length": "seq",
     "nproc-per-node": "world",
     "num-gpus": "world",
-    "per-device-train-batch-size": "micro_batch",
-    "preset": "model",
     "quantization-bit": "method",
     "stage": "engine",
     "zero-stage": "engine",
@@ -94,8 +89,23 @@ ALIASES = {
     "output_dir": "output",
     "max_seq_length": "seq",
     "ablation_config": "ablation",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "lr_scheduler",
+    "num_train_epochs": "epochs",
+    "cutoff_len": "seq",
+    "max_length": "seq",
+    "per_device_train_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "accum",
+    "lora_r": "lora_rank",
+    "lora_target": "lora_targets",
+    "lora_target_modules": "lora_targets",
+    "dataloader_num_workers": "dataloader_workers",
+    "save_total_limit": "keep_last",
 }
 """Names that people know from other training scripts, and what they are here."""
+
+CONFIG = "config_file"
+"""Where `--config` is kept until it becomes the file."""
 
 CHANGE = {"2": "something that you have to change; one sentence says what"}
 """How every verb ends where the user has to do something."""
@@ -134,13 +144,19 @@ class Parser(argparse.ArgumentParser):
         self.epilog = f"{text}\n\n{self.epilog}"
         return self
 
+    def add_file(self, metavar: str, what: str) -> None:
+        """The file that a question starts from, with or without `--config` before it."""
+        self.add_argument("file", nargs="?", metavar=metavar, help=what)
+        self.add_argument(
+            "--config", dest=CONFIG, metavar=metavar, help="the same file, as other training scripts name it"
+        )
+
     def knows_as(self, names: Mapping[str, str]) -> None:
         """Other names for flags that it has, understood and not shown."""
-        known = {action.dest for action in self._actions}
+        known = {action.dest: action for action in self._actions}
         for other, ours in names.items():
-            if ours in known:
-                kind = whole_number(other) if ours == "seq" else str
-                self.add_argument(spelt(other), dest=ours, type=kind, help=argparse.SUPPRESS)
+            if ours in known and spelt(other) not in self._option_string_actions:
+                self.add_argument(spelt(other), dest=ours, type=known[ours].type or str, help=argparse.SUPPRESS)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse, or say which flag was meant. `--micro_batch` is the same as `--micro-batch`."""
@@ -152,6 +168,11 @@ class Parser(argparse.ArgumentParser):
                 raise ConfigError(f"{self.prog} has no flag {flag}{_meant(flag, known, self.prog)}")
         if unknown:
             raise ConfigError(f"{self.prog} does not know what to do with {unknown[0]!r}; see {self.prog} --help")
+        if hasattr(namespace, CONFIG):
+            if hasattr(namespace, "file"):
+                raise ConfigError(f"{namespace.file} and --config both name the file to start from: leave one out")
+            namespace.file = getattr(namespace, CONFIG)
+            delattr(namespace, CONFIG)
         return namespace
 
 

@@ -20,7 +20,7 @@ from tightfit.desk.plan_files import Answer
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.job_fields import FREE_LEVERS, job_fields, meanings
 from tightfit.inputs.job_file import JOB_FLAGS
-from tightfit.job import Allowance, Tier
+from tightfit.job import Allowance, Schedule, Tier
 from tightfit.planner.limits import Limit, Wanted
 from tightfit.planner.tiers import Tiered
 from tightfit.types import Levers
@@ -65,7 +65,24 @@ FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
         "epochs": ("N", "passes over the data (1)"),
         "max_steps": ("N", "optimizer steps; wins over --epochs (as --epochs says)"),
         "samples": ("N", "samples in the data: hours to finish need it"),
+    },
+    "how it learns": {
         "learning_rate": ("RATE", "peak learning rate (1e-5; 1e-4 for adapters)"),
+        "lr_scheduler": ("|".join(get_args(Schedule)), "how the learning rate falls (cosine)"),
+        "warmup_steps": ("N", "steps over which the learning rate rises; or --warmup-ratio"),
+        "warmup_ratio": ("SHARE", "the same as a share of all steps (0.03)"),
+        "weight_decay": ("RATE", "AdamW's weight decay (0)"),
+        "max_grad_norm": ("NORM", "gradient norm above which gradients are scaled down; 0: never (1)"),
+        "lora_alpha": ("ALPHA", "scaling numerator of the adapters (twice the rank)"),
+        "seed": ("N", "seed of data order, dropout and drawn weights (42)"),
+    },
+    "what is kept and said": {
+        "save_steps": ("N", "steps between two checkpoints (500)"),
+        "logging_steps": (
+            "N",
+            "steps between two lines of the log, and points of TensorBoard and wandb (a line every ten seconds; in the "
+            "files for other trainers 10)",
+        ),
     },
     "the files": {
         "write": ("DIR", "write configs, launch script and reasons into this folder"),
@@ -140,9 +157,7 @@ def parser() -> Parser:
         EXAMPLE,
         "[FILE.yaml] [--model MODEL] [--gpus HARDWARE] [flags]",
     )
-    made.add_argument(
-        "file", nargs="?", metavar="FILE.yaml", help="a job file, or a LLaMA-Factory YAML; flags win over it"
-    )
+    made.add_file("FILE.yaml", "a job file, or a LLaMA-Factory YAML; flags win over it")
     made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
     add_data_flags(made)

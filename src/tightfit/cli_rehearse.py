@@ -95,9 +95,7 @@ def parser() -> Parser:
         EXAMPLE,
         "[JOB.yaml | --from-plan DIR] [--cap SIZE] [--steps N] [flags]",
     )
-    made.add_argument(
-        "file", nargs="?", metavar="JOB.yaml", help="a job file, or a LLaMA-Factory YAML; flags win over it"
-    )
+    made.add_file("JOB.yaml", "a job file, or a LLaMA-Factory YAML; flags win over it")
     made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
     add_data_flags(made)

@@ -22,7 +22,7 @@ RUN_FLAGS: dict[str, tuple[str | None, str]] = {
     "no_probe": (None, "skip the trial of the largest batch before the first step"),
     "tensorboard": (None, "write TensorBoard files into the run's folder as well"),
     "wandb": (None, "report to wandb as well, where it is installed"),
-    "save_every": ("500|10m|1h|none", "steps or time between two checkpoints (500 steps)"),
+    "save_every": ("500|10m|1h|none", "the same as --save-steps, or a time between two checkpoints (500 steps)"),
     "keep_last": ("N", "how many checkpoints stay, the newest ones (2)"),
     "keep_every": ("N", "a checkpoint at a multiple of so many steps stays for ever"),
     "resume": (
@@ -80,9 +80,7 @@ def parser() -> Parser:
         EXAMPLE,
         "[JOB.yaml] [--model MODEL] [--data DATA] [--output DIR] [flags]",
     )
-    made.add_argument(
-        "file", nargs="?", metavar="JOB.yaml", help="a job file, or a LLaMA-Factory YAML; flags win over it"
-    )
+    made.add_file("JOB.yaml", "a job file, or a LLaMA-Factory YAML; flags win over it")
     made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
     add_data_flags(made)

@@ -91,6 +91,7 @@ def _job(tree: Mapping[str, Any]) -> Job:
         seed=training["seed"],
         evaluation=Evaluation(**tree["evaluation"]),
         saving=Saving(**tree["saving"]),
+        logging_steps=tree.get("logging_steps"),
         timeout=None if tree["timeout_s"] is None else f"{tree['timeout_s']}s",
         hardware=Machine(nvme_path=tree["nvme_path"]),
         limits=Limits(margin=_margin(tree)),

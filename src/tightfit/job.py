@@ -53,10 +53,11 @@ Tier = Literal[
 
 Count = Annotated[int, Ge(1)]
 Number = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-NotNegative = Annotated[float, Ge(0)]
+Steps = Annotated[int, Ge(1), Le(1_000_000_000)]
+Samples = Annotated[int, Ge(1), Le(1_000_000_000_000)]
 Share = Annotated[float, Ge(0), Lt(1)]
-"""Ranges, which the door checks and the schema shows."""
+"""Ranges, which the door checks and the schema shows. What is larger than any training was a slip of the finger, and
+an answer to it would be one nobody can use. Levers have theirs in `inputs/flags.py`."""
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
 """For pydantic, which validates job files against these classes: an unknown field is an error."""
@@ -70,7 +71,7 @@ class Adapters:
 
     rank: Count = 8
     """Rank of the adapters."""
-    alpha: Positive | None = None
+    alpha: Annotated[float, Gt(0), Le(1_000_000)] | None = None
     """Scaling numerator; left out: twice the rank."""
     dropout: Share = 0.0
     """Share of the adapters' inputs that is dropped out while training."""
@@ -95,7 +96,7 @@ class Data:
     """Chat template by name (`chatml`, `llama3` …) or a Jinja file; left out: the tokenizer's own."""
     packing: bool = False
     """Fill every sequence with several samples."""
-    samples: Count | None = None
+    samples: Samples | None = None
     """How many samples there are, where the file is not at hand: hours to finish need it."""
     tokenizer: str | None = None
     """A folder or a Hugging Face id; left out: the model's own, or a byte-level one for a model made from scratch."""
@@ -113,7 +114,7 @@ class Evaluation:
 
     split: Share = 0.0
     """Share of the samples that is held back and never trained on."""
-    every_steps: Count | None = None
+    every_steps: Steps | None = None
     """Steps between two evaluations; left out: at the end alone."""
 
 
@@ -125,14 +126,14 @@ class Saving:
 
     folder: str = "output"
     """The run's folder."""
-    every_steps: Count | None = 500
+    every_steps: Steps | None = 500
     """Steps between two checkpoints; null: steps do not decide. `every: 500`, `10m`, `1h` or `none` says this and
     `every_minutes` in one."""
-    every_minutes: Positive | None = None
+    every_minutes: Annotated[float, Gt(0), Le(1_000_000)] | None = None
     """Minutes between two checkpoints; beside `every_steps`, whichever comes first."""
-    keep_last: Count = 2
+    keep_last: Annotated[int, Ge(1), Le(1_000_000)] = 2
     """How many checkpoints stay on disk, the newest ones; `save_total_limit` is the same."""
-    keep_every: Count | None = None
+    keep_every: Steps | None = None
     """A checkpoint at a multiple of so many steps stays for ever."""
     async_save: bool = True
     """Write checkpoints while the training goes on, where the host's memory allows it."""
@@ -200,21 +201,21 @@ class Job:
     """`embeddings`: only these train, and everything else is frozen; a head that is tied to them trains with them."""
     data: Data = field(default_factory=Data)
     """What is trained on."""
-    max_samples: Count | None = None
+    max_samples: Samples | None = None
     """Use at most this many samples."""
-    learning_rate: Positive | None = None
+    learning_rate: Annotated[float, Gt(0), Le(10)] | None = None
     """Peak learning rate; left out: 1e-5 for full training, 1e-4 for adapters."""
     schedule: Schedule = "cosine"
     """How the learning rate falls."""
-    warmup: NotNegative = 0.03
+    warmup: Annotated[float, Ge(0), Le(1_000_000_000)] = 0.03
     """Steps over which the learning rate rises: a count, or below 1 a share of all steps."""
-    epochs: Positive | None = None
+    epochs: Annotated[float, Gt(0), Le(100_000)] | None = None
     """Passes over the data; left out, and without `max_steps`: one."""
-    max_steps: Count | None = None
+    max_steps: Steps | None = None
     """Optimizer steps; wins over `epochs`."""
-    weight_decay: NotNegative = 0.0
+    weight_decay: Annotated[float, Ge(0), Le(10)] = 0.0
     """AdamW's weight decay."""
-    clip: NotNegative = 1.0
+    clip: Annotated[float, Ge(0), Le(1_000_000)] = 1.0
     """Gradient norm above which gradients are scaled down; 0: never."""
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 42
     """Seed of data order, dropout and adapters."""
@@ -222,6 +223,9 @@ class Job:
     """How the training is judged on the way."""
     saving: Saving = field(default_factory=Saving)
     """Where the run is kept."""
+    logging_steps: Steps | None = None
+    """Steps between two lines of the log, and two points of TensorBoard and wandb; left out: a line every ten seconds
+    and a point at every step. `events.jsonl` has every step."""
     timeout: str | None = None
     """How long the run may take, `12h` or `90m`; then it saves and stops."""
     hardware: Machine = field(default_factory=Machine)

@@ -89,7 +89,7 @@ class Board:
         self._console, self._worker = console, worker
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._last: str | None = None
-        self._lines = Lines(self._say, worker.peak_bytes, clock)
+        self._lines = Lines(self._say, worker.peak_bytes, clock, worker.logging_steps)
 
     def __enter__(self) -> Board:
         if self._live is not None:
@@ -119,6 +119,9 @@ class Board:
             self._lines.show(event)
         elif isinstance(event, Progress | Step):
             self._last = moving_line(event, self._worker.peak_bytes)[1]
+            every = self._worker.logging_steps
+            if isinstance(event, Step) and every is not None and event.step % every == 0:
+                self._say(self._last)
             self._live.update(Text(self._last, no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
             line, style = line_of(event)

@@ -466,9 +466,9 @@ evaluation: {split: 0.1}
         clip=0.5,
         saving=Saving(folder="checkpoints", every_steps=1000, keep_last=3),
         evaluation=Evaluation(split=0.1, every_steps=500),
+        logging_steps=10,
         levers={"dataloader_workers": 4, "checkpointing": "full"},
     )
-    assert any("training.logging_steps" in sentence for sentence in found.said)
 
 
 @pytest.mark.parametrize(
@@ -627,7 +627,7 @@ JOBS = st.builds(
     seed=st.integers(0, 2**32 - 1),
     lora=st.builds(
         Adapters,
-        rank=COUNTS,
+        rank=st.integers(1, 65_536),
         alpha=st.none() | st.floats(0.1, 1000),
         dropout=st.floats(0, 0.99),
         targets=st.just("all") | st.lists(st.sampled_from(["q_proj", "v_proj"]), min_size=1).map(tuple),
@@ -854,9 +854,11 @@ def test_a_key_is_text(tmp_path: Path, text: str, says: str) -> None:
     ("line", "flag", "most"),
     [
         ("effective_batch", "effective_batch", 1_000_000),
-        ("sequence", "seq", 100_000_000),
-        ("levers.micro_batch", "micro_batch", 1_000_000),
+        ("sequence", "seq", 16_777_216),
+        ("levers.micro_batch", "micro_batch", 65_536),
         ("levers.accum", "accum", 1_000_000),
+        ("levers.reduce_bucket", "reduce_bucket", 100_000_000_000),
+        ("levers.dataloader_workers", "dataloader_workers", 1_024),
     ],
 )
 def test_counts_end_somewhere(tmp_path: Path, line: str, flag: str, most: int) -> None:
@@ -866,6 +868,24 @@ def test_counts_end_somewhere(tmp_path: Path, line: str, flag: str, most: int) -
     assert refusal(tmp_path, text % (most + 1)) == f"{line} in job.yaml must be at most {most}, not {most + 1}"
     with pytest.raises(ConfigError, match=f"^{spelt(flag)} must be at most {most}, not {most + 1}$"):
         job_from_flags({"model": "tiny_llama", flag: most + 1})
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("method: lora\nlora: {rank: 1000000000}", "lora.rank in job.yaml must be at most 65536"),
+        ("method: lora\nlora: {alpha: 1e9}", "lora.alpha in job.yaml must be at most 1000000, not 1"),
+        ("learning_rate: 5000", "learning_rate in job.yaml must be at most 10, not 5000"),
+        ("weight_decay: 1000", "weight_decay in job.yaml must be at most 10, not 1000"),
+        ("max_steps: 1e15", "max_steps in job.yaml must be at most 1000000000"),
+        ("epochs: 1e9", "epochs in job.yaml must be at most 100000"),
+        ("warmup: 1e12", "warmup in job.yaml must be at most 1000000000"),
+        ("hardware: {host_ram: 9999999TB}", "hardware.host_ram in job.yaml: No machine has '9999999TB'"),
+        ("hardware: {gpus: 1x999999GB}", "No card has '999999GB' of memory: write a size like 24GB, at most 16384GB"),
+    ],
+)
+def test_what_no_training_has_is_refused_with_its_bound(tmp_path: Path, line: str, says: str) -> None:
+    assert says in refusal(tmp_path, f"model: tiny_llama\n{line}")
 
 
 def test_half_a_letter_is_a_sentence_whatever_the_field() -> None:

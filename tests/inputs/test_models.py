@@ -428,6 +428,12 @@ def without(key: str) -> Config:
         ({"model_type": "qwen2", **without("num_attention_heads")}, "no num_attention_heads"),
         ({"model_type": "llama", **DENSE, "hidden_size": 0}, "hidden_size is 0, but must be at least 1"),
         ({"model_type": "llama", **DENSE, "num_hidden_layers": -3}, "num_hidden_layers is -3"),
+        ({"model_type": "llama", **DENSE, "hidden_size": 2**30}, "hidden_size is 1073741824, but at most 1048576 is"),
+        ({"model_type": "llama", **DENSE, "vocab_size": 10**9}, "vocab_size is 1000000000, but at most 16777216 is"),
+        (
+            {"model_type": "llama", **DENSE, "hidden_size": 6 * 2**17, "num_hidden_layers": 9999},
+            "its sizes make .* parameters, but at most 1e.14 are plausible",
+        ),
         ({"model_type": "llama", **DENSE, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000.*plausible"),
         ({"model_type": "llama", **DENSE, "hidden_size": 10**5000}, "hidden_size.*plausible"),
         ({"model_type": "llama", **DENSE, "hidden_size": True}, "hidden_size must be a whole number, not true"),

@@ -31,6 +31,12 @@ def test_nearest(word: str, right: str | None) -> None:
     assert nearest(word, KNOWN) == right
 
 
+@pytest.mark.parametrize("word", ["--warmup-steps", "save_steps", "max_grad_norm", "lora_alpha"])
+def test_a_name_for_another_thing_is_no_slip(word: str) -> None:
+    """They share most of their letters with a known name, and nothing of its meaning."""
+    assert nearest(word, ["--max-steps", "max_steps", "max_samples", "lora_rank"]) is None
+
+
 def test_nearest_of_nothing() -> None:
     assert nearest("stage", []) is None
 

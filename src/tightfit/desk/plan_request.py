@@ -7,7 +7,7 @@ what was said without effect, comes back as a sentence.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def request_of(
         shape=shape,
         hardware=hardware,
         explicit=frozenset(explicit),
-        said=(*said, *_idle(args, job, hardware, shape)),
+        said=(*said, *_idle(args, job, hardware, shape, explicit)),
         is_llamafactory=file is not None and file.batch_per_gpu is not None,
     )
 
@@ -186,10 +186,15 @@ def _precise(job: Job, hardware: Hardware, asked: bool) -> tuple[Job, tuple[str,
     return replace(job, precision="fp16"), (f"No --precision was named, and {card}: fp16.",)
 
 
-def _idle(args: argparse.Namespace, job: Job, hardware: Hardware, shape: ModelShape) -> tuple[str, ...]:
+def _idle(
+    args: argparse.Namespace, job: Job, hardware: Hardware, shape: ModelShape, explicit: Collection[str]
+) -> tuple[str, ...]:
     """What was said for nothing."""
     names = {name: spelt(name) if hasattr(args, name) else f"levers.{name}" for name in job.levers}
     said = without_effect(names, shape)
+    warmup = next((spelt(name) for name in ("warmup_steps", "warmup_ratio") if hasattr(args, name)), "warmup")
+    if job.schedule == "constant" and job.warmup and "warmup" in explicit:
+        said += (f"{warmup} is without effect: the schedule constant has no warm-up, constant_with_warmup has one.",)
     if hasattr(args, "hostfile") and hardware.nodes == 1:
         said += ("--hostfile is without effect: all the GPUs are in one node.",)
     return said

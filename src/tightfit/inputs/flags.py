@@ -70,12 +70,21 @@ SHARES = ("lora_dropout",)
 """The flags that take a number from 0 to below 1."""
 
 MOST: dict[str, int] = {
-    "seq": 100_000_000,
+    "seq": 16_777_216,
     "effective_batch": 1_000_000,
-    "micro_batch": 1_000_000,
+    "micro_batch": 65_536,
     "accum": 1_000_000,
+    "lora_rank": 65_536,
+    "reduce_bucket": 100_000_000_000,
+    "allgather_bucket": 100_000_000_000,
+    "prefetch_bucket": 100_000_000_000,
+    "dataloader_workers": 1_024,
 }
-"""The largest that anybody can mean. More would only keep the search busy: it tries what divides a batch."""
+"""The largest that anybody can mean: no model reads longer texts, none is wider. More would only keep the search busy,
+which tries what divides a batch, and its answer would be of no use."""
+
+MOST_TOKENS = 2**30
+"""In one forward pass on one GPU."""
 
 _LEVER_OF_FLAG = {
     "method": "method",
@@ -174,7 +183,15 @@ def levers_from_flags(flags: Flags, shape: ModelShape, base: Levers | None = Non
 
 def check_levers(levers: Levers, shape: ModelShape) -> None:
     """Raise the first contradiction among the levers, or between them and the model."""
+    for flag, value in _bounded(levers).items():
+        if value > MOST[flag]:
+            raise ConfigError(f"{spelt(flag)} must be at most {MOST[flag]}, not {value}")
     _check_offload(levers)
+    if levers.micro_batch * levers.sequence > MOST_TOKENS:
+        raise ConfigError(
+            f"--micro-batch {levers.micro_batch} × --seq {levers.sequence} must be at most {MOST_TOKENS} tokens in a "
+            "forward pass: lower one"
+        )
     if levers.micro_batch * levers.accumulation > MOST["effective_batch"]:
         raise ConfigError(
             f"--micro-batch {levers.micro_batch} × --accum {levers.accumulation} must be at most "
@@ -200,6 +217,20 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
             f"--lora-dropout cannot drop inputs of experts, which {shape.name} has: leave it out, or name other layers "
             "with --lora-targets"
         )
+
+
+def _bounded(levers: Levers) -> dict[str, int]:
+    """What a file or a flag can have made larger than anybody means."""
+    return {
+        "seq": levers.sequence,
+        "micro_batch": levers.micro_batch,
+        "accum": levers.accumulation,
+        "lora_rank": 0 if levers.lora is None else levers.lora.rank,
+        "reduce_bucket": levers.buckets.reduce_bucket,
+        "allgather_bucket": levers.buckets.allgather_bucket,
+        "prefetch_bucket": levers.buckets.prefetch_bucket,
+        "dataloader_workers": levers.dataloader_workers,
+    }
 
 
 def _check_trains(levers: Levers) -> None:
@@ -255,9 +286,6 @@ def _checked_words(given: dict[str, Any]) -> dict[str, Any]:
     for flag, least in LEAST.items():
         if flag in given and given[flag] < least:
             raise ConfigError(f"{spelt(flag)} must be at least {least}, not {given[flag]}")
-    for flag, most in MOST.items():
-        if flag in given and given[flag] > most:
-            raise ConfigError(f"{spelt(flag)} must be at most {most}, not {given[flag]}")
     for flag in SHARES:
         if not 0 <= given.get(flag, 0) < 1:
             raise ConfigError(f"{spelt(flag)} must be from 0 to below 1, not {given[flag]:g}")

@@ -26,6 +26,7 @@ MAX_NODES = 16384
 
 _MAX_WORD = 100
 _MAX_MEMORY = 16 * 1024 * GIB
+_MAX_SIZE = 1024 * 1024 * GIB
 _UNITS = {"K": 2**10, "M": MIB, "G": GIB, "T": 2**40, "P": 2**50}
 _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([KMGTP])(?:i?B)?", re.IGNORECASE)
 _COUNT = re.compile(r"\s*([0-9]+)\s*[x*]\s*", re.IGNORECASE)
@@ -87,6 +88,8 @@ def parse_size(text: str) -> int:
     size = round(float(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
         raise HardwareError(f"A size of {_quoted(text)} holds nothing: write something like 512GB.")
+    if size > _MAX_SIZE:
+        raise HardwareError(f"No machine has {_quoted(text)}: a size is at most {_MAX_SIZE // 1024**4}TB.")
     return size
 
 
@@ -185,7 +188,9 @@ def _form_because(name: _Name, cards: list[Card]) -> tuple[str, ...]:
 def _generic(word: str, size_gib: float) -> tuple[Gpu, tuple[str, ...]]:
     memory = round(size_gib * GIB)
     if not 1 <= memory <= _MAX_MEMORY:
-        raise HardwareError(f"No card has {_quoted(word)} of memory: write a size like 24GB.")
+        raise HardwareError(
+            f"No card has {_quoted(word)} of memory: write a size like 24GB, at most {_MAX_MEMORY // GIB}GB."
+        )
     gpu = Gpu(name=f"{size_gib:g}GB card", vendor="unknown", memory_bytes=memory)
     return gpu, ()
 

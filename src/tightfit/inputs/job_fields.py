@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from tightfit.inputs.flags import LEAST, WORDS, checkpointing_from_word
+from tightfit.inputs.flags import LEAST, MOST, WORDS, checkpointing_from_word
 from tightfit.inputs.job_training import MARKS
 from tightfit.inputs.spelling import LARGEST, as_number, listed, nearest, shown
 from tightfit.job import Job
@@ -73,6 +73,8 @@ OTHER_NAMES = {
     "lora_alpha": "lora.alpha",
     "lora_target": "lora.targets",
     "lr": "learning_rate",
+    "lr_scheduler": "schedule",
+    "lr_scheduler_type": "schedule",
     "max_grad_norm": "clip",
     "max_length": "sequence",
     "max_seq_length": "sequence",
@@ -84,7 +86,10 @@ OTHER_NAMES = {
     "save_steps": "saving.every_steps",
     "save_total_limit": "saving.keep_last",
     "seq": "sequence",
+    "scheduler": "schedule",
     "stage": "levers.engine",
+    "warmup_ratio": "warmup",
+    "warmup_steps": "warmup",
     "world": "hardware.gpus",
     "zero_stage": "levers.engine",
 }
@@ -237,7 +242,7 @@ def _within(takes: Takes, bounds: tuple[object, ...]) -> Takes:
 
 def _lever_takes(name: str) -> Takes:
     if name in LEAST:
-        return Takes(kind="integer", least=LEAST[name])
+        return Takes(kind="integer", least=LEAST[name], most=MOST.get(name))
     if name == "checkpointing":
         return Takes(kind="words", words=("none", "full", "full+offload", "layers:K"))
     return Takes(kind="words", words=WORDS[name]) if name in WORDS else Takes(kind="text")
@@ -269,6 +274,8 @@ def _range(takes: Takes) -> str:
         return f" from {takes.least:g} to {takes.most:.0f}"
     if takes.least is not None:
         return f" of at least {takes.least:g}"
+    if takes.above is not None and takes.most is not None:
+        return f" above {takes.above:g} and at most {takes.most:.0f}"
     return f" above {takes.above:g}" if takes.above is not None else ""
 
 
@@ -317,7 +324,9 @@ def wrong(path: str, value: object, source: Source) -> ConfigError:
         close = nearest(value, words)
         tail = f"did you mean '{close}'?" if close else f"it takes {listed(words)}"
         return ConfigError(f"{source.called(path)} knows no {shown(value)}; {tail}")
-    phrase = job_fields()[path].phrase
+    if isinstance(value, int | float) and takes.most is not None and value > takes.most:
+        return ConfigError(f"{source.called(path)} must be at most {takes.most:.0f}, not {shown(value)}")
+    phrase = EXAMPLES.get(path) or _phrase(replace(takes, most=None))  # the end that it is not beyond says nothing
     return ConfigError(f"{source.called(path)} must be {phrase}, not {shown(value)}{_hint(path, value, source)}")
 
 

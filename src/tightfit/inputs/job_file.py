@@ -32,7 +32,7 @@ from tightfit.inputs.job_saving import settled
 from tightfit.inputs.job_text import is_json, read_tree
 from tightfit.inputs.job_training import Translated, translate
 from tightfit.inputs.models import load_model, shape_from_fields
-from tightfit.inputs.spelling import LARGEST, nearest, shown
+from tightfit.inputs.spelling import LARGEST, as_number, nearest, shown
 from tightfit.inputs.times import seconds_in
 from tightfit.job import Adapters, Job
 from tightfit.types import Buckets, ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
@@ -59,6 +59,15 @@ JOB_FLAGS: Mapping[str, str] = {
     "save_every": "saving.every",
     **{name: f"saving.{name}" for name in ("keep_last", "keep_every", "async_save")},
     "learning_rate": "learning_rate",
+    "lr_scheduler": "schedule",
+    "warmup_steps": "warmup",
+    "warmup_ratio": "warmup",
+    "weight_decay": "weight_decay",
+    "max_grad_norm": "clip",
+    "seed": "seed",
+    "lora_alpha": "lora.alpha",
+    "save_steps": "saving.every_steps",
+    "logging_steps": "logging_steps",
     **{lever: f"levers.{lever}" for lever in FREE_LEVERS},
 }
 """Flags of the command line → the field of the job that each sets."""
@@ -148,7 +157,8 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
     for ending, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
         if ending in given and other not in given:
             tree.pop(other, None)
-    if "save_every" in given:
+    _check_warmup(given)
+    if "save_every" in given or "save_steps" in given:
         for field in EVERY_FIELDS:
             tree.get("saving", {}).pop(field, None)
     for name, value in given.items():
@@ -162,10 +172,21 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
     source = Source(names=names)
     job, _ = job_from_tree(tree, source)
     _check(job, source)
-    rank = next((name for name in LORA_FLAGS if name in given), None)
-    if rank and _adapters_idle(job):
-        raise ConfigError(f"{spelt(rank)} needs --method lora or qlora: full training has no adapters")
+    adapters = next((name for name in (*LORA_FLAGS, "lora_alpha") if name in given), None)
+    if adapters and _adapters_idle(job):
+        raise ConfigError(f"{spelt(adapters)} needs --method lora or qlora: full training has no adapters")
     return job
+
+
+def _check_warmup(given: Mapping[str, Any]) -> None:
+    """A job has one field for both, in which the size tells a count from a share."""
+    if "warmup_steps" in given and "warmup_ratio" in given:
+        raise ConfigError("--warmup-steps and --warmup-ratio say the same thing: keep one")
+    if "warmup_steps" in given and 0 < (as_number(str(given["warmup_steps"])) or 0) < 1:
+        raise ConfigError(f"--warmup-steps must be a whole number, not {shown(given['warmup_steps'])}")
+    text = str(given.get("warmup_ratio", 0)).strip()
+    if (as_number(text.removesuffix("%")) or 0) >= (100 if text.endswith("%") else 1):
+        raise ConfigError(f"--warmup-ratio must be a share from 0 to below 1, not {shown(given['warmup_ratio'])}")
 
 
 def dump_job(job: Job) -> dict[str, Any]:

@@ -37,6 +37,9 @@ _FIELD_OF = {
     "grad_clip": "clip",
     "gradient_clipping": "clip",
     "seed": "seed",
+    "logging_steps": "logging_steps",
+    "log_interval": "logging_steps",
+    "log_steps": "logging_steps",
     "optimizer": "optimizer",
     "precision": "precision",
     "sequence": "sequence",
@@ -63,7 +66,7 @@ _FIELD_OF = {
 _BATCH = ("batch_size", "micro_batch_size", "per_device_train_batch_size")
 _ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps")
 _SWITCHES = ("fp16", "bf16", "gradient_checkpointing")
-_NO_MATTER = ("logging_steps", "log_interval", "log_steps", "report_to")
+_NO_MATTER = ("report_to",)
 KNOWN = (*_FIELD_OF, *_BATCH, *_ACCUMULATION, *_SWITCHES, *_NO_MATTER)
 
 

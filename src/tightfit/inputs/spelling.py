@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,8 +33,17 @@ MOST_TEXT_BYTES = 16 << 20
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known word that `word` was probably meant to be; None when nothing is close."""
     by_fold = {_fold(name): name for name in known}
-    close = get_close_matches(_fold(word), by_fold, n=1, cutoff=cutoff)
-    return by_fold[close[0]] if close else None
+    close = get_close_matches(_fold(word), by_fold, n=5, cutoff=cutoff)
+    return next((by_fold[name] for name in close if _is_slip(_fold(word), name)), None)
+
+
+def _is_slip(word: str, name: str) -> bool:
+    """Whether two words that look alike can mean the same. `warmup_steps` and `max_steps` share most of their letters
+    and nothing of their meaning: each part of the shorter name must have its like in the longer one."""
+    fewer, more = sorted((word.strip("_").split("_"), name.strip("_").split("_")), key=len)
+    if len(more) == 1 or SequenceMatcher(None, "".join(fewer), "".join(more)).ratio() > 0.9:
+        return True
+    return all(get_close_matches(part, more, n=1) for part in fewer)
 
 
 def unknown_key(key: str, known: Iterable[str], where: str, *, aside: str = "") -> ConfigError:

@@ -50,7 +50,16 @@ from tightfit.render import liger
 from tightfit.render.target import Target
 from tightfit.render.training_args import OPTIM
 from tightfit.render.versions import release
-from tightfit.render.worker import chosen_way, clip, epochs, learning_rate, lora_alpha, save_steps, time_limit_s
+from tightfit.render.worker import (
+    chosen_way,
+    clip,
+    epochs,
+    learning_rate,
+    logging_steps,
+    lora_alpha,
+    save_steps,
+    time_limit_s,
+)
 from tightfit.types import ConfigError, Levers, Mamba1, Mamba2, ModelShape
 
 DATASET_INFO = "dataset_info.json"
@@ -412,7 +421,7 @@ def _evaluation(job: Job, levers: Levers) -> dict[str, Any]:
 
 def _saving(job: Job) -> dict[str, Any]:
     time_limit_s(job)  # a time that cannot be read is an error in every file
-    values: dict[str, Any] = {"output_dir": job.saving.folder, "logging_steps": 10, "report_to": "none"}
+    values: dict[str, Any] = {"output_dir": job.saving.folder, "logging_steps": logging_steps(job), "report_to": "none"}
     every = save_steps(job)
     if every is None:
         return values | {"save_strategy": "no"}

@@ -27,7 +27,7 @@ from tightfit.render.accelerate import all_or_none, layer_class, loads_once
 from tightfit.render.deepspeed import ADAM_BETAS, ADAM_EPS, pure_16bit
 from tightfit.render.target import Target
 from tightfit.render.versions import release
-from tightfit.render.worker import chosen_way, clip, epochs, learning_rate, save_steps
+from tightfit.render.worker import chosen_way, clip, epochs, learning_rate, logging_steps, save_steps
 from tightfit.types import Checkpointing, ConfigError, Levers, Mamba1, Mamba2, Optimizer
 
 OLDEST, NEWEST = "4.40.0", "5.22.2"
@@ -57,8 +57,6 @@ OPTIM: dict[Optimizer, str] = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
-
-LOGGING_STEPS = 10
 
 Values = dict[str, Any]
 
@@ -224,7 +222,7 @@ def _watching(job: Job, levers: Levers) -> Values:
         "save_only_model": False,
         "save_safetensors": True,
         "logging_strategy": "steps",
-        "logging_steps": LOGGING_STEPS,
+        "logging_steps": logging_steps(job),
         "report_to": "none",
         "group_by_length": False,
         "train_sampling_strategy": "random",

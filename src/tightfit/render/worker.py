@@ -25,6 +25,8 @@ from tightfit.types import ConfigError, Levers
 SCHEMA = 1
 """Of this file. A worker refuses a number that it does not know."""
 
+LOGGING_STEPS = 10
+
 DEEPSPEED_FILE = "deepspeed.json"
 
 FIRST_SCALE_POWER = 12
@@ -64,6 +66,7 @@ def worker_json(plan: Plan) -> str:
         "training": training_values(job, way.levers),
         "evaluation": asdict(job.evaluation),
         "saving": asdict(job.saving),
+        "logging_steps": job.logging_steps,
         "timeout_s": time_limit_s(job),
         "tier": job.tier,
         "changes": list(way.changes),
@@ -104,6 +107,11 @@ def save_steps(job: Job) -> int | None:
     if job.saving.every_steps is None and job.saving.every_minutes is not None:
         return Saving().every_steps
     return job.saving.every_steps
+
+
+def logging_steps(job: Job) -> int:
+    """Steps between two lines of the log for trainers that know no seconds."""
+    return LOGGING_STEPS if job.logging_steps is None else job.logging_steps
 
 
 def epochs(job: Job) -> float | None:

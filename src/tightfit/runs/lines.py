@@ -46,10 +46,14 @@ class Lines:
     one in ten seconds, and its last."""
 
     def __init__(
-        self, say: Callable[[str, str], None], predicted_bytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        say: Callable[[str, str], None],
+        predicted_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        every_steps: int | None = None,
     ) -> None:
-        """`say` takes a line and how it looks."""
-        self._say, self._predicted, self._clock = say, predicted_bytes, clock
+        """`say` takes a line and how it looks. `every_steps`: so often a step is said, whatever the clock says."""
+        self._say, self._predicted, self._clock, self._every_steps = say, predicted_bytes, clock, every_steps
         self._said_at = -math.inf
         self._about = ""
         self._held: str | None = None
@@ -61,22 +65,26 @@ class Lines:
 
     def show(self, event: Event) -> None:
         if isinstance(event, Progress | Step):
-            self._going_on(*moving_line(event, self._predicted))
+            about, line = moving_line(event, self._predicted)
+            if isinstance(event, Step) and self._every_steps is not None:
+                due = event.step % self._every_steps == 0
+            else:
+                due = about != self._about or self._clock() - self._said_at >= EVERY_S
+            self._going_on(about, line, due=due)
             return
         line, style = line_of(event)
         if line:
-            self.end()
+            if self._every_steps is None or self._about != "step":
+                self.end()
             self._say(line, style)
 
-    def _going_on(self, about: str, line: str) -> None:
-        now = self._clock()
+    def _going_on(self, about: str, line: str, *, due: bool) -> None:
         if about != self._about:
             self.end()
-        elif now - self._said_at < EVERY_S:
-            self._held = line
-            return
-        self._about, self._said_at, self._held = about, now, None
-        self._say(line, "")
+        self._about, self._held = about, None if due else line
+        if due:
+            self._said_at = self._clock()
+            self._say(line, "")
 
     def end(self) -> None:
         """Say what was passed over."""

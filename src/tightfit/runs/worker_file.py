@@ -38,6 +38,8 @@ class WorkerFile:
     host_bytes_per_node: int
     step_s: float
     tokens_per_s: float
+    logging_steps: int | None = None
+    """Steps between two lines of the log; None: time decides."""
 
     @property
     def ranks(self) -> int:
@@ -103,6 +105,7 @@ def _read(tree: Mapping[str, Any]) -> WorkerFile:
         host_bytes_per_node=int(predicted["host"]["peak_bytes_per_node"]),
         step_s=float(predicted["step_s"]),
         tokens_per_s=float(predicted["tokens_per_s"]),
+        logging_steps=None if tree.get("logging_steps") is None else _least_one(tree["logging_steps"]),
     )
 
 

@@ -111,6 +111,8 @@ class WorkerConfig:
     plan: Path
     """The folder of the plan, where this file lies."""
     saving: SavingOrders
+    logging_steps: int | None
+    """Steps between two lines of the log; None: time decides."""
     timeout_s: int | None
     predicted: Predicted
 
@@ -167,6 +169,7 @@ def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
         folder=(folder / tree["saving"]["folder"]).absolute(),
         plan=folder.absolute(),
         saving=SavingOrders(**{key: tree["saving"][key] for key in SavingOrders.__slots__}),
+        logging_steps=tree.get("logging_steps"),
         timeout_s=tree["timeout_s"],
         predicted=_predicted(tree["predicted"]),
     )

@@ -98,11 +98,11 @@ class Progress:
             self._events.write("progress", what=what or self._what, done=done, total=total)
 
 
-def lines_of(place: Place, predicted_bytes: int) -> Lines | None:
+def lines_of(place: Place, predicted_bytes: int, every_steps: int | None = None) -> Lines | None:
     """What is printed by a worker that another launcher started; None: a desk follows the events, or another rank."""
     if not place.leads or place.rehearsal or place.launcher == "tightfit":
         return None
-    return Lines(_print, predicted_bytes)
+    return Lines(_print, predicted_bytes, every_steps=every_steps)
 
 
 def _print(line: str, style: str) -> None:

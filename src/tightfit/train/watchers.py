@@ -40,12 +40,12 @@ class _Sink(Protocol):
 class Watcher:
     """Passes events on to all who watch; to nobody, where nothing was asked for."""
 
-    def __init__(self, sinks: Sequence[_Sink] = ()) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(self, sinks: Sequence[_Sink] = (), every_steps: int = 1) -> None:
+        self._sinks, self._every_steps = tuple(sinks), every_steps
 
     def step(self, event: Mapping[str, Any]) -> None:
         """The fields of a `step` event."""
-        if not self._sinks:
+        if not self._sinks or int(event["step"]) % self._every_steps:
             return
         values = _named(event, STEP_VALUES)
         memory = event.get("memory")
@@ -68,14 +68,16 @@ class Watcher:
             sink.write(int(event["step"]), values)
 
 
-def watchers(folder: Path, tensorboard: bool, wandb: bool, facts: Mapping[str, Any]) -> Watcher:
+def watchers(
+    folder: Path, tensorboard: bool, wandb: bool, facts: Mapping[str, Any], every_steps: int | None = None
+) -> Watcher:
     """Those that were asked for; `facts` about the run are shown beside its curves."""
     sinks: list[_Sink] = []
     if tensorboard:
         sinks.append(_TensorBoard(folder / "tensorboard", facts))
     if wandb:
         sinks.append(_Wandb(folder, facts))
-    return Watcher(sinks)
+    return Watcher(sinks, every_steps or 1)
 
 
 def _named(event: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:

@@ -101,7 +101,8 @@ def _lock(config: WorkerConfig, options: Options, place: Place) -> FolderLock | 
 def _run(
     config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop, supervised: Supervised
 ) -> Ending:
-    events = PulsingEvents(config.folder, speaks=place.leads, lines=lines_of(place, config.predicted.peak_bytes))
+    lines = lines_of(place, config.predicted.peak_bytes, config.logging_steps)
+    events = PulsingEvents(config.folder, speaks=place.leads, lines=lines)
     events.pulse = supervised.pulse
     worker = Worker(
         config=config, options=options, place=place, cache=cache, events=events, stop=stop, supervised=supervised
@@ -174,7 +175,8 @@ class Worker:
 
     def _watcher(self) -> Watcher:
         facts = {"model": self.config.model.name, "engine": self.config.levers.engine, "world": self.place.world}
-        return watchers(self.config.folder, self.options.tensorboard, self.options.wandb, facts)
+        every = self.config.logging_steps
+        return watchers(self.config.folder, self.options.tensorboard, self.options.wandb, facts, every)
 
     def _say_start(self) -> None:
         levers, predicted = self.config.levers, self.config.predicted

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tightfit.inputs.families import gpt2, gpt_neox, llama_like, mamba, moe
-from tightfit.inputs.families.reader import ConfigReader, NotByName, did_you_mean
+from tightfit.inputs.families.reader import MAX_PARAMETERS, ConfigReader, NotByName, did_you_mean
 from tightfit.inputs.spelling import shown
 from tightfit.types import ModelError, ModelShape
 
@@ -50,7 +50,12 @@ def read(config: Mapping[str, object], model: str) -> tuple[ModelShape, ConfigRe
     family = FAMILIES[model_type]
     reader = ConfigReader(config, model=model, model_type=model_type, aliases=family.aliases)
     reader.has("model_type")
-    return family.shape(reader), reader
+    shape = family.shape(reader)
+    if shape.parameters > MAX_PARAMETERS:
+        raise reader.fail(
+            f"its sizes make {shape.parameters:.3g} parameters, but at most {MAX_PARAMETERS:.0e} are plausible"
+        )
+    return shape, reader
 
 
 def _read_gemma3(config: Mapping[str, object], model: str) -> tuple[ModelShape, ConfigReader]:

@@ -16,6 +16,15 @@ from tightfit.types import ModelError
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 MAX_HEADS = 65_536
+MAX_WIDTH = 2**20
+MAX_VOCABULARY = 2**24
+MAX_PARAMETERS = 100 * 10**12
+MOST = {"vocab_size": MAX_VOCABULARY} | dict.fromkeys(
+    """hidden_size n_embd n_inner intermediate_size moe_intermediate_size shared_expert_intermediate_size head_dim
+    state_size time_step_rank""".split(),
+    MAX_WIDTH,
+)
+"""What no model comes near; the other sizes are held by the parameters that they would give."""
 
 ACTIVATIONS = frozenset(
     "gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace "
@@ -72,9 +81,9 @@ class ConfigReader:
             if not self.has(key) or self._values[key] is None:
                 raise self.fail(f"the config has no {key}, which a {self.model_type} needs")
 
-    def count(self, key: str, default: int, *, most: int = MAX_SIZE) -> int:
+    def count(self, key: str, default: int, *, most: int | None = None) -> int:
         """A whole number of at least 1; null is read as absent."""
-        return self._whole(key, default, least=1, most=most)
+        return self._whole(key, default, least=1, most=MOST.get(key, MAX_SIZE) if most is None else most)
 
     def index(self, key: str, default: int) -> int:
         """A whole number of at least 0; null is read as absent."""
