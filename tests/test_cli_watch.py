@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -102,10 +103,14 @@ def test_the_machine_in_one_look(place: Path, capsys: Capsys) -> None:
     assert "\x1b" not in out
     assert "host " in out
     assert "memory under 90 %" in out
+    assert re.search(r"^CPU    \d+ % of \d+ cores? busy, load \d+\.\d$", out, re.MULTILINE)
     assert main(["watch", "--once", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["run"] is None
     assert 0 < found["host"]["free_bytes"] <= found["host"]["total_bytes"]
+    assert 0 <= found["host"]["cpu_percent"] <= 100
+    assert found["host"]["load"] >= 0
+    assert found["host"]["cores"] >= 1
     assert set(found["lights"]) == {"memory under 90 %", "loss falling", "no OOM"}
 
 

@@ -13,8 +13,10 @@ from tightfit.runs.events import (
     Checkpointed,
     CheckpointFailed,
     Event,
+    MemoryMark,
     Other,
     PassedOver,
+    Pictures,
     Progress,
     Proof,
     Resumed,
@@ -169,6 +171,18 @@ def test_the_summary_says_from_where_it_went_on() -> None:
     tally.add(step(100))
     draw_summary(Console(file=out, width=120), WORKER, tally, "runs/a")
     assert "Trained tiny_mamba for 100 steps, from step 60 on in this start: loss" in out.getvalue()
+
+
+def test_the_summary_of_a_run_on_the_cpu_has_its_ram_and_its_pictures() -> None:
+    tally, out = Tally(), io.StringIO()
+    for milestone in ("init", "forward", "backward", "step"):
+        tally.add(MemoryMark(milestone=milestone, predicted_bytes=2**20, measured_bytes=None, host_bytes=2**30))
+    tally.add(step(100, peak_bytes=None))
+    tally.add(Pictures(files=("runs/a/loss.png", "runs/a/memory.png")))
+    draw_summary(Console(file=out, width=120), WORKER, tally, "runs/a")
+    said = " ".join(out.getvalue().split())
+    assert "RAM, engine ready - 1.00 GiB RAM, first forward - 1.00 GiB RAM, first backward - 1.00 GiB" in said
+    assert "Pictures of loss and memory: runs/a/loss.png, runs/a/memory.png" in said
 
 
 def test_no_markup_of_a_worker_is_obeyed() -> None:

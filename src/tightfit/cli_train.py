@@ -24,6 +24,7 @@ from tightfit.cli_train_report import report, say_way_up, way_up
 from tightfit.cli_train_request import Ready, prepare
 from tightfit.cli_train_resume import Resume, resume_of
 from tightfit.desk.plan import check_flags
+from tightfit.inputs.occupancy import Holder
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
@@ -126,6 +127,12 @@ def _check_memory(args: argparse.Namespace) -> int:
 
 
 def _memory_report(machine: Machine, total: int | None, free: int | None) -> dict[str, Any]:
+
+    def plain(holders: Sequence[Holder]) -> list[dict[str, Any]]:
+        return [
+            {"pid": each.pid, "user": each.user, "command": each.command, "bytes": each.held_bytes} for each in holders
+        ]
+
     gpus = [
         {
             "number": device.number,
@@ -133,15 +140,16 @@ def _memory_report(machine: Machine, total: int | None, free: int | None) -> dic
             "total_bytes": device.total_bytes,
             "free_bytes": device.free_bytes,
             "run": machine.taken[device.key].folder if device.key in machine.taken else None,
-            "holders": [
-                {"pid": each.pid, "user": each.user, "command": each.command, "bytes": each.held_bytes}
-                for each in device.holders
-            ],
+            "holders": plain(device.holders),
         }
         for device in machine.occupancy.devices
     ]
     runs = [{"pid": each.pid, "folder": each.folder, "bytes": each.host_bytes} for each in machine.live]
-    return {"gpus": gpus, "host_ram": {"total_bytes": total, "free_bytes": free, "reserved": runs}}
+    return {
+        "gpus": gpus,
+        "holders_of_some_gpu": plain(machine.occupancy.unplaced),
+        "host_ram": {"total_bytes": total, "free_bytes": free, "reserved": runs},
+    }
 
 
 def _dry_run(ready: Ready, asked: Asked) -> int:

@@ -62,6 +62,7 @@ def report(ready: Ready, outcome: Outcome, faster: Plan | None = None) -> dict[s
         "error": None if outcome.failure is None else outcome.failure.sentence,
         "folder": str(ready.folder),
         "model": str(ready.folder / "model") if outcome.state == "done" else None,
+        "pictures": list(tally.pictures),
         "steps": None if last is None else last.step,
         "resumed_from": None if tally.resumed is None else _place(tally.resumed),
         "checkpoint": None if tally.checkpoint is None else _place(tally.checkpoint),
@@ -74,6 +75,7 @@ def report(ready: Ready, outcome: Outcome, faster: Plan | None = None) -> dict[s
                     "milestone": mark.milestone,
                     "predicted_bytes": mark.predicted_bytes,
                     "measured_bytes": mark.measured_bytes,
+                    "host_bytes": mark.host_bytes,
                 }
                 for mark in tally.marks
             ],

@@ -38,6 +38,8 @@ EXIT_CODES = {
 }
 UNWELL = 1
 LEAST_S, MOST_S = 0.1, 3600.0
+ONCE_S = 0.2
+"""How busy the CPU is shows only over some time."""
 LIGHT_S = 60.0
 """In a pipe, a light that changes is worth a line so often, and one that turns red always."""
 MACHINE_EVERY_S = 60.0
@@ -56,6 +58,7 @@ def watch(argv: Sequence[str]) -> int:
         eye = MachineEye(interval)
         watcher = Watcher(eye, run, Reservations(cache_folder() / "reservations"))
         if hasattr(args, "once"):
+            time.sleep(ONCE_S)
             return _once(watcher.look(), log, as_json=hasattr(args, "json"))
         stack.enter_context(eye)
         with suppress(KeyboardInterrupt):
@@ -67,8 +70,8 @@ def parser() -> Parser:
     made = Parser(
         "watch",
         "Watch a run, or without one this machine: memory now, at its most, planned and in all of each GPU, who holds "
-        "it, host RAM; of a run also step, loss and pace, its events and attempts. Three lights say whether it is "
-        "well, and warnings come before it is not. The run does not notice, and when it has ended so does this.",
+        "it, host RAM and CPU; of a run also step, loss and pace, its events and attempts. Three lights say whether "
+        "it is well, and warnings come before it is not. The run does not notice, and when it has ended so does this.",
         EXAMPLE,
         "[RUN] [--interval S] [--log FILE] [--once [--json]]",
     )
@@ -276,7 +279,7 @@ def report(look: Look) -> dict[str, Any]:
             for each in look.cards
         ],
         "cards_age_s": round(look.cards_age_s, 3),
-        "host": {"total_bytes": look.host.total_bytes, "free_bytes": look.host.free_bytes},
+        "host": asdict(look.host),
         "run": None if look.run is None else _run_report(look.run),
         "runs": [{"folder": entry.folder, "pid": entry.pid} for entry in look.others],
         "lights": {light.name: {"colour": light.colour, "text": light.text} for light in look.health.lights},

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tightfit.diagnose.verdict import Verdict
-from tightfit.inputs.occupancy import Occupancy
+from tightfit.inputs.occupancy import Holder, Occupancy
 from tightfit.planner.plan import Plan
 from tightfit.priced import amounts, strategy_name
 from tightfit.runs.attempts import AttemptRecord
@@ -57,15 +57,22 @@ def draw_occupancy(
     console: Console, found: Occupancy, live: Sequence[Reservation], ram_bytes: int | None, free_ram_bytes: int | None
 ) -> None:
     """What is free, and who holds the rest."""
-    for device in found.devices:
-        say(console, f"GPU {device.number}, {device.name}: {_free(device.free_bytes, device.total_bytes)}")
-        for holder in device.holders:
+
+    def draw_holders(holders: Sequence[Holder]) -> None:
+        for holder in holders:
             held = "?" if holder.held_bytes is None else f"{holder.held_bytes / MIB:,.0f}"
             who = "  ".join((holder.user or "unknown user", holder.command or "unknown command"))
             say(console, f"{held:>8} MiB  process {holder.pid}  {who}", first="  ", indent=" " * 16)
+
+    for device in found.devices:
+        say(console, f"GPU {device.number}, {device.name}: {_free(device.free_bytes, device.total_bytes)}")
+        draw_holders(device.holders)
         for entry in live:
             if device.key in entry.gpus:
                 say(console, f"taken by {entry.words}", first="  ", indent="    ")
+    if found.unplaced:
+        say(console, "On some GPU (its tool does not say on which):")
+        draw_holders(found.unplaced)
     if not found.devices:
         say(console, "There is no GPU here: training runs on the CPU, in host RAM.")
     say(console, f"Host RAM: {_free(free_ram_bytes, ram_bytes)}")
@@ -152,19 +159,23 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
     model = f"{folder}/model"
     if worker.method == "full":
         use = f"transformers' AutoModelForCausalLM.from_pretrained({model!r}) loads it"
-        draw_list(console, "What came out:", [f"The model is in {model}; {use}."])
-        return
-    next_step = f"tightfit export {folder} --merge"
-    draw_list(console, "What came out:", [f"The adapters are in {model}.", f"As one model with its base: {next_step}"])
+        came_out = [f"The model is in {model}; {use}."]
+    else:
+        merge = f"tightfit export {folder} --merge"
+        came_out = [f"The adapters are in {model}.", f"As one model with its base: {merge}"]
+    if tally.pictures:
+        came_out.append(f"Pictures of loss and memory: {', '.join(tally.pictures)}")
+    draw_list(console, "What came out:", came_out)
 
 
 def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
     rows: list[tuple[str, float | None, float | None, str]] = []
     for mark in tally.marks:
-        if mark.measured_bytes is None:  # on the CPU nobody counts
-            continue
         name = MILESTONES.get(mark.milestone, mark.milestone)
-        rows.append((f"memory, {name}", mark.predicted_bytes, mark.measured_bytes, "bytes"))
+        if mark.measured_bytes is not None:
+            rows.append((f"memory, {name}", mark.predicted_bytes, mark.measured_bytes, "bytes"))
+        elif mark.host_bytes is not None:  # of the whole process: no plan is comparable with it
+            rows.append((f"RAM, {name}", None, mark.host_bytes, "bytes"))
     if tally.peak_bytes is not None:
         rows.append(("memory, peak of the steps", worker.peak_bytes, tally.peak_bytes, "bytes"))
     rows.append(("a step", worker.step_s, tally.step_s, "seconds"))

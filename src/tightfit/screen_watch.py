@@ -22,6 +22,7 @@ from tightfit.runs.attempts import AttemptRecord
 from tightfit.runs.health import BRIM, FULL, Light
 from tightfit.runs.lines import MIB, duration, loss_words
 from tightfit.runs.look import Look, planned_rank_bytes
+from tightfit.runs.machine_eye import Host
 from tightfit.runs.watching import RunSeen
 
 MARKS = {"green": "✓", "yellow": "!", "red": "✗", "unknown": "?"}
@@ -78,7 +79,16 @@ def said(look: Look) -> str:
         sizes = f"{_amount(each.card.used_bytes)} of {_amount(each.card.total_bytes)} GiB"
         parts.append(f"GPU {each.card.index} {sizes}{use}")
     parts.append(f"host RAM {_amount(look.host.used_bytes)} of {_amount(look.host.total_bytes)} GiB")
-    return "; ".join(parts)
+    return "; ".join(filter(None, (*parts, _cpu(look.host))))
+
+
+def _cpu(host: Host) -> str:
+    """`CPU 87 % of 16 cores busy, load 14.2`; empty: the system does not say."""
+    cores = "" if host.cores is None else f" of {host.cores} core{'' if host.cores == 1 else 's'}"
+    busy = "" if host.cpu_percent is None else f"{host.cpu_percent:.0f} %{cores} busy"
+    load = "" if host.load is None else f"load {host.load:.1f}"
+    found = ", ".join(filter(None, (busy, load)))
+    return f"CPU {found}" if found else ""
 
 
 def light_words(light: Light) -> str:
@@ -174,6 +184,8 @@ def _table(look: Look, width: int) -> list[Text]:
     lines += [_row(name, sizes, room, columns, {"processes": who}) for name, sizes, who in _rank_rows(look)]
     host = look.host
     lines.append(_row("host", _Sizes(host.used_bytes, None, None, host.total_bytes), room, columns, {}))
+    if cpu := _cpu(host):
+        lines.append(Text(cpu.replace("CPU ", f"{'CPU':<{LABEL}}", 1)))
     return lines
 
 

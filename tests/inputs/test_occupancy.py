@@ -102,6 +102,39 @@ def test_hygon_cards(tools: Path) -> None:
     assert [device.key for device in found.devices] == ["hygon-0", "hygon-1"]
 
 
+def hygon_with(folder: Path, pids: str) -> None:
+    cards = {
+        f"card{i}": {
+            "Card Series": "K100_AI",
+            "PCI Bus": f"0000:0{i + 1}:00.0",
+            "vram Total Memory (MiB)": "65520",
+            "vram Total Used Memory (MiB)": "520",
+        }
+        for i in range(2)
+    }
+    install(folder, "hy-smi", {"--showpids": pids, "--show": json.dumps(cards)})
+
+
+def test_hygon_names_who_holds_which_card(tools: Path) -> None:
+    held = f"PID: {os.getpid()}\n\tPCI BUS: ['0000:02:00.0']\n\tVRAM USED(MiB): 500\n"
+    both = "PID: 4000000\n\tPCI BUS: ['0000:01:00.0', '0000:02:00.0']\n\tVRAM USED(MiB): 30\n"
+    hygon_with(tools, held + both)
+    found = occupancy()
+    assert [[(each.pid, each.held_bytes) for each in device.holders] for device in found.devices] == [
+        [(4000000, None)],
+        [(os.getpid(), 500 * MIB), (4000000, None)],
+    ]
+    assert found.devices[1].holders[0].user
+    assert found.unplaced == ()
+
+
+def test_hygon_names_who_holds_some_card(tools: Path) -> None:
+    hygon_with(tools, f"PID: {os.getpid()}\n\tHCU Index: []\n\tPCI BUS: []\n\tVRAM USED(MiB): 500\n")
+    found = occupancy()
+    assert [device.holders for device in found.devices] == [(), ()]
+    assert [(each.pid, each.held_bytes) for each in found.unplaced] == [(os.getpid(), 500 * MIB)]
+
+
 def test_the_only_card_of_amd_has_its_processes_listed(tools: Path) -> None:
     card = {"Card Series": "Radeon RX 7900 XT", "VRAM Total Memory (B)": str(20 * GIB)}
     used = {"VRAM Total Used Memory (B)": str(GIB)}

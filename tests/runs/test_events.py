@@ -35,12 +35,12 @@ JSON = st.recursive(
 )
 NAMES = st.sampled_from(
     """start progress proof memory probe step eval warning overflow saved error end other checkpoint checkpoint_failed
-    resumed passed_over stopping""".split()
+    resumed passed_over stopping pictures""".split()
 )
 KEYS = st.sampled_from(
     """what done total name ok text milestone predicted_bytes measured_bytes seconds peak_bytes step steps loss memory
     seconds_left loss_scale skipped perplexity folder bytes rank kind reason summary blocked_s background from_engine
-    from_world changed""".split()
+    from_world changed files host_bytes""".split()
 )
 
 

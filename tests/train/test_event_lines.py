@@ -53,6 +53,20 @@ def test_milestones_warnings_and_few_steps(tmp_path: Path, capsys: pytest.Captur
     assert len(events.path.read_text().splitlines()) == 6
 
 
+def test_milestones_on_a_cpu_say_the_ram(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = Events(tmp_path, speaks=True, lines=lines_of(place(), 3 * 2**30))
+    held = {"predicted_bytes": 2**20, "measured_bytes": None, "host_bytes": 2**30, "where": "host"}
+    for milestone in ("init", "forward", "backward", "step"):
+        events.write("memory", milestone=milestone, **held)
+    events.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "  memory, engine ready: 1.00 GiB of RAM",
+        "  memory, first forward: 1.00 GiB of RAM",
+        "  memory, first backward: 1.00 GiB of RAM",
+        "  memory, first optimizer step: 1.00 GiB of RAM",
+    ]
+
+
 def test_a_terminal_without_our_signs_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)

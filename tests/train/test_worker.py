@@ -77,6 +77,9 @@ def test_every_claim_of_the_plan_is_proved(tmp_path: Path) -> None:
     assert "3 of 3 layers" in proofs["checkpointing"]["text"]
     assert [each["milestone"] for each in ran.of("memory")] == ["init", "forward", "backward", "step"]
     assert [each["step"] for each in ran.of("step")] == [1, 2]
+    drawn = [Path(name) for each in ran.of("pictures") for name in each["files"]]
+    assert [path.name for path in drawn] == ["loss.png", "memory.png"]
+    assert all(path.is_file() for path in drawn)
     last = ran.events[-1]
     assert (last["event"], last["reason"]) == ("end", "finished")
     for name in ("loss", "grad_norm", "tokens_per_s", "step_s", "seconds_left", "epoch", "memory"):

@@ -76,8 +76,10 @@ def events() -> Iterator[dict[str, object]]:
     for milestone in ("init", "forward", "backward", "step"):
         yield {"event": "memory", "milestone": milestone, "predicted_bytes": GIB, "measured_bytes": 2 * GIB}
         yield {"event": "memory", "milestone": milestone, "measured_bytes": 3 * MIB}
+        yield {"event": "memory", "milestone": milestone, "host_bytes": 3 * GIB}
     yield {"event": "saved", **some}
     yield {"event": "saved", "folder": "model"}
+    yield {"event": "pictures", "files": ["runs/a/loss.png", "runs/a/memory.png"]}
     yield {"event": "checkpoint", **some, "blocked_s": 0.5, "background": True}
     yield {"event": "checkpoint", **some}
     yield {"event": "checkpoint"}

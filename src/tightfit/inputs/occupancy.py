@@ -10,14 +10,13 @@ import csv
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tightfit.inputs.catalogue import MIB
 from tightfit.inputs.machine import Sight, look, positive, run_tool, visible
-from tightfit.inputs.probes.amd_smi import parse_metric
+from tightfit.inputs.probes import TOOLS
 from tightfit.inputs.probes.holders import who_is
-from tightfit.inputs.probes.nvidia import nvml
-from tightfit.inputs.probes.rocm_smi import parse_cards, parse_processes
 from tightfit.inputs.probes.tools import Silent
 
 _CSV = "--format=csv,noheader,nounits"
@@ -59,6 +58,8 @@ class Occupancy:
     chosen_by_user: bool
     """The user has set that variable already."""
     devices: tuple[Device, ...]
+    unplaced: tuple[Holder, ...] = ()
+    """Processes that hold memory of some GPU, and the tool does not say of which."""
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class _Told:
 
     free_bytes: dict[int, int] = field(default_factory=dict)
     holders: dict[int, list[Holder]] = field(default_factory=dict)
+    unplaced: list[Holder] = field(default_factory=list)
 
 
 def occupancy() -> Occupancy:
@@ -92,7 +94,9 @@ def occupancy() -> Occupancy:
                 holders=tuple(told.holders.get(number, ())),
             )
         )
-    return Occupancy(variable=variable, chosen_by_user=words is not None, devices=tuple(devices))
+    return Occupancy(
+        variable=variable, chosen_by_user=words is not None, devices=tuple(devices), unplaced=tuple(told.unplaced)
+    )
 
 
 def _chosen(sight: Sight, env: Mapping[str, str]) -> tuple[str, list[str] | None]:
@@ -106,24 +110,18 @@ def _chosen(sight: Sight, env: Mapping[str, str]) -> tuple[str, list[str] | None
 
 
 def _asked(sight: Sight) -> _Told:
-    asks = {"NVML": _nvml, "nvidia-smi": _nvidia_smi, "hy-smi": _smi, "rocm-smi": _smi, "amd-smi": _smi}
-    try:
-        return asks[sight.tool](sight)
-    except Silent:
+    if sight.tool == "nvidia-smi":
+        with suppress(Silent):
+            return _nvidia_smi(sight)
         return _Told()
-
-
-# --- NVIDIA -------------------------------------------------------------------------------------
-
-
-def _nvml(sight: Sight) -> _Told:
-    told = _Told()
-    for card in nvml(time.monotonic() + _PATIENCE_S).cards:
-        if card.index >= len(sight.devices):
-            continue
+    answer = TOOLS[sight.tool](time.monotonic() + _PATIENCE_S)
+    told = _Told(unplaced=[_holder(each.pid, each.held_bytes) for each in answer.unplaced])
+    by_uuid = {device.uuid: number for number, device in enumerate(sight.devices) if device.uuid is not None}
+    for position, card in enumerate(answer.cards):  # without a name of its own a card is known by the tool's order
+        number = by_uuid.get(card.uuid, position) if card.uuid is not None else position
         if card.free_bytes is not None:
-            told.free_bytes[card.index] = card.free_bytes
-        told.holders[card.index] = [_holder(each.pid, each.held_bytes) for each in card.processes or ()]
+            told.free_bytes[number] = card.free_bytes
+        told.holders[number] = [_holder(each.pid, each.held_bytes) for each in card.processes or ()]
     return told
 
 
@@ -143,32 +141,6 @@ def _nvidia_smi(sight: Sight) -> _Told:
 
 def _rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
-
-
-# --- AMD and Hygon ------------------------------------------------------------------------------
-
-
-def _smi(sight: Sight) -> _Told:
-    """Used memory by card. Which process sits on which card these tools do not tell in one answer."""
-    told = _Told()
-    if sight.tool == "amd-smi":
-        cards = parse_metric(run_tool(sight.tool, "metric", "--json"))
-    else:
-        cards = parse_cards(run_tool(sight.tool, "--showmeminfo", "vram", "--json"), sight.vendor)
-    for number, (card, device) in enumerate(zip(cards, sight.devices, strict=False)):
-        if card.used_bytes is not None and device.memory_bytes is not None:
-            told.free_bytes[number] = max(0, device.memory_bytes - card.used_bytes)
-    if len(sight.devices) == 1 and sight.tool != "amd-smi":
-        told.holders[0] = _smi_holders(sight)
-    return told
-
-
-def _smi_holders(sight: Sight) -> list[Holder]:
-    try:
-        found = parse_processes(run_tool(sight.tool, "--showpids"))
-    except Silent:
-        return []
-    return [_holder(process.pid, process.held_bytes or None) for process, _ in found]
 
 
 # --- processes ----------------------------------------------------------------------------------

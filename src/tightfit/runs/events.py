@@ -46,6 +46,9 @@ class MemoryMark:
     milestone: str
     predicted_bytes: int | None
     measured_bytes: int | None
+    """On the GPU; None: the rank has none."""
+    host_bytes: int | None = None
+    """What the rank holds of RAM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +183,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pictures:
+    """The curves of the run as files."""
+
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     reason: str
     summary: str
@@ -212,6 +222,7 @@ Event = (
     | AttemptBegan
     | AttemptFailed
     | Failed
+    | Pictures
     | Ended
     | Other
 )
@@ -250,6 +261,7 @@ def _memory(values: Mapping[str, Any]) -> Event:
         milestone=_text(values.get("milestone")) or "?",
         predicted_bytes=_count(values.get("predicted_bytes")),
         measured_bytes=_count(values.get("measured_bytes")),
+        host_bytes=_count(values.get("host_bytes")),
     )
 
 
@@ -369,6 +381,10 @@ def _failed(values: Mapping[str, Any]) -> Event:
     )
 
 
+def _pictures(values: Mapping[str, Any]) -> Event:
+    return Pictures(files=_texts(values.get("files")))
+
+
 def _ended(values: Mapping[str, Any]) -> Event:
     summary = values.get("summary")
     return Ended(
@@ -396,6 +412,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Event | None]] = {
     "attempt": _attempt,
     "attempt_failed": _attempt_failed,
     "error": _failed,
+    "pictures": _pictures,
     "end": _ended,
 }
 

@@ -19,6 +19,7 @@ from tightfit.runs.events import (
     MemoryMark,
     Other,
     PassedOver,
+    Pictures,
     Probe,
     Progress,
     Proof,
@@ -105,7 +106,7 @@ def line_of(event: Event) -> tuple[str, str]:
     if isinstance(event, Proof):
         return f"{'✓' if event.ok else '✗'} {event.text}", "" if event.ok else "bold red"
     if isinstance(event, MemoryMark):
-        return _memory_line(event) if event.measured_bytes is not None else "", ""
+        return _memory_line(event), ""
     if isinstance(event, Probe):
         took = "" if event.seconds is None else f" in {duration(event.seconds)}"
         peak = "" if event.peak_bytes is None else f", peak {size_words(event.peak_bytes)}"
@@ -119,6 +120,8 @@ def line_of(event: Event) -> tuple[str, str]:
     if isinstance(event, Saved):
         size = "" if event.written_bytes is None else f" ({size_words(event.written_bytes)})"
         return f"saved {event.folder}{size}", ""
+    if isinstance(event, Pictures):
+        return (f"drew {', '.join(event.files)}" if event.files else ""), ""
     if isinstance(event, Checkpointed | CheckpointFailed | Resumed | PassedOver | Stopping):
         return _checkpoint_line(event)
     if isinstance(event, AttemptBegan | AttemptFailed):
@@ -162,8 +165,11 @@ def _attempt_line(event: AttemptBegan | AttemptFailed) -> tuple[str, str]:
 
 
 def _memory_line(event: MemoryMark) -> str:
+    """On a GPU beside the plan; on the CPU what the whole process holds, which a plan of tensors says nothing about."""
     name = MILESTONES.get(event.milestone, event.milestone)
-    measured = size_words(event.measured_bytes or 0)
+    if event.measured_bytes is None:
+        return "" if event.host_bytes is None else f"  memory, {name}: {size_words(event.host_bytes)} of RAM"
+    measured = size_words(event.measured_bytes)
     predicted = "" if event.predicted_bytes is None else f" (planned {size_words(event.predicted_bytes)})"
     return f"  memory, {name}: {measured}{predicted}"
 

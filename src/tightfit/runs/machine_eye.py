@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,18 +18,15 @@ from pathlib import Path
 from types import TracebackType
 
 from tightfit.inputs.machine import free_ram, this_machine
-from tightfit.inputs.probes import PATIENCE_S, probe_cards
-from tightfit.inputs.probes.amd_smi import amd_smi
-from tightfit.inputs.probes.card import Answer, Card, Cards, together
-from tightfit.inputs.probes.holders import who_is
-from tightfit.inputs.probes.hy_smi import hy_smi
-from tightfit.inputs.probes.nvidia import nvidia_smi, nvml
-from tightfit.inputs.probes.rocm_smi import rocm_smi
+from tightfit.inputs.probes import PATIENCE_S, TOOLS, probe_cards, with_people
+from tightfit.inputs.probes.card import Cards, together
 from tightfit.runs.card_stream import CardStream
 from tightfit.types import HardwareError
 
 SHARE = 0.012
 """Of one core, that asking for the cards may take."""
+LEAST_TICKS = 10
+"""Of the kernel's, over all cores, between two looks at how busy they are: fewer say nothing."""
 SELDOM_S = 30.0
 """However dear it is, it is asked so often."""
 NO_CARDS_S = 60.0
@@ -38,10 +35,15 @@ NO_CARDS_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """RAM; None: the system does not say."""
+    """RAM and CPU; None: the system does not say."""
 
     total_bytes: int | None
     free_bytes: int | None
+    cpu_percent: float | None = None
+    """Of all cores, how much was busy since the look before."""
+    load: float | None = None
+    """Processes that run or wait for a core, in the mean of the last minute."""
+    cores: int | None = None
 
     @property
     def used_bytes(self) -> int | None:
@@ -59,28 +61,11 @@ class CardsSeen:
     """Of the monotonic clock."""
 
 
-_TOOLS: Mapping[str, Callable[[float], Answer]] = {
-    "NVML": nvml,
-    "nvidia-smi": nvidia_smi,
-    "hy-smi": hy_smi,
-    "amd-smi": amd_smi,
-    "rocm-smi": rocm_smi,
-}
-
-
 def cards_again(tools: Sequence[str]) -> Cards:
     """What the tools say that showed a card before; the others need not be asked again."""
     deadline = time.monotonic() + PATIENCE_S
-    found = together([_TOOLS[tool](deadline) for tool in tools if tool in _TOOLS])
-    return replace(found, cards=tuple(_with_people(card) for card in found.cards))
-
-
-def _with_people(card: Card) -> Card:
-    named = []
-    for process in card.processes or ():
-        user, command = who_is(process.pid)
-        named.append(replace(process, user=user, command=command))
-    return card if card.processes is None else replace(card, processes=tuple(named))
+    found = together([TOOLS[tool](deadline) for tool in tools if tool in TOOLS])
+    return replace(found, cards=tuple(map(with_people, found.cards)))
 
 
 class MachineEye:
@@ -91,6 +76,8 @@ class MachineEye:
         self._ram = _ram_bytes()
         self._leave = threading.Event()
         self._stream: CardStream | None = None
+        self._cpu = _cpu_ticks()
+        self._cpu_percent: float | None = None
         self._seen = self._look(probe_cards)
 
     def __enter__(self) -> MachineEye:
@@ -109,7 +96,20 @@ class MachineEye:
         return self._seen
 
     def host(self) -> Host:
-        return Host(total_bytes=self._ram, free_bytes=free_ram())
+        now = _cpu_ticks()
+        if now is not None and self._cpu is not None and now[0] - self._cpu[0] >= LEAST_TICKS:
+            idle = (now[1] - self._cpu[1]) / (now[0] - self._cpu[0])
+            self._cpu, self._cpu_percent = now, 100 * min(1.0, max(0.0, 1 - idle))
+        load = None
+        with suppress(OSError, AttributeError):
+            load = os.getloadavg()[0]
+        return Host(
+            total_bytes=self._ram,
+            free_bytes=free_ram(),
+            cpu_percent=self._cpu_percent,
+            load=load,
+            cores=os.cpu_count(),
+        )
 
     def _keep_looking(self) -> None:
         self._keep_reading()
@@ -126,7 +126,7 @@ class MachineEye:
         for cards in self._stream.rounds():
             if self._leave.is_set():
                 break
-            named = tuple(map(_with_people, cards))
+            named = tuple(map(with_people, cards))
             self._seen = CardsSeen(cards=replace(known, cards=named), at=time.monotonic())
         self._stream.close()
 
@@ -142,6 +142,15 @@ def _spent_s() -> float:
     """Processor time of this thread, and of the tools that were run."""
     children = os.times()
     return time.thread_time() + children.children_user + children.children_system
+
+
+def _cpu_ticks() -> tuple[int, int] | None:
+    """Since the machine was started, over all cores: in all, and idle."""
+    with suppress(OSError, ValueError, IndexError):
+        # user nice system idle iowait irq softirq steal; what guests take is counted in user already
+        ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        return sum(ticks), ticks[3] + ticks[4]
+    return None
 
 
 def _ram_bytes() -> int | None:

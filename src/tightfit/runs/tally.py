@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from tightfit.runs.events import Checkpointed, Ended, Event, MemoryMark, Resumed, Saved, Step
+from tightfit.runs.events import Checkpointed, Ended, Event, MemoryMark, Pictures, Resumed, Saved, Step
 
 _FIRST = 2
 """Steps that warm up kernels and caches, and say nothing about the pace."""
@@ -25,6 +25,8 @@ class Tally:
     resumed: Resumed | None = None
     checkpoint: Checkpointed | None = None
     """The newest that this start has written."""
+    pictures: tuple[str, ...] = ()
+    """Files with the curves of the run."""
     ended: Ended | None = None
     _steps: int = 0
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -41,6 +43,8 @@ class Tally:
             self.resumed = event
         elif isinstance(event, Checkpointed):
             self.checkpoint = event
+        elif isinstance(event, Pictures):
+            self.pictures = event.files
         elif isinstance(event, Ended):
             self.ended = event
 

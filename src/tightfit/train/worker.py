@@ -112,10 +112,6 @@ def _run(
         supervised.pulse.at("end")
     finally:
         events.close()
-    if place.leads and not options.rehearse:
-        from tightfit.train.pictures import draw
-
-        draw(config.folder)
     places.part(place)
     return ending
 
@@ -400,6 +396,12 @@ class Worker:
     def _say_end(self, ending: str, loop: Loop, milestones: Milestones) -> None:
         reading, predicted = loop.meter.read(), self.config.predicted
         peaks = places.everyone(self.place, reading.peak_bytes or 0)
+        seconds = round(time.monotonic() - self.began, 3)
+        if self.place.leads and not self.options.rehearse:
+            from tightfit.train.pictures import draw
+
+            if drawn := draw(self.config.folder):
+                self.events.write("pictures", files=[str(path) for path in drawn])
         self.events.write(
             "end",
             reason=ending,
@@ -407,7 +409,7 @@ class Worker:
                 "steps": len(loop.step_seconds),
                 "first_loss": loop.first_loss,
                 "last_loss": loop.last_loss,
-                "seconds": round(time.monotonic() - self.began, 3),
+                "seconds": seconds,
                 "median_step_s": statistics.median(loop.step_seconds) if loop.step_seconds else None,
                 "tokens_per_s": loop.tokens_per_s,
                 "peak_bytes": reading.peak_bytes,

@@ -239,6 +239,8 @@ def test_collectives(tmp_path: Path) -> None:
         ),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments=True"}, [H200], "allocator-option", "red"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, [K100], "allocator-hip", "red"),
+        ({"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:16"}, [H200], "allocator-rounding", "yellow"),
+        ({"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,>:4]"}, [], "allocator-rounding", "yellow"),
         ({"NCCL_P2P_DISABLE": "1"}, [H200], "slow-nccl_p2p_disable", "yellow"),
         ({"NCCL_SOCKET_IFNAME": "nosuch0"}, [H200], "interface-nccl", "red"),
         ({"RANK": "0", "WORLD_SIZE": "8"}, [], "launcher-variables", "yellow"),
@@ -255,12 +257,28 @@ def test_variables_that_contradict(
 
 
 @pytest.mark.parametrize(
+    ("value", "percent", "command"),
+    [
+        ("expandable_segments:True,roundup_power2_divisions:16", "6 %", "export {}=expandable_segments:True"),
+        ("roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:64", "50 %", "export {}=max_split_size_mb:64"),
+        ("roundup_power2_divisions: 4", "25 %", "unset {}"),
+    ],
+)
+def test_rounding_says_what_it_costs_and_how_to_leave_it_out(value: str, percent: str, command: str) -> None:
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    row = by_id(environment_rows({name: value}, [H200]))["allocator-rounding"]
+    assert f"by up to {percent}" in row.what
+    assert row.commands == (command.format(name),)
+
+
+@pytest.mark.parametrize(
     ("env", "cards"),
     [
         ({}, []),
         ({"CUDA_VISIBLE_DEVICES": "0"}, [H200]),
         ({"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": " 0"}, [K100]),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[256:1,512:2]"}, [H200]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[256:1,512:0]"}, [H200]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:1"}, [H200]),
         ({"NCCL_P2P_DISABLE": "0", "NCCL_SOCKET_IFNAME": "eth"}, [H200]),
         ({"NCCL_SOCKET_IFNAME": "^lo,docker", "MASTER_ADDR": "here"}, [H200]),
     ],

@@ -119,7 +119,9 @@ def test_processes(text: str, held: list[CardProcess]) -> None:
 
 
 def test_hygon_says_on_which_card_a_process_is() -> None:
-    assert [bus for _, bus in parse_processes(recorded.HY_PIDS)] == ["0000:01:00.0", "0000:02:00.0"]
+    assert [buses for _, buses in parse_processes(recorded.HY_PIDS)] == [("0000:01:00.0",), ("0000:02:00.0",)]
+    both = "PID: 7\n\tPCI BUS: ['0000:01:00.0', '0000:02:00.0']\n\tVRAM USED(MiB): 9\n"
+    assert [buses for _, buses in parse_processes(both)] == [("0000:01:00.0", "0000:02:00.0")]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ _SLOWING = {
     "HIP_LAUNCH_BLOCKING": "every kernel waits for the one before it",
     "AMD_SERIALIZE_KERNEL": "every kernel waits for the one before it",
 }
+_ROUNDING = re.compile(r"roundup_power2_divisions\s*:\s*(\[[^\]]*\]|[0-9]+)")
 _OFF = ("", "0", "false", "no", "off")
 
 
@@ -120,7 +121,25 @@ def _allocator(env: Mapping[str, str], cards: Sequence[Card]) -> list[Row]:
             what = f"{name}={value}: growing segments are for CUDA and ROCm 7, and can hang on Hygon's DTK"
             light: Light = "red" if "hygon" in hip else "yellow"
             rows.append(_row("allocator-hip", light, what, "leave it out on these cards", f"unset {name}"))
+        rows += _rounding(name, value)
     return rows
+
+
+def _rounding(name: str, value: str) -> list[Row]:
+    """With N divisions a size is rounded up to one of N steps between two powers of two; 0 and 1 round nothing."""
+    found = _ROUNDING.search(value)
+    counts = [int(count) for count in re.findall(r"[0-9]+(?=\s*(?:$|[\],]))", found[1])] if found else []
+    coarsest = min((count for count in counts if count > 1), default=None)
+    if found is None or coarsest is None:
+        return []
+    rest = re.sub(r"^,|,$", "", value.replace(found[0], "").replace(",,", ","))
+    what = (
+        f"{name} has {found[0]}, which rounds allocations up by up to {100 / coarsest:.0f} % and so costs memory that "
+        "no plan counts"
+    )
+    return [
+        _row("allocator-rounding", "yellow", what, "leave it out", f"export {name}={rest}" if rest else f"unset {name}")
+    ]
 
 
 # --- the rest -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ hangs is left behind. See `card.py` for what is known of a card.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tightfit.inputs.probes.amd_smi import amd_smi
@@ -20,7 +20,13 @@ from tightfit.inputs.probes.torch_probe import torch_probe
 
 PATIENCE_S = 6.0
 """For all questions to one tool; each has a shorter limit of its own."""
-_PROBES: tuple[Callable[[float], Answer], ...] = (nvml, nvidia_smi, hy_smi, amd_smi, rocm_smi)
+TOOLS: Mapping[str, Callable[[float], Answer]] = {
+    "NVML": nvml,
+    "nvidia-smi": nvidia_smi,
+    "hy-smi": hy_smi,
+    "amd-smi": amd_smi,
+    "rocm-smi": rocm_smi,
+}
 """The most trusted first: hy-smi stands before rocm-smi, for Hygon installs its own under both names."""
 
 
@@ -33,16 +39,17 @@ def probe_cards(patience_s: float = PATIENCE_S, *, ask_torch_until: float | None
     from concurrent.futures import ThreadPoolExecutor  # which `tightfit estimate` has no use for
 
     deadline = time.monotonic() + patience_s
-    with ThreadPoolExecutor(max_workers=len(_PROBES)) as pool:
-        answers = [future.result() for future in [pool.submit(probe, deadline) for probe in _PROBES]]
+    with ThreadPoolExecutor(max_workers=len(TOOLS)) as pool:
+        answers = [future.result() for future in [pool.submit(probe, deadline) for probe in TOOLS.values()]]
     if ask_torch_until is not None and not any(answer.cards or answer.hung for answer in answers):
         answers.append(torch_probe(ask_torch_until))
     found = together(answers)
-    cards = tuple(_with_people(card) for card in found.cards)
-    return replace(found, cards=cards, unplaced=tuple(_named(each) for each in found.unplaced))
+    cards = tuple(with_people(card) for card in found.cards)
+    return replace(found, cards=cards, unplaced=tuple(map(_named, found.unplaced)))
 
 
-def _with_people(card: Card) -> Card:
+def with_people(card: Card) -> Card:
+    """The card with the user and the command of each of its processes."""
     return card if card.processes is None else replace(card, processes=tuple(map(_named, card.processes)))
 
 

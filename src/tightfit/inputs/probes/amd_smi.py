@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from tightfit.inputs.probes.card import Answer, Card, CardProcess, settled
@@ -34,12 +35,12 @@ def amd_smi(deadline: float) -> Answer:
         return Answer(tool="amd-smi", problem=str(silence) or None, hung=isinstance(silence, Hung))
     if not cards:
         return Answer(tool="amd-smi", problem="amd-smi answered, and showed no card in a shape that is known here.")
-    try:
+    with suppress(Silent):
         cards = with_names(cards, _asked(deadline, "static", "--asic", "--bus", "--json"))
+    with suppress(Silent):
         cards = with_names(cards, _asked(deadline, "list", "--json"))
+    with suppress(Silent):
         cards = with_processes(cards, _asked(deadline, "process", "--json"))
-    except Silent:
-        pass
     return Answer(tool="amd-smi", cards=cards)
 
 

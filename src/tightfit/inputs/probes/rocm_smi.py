@@ -27,7 +27,7 @@ _BLOCK = re.compile(r"^\s*PID\s*:\s*([0-9]+)[ \t\r]*\n", re.MULTILINE)
 _HELD = re.compile(
     r"^\s*VRAM USED\s*\((B|KB|KiB|MB|MiB|GB|GiB)\)\s*:\s*([0-9.]+)[ \t\r]*\n", re.MULTILINE | re.IGNORECASE
 )
-_BUS = re.compile(r"^\s*PCI BUS\s*:\s*\[?'?([0-9A-Fa-f:.]+)'?\]?[ \t\r]*\n", re.MULTILINE | re.IGNORECASE)
+_BUS = re.compile(r"^\s*PCI BUS\s*:([^\n]*)\n", re.MULTILINE | re.IGNORECASE)
 
 
 def rocm_smi(deadline: float) -> Answer:
@@ -59,28 +59,30 @@ def parse_cards(text: str, vendor: Vendor) -> tuple[Card, ...]:
     return cards_of(rows_of(text), vendor)
 
 
-def parse_processes(text: str) -> tuple[tuple[CardProcess, str | None], ...]:
-    """The processes of `--showpids`, each with the address of its card where that is said.
+def parse_processes(text: str) -> tuple[tuple[CardProcess, tuple[str, ...]], ...]:
+    """The processes of `--showpids`, each with the addresses of its cards where they are said.
 
     Three shapes: JSON (`"PID4711": "python, 1, 123, 0, 0"`), a table, and Hygon's blocks of `KEY: value`.
     """
-    found: dict[int, tuple[CardProcess, str | None]] = {}
+    found: dict[int, tuple[CardProcess, tuple[str, ...]]] = {}
     for key, value in system_of(text).items():
         pid = process_id(key.removeprefix("PID")) if key.startswith("PID") else None
         cells = [cell.strip() for cell in value.split(",")] if isinstance(value, str) else []
         if pid is not None:
             held = size(cells[-3], "B") if len(cells) == 5 else None
-            found[pid] = CardProcess(pid=pid, held_bytes=held), None
+            found[pid] = CardProcess(pid=pid, held_bytes=held), ()
     for number, _, held_text in _TABLE_ROW.findall(text):
         if (pid := process_id(number)) is not None:
-            found.setdefault(pid, (CardProcess(pid=pid, held_bytes=size(held_text, "B")), None))
+            found.setdefault(pid, (CardProcess(pid=pid, held_bytes=size(held_text, "B")), ()))
     starts = [*_BLOCK.finditer(text)]
     for begin, end in zip(starts, [*(each.start() for each in starts[1:]), len(text)], strict=False):
         block = text[begin.end() : end]
         held_line, bus = _HELD.search(block), _BUS.search(block)
         if (pid := process_id(begin[1])) is not None:
             held = size(held_line[2], held_line[1]) if held_line else None
-            found.setdefault(pid, (CardProcess(pid=pid, held_bytes=held), pci_address(bus[1]) if bus else None))
+            told = re.findall(r"[0-9A-Fa-f:.]+", bus[1]) if bus else []
+            buses = tuple(address for word in told if (address := pci_address(word)) is not None)
+            found.setdefault(pid, (CardProcess(pid=pid, held_bytes=held), buses))
     return tuple(found.values())
 
 
@@ -92,7 +94,11 @@ def _with_processes(tool: str, cards: Sequence[Card], deadline: float) -> Answer
         return Answer(tool=tool, cards=tuple(cards))
     placed = []
     for card in cards:
-        own = [each for each, bus in processes if len(cards) == 1 or (bus is not None and bus == card.pci)]
+        own = [
+            each if len(buses) < 2 else replace(each, held_bytes=None)  # told for all its cards together
+            for each, buses in processes
+            if len(cards) == 1 or card.pci in buses
+        ]
         placed.append(replace(card, processes=tuple(own) if own or not processes else None))
     held = {process.pid for card in placed for process in card.processes or ()}
     loose = tuple(each for each, _ in processes if each.pid not in held)
