@@ -318,7 +318,7 @@ def _symptom_json(symptom: Symptom) -> dict[str, Any]:
         "kind": symptom.kind,
         "role": symptom.role,
         "title": symptom.title,
-        "cause": symptom.cause,
+        "cause": symptom.cause_of_any,
         "confidence": symptom.confidence,
         "refines": list(symptom.refines),
         "fixes": [

@@ -80,7 +80,7 @@ def _draw_fixes(console: Console, fixes: Sequence[Fix]) -> None:
 def draw_symptom(console: Console, symptom: Symptom, fixes: Sequence[Fix]) -> None:
     """One entry of the catalogue."""
     say(console, f"{symptom.id}: {symptom.title}", style="bold")
-    say(console, f"{symptom.cause.rstrip('.')}.")
+    say(console, f"{symptom.cause_of_any}.")
     facts = [f"Kind: {symptom.kind}."]
     if symptom.refines:
         facts.append(f"A special case of {', '.join(symptom.refines)}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -215,6 +216,8 @@ def test_an_empty_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 
 def test_a_binary_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(bytes(range(32)) * 100)
+    assert "is no text" in one_sentence(capsys, str(tmp_path / "a.log"))
+    (tmp_path / "a.log").write_bytes(random.Random(0).randbytes(4096))
     assert "is no text" in one_sentence(capsys, str(tmp_path / "a.log"))
 
 

@@ -178,3 +178,40 @@ def test_logits_are_known_by_their_size() -> None:
     found = verdict(text, vocabulary=151936)
     assert found.id == "oom-logits-size"
     assert "32,768 tokens" in found.cause
+
+
+TRACED = f'Traceback (most recent call last):\n  File "/job/a.py", line 1, in f\n    g()\n{OOM}\n'
+REMARKS = (
+    "Installed CUDA version 11.3 does not match the version torch was compiled with 11.7 but since the APIs are "
+    "compatible, accepting this combination",
+    "The installed version of bitsandbytes was compiled without GPU support. 8-bit optimizers, 8-bit multiplication, "
+    "and GPU quantization are unavailable.",
+    "CUDA_HOME environment variable is not set. Please set it to your CUDA install root.",
+    "/bin/sh: line 1: nvcc: command not found",
+    "ImportError: libcudart.so.11.0: cannot open shared object file: No such file or directory",
+    "[WARNING] [real_accelerator.py:12:f] ModuleNotFoundError: No module named 'apex'",
+)
+
+
+@pytest.mark.parametrize("remark", REMARKS)
+def test_a_remark_does_not_beat_the_cause(remark: str) -> None:
+    found = verdict(f"{remark}\n{TRACED}")
+    assert (found.id, found.kind) == ("device-oom", "device-oom")
+
+
+@pytest.mark.parametrize("remark", REMARKS)
+def test_what_a_training_went_on_after_was_a_remark(remark: str) -> None:
+    found = verdict(f"{remark}\n{{'loss': 1.2, 'epoch': 0.1}}\n{BUG}")
+    assert found.id == "exception"
+
+
+def test_a_line_that_the_failure_follows_from_is_no_remark() -> None:
+    compiler = "python_headers.h:12:10: fatal error: Python.h: No such file or directory\n"
+    built = BUG.replace("AttributeError: no such thing", "RuntimeError: Error building extension 'cpu_adam'")
+    assert verdict(f"{REMARKS[0]}\n{compiler}{built}").id == "python-headers"
+    assert verdict(f"Host key verification failed.\n{BUG.replace('AttributeError: no such thing', RENDEZVOUS)}").id == (
+        "ssh-failed"
+    )
+
+
+RENDEZVOUS = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."

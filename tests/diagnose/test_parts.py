@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,19 @@ def test_pieces_lose_nothing(data: bytes, times: int) -> None:
 
 @pytest.mark.parametrize(
     ("data", "binary"),
-    [(b"", False), (b"step 1\n", False), (b"\x7fELF\x02\x01", True), (bytes(1000), True), (bytes(range(256)), False)],
+    [
+        (b"", False),
+        (b"step 1\n", False),
+        (b"\x7fELF\x02\x01", True),
+        (bytes(1000), True),
+        (b"%PDF-1.7\n1 0 obj\n", True),
+        (random.Random(0).randbytes(4000), True),
+        (random.Random(1).randbytes(70_000), True),
+        ("错误 显存不足\n".encode("gb18030"), False),
+        ("メモリ不足\n".encode("shift_jis"), False),
+        ("Erreur : mémoire insuffisante\n".encode("latin-1"), False),
+        (("步骤 1 损失 2.0\n" * 9000).encode(), False),
+    ],
 )
 def test_what_is_no_text(tmp_path: Path, data: bytes, binary: bool) -> None:
     path = tmp_path / "a"

@@ -110,13 +110,40 @@ def test_an_exception_that_begins_with_an_empty_line_is_still_told() -> None:
 
 def test_fixes_for_cards_of_other_makers() -> None:
     nvidia, amd = (commands(verdict_of(OOM.format(device=device))) for device in ("CUDA", "HIP"))
-    assert nvidia == amd
+    assert [each for each in nvidia if "expandable_segments" not in each] == amd
     others = "Process 18823 has 40.00 GiB memory in use. Including non-PyTorch memory, this process has 2.00 GiB "
     held = OOM.replace("Of the allocated", others + "memory in use. Of the allocated").replace("60.71", "1.71")
     assert any("nvidia-smi" in each for each in commands(verdict_of(held.format(device="CUDA"))))
     shown = commands(verdict_of(held.format(device="HIP")))
     assert any("rocm-smi" in each for each in shown)
     assert not any("nvidia-smi" in each or "CUDA_VISIBLE" in each for each in shown)
+
+
+@pytest.mark.parametrize(
+    ("said", "tool", "segments"),
+    [
+        ("torch 2.5.1+cu124\n", "nvidia-smi", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        ("torch 2.5.1+rocm6.2\n", "rocm-smi", None),
+        ("RCCL version 2.18\ntorch 2.1.0.dtk2404\n", "hy-smi", None),
+        ("gfx928 K100_AI, RCCL\n", "hy-smi", None),
+        ("/usr/lib/torch_npu/__init__.py\n", "npu-smi", "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True"),
+    ],
+)
+def test_remedies_know_the_vendor(said: str, tool: str, segments: str | None) -> None:
+    """What hangs on a DCU is not advised there, and a tool is the one that the machine has."""
+    pieces = OOM.format(device="GPU").replace("60.71", "56.00").replace("1.33 GiB is", "6.90 GiB is")
+    fragmented = verdict_of(said + pieces)
+    assert fragmented.id == "device-oom-fragmented"
+    told = [each for each in commands(fragmented) if "expandable_segments" in each]
+    assert told == ([] if segments is None else [f"export {segments}"])
+    others = "Process 18823 has 40.00 GiB memory in use. Including non-PyTorch memory, this process has 2.00 GiB "
+    held = OOM.replace("Of the allocated", others + "memory in use. Of the allocated").replace("60.71", "1.71")
+    assert any(each.startswith(tool) for each in commands(verdict_of(said + held.format(device="GPU"))))
+
+
+def test_a_card_of_unknown_make_is_the_one_that_the_log_names() -> None:
+    told = verdict_of(OOM.format(device="HIP"), KnownConfig(vendor="unknown"))
+    assert not any("expandable_segments" in each for each in commands(told))
 
 
 @pytest.mark.parametrize(

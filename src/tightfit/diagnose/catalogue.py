@@ -34,6 +34,10 @@ contexts do; larger: one tensor as large as the card; capped: a limit below the 
 asked; logits: what was asked is a number of rows of the vocabulary."""
 
 
+OPTIONAL = re.compile(r"\[\[(.*?)\]\]")
+"""A part of a sentence that is left out where the log does not tell what it names."""
+
+
 class Expression:
     """A regular expression that is compiled when it is first used: a log needs a few of some hundreds."""
 
@@ -81,8 +85,8 @@ class Settings:
 class Remedy:
     text: str
     command: str | None = None
-    hip: str | None = None
-    """The command on AMD's and Hygon's cards, where it is another."""
+    vendors: Mapping[str, str | None]
+    """The command on another vendor's cards, where it is another; None: it does not help there."""
     sets: Mapping[Trainer, str]
     """What to write into whose file."""
     is_costly: bool = False
@@ -130,6 +134,8 @@ class Symptom:
     """So many lines at least."""
     bare: bool = False
     """Only in a line that ends no traceback."""
+    vague: bool = False
+    """Only where nothing was found that says more."""
     catches: bool = False
     """Every exception that no other symptom knows."""
     weight: int = 0
@@ -142,9 +148,14 @@ class Symptom:
         return _TIERS[self.role]
 
     @property
+    def cause_of_any(self) -> str:
+        """The cause without what only some logs tell."""
+        return OPTIONAL.sub("", self.cause)
+
+    @property
     def is_generic(self) -> bool:
         """An exception that nobody knows."""
-        return self.catches or CATCH_ALL in self.refines
+        return self.catches or (self.vague and CATCH_ALL in self.refines)
 
 
 class Row(NamedTuple):
@@ -243,8 +254,10 @@ _TEXTS = ("id", "kind", "title", "cause", "role", "confidence")
 _PATTERNS = ("without", "follows", "precedes", "frames")
 _NUMBERS = ("least_steps", "most_steps", "repeats", "weight")
 _KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, "lines", "anywhere", "refines", "doing", "oom", "settings", "exits", "fixes",
-         "sources", "catches", "bare"}  # fmt: skip
-_REMEDY_KEYS = {"text", "command", "hip", "sets", "costly", "where", "unless"}
+         "sources", "catches", "bare", "vague"}  # fmt: skip
+_VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)}
+"""Keys of a remedy, and whose cards each is for; the later ones count."""
+_REMEDY_KEYS = {"text", "command", "sets", "costly", "where", "unless", *_VENDORS}
 _SETTINGS = {field.name for field in fields(KnownConfig)} - {"file"}
 
 
@@ -282,6 +295,7 @@ class _Entry:
             anywhere=bool(values.get("anywhere", False)),
             catches=bool(values.get("catches", False)),
             bare=bool(values.get("bare", False)),
+            vague=bool(values.get("vague", False)),
             refines=tuple(self._list("refines")),
             doing=tuple(self._choice("doing", word, get_args(Doing)) for word in self._list("doing")),
             oom=tuple(self._choice("oom", word, get_args(OomShape)) for word in self._list("oom")),
@@ -304,8 +318,8 @@ class _Entry:
         return symptom
 
     def _check_names(self, symptom: Symptom) -> None:
-        """What the cause has in braces must be known whenever the symptom is found."""
-        names = re.findall(r"\{(\w+)\}", symptom.cause)
+        """What the cause has in braces must be known whenever the symptom is found, but for what may be left out."""
+        names = re.findall(r"\{(\w+)\}", OPTIONAL.sub("", symptom.cause))
         if not names:
             return
         always = {*_ALWAYS, *(_SETTINGS if symptom.settings or symptom.oom else ())}
@@ -330,7 +344,12 @@ class _Entry:
         return Remedy(
             text=" ".join(str(values["text"]).split()),
             command=values.get("command"),
-            hip=values.get("hip"),
+            vendors={
+                vendor: str(values[key]) if values[key] else None
+                for key, vendors in _VENDORS.items()
+                if key in values
+                for vendor in vendors
+            },
             sets={trainer: str(text) for trainer, text in sets.items()},
             is_costly=bool(values.get("costly", False)),
             where=self._settings(values.get("where")),

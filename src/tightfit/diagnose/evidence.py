@@ -63,7 +63,7 @@ class KnownConfig:
     world: int | None = None
     vocabulary: int | None = None
     vendor: str | None = None
-    """nvidia, amd, hygon or cpu."""
+    """nvidia, amd, hygon, ascend or cpu."""
 
 
 def completed(known: KnownConfig, other: KnownConfig) -> KnownConfig:

@@ -9,6 +9,7 @@ from typing import Any
 from tightfit.diagnose.evidence import KnownConfig, completed
 
 _DEVICE = rb"['\"]?\s*[:=]\s*\{?\s*['\"]?device['\"]?\s*[:=]\s*['\"]?(cpu|nvme)"
+_HYGON = (b"dtk", b"dcu", b"hygon", b"gfx")
 _TABLE = {
     "stage": (
         (b"zero_optimization_stage", b"zero_optimization"),
@@ -33,8 +34,10 @@ _TABLE = {
         rb"[\\/](llamafactory|axolotl)[\\/]|\b(llamafactory|axolotl)(?:-cli|\.\w+)\b",
     ),
     "vendor": (
-        (b"hip", b"rocm", b"rccl", b"miopen", b"dtk", b"dcu", b"hygon"),
-        rb"(?i)\.(dtk)\d|\b(dcu|hygon)\b|\b(hip) (?:out of memory|error|gpus)|\b(rccl|miopen)\b|\+(rocm)\d",
+        (b"hip", b"rocm", b"rccl", b"miopen", *_HYGON, b"npu", b"torch_npu", b"hccl", b"ascend", b"cann"),
+        rb"(?i)[./](dtk)[-\d/]|\b(dcu|hygon)\b|\b(gfx9(?:26|28|36))\b|\b(hip) (?:out of memory|error|gpus)|"
+        rb"\b(rccl|miopen)\b|\+(rocm)\d|\b(npu)(?: out of memory| error| function|:\d)|\b(torch_npu)[/.\\]|\b(hccl)\b|"
+        rb"\b(ascend)[ /]?(?:910|310|npu|cann|toolkit)|\b(cann) error\b",
     ),
     "method": ((b"trainable",), rb"(?i)(trainable)%: (?:[0-9]|[1-4][0-9])(?:\.\d+)?\b"),
 }
@@ -42,6 +45,8 @@ _COMPILED = {name: (frozenset(words), re.compile(text)) for name, (words, text) 
 _MEANT: dict[str, object] = {
     "enabled": True, "is enabled": True, "true": True, "float16": "fp16", "bfloat16": "bf16", "trainable": "lora",
     "hip": "amd", "rccl": "amd", "miopen": "amd", "rocm": "amd", "dtk": "hygon", "dcu": "hygon",
+    "gfx926": "hygon", "gfx928": "hygon", "gfx936": "hygon", "npu": "ascend", "torch_npu": "ascend", "hccl": "ascend",
+    "cann": "ascend",
 }  # fmt: skip
 
 
@@ -52,21 +57,28 @@ class Hints:
     config: KnownConfig = field(default_factory=KnownConfig)
 
     def look(self, data: bytes, words: set[bytes]) -> None:
-        """Take notice of one piece, whose words are these. The first that is said counts."""
+        """Take notice of one piece, whose words are these. The first that is said counts; but Hygon's cards speak as
+        AMD's until one of them is named."""
         for name, (wanted, pattern) in _COMPILED.items():
-            if wanted.isdisjoint(words) or getattr(self.config, name) is not None:
+            known = getattr(self.config, name)
+            may_be_hygon = known == "amd" and not words.isdisjoint(_HYGON)
+            if wanted.isdisjoint(words) or (known is not None and not may_be_hygon):
                 continue
-            found = pattern.search(data)
-            value = next((group for group in found.groups() if group), None) if found else None
-            if value is not None:
-                text = value.decode("ascii", errors="replace").lower()
-                known: Any = int(text) if text.isdigit() else _MEANT.get(text, text)
-                self.config = replace(self.config, **{name: known})
+            told = [_meant(group) for found in pattern.finditer(data) for group in found.groups() if group]
+            if told:
+                self.config = replace(self.config, **{name: "hygon" if "hygon" in told else told[0]})
+
+
+def _meant(value: bytes) -> Any:
+    text = value.decode("ascii", errors="replace").lower()
+    return int(text) if text.isdigit() else _MEANT.get(text, text)
 
 
 def merged(given: KnownConfig | None, seen: list[KnownConfig]) -> KnownConfig:
     """What was given, and what the logs add to it."""
     result = given or KnownConfig()
+    if result.vendor == "unknown":  # cards that are known by their size alone
+        result = replace(result, vendor=None)
     for other in seen:
         result = completed(result, other)
     return result

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tightfit.diagnose.catalogue import Symptom
 from tightfit.diagnose.evidence import RankExit
+from tightfit.diagnose.lines import Level
 from tightfit.diagnose.oom import OomMessage
 from tightfit.diagnose.scan import Finding
+from tightfit.diagnose.verdict import Kind
 from tightfit.types import PhaseName
 
 KERNEL = "kernel log"
 _THREADS = 3
+_LOW: tuple[Level, ...] = ("debug", "info", "warning")
+_WARNING = re.compile(r"\b[A-Z]\w*Warning: ")
+_SAID_IN_PASSING: tuple[Kind, ...] = ("environment", "config", "code", "data")
+"""What programs warn of at their start, and then do without."""
+_FOLLOWING: tuple[Kind, ...] = ("communication", "hang", "preempted", "hardware", "unknown")
+"""What may well have followed from a remark that was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +52,22 @@ class Case:
         return max(self.symptom.tier, _THREADS if in_thread else 0)
 
     @property
+    def is_remark(self) -> bool:
+        """A line in passing, and not the exception that ended the program: it may be the cause, and need not be."""
+        if self.finding is None or self.finding.traceback is not None or self.symptom.role != "fault":
+            return False
+        message = self.finding.message
+        if _WARNING.search(message.whole):
+            return True
+        return message.level in _LOW if message.level is not None else self.symptom.kind in _SAID_IN_PASSING
+
+    @property
     def was_survived(self) -> bool:
         if self.finding is None or self.symptom.role == "note":
             return False
         later = self.finding.later
+        if self.is_remark and (later.losses or later.steps):
+            return True
         return later.recovered if self.symptom.role == "state" else later.went_on
 
 
@@ -97,6 +118,7 @@ def _key(case: Case, cases: Sequence[Case], ended: Mapping[int, float]) -> tuple
     tier = case.tier
     peers = [other for other in cases if other.tier == tier]
     sources = {other.source for other in peers}
+    outranked = any(_outranks(other, case) for other in peers)
     clock = 0.0
     if len(sources) > 1:
         if case.rank is not None and all(other.rank in ended for other in peers):
@@ -106,7 +128,27 @@ def _key(case: Case, cases: Sequence[Case], ended: Mapping[int, float]) -> tuple
     last_resort = case.is_kernels and not any(other.symptom.role == "ending" for other in cases)
     weight = -float(case.symptom.weight) if case.symptom.role == "trailing" else 0.0
     by_chance = len(sources) > 1 and clock == 0.0
-    return (tier, last_resort, weight, clock, case.symptom.is_generic and by_chance, case.source or 0, case.order)
+    return (
+        tier,
+        outranked,
+        last_resort,
+        weight,
+        clock,
+        case.symptom.is_generic and by_chance,
+        case.source or 0,
+        case.order,
+    )
+
+
+def _outranks(other: Case, case: Case) -> bool:
+    """Whether it says more than one that is vague; or is an exception that says why the program ended, and has nothing
+    to do with what was only a remark."""
+    if other.finding is None or other.symptom.is_generic or other.symptom.vague:
+        return False
+    if case.symptom.vague and not case.symptom.is_generic:
+        return True
+    is_raised = other.finding.traceback is not None
+    return case.is_remark and is_raised and other.symptom.kind not in (*_FOLLOWING, case.symptom.kind)
 
 
 def _distinct(cases: Iterable[Case], first: Case | None) -> Iterable[Case]:

@@ -65,7 +65,7 @@ def _lines(symptom: Symptom) -> Iterator[str]:
         facts.append(symptom.role)
     if symptom.refines:
         facts.append("special case of " + ", ".join(f"[{base}](#{base})" for base in symptom.refines))
-    yield f"**{symptom.title}.** {_safe(symptom.cause)}. *({'; '.join(facts)})*\n"
+    yield f"**{symptom.title}.** {_safe(symptom.cause_of_any)}. *({'; '.join(facts)})*\n"
     for fix in fixes_of(symptom, KnownConfig(), {}):
         cost = " *(changes the training)*" if fix.is_costly else ""
         command = f" `{fix.command}`" if fix.command else ""

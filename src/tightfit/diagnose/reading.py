@@ -29,6 +29,10 @@ SIGNS_BYTES = 2**20
 """In which a training that goes on shows it."""
 COUNTED_BYTES = 4 * 2**20
 _BINARY_SHARE = 0.15
+_FOREIGN_SHARE = 0.3
+_BEYOND_ASCII = bytes(range(128, 256))
+_ENCODINGS = ("utf-8", "gb18030", "big5", "shift_jis", "euc_kr")
+"""That logs are written in where most of them is no ASCII."""
 _CONTROL = bytes(set(range(32)) - {8, 9, 10, 12, 13, 27}) + b"\x7f"
 
 
@@ -113,10 +117,23 @@ def is_binary(source: LogSource) -> bool:
     start = next(_texts(source), b"")[:PIECE_BYTES]
     if not start:
         return False
+    if start.startswith((b"\x7fELF", b"PK\x03\x04", b"\x1f\x8b", b"\x80\x02", b"%PDF-", b"\x89PNG")):
+        return True
     strange = len(start) - len(start.translate(None, _CONTROL))
-    return strange > len(start) * _BINARY_SHARE or start.startswith(
-        (b"\x7fELF", b"PK\x03\x04", b"\x1f\x8b", b"\x80\x02")
-    )
+    return strange > len(start) * _BINARY_SHARE or _is_noise(start)
+
+
+def _is_noise(start: bytes) -> bool:
+    """Whether so much of it is beyond ASCII that an encoding should explain it, and none does."""
+    if len(start.translate(None, _BEYOND_ASCII)) >= len(start) * (1 - _FOREIGN_SHARE):
+        return False
+    for encoding in _ENCODINGS:
+        try:
+            text = codecs.getincrementaldecoder(encoding)().decode(start)
+        except UnicodeDecodeError:
+            continue
+        return text.count("\ufffd") > len(text) * _FOREIGN_SHARE
+    return True
 
 
 # --- bytes --------------------------------------------------------------------------------------

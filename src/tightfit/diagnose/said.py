@@ -40,8 +40,22 @@ _PROGRAM = re.compile(
     r"^[\w./~-]+\.(?:py|sh|cpp|cc|cu|h|c)(?::\d+)*$|^\S*\b(?:torchrun|deepspeed|accelerate|python[\d.]*)$"
 )
 _MOST_LEAD = 160
-_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt)(?:\(|:|$)")
+_RAISED = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt)(?:\(|:|$)|^(?:[a-z_]\w*\.)+[A-Z]\w+: "
+)
 """A line that begins with the name of an exception is the last one of a traceback."""
+
+
+_HARMLESS = re.compile(
+    r"\baccepting this combination\b|^\s*(?:warnings?\.)?warn\(|"
+    r"\b(?:will|can) be (?:safely )?ignored\b|\b(?:safely|simply) ignore\b|\bproceed(?:ing)? (?:anyway|without)\b|"
+    r"\bcontinu(?:e|ing) (?:anyway|without)\b"
+)
+
+
+def is_harmless(text: str) -> bool:
+    """Whether a line says of itself that the program goes on."""
+    return _HARMLESS.search(text) is not None
 
 
 def is_quoted(lead: str) -> bool:

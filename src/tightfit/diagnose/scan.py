@@ -20,7 +20,7 @@ from tightfit.diagnose.gate import FLAT, WORDS, ZEROS
 from tightfit.diagnose.hints import Hints
 from tightfit.diagnose.lines import Message, message_of, moment_of, plain, prefix_of
 from tightfit.diagnose.reading import Piece, pieces
-from tightfit.diagnose.said import is_quoted, is_said
+from tightfit.diagnose.said import is_harmless, is_quoted, is_said
 from tightfit.diagnose.tracebacks import HEADER, Assembler, Traceback
 
 _BACK = 4
@@ -316,6 +316,8 @@ def _tail(back: bytes) -> tuple[str, ...]:
 def _fitting(message: Message, rows: list[Row], *, is_exception: bool) -> Iterator[Symptom]:
     for _, symptom, pattern in rows:
         if is_exception and symptom.bare:
+            continue
+        if not is_exception and symptom.role == "fault" and is_harmless(message.whole):
             continue
         where = message.whole if symptom.anywhere else message.head if is_exception else message.text
         found = pattern.search(where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from tightfit.diagnose.catalogue import Remedy, Symptom
+from tightfit.diagnose.catalogue import OPTIONAL, Remedy, Symptom
 from tightfit.diagnose.evidence import KnownConfig, LogSource
 from tightfit.diagnose.exits import exit_words
 from tightfit.diagnose.masks import masked
@@ -16,7 +16,8 @@ from tightfit.diagnose.scan import Finding
 from tightfit.diagnose.verdict import Fix, Line, Verdict
 
 _MOST_LETTERS = 600
-_HIP = ("amd", "hygon")
+_NAMES = re.compile(r"\{(\w+)\}")
+_FILLED = re.compile(r"\{(\w+)(?:\|([^{}]*))?\}")
 _PLACE = re.compile(r"^(?:File |Cell In|│ /|/\S+:\d+ in |│ \S+:\d+)")
 
 
@@ -43,6 +44,8 @@ def fixes_of(symptom: Symptom, config: KnownConfig, words: Mapping[str, str]) ->
             continue
         if remedy.unless is not None and remedy.unless.hold(config):
             continue
+        if config.vendor is not None and remedy.vendors.get(config.vendor, "") is None:
+            continue
         command = _command(remedy, config)
         yield Fix(
             text=filled(remedy.text, words),
@@ -56,8 +59,8 @@ def _command(remedy: Remedy, config: KnownConfig) -> str | None:
     keys are the nearest thing to a common tongue. Trainers that run DeepSpeed take its keys in a file of its own."""
     if config.trainer is not None and config.trainer in remedy.sets:
         return remedy.sets[config.trainer]
-    if remedy.hip is not None and config.vendor in _HIP:
-        return remedy.hip
+    if config.vendor in remedy.vendors:
+        return remedy.vendors[config.vendor]
     if remedy.command is not None:
         return remedy.command
     if config.trainer is None and "huggingface" in remedy.sets:
@@ -66,8 +69,10 @@ def _command(remedy: Remedy, config: KnownConfig) -> str | None:
 
 
 def filled(text: str, words: Mapping[str, str]) -> str:
-    """The text with its names in braces replaced; what is not known is three dots."""
-    return re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], "…"), text)
+    """The text with its names in braces replaced. What is not known: `[[ {name}]]` is left out, `{name|OTHER}` is what
+    stands behind the bar, and `{name}` is three dots."""
+    told = OPTIONAL.sub(lambda found: found[1] if set(_NAMES.findall(found[1])) <= set(words) else "", text)
+    return _FILLED.sub(lambda found: words[found[1]] if found[1] in words else found[2] or "…", told)
 
 
 def _words(case: Case, config: KnownConfig) -> dict[str, str]:
