@@ -66,7 +66,8 @@ class Hints:
                 continue
             told = [_meant(group) for found in pattern.finditer(data) for group in found.groups() if group]
             if told:
-                self.config = replace(self.config, **{name: "hygon" if "hygon" in told else told[0]})
+                value: Any = "hygon" if "hygon" in told else told[0]
+                self.config = replace(self.config, **{name: value})
 
 
 def _meant(value: bytes) -> Any:

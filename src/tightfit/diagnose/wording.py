@@ -59,7 +59,7 @@ def _command(remedy: Remedy, config: KnownConfig) -> str | None:
     keys are the nearest thing to a common tongue. Trainers that run DeepSpeed take its keys in a file of its own."""
     if config.trainer is not None and config.trainer in remedy.sets:
         return remedy.sets[config.trainer]
-    if config.vendor in remedy.vendors:
+    if config.vendor is not None and config.vendor in remedy.vendors:
         return remedy.vendors[config.vendor]
     if remedy.command is not None:
         return remedy.command
