@@ -289,6 +289,17 @@ def test_a_job_file_is_priced_as_it_stands(tmp_path: Path) -> None:
     assert "names no model" in refused("estimate", str(job))
 
 
+def test_a_job_file_without_an_engine_is_priced_as_it_would_be_trained(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("model: 7b_mamba\nsequence: 1024\nhardware: {gpus: 6x32GB, host_ram: 256GB}\n")
+    found, planned = answer("estimate", str(job)), answer("plan", str(job))
+    assert found["fits"] is True
+    assert found["levers"] == planned["chosen"]["levers"]
+    assert "No engine is named in job.yaml: priced is what `tightfit train` would choose." in found["because"]
+    job.write_text(f"{job.read_text()}tier: stage3\n")
+    assert answer("estimate", str(job))["levers"]["engine"] == "zero3"
+
+
 def test_a_training_config_is_priced_too() -> None:
     found = answer("estimate", str(Path(__file__).parent / "data" / "config_7b_mamba.yaml"), "--engine", "zero3")
     assert {"seq": 4096, "micro_batch": 1, "accum": 8, "world": 4, "engine": "zero3"}.items() <= found["levers"].items()

@@ -89,6 +89,8 @@ def _expected(args: argparse.Namespace, question: Question, found: Diagnosis) ->
             return found, predicted(beside.footprint, told) if beside and told else None
         priced = priced_config(Path(args.config), known, **words)
         said = foretold(priced.footprint, priced.hardware, priced.world)
+        if priced.planned:
+            said = replace(said, sentence=f"{said.sentence} It is priced as `tightfit train` would plan it.")
         card = priced.hardware.gpu.memory_bytes if priced.hardware else 0
         return replace(found, verdict=foretold_verdict(said, card, known, args.config)), said
     footprint = planned_footprint(question.plan) if question.plan and (told or alone) else None

@@ -31,6 +31,8 @@ class Priced:
     footprint: Footprint
     said: tuple[str, ...] = ()
     """What the inputs' readers had to say: files, the hardware's word."""
+    planned: bool = False
+    """Whether the levers are those that `tightfit train` would choose, since a job file names no engine."""
 
     @property
     def because(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from sample_logs import CORPUS
 from tightfit.cli import main
 
 GIB = 2**30
+EXAMPLES = Path(__file__).parents[2] / "examples"
 OOM = CORPUS / "oom-logits--eight-ranks-and-a-watchdog.log"
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": 1,
@@ -52,6 +53,20 @@ def as_tree(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def job(gpus: str, engine: str) -> str:
     Path("job.yaml").write_text(f"model: 7b_mamba\nhardware: {{gpus: {gpus}}}\nlevers: {{engine: {engine}}}\n")
     return "job.yaml"
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in EXAMPLES.glob("*/job.yaml")))
+def test_a_job_without_an_engine_is_judged_by_its_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(capsys, "--config", str(EXAMPLES / name / "job.yaml"))
+    assert (code, err) == (0, "")
+    assert "it fits. It is priced as `tightfit train` would plan it." in out
+
+
+def test_a_job_that_no_plan_makes_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text("model: llama-3.1-8b\nhardware: {gpus: 1xRTX4090, host_ram: 32GB}\n")
+    code, out, _ = said(capsys, "--config", "job.yaml")
+    assert code == 1
+    assert "will run out of memory" in out
 
 
 def test_a_job_that_will_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,14 @@ class Asked:
 
 
 def estimated(args: argparse.Namespace) -> Priced:
-    """What every GPU and the host will hold."""
+    """What every GPU and the host will hold: of a job file that names no engine, under the plan that it would get."""
+    job = _job(args)
+    if job is not None:
+        from tightfit.desk.estimate_job import planned_way
+
+        if (found := planned_way(args, job)) is not None:
+            way, said = found
+            return replace(price(way.shape, way.levers, way.world, way.hardware), said=said, planned=True)
     asked = _asked(args)
     return replace(price(asked.shape, asked.levers, asked.world, asked.hardware), said=asked.said)
 
@@ -174,7 +181,7 @@ def _inputs(
     if getattr(args, "deepspeed", None) and getattr(args, "engine", "").lower() == "fsdp2":
         raise ConfigError("--deepspeed and --engine fsdp2 are two engines: leave one out")
     if job is not None:
-        shape, base, said = job.shape, job.levers, job.said
+        shape, base, said = job.shape, job.levers, (*job.said, *job.batch_said)
         if usual.precision != Levers().precision:
             base = replace(base, precision=usual.precision)
     elif hasattr(args, "file"):

@@ -1,7 +1,8 @@
-"""`tightfit estimate job.yaml`: what a job file says about the training, priced as it stands there.
+"""`tightfit estimate job.yaml`: what a job file says about the training, priced.
 
-A job leaves open how it is computed, which `tightfit plan` chooses. Here nothing is chosen: what the file pins is
-taken, and the rest has the values that `estimate` takes where nothing is said.
+A job leaves open how it is computed, and `tightfit train` plans that. So where the machine is known and no engine is
+named, it is the plan that is priced: anything else would be a verdict on a run that nobody starts. With an engine,
+what the file pins is taken, and the rest has the values that `estimate` takes where nothing is said.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from tightfit.inputs.job_text import read_tree
 from tightfit.inputs.job_training import MARKS
 from tightfit.inputs.llamafactory_file import KNOWN
 from tightfit.job import Job
+from tightfit.planner.plan import Plan, Way
+from tightfit.planner.tiers import Tiered
 from tightfit.types import Hardware, Levers, ModelShape, UserError
 
 TELLING = {field.name for field in fields(Job)} | {*MARKS}
@@ -36,6 +39,9 @@ class JobInput:
     explicit: frozenset[str]
     """The fields that the file sets."""
     said: tuple[str, ...]
+    batch_said: tuple[str, ...]
+    """How the sequences of a step are shared out, where no plan does it."""
+    tier: str | None
 
 
 def is_job(path: Path) -> bool:
@@ -65,8 +71,37 @@ def read_job_input(args: argparse.Namespace) -> JobInput:
         hardware=hardware,
         world=world,
         explicit=fields_of(path),
-        said=(*_kept(read), *said, *_of_tier(job)),
+        said=_kept(read),
+        batch_said=said,
+        tier=job.tier,
     )
+
+
+def planned_way(args: argparse.Namespace, job: JobInput) -> tuple[Way, tuple[str, ...]] | None:
+    """The way that `tightfit train` would take, and the sentence about it; None: the job is to be taken as it stands.
+
+    Where nothing fits, it is the way that needs least of a card.
+    """
+    from tightfit.desk.plan import answered
+
+    named = hasattr(args, "engine") or hasattr(args, "deepspeed") or "levers.engine" in job.explicit
+    if named or job.hardware is None or job.tier == "all":
+        return None
+    answer, _ = answered(args, advice=False)
+    plan = answer.plan if isinstance(answer, Tiered) else answer
+    if not isinstance(plan, Plan) or not (plan.chosen or plan.alternatives):
+        return None
+    file, tier = Path(args.file).name, "" if job.tier is None else f" with the tier {job.tier}"
+    if plan.chosen is not None:
+        said = f"No engine is named in {file}: priced is what `tightfit train` would choose{tier}."
+        return plan.chosen, (
+            said,
+            *job.said,
+            *(f"It changes the training: {change}." for change in plan.chosen.changes),
+        )
+    least = max(plan.alternatives, key=lambda way: way.gpu_spare_bytes)
+    said = f"No engine is named in {file}, and nothing fits{tier}: priced is the way that needs least."
+    return least, (said, *job.said)
 
 
 def _batched(job: Job, levers: Levers, world: int) -> tuple[Levers, tuple[str, ...]]:
@@ -84,7 +119,3 @@ def _batched(job: Job, levers: Levers, world: int) -> tuple[Levers, tuple[str, .
 def _kept(read: JobFile) -> tuple[str, ...]:
     """The reader's sentences, without those about what a plan does with the file."""
     return tuple(each for each in read.said if not re.search(r"^num_gpus |\bthe plan (may|keeps)\b", each))
-
-
-def _of_tier(job: Job) -> tuple[str, ...]:
-    return () if job.tier is None else (f"The tier {job.tier} is not priced here: `tightfit plan` knows tiers.",)
