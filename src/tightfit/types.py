@@ -253,6 +253,8 @@ class Gpu:
     link: Literal["nvlink", "xgmi", "pcie3", "pcie4", "pcie5"] | None = None
     link_bytes_per_s: float | None = None
     """To another GPU of the node, one direction."""
+    fp16: bool | None = None
+    """Whether it computes fp16 itself, as every GPU does; None: of a CPU that says nothing of it, or a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

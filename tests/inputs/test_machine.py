@@ -16,7 +16,7 @@ import pytest
 
 from tightfit.inputs import machine
 from tightfit.inputs.catalogue import GIB, MIB
-from tightfit.inputs.machine import this_machine
+from tightfit.inputs.machine import fp16_here, this_machine
 from tightfit.inputs.probes import tools
 from tightfit.types import HardwareError
 
@@ -361,6 +361,27 @@ def host(root: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
+
+
+FLAGS = "processor\t: 0\nflags\t\t: fpu avx2 avx512f {}\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "most", "fp16"),
+    [
+        (FLAGS.format("avx512_fp16"), None, True),
+        (FLAGS.format("avx512_fp16"), "AVX512_CORE_AMX", True),
+        (FLAGS.format("avx512_fp16"), "avx512_core", False),
+        (FLAGS.format("avx512_bf16"), None, False),
+        ("processor\t: 0\nFeatures\t: fp asimd asimdhp\n", None, None),
+        ("", None, None),
+    ],
+)
+def test_a_processor_computes_fp16_as_torch_sees_it(
+    tmp_path: Path, cpuinfo: str, most: str | None, fp16: bool | None
+) -> None:
+    env = {} if most is None else {"ONEDNN_MAX_CPU_ISA": most}
+    assert fp16_here(host(tmp_path, {"proc/cpuinfo": cpuinfo}), env) is fp16
 
 
 MEMINFO = {"proc/meminfo": "MemTotal:       65000000 kB\nMemFree:  1 kB\n"}

@@ -8,7 +8,7 @@ from small_questions import card, machine, preset
 from tightfit.job import Job, Machine
 from tightfit.planner import plan
 from tightfit.planner.tiers import TIERS, all_tiers, applied, by_memory, tiered
-from tightfit.types import ConfigError, Method
+from tightfit.types import ConfigError, Gpu, Hardware, Method
 
 VALUES = {
     # name: engine, optimizer, weights, micro batch, accumulation, tokens
@@ -33,6 +33,33 @@ def test_a_tier_has_the_values_of_its_note(name: str) -> None:
     assert (tier.precision == "fp16") == (name in ("fp16_safe", "extreme"))
     assert tier.quantised == (name in ("quantized", "limit"))
     assert tier.frugal == (name == "optimized")
+
+
+STANDS_IN = "This CPU has no fp16 of its own: bf16 stands in for it."
+
+
+def cpu(*, fp16: bool | None) -> Hardware:
+    gpu = Gpu(name="CPU", vendor="cpu", memory_bytes=12 * 2**30, fp16=fp16)
+    return Hardware(gpu=gpu, gpus_per_node=2, host_ram_bytes=24 * 2**30)
+
+
+@pytest.mark.parametrize("tier", ["fp16_safe", "extreme", None])
+def test_where_the_processor_has_no_fp16_bf16_stands_in(tier: str | None) -> None:
+    """Whether the user or a tier says fp16; what torch does without DeepSpeed stays as it was asked for."""
+    asked = Job(model="tiny_mamba", tier=tier) if tier else Job(model="tiny_mamba", precision="fp16")
+    found = plan(asked, None, cpu(fp16=False))
+    assert found.chosen is not None
+    assert (found.job.precision, found.chosen.levers.precision) == ("bf16", "bf16")
+    assert STANDS_IN in found.because
+    assert not any("fp16" in change for change in found.chosen.changes)
+    for other in (cpu(fp16=True), cpu(fp16=None)):
+        kept = plan(asked, None, other)
+        assert kept.chosen is not None
+        assert kept.chosen.levers.precision == "fp16"
+        assert STANDS_IN not in kept.because
+    fsdp2 = plan(Job(model="tiny_mamba", precision="fp16", levers={"engine": "fsdp2"}), None, cpu(fp16=False))
+    assert fsdp2.chosen is not None
+    assert fsdp2.chosen.levers.precision == "fp16"
 
 
 def test_no_other_tier_is_known() -> None:

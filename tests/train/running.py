@@ -22,6 +22,10 @@ from tightfit.types import Gpu, Hardware
 
 GIB = 2**30
 LIMIT_S = 240
+CAPABILITY = """
+from deepspeed.accelerator import get_accelerator
+type(get_accelerator()).is_fp16_supported = lambda self: {}
+"""
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,16 @@ def run_ranks(
     cache: Path | None = None,
     first: str = "",
     fresh: bool = False,
+    fp16: bool | None = None,
 ) -> Ran:
     """Run the ranks of a plan. `first`: Python that each executes before the worker begins, or instead if it leaves.
 
-    `fresh`: each is a Python of its own from its start, and not a fork of a warm one.
+    `fresh`: each is a Python of its own from its start, and not a fork of a warm one. `fp16`: what DeepSpeed is told
+    of the processor; None: a plan in fp16 runs on any, since torch can do without, and others see what there is.
     """
     orders = json.loads((folder / "worker.json").read_text())
+    if fp16 is not None or orders["levers"]["precision"] == "fp16":
+        first = f"{CAPABILITY.format(fp16 is not False)}\n{first}"
     world = orders["world"]["ranks"] if world is None else world
     argv, said = [str(folder / "worker.json"), *options], [folder / f"said-{rank}" for rank in range(world)]
     cache = cache or folder / "cache"

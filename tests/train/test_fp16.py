@@ -82,6 +82,15 @@ def test_the_unsharded_engine_refuses_fp16(tmp_path: Path) -> None:
     assert "zero0 cannot train in fp16" in "".join(ran.stderr)
 
 
+@pytest.mark.thorough
+def test_a_processor_without_fp16_is_named(tmp_path: Path) -> None:
+    """A plan from another machine: on this one bf16 would have stood in."""
+    ran = run_ranks(write_plan(tmp_path, 2, **SMALL, engine="zero2", precision="fp16"), fp16=False)
+    assert ran.codes == [2, 2]
+    assert "this processor does not compute it: plan again on this machine" in ran.stderr[0]
+    assert "Traceback" not in ran.stderr[0]
+
+
 class Layer(torch.nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ def test_every_claim_of_the_plan_is_proved(tmp_path: Path) -> None:
     ran = run_ranks(write_plan(tmp_path, 2, **SMALL, engine="zero3", checkpointing="layers:3", micro_batch=1))
     assert ran.codes == [0, 0], "\n".join(ran.stderr)
     proofs = {each["name"]: each for each in ran.of("proof")}
-    assert set(proofs) == {"world", "parameters", "weights", "optimizer", "checkpointing"}
+    assert set(proofs) == {"world", "parameters", "precision", "weights", "optimizer", "checkpointing"}
     assert all(each["ok"] for each in proofs.values())
     assert "3 of 3 layers" in proofs["checkpointing"]["text"]
     assert [each["milestone"] for each in ran.of("memory")] == ["init", "forward", "backward", "step"]
@@ -96,6 +96,53 @@ def test_a_plan_that_is_not_what_runs_is_refused(tmp_path: Path) -> None:
     assert all(ran.codes)
     assert "optimizer is sharded" in "".join(ran.stderr)
     assert not ran.of("step")
+
+
+UNCAST = "from tightfit.train import build\nbuild.cast_meta = lambda *_: None"
+
+
+@pytest.mark.parametrize(("engine", "planned"), [("zero1", "fp32"), ("zero3", "fp32"), ("fsdp2", "bf16")])
+def test_another_precision_than_planned_is_refused(tmp_path: Path, engine: str, planned: str) -> None:
+    """DeepSpeed's file says another than the plan, or FSDP2 is given a model that rests in 16 bits."""
+    folder = write_plan(tmp_path, 2, **{**SMALL, "precision": planned}, engine=engine)
+    if engine != "fsdp2":
+        config = json.loads((folder / "deepspeed.json").read_text())
+        config["bf16"]["enabled"] = True
+        (folder / "deepspeed.json").write_text(json.dumps(config))
+    ran = run_ranks(folder, first=UNCAST if engine == "fsdp2" else "")
+    assert all(ran.codes)
+    assert "trained weights rest in bf16 (plan: fp32)" in ran.stderr[0]
+    assert not ran.of("step")
+
+
+@pytest.mark.parametrize("engine", ["zero0", "zero2", "zero3", "fsdp2"])
+def test_fp32_is_fp32_on_a_processor_without_fp16(tmp_path: Path, engine: str) -> None:
+    """`zero.Init` would build a model in bf16 there, whatever dtype it is given."""
+    ran = run_ranks(write_plan(tmp_path, 2, **SMALL, engine=engine, precision="fp32"), "--no-probe", fp16=False)
+    assert ran.codes == [0, 0], "\n".join(ran.stderr)
+    proved = next(each for each in ran.of("proof") if each["name"] == "precision")
+    assert proved["text"] == "trained weights rest in fp32 (plan: fp32), the optimizer works in fp32 (plan: fp32)"
+
+
+WIDE_NORM = """
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+made = LlamaRMSNorm.__init__
+def make(self, *args, **kwargs):
+    made(self, *args, **kwargs)
+    self.weight = nn.Parameter(self.weight.double())
+LlamaRMSNorm.__init__ = make
+"""
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_a_weight_of_another_precision_is_repaired_and_named(tmp_path: Path, engine: str) -> None:
+    ran = run_ranks(write_plan(tmp_path, 2, **SMALL, engine=engine), "--no-probe", first=WIDE_NORM)
+    assert ran.codes == [0, 0], "\n".join(ran.stderr)
+    said = [each["text"] for each in ran.of("warning")]
+    assert "dtype repaired: model.norm.weight was float64 and is bfloat16" in said
+    proved = next(each for each in ran.of("proof") if each["name"] == "precision")
+    assert proved["text"] == "trained weights rest in bf16 (plan: bf16), the optimizer works in fp32 (plan: fp32)"
 
 
 def test_an_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:

@@ -108,7 +108,22 @@ def look() -> tuple[Sight | None, tuple[str, ...]]:
 
 
 def _cpu(ram: int | None) -> Gpu:
-    return Gpu(name="CPU", vendor="cpu", memory_bytes=(ram or _ASSUMED_RAM) // 2)
+    return Gpu(name="CPU", vendor="cpu", memory_bytes=(ram or _ASSUMED_RAM) // 2, fp16=fp16_here())
+
+
+_BELOW_FP16 = "SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE AVX512_CORE_VNNI AVX512_CORE_BF16".split()
+
+
+def fp16_here(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> bool | None:
+    """Whether this processor computes fp16, as torch and DeepSpeed see it; None: its maker has other names for it.
+
+    They ask oneDNN, which takes no more of a processor than ONEDNN_MAX_CPU_ISA allows.
+    """
+    flags = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    if flags is None:
+        return None
+    held_back = env.get("ONEDNN_MAX_CPU_ISA", "").upper() in _BELOW_FP16
+    return "avx512_fp16" in flags[1].split() and not held_back
 
 
 # --- from devices to one Gpu --------------------------------------------------------------------

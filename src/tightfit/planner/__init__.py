@@ -18,7 +18,7 @@ from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.search import Found, search
-from tightfit.planner.tier_values import TIERS, applied, by_memory
+from tightfit.planner.tier_values import STANDS_IN, TIERS, applied, by_memory
 from tightfit.types import ConfigError, Hardware, Lora, ModelShape
 
 __all__ = ["Bounds", "Plan", "Remedy", "Way", "answered", "plan", "plan_within", "question_of"]
@@ -59,10 +59,11 @@ def plan_within(
     costs: tuple[str, ...] = ()
     if job.tier is not None and "engine" not in job.levers:
         job, costs = _tiered(job, hardware)
+    job, stood_in = _computable(job, hardware)
     question = question_of(job, shape, hardware).within(bounds)
     if question.ours:
         check_states(question.base, question.pinned, hardware)
-    answer = answered(job, question, said, advice=bounds.advice)
+    answer = answered(job, question, (*said, *stood_in), advice=bounds.advice)
     if answer.chosen is None or not costs:
         return answer
     return replace(answer, chosen=replace(answer.chosen, changes=(*costs, *answer.chosen.changes)))
@@ -98,6 +99,16 @@ def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
     said = dump_job(job)
     names = {*said, *(f"levers.{lever}" for lever in job.levers)}
     return applied(tier, job, hardware, frozenset(names))
+
+
+def _computable(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
+    """The job in a precision that the machine can train in. DeepSpeed refuses what a processor does not compute
+    itself; FSDP2 leaves it to torch, which can do without."""
+    if job.precision != "fp16" or hardware.gpu.fp16 is not False or job.levers.get("engine") == "fsdp2":
+        return job, ()
+    return replace(job, precision=STANDS_IN), (
+        f"This {hardware.gpu.name} has no fp16 of its own: {STANDS_IN} stands in for it.",
+    )
 
 
 def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: bool = False) -> Question:

@@ -141,6 +141,9 @@ TIERS: dict[str, Tier] = {
     )
 }
 
+STANDS_IN: Precision = "bf16"
+"""For fp16 on a processor that does not compute it."""
+
 BY_MEMORY = ((12, "deepspeed"), (6, "stage2_offload"), (4, "stage3"), (0, "minimal"))
 """GiB of the card, as sold: more than 12; from 6; from 4; less."""
 
@@ -163,7 +166,9 @@ def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) 
             costs.append(f"sequences of {tier.sequence} tokens instead of {job.sequence}")
     if tier.precision is not None and "precision" not in explicit and tier.precision != job.precision:
         changes["precision"] = tier.precision
-        costs.append(f"{tier.precision} instead of {job.precision}")
+        computed = STANDS_IN if tier.precision == "fp16" and hardware.gpu.fp16 is False else tier.precision
+        if computed != job.precision:
+            costs.append(f"{computed} instead of {job.precision}")
     if tier.quantised and job.method != "qlora":
         if "method" in explicit and job.method == "full":
             raise ConfigError(f"--tier {tier.name} trains adapters on 4-bit weights: it needs --method lora or qlora")

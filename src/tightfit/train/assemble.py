@@ -68,6 +68,8 @@ def assemble(config: WorkerConfig, place: Place, found: Found, events: Events) -
     levers = config.levers
     if levers.engine == "zero0" and levers.precision == "fp16":
         raise ConfigError("engine zero0 cannot train in fp16: it divides by a loss scale that it never applied")
+    if levers.engine != "fsdp2" and levers.precision == "fp16":
+        _check_fp16()
     hf = build.hf_config(config.model, found.weights)
     kernel, said = build.attention_of(levers, place.on_gpu)
     scan_said = install_scan(hf.model_type, levers)
@@ -88,6 +90,16 @@ def assemble(config: WorkerConfig, place: Place, found: Found, events: Events) -
     )
 
 
+def _check_fp16() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            "DeepSpeed refuses fp16 here, since this processor does not compute it: plan again on this machine, where "
+            "bf16 stands in for it, or use --engine fsdp2"
+        )
+
+
 class _Assembly:
     def __init__(self, config: WorkerConfig, place: Place, hf: Any, kernel: Any) -> None:
         self.config, self.place, self.hf, self.kernel = config, place, hf, kernel
@@ -104,25 +116,19 @@ class _Assembly:
         assert self.config.adapters is not None
         return add_adapters(model, self.levers.lora, self.config.adapters, adapter_dtype(self.levers))
 
-    def rests_in(self, _: str, param: nn.Parameter) -> torch.dtype:
-        """FSDP2 keeps what trains in fp32; everything else rests in the working precision."""
-        masters = self.levers.engine == "fsdp2" and self.levers.master_weights and param.requires_grad
-        return torch.float32 if masters else self.working
+    def rests_in(self, name: str, param: nn.Parameter) -> torch.dtype:
+        return param.dtype if ".lora_" in name else build.rests_in(self.levers, trains=param.requires_grad)
 
     def engine(self, twin: Any, source: WeightSource | None, events: Events) -> tuple[Engine, tuple[Oddity, ...], int]:
         drawn = twin if self.levers.lora is None else self.adapted(self.skeleton())
         origin = Origin(draws=Drawn(drawn, self.config.training.seed), weights=source, rounding=self.working)
         zero3 = self.levers.engine == "zero3" and self.levers.method != "qlora"
-        oddities: tuple[Oddity, ...] = ()
+        model = self.skeleton()
+        oddities = audit(model, lambda *_: self.working)
         if zero3:
             assert self.config.deepspeed is not None
             trusted = self.config.model.trust_remote_code
-            model = build.partitioned(
-                self.hf, self.working, self.kernel, self.config.deepspeed, trust_remote_code=trusted
-            )
-        else:
-            model = self.skeleton()
-            oddities = audit(model, lambda *_: self.working)
+            model = build.partitioned(model, self.kernel, self.config.deepspeed, trust_remote_code=trusted)
         if source is not None:
             fill_buffers(model, source)
         build.freeze(model, self.levers)
@@ -130,7 +136,7 @@ class _Assembly:
             quantise(model, origin.whole, self.place.device, self.working)
         model = self.adapted(model)
         if not zero3:
-            build.cast_meta(model, lambda name, p: p.dtype if ".lora_" in name else self.rests_in(name, p))
+            build.cast_meta(model, self.rests_in)
         recomputed = recompute(model, self.levers.checkpointing)
         progress = events.progress("weights")
         if self.levers.engine == "fsdp2":

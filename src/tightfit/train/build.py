@@ -28,6 +28,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTENTION: dict[AttentionKernel, str] = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
 
 
+def rests_in(levers: Levers, *, trains: bool) -> torch.dtype:
+    """FSDP2 keeps what trains in fp32; everything else but adapters rests in the working precision."""
+    masters = levers.engine == "fsdp2" and levers.master_weights and trains
+    return torch.float32 if masters else DTYPES[levers.precision]
+
+
 def hf_config(source: ModelSource, folder: Path | None) -> Any:
     """The config of the language model; `folder` is where the weights lie."""
     from transformers import AutoConfig
@@ -94,19 +100,25 @@ def _no_init() -> AbstractContextManager[Any]:
 
 
 def partitioned(
-    config: Any,
-    dtype: torch.dtype,
-    attention: AttentionKernel,
-    deepspeed: Mapping[str, Any],
-    *,
-    trust_remote_code: bool = False,
+    whole: Any, attention: AttentionKernel, deepspeed: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Any:
-    """The model as ZeRO-3 wants it: each module's parameters are partitioned as soon as they exist."""
-    import deepspeed as library
+    """The model of a skeleton as ZeRO-3 wants it: each module's parameters are partitioned as soon as they exist.
 
-    whole = skeleton(config, dtype, attention, trust_remote_code=trust_remote_code)
-    with library.zero.Init(config_dict_or_path=dict(deepspeed), dtype=dtype):
-        model = _made(config, dtype, attention, trust_remote_code)
+    The precision is the one that the file names: `zero.Init(dtype=…)` is overruled where the device has no fp16.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
+
+    class OneDtype(Init):  # type: ignore[misc, unused-ignore]
+        """Casts what a module makes in another dtype, before it is cut: the skeleton's audit has named it."""
+
+        def _post_init_method(self, module: nn.Module) -> None:
+            for param in module.parameters(recurse=False):
+                if param.is_floating_point() and not is_zero_param(param):
+                    param.data = param.data.to(self.dtype)
+            super()._post_init_method(module)
+
+    with OneDtype(config_dict_or_path=dict(deepspeed)):
+        model = _made(whole.config, whole.dtype, attention, trust_remote_code)
     copy_buffers(whole, model)
     return model
 

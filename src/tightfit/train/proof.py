@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tightfit.train.adapters import adapter_dtype
+from tightfit.train.build import DTYPES, rests_in
 from tightfit.train.config import WorkerConfig
 from tightfit.train.engines import Held
 from tightfit.train.place import Place
@@ -31,6 +33,7 @@ def proofs(config: WorkerConfig, place: Place, held: Held) -> Iterator[Proof]:
     where = f"{place.device.type}, {config.world.nodes} node{'s' if config.world.nodes > 1 else ''}"
     yield Proof("world", True, f"{world} rank{'s' if world > 1 else ''} started by {place.launcher} ({where})")
     yield _counted(held, config)
+    yield _precisions(held, levers)
     if levers.engine in ("zero3", "fsdp2"):
         yield _weights(held, world, config)
     if levers.engine != "zero0":
@@ -43,6 +46,22 @@ def _counted(held: Held, config: WorkerConfig) -> Proof:
     """An untied head or a layer too many would show here; 4-bit weights are counted by their bytes."""
     trained, wanted = held.trainable_elements, config.predicted.trainable_parameters
     return Proof("parameters", trained == wanted, f"{trained:,} parameters train, as planned ({wanted:,})")
+
+
+def _precisions(held: Held, levers: Levers) -> Proof:
+    """A training in another precision than planned computes all the same, and its losses hardly show it."""
+    words = {dtype: word for word, dtype in DTYPES.items()}
+    frozen = words[rests_in(levers, trains=False)]
+    trained = words[rests_in(levers, trains=True) if levers.lora is None else adapter_dtype(levers)]
+    works = trained if levers.engine == "fsdp2" else "fp32" if levers.master_weights else levers.precision
+    text = (
+        f"trained weights rest in {held.trained_in} (plan: {trained}), the optimizer works in {held.optimizer_in} "
+        f"(plan: {works})"
+    )
+    if held.frozen_in:
+        text = f"frozen weights rest in {held.frozen_in} (plan: {frozen}), {text}"
+    ok = (held.frozen_in or frozen, held.trained_in, held.optimizer_in) == (frozen, trained, works)
+    return Proof("precision", ok, text)
 
 
 def _weights(held: Held, world: int, config: WorkerConfig) -> Proof:

@@ -7,12 +7,13 @@ for each micro batch of a window, and `step` once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from tightfit.train.build import DTYPES
 from tightfit.train.engines.states import Counters, Shapes, State
 from tightfit.types import TightfitError
 
@@ -52,8 +53,20 @@ class Held:
     weights_on: str
     """cpu, cuda or nvme."""
     optimizer_on: str
+    frozen_in: str
+    """The precisions of floating-point weights that do not train, at rest; of 4-bit ones there is none to tell."""
+    trained_in: str
+    optimizer_in: str
+    """Of its fp32 copies or, without them, of what it works on."""
     fair_elements: int | None = None
     """The most of `state_elements` that a rank may have where parameters are not cut evenly; None: an even share."""
+
+
+def precisions(tensors: Iterable[Tensor]) -> str:
+    """Of those with floating-point numbers: bf16, or bf16,fp32."""
+    words = {dtype: word for word, dtype in DTYPES.items()}
+    found = {each.dtype for each in tensors if each.is_floating_point()}
+    return ",".join(sorted(words.get(dtype, str(dtype).removeprefix("torch.")) for dtype in found))
 
 
 class Engine(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tightfit.mamba.install import whole_mixers
 from tightfit.train import optimizers
-from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Held, Stepped
+from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Held, Stepped, precisions
 from tightfit.train.engines.deepspeed_states import (
     deepspeed_shapes,
     deepspeed_states,
@@ -165,8 +165,10 @@ class DeepSpeed:
     def held(self) -> Held:
         here = whole = 0
         devices = set()
+        frozen, trained = [], []
         for param in self.model.parameters():
             part: Tensor = getattr(param, "ds_tensor", param.data)
+            (trained if param.requires_grad else frozen).append(part)
             here += getattr(part, "ds_numel", part.numel()) * param.element_size()  # a part in a file has a stand-in
             whole += getattr(param, "ds_numel", param.numel()) * param.element_size()
             devices.add("nvme" if swapped(param) else part.device.type)
@@ -179,6 +181,9 @@ class DeepSpeed:
             ),
             weights_on=",".join(sorted(devices)),
             optimizer_on=",".join(sorted(self._masters_on())),
+            frozen_in=precisions(frozen),
+            trained_in=precisions(trained),
+            optimizer_in=precisions(self._masters()),
         )
 
     def _master_elements(self) -> list[int]:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from tightfit.train import optimizers
 from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import Training
-from tightfit.train.engines import Held, Stepped
+from tightfit.train.engines import Held, Stepped, precisions
 from tightfit.train.engines.states import Counters, Scale, Shapes, State, elementwise, moments, per_parameter
 from tightfit.train.loss import WindowLoss
 from tightfit.train.place import Place
@@ -153,5 +153,8 @@ class Fsdp2:
             trainable_elements=trainable,
             weights_on=next(iter(self.model.parameters())).device.type,
             optimizer_on=device,
+            frozen_in=precisions(param for param in self.model.parameters() if not param.requires_grad),
+            trained_in=precisions(self._trainable),
+            optimizer_in=precisions(param for group in self._optimizer.param_groups for param in group["params"]),
             fair_elements=fair,
         )
