@@ -1,5 +1,6 @@
-"""What every test may use: the benchmarks' modules can be imported by name, signals mean what they usually do, and what
-DeepSpeed compiles is compiled once."""
+"""What every test may use: modules beside this file and the benchmarks' can be imported by name, signals mean what they
+usually do, limits are by a clock that stands while the machine is busy, and what DeepSpeed compiles is compiled once,
+before the first test that needs it."""
 
 from __future__ import annotations
 
@@ -8,9 +9,17 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from tightfit.runs.build_lock import build_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import patience
+from compiling import compile_part
+
+patience.count_in_subprocess()
 
 # Behind nohup, or in the background of a script, these two are ignored, and so they would be in every process that a
 # test starts and interrupts.
@@ -22,3 +31,20 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder(os.environ))
 if str(Path(sys.executable).parent) not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--hide-fp16", action="store_true", help="run as on a processor that computes neither fp16 nor bf16 itself"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hide-fp16"):
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # what torch and DeepSpeed go by, in every process
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if any(item.get_closest_marker(name) for name in ("thorough", "slow")):
+        compile_part("deepspeed_shm_comm", "ShareMemCommBuilder")
+        compile_part("cpu_adam", "CPUAdamBuilder")

@@ -11,8 +11,9 @@ import signal
 import struct
 import subprocess
 import termios
-import time
 from collections.abc import Callable, Sequence
+
+import patience
 
 _PIECE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\x1b[()][A-Z0-9]|([\r\n\x08])|([^\x1b\r\n\x08]+)")
 
@@ -95,18 +96,18 @@ class Terminal:
 
     def until(self, there: Callable[[str], bool], seconds: float = 90.0) -> str:
         """The screen, once it is so."""
-        deadline = time.monotonic() + seconds
+        deadline = patience.now() + seconds
         while not there(self.screen.text):
-            assert time.monotonic() < deadline, f"never so:\n{self.screen.text}"
+            assert patience.now() < deadline, f"never so:\n{self.screen.text}"
             if not self.read(0.1) and self.process.poll() is not None:
                 assert there(self.screen.text), f"it ended with {self.process.returncode}:\n{self.screen.text}"
         return self.screen.text
 
     def rest(self, seconds: float = 90.0) -> int:
         """To its end; its exit code."""
-        deadline = time.monotonic() + seconds
+        deadline = patience.now() + seconds
         while self.process.poll() is None or self.read(0.05):
-            assert time.monotonic() < deadline, f"it does not end:\n{self.screen.text}"
+            assert patience.now() < deadline, f"it does not end:\n{self.screen.text}"
             self.read(0.05)
         return self.process.returncode
 

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import patience
 
 sys.path.insert(0, str(Path(__file__).parent / "inputs" / "probes"))
 
@@ -102,9 +103,9 @@ def h200s(bench: Bench) -> None:
 
 
 def test_this_machine_in_seconds(bench: Bench) -> None:
-    begun = time.monotonic()
+    begun = patience.now()
     done = bench.doctor(PATH=os.environ["PATH"], PYTHONPATH="")
-    assert time.monotonic() - begun < MOST_S
+    assert patience.now() - begun < MOST_S
     assert done.returncode in (0, 1)
     assert done.stderr == ""
     for title in ("GPUs", "host", "disk", "software", "building", "environment"):
@@ -154,9 +155,9 @@ def test_tools_that_hang_are_left_behind(bench: Bench) -> None:
     """Each has a child that keeps its pipes open, as a driver's tools have."""
     for name in TOOLS:
         bench.script(name, f"#!/bin/sh\nexec 2>&1\necho $$ >> {bench.folder}/pids\n/bin/sleep 300 &\n/bin/sleep 300\n")
-    begun = time.monotonic()
+    begun = patience.now()
     found = bench.rows()
-    assert time.monotonic() - begun < MOST_S
+    assert patience.now() - begun < MOST_S
     assert found["gpu-tool"]["light"] == "red"
     assert "did not answer" in found["gpu-tool"]["what"]
     for pid in (bench.folder / "pids").read_text().split():
@@ -167,9 +168,9 @@ def test_tools_that_hang_are_left_behind(bench: Bench) -> None:
 def test_a_job_on_a_machine_whose_driver_hangs(bench: Bench) -> None:
     bench.script("nvidia-smi", "#!/bin/sh\n/bin/sleep 300\n")
     (bench.folder / "job.yaml").write_text("model: tiny_llama\n")
-    begun = time.monotonic()
+    begun = patience.now()
     assert bench.rows("job.yaml")["gpu-tool"]["light"] == "red"
-    assert time.monotonic() - begun < MOST_S
+    assert patience.now() - begun < MOST_S
 
 
 # --- machines that are not here -----------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import patience
 from tightfit.cli import main
 from tightfit.cli_rehearse_request import _device, rehearsed
 from tightfit.inputs.occupancy import Device
@@ -308,8 +309,8 @@ def test_ctrl_c_ends_the_worker(tmp_path: Path, no_gpu: None) -> None:
         start_new_session=True,
     )
     events = kept / "events.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (events.exists() and '"event": "step"' in events.read_text()):
+    deadline = patience.now() + 120
+    while patience.now() < deadline and not (events.exists() and '"event": "step"' in events.read_text()):
         assert desk.poll() is None
         time.sleep(0.2)
     desk.send_signal(signal.SIGINT)

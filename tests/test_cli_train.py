@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import patience
+
 sys.path.insert(0, str(Path(__file__).with_name("runs")))
 
 from train_shell import TINY, Shell, desk, shell, told
@@ -178,9 +180,9 @@ def test_a_rank_that_dies(shell: Shell) -> None:
 
 
 def wait_for(*paths: Path) -> list[int]:
-    deadline = time.monotonic() + 30
+    deadline = patience.now() + 30
     while not all(path.exists() and path.read_text() for path in paths):
-        assert time.monotonic() < deadline, f"{paths} never came"
+        assert patience.now() < deadline, f"{paths} never came"
         time.sleep(0.02)
     return [int(path.read_text()) for path in paths]
 
@@ -212,8 +214,8 @@ def test_a_second_run_in_the_same_folder_is_told_who(shell: Shell) -> None:
         assert f"are reserved by the run in {folder} (process {process.pid})" in " ".join(memory.split())
         out = shell.run("good", *TINY, "--output", "other")
         assert "as live runs have reserved the rest" in " ".join(out.split())
-    wait_until_free = time.monotonic() + 10
-    while Path("/proc", str(process.pid)).exists() and time.monotonic() < wait_until_free:
+    wait_until_free = patience.now() + 10
+    while Path("/proc", str(process.pid)).exists() and patience.now() < wait_until_free:
         time.sleep(0.05)
     assert "reserved" not in shell.run("good", "--check-memory")
 

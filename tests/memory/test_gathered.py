@@ -8,12 +8,12 @@ they were copied. The thresholds are scaled down with the models, so that every 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -335,27 +335,27 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     base = tmp_path_factory.getbasetemp()
     answer = (base if alone else base.parent) / "gathered.json"
-    try:
-        os.close(os.open(answer.with_suffix(".lock"), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        for _ in range(3000):
-            if answer.exists():
-                break
-            time.sleep(0.1)
-    else:
-        _run_deepspeed(answer)
+    with answer.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not answer.exists():
+            answer.write_text(json.dumps(_run_deepspeed()))
     found: dict[str, Any] = json.loads(answer.read_text())
+    assert "failed" not in found, found["failed"]
     return found
 
 
-def _run_deepspeed(answer: Path) -> None:
+def _run_deepspeed() -> dict[str, Any]:
+    """What it found, or why it failed: the other workers need not try again."""
     command = [sys.executable, __file__, json.dumps([scenario(name) for name in NAMES])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    except subprocess.TimeoutExpired as error:
+        return {"failed": str(error)}
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stderr[-2000:]
-    part = answer.with_suffix(".part")
-    part.write_text(lines[0].removeprefix("FOUND "))
-    part.rename(answer)
+    if not lines:
+        return {"failed": done.stderr[-2000:]}
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)

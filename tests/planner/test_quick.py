@@ -21,15 +21,17 @@ TYPICAL = [
     ("qwen2.5-32b", "lora", "8xK100-64GB"),
 ]
 PLAN = """
-import json, sys
+import json, sys, time
 import tightfit
 from tightfit.job import Job, Machine
 model, method, gpus = sys.argv[1:]
+began = time.process_time()
 answer = tightfit.plan(Job(model=model, method=method, hardware=Machine(gpus=gpus, host_ram="512GB"))).plan
-print(json.dumps([answer.considered, answer.search_s, answer.fits, sorted(sys.modules)]))
+spent_s = time.process_time() - began
+print(json.dumps([answer.considered, spent_s, answer.fits, sorted(sys.modules)]))
 """
 MOST_S = 4.0
-"""On any machine, however busy: a search that became several times slower is seen, a slow afternoon is not."""
+"""Of the processor's time: a search that became several times slower is seen, a busy machine is not."""
 
 
 @pytest.mark.parametrize(("model", "method", "gpus"), TYPICAL)
@@ -37,10 +39,10 @@ def test_a_typical_job_has_thousands_of_candidates(model: str, method: str, gpus
     done = subprocess.run(
         [sys.executable, "-c", PLAN, model, method, gpus], capture_output=True, text=True, check=True, timeout=60
     )
-    considered, search_s, fits, modules = json.loads(done.stdout)
+    considered, spent_s, fits, modules = json.loads(done.stdout)
     assert fits
     assert considered >= 2000
-    assert search_s < MOST_S
+    assert spent_s < MOST_S
     assert not [name for name in modules if name.split(".")[0] in HEAVY]
 
 

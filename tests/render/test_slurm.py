@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import patience
 from tightfit.inputs.hardware import parse_hardware
 from tightfit.inputs.slurm import slurm_rank
 from tightfit.job import Job
@@ -106,9 +107,9 @@ def run(text: str, folder: Path, *arguments: str) -> Any:
 
 
 def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = patience.now() + 20
     while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"{paths} never came"
+        assert patience.now() < deadline, f"{paths} never came"
         time.sleep(0.02)
 
 

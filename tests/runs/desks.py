@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import patience
+
 LINGERING = Path(__file__).with_name("lingering.py")
 TINY = ("--model", "tiny_mamba", "--seq", "64", "--max-steps", "6")
 DESK = (
@@ -40,9 +42,9 @@ def desk(mode: str, run: Path, cache: Path, *words: str) -> Iterator[subprocess.
 
 
 def wait_until(there: Callable[[], object], seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = patience.now() + seconds
     while not there():
-        assert time.monotonic() < deadline, "it never came"
+        assert patience.now() < deadline, "it never came"
         time.sleep(0.05)
 
 

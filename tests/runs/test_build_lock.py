@@ -17,6 +17,7 @@ import pytest
 from faulty_training import train
 from recorded_attempts import recorded
 
+import patience
 from tightfit.runs import build_lock
 from tightfit.runs.build_lock import build_folder, left_locks, remove, told
 from tightfit.runs.cause import cause_of
@@ -61,9 +62,9 @@ def compiling(lock: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + 30
+    deadline = patience.now() + 30
     while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
+        assert patience.now() < deadline
         time.sleep(0.02)
 
 

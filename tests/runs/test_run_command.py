@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+import patience
+
 ASSETS = Path(__file__).parents[1] / "assets"
 OOM = (
     "raise MemoryError('x')",
@@ -281,10 +283,10 @@ def test_one_that_will_not_listen_is_ended_by_the_second_signal(tmp_path: Path) 
         process.send_signal(signal.SIGINT)
         time.sleep(1.5)
         process.send_signal(signal.SIGINT)
-        began = time.monotonic()
+        began = patience.now()
         process.communicate(timeout=60)
     assert process.returncode == 137
-    assert time.monotonic() - began < 10
+    assert patience.now() - began < 10
     assert is_gone(int((tmp_path / "child").read_text(encoding="ascii")))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import patience
 from tightfit.runs.foreign_hang import Stillness
 from tightfit.runs.watching import read_record
 
@@ -56,9 +57,9 @@ def script(folder: Path, text: str) -> str:
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
+    deadline = patience.now() + limit_s
     while not condition():
-        assert time.monotonic() < deadline
+        assert patience.now() < deadline
         time.sleep(0.05)
 
 

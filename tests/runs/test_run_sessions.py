@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 from tightfit.inputs.surroundings import inherited
 from tightfit.runs.launch import Ranks, RankStart
 from tightfit.runs.processes import is_alive
@@ -38,16 +39,16 @@ def ranks(folder: Path) -> Ranks:
 
 
 def child_of(folder: Path) -> int:
-    deadline = time.monotonic() + 20
+    deadline = patience.now() + 20
     while not (folder / "child").exists():
-        assert time.monotonic() < deadline
+        assert patience.now() < deadline
         time.sleep(0.02)
     return int((folder / "child").read_text(encoding="ascii"))
 
 
 def is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while is_alive(pid, None) and time.monotonic() < deadline:
+    deadline = patience.now() + 10
+    while is_alive(pid, None) and patience.now() < deadline:
         time.sleep(0.02)
     return not is_alive(pid, None)
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 from tightfit.runs.stacks import DUMP, read_stand
 
 STUCK = """
@@ -36,15 +37,15 @@ def test_a_process_that_sleeps_says_where(tmp_path: Path) -> None:
     with log.open("wb") as file:
         process = subprocess.Popen([sys.executable, str(script), str(ready)], stdout=file, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 20
-        while not ready.exists() and time.monotonic() < deadline:
+        deadline = patience.now() + 20
+        while not ready.exists() and patience.now() < deadline:
             time.sleep(0.02)
         time.sleep(0.2)
         before = log.stat().st_size
         assert read_stand(0, log, before) is None
         os.kill(process.pid, DUMP)
         found = None
-        while found is None and time.monotonic() < deadline:
+        while found is None and patience.now() < deadline:
             time.sleep(0.1)
             found = read_stand(0, log, before)
         time.sleep(0.2)

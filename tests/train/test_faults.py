@@ -133,10 +133,10 @@ def test_every_event_is_a_sign_of_life_on_ranks_that_say_nothing_too(tmp_path: P
 
 def test_a_beat_costs_next_to_nothing(tmp_path: Path) -> None:
     pulse, count = Pulse(Heartbeat(tmp_path, 0)), 2000
-    began = time.perf_counter()
+    began = time.process_time()
     for step in range(count):
         pulse.at("forward", step)
-    assert (time.perf_counter() - began) / count < 1e-3
+    assert (time.process_time() - began) / count < 1e-3
 
 
 @pytest.mark.parametrize(

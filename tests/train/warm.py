@@ -20,6 +20,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # a script has only its own folder
+
+import patience
 
 GRACE_S = 20.0
 """For the ranks that are left when one has failed; a launcher would end them too."""
@@ -128,18 +133,18 @@ def _child(argv: list[str], rank: Rank) -> int:
 
 def _wait(children: list[int]) -> list[int]:
     codes: dict[int, int] = {}
-    end = time.monotonic() + LIMIT_S
+    end = patience.now() + LIMIT_S
     while len(codes) < len(children):
         for child in children:
             if child in codes:
                 continue
-            if time.monotonic() > end:
+            if patience.now() > end:
                 os.kill(child, signal.SIGKILL)
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 codes[child] = os.waitstatus_to_exitcode(status)
                 if codes[child]:
-                    end = min(end, time.monotonic() + GRACE_S)
+                    end = min(end, patience.now() + GRACE_S)
         time.sleep(0.005)
     return [codes[child] for child in children]
 

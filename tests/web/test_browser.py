@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,12 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import follow, home_of, need_a_browser, opened, says, served, step_line, written
+
+import patience
 
 pytestmark = pytest.mark.thorough
 
@@ -250,10 +252,10 @@ def test_a_million_events_in_the_browser(tmp_path: Path) -> None:
         for number in range(1, 1_000_001):
             file.write(f"{head}{number}{middle}{5 - number / 250_000:.6f}{end}\n")
     with served(cwd=tmp_path) as link, opened(runs_of(link)) as page:
-        began = time.monotonic()
+        began = patience.now()
         follow(page, "long")
         says(page, "#d-loss", "at step 1,000,000")
-        took = time.monotonic() - began
+        took = patience.now() - began
         assert took < 10, took  # below 2 s on a machine that does nothing else
         assert "Reading the events" in page.text_content("#link")
         says(page, "#link", "over", WAIT_MS / 1000)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import patience
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -126,11 +127,11 @@ def test_a_million_events_open_in_under_two_seconds(tmp_path: Path) -> None:
     with path.open("w") as file:
         for step in range(1, 1_000_001):
             file.write(f"{head}{step}{middle}{5 - step / 250_000 + chance.random():.6f}{end}\n")
-    began = time.monotonic()
+    began = patience.now()
     history = History(path)
     history.read_on(0.25)
     rows = history.shown.whole().rows
-    took = time.monotonic() - began
+    took = patience.now() - began
     assert took < 2
     assert rows[-1][0] == 1_000_000
     assert 500 < len(rows) <= 1600

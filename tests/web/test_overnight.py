@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
+import patience
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -174,8 +175,8 @@ def test_a_tab_that_nobody_looks_at_lets_go_and_comes_back(page: Any, tmp_path: 
         page.evaluate(HIDE, False)
         says(page, "#link", "Live.")
         goes_on(page, 10)
-        began = time.monotonic()
+        began = patience.now()
         frozen(page, 3)
         goes_on(page, 10)
-        assert time.monotonic() - began < 10
+        assert patience.now() - began < 10
         assert figures(page, server, run).behind_steps < 5 * 200

@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 import pytest
 from ui_load import READERS, drain, reader, spent_s
 
+import patience
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import served, step_line, written
@@ -180,10 +182,10 @@ def test_ctrl_c_ends_it_at_once_with_streams_open(tmp_path: Path) -> None:
             with visitor.stream("0/run") as one, visitor.stream("0/run") as other:
                 next(one)
                 next(other)
-                began = time.monotonic()
+                began = patience.now()
                 process.send_signal(signal.SIGINT)
                 _, errors = process.communicate(timeout=10)
-                assert time.monotonic() - began < 2
+                assert patience.now() - began < 2
                 assert list(one) == []  # ended, not cut off
             assert process.returncode == 0
             assert errors == ""
@@ -289,6 +291,6 @@ def test_ctrl_c_waits_for_nobody_who_sends_slowly(tmp_path: Path) -> None:
         made.putheader("Content-Length", "100")
         made.endheaders(b"only a few")
         time.sleep(0.3)
-        began = time.monotonic()
-    assert time.monotonic() - began < 2
+        began = patience.now()
+    assert patience.now() - began < 2
     made.close()

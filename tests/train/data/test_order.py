@@ -51,9 +51,9 @@ def test_it_looks_shuffled() -> None:
 
 def test_a_hundred_million_samples_cost_nothing() -> None:
     order = Order(10**8, 1024, 42)
-    began = time.perf_counter()
+    began = time.process_time()
     windows = [order.window(step) for step in (0, 50_000, 97_655, 97_656, 200_000)]
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert all(len(np.unique(window)) == 1024 for window in windows[:2])
     assert max(window.max() for window in windows) < 10**8
 

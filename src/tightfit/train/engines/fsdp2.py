@@ -32,10 +32,12 @@ GROWTH_INTERVAL = 1000
 def shard(model: Any, levers: Levers, place: Place) -> None:
     """Shard in place; the model may be on the meta device, and then has its values yet to come."""
     mesh = init_device_mesh(place.device.type, (place.world,))
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[levers.precision], reduce_dtype=torch.float32),
-    }
+    # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
+    # forward pass and not in the recomputation, and then fp32 rotary tables end the backward pass.
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[levers.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if levers.offload_param != "none":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=place.on_gpu and levers.buckets.pin_memory)
     for group in _groups(model):
