@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ time.sleep(600)
 DESK = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {here!r})
+sys.path[:0] = {here!r}
 from test_run_sessions import ranks
 with ranks(Path(sys.argv[1])):
     time.sleep(600)
@@ -61,7 +60,7 @@ def test_when_the_desk_ends_the_ranks(tmp_path: Path) -> None:
 
 
 def test_when_the_desk_is_killed(tmp_path: Path) -> None:
-    text = DESK.format(here=os.path.dirname(__file__))
+    text = DESK.format(here=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
     with subprocess.Popen([sys.executable, "-c", text, str(tmp_path)]) as desk:
         child = child_of(tmp_path)
         desk.kill()

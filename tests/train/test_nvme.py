@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from small_models import config_of
 from test_resume import cut_off
 
+from compiling import compile_part
 from tightfit.inputs.job_file import job_from_flags
 from tightfit.planner import plan
 from tightfit.render import Target, render
@@ -54,7 +55,14 @@ def _can_build() -> bool:
 
 
 pytestmark = pytest.mark.thorough
-needs_libaio = pytest.mark.skipif(not _can_build(), reason="DeepSpeed's async_io needs libaio-dev and a compiler")
+CAN_BUILD = _can_build()
+needs_libaio = pytest.mark.skipif(not CAN_BUILD, reason="DeepSpeed's async_io needs libaio-dev and a compiler")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    if CAN_BUILD:
+        compile_part("async_io", "AsyncIOBuilder")
 
 
 def write(folder: Path, layers: int = 2, **flags: Any) -> Path:
