@@ -165,7 +165,8 @@ class DeepSpeed:
     def held(self) -> Held:
         here = whole = 0
         devices = set()
-        frozen, trained = [], []
+        frozen: list[Tensor] = []
+        trained: list[Tensor] = []
         for param in self.model.parameters():
             part: Tensor = getattr(param, "ds_tensor", param.data)
             (trained if param.requires_grad else frozen).append(part)
