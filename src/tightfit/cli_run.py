@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.cli_flags import CHANGE, Parser, whole_number
-from tightfit.cli_run_plan import Known, Planner, Setting, file_of, prediction
+from tightfit.cli_run_plan import Known, Planner, Said, Setting, file_of, prediction
 from tightfit.cli_run_wait import wait_for_gpus
 from tightfit.cli_train_flags import hang_timeout_s
-from tightfit.inputs.flags import meant
+from tightfit.inputs.flags import MOST, meant
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
 from tightfit.planner.calibration import Entry
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     planner = Planner(_setting(args))
     known = planner.known(foreign)
     if hasattr(args, "dry_run"):
-        return _dry_run(args, foreign, known)
+        return _dry_run(args, foreign, known, planner.warning(foreign))
     if hasattr(args, "wait_for_gpu"):
         planner.wait_for_room(foreign, lambda: False)
     place = claim(Path(args.output) if hasattr(args, "output") else None, words)
@@ -77,6 +77,8 @@ def _run(args: argparse.Namespace, place: Place, foreign: Foreign, planner: Plan
     folder, as_json = place.path, hasattr(args, "json")
     known = planner.known(foreign)
     _say_start(foreign, known, place)
+    if warning := planner.warning(foreign):
+        _say(warning)
     out = sys.stderr if as_json else sys.stdout
     with Signals() as signals:
         rescue = Rescue(
@@ -134,6 +136,11 @@ def _setting(args: argparse.Namespace) -> Setting:
         calibration=None if hasattr(args, "no_calibration") else calibrations.read(),
         keep=calibrations.add if not hasattr(args, "gpus") else _forget,
         wait=wait,
+        said=Said(
+            model=getattr(args, "model", None),
+            sequence=getattr(args, "seq", None),
+            micro_batch=getattr(args, "micro_batch", None),
+        ),
     )
 
 
@@ -173,6 +180,14 @@ def parser() -> Parser:
     made.add_argument(
         "--no-calibration", action="store_true", help="predict without what earlier runs measured, and keep nothing"
     )
+    made.add_argument(
+        "--model", metavar="MODEL",
+        help="predict for this model, where the command does not name it: a preset, a Hugging Face id or a folder",
+    )  # fmt: skip
+    made.add_argument("--seq", metavar="N", type=whole_number("seq"), help="likewise: tokens in a sequence")
+    made.add_argument(
+        "--micro-batch", metavar="N", type=whole_number("micro_batch"), help="likewise: sequences per GPU at a time"
+    )
     made.add_argument("--gpus", metavar="HARDWARE", help="predict for these cards (this machine's)")
     made.add_argument("--host-ram", metavar="SIZE", help="RAM of the machine, 256GB say; with --gpus")
     made.add_argument("--dry-run", action="store_true", help="say what is recognised and predicted; start nothing")
@@ -193,6 +208,9 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     _attempts(args)
     _allow(args)
     hang_timeout_s(args)
+    for name in ("seq", "micro_batch"):
+        if not 1 <= getattr(args, name, 1) <= MOST[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} takes 1 to {MOST[name]}, not {getattr(args, name)}")
     return args, tuple(words[cut + 1 :])
 
 
@@ -257,12 +275,14 @@ def _predicted(foreign: Foreign, known: Known | str) -> str:
     return said
 
 
-def _dry_run(args: argparse.Namespace, foreign: Foreign, known: Known | str) -> int:
+def _dry_run(args: argparse.Namespace, foreign: Foreign, known: Known | str, warning: str | None) -> int:
     if hasattr(args, "json"):
-        print(json.dumps(_start_report(foreign, known), indent=2, ensure_ascii=False))
+        print(json.dumps({**_start_report(foreign, known), "warning": warning}, indent=2, ensure_ascii=False))
         return 0
     print(f"{_recognised(foreign)}: {shlex.join(foreign.command.words)}")
     print(_predicted(foreign, known))
+    if warning is not None:
+        print(warning)
     return 0
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -16,6 +16,7 @@ from tightfit.diagnose.verdict import Verdict
 from tightfit.inputs import deepspeed_file, llamafactory_file
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.inputs.models import load_model
+from tightfit.inputs.surroundings import inherited
 from tightfit.job import Adapters, Allowance, Job
 from tightfit.memory import estimate
 from tightfit.pace import pace
@@ -24,13 +25,28 @@ from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
 from tightfit.priced import GIB, Priced, strategy_name, verdict
 from tightfit.runs.calibration import learned_from_failure
-from tightfit.runs.foreign_config import Foreign, knobs_of
+from tightfit.runs.foreign_config import Foreign, batch_of, knobs_of
 from tightfit.runs.foreign_group import Peak
 from tightfit.runs.foreign_loop import Step
-from tightfit.types import Buckets, Checkpointing, Hardware, Levers, ModelShape, Precision, UserError
+from tightfit.runs.foreign_ranks import ranks_of, visible_gpus
+from tightfit.runs.foreign_script import ACCUMULATION, MICRO
+from tightfit.types import Buckets, Checkpointing, Hardware, Levers, Mamba1, ModelShape, Precision, UserError
 
-MODELS = ("model_name_or_path", "model", "model_name", "model_id", "base_model", "pretrained_model_name_or_path")
-LENGTHS = ("cutoff_len", "max_seq_length", "max_length", "block_size", "model_max_length", "seq_length")
+MODELS = (
+    "model_name_or_path", "model", "model_name", "model_id", "base_model", "pretrained_model_name_or_path", "preset"
+)  # fmt: skip
+BATCHES = ("train_micro_batch_size_per_gpu", MICRO, "micro_batch_size", "batch_size")
+ADAPTERS = ("use_lora", "use_peft", "lora_r", "lora_rank", "peft", "load_in_4bit", "load_in_8bit")
+LENGTHS = (
+    "cutoff_len",
+    "max_seq_length",
+    "max_length",
+    "block_size",
+    "model_max_length",
+    "seq_length",
+    "max_seq_len",
+    "sequence_length",
+)
 PINS = ("loss", "attention", "scan", "dataloader_workers", "deepspeed_version")
 """What a config cannot be told to change without knowing which packages are installed there."""
 STAYS = ("engine", "offload_optimizer", "offload_param")
@@ -60,6 +76,8 @@ class Known:
     """As much of it as the command uses."""
     calibration: Calibration | None = None
     """What earlier runs have measured; None: it is not wanted."""
+    assumed: tuple[str, ...] = ()
+    """What the command does not say, in sentences."""
 
     @property
     def priced(self) -> Priced:
@@ -72,15 +90,32 @@ class Known:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What the user says of a command that does not say it itself."""
+
+    model: str | None = None
+    sequence: int | None = None
+    micro_batch: int | None = None
+
+
 def known_of(
-    foreign: Foreign, hardware: Hardware, allow: tuple[Allowance, ...], calibration: Calibration | None = None
+    foreign: Foreign,
+    hardware: Hardware,
+    allow: tuple[Allowance, ...],
+    calibration: Calibration | None = None,
+    said: Said | None = None,
 ) -> Known | str:
     """The training in our words; or what is missing, in a sentence."""
-    machine = replace(hardware, nodes=1, gpus_per_node=world_of(foreign, hardware))
     try:
-        found = _llamafactory(foreign, machine) if foreign.is_llamafactory else _script(foreign, machine)
+        machine = machine_of(foreign, hardware)
+        if (reason := _unpriced(foreign, hardware)) is not None:
+            return f"nothing is predicted: {reason}"
+        found = (
+            _llamafactory(foreign, machine) if foreign.is_llamafactory else _script(foreign, machine, said or Said())
+        )
         if isinstance(found, str):
-            return found
+            return f"nothing is predicted: {found}"
         job, shape, levers = found
         pins: dict[str, Any] = {
             name: flags_from_levers(levers)[name] for name in PINS if name in flags_from_levers(levers)
@@ -88,24 +123,63 @@ def known_of(
         pins["deepspeed_version"] = levers.deepspeed_version
         batch = levers.micro_batch * levers.accumulation * machine.world
         job = replace(job, levers=pins, effective_batch=batch, limits=replace(job.limits, allow=allow))
-        return Known(job=job, shape=shape, levers=levers, hardware=machine, calibration=calibration)
+        assumed: tuple[str, ...] = ()
+        scans = any(isinstance(block.mixer, Mamba1) for block in shape.blocks)
+        if scans and not foreign.script.mentions("mamba_ssm"):
+            assumed = (f"Its scan is taken to hold what mamba_ssm's does; {foreign.name} may have another.",)
+        return Known(job=job, shape=shape, levers=levers, hardware=machine, calibration=calibration, assumed=assumed)
     except UserError as error:
         return f"nothing is predicted: {error}"
 
 
-def world_of(foreign: Foreign, hardware: Hardware) -> int:
-    """How many ranks the command starts on this machine."""
-    there = 1 if hardware.gpu.vendor == "cpu" and foreign.is_llamafactory else hardware.gpus_per_node
-    command = foreign.command
-    own = command.launcher_flag("num_gpus", "nproc_per_node", "num_processes")
-    if own is not None and own.value is not None and own.value.isdigit():
-        return max(1, int(own.value))
-    include = command.launcher_flag("include", "i")
-    if include is not None and include.value is not None and ":" in include.value:
-        return include.value.count(",") + 1
-    if foreign.accelerate is not None and isinstance(count := foreign.accelerate.values.get("num_processes"), int):
-        return max(1, count)
-    return 1 if command.launcher == "torchrun" and own is None else there
+def machine_of(foreign: Foreign, hardware: Hardware) -> Hardware:
+    """As many of the machines and GPUs as the command takes."""
+    environment = inherited({**foreign.command.variables, **foreign.environment})
+    ranks = ranks_of(foreign, hardware, environment)
+    return replace(hardware, nodes=ranks.machines, gpus_per_node=ranks.on_each)
+
+
+def _unpriced(foreign: Foreign, hardware: Hardware) -> str | None:
+    """Why the memory model does not know such a training."""
+    accelerate = foreign.accelerate.values if foreign.accelerate is not None else {}
+    kind = accelerate.get("distributed_type")
+    sharded = foreign.command.launcher_flag("use_fsdp") is not None or bool(foreign.said("fsdp", "fsdp_config"))
+    if kind == "FSDP" or sharded:
+        return "FSDP as accelerate sets it up is not priced: it gathers embedding and head with the whole model"
+    if kind in ("MEGATRON_LM", "XLA") or foreign.command.launcher_flag("use_megatron_lm", "tpu") is not None:
+        return f"{kind or 'Megatron'} is not priced"
+    if foreign.command.launcher_flag("use_deepspeed", "zero_stage") is not None and foreign.deepspeed is None:
+        return "DeepSpeed is set up by flags of accelerate: put them into a file and name it with --config_file"
+    if foreign.script.preference_trainer is not None:
+        return (
+            f"{foreign.script.preference_trainer} holds more than one text and one model at a time, which is not priced"
+        )
+    if foreign.command.launcher == "trl" or foreign.script.is_trl:
+        return "TRL chooses the dtype of the weights, the packing and the loss by its release, which is not priced"
+    several = foreign.command.starter == "python" and hardware.gpus_per_node > 1
+    if several and foreign.script.is_hugging_face and foreign.deepspeed is None:
+        environment = inherited({**foreign.command.variables, **foreign.environment})
+        if (many := visible_gpus(hardware, environment)) > 1:
+            return (
+                f"plain python on {many} GPUs makes transformers use DataParallel, which gathers on the first of them: "
+                f"start it with torchrun --nproc_per_node {many}"
+            )
+    return None
+
+
+def warning_of(foreign: Foreign, hardware: Hardware) -> str | None:
+    """One process with a DeepSpeed file on a machine with several GPUs: it shards nothing."""
+    alone = foreign.command.starter == "python" and not foreign.script.starts_processes
+    if not alone or foreign.deepspeed is None or hardware.gpu.vendor == "cpu":
+        return None
+    many = visible_gpus(hardware, inherited({**foreign.command.variables, **foreign.environment}))
+    if many < 2 or foreign.command.script is None:
+        return None
+    words = " ".join(foreign.command.words[foreign.command.script_at - 1 :])
+    return (
+        f"python starts one process, so DeepSpeed shards nothing and {many - 1} of {many} GPUs stay idle: start it as "
+        f"`deepspeed --num_gpus {many} {words}`"
+    )
 
 
 def _llamafactory(foreign: Foreign, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
@@ -114,6 +188,8 @@ def _llamafactory(foreign: Foreign, machine: Hardware) -> tuple[Job, ModelShape,
     values |= {flag.name: foreign.said(flag.name) for flag in foreign.command.flags}
     if foreign.deepspeed is not None:
         values["deepspeed"] = str(foreign.deepspeed.path.absolute())
+    if _mixed_precision(foreign) in ("bf16", "fp16") and not {"bf16", "fp16", "pure_bf16"} & set(values):
+        values[str(_mixed_precision(foreign))] = True
     name = foreign.settings.path.name if foreign.settings is not None else "the command line"
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         path = Path(folder) / name
@@ -125,48 +201,92 @@ def _llamafactory(foreign: Foreign, machine: Hardware) -> tuple[Job, ModelShape,
     levers = llamafactory_file.to_levers(
         settings, replace(Levers(), deepspeed_version=version), n_layers=shape.n_layers
     )
-    return job, shape, _with_deepspeed(foreign, levers, shape, machine, version)
+    return job, shape, _with_engine(foreign, levers, shape, machine)
 
 
-def _with_deepspeed(foreign: Foreign, levers: Levers, shape: ModelShape, machine: Hardware, version: str) -> Levers:
-    if foreign.deepspeed is None:
+def _mixed_precision(foreign: Foreign) -> object:
+    """What accelerate is told, which counts where the trainer is told nothing."""
+    flag = foreign.command.launcher_flag("mixed_precision")
+    if flag is not None:
+        return flag.value
+    return foreign.accelerate.values.get("mixed_precision") if foreign.accelerate is not None else None
+
+
+def _with_engine(foreign: Foreign, levers: Levers, shape: ModelShape, machine: Hardware) -> Levers:
+    """The levers under the DeepSpeed file that is named, or the block of it in accelerate's YAML."""
+    now = knobs_of(foreign)
+    if foreign.deepspeed is not None:
+        settings = deepspeed_file.read_deepspeed(
+            foreign.deepspeed.path, hidden_size=shape.hidden_size, version=levers.deepspeed_version
+        )
+        return deepspeed_file.to_levers(settings, levers, world=machine.world)
+    if now.stage is None:
         return levers
-    settings = deepspeed_file.read_deepspeed(foreign.deepspeed.path, hidden_size=shape.hidden_size, version=version)
-    return deepspeed_file.to_levers(settings, levers, world=machine.world)
+    return replace(
+        levers,
+        engine=f"zero{now.stage}",  # type: ignore[arg-type]
+        offload_optimizer=now.offload_optimizer,  # type: ignore[arg-type]
+        offload_param=now.offload_param,  # type: ignore[arg-type]
+    )
 
 
-def _script(foreign: Foreign, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
+def _script(foreign: Foreign, machine: Hardware, said: Said) -> tuple[Job, ModelShape, Levers] | str:
     """A script with the usual flags: transformers' own, and the usual names of model and length."""
-    model = next((value for name in MODELS if isinstance(value := foreign.said(name), str)), None)
+    model = said.model or _first(foreign, MODELS, str)
     if model is None:
-        return "nothing is predicted: the command does not say which model it trains"
-    length = next((value for name in LENGTHS if isinstance(value := foreign.said(name), int)), None)
+        return "the command does not say which model it trains: add --model before the --"
+    length = said.sequence or _first(foreign, LENGTHS, int)
     if length is None:
-        return "nothing is predicted: the command does not say how long its sequences are"
-    shape, now, version = load_model(model), knobs_of(foreign), deepspeed_version(machine)[0]
-    adapters = any(foreign.said(name) for name in ("use_lora", "use_peft", "lora_r", "lora_rank", "peft"))
-    if adapters:
-        return "nothing is predicted: the script trains adapters in a way of its own"
-    half: Precision = "fp16" if foreign.said("fp16") is True else "fp32"
+        return "the command does not say how long its sequences are: add --seq before the --"
+    if any(foreign.said(name) for name in ADAPTERS):
+        return "the script trains adapters in a way of its own"
+    now, batch = knobs_of(foreign), batch_of(foreign)
+    in_file = foreign.deepspeed.values if foreign.deepspeed is not None else {}
+    micro = said.micro_batch or batch.micro or _first(foreign, BATCHES, int)
+    if micro is None and not isinstance(in_file.get("train_micro_batch_size_per_gpu"), int):
+        return f"the micro batch is not known ({batch.because}): add --micro-batch before the --"
+    optimizer = foreign.said("optim") or "adamw_torch"
+    if optimizer not in llamafactory_file.OPTIMIZERS:
+        return f"optim {optimizer} is not priced"
+    shape = load_model(model)
     levers = replace(
         Levers(),
         sequence=length,
-        micro_batch=now.micro_batch or 1,
-        accumulation=now.accumulation or 1,
-        precision="bf16" if foreign.said("bf16") is True else half,
+        micro_batch=micro or 1,
+        accumulation=batch.accumulation or _first(foreign, (ACCUMULATION,), int) or 1,
+        precision=_precision(foreign),
+        optimizer=llamafactory_file.OPTIMIZERS[optimizer],
+        loss="fused" if foreign.said("use_liger_kernel") is True else "plain",
         checkpointing=Checkpointing(layers=None if now.checkpointing else 0),
-        deepspeed_version=version,
+        deepspeed_version=deepspeed_version(machine)[0],
     )
-    levers = _with_deepspeed(foreign, levers, shape, machine, version)
-    if foreign.deepspeed is None and now.stage is not None:
-        levers = replace(
-            levers,
-            engine=f"zero{now.stage}",  # type: ignore[arg-type]
-            offload_optimizer=now.offload_optimizer,  # type: ignore[arg-type]
-            offload_param=now.offload_param,  # type: ignore[arg-type]
-        )
+    levers = _with_engine(foreign, levers, shape, machine)
+    if said.micro_batch is not None:
+        levers = replace(levers, micro_batch=said.micro_batch)
     job = Job(model=model, sequence=length, precision=levers.precision, lora=Adapters())
     return job, shape, levers
+
+
+def _precision(foreign: Foreign) -> Precision:
+    for half in ("bf16", "fp16"):
+        if foreign.said(half) is True:
+            return half  # type: ignore[return-value]
+    accelerates = _mixed_precision(foreign)
+    return accelerates if accelerates in ("bf16", "fp16") else "fp32"  # type: ignore[return-value]
+
+
+T = TypeVar("T", str, int)
+
+
+def _first(foreign: Foreign, names: Iterable[str], kind: type[T]) -> T | None:
+    """The first of these settings that is said: by the command, else in a config that the script reads itself."""
+    for name in names:
+        if isinstance(value := foreign.said(name), kind) and not isinstance(value, bool):
+            return value
+    hints = foreign.hints.values if foreign.hints is not None else {}
+    blocks = [hints, *(block for block in hints.values() if isinstance(block, dict))]
+    found = (block[name] for name in names for block in blocks if name in block)
+    return next((value for value in found if isinstance(value, kind) and not isinstance(value, bool)), None)
 
 
 def prediction(known: Known) -> str:
@@ -175,7 +295,8 @@ def prediction(known: Known) -> str:
     where = f"{strategy_name(known.levers)}, micro batch {known.levers.micro_batch} × {known.levers.accumulation}"
     added = priced.footprint.gpu.phases[priced.footprint.gpu.peak_phase].components.get(COMPONENT, 0)
     measured = f" Earlier runs held {added / GIB:.1f} GiB more than predicted: counted in." if added > 0 else ""
-    return f"{verdict(priced)} The peak is in the {priced.footprint.gpu.peak_phase} phase ({where}).{measured}"
+    said = f"{verdict(priced)} The peak is in the {priced.footprint.gpu.peak_phase} phase ({where}).{measured}"
+    return " ".join((said, *known.assumed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +311,7 @@ class Setting:
     """Writes down what was learned."""
     wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
     """Waits for room on the GPUs; None: nobody asked for that."""
+    said: Said = field(default_factory=Said)
 
 
 class Planner:
@@ -201,7 +323,11 @@ class Planner:
         self._last: Tried | None = None
 
     def known(self, foreign: Foreign) -> Known | str:
-        return known_of(foreign, self._setting.hardware, self._setting.allow, self._calibration)
+        setting = self._setting
+        return known_of(foreign, setting.hardware, setting.allow, self._calibration, setting.said)
+
+    def warning(self, foreign: Foreign) -> str | None:
+        return warning_of(foreign, self._setting.hardware)
 
     def learn(self, foreign: Foreign, peak: Peak) -> None:
         """More than was predicted is a lesson. Less is none: the longest samples may not have come, and what a program
@@ -224,7 +350,7 @@ class Planner:
             return False
         known = self.known(foreign)
         need = None if isinstance(known, str) else known.priced.footprint.gpu.required_bytes
-        return self._setting.wait(need, world_of(foreign, self._setting.hardware), give_up)
+        return self._setting.wait(need, machine_of(foreign, self._setting.hardware).gpus_per_node, give_up)
 
     def smaller(self, foreign: Foreign, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool) -> Step | None:
         known = self.known(foreign)
@@ -324,6 +450,8 @@ def _step(foreign: Foreign, known: Known, found: StepDown) -> Step | None:
     old, new, now = known.levers, way.levers, knobs_of(foreign)
     if new.checkpointing.offload:  # Unsloth's, which nobody has run here
         return None
+    if now.micro_batch is None and (new.micro_batch, new.accumulation) != (old.micro_batch, old.accumulation):
+        return None  # a batch that is not known is never changed
     if (new.lora, new.optimizer, new.precision) != (
         old.lora,
         old.optimizer,
@@ -340,8 +468,8 @@ def _step(foreign: Foreign, known: Known, found: StepDown) -> Step | None:
         offload_optimizer=new.offload_optimizer if moved else now.offload_optimizer,
         offload_param=new.offload_param if moved else now.offload_param,
         pin_memory=False if old.buckets.pin_memory and not new.buckets.pin_memory else now.pin_memory,
-        micro_batch=new.micro_batch,
-        accumulation=new.accumulation,
+        micro_batch=now.micro_batch and new.micro_batch,
+        accumulation=now.accumulation and new.accumulation,
         checkpointing=new.checkpointing.layers != 0 if now.checkpointing is not None else None,
         quantised=new.method == "qlora" if now.quantised is not None else None,
         sequence=new.sequence if now.sequence is not None else None,

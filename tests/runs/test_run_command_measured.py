@@ -150,7 +150,7 @@ def test_what_the_probe_saw_is_in_the_cache_afterwards(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "train.py").write_text(HOLDS, encoding="utf-8")
-    words = ("--", sys.executable, "train.py", "--model", "tiny_llama", "--max_length", "64")
+    words = ("--", sys.executable, "train.py", "--model", "tiny_llama", "--max_length", "64", "--batch_size", "1")
     first = run(tmp_path, *words)
     assert first.returncode == 0, first.stderr
     assert "Earlier runs" not in first.stderr

@@ -189,6 +189,7 @@ def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
     model = said.text("model_name_or_path")
     if model is None:
         raise ConfigError(f"{path.name} has no model_name_or_path: say which model to train")
+    _check_trains(said)
     _check_priced(said, because)
     method = _method(said, because)
     pure = bool(said.switch("pure_bf16"))
@@ -326,6 +327,20 @@ def _deepspeed(said: Fields, path: Path) -> Path | None:
 
 
 # --- the fields ---------------------------------------------------------------------------------
+
+
+def _check_trains(said: Fields) -> None:
+    """Refuse the files of LLaMA-Factory's other verbs, which hold no optimizer and no gradients."""
+    asked = [key for key in ("do_train", "do_eval", "do_predict") if said.switch(key)]
+    if said.says("export_dir"):
+        what = "merges or exports a model (export_dir)"
+    elif said.values.get("do_train") is False or (asked and "do_train" not in asked):
+        what = "evaluates and does not train (do_train is not on)"
+    elif said.says("infer_backend") and not said.says("dataset"):
+        what = "is for inference (infer_backend)"
+    else:
+        return
+    raise ConfigError(f"{said.file} {what}: name the file of a training")
 
 
 def _check_priced(said: Fields, because: list[str]) -> None:

@@ -288,8 +288,8 @@ class Rescue:
         if self.foreign.script.calls_plain_train:
             why = "calls trainer.train() without resume_from_checkpoint and would begin at step 0"
         return (
-            f"{self.foreign.name} {why}, and the {kept.step} steps in {kept.path} would be trained anew: write "
-            "trainer.train(resume_from_checkpoint=True) there and start it again, or say --retry-anyway to begin again"
+            f"{self.foreign.name} {why}, and the {kept.step} steps in {kept.path} would be trained anew: hand "
+            "args.resume_from_checkpoint to trainer.train() there, or say --retry-anyway to begin again"
         )
 
     def _step(self, shortfall: Shortfall, verdict: Verdict, kept: Kept | None) -> Step | None:

@@ -72,6 +72,11 @@ class Script:
         return bool(self._names & _GENERATES)
 
     @cached_property
+    def starts_processes(self) -> bool:
+        """Whether it starts its own ranks, so that plain `python` is right."""
+        return bool(self._names & {"spawn", "start_processes", "notebook_launcher", "mp_spawn", "Popen"})
+
+    @cached_property
     def uses_deepspeeds_batch(self) -> bool:
         """Whether the micro batch of the DeepSpeed file is the one that it trains with."""
         return bool(self._names & _DEEPSPEEDS_BATCH)
