@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -270,9 +270,9 @@ def _script(foreign: Foreign, machine: Hardware, said: Said) -> tuple[Job, Model
 def _precision(foreign: Foreign) -> Precision:
     for half in ("bf16", "fp16"):
         if foreign.said(half) is True:
-            return half  # type: ignore[return-value]
+            return half
     accelerates = _mixed_precision(foreign)
-    return accelerates if accelerates in ("bf16", "fp16") else "fp32"  # type: ignore[return-value]
+    return accelerates if accelerates in ("bf16", "fp16") else "fp32"
 
 
 T = TypeVar("T", str, int)
@@ -283,7 +283,7 @@ def _first(foreign: Foreign, names: Iterable[str], kind: type[T]) -> T | None:
     for name in names:
         if isinstance(value := foreign.said(name), kind) and not isinstance(value, bool):
             return value
-    hints = foreign.hints.values if foreign.hints is not None else {}
+    hints: Mapping[str, Any] = foreign.hints.values if foreign.hints is not None else {}
     blocks = [hints, *(block for block in hints.values() if isinstance(block, dict))]
     found = (block[name] for name in names for block in blocks if name in block)
     return next((value for value in found if isinstance(value, kind) and not isinstance(value, bool)), None)
