@@ -43,7 +43,7 @@ HELP = {
     "overlap_comm": "reduce gradients beside the backward pass, with a second bucket (on at stage 3 only)",
     "deepspeed_version": "the DeepSpeed whose behaviour is priced",
     "frozen_layers": "the lowest N layers and the embedding do not train (0)",
-    "trains": "what trains: everything, or the embeddings alone (all)",
+    "trains": "what trains: everything, the embeddings alone, or all but the embeddings (all)",
     "dataloader_workers": "data loading processes of each rank (0)",
 }
 """What each flag means, and in brackets its default."""

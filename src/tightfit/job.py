@@ -198,7 +198,8 @@ class Job:
     frozen_layers: Number = 0
     """The lowest N layers and the embedding do not train."""
     trains: Trains = "all"
-    """`embeddings`: only these train, and everything else is frozen; a head that is tied to them trains with them."""
+    """`embeddings`: only these train, and everything else is frozen; `layers`: everything but these. A head that is tied
+    to them is the same tensor."""
     data: Data = field(default_factory=Data)
     """What is trained on."""
     max_samples: Samples | None = None

@@ -277,7 +277,7 @@ class Hardware:
 # --- the levers ---------------------------------------------------------------------------------
 
 Method = Literal["full", "lora", "qlora"]
-Trains = Literal["all", "embeddings"]
+Trains = Literal["all", "embeddings", "layers"]
 Engine = Literal["zero0", "zero1", "zero2", "zero3", "fsdp2"]
 Offload = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -356,11 +356,21 @@ class Levers:
     frozen_layers: int = 0
     """The lowest N layers and the embedding do not train."""
     trains: Trains = "all"
-    """embeddings: every layer, the norms and a head of its own are frozen; a tied head is the embedding."""
+    """embeddings: every layer, the norms and a head of its own are frozen; a tied head is the embedding. layers: the
+    other way round, everything but the embeddings trains."""
     buckets: Buckets = Buckets()
     deepspeed_version: str = "0.19.8"
     gradient_clipping: bool = True
     dataloader_workers: int = 0
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether the layers' own weights train, from the lowest that is not frozen."""
+        return self.method == "full" and self.trains != "embeddings"
+
+    @property
+    def trains_embedding(self) -> bool:
+        return self.method == "full" and self.trains != "layers" and self.frozen_layers == 0
 
 
 # --- the footprint ------------------------------------------------------------------------------

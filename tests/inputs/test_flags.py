@@ -112,7 +112,7 @@ def test_fsdp2_offloads_all_together() -> None:
         (Flags(frozen_layers=1, method="lora"), "--frozen-layers is for --method full"),
         (Flags(trains="embedding"), "--trains knows no 'embedding': did you mean embeddings?"),
         (Flags(trains="embeddings", method="lora"), "--trains embeddings is for --method full"),
-        (Flags(trains="embeddings", frozen_layers=1), "and --frozen-layers the embeddings too: leave one out"),
+        (Flags(trains="embeddings", frozen_layers=1), "and --frozen-layers freezes the embeddings too: leave one out"),
         (Flags(lora_rank=64), "--lora-rank needs --method lora or qlora"),
         (Flags(adapter_dtype="fp32"), "--adapter-dtype needs --method lora or qlora"),
         (Flags(lora_dropout=0.1), "--lora-dropout needs --method lora or qlora"),

@@ -44,6 +44,17 @@ def test_only_the_embeddings_train(family: str, wanted: set[str]) -> None:
     assert head.requires_grad == (head is embedding), "a tied head is the embedding"
 
 
+@pytest.mark.parametrize("family", ["llama", "mamba", "gpt2"])
+def test_the_two_stages_share_nothing_and_leave_nothing(family: str) -> None:
+    made = on_meta(config_of(family))
+    everything = trains(made)
+    build.freeze(made, Levers(trains="embeddings"))
+    first = trains(made)
+    made = on_meta(config_of(family))
+    build.freeze(made, Levers(trains="layers"))
+    assert trains(made) == everything - first
+
+
 def test_frozen_layers_stand_on_frozen_embeddings() -> None:
     """All of them: gpt2 learns its positions too."""
     made = on_meta(config_of("gpt2"))

@@ -32,7 +32,7 @@ class Job:
 
     @property
     def trains_embedding(self) -> bool:
-        return self.levers.method == "full" and self.levers.frozen_layers == 0
+        return self.levers.trains_embedding
 
     @property
     def embedding_grad(self) -> int:

@@ -52,13 +52,13 @@ def weights(
     frozen_layers: int,
     trains: Trains = "all",
 ) -> Weights:
-    width, base_trains = WIDTH[precision], method == "full" and trains == "all"
+    width, base_trains = WIDTH[precision], method == "full" and trains != "embeddings"
     trainable: list[int] = []
     frozen: list[int] = []
     quantised: list[int] = []
     kinds = [_layer_parameters(block, method, lora) for block in shape.blocks]
     for tensor in shape.before:
-        (trainable if method == "full" and frozen_layers == 0 else frozen).append(tensor.numel)
+        (trainable if method == "full" and trains != "layers" and frozen_layers == 0 else frozen).append(tensor.numel)
     for index, kind in enumerate(shape.pattern):
         base, adapters, packed = kinds[kind]
         if method == "full":

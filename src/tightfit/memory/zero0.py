@@ -75,7 +75,11 @@ def _states(job: Job) -> int:
     if levers.optimizer in EIGHT_BIT:
         return eight_bit_states(levers.optimizer, job.weights.trainable, 1).gpu
     if levers.optimizer == "adafactor":
-        matrices = job.shape.tensors if levers.trains == "all" else job.shape.before
+        matrices = {
+            "all": job.shape.tensors,
+            "embeddings": job.shape.before,
+            "layers": job.shape.tensors[len(job.shape.before) :],
+        }[levers.trains]
         return factored_bytes(tuple(tensor.shape for tensor in matrices)) if levers.method == "full" else 0
     return state_bytes(levers.optimizer, job.weights.trainable_numel, job.master_width, flat=True)
 

@@ -63,7 +63,7 @@ def at_the_loss(job: Job) -> Components:
 def at_the_top(job: Job) -> Components:
     """The bucket comes with the first gradient, which is the embedding's where that trains alone."""
     own_grads = _own_grads(job, partition(job.weights, job.world))
-    bucket = _bucket(job) if job.levers.trains == "all" else 0
+    bucket = _bucket(job) if job.levers.trains != "embeddings" else 0
     return combine(_persistent(job), {"gradients": _earlier(job, own_grads), "buckets": bucket})
 
 
@@ -129,7 +129,7 @@ def _backward(job: Job, part: Partition, own_grads: int) -> Components:
 
 
 def at_the_end(job: Job) -> Components:
-    ends = _ends(job, partition(job.weights, job.world)) if job.levers.trains == "all" else {}
+    ends = _ends(job, partition(job.weights, job.world)) if job.levers.trains != "embeddings" else {}
     return combine(_persistent(job), ends)
 
 

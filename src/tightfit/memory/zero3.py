@@ -234,7 +234,7 @@ def _asked(job: Job) -> tuple[Model, Passes, Limits]:
         recompute=n_layers if checkpointing is None else checkpointing,
         lowest=levers.frozen_layers if trains else 0,
         # adapters alone need no gradient of the embedding, but checkpointing makes its output require one
-        input_grad=levers.frozen_layers == 0 if trains else checkpointing != 0,
+        input_grad=levers.trains_embedding if trains else checkpointing != 0,
         wrappers=0 if trains else 1,
     )
     style = Style(

@@ -175,7 +175,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def freeze(model: Any, levers: Levers) -> None:
-    """The lowest layers and the embedding do not train, or nothing but the embedding; with adapters nothing else."""
+    """The lowest layers and the embedding do not train, or nothing but the embedding, or all but it; with adapters
+    nothing else."""
     if levers.method != "full" or levers.trains == "embeddings":
         for param in model.parameters():
             param.requires_grad_(False)
@@ -183,7 +184,7 @@ def freeze(model: Any, levers: Levers) -> None:
         for module in _embeddings_of(model):
             for param in module.parameters():
                 param.requires_grad_(True)
-    elif levers.method == "full" and levers.frozen_layers:
+    elif levers.method == "full" and not levers.trains_embedding:
         frozen = [*_embeddings_of(model), *layers_of(model)[: levers.frozen_layers]]
         for module in frozen:
             for param in module.parameters():
