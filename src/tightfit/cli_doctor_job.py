@@ -14,6 +14,7 @@ from tightfit.cli_train_request import HOW_FAR, answer_of
 from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_files import startable_of, way_out
 from tightfit.desk.plan_request import Request, request_of
+from tightfit.desk.stages import each_stage
 from tightfit.inputs.doctor import Checkup
 from tightfit.inputs.doctor.row import Light, Row, gib
 from tightfit.inputs.surroundings import is_installed
@@ -54,6 +55,7 @@ def read(path: str, output: str | None) -> JobCheck:
     from tightfit.desk.llamafactory_job import is_llamafactory
 
     args = argparse.Namespace(file=path, **({"output": output} if output is not None else {}))
+    args = next(iter(each_stage(args)), args)  # of several, the one that comes first
     request = request_of(args)
     request = with_a_scan_that_runs(request, on_gpu=request.hardware.gpu.vendor != "cpu")
     folder = Path(output or request.job.saving.folder).expanduser().absolute()

@@ -29,6 +29,12 @@ def parser() -> Parser:
     made.add_argument("--deepspeed", metavar="FILE", help="a DeepSpeed JSON; flags win over it")
     made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
     add_hardware_flags(made)
+    made.add_argument(
+        "--only-stage",
+        metavar="N",
+        type=whole_number("only_stage"),
+        help="of a job file with `stages`, the one to estimate, counted from 1",
+    )
     made.add_argument("--compare", action="store_true", help="every strategy side by side")
     made.add_argument("--json", action="store_true", help="one JSON object, for programs")
     add_lever_flags(made)

@@ -17,6 +17,7 @@ from typing import Any, get_args
 from tightfit.cli_flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, whole_number
 from tightfit.desk.plan import answered, check_flags
 from tightfit.desk.plan_files import Answer
+from tightfit.desk.stages import each_stage
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.job_fields import FREE_LEVERS, job_fields, meanings
 from tightfit.inputs.job_file import JOB_FLAGS
@@ -56,6 +57,7 @@ FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
             "A,B,…",
             f"changes of the training that may be made if nothing fits: {', '.join(get_args(Allowance))}",
         ),
+        "only_stage": ("N", "of a job file with `stages`, this one alone, counted from 1 (each of them)"),
         "tier": ("NAME", f"a named corner of the levers: {', '.join(get_args(Tier))}"),
         "max": ("|".join(get_args(Wanted)), "the most that fits instead of the fastest"),
         "no_calibration": (None, "leave out what earlier runs measured against their predictions"),
@@ -96,24 +98,34 @@ FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
 }
 """The flags beside those of the levers, each with its metavar and its help; no metavar: a switch."""
 
-WHOLE = frozenset(("num_gpus", "world", "effective_batch", "max_steps", "samples", "port"))
+WHOLE = frozenset(("only_stage", "num_gpus", "world", "effective_batch", "max_steps", "samples", "port"))
 """Those that take a whole number."""
+
+
+NEXT = "\n\n"
+"""Between the plans of two stages."""
 
 
 def plan(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
     check_flags(args)
+    stages = each_stage(args)
     if hasattr(args, "json"):
         from tightfit.desk.plan_report import report
 
-        print(json.dumps(report(*answered(args)), indent=2, ensure_ascii=False, allow_nan=False))
+        made = [report(*answered(each)) for each in stages or [args]]
+        tree = {"stages": made} if stages else made[0]
+        print(json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False))
         return 0
     from tightfit.screen_plan import waiting
 
     with waiting("pricing every way …"):
-        answer, files = answered(args)
-    _draw(answer, files)
+        answers = [answered(each) for each in stages or [args]]
+    for number, (answer, files) in enumerate(answers, start=1):
+        if stages:
+            print(f"{NEXT if number > 1 else ''}# Stage {number} of {len(stages)}\n")
+        _draw(answer, files)
     return 0
 
 

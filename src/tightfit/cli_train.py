@@ -23,7 +23,9 @@ from tightfit.cli_train_machine import Busy, Machine, machine_for, nodes_of, res
 from tightfit.cli_train_report import report, say_way_up, way_up
 from tightfit.cli_train_request import Ready, prepare
 from tightfit.cli_train_resume import Resume, resume_of
+from tightfit.cli_train_stages import train_stages
 from tightfit.desk.plan import check_flags
+from tightfit.desk.stages import each_stage
 from tightfit.inputs.occupancy import Holder
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.events import Event
@@ -64,6 +66,12 @@ def train(argv: Sequence[str]) -> int:
     cli_train_flags.check(args)
     if hasattr(args, "check_memory"):
         return _check_memory(args)
+    stages = each_stage(args)
+    return train_stages(stages, lambda each: _train(each, argv)) if stages else _train(args, argv)
+
+
+def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """One run."""
     resume = resume_of(args)
     switches = tuple("--" + name.replace("_", "-") for name in WORKER_FLAGS if hasattr(args, name))
     asked = Asked(

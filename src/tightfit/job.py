@@ -198,8 +198,8 @@ class Job:
     frozen_layers: Number = 0
     """The lowest N layers and the embedding do not train."""
     trains: Trains = "all"
-    """`embeddings`: only these train, and everything else is frozen; `layers`: everything but these. A head that is tied
-    to them is the same tensor."""
+    """`embeddings`: only these train, and everything else is frozen; `layers`: everything but these. A head that is
+    tied to them is the same tensor."""
     data: Data = field(default_factory=Data)
     """What is trained on."""
     max_samples: Samples | None = None
@@ -235,6 +235,9 @@ class Job:
     """What the plan must stay within."""
     levers: Mapping[str, Any] = field(default_factory=dict)
     """Free levers to pin, under the names of the `estimate` flags: `engine: zero2`, `micro_batch: 1` …"""
+    stages: tuple[Mapping[str, Any], ...] = ()
+    """Trainings one after another, each from the model that the one before it left: blocks of these fields
+    (`trains: embeddings`, `max_steps: 200` …), which win over those outside."""
     tier: Tier | None = None
     """A named corner of the levers: `stage2_offload`, `minimal` …"""
     trust_remote_code: bool = False

@@ -1,6 +1,7 @@
-"""Training the embeddings alone, or all but them: what is kept, what trains and what a step holds, against the real thing.
+"""Training the embeddings alone, or all but them: what is kept, what trains, what a step holds, against reality.
 
-With the embeddings alone every layer is frozen and a gradient flows through all of them. Whole models run under saved-tensor hooks; and a process
+With the embeddings alone every layer is frozen and a gradient flows through all of them. Whole models run under
+saved-tensor hooks; and a process
 of its own (this file, run as a script) trains tiny models with the real DeepSpeed on the CPU, as one rank of four under
 torch's fake process group, while a dispatch mode sees every tensor come.
 """

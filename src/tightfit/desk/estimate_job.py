@@ -12,7 +12,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from tightfit.desk.plan_request import fields_of
+from tightfit.desk.plan_request import fields_of, names_in
+from tightfit.desk.stages import stage_asked
 from tightfit.inputs.job_file import JOB_FLAGS, JobFile, hardware_of, job_from_flags, levers_of, model_of, read_job
 from tightfit.inputs.job_text import read_tree
 from tightfit.inputs.job_training import MARKS
@@ -57,7 +58,9 @@ def read_job_input(args: argparse.Namespace) -> JobInput:
     """The job of the file, with what the flags say over it."""
     path = Path(args.file)
     read = read_job(path, model=getattr(args, "model", None))
-    job = job_from_flags({name: value for name, value in vars(args).items() if name in JOB_FLAGS}, read.job)
+    stage = stage_asked(args, read.job, path)
+    base = read.job if stage is None else stage.job
+    job = job_from_flags({name: value for name, value in vars(args).items() if name in JOB_FLAGS}, base)
     counted = {"gpus", "world"} & set(vars(args))
     num_gpus = None if counted else read.num_gpus
     hardware = None if job.hardware.gpus is None else hardware_of(job, num_gpus)
@@ -70,7 +73,7 @@ def read_job_input(args: argparse.Namespace) -> JobInput:
         levers=levers,
         hardware=hardware,
         world=world,
-        explicit=fields_of(path),
+        explicit=fields_of(path) | (names_in(stage.fields) if stage else set()),
         said=_kept(read),
         batch_said=said,
         tier=job.tier,

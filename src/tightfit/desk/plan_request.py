@@ -14,6 +14,7 @@ from typing import Any
 
 from tightfit.desk.lever_flags import without_effect
 from tightfit.desk.plan_files import deepspeed_version
+from tightfit.desk.stages import stage_asked
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.job_file import JOB_FLAGS, hardware_of, job_from_flags, model_of, read_job
 from tightfit.inputs.presets import PRESETS
@@ -65,6 +66,13 @@ def request_of(
     file = _file(args, given)
     if file is None and getattr(args, "max", None) == "model":
         given["model"] = next(iter(PRESETS))  # whose place every preset takes
+    stage = stage_asked(args, file.job if file else None, file.path if file else None)
+    if file is not None and stage is not None:
+        given["output"] = str(stage.folder)
+        if stage.number > 1:
+            given.pop("model", None)
+        said = (*file.said, f"{stage.words}.")
+        file = replace(file, job=stage.job, explicit=file.explicit | names_in(stage.fields), said=said)
     job = job_from_flags(given, file.job if file else None)
     explicit = {JOB_FLAGS[name] for name in given} | {"levers.deepspeed_version"} | (file.explicit if file else set())
     hardware = _hardware(args, job, file, runs_here=runs_here)
@@ -74,6 +82,8 @@ def request_of(
     job, version_said = _versioned(job, hardware)
     job, precision_said = _precise(job, hardware, "precision" in explicit)
     shape = model_of(job, trust_trace=hasattr(args, "trace"))
+    if stage is not None and stage.model is not None and (stage.model.exists() or hasattr(args, "write")):
+        job = replace(job, model=str(stage.model.absolute()))  # of the same shape, and there when its turn comes
     said = (*_said_by(args, file, hardware), *batch_said, *max_said, *version_said, *precision_said)
     return Request(
         job=_placed(job, file.path if file else None),

@@ -242,7 +242,8 @@ def _check_trains(levers: Levers) -> None:
         )
     if levers.frozen_layers:
         raise ConfigError(
-            f"--trains {levers.trains} says what is frozen, and --frozen-layers freezes the embeddings too: leave one out"
+            f"--trains {levers.trains} says what is frozen, and --frozen-layers freezes the embeddings too: "
+            "leave one out"
         )
 
 

@@ -253,7 +253,7 @@ def _phrase(takes: Takes) -> str:
         return listed(takes.words)
     if takes.kind == "list":
         assert takes.item is not None
-        plural = {"integer": "whole numbers", "text": "names"}
+        plural = {"integer": "whole numbers", "text": "names", "fields": "blocks of fields"}
         many = plural.get(takes.item.kind) or listed(takes.item.words)
         return listed([f"a list of {many}{_range(takes.item)}", *(f"`{word}`" for word in takes.words)])
     nouns: dict[Kind, str] = {

@@ -29,6 +29,7 @@ from tightfit.inputs.job_fields import (
 )
 from tightfit.inputs.job_saving import FIELDS as EVERY_FIELDS
 from tightfit.inputs.job_saving import settled
+from tightfit.inputs.job_stages import check_stages, merge_stage
 from tightfit.inputs.job_text import is_json, read_tree
 from tightfit.inputs.job_training import Translated, translate
 from tightfit.inputs.models import load_model, shape_from_fields
@@ -118,7 +119,11 @@ def job_faults(path: Path) -> tuple[str, ...]:
     if job is None:
         return found
     # What shows between fields is asked only where every field is there to be asked.
-    for check in (_check_words, _check_counts, *(() if found else (_check_levers, _check_model, _check_ids))):
+    for check in (
+        _check_words,
+        _check_counts,
+        *(() if found else (_check_levers, _check_model, _check_ids, _check_stages)),
+    ):
         found += tuple(map(str, check(job, source)))
     return found
 
@@ -192,6 +197,11 @@ def _check_warmup(given: Mapping[str, Any]) -> None:
 def dump_job(job: Job) -> dict[str, Any]:
     """The job as plain values: only the fields that differ from their defaults."""
     return _differences(job)
+
+
+def stage_of(job: Job, number: int, file: str | None = None) -> Job:
+    """The job of one of its stages, counted from 1."""
+    return merge_stage(job, dump_job(job), number, file)
 
 
 # --- from a job to what is computed -------------------------------------------------------------
@@ -337,7 +347,7 @@ def _capped(hardware: Hardware, job: Job) -> Hardware:
 
 def _check(job: Job, source: Source) -> tuple[str, ...]:
     """Raise what is wrong beyond single types; give back what is odd but can be lived with."""
-    for check in (_check_words, _check_counts, _check_levers, _check_model, _check_ids):
+    for check in (_check_words, _check_counts, _check_levers, _check_model, _check_ids, _check_stages):
         for fault in check(job, source):
             raise fault
     return tuple(_oddities(job, source))
@@ -356,6 +366,10 @@ def _check_ids(job: Job, source: Source) -> Iterator[UserError]:
     if len(set(ids)) < len(ids):
         twice = shown(list(ids))
         yield ConfigError(f"{source.called('hardware.gpu_ids')} is {twice} and names a GPU twice: name each once")
+
+
+def _check_stages(job: Job, source: Source) -> Iterator[UserError]:
+    yield from check_stages(job, dump_job(job), source.file)
 
 
 def _check_words(job: Job, source: Source) -> Iterator[UserError]:

@@ -1,0 +1,88 @@
+"""A job of several stages, asked for as a whole or stage by stage: see `inputs/job_stages.py`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.inputs.job_file import read_job, stage_of
+from tightfit.inputs.job_stages import merged_folder, model_left_by, stage_folder
+from tightfit.job import Job
+from tightfit.types import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of a job."""
+
+    number: int
+    count: int
+    job: Job
+    root: str
+    """The folder of the whole job."""
+    fields: Mapping[str, Any]
+    """What the stage itself sets."""
+    model: Path | None
+    """The folder from which it starts, whether it is there yet or not; None: the first starts from the job's model."""
+
+    @property
+    def folder(self) -> Path:
+        return stage_folder(self.root, self.number)
+
+    @property
+    def words(self) -> str:
+        what = {"all": "", "embeddings": ": the embeddings alone", "layers": ": all but the embeddings"}
+        method = "" if self.job.method == "full" else f", {self.job.method}"
+        return f"Stage {self.number} of {self.count}{what[self.job.trains]}{method}"
+
+
+def stage_asked(args: argparse.Namespace, job: Job | None, file: Path | None) -> Stage | None:
+    """The stage that `--only-stage` picks of a job file; None: it has none, or there is no file."""
+    number = getattr(args, "only_stage", None)
+    if job is None or file is None or not job.stages:
+        if number is not None:
+            raise ConfigError("--only-stage picks one of a job file's `stages`, and there are none: leave it out")
+        return None
+    count = len(job.stages)
+    if number is None:
+        raise ConfigError(f"{file.name} has {count} stages: pick one with --only-stage 1 to --only-stage {count}")
+    if not 1 <= number <= count:
+        raise ConfigError(f"--only-stage {number}: {file.name} has the stages 1 to {count}")
+    root = getattr(args, "output", job.saving.folder)
+    return Stage(
+        number=number,
+        count=count,
+        job=stage_of(job, number, file.name),
+        root=root,
+        fields=job.stages[number - 1],
+        model=_model_before(job, root, number, file.name),
+    )
+
+
+def _model_before(job: Job, root: str, number: int, file: str) -> Path | None:
+    if number == 1:
+        return None
+    before = number - 1
+    adapters = stage_of(job, before, file).method != "full"
+    usual = merged_folder(root, before) if adapters else stage_folder(root, before) / "model"
+    return model_left_by(root, before) or usual
+
+
+def each_stage(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The same question for every stage of a job; empty: it has none, or one was picked."""
+    from tightfit.desk.llamafactory_job import is_llamafactory
+
+    if not hasattr(args, "file") or hasattr(args, "only_stage") or is_llamafactory(Path(args.file)):
+        return []
+    job = read_job(Path(args.file), model=getattr(args, "model", None)).job
+    asked = []
+    for number in range(1, len(job.stages) + 1):
+        one = argparse.Namespace(**vars(args), only_stage=number)
+        if hasattr(args, "write"):
+            one.write = str(stage_folder(args.write, number))
+            one.output = str(Path(getattr(args, "output", job.saving.folder)).expanduser().absolute())
+        asked.append(one)
+    return asked
