@@ -119,6 +119,8 @@ def answer_of(args: argparse.Namespace, request: Request, startable: Startable, 
         raise of_the_file(error, args) from None
     if found.plan is None:
         raise ConfigError(found.problem)
+    if found.without_it is not None:
+        raise ConfigError(f"the tier {found.tier.name} does not fit, so nothing was started: {found.without_it}")
     return replace(found.plan, because=(*said, *found.because, *found.plan.because))
 
 

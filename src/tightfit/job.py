@@ -49,7 +49,7 @@ Tier = Literal[
     "quantized",
     "limit",
 ]
-"""Named corners of the levers. `auto`: the one for the card's size; `all`: every one, side by side."""
+"""Named corners of the levers. `auto`: the one for the card's size, or the next smaller one that fits; `all`: every one, side by side."""
 
 Count = Annotated[int, Ge(1)]
 Number = Annotated[int, Ge(0)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from small_questions import card, machine, preset
 
@@ -84,6 +86,31 @@ def test_auto_goes_by_the_size_of_the_card(size: int, name: str) -> None:
     assert tier.name == name
     assert f"{size} GB" in why
     assert name in why
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_auto_goes_on_to_a_tier_that_fits(size: int) -> None:
+    """A 1.8B model under the usual tier for the card needs 5.4 GiB."""
+    job = Job(model="qwen1.5-1.8b", method="lora", sequence=2048, effective_batch=16, precision="fp16")
+    explicit = frozenset({"method", "sequence", "effective_batch", "precision"})
+    shape, hardware = preset("qwen1.5-1.8b"), machine(f"1x{size}GB", "32GB")
+    found = tiered("auto", job, shape, hardware, explicit)
+    assert found.tier.name == "minimal"
+    assert found.fits
+    assert "stage3 does not hold this training: minimal is the next that does." in found.because
+    assert plan(replace(job, tier="auto"), shape, hardware).fits
+
+
+def test_where_no_tier_fits_and_the_free_search_does_nothing_costly_is_advised() -> None:
+    job = Job(model="qwen1.5-1.8b", method="lora", sequence=2048, effective_batch=16, precision="fp16")
+    explicit = frozenset({"method", "sequence", "effective_batch", "precision"})
+    found = tiered("stage3", job, preset("qwen1.5-1.8b"), machine("1x4GB", "32GB"), explicit)
+    assert not found.fits
+    assert found.plan is not None
+    assert found.plan.remedies == ()
+    assert found.without_it is not None
+    assert "leave --tier out, and ZeRO-3, optimizer + weights on CPU fits in 3." in found.without_it
+    assert "(the training stays as it is)" in found.without_it
 
 
 def test_auto_goes_by_the_size_on_the_box() -> None:

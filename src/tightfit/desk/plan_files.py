@@ -177,6 +177,8 @@ def write_plan(
 
     answered = plan_of(answer)
     if answered.chosen is None:
+        if isinstance(answer, Tiered) and answer.without_it is not None:
+            raise ConfigError(f"the tier {answer.tier.name} does not fit, so nothing was written: {answer.without_it}")
         every_gpu = isinstance(answer, Limit)
         narrow = beyond(startable, answered, every_gpu=every_gpu) is not None
         way = f"--launcher {STARTS_ANY} would make it fit" if narrow else way_out(answered, HOW_FAR)

@@ -18,7 +18,7 @@ from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.search import Found, search
-from tightfit.planner.tier_values import STANDS_IN, TIERS, applied, by_memory
+from tightfit.planner.tier_values import STANDS_IN, TIERS, applied, from_card_down
 from tightfit.types import ConfigError, Hardware, Lora, ModelShape
 
 __all__ = ["Bounds", "Plan", "Remedy", "Way", "answered", "plan", "plan_within", "question_of"]
@@ -56,6 +56,8 @@ def plan_within(
     """See `plan`; with what earlier runs have taught, where the bounds bring it."""
     shape = shape or model_of(job)
     hardware = hardware or hardware_of(job)
+    if job.tier == "auto" and "engine" not in job.levers:
+        return _auto(bounds, job, shape, hardware, said)
     costs: tuple[str, ...] = ()
     if job.tier is not None and "engine" not in job.levers:
         job, costs = _tiered(job, hardware)
@@ -88,6 +90,16 @@ def answered(job: Job, question: Question, said: tuple[str, ...] = (), *, advice
     return replace(answer, because=reasons.of_plan(answer, question, said), search_s=perf_counter() - began)
 
 
+def _auto(bounds: Bounds, job: Job, shape: ModelShape, hardware: Hardware, said: tuple[str, ...]) -> Plan:
+    """The first tier that fits, from the one for this card down; where none does, how far the smallest is from it."""
+    *larger, smallest = from_card_down(hardware)
+    for tier in larger:
+        found = plan_within(replace(bounds, advice=False), replace(job, tier=tier.name), shape, hardware, said)
+        if found.fits:
+            return found
+    return plan_within(bounds, replace(job, tier=smallest.name), shape, hardware, said)
+
+
 def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
     """The job with its tier's values wherever it has its defaults, and what that changes in the result.
 
@@ -95,10 +107,8 @@ def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
     """
     if job.tier == "all":
         raise ConfigError("tier: all is a comparison, not a plan: name one tier, or auto")
-    tier = by_memory(hardware)[0] if job.tier == "auto" else TIERS[str(job.tier)]
-    said = dump_job(job)
-    names = {*said, *(f"levers.{lever}" for lever in job.levers)}
-    return applied(tier, job, hardware, frozenset(names))
+    names = {*dump_job(job), *(f"levers.{lever}" for lever in job.levers)}
+    return applied(TIERS[str(job.tier)], job, hardware, frozenset(names))
 
 
 def _computable(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:

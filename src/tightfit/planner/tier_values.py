@@ -156,6 +156,12 @@ def by_memory(hardware: Hardware) -> tuple[Tier, str]:
     return TIERS[name], f"--tier auto: a card of {size} GB gets {name} ({TIERS[name].about})."
 
 
+def from_card_down(hardware: Hardware) -> list[Tier]:
+    """The tier for this card, and those for smaller ones, which a larger model needs."""
+    names = [name for _, name in BY_MEMORY]
+    return [TIERS[name] for name in names[names.index(by_memory(hardware)[0].name) :]]
+
+
 def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) -> tuple[Job, tuple[str, ...]]:
     """The job with the tier's values wherever the user said nothing, and what that changes in the result."""
     costs: list[str] = []

@@ -12,8 +12,8 @@ from tightfit.job import Job
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.plan import Bounds, Plan
-from tightfit.planner.tier_values import TIERS, Tier, applied, by_memory
-from tightfit.priced import GIB, strategy_name
+from tightfit.planner.tier_values import TIERS, Tier, applied, by_memory, from_card_down
+from tightfit.priced import GIB, amounts, strategy_name
 from tightfit.types import ConfigError, Hardware, ModelShape, UserError
 
 __all__ = ["TIERS", "Tier", "Tiered", "all_tiers", "applied", "by_memory", "tiered"]
@@ -32,6 +32,20 @@ class Tiered:
     free: Plan | None = None
     because: tuple[str, ...] = ()
 
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def without_it(self) -> str | None:
+        """What would run without the tier, which does not; None: nothing would, or the tier does."""
+        way = self.free.chosen if self.free is not None else None
+        if self.fits or way is None:
+            return None
+        needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
+        changes = "; ".join(way.changes) or "the training stays as it is"
+        return f"leave --tier out, and {strategy_name(way.levers)} fits in {needed} of {size} GiB ({changes})"
+
 
 def tiered(
     name: str,
@@ -42,19 +56,31 @@ def tiered(
     calibration: Calibration | None = None,
 ) -> Tiered:
     """One tier, or `auto`; `explicit` names the fields of the job that the user set (`sequence`, `levers.engine`)."""
-    said: tuple[str, ...] = ()
-    if name == "auto":
-        tier, sentence = by_memory(hardware)
-        said = (sentence,)
-    elif name in TIERS:
-        tier = TIERS[name]
-    else:
+    if name not in (*TIERS, "auto"):
         from tightfit.inputs.flags import meant
 
         raise ConfigError(f"--tier knows no {name!r}{meant(name, [*TIERS, 'auto', 'all'])}")
-    free = plan_within(Bounds(calibration=calibration), replace(job, tier=None), shape, hardware)
-    found = _planned(tier, job, shape, hardware, explicit, calibration)
+    tiers = from_card_down(hardware) if name == "auto" else [TIERS[name]]
+    bounds = Bounds(calibration=calibration)
+    free = plan_within(bounds, replace(job, tier=None), shape, hardware)
+    for tier in tiers:
+        # A change of the training is no advice where the training fits as it is, or where a smaller tier may.
+        advised = replace(bounds, advice=not free.fits and tier is tiers[-1])
+        found = _planned(tier, job, shape, hardware, explicit, advised)
+        if found.fits:
+            break
+    said = _passed_over(hardware, found) if name == "auto" else ()
     return replace(found, free=free, because=(*said, *_instead(free)))
+
+
+def _passed_over(hardware: Hardware, found: Tiered) -> tuple[str, ...]:
+    """Which tier the card alone would get, and why it is another."""
+    usual, sentence = by_memory(hardware)
+    if found.tier is usual:
+        return (sentence,)
+    if found.fits:
+        return (sentence, f"{usual.name} does not hold this training: {found.tier.name} is the next that does.")
+    return (sentence, f"Neither {usual.name} nor a tier for smaller cards holds this training.")
 
 
 def all_tiers(
@@ -65,7 +91,8 @@ def all_tiers(
     calibration: Calibration | None = None,
 ) -> list[Tiered]:
     """Every tier side by side."""
-    return [_planned(tier, job, shape, hardware, explicit, calibration) for tier in TIERS.values()]
+    bounds = Bounds(calibration=calibration, advice=False)
+    return [_planned(tier, job, shape, hardware, explicit, bounds) for tier in TIERS.values()]
 
 
 def _planned(
@@ -74,11 +101,11 @@ def _planned(
     shape: ModelShape,
     hardware: Hardware,
     explicit: frozenset[str],
-    calibration: Calibration | None,
+    bounds: Bounds,
 ) -> Tiered:
     try:
         changed, costs = applied(tier, job, hardware, explicit)
-        answer = plan_within(Bounds(calibration=calibration), changed, shape, hardware)
+        answer = plan_within(bounds, changed, shape, hardware)
         return Tiered(tier=tier, plan=_with_costs(answer, costs), costs=costs)
     except UserError as error:
         return Tiered(tier=tier, plan=None, problem=str(error))
