@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tightfit.job import Job
+from tightfit.job import Tier as TierName
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.planner.candidates import BY_PARAMETER, FRUGAL, has_fsdp2
 from tightfit.priced import GIB
@@ -20,7 +21,7 @@ from tightfit.types import ConfigError, Hardware, Precision
 class Tier:
     """What a name stands for."""
 
-    name: str
+    name: TierName
     about: str
     engine: str
     offload_optimizer: str = "none"
