@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -133,6 +134,21 @@ def test_a_dry_run_writes_nothing(shell: Shell) -> None:
     assert os.listdir(shell.folder) == []
     told = json.loads(shell.run("good", *TINY, "--dry_run", "--json"))
     assert told["plan"]["fits"] is True
+    assert os.listdir(shell.folder) == []
+
+
+def test_a_dry_run_where_nothing_fits_shows_every_shortage(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--model", "llama-3.1-8b", "--seq", "8192", "--margin", "80%", "--dry-run"]
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("tightfit: nothing fits, so nothing was started: ")
+    assert err.count("\n") == 1
+    table, _, lacks = out.partition("What each lacks:")
+    rows = [line for line in table.splitlines() if line.startswith("× ") and "does not fit" not in line]
+    assert len(rows) == sum(line.startswith("  - ") for line in lacks.splitlines()) > 3
+    assert re.search(r"GiB more than the card has .*, and \S+ GiB more host RAM", " ".join(lacks.split()))
+    assert main([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["plan"]["fits"] is False
     assert os.listdir(shell.folder) == []
 
 

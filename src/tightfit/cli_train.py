@@ -21,12 +21,13 @@ from tightfit import cli_train_flags
 from tightfit.cli_train_again import Manner, TrainCourse
 from tightfit.cli_train_machine import Busy, Machine, machine_for, nodes_of, reservations, wait_while_busy
 from tightfit.cli_train_report import report, say_way_up, way_up
-from tightfit.cli_train_request import Ready, prepare
+from tightfit.cli_train_request import NothingFits, Ready, prepare
 from tightfit.cli_train_resume import Resume, resume_of
 from tightfit.cli_train_stages import train_stages
 from tightfit.desk.plan import check_flags
 from tightfit.desk.stages import each_stage
 from tightfit.inputs.occupancy import Holder
+from tightfit.planner.plan import Plan
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
@@ -88,7 +89,12 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
             anyway=resume.anyway,
         ),
     )
-    ready = _prepared(args, asked)
+    try:
+        ready = _prepared(args, asked)
+    except NothingFits as error:
+        if hasattr(args, "dry_run"):
+            _show_shortages(error.plan, as_json=asked.as_json)
+        raise
     check_folder(ready.own_folder, overwrite=asked.overwrite)
     ready = replace(ready, said=(*ready.said, *filter(None, [resume.sentence(ready.folder)])))
     if hasattr(args, "port") and ready.nodes.rank == 0:
@@ -158,6 +164,21 @@ def _memory_report(machine: Machine, total: int | None, free: int | None) -> dic
         "holders_of_some_gpu": plain(machine.occupancy.unplaced),
         "host_ram": {"total_bytes": total, "free_bytes": free, "reserved": runs},
     }
+
+
+def _show_shortages(plan: Plan, *, as_json: bool) -> None:
+    """What was priced and how far each is from fitting; the error that follows says what would help."""
+    if as_json:
+        from tightfit.desk.plan_report import plan_report
+
+        print(json.dumps({"folder": None, "plan": plan_report(plan)}, indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    from tightfit.screen import open_console
+    from tightfit.screen_plan import draw_plan, draw_shortages
+
+    console = open_console()
+    draw_plan(console, plan)
+    draw_shortages(console, plan)
 
 
 def _dry_run(ready: Ready, asked: Asked) -> int:

@@ -85,7 +85,7 @@ def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
     startable = startable_of(request.job, target, calibration_of(args, request.job))
     answer = answer_of(args, request, startable, every_gpu=nodes.count > 1)
     if answer.chosen is None:
-        raise ConfigError(f"nothing fits, so nothing was started: {way_out(answer, HOW_FAR)}")
+        raise NothingFits(answer)
     files = rendered(answer, request.job, target)
     worker = worker_file(files[WORKER_FILE], WORKER_FILE)
     ids = request.job.hardware.gpu_ids
@@ -102,6 +102,14 @@ def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
 
 
 HOW_FAR = "`tightfit plan` with the same flags shows how far it is"
+
+
+class NothingFits(ConfigError):
+    """With all that was priced, for whoever shows how far it is."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(f"nothing fits, so nothing was started: {way_out(plan, HOW_FAR)}")
+        self.plan = plan
 
 
 def answer_of(args: argparse.Namespace, request: Request, startable: Startable, *, every_gpu: bool) -> Plan:

@@ -76,6 +76,12 @@ def draw_plan(console: Console, plan: Plan, lead: Sequence[str] = (), *, with_mo
     draw_list(console, "Never run by us:", plan.unproven)
 
 
+def draw_shortages(console: Console, plan: Plan) -> None:
+    """Where nothing fits: how much every way of the table lacks, and of what."""
+    lacking = [f"{strategy_name(way.levers)} {missing(way)}." for way in worth_showing(plan)]
+    draw_list(console, "What each lacks:", lacking)
+
+
 def draw_tier(console: Console, tiered: Tiered) -> None:
     """A tier beside what the free search would do."""
     plan = tiered.plan

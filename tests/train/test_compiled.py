@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tightfit.train.compiled import compiled_parts, left_locks, remove
+import patience
+from tightfit.train.compiled import compiled_parts, left_locks, remove, told_meanwhile
 
 
 def test_a_lock_is_left_when_nobody_holds_it(tmp_path: Path) -> None:
@@ -21,6 +23,31 @@ def test_a_lock_is_left_when_nobody_holds_it(tmp_path: Path) -> None:
     assert left_locks(tmp_path) == (lock,)
     assert remove((lock,)) == f"a process that was killed while it compiled had left {lock}: removed"
     assert not lock.exists()
+
+
+def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.train.compiled.LOOK_S", 0.01)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    said: list[str] = []
+
+    def until(text: str) -> None:
+        end = patience.now() + 20
+        while said[-1] != text:
+            assert patience.now() < end, said
+            time.sleep(0.01)
+
+    with told_meanwhile("starting DeepSpeed", said.append):
+        for part, usual in (("cpu_adam", "1 to 2 min"), ("odd", "some min")):
+            lock = tmp_path / part / "lock"
+            lock.parent.mkdir()
+            lock.touch()
+            began = time.mktime(time.strptime("2026-02-03 14:02", "%Y-%m-%d %H:%M"))
+            os.utime(lock, (began, began))
+            until(f"compiling {part} since 14:02 (once; usually {usual})")
+            (lock.parent / f"{part}.so").touch()
+            until("starting DeepSpeed")
+            lock.unlink()
+    assert len(said) == 5, "each is said once"
 
 
 def test_the_folder_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from tightfit.runs.health import Held, Planned, Seen, judged
 from tightfit.runs.heartbeat import STAGES, Beat, Quiet
 from tightfit.runs.lines import duration, line_of
 from tightfit.runs.stacks import Frame, Stand
+from tightfit.train.compiled import USUALLY, Compiling
 from tightfit.web.retold import retold
 from tightfit.web.sentences import FILES, pairs_of, said_in
 
@@ -132,6 +133,10 @@ def test_all_events_that_have_a_line_are_tried() -> None:
     elsewhere = {"Proof", "Warned", "CheckpointFailed", "Other"}  # below
     silent = {"Started", "Step", "Progress", "Failed", "Ended"}
     assert {each.__name__ for each in get_args(run_events.Event)} == tried | elsewhere | silent
+
+
+def test_what_is_compiled_is_told() -> None:
+    assert untold(str(Compiling(part, 0.0)) for part in (*USUALLY, "odd")) == []
 
 
 def test_what_is_proved_at_the_start_is_told() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tightfit.train import build
 from tightfit.train.adapters import adapter_dtype, add_adapters, quantise
 from tightfit.train.audit import Oddity, audit
+from tightfit.train.compiled import told_meanwhile
 from tightfit.train.config import WorkerConfig
 from tightfit.train.engines import Engine
 from tightfit.train.events import Events
@@ -143,8 +144,8 @@ class _Assembly:
             return self._fsdp2(model, origin, progress), oddities, recomputed
         materialise(model, self.place.device)
         fill(model, origin, self.place.rank, progress)
-        events.told("starting DeepSpeed", 0, 1)  # it may compile an optimizer first, for a minute
-        return self._deepspeed(model), oddities, recomputed
+        with told_meanwhile("starting DeepSpeed", events.doing):
+            return self._deepspeed(model), oddities, recomputed
 
     def _deepspeed(self, model: Any) -> Engine:
         from tightfit.train.engines.deepspeed import DeepSpeed

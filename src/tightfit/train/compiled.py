@@ -7,8 +7,11 @@ everybody who comes later waits for it without end and without a word.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 LOCK = "lock"
@@ -19,6 +22,61 @@ def compiled_parts() -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory("deepspeed_shm_comm", False)).parent
+
+
+USUALLY = {"deepspeed_shm_comm": "1 min", "cpu_adam": "1 to 2 min", "async_io": "2 min", "fused_adam": "1 to 2 min"}
+"""On two free cores; by the folder of the part."""
+ELSE = "some min"
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """A part on which somebody works."""
+
+    part: str
+    since: float
+
+    def __str__(self) -> str:
+        at = time.strftime("%H:%M", time.localtime(self.since))
+        return f"compiling {self.part} since {at} (once; usually {USUALLY.get(self.part, ELSE)})"
+
+
+def compiling(folder: Path) -> Compiling | None:
+    """The part that has been compiled for the longest, by whichever process; one that is only looked up is there."""
+    found = []
+    for lock in folder.glob(f"*/{LOCK}"):
+        part = lock.parent
+        with suppress(OSError):  # it was done just now
+            if not (part / f"{part.name}.so").exists():
+                found.append(Compiling(part.name, lock.stat().st_mtime))
+    return min(found, key=lambda each: each.since, default=None)
+
+
+@contextmanager
+def told_meanwhile(what: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Say what is done in the block, and while DeepSpeed compiles for it, which part and since when.
+
+    Each is said once: nobody may take this for a sign of life of a process that waits for a lock without end.
+    """
+    done = threading.Event()
+
+    def look() -> None:
+        said = None
+        while not done.wait(LOOK_S):
+            now = compiling(compiled_parts())
+            if now != said:
+                tell(what if now is None else str(now))
+            said = now
+
+    tell(what)
+    watching = threading.Thread(target=look, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watching.join()
 
 
 def left_locks(folder: Path) -> tuple[Path, ...]:

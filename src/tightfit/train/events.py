@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class Events:
     def __init__(self, folder: Path, *, speaks: bool, lines: Lines | None = None) -> None:
         """`lines`: where the events are printed as well; None: whoever follows the file shows them."""
-        self._file, self._lines = None, lines
+        self._file, self._lines, self._one_at_a_time = None, lines, threading.Lock()
         self.watcher = Watcher()
         """Others who are told of steps and evaluations; nobody, unless they are asked for."""
         self.path = folder / EVENTS
@@ -45,9 +46,10 @@ class Events:
         if self._file is None:
             return
         line = json.dumps(_plain({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False)
-        self._put(line.encode() + b"\n")
-        if self._lines is not None and (told := event_of(line)) is not None:
-            self._lines.show(told)
+        with self._one_at_a_time:
+            self._put(line.encode() + b"\n")
+            if self._lines is not None and (told := event_of(line)) is not None:
+                self._lines.show(told)
         if event == "step":
             self.watcher.step(fields)
         elif event == "eval":
@@ -59,6 +61,10 @@ class Events:
     def told(self, what: str, done: int, total: int) -> None:
         """For those that say each time what they do."""
         self.write("progress", what=what, done=done, total=total)
+
+    def doing(self, what: str) -> None:
+        """For what has no measure."""
+        self.told(what, 0, 1)
 
     def close(self) -> None:
         self.watcher.close()

@@ -19,7 +19,7 @@ from tightfit.train import place as places
 from tightfit.train.assemble import Assembled, Found, assemble
 from tightfit.train.build import hf_config
 from tightfit.train.checkpoint import Habits, Saver
-from tightfit.train.compiled import compiled_parts, left_locks, remove
+from tightfit.train.compiled import compiled_parts, left_locks, remove, told_meanwhile
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
 from tightfit.train.engines import Diverged
@@ -350,12 +350,11 @@ class Worker:
         if self.config.levers.engine != "fsdp2":
             from tightfit.train.engines.deepspeed import join
 
-            first = not any(compiled_parts().glob("*/*.so"))
-            self.events.told("loading DeepSpeed" + first * ", which may compile for minutes the first time", 0, 1)
             self._clear_locks()
-            join(self.place)
-        if nvme.on_nvme(self.config.levers):
-            nvme.load()
+            with told_meanwhile("loading DeepSpeed", self.events.doing):
+                join(self.place)
+                if nvme.on_nvme(self.config.levers):
+                    nvme.load()
         whole = self.config.levers.lora is None  # an adapter's checkpoint holds no base
         folders = Found(
             weights=prepared.weights,
