@@ -20,6 +20,7 @@ from tightfit.runs.cause import known_config
 from tightfit.runs.checkpoints import step_of, written_first
 from tightfit.runs.failure import last_words
 from tightfit.runs.folder import RUNS, RunFolder
+from tightfit.runs.foreign_record import KIND as FOREIGN
 from tightfit.runs.watching import read_record
 from tightfit.types import ConfigError
 
@@ -63,7 +64,9 @@ def of_run(path: Path) -> Question:
     folder = RunFolder(path)
     newest = _newest_attempt(path)
     state, code = _ended(folder.record)
-    failed = newest if state != "done" and newest is not None and not any((path / "logs").glob("*.log")) else None
+    # Another trainer's logs lie with its attempts, also when it ended well; ours are moved there after a failure.
+    in_attempts = state != "done" or _read(folder.record).get("kind") == FOREIGN
+    failed = newest if in_attempts and newest is not None and not any((path / "logs").glob("*.log")) else None
     logs = sorted((failed or path / "logs").rglob("*.log"))
     sources = [LogSource(name=str(log.relative_to(path)), path=log, rank=rank_of(log)) for log in logs]
     sources += list(_words(failed / "errors" if failed else folder.errors, path))

@@ -1,7 +1,7 @@
 """`tightfit run -- COMMAND…`: another trainer, watched, diagnosed, and started again where that may help.
 
-Exit code: the command's own, of its last start (128 and the signal's number where a signal ended it); 2 for what the
-user has to change before anything is started.
+Exit code: the command's own, of its last start (128 and the signal's number where a signal ended it; 1 where it was 0
+and the loss was NaN to the end); 2 for what the user has to change before anything is started.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXAMPLE = """tightfit run -- llamafactory-cli train qwen32b_lora.yaml
   tightfit run --dry-run -- accelerate launch --config_file acc.yaml train.py
   tightfit run --output runs/a -- python train.py --output_dir out"""
 EXIT_CODES = {
-    "0 … 255": "the command's own, of its last start",
+    "0 … 255": "the command's own, of its last start; 1 instead of 0 where its loss was NaN to the end",
     **CHANGE,
 }
 WRITES = (
@@ -245,9 +245,10 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 
 
 def _say(text: str) -> None:
-    """On stderr: the command's own output stays what it is."""
+    """On stderr: the command's own output stays what it is. The two words keep what is told apart from the sentence of
+    a `tightfit` that was refused, for a diagnosis of the log."""
     try:
-        print(f"tightfit: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        print(f"tightfit run: {' '.join(text.split())}", file=sys.stderr, flush=True)
     except OSError:  # a terminal that has closed must not cost the run
         return
 
@@ -293,10 +294,14 @@ def _say_end(ended: Ended, folder: Path) -> None:
     times = "at the first attempt" if many == 1 else f"after {many} attempts"
     if ended.state == "done":
         _say(f"done {times}; {peak}")
+        if ended.verdict is not None:
+            _say(f"but look at it: {ended.verdict.cause}")
     elif ended.state == "interrupted":
         _say(f"stopped as asked; {peak}")
     else:
-        _say_failure(ended, folder, f"it failed {times}; {peak}")
+        own = ended.records[-1].exit_codes
+        said = "it ended as if all were well" if own and not any(own) else "it failed"
+        _say_failure(ended, folder, f"{said} {times}; {peak}")
     if ended.files:
         _say(f"configs written: {', '.join(str(path) for path in ended.files)}")
 

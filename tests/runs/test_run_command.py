@@ -142,7 +142,7 @@ def test_memory_without_a_config_stops_with_what_helps(run: Run, tmp_path: Path,
     assert done.returncode == 1
     assert "The GPU ran out of memory" in done.stderr
     assert "there is no config that tightfit could change" in done.stderr
-    assert "  - " in done.stderr or "tightfit: - " in done.stderr
+    assert "  - " in done.stderr or "tightfit run: - " in done.stderr
     found = record(tmp_path / "tightfit-run-1")
     assert (found["cause"]["kind"], found["next"]["action"]) == ("device-oom", "stop")
     told = subprocess.run(
@@ -161,6 +161,37 @@ if not mark.exists():
     signal.pause()
 print("second start")
 """
+
+
+NUMBERS = """
+for step in range(1, 8):
+    print({"loss": float("nan") if FIRST <= step <= LAST else 2.0, "grad_norm": 1.0, "learning_rate": 1e-4})
+"""
+
+
+def test_a_loss_that_is_nan_to_the_end_is_not_done(run: Run, tmp_path: Path) -> None:
+    name = script(tmp_path, NUMBERS.replace("FIRST", "4").replace("LAST", "9"))
+    done = run("--output", "a", "--", sys.executable, name)
+    assert done.returncode == 1
+    assert "it ended as if all were well" in done.stderr
+    assert "The loss became nan and did not recover" in done.stderr
+    assert "tightfit run: done" not in done.stderr
+    assert record(tmp_path / "a")["state"] == "failed"
+    told = [sys.executable, "-m", "tightfit", "diagnose", "a", "--json"]
+    found = json.loads(subprocess.run(told, capture_output=True, text=True, check=False).stdout)
+    assert found["verdict"]["id"] == "loss-nan"
+
+
+def test_a_loss_that_recovers_is_done(run: Run, tmp_path: Path) -> None:
+    name = script(tmp_path, NUMBERS.replace("FIRST", "3").replace("LAST", "3"))
+    done = run("--output", "a", "--", sys.executable, name)
+    assert done.returncode == 0
+    assert "tightfit run: done at the first attempt" in done.stderr
+    (tmp_path / "all.log").write_text(done.stdout + done.stderr, encoding="utf-8")
+    for what in ("a", "all.log"):
+        told = [sys.executable, "-m", "tightfit", "diagnose", what, "--json"]
+        found = json.loads(subprocess.run(told, capture_output=True, text=True, check=False).stdout)
+        assert found["verdict"] is None
 
 
 PLAIN = """import sys

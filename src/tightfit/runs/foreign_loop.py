@@ -37,7 +37,10 @@ from tightfit.types import ConfigError, UserError
 LOG = "command.log"
 _PROGRESS = re.compile(rb"\b(\d{1,9})/\d{1,9} \[\d")
 _TAIL_BYTES = 65_536
+NO_RESULT = 1
+"""The exit code where the program says 0 and what it trained is no numbers."""
 LOOK_S = 0.1
+_SAME_NUMBERS = "the same numbers would come again: what helps has to be changed in the training itself"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +132,11 @@ class Rescue:
             self._clear_locks(began)
             if state != "failed":
                 self.advisor.learn(self.foreign, gone.peak)
-                self._close(gone, state, None)
-                return self._ended(gone, state, None, "")
+                found = judge(self._evidence(gone, number)).verdict if state == "done" else None
+                if found is not None and found.kind in NUMBERS:
+                    state = "failed"  # a model of NaNs is no result, whatever the program thinks of it
+                self._close(gone, state, found)
+                return self._ended(gone, state, found, _SAME_NUMBERS if state == "failed" else "")
             verdict = self._judged(gone, number)
             self._close(gone, state, verdict)
             decision, following, changed = self._next(verdict)
@@ -187,14 +193,7 @@ class Rescue:
     def _judged(self, gone: Gone, number: int) -> Verdict:
         if gone.stuck is not None:
             return _hung(gone.stuck, left_locks(inherited(self.foreign.environment), ours_since=0.0))
-        log = attempts.record_path(self.folder, number).with_suffix("") / LOG
-        evidence = Evidence(
-            logs=(LogSource(name=str(log.relative_to(self.folder)), path=log),),
-            exits=(RankExit(rank=None, code=gone.code, at=gone.at),),
-            kernel=gone.kernel.lines,
-            config=known_config(self.foreign),
-        )
-        found = judge(evidence).verdict
+        found = judge(self._evidence(gone, number)).verdict
         if found is None:
             said = f"The command ended with exit code {gone.code}, and nothing in its output says why."
             found = Verdict(id="silent-exit", kind="unknown", cause=said, confidence="possible", evidence=(), fixes=())
@@ -202,6 +201,15 @@ class Rescue:
             said = "A process was killed from outside (SIGKILL), and not by the kernel for want of memory."
             found = replace(found, kind="preempted", cause=said)
         return found
+
+    def _evidence(self, gone: Gone, number: int) -> Evidence:
+        log = attempts.record_path(self.folder, number).with_suffix("") / LOG
+        return Evidence(
+            logs=(LogSource(name=str(log.relative_to(self.folder)), path=log),),
+            exits=(RankExit(rank=None, code=gone.code, at=gone.at),),
+            kernel=gone.kernel.lines,
+            config=known_config(self.foreign),
+        )
 
     def _close(self, gone: Gone, state: str, verdict: Verdict | None) -> None:
         kept = kept_by(self.foreign)
@@ -223,7 +231,7 @@ class Rescue:
     def _next(self, verdict: Verdict) -> tuple[Decision, Foreign | None, tuple[str, ...]]:
         """What is done, the next command, and what changes; no command: it ends here."""
         if verdict.kind in NUMBERS:
-            return _stop("the same numbers would come again: what helps has to be changed in the training itself")
+            return _stop(_SAME_NUMBERS)
         decision = decide(verdict, self.records, self.orders.policy, "")
         try:
             if decision.action == "smaller plan" and decision.shortfall is not None:
@@ -371,6 +379,8 @@ class Rescue:
 
     def _ended(self, gone: Gone, state: str, verdict: Verdict | None, because: str) -> Ended:
         code = gone.code if gone.code >= 0 else 128 - gone.code
+        if code == 0 and state == "failed":
+            code = NO_RESULT
         return Ended(
             code=code,
             state=state,
