@@ -5,6 +5,7 @@ fixtures/ID.txt     sections: `=== yes` must be that symptom, `=== no` must not 
                     ` | exit: -9` add evidence
 captured/ID[-N].log what programs that really failed printed: see capture.py
 corpus/ID--WHAT     whole logs with cascades; a folder has a log for each rank
+real_logs/N.json    logs of people, with the cause that their threads established
 healthy/WHAT.log    nothing is wrong, however it sounds
 """
 
@@ -18,7 +19,7 @@ from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExi
 
 HERE = Path(__file__).parent
 FIXTURES, CAPTURED = HERE / "fixtures", HERE / "captured"
-CORPUS, HEALTHY = HERE / "corpus", HERE / "healthy"
+CORPUS, HEALTHY, REAL = HERE / "corpus", HERE / "healthy", HERE / "real_logs"
 _HEAD = re.compile(r"^=== (yes|no)((?: \|[^|\n>]+| -> [\w-]+)*)$", re.MULTILINE)
 
 

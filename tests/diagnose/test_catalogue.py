@@ -43,7 +43,14 @@ def test_every_known_trap_has_its_entry() -> None:
 
 def test_every_expression_compiles_and_has_its_words() -> None:
     for symptom in catalogue().symptoms:
-        for pattern in (*symptom.lines, symptom.without, symptom.follows, symptom.precedes, symptom.frames):
+        for pattern in (
+            *symptom.lines,
+            *symptom.names,
+            symptom.without,
+            symptom.follows,
+            symptom.precedes,
+            symptom.frames,
+        ):
             assert pattern is None or re.compile(pattern.text)
         assert len(symptom.lines) == len(symptom.marks)
         assert all(symptom.marks)

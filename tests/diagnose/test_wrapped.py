@@ -186,3 +186,68 @@ def test_what_shells_of_other_languages_say(tmp_path: Path, line: str, wanted: s
     log.write_bytes(f"训练开始\n{line}\n".encode(encoding))
     found = judge(Evidence(logs=(LogSource(name="log", path=log),))).verdict
     assert (found and found.id) == wanted
+
+
+@pytest.mark.parametrize(
+    ("read", "symptom"),
+    [
+        (
+            'Traceback (most recent cal1 last):\n  Fi1e "/root/train.py", 1ine 120, in <modu1e>\n    trainer.train()\n'
+            "torch.cuda.OutOfMemoryError: CUDA out of memory . Tried to a1locate 2.OO GiB (GPU O; 23.69 GiB tota1 "
+            "capacity; 20.OO GiB a1ready a1located; 1.20 GiB free; 21.00 GiB reserved in tota1 by PyTorch)\n",
+            "device-oom",
+        ),
+        (
+            'Traceback ( most recent call last ) :\nFile " /root/train . py " , line 120 , in < module >\n'
+            "ModuleNotFoundError : No module named ' wandb '\n",
+            "module-missing",
+        ),
+        (
+            "Traceback (most recent call last):\n  File \u201ca.py\u201d, line 1\nKeyError: \u2018chosen\u2019\n",
+            "data-field",
+        ),
+        ("ModuleNotFoundError\uff1a No module named \u2018wandb\u2019\n", "module-missing"),
+    ],
+)
+def test_a_log_that_a_machine_read_from_a_picture(read: str, symptom: str) -> None:
+    assert verdict_of(read).id == symptom
+
+
+def test_figures_are_read_from_a_picture_too() -> None:
+    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to a1locate 2.OO GiB (GPU 0; 23.69 GiB tota1 capacity)\n"
+    found = verdict_of(text).oom
+    assert found is not None
+    assert (found.asked, found.total) == (2 * 2**30, int(23.69 * 2**30))
+
+
+def test_a_one_between_letters_is_a_one_elsewhere() -> None:
+    found = verdict_of("Traceback (most recent call last):\n  File \"/job/l1ne.py\", line 1, in f1x\nKeyError: 'a1b'\n")
+    assert "a1b" in found.cause
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[W socket.cpp:426] The server socket has failed to bind to [::]:29871 (errno: 98 - Address already in use).\n"
+         "RuntimeError: The server socket has failed to listen on any local network address. port: 29871\n", "29871"),
+        ("ModuleNotFoundError: No module named 'wandb'\n", "wandb"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/data/train.jsonl'\n", "/data/train.jsonl"),
+        ("ImportError: /opt/venv/lib/python3.10/site-packages/flash_attn_2_cuda.cpython-310-x86_64-linux-gnu.so: "
+         "undefined symbol: _ZN3c10\n", "flash_attn"),
+        ("TypeError: TrainingArguments.__init__() got an unexpected keyword argument 'evaluation_strategy'\n",
+         "evaluation_strategy"),
+        ("ValueError: Undefined dataset mydata in dataset_info.json.\n", "mydata"),
+        ("ValueError: Can't find a valid checkpoint at ./out/checkpoint-500\n", "./out/checkpoint-500"),
+        ("OSError: [Errno 28] No space left on device: '/out/model.safetensors'\n", "/out/model.safetensors"),
+        ("PermissionError: [Errno 13] Permission denied: '/cache/hub'\n", "/cache/hub"),
+    ],
+)  # fmt: skip
+def test_a_verdict_names_what_the_log_names(text: str, told: str) -> None:
+    """The port, the package, the file: in the sentence, and in the command where there is a place for it."""
+    found = verdict_of(text)
+    assert told in found.cause
+    assert not any("PACKAGE" in each or "grep 29500" in each for each in commands(found))
+
+
+def test_what_a_log_does_not_name_is_left_out() -> None:
+    assert verdict_of("RuntimeError: Address already in use\n").cause.endswith("a left-over process.")

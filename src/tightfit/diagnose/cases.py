@@ -12,10 +12,13 @@ from tightfit.diagnose.fitting import around, best, refined
 from tightfit.diagnose.oom import OomMessage, read_oom
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.phases import phase_of
+from tightfit.diagnose.said import is_raised
 from tightfit.diagnose.scan import Finding, Scan
 
 _MOST_LETTERS = 160
 _LINES_ON = 3
+_NEAR_AFTER, _NEAR_BEFORE = 12, 12
+"""Lines around a finding that may name what it is about."""
 _MEMORY = ("device-oom", "fragmentation", "other-process")
 
 
@@ -82,13 +85,21 @@ def _names(symptom: Symptom, finding: Finding) -> dict[str, str]:
     text = finding.message.whole
     names: dict[str, str] = {}
     for pattern in (*symptom.lines, symptom.follows, symptom.frames):
-        where = text if pattern in symptom.lines else "\n".join([text, *finding.after])
+        alone = pattern in symptom.lines and not symptom.refines
+        where = text if alone else "\n".join([text, *finding.after])
         if pattern is symptom.frames and finding.traceback is not None:
             where = finding.traceback.place
         found = pattern.search(where) if pattern is not None else None
         if found is not None:
             names |= {name: value for name, value in found.groupdict().items() if value}
+    near = [text, *finding.after[:_NEAR_AFTER], *reversed(finding.before[-_NEAR_BEFORE:])]
     if finding.traceback is not None:
+        near[1:1] = [line for _, line in reversed(finding.traceback.frames)]
+    for pattern in symptom.names:
+        told_by = next((found for line in near if (found := pattern.search(line))), None)
+        if told_by is not None:
+            names = {name: value for name, value in told_by.groupdict().items() if value} | names
+    if finding.traceback is not None or is_raised(finding.message):
         told = re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", finding.message.head.rstrip(". "), count=1)
         if told.endswith(":"):
             told += " " + next((line.strip() for line in finding.after[:3] if line.strip()), "")

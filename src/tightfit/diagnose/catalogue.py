@@ -119,6 +119,8 @@ class Symptom:
     """In the lines before it."""
     frames: Expression | None = None
     """In the traceback."""
+    names: tuple[Expression, ...] = ()
+    """Not asked for: what they find around the line is filled in."""
     refines: tuple[str, ...] = ()
     """Symptoms of which this is a special case."""
     doing: tuple[Doing, ...] = ()
@@ -253,8 +255,8 @@ _LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TEXTS = ("id", "kind", "title", "cause", "role", "confidence")
 _PATTERNS = ("without", "follows", "precedes", "frames")
 _NUMBERS = ("least_steps", "most_steps", "repeats", "weight")
-_KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, "lines", "anywhere", "refines", "doing", "oom", "settings", "exits", "fixes",
-         "sources", "catches", "bare", "vague"}  # fmt: skip
+_KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, "lines", "names", "anywhere", "refines", "doing", "oom", "settings", "exits",
+         "fixes", "sources", "catches", "bare", "vague"}  # fmt: skip
 _VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)}
 """Keys of a remedy, and whose cards each is for; the later ones count."""
 _REMEDY_KEYS = {"text", "command", "sets", "costly", "where", "unless", *_VENDORS}
@@ -307,6 +309,7 @@ class _Entry:
             follows=self._any("follows"),
             precedes=self._any("precedes"),
             frames=self._any("frames"),
+            names=tuple(self._pattern(text) for text in self._list("names")),
             least_steps=values.get("least_steps"),
             most_steps=values.get("most_steps"),
             repeats=values.get("repeats", 1),

@@ -18,7 +18,7 @@ KERNEL = "kernel log"
 _THREADS = 3
 _LOW: tuple[Level, ...] = ("debug", "info", "warning")
 _WARNING = re.compile(r"\b[A-Z]\w*Warning: ")
-_SAID_IN_PASSING: tuple[Kind, ...] = ("environment", "config", "code", "data")
+_SAID_IN_PASSING: tuple[Kind, ...] = ("environment", "config")
 """What programs warn of at their start, and then do without."""
 _FOLLOWING: tuple[Kind, ...] = ("communication", "hang", "preempted", "hardware", "unknown")
 """What may well have followed from a remark that was none."""
@@ -66,7 +66,7 @@ class Case:
         if self.finding is None or self.symptom.role == "note":
             return False
         later = self.finding.later
-        if self.is_remark and (later.losses or later.steps):
+        if self.is_remark and (later.losses or later.steps - {b"0"}):
             return True
         return later.recovered if self.symptom.role == "state" else later.went_on
 

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from tightfit.diagnose.doing import signs_in
 from tightfit.diagnose.evidence import LogSource
+from tightfit.diagnose.ocr import mended
 from tightfit.diagnose.shells import in_english
 from tightfit.diagnose.wrapped import unwrapped
 
@@ -62,7 +63,7 @@ def pieces(source: LogSource) -> Iterator[Piece]:
 
 def _numbered(texts: Iterator[bytes], number: int) -> Iterator[Piece]:
     for text in _cut(texts):
-        data = in_english(unwrapped(text.replace(b"\r\n", b"\n") if b"\r" in text else text))
+        data = mended(in_english(unwrapped(text.replace(b"\r\n", b"\n") if b"\r" in text else text)))
         if b"\x1b" in data:
             data = _COLOURS.sub(b"", data)
         yield Piece(data, number)

@@ -53,6 +53,11 @@ _HARMLESS = re.compile(
 )
 
 
+def is_raised(message: Message) -> bool:
+    """Whether a line begins with the name of an exception."""
+    return _RAISED.match(message.text) is not None
+
+
 def is_harmless(text: str) -> bool:
     """Whether a line says of itself that the program goes on."""
     return _HARMLESS.search(text) is not None
@@ -66,7 +71,7 @@ def is_quoted(lead: str) -> bool:
 def is_said(message: Message, lead: str, *, anywhere: bool) -> bool:
     """Whether a phrase with this before it on its line is what the message says; `anywhere`: also unannounced."""
     lead = lead.strip()
-    if _RAISED.match(message.text):
+    if is_raised(message):
         return True
     if is_quoted(lead):
         return False

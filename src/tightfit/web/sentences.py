@@ -232,11 +232,11 @@ def _known(language: str) -> _Known:
     words: dict[str, str] = {}
     patterns: list[_Pattern] = []
     for english, told in (*pairs_of(language), *_symptoms(language)):
-        body = _body(english)
-        if _HOLES.search(body) is None:
-            words.setdefault(_small(body), told.removesuffix("。"))
-        else:
-            patterns += [_pattern(each, told.removesuffix("。")) for each in _variants(body)]
+        for body in _variants(_body(english)):
+            if _HOLES.search(body) is None:
+                words.setdefault(_small(body), _filled(told, {}).removesuffix("。"))
+            else:
+                patterns.append(_pattern(body, told.removesuffix("。")))
     return _Known(words, tuple(patterns))
 
 

@@ -1,0 +1,50 @@
+"""Logs of people, from public threads in which the cause was established: each is taken for what it was.
+
+`real_logs/NUMBER.json` has `source`, `title`, `cause` and `remedy` as the thread told them, the `log` (an excerpt, with
+secrets struck out), the `symptom` that it must be diagnosed as (null: nothing is wrong) and how the `first_try` was,
+before any rule was written for it. `docs/diagnose.md` shows the sums.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_logs import REAL
+
+from tightfit.diagnose.evidence import Evidence, LogSource
+from tightfit.diagnose.judge import judge
+from tightfit.diagnose.masks import masked
+
+THREADS: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(REAL.glob("*.json"))
+}
+PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"
+
+
+@pytest.mark.parametrize("thread", THREADS.values(), ids=THREADS)
+def test_a_real_log_gets_the_cause_that_its_thread_established(thread: dict[str, Any]) -> None:
+    found = judge(Evidence(logs=(LogSource(name="log", text=thread["log"]),))).verdict
+    assert (found and found.id) == thread["symptom"], thread["cause"]
+
+
+def test_no_secret_is_left_in_them() -> None:
+    assert [
+        name for name, thread in THREADS.items() for line in thread["log"].splitlines() if masked(line) != line
+    ] == []
+
+
+def test_the_page_has_the_score_of_the_first_try() -> None:
+    """Seen logs have even numbers; the others were kept aside until the rules were done."""
+    page = PAGE.read_text(encoding="utf-8")
+    for half, numbers in (("seen", (0,)), ("unseen", (1,))):
+        scores = Counter(thread["first_try"] for name, thread in THREADS.items() if int(name) % 2 in numbers)
+        if scores:
+            row = re.search(rf"\| {half} \|(.*)\|", page)
+            assert row is not None, half
+            shown = [int(cell) for cell in row[1].split("|")]
+            assert shown == [scores.total(), *(scores[word] for word in ("right", "partly", "wrong", "nothing"))]
