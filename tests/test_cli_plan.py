@@ -421,7 +421,8 @@ def test_a_llamafactory_file_is_planned(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text(LLAMAFACTORY, encoding="utf-8")
     out = tmp_path / "out"
-    answer = shell.json(str(file), "--gpus", "4x24GB", "--host-ram", "64GB", "--write", str(out))
+    words = ("--gpus", "4x24GB", "--host-ram", "64GB", "--write", str(out), "--for", "tightfit")
+    answer = shell.json(str(file), *words)
     levers = answer["chosen"]["levers"]
     assert (levers["method"], levers["seq"], levers["precision"]) == ("lora", 1024, "bf16")
     assert (levers["lora_rank"], levers["lora_targets"], levers["adapter_dtype"]) == (16, "q_proj,v_proj", "fp32")
@@ -432,7 +433,8 @@ def test_a_llamafactory_file_is_planned(shell: Shell, tmp_path: Path) -> None:
     assert "Left aside" not in said
     worker = json.loads((out / "worker.json").read_text(encoding="utf-8"))
     assert worker["lora"]["alpha"] == 64
-    assert "learning_rate: 0.0002" in (out / "llamafactory.yaml").read_text(encoding="utf-8")
+    written = yaml.safe_load((out / "llamafactory.yaml").read_text(encoding="utf-8"))
+    assert float(written["learning_rate"]) == 2e-4
     assert shell.json(str(file), "--gpus", "2x24GB", "--seq", "512")["chosen"]["levers"]["seq"] == 512
     file.write_text(LLAMAFACTORY.replace("cutoff_len", "cutof_len"), encoding="utf-8")
     assert "cutoff_len" in shell.refused(str(file), "--gpus", "4x24GB")
@@ -563,7 +565,7 @@ def test_launchers_that_start_no_fsdp2_get_another_engine(shell: Shell, tmp_path
     answer = shell.json(*asked, "--launcher", "llamafactory", "--write", str(out))
     assert answer["chosen"]["levers"]["engine"] != "fsdp2"
     assert answer["chosen"]["fits"]
-    assert any("FSDP2 is left out: --launcher llamafactory" in sentence for sentence in answer["because"])
+    assert any("FSDP2 is left out: llamafactory-cli starts" in sentence for sentence in answer["because"])
     assert all(way["levers"]["engine"] != "fsdp2" for way in answer["alternatives"])
     assert "llamafactory-cli train" in (out / "launch.sh").read_text(encoding="utf-8")
     request = "No --precision was named"

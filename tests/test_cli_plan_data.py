@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,12 @@ def listed(folder: str) -> None:
 def test_the_data_set_of_a_llamafactory_file_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("lf.yaml").write_text(FILE)
     listed("data")  # where LLaMA-Factory looks, where nothing is said
-    assert main(["plan", "lf.yaml", *ON, "--launcher", "llamafactory"]) == 0
-    written = yaml.safe_load(Path("made/llamafactory.yaml").read_text())
-    assert (written["dataset"], written["dataset_dir"]) == ("[Easy Dataset] mine", str(tmp_path / "data"))
-    assert not Path("made/dataset_info.json").exists()
-    assert "Left aside" not in capsys.readouterr().out
+    for trainer in ("llamafactory", "tightfit"):
+        assert main(["plan", "lf.yaml", *ON, "--for", trainer]) == 0
+        written = yaml.safe_load(Path("made/llamafactory.yaml").read_text())
+        assert (written["dataset"], written["dataset_dir"]) == ("[Easy Dataset] mine", str(tmp_path / "data"))
+        assert not Path("made/dataset_info.json").exists()
+        assert "Left aside" not in capsys.readouterr().out
     path = json.loads(Path("made/worker.json").read_text())["data"]["path"]
     assert path == f"{tmp_path}/data/dataset_info.json:[Easy Dataset] mine"
 
@@ -82,28 +84,46 @@ def test_the_data_set_of_a_llamafactory_file_stays(tmp_path: Path, capsys: pytes
     [("", False), ("packing: true\n", True), ("neat_packing: true\n", True), ("neat_packing: false\n", False),
      ("packing: true\nneat_packing: false\n", True)],
 )  # fmt: skip
-def test_packed_samples_are_kept_apart_and_that_is_said(keys: str, packs: bool) -> None:
-    """By our worker and by LLaMA-Factory alike, whichever way the file asked for packing."""
+def test_packing_is_the_files(keys: str, packs: bool) -> None:
+    """LLaMA-Factory packs as it was told; our worker keeps packed samples apart, whichever way the file asked."""
     Path("lf.yaml").write_text(FILE + keys)
-    assert main(["plan", "lf.yaml", *ON, "--launcher", "llamafactory"]) == 0
-    text = Path("made/llamafactory.yaml").read_text()
-    written = yaml.safe_load(text)
-    assert (written["packing"], written.get("neat_packing", False)) == (packs, packs)
+    assert main(["plan", "lf.yaml", *ON, "--for", "tightfit"]) == 0
     assert json.loads(Path("made/worker.json").read_text())["data"]["packing"] is packs
-    assert ("packing alone lets them see each other" in text) is packs
+    written, before = (yaml.safe_load(Path(name).read_text()) for name in ("made/llamafactory.yaml", "lf.yaml"))
+    for key in ("packing", "neat_packing"):
+        assert written.get(key) == before.get(key)
 
 
-def test_a_data_set_that_lies_elsewhere_is_pointed_out() -> None:
+def test_a_data_set_that_lies_elsewhere_is_asked_for_at_the_start() -> None:
     Path("lf.yaml").write_text(FILE + "dataset_dir: over/there\n")
     assert main(["plan", "lf.yaml", *ON]) == 0
-    text = Path("made/llamafactory.yaml").read_text()
-    assert "dataset_info.json is looked for in over/there, as seen from this folder: correct dataset_dir" in text
-    assert yaml.safe_load(text)["dataset_dir"] == "over/there"
+    assert yaml.safe_load(Path("made/llamafactory.yaml").read_text())["dataset_dir"] == "over/there"
+    done = subprocess.run(["bash", "made/launch.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no data at over/there/dataset_info.json" in done.stderr
 
 
-def test_several_data_sets_are_left_aside(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("trainer", ["tightfit", "llamafactory"])
+def test_a_data_set_by_name_that_is_there_does_not_stop_the_start(trainer: str) -> None:
+    """The file is there; `dataset_info.json:NAME` is our word for an entry of it, and no file."""
+    Path("lf.yaml").write_text(FILE)
+    listed("data")
+    assert main(["plan", "lf.yaml", *ON, "--for", trainer]) == 0
+    script = Path("made/launch.sh").read_text()
+    asked = next(line for line in script.splitlines() if line.startswith("data="))
+    assert Path(asked.removeprefix("data=")).is_file()
+
+
+def test_several_data_sets_stay_for_llamafactory_and_are_left_aside_by_our_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("lf.yaml").write_text(FILE.replace("mine", "mine,other"))
     assert main(["plan", "lf.yaml", *ON]) == 0
+    assert "Left aside" not in capsys.readouterr().out
+    assert yaml.safe_load(Path("made/llamafactory.yaml").read_text())["dataset"] == "[Easy Dataset] mine,other"
+    assert not Path("made/dataset_info.json").exists()
+    assert "data=" not in Path("made/launch.sh").read_text()
+    assert main(["plan", "lf.yaml", *ON, "--for", "tightfit"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Left aside from lf.yaml: dataset." in said
     assert "No data is named" in said
@@ -112,9 +132,16 @@ def test_several_data_sets_are_left_aside(capsys: pytest.CaptureFixture[str]) ->
 def test_whose_trainer_a_llamafactory_file_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     Path("lf.yaml").write_text(FILE)
     assert main(["plan", "lf.yaml", *ON]) == 0
-    assert "--launcher llamafactory plans for LLaMA-Factory" in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", "lf.yaml", *ON, "--launcher", "llamafactory"]) == 0
-    assert "tightfit's own worker" not in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The plan is for LLaMA-Factory, whose file lf.yaml is: --for tightfit plans for our worker." in said
+    assert not Path("made/worker.json").exists()
+    assert main(["train", "--plan", "made"]) == 2
+    assert "is for another trainer: start it with bash" in capsys.readouterr().err
+    for words in (("--for", "tightfit"), ("--launcher", "torchrun")):
+        assert main(["plan", "lf.yaml", *ON, *words]) == 0
+        assert "The plan is for LLaMA-Factory" not in " ".join(capsys.readouterr().out.split())
+        assert Path("made/worker.json").exists()
+        Path("made/worker.json").unlink()
 
 
 def test_training_with_a_data_set_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,16 @@ def test_a_tier_that_does_not_fit_proposes_no_change_where_none_is_needed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    asked = ["plan", str(tmp_path / "job.yaml"), "--gpus", "1x4GB", "--host-ram", "32GB", "--write", str(tmp_path / "p")]
+    asked = [
+        "plan",
+        str(tmp_path / "job.yaml"),
+        "--gpus",
+        "1x4GB",
+        "--host-ram",
+        "32GB",
+        "--write",
+        str(tmp_path / "p"),
+    ]
     assert main([*asked, "--tier", "stage3"]) == 2
     said = capsys.readouterr().err
     assert "the tier stage3 does not fit, so nothing was written: leave --tier out, and ZeRO-3" in said

@@ -28,9 +28,15 @@ from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.tiers import Tiered
 from tightfit.priced import Priced
+from tightfit.render.target import Original
 from tightfit.types import ConfigError, Footprint
 
-PLAN_FLAGS = frozenset(JOB_FLAGS) | {"num_gpus", "world", "max", "trace", "no_calibration", "launcher"}
+OTHER_WORD = {"trainer": "for"}
+"""Arguments whose flag Python keeps for itself."""
+PLAN_FLAGS = (frozenset(JOB_FLAGS) - {*OTHER_WORD.values()}) | {
+    *OTHER_WORD,
+    *("num_gpus", "world", "max", "trace", "no_calibration", "launcher"),
+}
 ESTIMATE_FLAGS = frozenset(field.name for field in fields(Flags)) | {
     *("model", "deepspeed", "trace", "gpus", "world", "host_ram", "nvme"),
 }
@@ -43,6 +49,8 @@ class Planned:
     """What `tightfit plan` answers. In a notebook it is drawn, as text it is what a terminal shows."""
 
     answer: Plan | Tiered | Limit
+    original: Original | None = None
+    """The LLaMA-Factory file that it was made from."""
 
     @property
     def plan(self) -> Plan:
@@ -81,7 +89,7 @@ class Planned:
 
         if self.plan.chosen is None:
             raise ConfigError("nothing fits, so there is nothing to write: see .remedies")
-        return write(files_of(self.plan), Path(folder), force)
+        return write(files_of(self.plan, original=self.original), Path(folder), force)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -153,7 +161,7 @@ def plan(job: Job | str | Path | None = None, /, **flags: Any) -> Planned:
     plans.check_flags(args)
     answer, _ = plans.answered(args)
     assert not isinstance(answer, list)
-    return Planned(answer)
+    return Planned(answer, plans.original_for(args))
 
 
 def estimate(file: str | Path | None = None, /, **flags: Any) -> Estimated:
@@ -167,7 +175,8 @@ def _asked(file: str | Path | None, flags: dict[str, Any], known: frozenset[str]
         if name not in known:
             close = nearest(name, sorted(known))
             raise ConfigError(f"tightfit.{verb} has no {name}" + (f": did you mean {close}?" if close else ""))
-    given = {name: value for name, value in flags.items() if value is not None and value is not False}
+    said = {name: value for name, value in flags.items() if value is not None and value is not False}
+    given = {OTHER_WORD.get(name, name): value for name, value in said.items()}
     if flags.get("master_weights") is False:
         given["master_weights"] = False
     if file is not None:

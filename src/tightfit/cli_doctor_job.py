@@ -56,7 +56,7 @@ def read(path: str, output: str | None) -> JobCheck:
 
     args = argparse.Namespace(file=path, **({"output": output} if output is not None else {}))
     args = next(iter(each_stage(args)), args)  # of several, the one that comes first
-    request = request_of(args)
+    request = request_of(args, for_others=True)
     request = with_a_scan_that_runs(request, on_gpu=request.hardware.gpu.vendor != "cpu")
     folder = Path(output or request.job.saving.folder).expanduser().absolute()
     plan: Plan | None = None

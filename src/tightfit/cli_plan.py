@@ -24,7 +24,7 @@ from tightfit.inputs.job_file import JOB_FLAGS
 from tightfit.job import Allowance, Schedule, Tier
 from tightfit.planner.limits import Limit, Wanted
 from tightfit.planner.tiers import Tiered
-from tightfit.types import Levers
+from tightfit.types import Levers, Trainer
 
 EXAMPLE = "tightfit plan --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB"
 EXIT_CODES = {
@@ -36,6 +36,10 @@ WRITES = (
     "training_args.json, llamafactory.yaml, worker.json, launch.sh, and PLAN.md, which says what each is for."
 )
 
+FOR = (
+    "who will run it: tightfit's own worker, LLaMA-Factory, or a script around Hugging Face's Trainer; only what that "
+    "trainer has is used, and its behaviour is priced (tightfit; llamafactory for a file of LLaMA-Factory's)"
+)
 HOST_RAM = (
     "RAM of one node, 256GB say, or the part of it that this job may use, as limits.host_ram in a job file (this "
     "machine's; with --gpus: taken to be enough)"
@@ -51,6 +55,7 @@ FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
         "nvme_path": ("DIR", "a folder on that NVMe, where offloading to it is planned"),
     },
     "the question": {
+        "for": ("|".join(get_args(Trainer)), FOR),
         "effective_batch": ("N", "sequences a step over all GPUs (four a GPU)"),
         "margin": ("SHARE", "share of each card that stays free, 10%% say (4%%)"),
         "allow": (

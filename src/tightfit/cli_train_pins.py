@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.desk.plan_files import seeded
 from tightfit.desk.plan_request import Request
 from tightfit.inputs.presets import PRESETS, checkpoint_of
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
+from tightfit.render.worker import seeded
 from tightfit.types import Buckets, Mamba1, Mamba2, ModelError
 
 

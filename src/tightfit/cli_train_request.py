@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tightfit.cli_train_machine import Machine, Nodes, machine_for, nodes_of
 from tightfit.cli_train_pins import check_weights, pinned_by_deepspeed, with_a_scan_that_runs, with_whole_folder
 from tightfit.desk.calibrated import calibration_of
-from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out, without_data
+from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out
 from tightfit.desk.plan_request import Request, request_of
 from tightfit.inputs.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
@@ -24,6 +24,7 @@ from tightfit.job import Job
 from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
 from tightfit.planner.tiers import tiered
+from tightfit.render.worker import without_data
 from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, placed, read_plan_folder, worker_file
 from tightfit.types import ConfigError, HardwareError
 

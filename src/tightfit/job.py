@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from tightfit.types import Method, Optimizer, Precision, Trains
+from tightfit.types import Method, Optimizer, Precision, Trainer, Trains
 
 Allowance = Literal[
     "precision",
@@ -49,7 +49,8 @@ Tier = Literal[
     "quantized",
     "limit",
 ]
-"""Named corners of the levers. `auto`: the one for the card's size, or the next smaller one that fits; `all`: every one, side by side."""
+"""Named corners of the levers. `auto`: the one for the card's size, or the next smaller one that fits; `all`: every
+one, side by side."""
 
 Count = Annotated[int, Ge(1)]
 Number = Annotated[int, Ge(0)]
@@ -240,5 +241,8 @@ class Job:
     (`trains: embeddings`, `max_steps: 200` …), which win over those outside."""
     tier: Tier | None = None
     """A named corner of the levers: `stage2_offload`, `minimal` …"""
+    trainer: Trainer = "tightfit"
+    """Who will run it, which is what the plan is for: tightfit's own worker, `llamafactory`, or a script around Hugging
+    Face's `trainer`."""
     trust_remote_code: bool = False
     """Run code that a model's repository brings."""

@@ -285,6 +285,8 @@ Optimizer = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "sgd"]
 AttentionKernel = Literal["sdpa", "flash", "eager"]
 Loss = Literal["plain", "fused"]
 Scan = Literal["official", "tightfit", "torch"]
+Trainer = Literal["tightfit", "llamafactory", "trainer"]
+"""Who runs the training: our own worker, LLaMA-Factory, or a script around Hugging Face's Trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +352,8 @@ class Levers:
     attention: AttentionKernel = "sdpa"
     packed: bool = False
     """A sequence holds several documents, which attention keeps apart: by a mask, unless the kernel is flash."""
+    padded: bool = False
+    """Rows are padded to one length, and attention is handed a mask for it. Our own worker pads without one."""
     scan: Scan = "official"
     lora: Lora | None = None
     """Set for lora and qlora."""
@@ -362,6 +366,8 @@ class Levers:
     deepspeed_version: str = "0.19.8"
     gradient_clipping: bool = True
     dataloader_workers: int = 0
+    trainer: Trainer = "tightfit"
+    """Whose behaviour is priced: what it loads, casts and recomputes."""
 
     @property
     def trains_base(self) -> bool:

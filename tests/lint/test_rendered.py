@@ -20,7 +20,7 @@ from tightfit.types import ConfigError, Levers, Lora, Pace
 LORA = Lora(rank=8)
 WAYS = [
     ("1x24GB", Levers(engine="zero0", method="qlora", lora=LORA)),
-    ("2x24GB", Levers(engine="zero1", method="lora", lora=LORA, precision="fp16", micro_batch=2, accumulation=4)),
+    ("2x32GB", Levers(engine="zero1", method="lora", lora=LORA, precision="fp16", micro_batch=2, accumulation=4)),
     ("4x24GB", Levers(engine="zero2", offload_optimizer="cpu")),
     ("8x64GB", Levers(engine="zero3", method="lora", lora=LORA)),
     ("6x32GB", Levers(engine="zero3", offload_optimizer="nvme", offload_param="cpu")),

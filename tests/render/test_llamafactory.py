@@ -298,6 +298,8 @@ def test_our_own_reader_finds_the_levers_again(plan_of: MakePlan, grid: tuple[Le
             offload_param="none",
             checkpointing=Checkpointing(layers=layers),
             lora=levers.lora and replace(levers.lora, adapter_dtype="fp32"),
+            trainer="llamafactory",
+            padded=True,
         )
         assert found == wanted
     assert read > 60

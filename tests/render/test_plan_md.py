@@ -135,7 +135,7 @@ def test_several_nodes_have_a_hostfile_and_a_batch_file(plan_of: MakePlan) -> No
 
 
 def test_fsdp2_has_no_deepspeed_file_and_says_why_llamafactory_is_missing(plan_of: MakePlan) -> None:
-    files = render(plan_of(Levers(engine="fsdp2")), Target())
+    files = render(plan_of(Levers(engine="fsdp2"), "8x80GB"), Target())
     assert set(files) == ZERO - {"deepspeed.json"}
     assert "~~`llamafactory.yaml`~~ | left out: llamafactory-cli cannot start FSDP2" in files["PLAN.md"]
     assert "torchrun" in files["launch.sh"]

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tightfit.inputs.hardware import parse_hardware
+from tightfit.inputs.trainers import LIGER_UNDER_THE_TRAINER
 from tightfit.job import Evaluation, Job, Saving
 from tightfit.planner.plan import Plan
-from tightfit.render import liger
 from tightfit.render.deepspeed import deepspeed_json
 from tightfit.render.target import Target
 from tightfit.render.training_args import training_args_json, training_args_notes
@@ -331,7 +331,7 @@ def test_the_families_are_those_whose_loss_liger_fuses(tmp_path: Path) -> None:
             assert isinstance(node.value, ast.Dict)
             pairs = zip(node.value.keys, node.value.values, strict=True)
             table = {ast.literal_eval(key): ast.unparse(value) for key, value in pairs if key}
-    assert {kind for kind in FAMILIES if table.get(kind) in fused} == liger.UNDER_THE_TRAINER
+    assert {kind for kind in FAMILIES if table.get(kind) in fused} == LIGER_UNDER_THE_TRAINER
 
 
 def test_liger_on_a_dcu_was_never_run(make_plan: MakePlan) -> None:

@@ -12,13 +12,13 @@ import pytest
 from tightfit.inputs.flags import Flags, levers_from_flags
 from tightfit.inputs.hardware import parse_hardware
 from tightfit.inputs.models import load_model
+from tightfit.inputs.versions import release
 from tightfit.job import Adapters, Data, Evaluation, Job, Machine, Saving
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan
 from tightfit.render.deepspeed import deepspeed_json
 from tightfit.render.slurm import slurm_sbatch
 from tightfit.render.target import Target
-from tightfit.render.versions import release
 from tightfit.render.worker import SCHEMA, worker_json
 from tightfit.types import Buckets, ConfigError, Levers, Lora
 

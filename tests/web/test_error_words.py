@@ -20,7 +20,13 @@ ERRORS = ("ConfigError", "ModelError", "HardwareError", "NvmeError", "SaveError"
 ASKED = (
     *("inputs/flags.py", "inputs/hardware.py", "inputs/machine.py", "web/plan_question.py", "web/diagnose_view.py"),
     *("web/plan_most.py", "planner/tier_values.py"),
-    *("render/deepspeed.py", "render/deepspeed_versions.py", "render/versions.py", "render/worker.py"),
+    *(
+        "render/deepspeed.py",
+        "render/deepspeed_versions.py",
+        "inputs/versions.py",
+        "inputs/trainers.py",
+        "render/worker.py",
+    ),
 )
 WORKER = sorted(str(path.relative_to(PACKAGE)) for path in (PACKAGE / "train").rglob("*.py"))
 NOT_ON_THE_PAGE = re.compile(r"train/(export|trace|faults)|train/data/preview")

@@ -182,3 +182,15 @@ def pictures() -> None:
 
 if __name__ == "__main__":
     pictures()
+
+
+def test_another_trainer_gets_another_answer_and_its_own_files(page: Any, link: str) -> None:
+    at(page, link, "model=qwen2.5-7b&method=lora&gpus=1&card=RTX4090&lang=en")
+    says(page, ".copy code >> nth=2", "tightfit train --plan", WAIT_S)
+    page.select_option("#for", "llamafactory")
+    says(page, ".copy code >> nth=2", "bash plan/launch.sh", WAIT_S)
+    assert "for=llamafactory" in page.url
+    from playwright.sync_api import expect
+
+    expect(page.locator("#files-list")).not_to_contain_text("worker.json", timeout=1000 * WAIT_S)
+    says(page, "#files-list", "llamafactory.yaml", WAIT_S)

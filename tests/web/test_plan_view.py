@@ -284,3 +284,36 @@ def test_a_slider_is_answered_at_once() -> None:
         drawn(guessed(asked, last), words("en")["plan"], "en", advice=False)
         times.append(time.process_time() - began)
     assert sorted(times)[2] < 0.1
+
+
+# --- who will train it --------------------------------------------------------------------------
+
+LLAMAFACTORY = "for=llamafactory&model=qwen2.5-7b&method=lora&gpus=1&card=RTX4090"
+
+
+def test_the_first_question_is_who_will_train_it(visitor: Any) -> None:
+    page = visitor.get(f"/plan?{LLAMAFACTORY}&lang=en").text
+    form = page[page.index("<form") : page.index("</form>")]
+    assert re.findall(r'name="([\w-]+)"', form)[0] == "for"
+    assert re.search(r'<option value="llamafactory" selected>LLaMA-Factory</option>', form)
+    assert "bash plan/launch.sh" in page
+    assert "tightfit train --plan" not in page
+    assert "用什么训练？" in visitor.get(f"/plan?{LLAMAFACTORY}&lang=zh").text
+
+
+def test_the_files_are_for_the_trainer_that_was_named(visitor: Any) -> None:
+    names = re.findall(r"<summary><code>([\w.]+)</code>", visitor.get(f"/plan/files?{LLAMAFACTORY}").text)
+    assert "llamafactory.yaml" in names
+    assert "worker.json" not in names
+    found = visitor.get(f"/plan/answer.json?{LLAMAFACTORY}").json()
+    assert found["trainer"] == "llamafactory"
+    assert found["chosen"]["levers"]["checkpointing"] in ("full", "none", "full+offload")
+
+
+def test_a_preset_would_start_with_drawn_weights_and_random_tokens_which_is_said(visitor: Any) -> None:
+    page = visitor.get(f"/plan?{FITS}&lang=en").text
+    assert "is a shape without weights, so they are drawn from the seed" in page
+    assert "the samples are random tokens" in page
+    assert "没有权重" in visitor.get(f"/plan?{FITS}&lang=zh").text
+    real = visitor.get("/plan?model=Qwen/Qwen2.5-7B&gpus=8&card=80GB&lang=en").text
+    assert "is a shape without weights" not in real

@@ -199,6 +199,7 @@ def _inputs(
 
 
 def _from_llamafactory(args: argparse.Namespace, world: int) -> tuple[ModelShape, Levers, tuple[str, ...]]:
+    from tightfit.desk.plan_files import deepspeed_version
     from tightfit.inputs import deepspeed_file, llamafactory_file
 
     if args.file.endswith(".json"):
@@ -208,11 +209,13 @@ def _from_llamafactory(args: argparse.Namespace, world: int) -> tuple[ModelShape
     if settings.ignored:
         said += (f"not known to us and so not priced: {', '.join(settings.ignored)}",)
     shape = _model(getattr(args, "model", settings.model), args)
-    levers = llamafactory_file.to_levers(settings, Levers(), n_layers=shape.n_layers)
+    version = getattr(args, "deepspeed_version", None) or deepspeed_version(hardware_of(args), "llamafactory")[0]
+    usual = replace(Levers(), deepspeed_version=version)
+    levers = llamafactory_file.to_levers(settings, usual, n_layers=shape.n_layers)
     file = getattr(args, "deepspeed", settings.deepspeed)
     if file is None or getattr(args, "engine", "").lower() == "fsdp2":
         return shape, levers, said
-    deepspeed = _read_deepspeed(file, args, shape)
+    deepspeed = deepspeed_file.read_deepspeed(file, hidden_size=shape.hidden_size, version=version)
     llamafactory_file.check_deepspeed(settings, deepspeed)
     return shape, deepspeed_file.to_levers(deepspeed, levers, world=world), (*said, *deepspeed.because)
 

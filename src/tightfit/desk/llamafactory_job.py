@@ -7,43 +7,21 @@ field of ours for is named too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.inputs.job_fields import Source, job_from_tree
 from tightfit.inputs.job_text import read_tree
-from tightfit.inputs.llamafactory_file import LlamaFactorySettings, read_llamafactory
+from tightfit.inputs.llamafactory_file import FIELD_OF, LlamaFactorySettings, read_llamafactory
+from tightfit.inputs.spelling import read_text
 from tightfit.job import Job, Schedule
+from tightfit.render.target import Original
 from tightfit.types import UserError
 
 MARK = "model_name_or_path"
 """The key that every LLaMA-Factory training has, and no job file."""
-
-FIELD_OF = {
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "max_samples": "max_samples",
-    "learning_rate": "learning_rate",
-    "lr_scheduler_type": "schedule",
-    "warmup_ratio": "warmup",
-    "warmup_steps": "warmup",
-    "num_train_epochs": "epochs",
-    "max_steps": "max_steps",
-    "weight_decay": "weight_decay",
-    "seed": "seed",
-    "val_size": "evaluation.split",
-    "eval_steps": "evaluation.every_steps",
-    "output_dir": "saving.folder",
-    "save_steps": "saving.every_steps",
-    "save_total_limit": "saving.keep_last",
-    "template": "data.template",
-    "packing": "data.packing",
-    "neat_packing": "data.packing",
-    "trust_remote_code": "trust_remote_code",
-}
-"""A key of the YAML → the field of the job that takes its value as it is."""
 
 READ = frozenset(
     """model_name_or_path stage do_train finetuning_type quantization_bit quantization_method pure_bf16 bf16 fp16
@@ -58,11 +36,14 @@ CHOSEN = frozenset(
 )
 """What the plan chooses anew."""
 
+PLACES = ("model_name_or_path", "adapter_name_or_path", "dataset_dir", "media_dir", "tokenized_path")
+"""The keys that may name something on this machine."""
 DATA = frozenset(("dataset", "dataset_dir"))
 DATA_FOLDER, DATA_LIST = "data", "dataset_info.json"
 """Where LLaMA-Factory looks for its data sets, where nothing is said, and the file there that lists them."""
 
 USUAL_EPOCHS = 3.0
+USUAL: Mapping[str, Any] = {"learning_rate": 5e-5, "schedule": "linear", "warmup": 0}
 """What Hugging Face's trainer takes where nothing is said."""
 
 
@@ -86,8 +67,9 @@ def is_llamafactory(path: Path) -> bool:
         return False
 
 
-def read_llamafactory_job(path: Path, model: str | None) -> LlamaFactoryJob:
-    """Read such a file. `model`: what a flag says, which wins."""
+def read_llamafactory_job(path: Path, model: str | None, *, stays: bool = False) -> LlamaFactoryJob:
+    """Read such a file. `model`: what a flag says, which wins. `stays`: LLaMA-Factory will run it, so that its kernels
+    are kept, and so is what we have no field for."""
     settings, written = read_llamafactory(path), read_tree(path)
     tree, names = _tree(settings, written)
     tree["model"] = model or settings.model
@@ -95,11 +77,14 @@ def read_llamafactory_job(path: Path, model: str | None) -> LlamaFactoryJob:
         from tightfit.inputs.models import load_model
 
         tree["frozen_layers"] = max(0, load_model(tree["model"]).n_layers - settings.trainable_layers)
+    if stays and (kernels := _kernels(settings, written)):
+        tree["levers"] = {**tree.get("levers", {}), **kernels}
     job, _ = job_from_tree(tree, Source(file=path.name, names=names, kind="yaml"))
+    aside = () if stays else _aside(written, {*READ, *names.values(), *_data_keys(tree)}, path.name)
     return LlamaFactoryJob(
         job=job,
         tree=tree,
-        said=(*_kept(settings.because), *_aside(written, {*READ, *names.values(), *_data_keys(tree)}, path.name)),
+        said=(*_kept(settings.because), *aside),
         batch_per_gpu=settings.micro_batch * settings.accumulation,
     )
 
@@ -133,7 +118,35 @@ def _tree(settings: LlamaFactorySettings, written: Mapping[str, Any]) -> tuple[d
         tree.setdefault("data", {})["path"] = place
     if "epochs" not in tree and "max_steps" not in tree:
         tree["epochs"] = USUAL_EPOCHS
-    return tree, names
+    return {**USUAL, **tree}, names
+
+
+def original_of(path: Path, place: Callable[[Job], Job]) -> Original:
+    """The file as the writer of its successor needs it. `place`: makes the paths of a job lead there from anywhere."""
+    written = read_tree(path)
+    folders = {"dataset_dir": DATA_FOLDER, **written}
+    paths = {}
+    for key in PLACES:
+        name = folders.get(key)
+        found = [place / name for place in (Path(), path.parent) if isinstance(name, str) and (place / name).exists()]
+        if found:
+            paths[key] = str(found[0].absolute())
+    return Original(
+        name=path.name,
+        text=read_text(path, "YAML"),
+        written=written,
+        settings=read_llamafactory(path),
+        job=place(read_llamafactory_job(path, None, stays=True).job),
+        paths=paths,
+    )
+
+
+def _kernels(settings: LlamaFactorySettings, written: Mapping[str, Any]) -> dict[str, str]:
+    """The kernels that it names, which are its author's choice."""
+    named: dict[str, str] = {"loss": settings.loss} if settings.loss == "fused" else {}
+    if written.get("flash_attn", "auto") != "auto":
+        named["attention"] = settings.attention
+    return named
 
 
 def data_path(written: Mapping[str, Any]) -> str | None:
@@ -155,7 +168,7 @@ def _is_ours(key: str, value: object) -> bool:
     if key == "max_steps":
         return value != -1  # Hugging Face's word for: as the epochs say
     if key in ("warmup_steps", "warmup_ratio"):
-        return value != 0
+        return value != 0  # where both are nothing, `_tree` says so
     if key == "neat_packing":
         return bool(value)  # false says nothing about packing itself
     if key == "lr_scheduler_type":

@@ -17,7 +17,7 @@ from tightfit.desk.plan_files import (
     target_of,
     write_plan,
 )
-from tightfit.desk.plan_request import Request, request_of
+from tightfit.desk.plan_request import Request, place_job, request_of
 from tightfit.inputs.flags import meant, spelt
 from tightfit.inputs.spelling import as_number
 from tightfit.planner import plan_within
@@ -26,7 +26,7 @@ from tightfit.planner.tiers import all_tiers, tiered
 from tightfit.types import ConfigError
 
 if TYPE_CHECKING:
-    from tightfit.render.target import Target
+    from tightfit.render.target import Original
 
 MOST_MARGIN = 90
 """Percent: what is below this may be meant as a percentage."""
@@ -38,22 +38,24 @@ def answered(args: argparse.Namespace, *, advice: bool = True) -> tuple[Answer, 
     `advice`: see `Bounds`; a caller that asks again on each move of a slider does without at first.
     """
     target = target_of(args)
-    request = request_of(args)
+    request = request_of(args, for_others=True)
     check_launcher(request.job, target)
-    request = replace(request, said=(*request.said, *_about_the_trainer(request, target)))
     startable = replace(startable_of(request.job, target, calibration_of(args, request.job)), advice=advice)
     try:
         answer = _answer(args, request, startable)
     except ConfigError as error:
         raise of_the_file(error, args) from None
-    return write_plan(args, target, startable, answer)
+    return write_plan(args, target and replace(target, original=original_for(args)), startable, answer)
 
 
-def _about_the_trainer(request: Request, target: Target | None) -> tuple[str, ...]:
-    """Whoever gives a file of LLaMA-Factory's has to know which trainer the plan is for."""
-    if not request.is_llamafactory or (target is not None and target.launcher == "llamafactory"):
-        return ()
-    return ("The plan is for tightfit's own worker: --launcher llamafactory plans for LLaMA-Factory and starts that.",)
+def original_for(args: argparse.Namespace) -> Original | None:
+    """The LLaMA-Factory file that is to be written anew; None: there is none."""
+    if not hasattr(args, "file"):
+        return None
+    from tightfit.desk.llamafactory_job import is_llamafactory, original_of
+
+    path = Path(args.file)
+    return original_of(path, lambda job: place_job(job, path)) if is_llamafactory(path) else None
 
 
 def of_the_file(error: ConfigError, args: argparse.Namespace) -> ConfigError:

@@ -11,28 +11,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from tightfit.inputs.flags import meant, spelt
-from tightfit.inputs.presets import PRESETS, checkpoint_of
+from tightfit.inputs.trainers import LLAMAFACTORY_VERSION, NAMES, STARTS, newest_deepspeed
+from tightfit.inputs.versions import release
 from tightfit.job import Job
-from tightfit.planner import question_of
+from tightfit.planner import plan_within, question_of
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.search import search, something_fits
 from tightfit.planner.tiers import Tiered
-from tightfit.priced import strategy_name
-from tightfit.types import ConfigError, Engine, Hardware, Levers
+from tightfit.priced import amounts, strategy_name
+from tightfit.types import ConfigError, Engine, Hardware, Levers, Trainer
 
 if TYPE_CHECKING:
-    from tightfit.render.target import Target
+    from tightfit.render.target import Original, Target
 
 DTK_DEEPSPEED = "0.14.2"
 """What Hygon's own stack ships."""
 
-STARTS_DEEPSPEED = ("deepspeed", "llamafactory")
-"""The launchers that start no FSDP2."""
 DEEPSPEED = frozenset(get_args(Engine)) - {"fsdp2"}
 STARTS_ANY = "torchrun"
 """A launcher without bounds, to name where another one's are too narrow."""
+FOR_US = "--for tightfit"
+"""Likewise the trainer."""
 ABOUT_FILES = {"write", "launcher", "port", "hostfile", "transformers_version", "llamafactory_version"}
 """The flags that need the renderers, which a plan alone does without."""
 
@@ -47,9 +48,9 @@ class Startable:
     """What a launcher can start: the bounds of the search."""
 
     launcher: str | None
-    partial: bool = True
-    """See `Bounds`; so `engines`."""
     engines: frozenset[str] | None = None
+    """See `Bounds`; so `llamafactory_version`."""
+    llamafactory_version: str = LLAMAFACTORY_VERSION
     said: tuple[str, ...] = ()
     calibration: Calibration | None = None
     """What earlier runs have taught; None: predictions are taken as they are."""
@@ -58,22 +59,32 @@ class Startable:
 
     def bounds(self, *, every_gpu: bool = False) -> Bounds:
         return Bounds(
-            partial=self.partial,
             engines=self.engines,
+            llamafactory_version=self.llamafactory_version,
             every_gpu=every_gpu,
             calibration=self.calibration,
             advice=self.advice,
         )
 
 
-def deepspeed_version(hardware: Hardware) -> tuple[str, tuple[str, ...]]:
-    """The DeepSpeed that will run the plan, where nobody named one, and a sentence if that may surprise."""
-    if hardware.gpu.vendor == "hygon":
+def deepspeed_version(
+    hardware: Hardware | None, trainer: Trainer = "tightfit", llamafactory: str | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """The DeepSpeed that will run the plan, where nobody named one, and a sentence if that may surprise.
+
+    `llamafactory`: the release that was named; None: the one that is installed, or the newest that we know.
+    """
+    if hardware is not None and hardware.gpu.vendor == "hygon":
         said = (
             f"DeepSpeed {DTK_DEEPSPEED}, which Hygon's stack ships, is planned for (--deepspeed-version for another)."
         )
         return DTK_DEEPSPEED, (said,)
     here, usual = _installed("deepspeed"), Levers().deepspeed_version
+    factory = llamafactory or _installed("llamafactory") or LLAMAFACTORY_VERSION
+    newest = newest_deepspeed(trainer, factory)
+    if newest is not None and release(here or usual) > release(newest):
+        said = f"DeepSpeed {newest}, the newest that LLaMA-Factory {factory} asks for, is planned for"
+        return newest, (f"{said} (--deepspeed-version for another).",)
     if here in (None, usual):
         return usual, ()
     return str(here), (f"DeepSpeed {here}, which is installed here, is planned for (--deepspeed-version for another).",)
@@ -130,36 +141,47 @@ def _hostfile(args: argparse.Namespace) -> str | None:
 
 def check_launcher(job: Job, target: Target | None) -> None:
     """A launcher that cannot start the engine which was pinned."""
-    if target is not None and job.levers.get("engine") == "fsdp2" and target.launcher in STARTS_DEEPSPEED:
+    if target is not None and job.levers.get("engine") == "fsdp2" and target.launcher in ("deepspeed", "llamafactory"):
         raise ConfigError(
             f"--launcher {target.launcher} starts DeepSpeed's engines, not fsdp2: use --launcher torchrun or accelerate"
         )
 
 
 def startable_of(job: Job, target: Target | None, calibration: Calibration | None = None) -> Startable:
-    """What is promised must be what the launcher runs; what the user has pinned needs no sentence."""
+    """What is promised must be what launcher and trainer run; what the user has pinned needs no sentence."""
     launcher = target.launcher if target else None
-    if launcher not in STARTS_DEEPSPEED:
-        return Startable(launcher=launcher, calibration=calibration)
-    said = []
-    if "engine" not in job.levers:
-        said.append(f"FSDP2 is left out: --launcher {launcher} starts DeepSpeed's engines.")
-    partial = launcher != "llamafactory"
-    if not partial and "checkpointing" not in job.levers:
-        said.append("LLaMA-Factory recomputes every layer or none, so nothing in between was considered.")
-    return Startable(launcher=launcher, partial=partial, engines=DEEPSPEED, said=tuple(said), calibration=calibration)
+    said, engines = [], None
+    if job.trainer == "llamafactory" and "engine" not in job.levers:
+        said.append("FSDP2 is left out: llamafactory-cli starts DeepSpeed's engines.")
+    elif launcher == "deepspeed":
+        engines = DEEPSPEED
+        if "engine" not in job.levers:
+            said.append("FSDP2 is left out: --launcher deepspeed starts DeepSpeed's engines.")
+    if job.trainer != "tightfit" and "checkpointing" not in job.levers:
+        said.append(f"{NAMES[job.trainer]} recomputes every layer or none, so nothing in between was considered.")
+    return Startable(
+        launcher=launcher,
+        engines=engines,
+        llamafactory_version=target.llamafactory_version if target else LLAMAFACTORY_VERSION,
+        said=tuple(said),
+        calibration=calibration,
+    )
 
 
 def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> str | None:
-    """What another launcher would make fit, where this one's bounds leave nothing, or nothing without a change."""
-    chosen = answer.chosen
-    if startable.engines is None or (chosen is not None and not chosen.changes):
+    """What our own worker, started by any launcher, would make fit, where launcher or trainer leave nothing, or nothing
+    without a change."""
+    chosen, trainer = answer.chosen, answer.job.trainer
+    ours = trainer == "tightfit"
+    if (ours and startable.engines is None) or (chosen is not None and not chosen.changes):
         return None
     free = Bounds(every_gpu=every_gpu, calibration=startable.calibration)
-    question = question_of(answer.job, answer.shape, answer.hardware).within(free)
+    question = question_of(replace(answer.job, trainer="tightfit"), answer.shape, answer.hardware).within(free)
     best = search(question).best if something_fits(question) else None
     if best is None:
         return None
+    if not ours:
+        return f"As it is, nothing fits that {NAMES[trainer]} can do: with {FOR_US} {strategy_name(best.levers)} would."
     return (
         f"As it is, nothing fits that --launcher {startable.launcher} starts: "
         f"with --launcher {STARTS_ANY} {strategy_name(best.levers)} would."
@@ -181,17 +203,54 @@ def write_plan(
             raise ConfigError(f"the tier {answer.tier.name} does not fit, so nothing was written: {answer.without_it}")
         every_gpu = isinstance(answer, Limit)
         narrow = beyond(startable, answered, every_gpu=every_gpu) is not None
-        way = f"--launcher {STARTS_ANY} would make it fit" if narrow else way_out(answered, HOW_FAR)
+        other = FOR_US if answered.job.trainer != "tightfit" else f"--launcher {STARTS_ANY}"
+        way = f"{other} would make it fit" if narrow else way_out(answered, HOW_FAR)
         raise ConfigError(f"nothing fits, so nothing was written: {way}")
-    answer = _each(answer, lambda plan: _with_what_it_trains(plan, target))
+    answer = _each(answer, lambda plan: _with_other_trainers(_with_what_it_trains(plan, target), target))
     return answer, write(_rendered(plan_of(answer), target), Path(args.write), hasattr(args, "force"))
 
 
-def files_of(plan: Plan, target: Target | None = None) -> dict[str, str]:
-    """The files of a plan that fits, by name; without a target, for the versions that are installed here."""
+def files_of(plan: Plan, target: Target | None = None, *, original: Original | None = None) -> dict[str, str]:
+    """The files of a plan that fits, by name; without a target, for the versions that are installed here. `original`:
+    the LLaMA-Factory file that it was made from."""
     target = target or target_of(argparse.Namespace(write=""))
     assert target is not None
-    return _rendered(_with_what_it_trains(plan, target), target)
+    target = replace(target, original=original)
+    return _rendered(_with_other_trainers(_with_what_it_trains(plan, target), target), target)
+
+
+def _with_other_trainers(plan: Plan, target: Target) -> Plan:
+    """A plan for our own worker says so where another trainer cannot run it, and what a plan for that would be."""
+    if plan.job.trainer != "tightfit":
+        return plan
+    said = [sentence for trainer in STARTS if (sentence := _instead(plan, trainer, target))]
+    return replace(plan, because=(*plan.because, *said))
+
+
+def _instead(plan: Plan, trainer: Trainer, target: Target) -> str | None:
+    """What `--for` would give; None: the trainer's own file does, or it cannot train this at all."""
+    from tightfit.render.under import runs_under
+
+    if runs_under(trainer, plan, target):
+        return None
+    job = replace(plan.job, trainer=trainer, effective_batch=plan.effective_batch, tier=None)
+    free = {"engine", "offload_optimizer", "offload_param", "checkpointing", "loss", "scan", "deepspeed_version"}
+    version, _ = deepspeed_version(plan.hardware, trainer, target.llamafactory_version)
+    pins = {name: value for name, value in job.levers.items() if name not in free}
+    job = replace(job, levers={**pins, "deepspeed_version": version})
+    bounds = Bounds(llamafactory_version=target.llamafactory_version, advice=False)
+    try:
+        found = plan_within(bounds, job, plan.shape, plan.hardware).chosen
+    except ConfigError:
+        return None
+    name, ours = NAMES[trainer], NAMES["tightfit"]
+    if found is None:
+        return f"The plan is for {ours}; {name} cannot run it, and --for {trainer} finds nothing that fits."
+    need, there = amounts(found.footprint.gpu.required_bytes, found.hardware.gpu.memory_bytes)
+    return (
+        f"The plan is for {ours}; {name} cannot run it: --for {trainer} would take {strategy_name(found.levers)} in "
+        f"{need} of {there} GiB, at {found.pace.tokens_per_s:,.0f} tokens/s."
+    )
 
 
 def _rendered(plan: Plan, target: Target) -> dict[str, str]:
@@ -221,26 +280,11 @@ def _gpus_of_node(job: Job) -> int:
 
 def _with_what_it_trains(plan: Plan, target: Target) -> Plan:
     """Whoever starts the files has to know on what they would train."""
-    if target.launcher == "llamafactory":
+    if plan.job.trainer != "tightfit":
         return plan
-    return replace(plan, because=(*plan.because, *seeded(plan.job), *without_data(plan.job)))
+    from tightfit.render.worker import untrained
 
-
-def seeded(job: Job) -> tuple[str, ...]:
-    """A preset is a shape: what trains it in earnest names a model that has weights."""
-    name = job.model.strip().lower() if isinstance(job.model, str) else ""
-    if name not in PRESETS:
-        return ()
-    public = checkpoint_of(name)
-    start = f": --model {public} would start from trained ones" if public else ""
-    return (f"{name} is a shape without weights, so they are drawn from the seed{start}.",)
-
-
-def without_data(job: Job) -> tuple[str, ...]:
-    """A plan needs no data, and a training is nothing without it."""
-    if job.data.path is not None or job.data.recipe is not None:
-        return ()
-    return ("No data is named: the samples are random tokens, for trying it out (--data FILE names yours).",)
+    return replace(plan, because=(*plan.because, *untrained(plan.job)))
 
 
 def plan_of(answer: Answer) -> Plan:

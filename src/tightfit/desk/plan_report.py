@@ -40,6 +40,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
     hardware = plan.hardware
     return {
         "fits": plan.fits,
+        "trainer": plan.job.trainer,
         "chosen": None if plan.chosen is None else way_report(plan.chosen),
         "alternatives": [way_report(way) for way in plan.alternatives],
         "considered": plan.considered,

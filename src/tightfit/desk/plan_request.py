@@ -16,8 +16,9 @@ from tightfit.desk.lever_flags import without_effect
 from tightfit.desk.plan_files import deepspeed_version
 from tightfit.desk.stages import stage_asked
 from tightfit.inputs.flags import spelt
-from tightfit.inputs.job_file import JOB_FLAGS, hardware_of, job_from_flags, model_of, read_job
+from tightfit.inputs.job_file import JOB_FLAGS, adapter_dtype_of, hardware_of, job_from_flags, model_of, read_job
 from tightfit.inputs.presets import PRESETS
+from tightfit.inputs.trainers import NAMES, STARTS
 from tightfit.job import Job
 from tightfit.types import ConfigError, Hardware, HardwareError, ModelShape
 
@@ -35,8 +36,6 @@ class Request:
     explicit: frozenset[str]
     """The fields of the job that the user set, by dotted name."""
     said: tuple[str, ...]
-    is_llamafactory: bool = False
-    """Whether the file was LLaMA-Factory's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,11 @@ class FileSays:
     num_gpus: int | None = None
     """GPUs of a node, where the file gives a number and need not name a card."""
     batch_per_gpu: int | None = None
-    """Sequences a step of one GPU, where the file counts them so."""
+    """Sequences a step of one GPU, where the file counts them so, as LLaMA-Factory's do."""
+
+    @property
+    def is_llamafactory(self) -> bool:
+        return self.batch_per_gpu is not None
 
 
 def request_of(
@@ -59,11 +62,13 @@ def request_of(
     adapt: Callable[[Job, Hardware], Hardware] | None = None,
     *,
     runs_here: bool = False,
+    for_others: bool = False,
 ) -> Request:
     """Flags, file and machine as one; `adapt`: what the caller knows about the machine beyond its cards; `runs_here`:
-    other cards than this machine's are of no use."""
+    other cards than this machine's are of no use; `for_others`: another trainer than our own worker may run it."""
     given = {name: value for name, value in vars(args).items() if name in JOB_FLAGS}
-    file = _file(args, given)
+    launcher = getattr(args, "launcher", None) if for_others else "torchrun"
+    file = _file(args, given, launcher)
     if file is None and getattr(args, "max", None) == "model":
         given["model"] = next(iter(PRESETS))  # whose place every preset takes
     stage = stage_asked(args, file.job if file else None, file.path if file else None)
@@ -75,30 +80,37 @@ def request_of(
         file = replace(file, job=stage.job, explicit=file.explicit | names_in(stage.fields), said=said)
     job = job_from_flags(given, file.job if file else None)
     explicit = {JOB_FLAGS[name] for name in given} | {"levers.deepspeed_version"} | (file.explicit if file else set())
+    if not for_others and job.trainer != "tightfit":
+        raise ConfigError(
+            f"the job is for {NAMES[job.trainer]}, and this starts tightfit's own worker: leave trainer out of it, or "
+            "write its files with `tightfit plan --write DIR`"
+        )
+    job, trainer_said = _trained_by(job, file, launcher, explicit)
     hardware = _hardware(args, job, file, runs_here=runs_here)
     hardware = hardware if adapt is None else adapt(job, hardware)
     job, batch_said = _batched(job, file, hardware, explicit)
+    if file is not None and file.is_llamafactory:
+        explicit.add("effective_batch")
     job, max_said = _for_max(args, job)
-    job, version_said = _versioned(job, hardware)
+    job, version_said = _versioned(job, hardware, getattr(args, "llamafactory_version", None))
     job, precision_said = _precise(job, hardware, "precision" in explicit)
     shape = model_of(job, trust_trace=hasattr(args, "trace"))
     if stage is not None and stage.model is not None and (stage.model.exists() or hasattr(args, "write")):
         job = replace(job, model=str(stage.model.absolute()))  # of the same shape, and there when its turn comes
-    said = (*_said_by(args, file, hardware), *batch_said, *max_said, *version_said, *precision_said)
+    said = (*trainer_said, *_said_by(args, file, hardware), *batch_said, *max_said, *version_said, *precision_said)
     return Request(
-        job=_placed(job, file.path if file else None),
+        job=place_job(job, file.path if file else None),
         shape=shape,
         hardware=hardware,
         explicit=frozenset(explicit),
         said=(*said, *_idle(args, job, hardware, shape, explicit)),
-        is_llamafactory=file is not None and file.batch_per_gpu is not None,
     )
 
 
 # --- the file -----------------------------------------------------------------------------------
 
 
-def _file(args: argparse.Namespace, given: Mapping[str, Any]) -> FileSays | None:
+def _file(args: argparse.Namespace, given: Mapping[str, Any], launcher: str | None) -> FileSays | None:
     if not hasattr(args, "file"):
         return None
     from tightfit.desk.llamafactory_job import is_llamafactory, read_llamafactory_job  # brings yaml
@@ -108,7 +120,8 @@ def _file(args: argparse.Namespace, given: Mapping[str, Any]) -> FileSays | None
     if model is None and getattr(args, "max", None) == "model":
         model = next(iter(PRESETS))
     if is_llamafactory(path):
-        found = read_llamafactory_job(path, model)
+        stays = given.get("for", "llamafactory" if launcher in (None, "llamafactory") else None) == "llamafactory"
+        found = read_llamafactory_job(path, model, stays=stays)
         names = names_in(found.tree)
         return FileSays(path=path, job=found.job, explicit=names, said=found.said, batch_per_gpu=found.batch_per_gpu)
     read = read_job(path, model=model)
@@ -176,11 +189,35 @@ def _for_max(args: argparse.Namespace, job: Job) -> tuple[Job, tuple[str, ...]]:
     return job, tuple(said)
 
 
-def _versioned(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
+def _trained_by(
+    job: Job, file: FileSays | None, launcher: str | None, explicit: set[str] | frozenset[str]
+) -> tuple[Job, tuple[str, ...]]:
+    """The job with its trainer: what was said, or the one that the launcher starts, or the one whose file this is."""
+    said: tuple[str, ...] = ()
+    if "trainer" in explicit:
+        if launcher is not None and job.trainer != "tightfit" and launcher != STARTS[job.trainer]:
+            raise ConfigError(f"--launcher {launcher} does not start {NAMES[job.trainer]}: leave --launcher out")
+        if launcher == "llamafactory" and job.trainer == "tightfit":
+            raise ConfigError("--launcher llamafactory starts LLaMA-Factory: leave --launcher out, or --for tightfit")
+    elif launcher == "llamafactory":
+        job = replace(job, trainer="llamafactory")
+    elif launcher is None and file is not None and file.is_llamafactory and not job.frozen_layers:
+        job = replace(job, trainer="llamafactory")
+        said = (f"The plan is for LLaMA-Factory, whose file {file.path.name} is: --for tightfit plans for our worker.",)
+    held = adapter_dtype_of(job)
+    if "lora.dtype" in explicit and job.method != "full" and job.lora.dtype != held:
+        raise ConfigError(
+            f"{NAMES[job.trainer]} keeps adapters in {held}: leave --adapter-dtype {job.lora.dtype} out, or plan "
+            "--for tightfit"
+        )
+    return job, said
+
+
+def _versioned(job: Job, hardware: Hardware, llamafactory: str | None) -> tuple[Job, tuple[str, ...]]:
     """The job with the DeepSpeed that will run it: what it holds in memory differs between versions."""
     if "deepspeed_version" in job.levers:
         return job, ()
-    version, said = deepspeed_version(hardware)
+    version, said = deepspeed_version(hardware, job.trainer, llamafactory)
     return replace(job, levers={**job.levers, "deepspeed_version": version}), said
 
 
@@ -252,7 +289,7 @@ def _what_there_is(machine: Hardware) -> str:
     return f"this machine has {count}: say --num-gpus {count}, or leave it out"
 
 
-def _placed(job: Job, file: Path | None) -> Job:
+def place_job(job: Job, file: Path | None) -> Job:
     """Paths that lead somewhere from here, made absolute: the written files may lie anywhere.
 
     Not the run's folder: it lies beside the written files unless it is absolute, whatever happens to be here.

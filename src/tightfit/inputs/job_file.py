@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tightfit.inputs.flags import LORA_FLAGS, MOST, Flags, levers_from_flags, spelt
 from tightfit.inputs.hardware import parse_hardware, parse_size
@@ -53,6 +53,7 @@ JOB_FLAGS: Mapping[str, str] = {
     "max_steps": "max_steps",
     "samples": "data.samples",
     "tier": "tier",
+    "for": "trainer",
     "data": "data.path",
     **{name: f"data.{name}" for name in ("format", "template", "packing", "tokenizer", "recipe", "ablation")},
     "max_samples": "max_samples",
@@ -226,7 +227,7 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
         lora = {
             "lora_rank": job.lora.rank,
             "lora_targets": targets,
-            "adapter_dtype": job.lora.dtype,
+            "adapter_dtype": adapter_dtype_of(job),
             "lora_dropout": job.lora.dropout,
         }
     flags = Flags(
@@ -248,7 +249,23 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
         if file is None:
             raise
         raise ConfigError(f"{file}: {_in_fields(str(error))}") from None
-    return replace(levers, gradient_clipping=job.clip > 0, packed=job.data.packing)
+    packing, ours = job.data.packing, job.trainer == "tightfit"
+    return replace(
+        levers,
+        gradient_clipping=job.clip > 0,
+        # LLaMA-Factory lets the documents of plain text see each other, and needs no mask for that
+        packed=packing and not (job.trainer == "llamafactory" and job.data.format == "text"),
+        padded=not (packing or ours),
+        trainer=job.trainer,
+    )
+
+
+def adapter_dtype_of(job: Job) -> Literal["fp32", "bf16"]:
+    """The number format that the adapters have: PEFT makes them fp32 under 16-bit weights, and other trainers leave
+    them so; pure_bf16 keeps LLaMA-Factory from it."""
+    if job.trainer == "tightfit":
+        return job.lora.dtype
+    return "bf16" if job.trainer == "llamafactory" and not job.master_weights else "fp32"
 
 
 def pinned(job: Job) -> frozenset[str]:
@@ -375,7 +392,7 @@ def _check_stages(job: Job, source: Source) -> Iterator[UserError]:
 def _check_words(job: Job, source: Source) -> Iterator[UserError]:
     """Text that has a form: sizes, times, hardware."""
     for path, field in job_fields().items():
-        value = _at(job, path)
+        value = field_at(job, path)
         if field.takes.kind == "text" and isinstance(value, str) and not value.strip():
             yield wrong(path, value, source)
     forms: dict[str, Callable[[str], Any]] = {**dict.fromkeys(_SIZES, parse_size), "timeout": timeout_s}
@@ -383,7 +400,7 @@ def _check_words(job: Job, source: Source) -> Iterator[UserError]:
         forms["hardware.gpus"] = parse_hardware
     sizes = {}
     for path, reader in forms.items():
-        text = _at(job, path)
+        text = field_at(job, path)
         if not isinstance(text, str) or not text.strip():
             continue
         try:
@@ -401,7 +418,7 @@ def _check_words(job: Job, source: Source) -> Iterator[UserError]:
 def _check_counts(job: Job, source: Source) -> Iterator[UserError]:
     for flag, most in MOST.items():
         path = JOB_FLAGS[flag]
-        value = _at(job, path)
+        value = field_at(job, path)
         if value is not None and value > most:
             yield ConfigError(f"{source.called(path)} must be at most {most}, not {value}")
 
@@ -439,7 +456,8 @@ def _adapters_idle(job: Job) -> bool:
     return job.method == "full" and not {"lora", "quantize"} & set(job.limits.allow)
 
 
-def _at(job: Job, path: str) -> Any:
+def field_at(job: Job, path: str) -> Any:
+    """The value of a field, by its dotted name."""
     value: Any = job
     for step in path.split("."):
         value = value.get(step) if isinstance(value, Mapping) else getattr(value, step)

@@ -112,6 +112,30 @@ OWN_KEYS = frozenset(
 
 KNOWN = TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS | OWN_KEYS
 
+FIELD_OF = {
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "max_samples": "max_samples",
+    "learning_rate": "learning_rate",
+    "lr_scheduler_type": "schedule",
+    "warmup_ratio": "warmup",
+    "warmup_steps": "warmup",
+    "num_train_epochs": "epochs",
+    "max_steps": "max_steps",
+    "weight_decay": "weight_decay",
+    "seed": "seed",
+    "val_size": "evaluation.split",
+    "eval_steps": "evaluation.every_steps",
+    "output_dir": "saving.folder",
+    "save_steps": "saving.every_steps",
+    "save_total_limit": "saving.keep_last",
+    "template": "data.template",
+    "packing": "data.packing",
+    "neat_packing": "data.packing",
+    "trust_remote_code": "trust_remote_code",
+}
+"""A key of the YAML → the field of the job that takes its value as it is."""
+
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
@@ -169,6 +193,8 @@ class LlamaFactorySettings:
     attention: AttentionKernel
     packed: bool
     """`neat_packing`: documents in one sequence are kept apart. Those of plain `packing` see each other."""
+    padded: bool
+    """Rows are padded, and attention gets a mask for it: without packing of either kind."""
     loss: Loss
     checkpointing: Checkpointing
     max_grad_norm: float
@@ -210,6 +236,7 @@ def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
         optimizer=_optimizer(said),
         attention=_attention(said),
         packed=bool(said.switch("neat_packing")),
+        padded=not (_packs(said) or said.switch("neat_packing")),
         loss="fused" if said.switch("enable_liger_kernel") or said.switch("use_liger_kernel") else "plain",
         checkpointing=_checkpointing(said, because),
         max_grad_norm=1.0 if (norm := said.number("max_grad_norm")) is None else norm,
@@ -243,6 +270,8 @@ def to_levers(settings: LlamaFactorySettings, base: Levers, *, n_layers: int | N
         loss=settings.loss,
         attention=settings.attention,
         packed=settings.packed,
+        padded=settings.padded,
+        trainer="llamafactory",
         lora=settings.lora,
         frozen_layers=frozen,
         gradient_clipping=settings.max_grad_norm > 0,
@@ -377,6 +406,12 @@ def _method(said: Fields, because: list[str]) -> Method:
     if bits != 4 or library not in ("bnb", "bitsandbytes"):
         raise ConfigError(f"quantization_bit {bits} by {library} in {said.file} is not priced yet: 4 by bnb is")
     return "qlora"
+
+
+def _packs(said: Fields) -> bool:
+    """Left out, pre-training packs and fine-tuning does not."""
+    asked = said.switch("packing")
+    return said.values.get("stage") == "pt" if asked is None else asked
 
 
 def _lora(said: Fields, pure: bool) -> Lora:

@@ -78,6 +78,8 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         quantised=levers.method == "qlora",
         attention=levers.attention,
         packed=levers.packed,
+        padded=levers.padded,
+        reentrant=levers.trainer == "llamafactory",  # its use_reentrant_gc is on unless the file says otherwise
         scan=levers.scan,
         broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here
         flash_capable=levers.precision != "fp32" and not _before_ampere(gpu),

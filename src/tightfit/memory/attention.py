@@ -61,8 +61,12 @@ def kernel_of(shape: Attention, setting: Setting) -> Kernel:
 
 def _is_masked(shape: Attention, setting: Setting) -> bool:
     """A window needs a mask as soon as the sequence is as long (transformers does not look whether it hides anything),
-    and so do packed documents; causality alone does not."""
-    return setting.packed or (shape.sliding_window is not None and setting.sequence >= shape.sliding_window)
+    and so do packed documents and padding; causality alone does not."""
+    return (
+        setting.packed
+        or setting.padded
+        or (shape.sliding_window is not None and setting.sequence >= shape.sliding_window)
+    )
 
 
 def mask_bytes(shape: Attention, setting: Setting) -> int:
@@ -74,7 +78,7 @@ def mask_bytes(shape: Attention, setting: Setting) -> int:
     kernel, pairs = kernel_of(shape, setting), setting.sequence * setting.sequence
     if kernel == "eager":
         return setting.micro_batch * pairs * setting.width
-    own = setting.micro_batch if setting.packed else 1
+    own = setting.micro_batch if setting.packed or setting.padded else 1
     return own * pairs * BOOL if kernel == "efficient" and _is_masked(shape, setting) else 0
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import Activations, activations, activations_at
+from tightfit.memory.operations import FP32
 from tightfit.memory.weights import Weights
 from tightfit.types import Checkpointing, Gpu, Levers, ModelShape
 
@@ -112,7 +113,18 @@ def building(job: Job) -> Components:
     untied = job.shape.vocab_size * job.shape.hidden_size * job.weights.width if job.shape.tied else 0
     temporary = untied + quantising(job)
     adapters = 0 if job.levers.method == "full" else job.weights.trainable_numel * job.weights.trainable_width
-    return {"weights": job.weights.bytes, "temporaries": max(temporary - adapters, 0)}
+    built: Components = {"weights": job.weights.bytes, "temporaries": max(temporary - adapters, 0)}
+    return worst(built, _upcast(job)) if job.levers.trainer == "llamafactory" else built
+
+
+def _upcast(job: Job) -> Components:
+    """LLaMA-Factory casts what trains to fp32 on the GPU (`cast_trainable_params_to_fp32`), before DeepSpeed casts it
+    back; not for pure_bf16."""
+    if not job.levers.master_weights:
+        return {}
+    weights = job.weights
+    one = weights.largest_trainable * weights.trainable_width
+    return {"weights": weights.frozen_bytes + FP32 * weights.trainable_numel, "temporaries": one}
 
 
 def quantising(job: Job) -> int:

@@ -22,7 +22,7 @@ def layer_cost(block: Block, hidden: int, setting: Setting, input_grad: bool = T
     keeps nothing."""
     if isinstance(block.mixer, Traced):
         return _traced(block, block.mixer, hidden, setting)
-    return measure(*layer_tape(block, hidden, setting, input_grad))
+    return measure(*layer_tape(block, hidden, setting, input_grad), stops=not setting.reentrant)
 
 
 @lru_cache(maxsize=48)

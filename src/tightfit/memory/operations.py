@@ -44,6 +44,10 @@ class Setting:
     attention: AttentionKernel = "sdpa"
     packed: bool = False
     """Documents of one sequence are kept apart by a mask."""
+    padded: bool = False
+    """Rows have a mask for their padding."""
+    reentrant: bool = False
+    """Checkpointing runs a whole layer again; the non-reentrant kind stops after the last tensor that is kept."""
     scan: str = "official"
     broadcast_scan: bool = False
     """Mamba-2 without kernels contracts by broadcasting: transformers before 5.18."""

@@ -137,8 +137,9 @@ class Tape:
         self.ops.append(Op(slots, ()))
 
 
-def measure(tape: Tape, layer_input: Slot, layer_output: Slot) -> LayerCost:
-    """Walk the tape. The layer's input is not counted, unless some operation keeps it."""
+def measure(tape: Tape, layer_input: Slot, layer_output: Slot, *, stops: bool = True) -> LayerCost:
+    """Walk the tape. The layer's input is not counted, unless some operation keeps it. `stops`: a recomputation ends
+    with the last tensor that is kept."""
     kept = {id(slot): slot for op in tape.ops for slot in op.saves}
     saved = sum([slot.size for slot in kept.values()])
     forward, recompute = _walk_forward(tape.ops, kept, layer_input, layer_output)
@@ -148,7 +149,7 @@ def measure(tape: Tape, layer_input: Slot, layer_output: Slot) -> LayerCost:
         output=layer_output.size,
         forward=forward,
         forward_unsaved=_walk_forward(tape.ops, {}, layer_input, layer_output)[0],
-        recompute=recompute,
+        recompute=recompute if stops else forward,
         backward=back.peak,
         backward_kept=back.peak_kept,
         weight_grads=back.weight_grads,

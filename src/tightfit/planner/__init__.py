@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from time import perf_counter
 
-from tightfit.inputs.job_file import dump_job, hardware_of, levers_of, model_of, pinned
+from tightfit.inputs.job_file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
+from tightfit.inputs.trainers import Abilities, check_pins
 from tightfit.job import Job
 from tightfit.planner import costly, reasons
 from tightfit.planner.candidates import check_states
@@ -63,6 +64,7 @@ def plan_within(
         job, costs = _tiered(job, hardware)
     job, stood_in = _computable(job, hardware)
     question = question_of(job, shape, hardware).within(bounds)
+    check_pins(question.trainer, question.base, shape, question.pinned)
     if question.ours:
         check_states(question.base, question.pinned, hardware)
     answer = answered(job, question, (*said, *stood_in), advice=bounds.advice)
@@ -136,6 +138,8 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: b
         effective_batch=batch,
         margin=job.limits.margin,
         adapters=_adapters(job),
+        trainer=Abilities(trainer=job.trainer),
+        partial=job.trainer == "tightfit",
         every_gpu=every_gpu or hardware.gpu.vendor == "cpu",
     )
     _check_batch(question, asked=job.effective_batch is not None)
@@ -147,7 +151,7 @@ def _adapters(job: Job) -> Lora:
     return Lora(
         rank=lora.rank,
         targets=None if isinstance(lora.targets, str) else lora.targets,
-        adapter_dtype=lora.dtype,
+        adapter_dtype=adapter_dtype_of(job),
         dropout=lora.dropout,
     )
 

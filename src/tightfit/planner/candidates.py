@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 from tightfit.inputs.flags import check_levers, released_at_once
+from tightfit.inputs.trainers import Abilities
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.pace import Choice
 from tightfit.types import (
@@ -159,15 +160,22 @@ def _holding(base: Levers, hardware: Hardware) -> list[Engine]:
 
 
 def corners(
-    shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware, effective_batch: int
+    shape: ModelShape,
+    base: Levers,
+    pinned: Pinned,
+    hardware: Hardware,
+    effective_batch: int,
+    trainer: Abilities | None = None,
 ) -> Iterator[Corner]:
-    """Every combination but the depth of checkpointing, for one strategy's levers."""
+    """Every combination but the depth of checkpointing, for one strategy's levers. `trainer`: who will run it; None:
+    our own worker."""
+    trainer = trainer or Abilities()
     searched = "checkpointing" not in pinned
     share = effective_batch // hardware.world
-    attentions, scans = attention_choices(shape, base, pinned, hardware), _scans(shape, base, pinned, hardware)
+    attentions, scans = attention_choices(shape, base, pinned, hardware), _scans(shape, base, pinned, hardware, trainer)
     choices = [Choice(*each) for each in product(attentions, scans, bucket_choices(base, pinned, hardware))]
     for micro in _micro_batches(base, pinned, share):
-        for loss in _losses(shape, base, pinned):
+        for loss in _losses(shape, base, pinned, trainer):
             levers = replace(base, micro_batch=micro, accumulation=share // micro, loss=loss)
             if _is_legal(levers, shape):  # of which neither kernels nor buckets make a difference
                 for choice in choices:
@@ -199,10 +207,10 @@ def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
     return micros
 
 
-def _losses(shape: ModelShape, base: Levers, pinned: Pinned) -> tuple[Loss, ...]:
+def _losses(shape: ModelShape, base: Levers, pinned: Pinned, trainer: Abilities) -> tuple[Loss, ...]:
     if "loss" in pinned:
         return (base.loss,)
-    return ("plain",) if shape.final_softcap else ("plain", "fused")
+    return ("plain",) if shape.final_softcap or not trainer.fuses(shape) else ("plain", "fused")
 
 
 def attention_choices(
@@ -223,10 +231,12 @@ def _has_flash(hardware: Hardware) -> bool:
     return arch.startswith("sm_") and arch[3:].isdigit() and int(arch[3:]) >= 80
 
 
-def _scans(shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware) -> tuple[Scan, ...]:
+def _scans(shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware, trainer: Abilities) -> tuple[Scan, ...]:
     mambas = [block.mixer for block in shape.blocks if isinstance(block.mixer, Mamba1)]
     if "scan" in pinned or not mambas:
         return (base.scan,)
+    if not trainer.is_ours:  # transformers takes the official kernels where they are installed
+        return ("official",) if hardware.gpu.vendor == "nvidia" else ("torch",)
     return ("tightfit", "official", "torch") if hardware.gpu.vendor == "nvidia" else ("tightfit", "torch")
 
 

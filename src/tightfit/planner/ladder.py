@@ -56,7 +56,7 @@ class Ladder:
     def first_fit(self) -> Checkpointing | None:
         """The fewest recomputing layers that fit; after all of them, offloading."""
         if self._is_over():
-            return OFFLOADED if self._fits(OFFLOADED) else None
+            return OFFLOADED if self._offloads and self._fits(OFFLOADED) else None
         if self._is_hopeless():
             return None
         if self._is_zero3:
@@ -65,7 +65,7 @@ class Ladder:
             index = in_a_valley(self._excess, self.last, self._rise)
         if index is not None:
             return self._depth(index)
-        return OFFLOADED if self.corner.searched and not self._weigh(OFFLOADED).excess else None
+        return OFFLOADED if self._offloads and not self._weigh(OFFLOADED).excess else None
 
     def first_thinkable(self) -> int | None:
         """The first depth that may fit, as far as floors can tell; the last, where only offloading may; None: none."""
@@ -73,7 +73,7 @@ class Ladder:
             return 0
         if not self._least(FULL):
             return first(self._floor, 1, self.last)
-        return None if self._least(OFFLOADED) else self.last
+        return None if not self._offloads or self._least(OFFLOADED) else self.last
 
     def fit_within(self, count: int) -> Checkpointing | None:
         """What `first_fit` finds, of the first `count` depths; offloading only after all of them.
@@ -94,10 +94,15 @@ class Ladder:
                     return self._depth(index)
             elif self.question.calibration is None:
                 return None
-        return OFFLOADED if last == self.last and self._fits(OFFLOADED) else None
+        return OFFLOADED if last == self.last and self._offloads and self._fits(OFFLOADED) else None
 
     def at(self, depth: Checkpointing) -> Levers:
         return replace(self.corner.levers, checkpointing=depth)
+
+    @property
+    def _offloads(self) -> bool:
+        """After all layers recompute, their inputs may wait on the host."""
+        return self.corner.searched and self.question.trainer.offloads_inputs(self.corner.rest.engine)
 
     @property
     def _is_zero3(self) -> bool:
@@ -126,7 +131,7 @@ class Ladder:
             return False
         if self.question.calibration is None or not self.corner.searched:
             return True
-        return self._at(self.last).is_hopeless and self._weigh(OFFLOADED).is_hopeless
+        return self._at(self.last).is_hopeless and not (self._offloads and not self._weigh(OFFLOADED).is_hopeless)
 
     def fits_deepest(self) -> bool:
         return self._fits(FULL) if self.corner.searched else not self._at(self.last).excess
@@ -136,13 +141,13 @@ class Ladder:
         already."""
         if not self._is_over():
             self._at(self.last)
-            if self.corner.searched:
+            if self._offloads:
                 self._weigh(OFFLOADED)
         known = [Weighed(self.at(depth), weight) for depth, weight in self.weighed.items()]
         best = min([*([] if best is None else [best]), *known], key=lambda each: each.distance, default=None)
         if not self._is_over():
             return best
-        for depth in (OFFLOADED, FULL, BARE):
+        for depth in (*((OFFLOADED,) if self._offloads else ()), FULL, BARE):
             levers = self.at(depth)
             least = (*least_weight(self.question, self.scale, depth), complexity(levers, 1))
             if best is None or (depth not in self.weighed and least < best.distance):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tightfit.inputs.trainers import LLAMAFACTORY_VERSION
 from tightfit.job import Allowance, Job
 from tightfit.planner.calibration import Calibration, Correction
 from tightfit.types import Footprint, Hardware, Levers, ModelShape, Pace
@@ -54,6 +55,8 @@ class Bounds:
     """Some layers may recompute while others do not, as our own worker can; other trainers know all or none."""
     engines: frozenset[str] | None = None
     """Those that can be started; None: any."""
+    llamafactory_version: str = LLAMAFACTORY_VERSION
+    """Of the LLaMA-Factory that a job may be for."""
     every_gpu: bool = False
     """No way that leaves GPUs idle."""
     calibration: Calibration | None = None

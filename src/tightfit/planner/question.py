@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple
 
+from tightfit.inputs.trainers import Abilities
 from tightfit.memory import Scale, Totals, estimate, required_bytes, totals_of
 from tightfit.memory.overhead import ALLOCATOR_SLACK
 from tightfit.planner.calibration import Calibration, Correction, Place, corrected, phase_bytes
@@ -43,6 +44,8 @@ class Question:
     margin: float
     adapters: Lora = field(default_factory=Lora)
     """What LoRA would be, should full training be allowed to become that."""
+    trainer: Abilities = field(default_factory=Abilities)
+    """What the one can do that will run it."""
     partial: bool = True
     """Some layers may recompute while others do not, as our own worker can; other trainers know all or none."""
     engines: frozenset[str] | None = None
@@ -57,7 +60,8 @@ class Question:
     def within(self, bounds: Bounds) -> Question:
         return replace(
             self,
-            partial=bounds.partial,
+            trainer=replace(self.trainer, llamafactory_version=bounds.llamafactory_version),
+            partial=bounds.partial and self.trainer.is_ours,
             engines=bounds.engines,
             every_gpu=self.every_gpu or bounds.every_gpu,
             calibration=bounds.calibration,

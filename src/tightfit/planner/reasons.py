@@ -11,6 +11,7 @@ from math import ceil
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.job_file import timeout_s
+from tightfit.inputs.trainers import NAMES
 from tightfit.job import Job
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.planner.calibration import COMPONENT
@@ -89,6 +90,8 @@ def of_choice(question: Question, way: Way) -> tuple[str, ...]:
             said.append("No layer recomputes: there is room for all activations.")
     if way.levers.loss == "fused" and "loss" not in question.pinned:
         said.append("The fused loss never holds all logits at once; the result is the same.")
+        if not question.trainer.is_ours:
+            said.append(f"{NAMES[question.trainer.trainer]} takes it from Liger: pip install liger-kernel.")
     if way.levers.attention == "flash" and "attention" not in question.pinned:
         said.append(
             "The layers' windows are cut by flash attention, a package of its own: --attention sdpa does without."

@@ -116,11 +116,18 @@ def _is_slower(question: Question, most_s: float) -> bool:
 
 def _strategies(question: Question) -> list[Levers]:
     every = strategies(question.base, question.pinned, question.hardware, question.ours)
-    return [levers for levers in every if question.engines is None or levers.engine in question.engines]
+    return [
+        levers
+        for levers in every
+        if (question.engines is None or levers.engine in question.engines)
+        and question.trainer.starts(levers.engine, levers, question.hardware)
+    ]
 
 
 def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
-    return corners(question.shape, levers, question.pinned, question.hardware, question.effective_batch)
+    return corners(
+        question.shape, levers, question.pinned, question.hardware, question.effective_batch, question.trainer
+    )
 
 
 def _search_world(question: Question, found: Found, most_s: float = inf, *, nearest: bool = True) -> None:

@@ -200,9 +200,11 @@ def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) 
 def _engine_for_states(tier: Tier, job: Job, hardware: Hardware) -> dict[str, Any]:
     """Another engine than the tier's, where the job's optimizer has states that the tier's could not save.
 
-    A tier that has them on the host stays as it is: 8-bit ones cannot go there.
+    A tier that has them on the host stays as it is: 8-bit ones cannot go there. Other trainers save them in a way of
+    their own.
     """
-    if job.optimizer not in EIGHT_BIT or tier.engine in BY_PARAMETER or tier.offload_optimizer != "none":
+    kept = tier.engine in BY_PARAMETER or tier.offload_optimizer != "none"
+    if job.optimizer not in EIGHT_BIT or kept or job.trainer != "tightfit":
         return {}
     return {"engine": "fsdp2" if has_fsdp2(hardware) else "zero0"}
 

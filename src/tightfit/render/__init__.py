@@ -14,11 +14,12 @@ from tightfit.render.deepspeed import deepspeed_json
 from tightfit.render.environment import gpu_ids_of, launcher_of
 from tightfit.render.hostfile import hostfile_text, hosts_for
 from tightfit.render.launch import NEEDS, launch_sh
-from tightfit.render.llamafactory import dataset_info_json, listed, llamafactory_yaml
+from tightfit.render.llamafactory import dataset_info_json, llamafactory_yaml, names_its_data
 from tightfit.render.plan_md import plan_md
 from tightfit.render.slurm import slurm_sbatch
 from tightfit.render.target import Target
 from tightfit.render.training_args import training_args_json
+from tightfit.render.under import check_fits_under
 from tightfit.render.worker import DEEPSPEED_FILE, chosen_way, worker_json
 from tightfit.types import ConfigError
 
@@ -30,27 +31,39 @@ def render(plan: Plan, target: Target) -> dict[str, str]:
     way = chosen_way(plan)
     files: dict[str, str] = {}
     left_out: dict[str, str] = {}
-    needed = NEEDS[launcher_of(plan, target)]
+    needed = {NEEDS[launcher_of(plan, target)], *(("training_args.json",) if plan.job.trainer == "trainer" else ())}
 
     def add(name: str, text: Callable[[], str]) -> None:
         try:
             files[name] = text()
         except ConfigError as error:
-            if name == needed:
+            if name in needed:
                 raise
             left_out[name] = str(error)
 
-    deepspeed_file = None
+    def training_args() -> str:
+        check_fits_under("trainer", plan, target)
+        return training_args_json(plan, target, deepspeed_file)
+
+    def llamafactory() -> str:
+        text = llamafactory_yaml(plan, target, deepspeed_file)
+        check_fits_under("llamafactory", plan, target)
+        return text
+
+    deepspeed_file, trainer = None, plan.job.trainer
     if way.levers.engine != "fsdp2":
         deepspeed_file = DEEPSPEED_FILE
         files[deepspeed_file] = deepspeed_json(plan, target)
-    add("accelerate.yaml", lambda: accelerate_yaml(plan, target, deepspeed_file))
-    add("training_args.json", lambda: training_args_json(plan, target, deepspeed_file))
-    add("llamafactory.yaml", lambda: llamafactory_yaml(plan, target, deepspeed_file))
-    if "llamafactory.yaml" in files and listed(plan.job.data.path) is None:
+    if trainer != "llamafactory":
+        add("accelerate.yaml", lambda: accelerate_yaml(plan, target, deepspeed_file))
+        add("training_args.json", training_args)
+    if trainer != "trainer":
+        add("llamafactory.yaml", llamafactory)
+    if "llamafactory.yaml" in files and not names_its_data(plan, target):
         files["dataset_info.json"] = dataset_info_json(plan)
-    files["worker.json"] = worker_json(plan)
-    if way.hardware.nodes > 1:
+    if trainer == "tightfit":
+        files["worker.json"] = worker_json(plan)
+    if way.hardware.nodes > 1 and trainer != "trainer":
         files["hostfile"] = _hostfile(plan, target)
         files["slurm.sbatch"] = slurm_sbatch(plan, target)
     files["launch.sh"] = launch_sh(plan, target, files)

@@ -17,12 +17,12 @@ from typing import Any
 
 import yaml
 
+from tightfit.inputs.versions import release
 from tightfit.planner.plan import Plan, Way
 from tightfit.render.deepspeed import pure_16bit
 from tightfit.render.environment import gpu_ids_of
 from tightfit.render.hostfile import hosts_for
 from tightfit.render.target import Target
-from tightfit.render.versions import release
 from tightfit.render.worker import LOW_SCALE_TIERS, chosen_way
 from tightfit.types import ConfigError, Moe, Precision
 

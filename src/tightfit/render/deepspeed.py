@@ -1,9 +1,9 @@
-"""A plan as a DeepSpeed JSON: every value that was priced, written out.
+"""A plan as a DeepSpeed JSON: every value that was priced and is not DeepSpeed's default already.
 
-Nothing is left to a default or to `auto`. Defaults of `gradient_clipping`, `pin_memory` and bf16's
-`check_grad_overflow` moved between releases; `auto` is filled in by one trainer and not by another; and what
-the plan promises was computed for these very numbers. Which keys a release knows is asked of
-`deepspeed_versions`. Left out on purpose:
+A key at its default is not written: `zero_optimization` refuses keys that a release does not know, so each that says
+nothing new only ties the file to a release. Defaults that moved between releases (`gradient_clipping`, `pin_memory`,
+bf16's `check_grad_overflow`) are always written, and nothing is left to `auto`, which is filled in by one trainer and
+not by another. Which keys a release knows is asked of `deepspeed_versions`. Left out on purpose:
 
 - `optimizer`. Hugging Face's Trainer, LLaMA-Factory and our worker each make the optimizer themselves, with the
   weight decay of norms and biases as they see fit. With the block in the file, the Trainer hands all parameters
@@ -14,7 +14,7 @@ the plan promises was computed for these very numbers. Which keys a release know
   optimizer offloaded, where only DeepSpeed makes a host Adam whose moments are 16-bit as well.
 - `activation_checkpointing`. It acts on models that call `deepspeed.checkpointing`, which Hugging Face's never do.
 - `leaf_module`, `zenflow`. Absent, the first is DeepSpeed's list of expert layers and the second is off.
-- `stage3_model_persistence_threshold`, which is unbounded; `aio.thread_count`, which is one in every release.
+- `stage3_model_persistence_threshold`, which is unbounded; `aio`, whose defaults are those that we would write.
 - `communication_data_type`: accelerate sets it to fp32 for bf16 on ROCm, to keep an overflow from the weights.
 """
 
@@ -27,7 +27,7 @@ from tightfit.job import Job
 from tightfit.memory.host import swap_buffer_numel
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import GIB
-from tightfit.render.deepspeed_versions import check_version, knows, newer_than_known
+from tightfit.render.deepspeed_versions import check_version, knows, newer_than_known, without_defaults
 from tightfit.render.target import Target
 from tightfit.render.worker import chosen_way, clip, first_scale_power, learning_rate
 from tightfit.types import ConfigError, Levers
@@ -47,7 +47,7 @@ def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) 
     check_version(target.deepspeed_version)
     _check_engine(way.levers)
     values = _known(_values(plan, way, with_optimizer), target.deepspeed_version)
-    return json.dumps(values, indent=2) + "\n"
+    return json.dumps(without_defaults(values), indent=2) + "\n"
 
 
 def deepspeed_notes(plan: Plan, target: Target) -> tuple[str, ...]:
@@ -103,22 +103,7 @@ def _values(plan: Plan, way: Way, with_optimizer: bool) -> Block:
     }
     if _needs_block(levers) or with_optimizer:
         values["optimizer"] = _optimizer(job, levers)
-    if "nvme" in (levers.offload_optimizer, levers.offload_param):
-        values["aio"] = {
-            "block_size": 1048576,
-            "queue_depth": 8,
-            "intra_op_parallelism": 1,
-            "single_submit": False,
-            "overlap_events": True,
-            "use_gds": False,
-        }
-    return values | {
-        "prescale_gradients": False,
-        "gradient_predivide_factor": 1.0,
-        "steps_per_print": STEPS_PER_PRINT,
-        "wall_clock_breakdown": False,
-        "memory_breakdown": False,
-    }
+    return values | {"steps_per_print": STEPS_PER_PRINT}
 
 
 def _zero(way: Way, nvme_path: str | None) -> Block:
@@ -127,25 +112,11 @@ def _zero(way: Way, nvme_path: str | None) -> Block:
     block: Block = {
         "stage": stage,
         "contiguous_gradients": buckets.contiguous_gradients,
-        "reduce_scatter": True,
         "reduce_bucket_size": buckets.reduce_bucket,
-        "use_multi_rank_bucket_allreduce": True,
-        "allgather_partitions": True,
         "allgather_bucket_size": buckets.allgather_bucket,
-        "overlap_comm": stage == 3 if buckets.overlap_comm is None else buckets.overlap_comm,
-        "compute_grad_norm": True,
-        "load_from_fp32_weights": True,
-        "elastic_checkpoint": False,
-        "ignore_unused_parameters": True,
-        "round_robin_gradients": False,
-        "parameter_alignment": False,
-        "zero_hpz_partition_size": 1,
-        "zero_quantized_weights": False,
-        "zero_quantized_nontrainable_weights": False,
-        "zero_quantized_gradients": False,
-        "log_trace_cache_warnings": False,
-        "enable_sanity_checks": False,
     }
+    if buckets.overlap_comm is not None and buckets.overlap_comm != (stage == 3):
+        block["overlap_comm"] = buckets.overlap_comm
     if stage == 3:
         block |= _stage3(way)
     return block | _offload(way, nvme_path)
@@ -161,13 +132,6 @@ def _stage3(way: Way) -> Block:
         "stage3_max_live_parameters": buckets.max_live_parameters,
         "stage3_max_reuse_distance": buckets.max_reuse_distance,
         "stage3_gather_16bit_weights_on_model_save": _can_gather(way),
-        "stage3_module_granularity_threshold": 0,
-        "stage3_use_all_reduce_for_fetch_params": False,
-        "stage3_allgather_sequential": False,
-        "memory_efficient_linear": True,
-        "pipeline_loading_checkpoint": False,
-        "override_module_apply": True,
-        "save_muon_momentum_buffer_in_memory": False,
     }
 
 
@@ -180,12 +144,6 @@ def _offload(way: Way, nvme_path: str | None) -> Block:
             "nvme_path": nvme_path,
             "pin_memory": buckets.pin_memory,
             "buffer_count": buckets.optimizer_buffer_count,
-            "fast_init": False,
-            "pipeline_read": False,
-            "pipeline_write": False,
-            "ratio": 1.0,
-            "super_offload": False,
-            "cpuadam_cores_perc": 0.8,
         }
     if levers.offload_param != "none":
         blocks["offload_param"] = {
@@ -207,9 +165,11 @@ def _offload(way: Way, nvme_path: str | None) -> Block:
 
 
 def _bf16(levers: Levers) -> Block:
-    pure = levers.precision == "bf16" and pure_16bit(levers)
+    if levers.precision != "bf16":
+        return {"enabled": False} if levers.precision == "fp32" else {}  # that it is fp32 stands nowhere else
+    pure = pure_16bit(levers)
     return {
-        "enabled": levers.precision == "bf16",
+        "enabled": True,
         "immediate_grad_update": False,
         "check_grad_overflow": True,
         "bf16_master_weights_and_grads": pure,
@@ -218,16 +178,12 @@ def _bf16(levers: Levers) -> Block:
 
 
 def _fp16(job: Job, levers: Levers) -> Block:
+    if levers.precision != "fp16":
+        return {}
     return {
-        "enabled": levers.precision == "fp16",
-        "auto_cast": False,
-        "loss_scale": 0,
+        "enabled": True,
         "initial_scale_power": first_scale_power(job),
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "consecutive_hysteresis": False,
-        "min_loss_scale": 1,
-        "fp16_master_weights_and_grads": levers.precision == "fp16" and pure_16bit(levers),
+        "fp16_master_weights_and_grads": pure_16bit(levers),
     }
 
 

@@ -12,9 +12,11 @@ between two of these is read as the nearest lower one, and one that is newer tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from tightfit.render.versions import Release, release
+from tightfit.inputs.versions import Release, release
 from tightfit.types import ConfigError
 
 OLDEST, NEWEST = "0.14.0", "0.19.8"
@@ -78,6 +80,26 @@ TABLE = (
     Key(path="progressive_layer_drop", gone="0.19.8"),
 )
 
+DEFAULTS: dict[str, object] = {
+    "zero_allow_untested_optimizer": False,
+    "zero_force_ds_cpu_optimizer": True,
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "fp16.fp16_master_weights_and_grads": False,
+    f"{_ZERO}.contiguous_gradients": True,
+    f"{_ZERO}.reduce_bucket_size": 500_000_000,
+    f"{_ZERO}.allgather_bucket_size": 500_000_000,
+    f"{_ZERO}.sub_group_size": 1_000_000_000,
+    f"{_ZERO}.stage3_prefetch_bucket_size": 50_000_000,
+    f"{_ZERO}.stage3_param_persistence_threshold": 100_000,
+    f"{_ZERO}.stage3_max_live_parameters": 1_000_000_000,
+    f"{_ZERO}.stage3_max_reuse_distance": 1_000_000_000,
+    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": False,
+    f"{_OPTIMIZER}.buffer_count": 4,
+    f"{_ZERO}.offload_param.buffer_count": 5,
+}
+"""Of the keys that a plan may set: what every release takes where the file says nothing."""
+
 _BY_PATH = {key.path: key for key in TABLE}
 
 
@@ -102,6 +124,19 @@ def knows(version: str, path: str) -> bool:
         return True
     asked = release(version)
     return release(key.since) <= asked and (key.gone is None or asked < release(key.gone))
+
+
+def without_defaults(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The same without what every release takes anyway, and without blocks that say nothing then."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        where = f"{path}.{name}" if path else name
+        if isinstance(value, Mapping):
+            if inside := without_defaults(value, where):
+                kept[name] = inside
+        elif where not in DEFAULTS or DEFAULTS[where] != value:
+            kept[name] = value
+    return kept
 
 
 def newer_than_known(version: str) -> str | None:

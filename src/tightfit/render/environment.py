@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tightfit.inputs.versions import release
 from tightfit.planner.plan import Plan, Way
 from tightfit.render.target import Launcher, Target
-from tightfit.render.versions import release
 from tightfit.render.worker import chosen_way
 from tightfit.types import ConfigError, Vendor
 
@@ -35,6 +35,8 @@ def launcher_of(plan: Plan, target: Target) -> Launcher:
     """What starts the ranks, where the user did not say."""
     if target.launcher is not None:
         return target.launcher
+    if plan.job.trainer != "tightfit":
+        return "llamafactory" if plan.job.trainer == "llamafactory" else "accelerate"
     way = chosen_way(plan)
     # DeepSpeed's launcher counts sockets where there is no GPU, and refuses more ranks than that.
     plain = way.levers.engine == "fsdp2" or way.hardware.gpu.vendor == "cpu"

@@ -22,14 +22,15 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import PurePosixPath
 
 from tightfit.planner.plan import Plan
 from tightfit.priced import strategy_name
 from tightfit.render.environment import HIP, Variable, environment, gpu_ids_of, launcher_of
 from tightfit.render.hostfile import hosts_for
-from tightfit.render.llamafactory import PLACEHOLDER_DATA, names_a_file
+from tightfit.render.llamafactory import DATASET_INFO, PLACEHOLDER_DATA, listed, names_a_file
 from tightfit.render.target import Launcher, Target
-from tightfit.render.worker import chosen_way
+from tightfit.render.worker import chosen_way, untrained
 from tightfit.types import ConfigError
 
 PROGRAMS: dict[Launcher, str] = {
@@ -64,6 +65,7 @@ def launch_sh(plan: Plan, target: Target, files: Collection[str]) -> str:
             f"Starts the training of PLAN.md: {strategy_name(way.levers)} on {way.world} × {way.hardware.gpu.name}"
         ),
         "# Arguments are passed on to the trainer.",
+        *(line for sentence in _before(plan) for line in comment(sentence.rstrip("."))),
         *(_several_nodes(launcher) if several else ()),
         "set -euo pipefail",
         "",
@@ -82,13 +84,20 @@ def launch_sh(plan: Plan, target: Target, files: Collection[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _before(plan: Plan) -> tuple[str, ...]:
+    """On what our worker would train, where that is not what its reader expects."""
+    return untrained(plan.job) if plan.job.trainer == "tightfit" else ()
+
+
 def preflight(plan: Plan, launcher: Launcher, files: Collection[str]) -> Iterator[str]:
     """What is cheaper to ask now than to find out later."""
     used = _used(launcher, files)
     yield f"for file in {' '.join(used)}; do"
     yield '  [[ -f "$file" ]] || { echo "launch.sh: $file is missing: copy the whole folder" >&2; exit 2; }'
     yield "done"
-    data = plan.job.data.path or (PLACEHOLDER_DATA if launcher == "llamafactory" else None)
+    data = plan.job.data.path or (PLACEHOLDER_DATA if "dataset_info.json" in used else None)
+    if (entry := listed(data)) is not None:
+        data = str(PurePosixPath(entry[0]) / DATASET_INFO)
     if data is not None and names_a_file(data) and not data.startswith("~"):
         # As a variable, so that no character of the name can be read as shell.
         yield f"data={shlex.quote(data)}"
@@ -242,7 +251,9 @@ def _torchrun(plan: Plan, target: Target) -> Iterator[str]:
 
 
 def _accelerate(plan: Plan, target: Target) -> Iterator[str]:
-    way = chosen_way(plan)
+    way, ours = chosen_way(plan), plan.job.trainer == "tightfit"
+    if not ours:
+        yield '(( $# > 0 )) || { echo "launch.sh: name your training script: launch.sh train.py" >&2; exit 2; }'
     yield "exec accelerate launch \\"
     yield "  --config_file accelerate.yaml \\"
     if way.hardware.gpu.vendor != "cpu" and target.gpu_ids is not None:
@@ -252,7 +263,7 @@ def _accelerate(plan: Plan, target: Target) -> Iterator[str]:
         if way.levers.engine != "fsdp2":
             yield "  --deepspeed_multinode_launcher standard \\"
     yield f'  --main_process_port "${{MASTER_PORT:-{target.port}}}" \\'
-    yield f'  {_WORKER} "$@"'
+    yield f'  {_WORKER} "$@"' if ours else '  "$@"'
 
 
 def _llamafactory(plan: Plan, target: Target) -> Iterator[str]:

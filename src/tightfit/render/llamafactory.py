@@ -38,18 +38,18 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-import yaml
-
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.presets import PRESETS, checkpoint_named, checkpoint_of
+from tightfit.inputs.trainers import OLDEST_LLAMAFACTORY, check_llamafactory, fused_under_llamafactory
+from tightfit.inputs.versions import release
 from tightfit.job import Job
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import amounts, strategy_name
 from tightfit.render import liger
+from tightfit.render.llamafactory_edit import edited, keeps_data, scalar
 from tightfit.render.target import Target
 from tightfit.render.training_args import OPTIM
-from tightfit.render.versions import release
 from tightfit.render.worker import (
     chosen_way,
     clip,
@@ -60,7 +60,7 @@ from tightfit.render.worker import (
     save_steps,
     time_limit_s,
 )
-from tightfit.types import ConfigError, Levers, Mamba1, Mamba2, ModelShape
+from tightfit.types import ConfigError, Levers, ModelShape
 
 DATASET_INFO = "dataset_info.json"
 DATASET = "train"
@@ -69,7 +69,6 @@ PLACEHOLDER_DATA = "train.json"
 """Where a job without data expects it."""
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
-OLDEST = (0, 9, 2)
 DEEPSPEED_LIMITS = {(0, 9, 3): "0.16.9", (0, 9, 4): "0.16.9"}
 """The newest DeepSpeed that a release starts with; the others do not look."""
 
@@ -80,9 +79,6 @@ TRANSFORMERS_LIMITS: dict[tuple[int, ...], str] = {
     (0, 9, 5): "5.6.0",
 }
 """The newest transformers that a release starts with."""
-
-_TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
-"""Model types that the transformers of an older release cannot load."""
 
 _TEMPLATES: tuple[tuple[str, str, dict[tuple[int, ...], str]], ...] = (
     (r"deepseek-r1", r".*", {(0, 9, 2): "deepseek3", (0, 9, 3): "deepseekr1"}),
@@ -121,7 +117,7 @@ _PROCESS_GROUP_TIMEOUT_S = 180_000_000
 
 def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
     """The file for `llamafactory-cli train`; an error where it would train something else."""
-    way = chosen_way(plan)
+    way, original = chosen_way(plan), target.original
     _refuse(plan, way, target)
     sections: dict[str, dict[str, Any]] = {
         "the model": _model(plan, way),
@@ -132,6 +128,10 @@ def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) ->
         "evaluation": _evaluation(plan.job, way.levers),
         "saving": _saving(plan.job),
     }
+    if original is not None:
+        values = {key: value for section in sections.values() for key, value in section.items()}
+        title = f"LLaMA-Factory {target.llamafactory_version}, {strategy_name(way.levers)} on {way.world} × "
+        return edited(plan, original, values, [f"{title}{way.hardware.gpu.name}. Start it from this folder."])
     head = [
         f"LLaMA-Factory {target.llamafactory_version}, written by tightfit: {strategy_name(way.levers)} on "
         f"{way.world} × {way.hardware.gpu.name}.",
@@ -140,7 +140,7 @@ def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) ->
     ]
     lines = [f"# {' '.join(line.split())}" for line in head]
     for title, values in sections.items():
-        lines += ["", f"# {title}", *(f"{key}: {_scalar(value)}" for key, value in values.items())]
+        lines += ["", f"# {title}", *(f"{key}: {scalar(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -170,6 +170,12 @@ def dataset_info_json(plan: Plan) -> str:
     else:
         entry["formatting"] = "sharegpt" if data.format == "sharegpt" else "alpaca"
     return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"
+
+
+def names_its_data(plan: Plan, target: Target) -> bool:
+    """Whether the data is in a `dataset_info.json` already, so that no second one is needed."""
+    kept = target.original is not None and keeps_data(plan, target.original)
+    return kept or listed(plan.job.data.path) is not None
 
 
 def newest_transformers(version: str) -> str | None:
@@ -223,12 +229,13 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
         notes.append("LLaMA-Factory keeps the newest checkpoints alone, and none for ever (saving.keep_every)")
     if job.data.recipe is not None or (job.data.path or "").startswith("shipped:"):
         notes.append("recipes, ablations and shipped data are tightfit's own: LLaMA-Factory needs a file of samples")
-    if job.data.path is None:
+    known = names_its_data(plan, target)
+    if job.data.path is None and not known:
         notes.append(f"the job names no data: put samples into {PLACEHOLDER_DATA} in this folder")
     entry = listed(job.data.path)
-    if entry is not None and not entry[0].startswith("/"):
+    if entry is not None and not entry[0].startswith("/") and target.original is None:
         notes.append(f"{DATASET_INFO} is looked for in {entry[0]}, as seen from this folder: correct dataset_dir")
-    if job.data.format == "auto" and entry is None:
+    if job.data.format == "auto" and not known:
         notes.append(f"the samples are taken to be alpaca's; {DATASET_INFO} can say sharegpt instead")
     if job.data.format != "text" and _template(plan, way, target) is None:
         notes.append("no template is named: LLaMA-Factory parses the tokenizer's own")
@@ -261,34 +268,16 @@ def _adapter_notes(way: Way) -> list[str]:
 def _refuse(plan: Plan, way: Way, target: Target) -> None:
     version, levers, shape = target.llamafactory_version, way.levers, way.shape
     at = release(version)
-    if at < OLDEST:
-        raise ConfigError(f"tightfit writes for LLaMA-Factory 0.9.2 and later, not {version}: upgrade it")
-    if any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks):
-        raise ConfigError(f"LLaMA-Factory has no Mamba kernels for {shape.name}: train it with tightfit's worker")
-    if at < _TYPES_SINCE.get(shape.model_type, OLDEST):
-        first = ".".join(map(str, _TYPES_SINCE[shape.model_type]))
-        raise ConfigError(f"LLaMA-Factory {version} cannot load {shape.model_type} models: {first} is the first")
+    check_llamafactory(levers, shape, version)
     if levers.engine == "fsdp2":
         raise ConfigError("llamafactory-cli cannot start FSDP2: take a ZeRO engine for LLaMA-Factory")
-    if levers.frozen_layers:
-        raise ConfigError(
-            "LLaMA-Factory's freeze leaves the head untrained too: frozen_layers cannot be written for it"
-        )
-    if levers.trains != "all":
-        raise ConfigError(
-            f"tightfit writes no LLaMA-Factory file that trains {levers.trains} alone: train it with tightfit's worker"
-        )
-    if levers.loss == "fused" and shape.model_type not in liger.under_llamafactory(at):
+    if levers.loss == "fused" and shape.model_type not in fused_under_llamafactory(at):
         raise ConfigError(f"LLaMA-Factory {version} has no fused loss for {shape.model_type}: pin --loss plain for it")
     if not levers.master_weights and (levers.engine == "zero3" or levers.precision != "bf16"):
         where = "under ZeRO-3" if levers.engine == "zero3" else f"in {levers.precision}"
         raise ConfigError(f"LLaMA-Factory refuses pure 16-bit training {where}: keep the master weights")
     if way.hardware.gpu.vendor == "cpu" and levers.engine == "zero3":
         raise ConfigError("LLaMA-Factory cannot set up ZeRO-3 without a GPU: take zero2 on the CPU")
-    if levers.precision == "fp32" and levers.method != "full":
-        raise ConfigError(
-            f"LLaMA-Factory keeps a frozen model in the 16-bit format of its files: take bf16 for {levers.method}"
-        )
     limit = next((most for known, most in DEEPSPEED_LIMITS.items() if at[:3] == known), None)
     if limit and release(target.deepspeed_version) > release(limit):
         raise ConfigError(
@@ -437,7 +426,10 @@ def _template(plan: Plan, way: Way, target: Target) -> str | None:
     asked = plan.job.data.template
     if asked is None:
         return template_of(_name(plan, way), way.shape, at)
-    since = min((since for _, _, names in _TEMPLATES for since, name in names.items() if name == asked), default=OLDEST)
+    since = min(
+        (since for _, _, names in _TEMPLATES for since, name in names.items() if name == asked),
+        default=OLDEST_LLAMAFACTORY,
+    )
     if at < since:
         first = ".".join(map(str, since))
         usual = template_of(_name(plan, way), way.shape, at)
@@ -453,8 +445,3 @@ def template_of(name: str, shape: ModelShape, at: tuple[int, ...]) -> str | None
             known = [template for since, template in sorted(names.items()) if since <= at]
             return known[-1] if known else None
     return None
-
-
-def _scalar(value: object) -> str:
-    """A value as YAML: 1.0e-05, which is read as a number, and 'no', which is not read as false."""
-    return yaml.safe_dump(value, allow_unicode=True, width=10**6).removesuffix("\n").removesuffix("\n...")

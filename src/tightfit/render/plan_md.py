@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tightfit.inputs.flags import checkpointing_word
+from tightfit.inputs.trainers import NAMES
+from tightfit.inputs.versions import release
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import is_cut_off, time_words
 from tightfit.planner.tiers import TIERS
@@ -20,14 +22,13 @@ from tightfit.render.launch import PROGRAMS
 from tightfit.render.llamafactory import llamafactory_notes, newest_transformers
 from tightfit.render.target import Target
 from tightfit.render.training_args import training_args_notes
-from tightfit.render.versions import release
-from tightfit.render.worker import chosen_way, time_limit_s
+from tightfit.render.worker import chosen_way, time_limit_s, untrained
 
 DTK_TORCH, OLD_TORCH_LAST = "2.4", (5, 10)
 """The PyTorch that Hygon's toolkit documents, and the newest transformers that we have seen accept it."""
 
 FILES = {
-    "deepspeed.json": "DeepSpeed's settings, every value written out",
+    "deepspeed.json": "DeepSpeed's settings, all that differ from its defaults",
     "accelerate.yaml": "for `accelerate launch`",
     "training_args.json": "Hugging Face's `TrainingArguments`, for a trainer of your own",
     "llamafactory.yaml": "for `llamafactory-cli train`",
@@ -147,13 +148,14 @@ def _alternatives(plan: Plan) -> Iterator[str]:
 
 def _start(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
     launcher = launcher_of(plan, target)
-    trainer = "LLaMA-Factory" if launcher == "llamafactory" else "tightfit's own worker"
+    trainer = NAMES["llamafactory" if launcher == "llamafactory" else plan.job.trainer]
+    script = " train.py" if plan.job.trainer == "trainer" else ""
     yield "## How to start it"
     yield ""
-    yield f"`./launch.sh` starts {trainer} with `{PROGRAMS[launcher]}`, in the environment that is active. What you add"
-    yield "to the line goes to the trainer. Relative paths count from this folder. A second run on the same machine"
-    yield f"needs a port of its own: `MASTER_PORT={target.port + 1} ./launch.sh`."
-    if launcher != "llamafactory":
+    yield f"`./launch.sh{script}` starts {trainer} with `{PROGRAMS[launcher]}`, in the environment that is active."
+    yield "What you add to the line goes to the trainer. Relative paths count from this folder. A second run on the"
+    yield f"same machine needs a port of its own: `MASTER_PORT={target.port + 1} ./launch.sh`."
+    if "worker.json" in files:
         yield ""
         yield "`tightfit train --plan` with this folder starts the same on one machine, and follows it."
     if "slurm.sbatch" in files:
@@ -164,6 +166,9 @@ def _start(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
         both = " and into `launch.sh`" if target.gpu_ids is not None else ""
         yield f"The names in `hostfile` are placeholders: put your machines there{both}."
     job = plan.job
+    for sentence in untrained(job) if job.trainer == "tightfit" else ():
+        yield ""
+        yield f"**{sentence}**"
     if job.data.path is not None:
         yield ""
         yield f"Data: `{shlex.quote(job.data.path)}`; output: `{shlex.quote(job.saving.folder)}`."
@@ -235,7 +240,7 @@ def _environment(plan: Plan, target: Target) -> Iterator[str]:
 
 def _reasons(plan: Plan) -> list[str]:
     """What is said nowhere else on the page."""
-    elsewhere = {*_assumed(plan), *plan.unproven}
+    elsewhere = {*_assumed(plan), *plan.unproven, *untrained(plan.job)}
     elsewhere |= {f"It changes the training: {change}." for change in chosen_way(plan).changes}
     return [sentence for sentence in plan.because if sentence not in elsewhere]
 

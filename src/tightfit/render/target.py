@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from tightfit.inputs.llamafactory_file import LlamaFactorySettings
+from tightfit.job import Job
 
 Launcher = Literal["deepspeed", "torchrun", "accelerate", "llamafactory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Original:
+    """The LLaMA-Factory file that a plan was made from, of which everything is kept that needs no change."""
+
+    name: str
+    text: str
+    written: Mapping[str, Any]
+    """Its keys, as YAML reads them."""
+    settings: LlamaFactorySettings
+    job: Job
+    """What it asks for, before flags."""
+    paths: Mapping[str, str]
+    """Keys that name what lies on this machine, with the path that leads there from anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,5 +45,7 @@ class Target:
     """How many the node has, where `gpu_ids` leaves some to other runs; None: not known."""
     port: int = 29500
     """Where the ranks of one run meet; two runs on one machine need two."""
+    original: Original | None = None
+    """What `llamafactory.yaml` is written from; None: from nothing."""
     hostfile: str | None = None
     """Text of a hostfile (`name slots=8`, a node a line), for several nodes."""

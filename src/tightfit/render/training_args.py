@@ -18,6 +18,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from tightfit.inputs.trainers import LIGER_UNDER_THE_TRAINER
+from tightfit.inputs.versions import release
 from tightfit.job import Job
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way
@@ -26,7 +28,6 @@ from tightfit.render import liger
 from tightfit.render.accelerate import all_or_none, layer_class, loads_once
 from tightfit.render.deepspeed import ADAM_BETAS, ADAM_EPS, pure_16bit
 from tightfit.render.target import Target
-from tightfit.render.versions import release
 from tightfit.render.worker import chosen_way, clip, epochs, learning_rate, logging_steps, save_steps
 from tightfit.types import Checkpointing, ConfigError, Levers, Mamba1, Mamba2, Optimizer
 
@@ -238,7 +239,7 @@ def _watching(job: Job, levers: Levers) -> Values:
 
 def fuses(way: Way, version: str) -> bool:
     """Whether the Trainer's loss is fused too: by Liger, for the models whose loss Liger fuses."""
-    known = way.shape.model_type in liger.UNDER_THE_TRAINER and _knows(version, "use_liger_kernel")
+    known = way.shape.model_type in LIGER_UNDER_THE_TRAINER and _knows(version, "use_liger_kernel")
     return way.levers.loss == "fused" and known
 
 

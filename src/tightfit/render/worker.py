@@ -17,7 +17,7 @@ from typing import Any
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.inputs.job_file import timeout_s
 from tightfit.inputs.models import config_from_fields, find_config
-from tightfit.inputs.presets import PRESETS
+from tightfit.inputs.presets import PRESETS, checkpoint_of
 from tightfit.job import Job, Saving
 from tightfit.planner.plan import Plan, Way
 from tightfit.types import ConfigError, Levers
@@ -224,3 +224,28 @@ def _milestones(way: Way) -> dict[str, int]:
         "backward": max(forward, totals["backward"]) - states,
         "step": gpu.peak_bytes,
     }
+
+
+# --- on what it would train ---------------------------------------------------------------------
+
+
+def untrained(job: Job) -> tuple[str, ...]:
+    """What whoever starts it has to know first: that it begins with drawn weights, or trains on random tokens."""
+    return (*seeded(job), *without_data(job))
+
+
+def seeded(job: Job) -> tuple[str, ...]:
+    """A preset is a shape: what trains it in earnest names a model that has weights."""
+    name = job.model.strip().lower() if isinstance(job.model, str) else ""
+    if name not in PRESETS:
+        return ()
+    public = checkpoint_of(name)
+    named = f"--model {public}" if public else "--model with a folder or a Hugging Face id"
+    return (f"{name} is a shape without weights, so they are drawn from the seed: {named} starts from trained ones.",)
+
+
+def without_data(job: Job) -> tuple[str, ...]:
+    """A plan needs no data, and a training is nothing without it."""
+    if job.data.path is not None or job.data.recipe is not None:
+        return ()
+    return ("No data is named: the samples are random tokens, for trying it out (--data FILE names yours).",)

@@ -54,6 +54,8 @@ class WorkerFile:
 
 def read_plan_folder(folder: Path) -> dict[str, str]:
     """The files of a written plan, by name."""
+    if not (folder / WORKER_FILE).is_file() and (folder / "launch.sh").is_file():
+        raise ConfigError(f"the plan in {folder} is for another trainer: start it with bash {folder / 'launch.sh'}")
     if not (folder / WORKER_FILE).is_file():
         raise ConfigError(f"{folder} holds no {WORKER_FILE}: name a folder that `tightfit plan --write` made")
     files = {}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.types import Levers, UserError
+from tightfit.types import Buckets, Levers, UserError
 
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
@@ -139,14 +139,15 @@ def _check_room(folders: set[Path], need_bytes: int) -> None:
 def _locked_bytes(deepspeed: Mapping[str, Any], needs: Needs) -> int:
     """At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32."""
     zero = deepspeed["zero_optimization"]
-    group = min(int(zero["sub_group_size"]), needs.trained)
+    usual = Buckets()
+    group = min(int(zero.get("sub_group_size", usual.sub_group_size)), needs.trained)
     param, optimizer = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
     locked = 0
     if param.get("device") == "nvme":
-        locked += 2 * int(param["buffer_count"] * param["buffer_size"])
+        locked += 2 * int(param.get("buffer_count", usual.param_buffer_count) * param["buffer_size"])
         locked += 2 * group * needs.world  # DeepSpeed locks a sub group whole, on every rank
     if optimizer.get("device") == "nvme":
-        locked += 4 * optimizer["buffer_count"] * group
+        locked += 4 * optimizer.get("buffer_count", usual.optimizer_buffer_count) * group
     return locked
 
 

@@ -30,7 +30,7 @@ def guessed(asked: Asked, last: Answered) -> Answered:
     """An answer with the ways of the last one, of which nobody has chosen any yet. A UserError: the question makes no
     sense."""
     args = asked.args()
-    request = request_of(args)
+    request = request_of(args, for_others=True)
     known = Bounds(calibration=calibration_of(args, request.job))
     question = question_of(request.job, request.shape, request.hardware).within(known)
     shown = [way.levers for way in last.ways] or [question.base]

@@ -25,11 +25,11 @@ from tightfit.types import ConfigError, ModelError
 DEFAULTS: dict[str, str] = {"model": "7b_mamba", "gpus": "6", "card": "32GB", "host_ram": "256GB", "seq": "2048"}
 """What is asked where the address says nothing at all."""
 WORDS = (
-    *("method", "precision", "optimizer", "host_ram", "nvme", "margin", "engine", "offload_optimizer"),
+    *("for", "method", "precision", "optimizer", "host_ram", "nvme", "margin", "engine", "offload_optimizer"),
     *("offload_param", "checkpointing", "loss", "attention", "scan", "lora_targets", "epochs", "tier"),
 )
 NUMBERS = ("lora_rank", "seq", "effective_batch", "micro_batch", "accum", "max_steps", "samples")
-FIELDS = ("model", "config", "gpus", "card", "nodes", *WORDS, *NUMBERS, "allow")
+FIELDS = (*dict.fromkeys(("for", "model", "config", "gpus", "card", "nodes", *WORDS, *NUMBERS, "allow")),)
 """All that an address can say."""
 THIS = "this"
 """The card: whatever this machine has."""

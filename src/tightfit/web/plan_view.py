@@ -28,7 +28,8 @@ from tightfit.inputs.machine import this_machine
 from tightfit.inputs.presets import CHECKPOINTS, PRESETS
 from tightfit.job import Allowance
 from tightfit.planner.tiers import TIERS
-from tightfit.types import UserError
+from tightfit.render.worker import untrained
+from tightfit.types import Trainer, UserError
 from tightfit.web.bodies import body_of
 from tightfit.web.pages import page, part
 from tightfit.web.plan_answer import Answered, answer_to, check_model, is_at_hand, remembered
@@ -196,6 +197,7 @@ def _drawn(answer: Answered, language: str, *, advice: bool) -> dict[str, object
         "found": found,
         "verdict": verdict(found, said),
         "commands": commands(answer),
+        "before_the_start": before_the_start(answer),
         "address": answer.asked.address(),
         "gib": gib,
         "alone": False,
@@ -237,11 +239,22 @@ def commands(answer: Answered) -> tuple[tuple[str, str], ...]:
     asked = answer.asked
     if answer.plan.chosen is None:
         return (("command_plan", asked.command()),)
+    start = {
+        "tightfit": "tightfit train --plan plan --output runs/first",
+        "llamafactory": "bash plan/launch.sh",
+        "trainer": "bash plan/launch.sh train.py",
+    }
     return (
         ("command_plan", asked.command()),
         ("command_write", asked.command("plan", "--write", "plan")),
-        ("command_train", "tightfit train --plan plan --output runs/first"),
+        ("command_train", start[answer.plan.job.trainer]),
     )
+
+
+def before_the_start(answer: Answered) -> tuple[str, ...]:
+    """On what it would train, where that is not what a reader of the last command expects."""
+    plan = answer.plan
+    return untrained(plan.job) if plan.chosen is not None and plan.job.trainer == "tightfit" else ()
 
 
 def _form(request: Request, machine: str) -> dict[str, object]:
@@ -251,6 +264,7 @@ def _form(request: Request, machine: str) -> dict[str, object]:
         "allowed": {each for name, value in pairs if name == "allow" for each in value.split(",")},
         "allowances": get_args(Allowance),
         "tiers": TIERS,
+        "trainers": get_args(Trainer),
         "choices": CHOICES,
         "models": [*PRESETS, *CHECKPOINTS],
         "cards": _cards(),

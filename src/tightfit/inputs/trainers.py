@@ -1,0 +1,142 @@
+"""What the trainers can do that a plan may be for: our own worker, LLaMA-Factory, and scripts around Hugging Face's
+Trainer.
+
+Other trainers recompute every layer or none, have no scan of ours, and borrow the fused loss from Liger, for the models
+that Liger knows. A trainer that is told to use Liger for another model goes on without a word, with the plain loss, and
+runs out of memory. Granite is a trap of its own: Liger patches it, but its loss still takes whole logits.
+
+The types were read in liger-kernel 0.8.5 and in LLaMA-Factory 0.9.2 to 0.9.5; slow tests read them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tightfit.inputs.versions import release
+from tightfit.types import ConfigError, Engine, Hardware, Levers, Mamba1, Mamba2, ModelShape, Trainer
+
+LLAMAFACTORY_VERSION = "0.9.5"
+"""The newest release that we have read."""
+
+OLDEST_LLAMAFACTORY = (0, 9, 2)
+_TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
+"""Model types that the transformers of an older LLaMA-Factory cannot load."""
+
+NAMES: dict[Trainer, str] = {
+    "tightfit": "tightfit's own worker",
+    "llamafactory": "LLaMA-Factory",
+    "trainer": "Hugging Face's Trainer",
+}
+
+STARTS: dict[Trainer, str] = {"llamafactory": "llamafactory", "trainer": "accelerate"}
+"""The launcher that starts the files of another trainer."""
+
+LIGER_UNDER_THE_TRAINER = frozenset(
+    "gemma gemma2 gemma3_text llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3".split()
+)
+"""The model types, of those that we know, whose loss Liger fuses when Hugging Face's Trainer asks it to."""
+
+_LIGER_UNDER_LLAMAFACTORY = {
+    (0, 9, 2): "gemma gemma2 llama mistral mixtral mllama phi3 qwen2 qwen2_vl qwen2_5_vl",
+    (0, 9, 3): "gemma3 gemma3_text glm4 llava olmo2 paligemma qwen3 qwen3_moe",
+    (0, 9, 4): "glm4v gpt_oss",
+    (0, 9, 5): "glm qwen3_next qwen3_5",
+}
+"""The same for LLaMA-Factory, which has a list of its own, by the release that began it."""
+
+_NEWEST_DEEPSPEED = {(0, 9, 2): "0.16.4", (0, 9, 3): "0.16.9", (0, 9, 4): "0.16.9", (0, 9, 5): "0.18.4"}
+"""The newest DeepSpeed that LLaMA-Factory asks for (`requirements/deepspeed.txt`), by the release that began it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a search may use of one trainer."""
+
+    trainer: Trainer = "tightfit"
+    llamafactory_version: str = LLAMAFACTORY_VERSION
+
+    @property
+    def is_ours(self) -> bool:
+        return self.trainer == "tightfit"
+
+    def starts(self, engine: Engine, levers: Levers, hardware: Hardware) -> bool:
+        """Whether it runs this engine. `llamafactory-cli` starts torchrun without accelerate's settings for FSDP2; it
+        refuses `pure_bf16` under ZeRO-3, and counts one rank of it where there is no GPU."""
+        if self.trainer != "llamafactory":
+            return True
+        if engine == "zero3":
+            return levers.master_weights and hardware.gpu.vendor != "cpu"
+        return engine != "fsdp2"
+
+    def fuses(self, shape: ModelShape) -> bool:
+        """Whether the loss of this model can be fused."""
+        if self.trainer == "llamafactory":
+            return shape.model_type in fused_under_llamafactory(release(self.llamafactory_version))
+        return self.is_ours or shape.model_type in LIGER_UNDER_THE_TRAINER
+
+    def offloads_inputs(self, engine: Engine) -> bool:
+        """Whether layer inputs can wait on the host: for the Trainer, accelerate's FSDP2 does that alone."""
+        return self.trainer != "trainer" or engine == "fsdp2"
+
+
+def fused_under_llamafactory(at: tuple[int, ...]) -> set[str]:
+    """The model types whose loss is fused in this release."""
+    return {kind for since, kinds in _LIGER_UNDER_LLAMAFACTORY.items() if since <= at for kind in kinds.split()}
+
+
+def newest_deepspeed(trainer: Trainer, llamafactory_version: str = LLAMAFACTORY_VERSION) -> str | None:
+    """The newest DeepSpeed that the trainer asks for; None: any."""
+    if trainer != "llamafactory":
+        return None
+    at = release(llamafactory_version)
+    known = [newest for since, newest in _NEWEST_DEEPSPEED.items() if since <= at]
+    return known[-1] if known else None
+
+
+def check_llamafactory(levers: Levers, shape: ModelShape, version: str) -> None:
+    """A ConfigError for what it would train otherwise than asked, or not at all, whatever the engine."""
+    at = release(version)
+    if at < OLDEST_LLAMAFACTORY:
+        raise ConfigError(f"tightfit writes for LLaMA-Factory 0.9.2 and later, not {version}: upgrade it")
+    if scans(shape):
+        raise ConfigError(f"LLaMA-Factory has no Mamba kernels for {shape.name}: train it with tightfit's worker")
+    if at < _TYPES_SINCE.get(shape.model_type, OLDEST_LLAMAFACTORY):
+        first = ".".join(map(str, _TYPES_SINCE[shape.model_type]))
+        raise ConfigError(f"LLaMA-Factory {version} cannot load {shape.model_type} models: {first} is the first")
+    if levers.frozen_layers:
+        raise ConfigError(
+            "LLaMA-Factory's freeze leaves the head untrained too: frozen_layers cannot be written for it"
+        )
+    if levers.trains != "all":
+        raise ConfigError(
+            f"tightfit writes no LLaMA-Factory file that trains {levers.trains} alone: train it with tightfit's worker"
+        )
+    if levers.precision == "fp32" and levers.method != "full":
+        raise ConfigError(
+            f"LLaMA-Factory keeps a frozen model in the 16-bit format of its files: take bf16 for {levers.method}"
+        )
+
+
+def check_pins(trainer: Abilities, levers: Levers, shape: ModelShape, pinned: Collection[str]) -> None:
+    """A ConfigError for a lever that was named and that this trainer does not have."""
+    if trainer.is_ours:
+        return
+    name = NAMES[trainer.trainer]
+    if trainer.trainer == "llamafactory":
+        check_llamafactory(levers, shape, trainer.llamafactory_version)
+    if "engine" in pinned and levers.engine == "fsdp2" and trainer.trainer == "llamafactory":
+        raise ConfigError("llamafactory-cli cannot start FSDP2: take a ZeRO engine for LLaMA-Factory")
+    if "checkpointing" in pinned and levers.checkpointing.layers:
+        raise ConfigError(f"{name} recomputes every layer or none: use --checkpointing full or none")
+    if "checkpointing" in pinned and levers.checkpointing.offload and not trainer.offloads_inputs(levers.engine):
+        raise ConfigError(f"{name} keeps layer inputs on the host under fsdp2 alone: use --checkpointing full")
+    if "loss" in pinned and levers.loss == "fused" and not trainer.fuses(shape):
+        raise ConfigError(f"{name} has no fused loss for {shape.model_type}: use --loss plain")
+    if "scan" in pinned and levers.scan == "tightfit" and scans(shape):
+        raise ConfigError(f"{name} has no scan of tightfit's: use --scan official or torch")
+
+
+def scans(shape: ModelShape) -> bool:
+    """Whether the model has Mamba's layers."""
+    return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
