@@ -12,8 +12,10 @@ PIP := $(BIN)/python -m pip --quiet
 SOURCES := pyproject.toml constraints.txt
 CHROMIUM := /usr/bin/chromium
 
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal $(FLAGS)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-all lint format docs pages clean
+.PHONY: help demo test test-busy check test-all lint format docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -55,13 +57,17 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 
 test: lint  ## lint, types and every test that is not slow
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow"
+	$(PYTEST) -m "not slow"
+
+test-busy: lint  ## the same beside eight processes that take whatever they get of the processors
+	@for each in 1 2 3 4 5 6 7 8; do (while :; do :; done) & others="$$others $$!"; done; \
+	trap "kill $$others" EXIT INT TERM; $(PYTEST) -m "not slow"
 
 check: lint  ## lint, types and the quick tests: what to run before a commit
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not thorough"
+	$(PYTEST) -m "not slow and not thorough"
 
 test-all: lint  ## the slow tests as well
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST)
 
 format: $(VENV)/.ready  ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix .

@@ -19,7 +19,7 @@ from visits import home_of, need_a_browser, opened, says, served, step_line, wri
 pytestmark = pytest.mark.thorough
 
 CAPTURED = Path(__file__).parents[1] / "diagnose" / "captured"
-WAIT_S = 60.0
+WAIT_S = 120.0
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 FITS = "/plan?model=1b_mamba&gpus=2&card=24GB&host-ram=64GB&seq=1024"
 UNFIT = "/plan?model=3b_mamba&gpus=1&card=16GB&host-ram=16GB"

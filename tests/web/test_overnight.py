@@ -138,16 +138,16 @@ def test_a_server_that_is_started_again_is_waited_for(window: Any, page: Any, tm
             listed.goto(f"http://{place.netloc}/runs?{place.query}")
             says(page, "#link", "Live.")
         says(page, "#link", "The connection is lost.")
-        says(listed, "#link", "The server does not answer.", 20)
+        says(listed, "#link", "The server does not answer.")
         before = shown_step(page)
         assert before > 0, "what was seen last stays"
         assert listed.locator(LISTED).count() == 1
         with serving(tmp_path, port=port) as (link, _):
-            says(page, "#link", "Open the link that it printed", 20)
-            says(listed, "#link", "Open the link that it printed", 20)
+            says(page, "#link", "Open the link that it printed")
+            says(listed, "#link", "Open the link that it printed")
             again = window.new_page()
             again.goto(link)
-            says(page, "#link", "Live.", 20)
+            says(page, "#link", "Live.")
             goes_on(page, 10)
             assert shown_step(page) > before
             assert listed.locator("#link").is_hidden() or listed.wait_for_selector("#link", state="hidden")

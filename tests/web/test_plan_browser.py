@@ -19,7 +19,7 @@ pytestmark = pytest.mark.thorough
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "ui-plan.png"
 QUERY = "model=1b_mamba&gpus=2&card=24GB&host-ram=64GB&seq=1024"
-WAIT_S = 60.0
+WAIT_S = 120.0
 WIDE, NARROW = {"width": 1280, "height": 1000}, {"width": 360, "height": 740}
 
 

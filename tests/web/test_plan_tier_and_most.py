@@ -24,7 +24,7 @@ from tightfit.web.words import words
 
 HERE = "gpus=2&card=24GB&host-ram=64GB"
 QUERY = f"model=1b_mamba&{HERE}"
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ class Visitor:
 
     def connection(self) -> http.client.HTTPConnection:
         assert self.place.hostname
-        return http.client.HTTPConnection(self.place.hostname, self.place.port, timeout=20)
+        return http.client.HTTPConnection(self.place.hostname, self.place.port, timeout=120)
 
     def get(self, path: str) -> tuple[int, str]:
         made = self.connection()
@@ -200,10 +200,10 @@ def test_a_long_paste_is_refused_without_being_read(tmp_path: Path) -> None:
         head = (
             f"POST /diagnose/answer HTTP/1.1\r\nHost: 127.0.0.1:{visitor.place.port}\r\nCookie: {visitor.cookie}\r\n"
         ).encode()
-        with socket.create_connection((visitor.place.hostname, visitor.place.port or 0), timeout=10) as made:
+        with socket.create_connection((visitor.place.hostname, visitor.place.port or 0), timeout=120) as made:
             made.sendall(head + b"Content-Length: 2147483648\r\n\r\n")
             assert b" 413 " in made.recv(4096)
-        with socket.create_connection((visitor.place.hostname, visitor.place.port or 0), timeout=10) as made:
+        with socket.create_connection((visitor.place.hostname, visitor.place.port or 0), timeout=120) as made:
             made.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
             chunk, sent = b"100000\r\n" + b"x" * 2**20 + b"\r\n", 0
             try:
@@ -224,7 +224,7 @@ def test_many_readers_come_and_go_and_nothing_stays(tmp_path: Path) -> None:
         assert visitor.get("/runs/view?run=0/run")[0] == 200
 
         for number in range(3):
-            ready = threading.Barrier(13, timeout=20)
+            ready = threading.Barrier(13, timeout=120)
             seen: list[int] = []
 
             def visit(ready: threading.Barrier = ready, seen: list[int] = seen) -> None:

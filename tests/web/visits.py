@@ -23,6 +23,8 @@ from tightfit.web.site import Site
 TOKEN = "a-token-of-the-tests"
 CHROMIUM = Path("/usr/bin/chromium")
 HTML = {"Accept": "text/html"}
+PATIENCE_S = 120.0
+"""For whatever a page is about to show: the browser counts by the clock on the wall, and the machine may be busy."""
 
 
 def site(*roots: Path, host: str = "127.0.0.1") -> Site:
@@ -100,8 +102,9 @@ def need_a_browser() -> None:
 def opened(link: str, **context: Any) -> Iterator[Any]:
     """A page of a real browser, at this link. What it complains of, a breach of the policy too, fails the test."""
     need_a_browser()
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=1000 * PATIENCE_S)
     complaints: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
@@ -109,6 +112,7 @@ def opened(link: str, **context: Any) -> Iterator[Any]:
             page = browser.new_context(**{"locale": "en-GB", **context}).new_page()
             page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.set_default_timeout(1000 * PATIENCE_S)
             page.goto(link)
             yield page
         finally:
@@ -122,7 +126,7 @@ def follow(page: Any, name: str) -> None:
         page.get_by_role("link", name=name).first.click()
 
 
-def says(page: Any, place: str, text: str, patience_s: float = 10.0) -> None:
+def says(page: Any, place: str, text: str, patience_s: float = PATIENCE_S) -> None:
     """Wait until an element holds this text. (To wait for a function would need `eval`, which the policy forbids.)"""
     from playwright.sync_api import expect
 
