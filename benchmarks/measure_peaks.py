@@ -304,7 +304,7 @@ class Fsdp2:
         compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
             self.scenario.get("dtype", "bf16")
         ]
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if self.scenario.get("offload_param"):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=not ON_CPU)

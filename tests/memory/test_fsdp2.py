@@ -45,16 +45,18 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "trains": "embeddings",
     },
     "only the embedding, layers": {"vocab_size": NARROW, "world": 4, "seq": 256, "trains": "embeddings"},
+    "fp32 rotary tables": {"model_type": "olmo2", "vocab_size": NARROW, "world": 4, "seq": 256},
     "one rank": {"vocab_size": BROAD, "world": 1, "seq": 32, "loss": "fused"},
     "one rank, layers": {"vocab_size": NARROW, "world": 1, "seq": 256},
 }
+CONFIGURED = ("model_type", "vocab_size", "tie_word_embeddings")
 TOLERANCE = 0.02
 """Autograd does not add gradients in place under a dispatch mode."""
 
 
 def scenario(name: str) -> dict[str, Any]:
     words = dict(SCENARIOS[name])
-    config = {**LLAMA, **{key: words.pop(key) for key in ("vocab_size", "tie_word_embeddings") if key in words}}
+    config = {**LLAMA, **{key: words.pop(key) for key in CONFIGURED if key in words}}
     return {"id": name, "config": config, "engine": "fsdp2", "optimizer": "sgd", "micro": 2, "trains": "all", **words}
 
 

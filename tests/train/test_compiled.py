@@ -37,7 +37,7 @@ def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pyt
             time.sleep(0.01)
 
     with told_meanwhile("starting DeepSpeed", said.append):
-        for part, usual in (("cpu_adam", "1 to 2 min"), ("odd", "some min")):
+        for part, usual in (("cpu_adam", "1 to 2 min"), ("odd", "a few min")):
             lock = tmp_path / part / "lock"
             lock.parent.mkdir()
             lock.touch()

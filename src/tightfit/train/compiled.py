@@ -26,7 +26,7 @@ def compiled_parts() -> Path:
 
 USUALLY = {"deepspeed_shm_comm": "1 min", "cpu_adam": "1 to 2 min", "async_io": "2 min", "fused_adam": "1 to 2 min"}
 """On two free cores; by the folder of the part."""
-ELSE = "some min"
+ELSE = "a few min"
 LOOK_S = 1.0
 
 
@@ -59,12 +59,12 @@ def told_meanwhile(what: str, tell: Callable[[str], None]) -> Iterator[None]:
 
     Each is said once: nobody may take this for a sign of life of a process that waits for a lock without end.
     """
-    done = threading.Event()
+    folder, done = compiled_parts(), threading.Event()
 
     def look() -> None:
         said = None
         while not done.wait(LOOK_S):
-            now = compiling(compiled_parts())
+            now = compiling(folder)
             if now != said:
                 tell(what if now is None else str(now))
             said = now
