@@ -59,13 +59,14 @@ def _targets(model: Any, lora: Lora) -> str | list[str]:
 
 
 def adapter_dtype(levers: Levers) -> torch.dtype:
-    """In which precision adapters rest. DeepSpeed keeps fp32 copies of its own; FSDP2's shards are the only ones."""
+    """In which precision adapters rest. DeepSpeed keeps fp32 copies of its own, and casts what was not built under
+    ZeRO-3's context, as 4-bit models are not; FSDP2's shards are the only ones."""
     assert levers.lora is not None
     if levers.precision == "fp32":
         return torch.float32
     if levers.engine == "fsdp2":
         return torch.float32 if levers.master_weights else DTYPES[levers.precision]
-    if levers.lora.adapter_dtype == "fp32" and levers.engine == "zero3":
+    if levers.lora.adapter_dtype == "fp32" and levers.engine == "zero3" and levers.method != "qlora":
         return torch.float32
     return DTYPES[levers.precision]
 
