@@ -87,6 +87,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
             hang_timeout_s=cli_train_flags.hang_timeout_s(args),
             resume=resume.place,
             anyway=resume.anyway,
+            trust_pickle=resume.trust_pickle,
         ),
     )
     try:
@@ -312,7 +313,8 @@ def _supervised(course: TrainCourse, asked: Asked, folder: RunFolder, show: Call
     ready, orders = course.ready, replace(asked.orders, cwd=folder.plan)
     run_folder = RunFolder(ready.folder)
     if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
-        starts = course.starts(("--resume", orders.resume, *(("--resume-anyway",) if orders.anyway else ())))
+        switches = {"--resume-anyway": orders.anyway, "--trust-pickle": orders.trust_pickle}
+        starts = course.starts(("--resume", orders.resume, *(name for name, given in switches.items() if given)))
         outcome = run(starts, run_folder, show, cwd=folder.plan)
         clear_beats(run_folder.path, [start.rank for start in starts])
         return Ended(outcome=outcome)

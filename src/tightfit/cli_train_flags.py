@@ -28,8 +28,10 @@ RUN_FLAGS: dict[str, tuple[str | None, str]] = {
     "resume": (
         "auto|none|PATH",
         "where to begin: auto goes on from the newest whole checkpoint in the run's folder, where there is one; none "
-        "begins anew; PATH is a checkpoint, or a run and its newest (auto)",
+        "begins anew; PATH is a checkpoint, or a run and its newest; also a DeepSpeed checkpoint of another program "
+        "(auto)",
     ),
+    "trust_pickle": (None, "open a DeepSpeed checkpoint that cannot be read safely: it may run any program"),
     "resume_anyway": (None, "go on from a checkpoint although the model, the data or the sequence has changed"),
     "max_attempts": (
         "N",
@@ -67,6 +69,7 @@ _NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank", "keep_last", "keep_every",
 _WITH_PLAN = {
     *("plan", "output", "overwrite", "dry_run", "check_memory", "no_probe", "tensorboard", "wandb", "port", "json"),
     *("gpu_ids", "nodes", "node_rank", "master_addr", "hostfile", "resume", "resume_anyway"),
+    "trust_pickle",
     *("max_attempts", "hang_timeout", "wait_for_gpu", "no_calibration"),
 }
 """What may be said beside a plan that is written already."""

@@ -20,6 +20,7 @@ from tightfit.runs.checkpoints import (
     step_of,
     written_first,
 )
+from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.runs.folder import AUTO, NONE, goes_on
 from tightfit.types import ConfigError
 
@@ -32,6 +33,8 @@ class Resume:
     """`auto`, `none`, or the absolute path of a checkpoint or of a run's folder."""
     anyway: bool = False
     """Go on although the job has changed."""
+    trust_pickle: bool = False
+    """Open a checkpoint of another program that cannot be read safely."""
 
     def sentence(self, folder: Path) -> str | None:
         """What a start in this folder does that its user may not expect; None: it begins at the beginning."""
@@ -52,15 +55,18 @@ class Resume:
 
 def resume_of(args: argparse.Namespace) -> Resume:
     """What was asked, or the sentence for what is not there."""
-    anyway = hasattr(args, "resume_anyway")
+    anyway, trust_pickle = hasattr(args, "resume_anyway"), hasattr(args, "trust_pickle")
     word = getattr(args, "resume", AUTO)
     if word.lower() in (AUTO, NONE):
+        if trust_pickle:
+            raise ConfigError("--trust-pickle is for a DeepSpeed checkpoint: name one with --resume, or leave it out")
         if anyway and word.lower() == NONE:
             raise ConfigError("--resume none goes on from nothing: leave --resume-anyway out")
         return Resume(place=word.lower(), anyway=anyway)
     if not word.strip():
         raise ConfigError("--resume takes auto, none or the path of a checkpoint, not nothing")
-    return Resume(place=str(_checked(Path(word).expanduser().absolute())), anyway=anyway)
+    place = _checked(Path(word).expanduser().absolute())
+    return Resume(place=str(place), anyway=anyway, trust_pickle=trust_pickle)
 
 
 def _checked(path: Path) -> Path:
@@ -73,6 +79,8 @@ def _checked(path: Path) -> Path:
         raise ConfigError(f"{path} is a checkpoint under another name: rename it to {_own_name(path)}")
     if (path / MANIFEST).is_file() or written_first(path) is not None:
         return path
+    if (states := states_folder(path)) is not None:
+        return states
     if newest_first(path):
         raise ConfigError(f"{path} has no checkpoint that was finished: `tightfit checkpoints {path}` says why")
     if step_of(path) is not None:

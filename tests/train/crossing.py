@@ -23,7 +23,7 @@ from tightfit.train.finish import model_set
 from tightfit.train.loop import Loop
 from tightfit.train.meter import Meter
 from tightfit.train.resume import Found as Checkpoint
-from tightfit.train.resume import load
+from tightfit.train.resume import StateFiles, load
 from tightfit.train.sources import open_weights
 from tightfit.train.stop import Stop, leave
 from tightfit.train.windows import Windows
@@ -53,7 +53,7 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
         name = folder.parents[2].name  # NAME/run/checkpoints/step-…
         state: dict[str, Any] = read_state(folder)
         found = Checkpoint(folder=folder, step=state["step"], state=state)
-        load(found, made.engine, open_weights(folder, made.twin), place, filled=False)
+        load(found, made.engine, (open_weights(folder, made.twin), StateFiles(folder)), place, filled=False)
         saver = Saver(out / name, made.engine, model, habits, place)
         saver.save(found.step, state, events)
         assert saver.last == found.step

@@ -109,6 +109,7 @@ class Orders:
     resume: str = AUTO
     """Where the first attempt begins: `auto`, `none`, or a checkpoint or run. The others go on from what there is."""
     anyway: bool = False
+    trust_pickle: bool = False
     cwd: Path | None = None
 
 
@@ -219,6 +220,7 @@ class Supervisor:
             place = AUTO  # what was there before has made way, or is what this run began with
         options = ["--resume", place]
         options += ["--resume-anyway"] if self.orders.anyway or self.anyway else []
+        options += ["--trust-pickle"] if self.orders.trust_pickle else []
         options += ["--skip-steps", ",".join(map(str, sorted(self.skips)))] if self.skips else []
         return options
 

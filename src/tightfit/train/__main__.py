@@ -68,6 +68,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wandb", action="store_true")
     parser.add_argument("--resume", default="auto", help="auto, none, or the folder of a checkpoint")
     parser.add_argument("--resume-anyway", action="store_true", help="go on although the job is another one")
+    parser.add_argument("--trust-pickle", action="store_true", help="open a DeepSpeed checkpoint, whatever it runs")
     parser.add_argument("--skip-steps", default="", help="steps whose samples are left out, such as 7,12")
     return parser.parse_args(argv)
 
@@ -97,6 +98,7 @@ def _worker(argv: Sequence[str]) -> NoReturn:
             wandb=args.wandb,
             resume=args.resume,
             resume_anyway=args.resume_anyway,
+            trust_pickle=args.trust_pickle,
         )
         from tightfit.train.place import place_of
         from tightfit.train.worker import run

@@ -19,6 +19,7 @@ from tightfit.train.adapters import adapter_dtype, add_adapters, quantise
 from tightfit.train.audit import Oddity, audit
 from tightfit.train.compiled import told_meanwhile
 from tightfit.train.config import WorkerConfig
+from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
 from tightfit.train.events import Events
 from tightfit.train.fill import Origin, fill, fill_buffers
@@ -59,7 +60,7 @@ class Found:
 
     weights: Path | None
     """Of the model that the job names; None: its weights are drawn."""
-    checkpoint: Path | None
+    checkpoint: Path | DeepSpeedCheckpoint | None
     """A checkpoint whose weights take their place."""
     cache: Path
 
@@ -78,7 +79,9 @@ def assemble(config: WorkerConfig, place: Place, found: Found, events: Events) -
         assembly = _Assembly(config, place, hf, kernel)
         twin = assembly.skeleton()
         source: WeightSource | None = None
-        if (folder := found.checkpoint or found.weights) is not None:
+        if isinstance(found.checkpoint, DeepSpeedCheckpoint):
+            source = found.checkpoint.named_for(twin, adapters=False)
+        elif (folder := found.checkpoint or found.weights) is not None:
             source = open_weights(folder, twin, found.cache, progress=events.told)
         engine, oddities, recomputed = assembly.engine(twin, source, events)
     return Assembled(

@@ -134,6 +134,8 @@ class Options:
     """Which checkpoint to go on from: auto is the newest whole one, none is a fresh start; or a folder."""
     resume_anyway: bool = False
     """Go on even if the checkpoint is of another job."""
+    trust_pickle: bool = False
+    """Open a checkpoint of another program that cannot be read safely."""
 
 
 def read_worker_config(path: Path) -> WorkerConfig:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TextIO
 
+from tightfit.runs.deepspeed_folder import deepspeed_checkpoint
 from tightfit.types import ConfigError, ModelError, UserError
 
 USER_ERROR = 2
@@ -147,14 +148,6 @@ def recognise(spec: Spec) -> Found:
     if spec.merge:
         raise ConfigError(f"there is nothing to merge: {folder} holds a whole model and no adapter, so drop --merge")
     return Found(kind="model", folder=folder, run=run)
-
-
-def deepspeed_checkpoint(folder: Path) -> Path | None:
-    """The folder that has `latest` in it, where `folder` or a folder of its is a DeepSpeed checkpoint."""
-    if any(folder.glob("*_optim_states.pt")) or any(folder.glob("*_model_states.pt")):
-        return folder
-    inside = (folder / "latest").is_file() or (folder / "zero_to_fp32.py").is_file()
-    return folder if inside and any(folder.glob("*/*_states.pt")) else None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.train.build import DTYPES
 from tightfit.train.export import Exported, Found, Spec, Told
 from tightfit.train.export_model import Output, model_on_meta, write
@@ -70,24 +71,14 @@ def _opened(folder: Path) -> dict[str, Any]:
     """Names → tensors, put together when `contiguous` is called."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    tag = None
-    if any(folder.glob("*_states.pt")):
-        folder, tag = folder.parent, folder.name
-    elif not (folder / "latest").is_file():
-        steps = sorted((path for path in folder.glob("global_step*") if path.is_dir()), key=_step)
-        if not steps:
-            raise ModelError(f"{folder} has no global_step folder, so there is no checkpoint in it")
-        tag = steps[-1].name
+    states = states_folder(folder)
+    if states is None:
+        raise ModelError(f"{folder} has no global_step folder, so there is no checkpoint in it")
     try:
-        return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag, lazy_mode=True))
+        return dict(get_fp32_state_dict_from_zero_checkpoint(str(states.parent), tag=states.name, lazy_mode=True))
     except (FileNotFoundError, ValueError, KeyError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"DeepSpeed cannot put the checkpoint in {folder} together: {reason}") from error
-
-
-def _step(path: Path) -> int:
-    digits = path.name.removeprefix("global_step")
-    return int(digits) if digits.isdigit() else -1
 
 
 def _config_dtype(config: Any) -> torch.dtype:

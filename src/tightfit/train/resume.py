@@ -20,6 +20,7 @@ from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import OPTIMIZER, Torn, Unknown
 from tightfit.runs.folder import AUTO, NONE, set_aside
 from tightfit.train.checkpoint import state_name
+from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
 from tightfit.train.engines.states import MASTER
 from tightfit.train.events import Events
@@ -40,11 +41,15 @@ class Found:
     folder: Path
     step: int
     state: Mapping[str, Any]
+    deepspeed: DeepSpeedCheckpoint | None = None
+    """It is one of another program, under its own names."""
+    weights_alone: bool = False
+    """The training begins with its weights, and the optimizer anew."""
 
 
 def choose(run: Path, wanted: str, place: Place, events: Events) -> Found | None:
     """The checkpoint to go on from; None: there is none, or none is wanted. The same on every rank."""
-    _clear(run, place)
+    clear(run, place)
     if wanted == NONE:
         return None
     candidates = _candidates(run, wanted, place)
@@ -84,7 +89,7 @@ def make_way(run: Path, found: Found | None, wanted: str, place: Place) -> None:
     set_aside(run, [each for each in checkpoints.newest_first(run) if (checkpoints.step_of(each) or 0) > behind])
 
 
-def _clear(run: Path, place: Place) -> None:
+def clear(run: Path, place: Place) -> None:
     """What killed runs left half-written. Whoever is here holds the run's lock."""
     if place.leads and not place.rehearsal:
         for orphan in checkpoints.orphans(run):
@@ -138,20 +143,30 @@ class StateFiles:
         for path in sorted((folder / OPTIMIZER).glob("*.safetensors")):
             self._stored |= read_header(path)[0]
 
-    def holds(self, kind: str, path: str) -> bool:
-        return f"{kind}/{state_name(path)}" in self._stored
+    def holds(self, kind: str, name: str) -> bool:
+        return f"{kind}/{name}" in self._stored
 
-    def read(self, kind: str, path: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-        stored = self._stored.get(f"{kind}/{state_name(path)}")
+    def read_state(self, kind: str, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        stored = self._stored.get(f"{kind}/{name}")
         if stored is None or stored.shape != shape:
             raise ConfigError(
-                f"{self._folder} holds no {kind} of {state_name(path)} with {list(shape)} elements: it is of another "
-                "optimizer or model, so start over with --resume none"
+                f"{self._folder} holds no {kind} of {name} with {list(shape)} elements: it is of another optimizer or "
+                "model, so start over with --resume none"
             )
         return self._files.read(stored, start, stop)
 
     def close(self) -> None:
         self._files.close()
+
+
+class States(Protocol):
+    """fp32 copies and moments, by the name of the parameter."""
+
+    def holds(self, kind: str, name: str) -> bool: ...
+
+    def read_state(self, kind: str, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor: ...
+
+    def close(self) -> None: ...
 
 
 class Reader(Protocol):
@@ -172,37 +187,39 @@ class AdapterFile:
         return self._files.read(stored, start, stop)
 
 
-def load(found: Found, engine: Engine, weights: Source, place: Place, *, filled: bool) -> None:
+def load(found: Found, engine: Engine, values: tuple[Source, States], place: Place, *, filled: bool) -> None:
     """Weights that train, their fp32 copies, moments and counters, as they were.
 
-    `weights`: the checkpoint's own; `filled`: the model was filled from them.
+    `values`: the checkpoint's own; `filled`: the model was filled from its weights.
     """
-    states = StateFiles(found.folder)
+    weights, states = values
 
     def weight(path: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         return weights.read(state_name(path), shape, start, stop)
 
     def master(path: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-        if states.holds(MASTER, path):
-            return states.read(MASTER, path, shape, start, stop)
+        if states.holds(MASTER, state_name(path)):
+            return states.read_state(MASTER, state_name(path), shape, start, stop)
         return weight(path, shape, start, stop)
 
     with torch.no_grad():
         for shard in outline(engine.model, place.rank):
             wide = shard.parameter.dtype == torch.float32
-            done = filled and not (wide and states.holds(MASTER, shard.path))
+            done = filled and not (wide and states.holds(MASTER, state_name(shard.path)))
             if shard.parameter.requires_grad and not done:
                 with shard.opened(write=True) as target:
                     _put(target, master if wide else weight, shard.path, shard.shape, shard.start)
         for state in engine.states(write=True):
+            if found.weights_alone and state.kind != MASTER:
+                continue
             read = master if state.kind == MASTER else _of_kind(states, state.kind)
             _put(state.tensor, read, state.path, state.shape, state.start)
     states.close()
     engine.go_on(counters_of(found.state), found.step)
 
 
-def _of_kind(states: StateFiles, kind: str) -> Reader:
-    return lambda path, shape, start, stop: states.read(kind, path, shape, start, stop)
+def _of_kind(states: States, kind: str) -> Reader:
+    return lambda path, shape, start, stop: states.read_state(kind, state_name(path), shape, start, stop)
 
 
 def _put(target: Tensor, read: Reader, path: str, shape: tuple[int, ...], start: int) -> None:

@@ -6,13 +6,15 @@ import gc
 import platform
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tightfit.runs.checkpoints import Keeping
+from tightfit.runs.deepspeed_folder import states_folder
+from tightfit.runs.folder import AUTO, NONE
 from tightfit.runs.lock import FolderLock, InUse
 from tightfit.train import nvme
 from tightfit.train import place as places
@@ -22,6 +24,7 @@ from tightfit.train.checkpoint import Habits, Saver
 from tightfit.train.compiled import compiled_parts, left_locks, remove, told_meanwhile
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
+from tightfit.train.deepspeed_checkpoint import open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, lines_of
 from tightfit.train.fill import Source
@@ -32,7 +35,7 @@ from tightfit.train.place import Place
 from tightfit.train.probe import Milestones, probe
 from tightfit.train.proof import Proof, proofs, recomputation
 from tightfit.train.pulse import PulsingEvents, Supervised
-from tightfit.train.resume import AdapterFile, choose, load, make_way
+from tightfit.train.resume import AdapterFile, StateFiles, States, choose, clear, load, make_way
 from tightfit.train.resume import Found as Checkpoint
 from tightfit.train.saved_model import TensorSet
 from tightfit.train.sources import find_weights, open_weights
@@ -304,6 +307,8 @@ class Worker:
         if self.options.rehearse:
             return None
         run, wanted = self.config.folder, self.options.resume
+        if wanted not in (AUTO, NONE) and (folder := states_folder(Path(wanted))) is not None:
+            return self._found_deepspeed(folder)
         found = choose(run, wanted, self.place, self.events)
         if found is None:
             make_way(run, found, wanted, self.place)
@@ -326,13 +331,58 @@ class Worker:
         )
         return found
 
+    def _found_deepspeed(self, folder: Path) -> Checkpoint:
+        """A checkpoint of another program, from which this job goes on as far as it can."""
+        levers, predicted = self.config.levers, self.config.predicted
+        clear(self.config.folder, self.place)
+        opened = open_deepspeed(folder, trust_pickle=self.options.trust_pickle)
+        lacking = opened.missing_for(levers.optimizer, predicted.trainable_parameters)
+        counters = {
+            "optimizer": {"steps": 0 if lacking else opened.optimizer_steps},
+            "loss_scale": None if lacking or opened.scale is None else asdict(opened.scale),
+        }
+        found = Checkpoint(
+            folder=folder,
+            step=0 if lacking else opened.step,
+            state=counters,
+            deepspeed=opened,
+            weights_alone=lacking is not None,
+        )
+        make_way(self.config.folder, found, self.options.resume, self.place)
+        if lacking is not None:
+            self.events.write(
+                "warning",
+                text=f"Only the weights of {folder} were taken over, and training begins at step 0: {lacking}.",
+            )
+            return found
+        then, now = opened.effective_batch, self.config.effective_batch
+        self.events.write(
+            "resumed",
+            step=found.step,
+            folder=str(folder),
+            from_engine=f"zero{opened.stage}",
+            from_world=opened.world,
+            changed=[f"effective_batch was {then} and is {now}"] if then not in (None, now) else [],
+        )
+        self.events.write(
+            "warning",
+            text="Of a DeepSpeed checkpoint weights, moments and step are taken over; the learning rate's schedule and "
+            f"the order of the samples are this job's own, from step {found.step:,} on.",
+        )
+        return found
+
     def _load(self, found: Checkpoint, made: Assembled) -> None:
         self.events.told("loading the checkpoint", 0, 1)
-        if self.config.levers.lora is None:
-            weights: Source = open_weights(found.folder, made.twin)
+        whole = self.config.levers.lora is None
+        values: tuple[Source, States]
+        if found.deepspeed is not None:
+            named = found.deepspeed.named_for(made.twin, adapters=not whole)
+            values = named, named
+        elif whole:
+            values = open_weights(found.folder, made.twin), StateFiles(found.folder)
         else:
-            weights = AdapterFile(found.folder)
-        load(found, made.engine, weights, self.place, filled=self.config.levers.lora is None)
+            values = AdapterFile(found.folder), StateFiles(found.folder)
+        load(found, made.engine, values, self.place, filled=whole)
         self.events.told("loading the checkpoint", 1, 1)
 
     def _saver(self, made: Assembled, model: TensorSet, steps: int) -> Saver:
@@ -358,7 +408,7 @@ class Worker:
         whole = self.config.levers.lora is None  # an adapter's checkpoint holds no base
         folders = Found(
             weights=prepared.weights,
-            checkpoint=found.folder if found is not None and whole else None,
+            checkpoint=(found.deepspeed or found.folder) if found is not None and whole else None,
             cache=self.cache / "weights",
         )
         return assemble(self.config, self.place, folders, self.events)

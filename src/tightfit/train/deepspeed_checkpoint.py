@@ -1,0 +1,368 @@
+"""A DeepSpeed checkpoint of another program, read in ranges: its weights, and where ZeRO wrote them the fp32 copies and
+moments under the names of their parameters.
+
+DeepSpeed's files have no names beside the numbers. ZeRO 1 and 2 lay all parameters of a group end to end, in the order
+of `param_shapes`, and give each rank an equal stretch; ZeRO 3 cuts each parameter into equal parts and lays a rank's
+parts end to end. What lies where follows from the shapes, the order and the number of ranks, for the moments as for the
+weights, so that another engine on another number of ranks can go on from them.
+
+The files are pickles. They are read with torch's loader for weights, which runs nothing that a file asks for: tensors
+and plain values, and of DeepSpeed's own classes stand-ins that only hold what was stored. A file that wants more is
+opened only where the user trusts its maker. They are mapped and not read whole, and each rank copies what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from pickle import UnpicklingError  # noqa: TID251 # the name of what torch raises; nothing is unpickled with it
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from torch import Tensor
+
+from tightfit.train.engines.states import MASTER, Scale, moments
+from tightfit.train.safetensors_files import Stored
+from tightfit.train.saved_names import adapter_name
+from tightfit.train.sources_names import map_names, wrong_shape
+from tightfit.types import ConfigError, ModelError, Optimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WEIGHT = "weight"
+"""What the model's own file holds, where a parameter has no fp32 copy: it was frozen, or nothing was sharded."""
+
+_HELD = {
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+_STAND_INS = [
+    type("ZeroStageEnum", (int,), {"__module__": "deepspeed.runtime.zero.config"}),
+    *(type(name, (), {"__module__": module}) for module, names in _HELD.items() for name in names),
+]
+"""For what DeepSpeed itself puts beside the tensors; nothing of DeepSpeed's is called."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    """A tensor as flat parts that lie end to end."""
+
+    shape: tuple[int, ...]
+    parts: list[Tensor]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        ends = accumulate(part.numel() for part in self.parts)
+        pieces = [
+            part[max(0, start - end + part.numel()) : part.numel() - max(0, end - stop)]
+            for part, end in zip(self.parts, ends, strict=True)
+            if end > start and end - part.numel() < stop
+        ]
+        return torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else self.parts[0][:0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedCheckpoint:
+    folder: Path
+    stage: int
+    world: int
+    step: int
+    """Optimizer steps of the training, skipped ones too."""
+    optimizer_steps: int
+    scale: Scale | None
+    effective_batch: int | None
+    trained_elements: int | None
+    """None: it is not told apart from what was frozen."""
+    kinds: frozenset[str]
+    """What every trained parameter has: fp32 copies and moments."""
+    tensors: Mapping[str, Mapping[str, _Parts]] = field(repr=False)
+    """Kind → name → values."""
+
+    def missing_for(self, optimizer: Optimizer, trained_elements: int) -> str | None:
+        """Why a job with this optimizer cannot go on with the states, in words; None: it can."""
+        if not self.kinds:
+            return "without ZeRO's files of its ranks it holds no optimizer states that have names"
+        if self.trained_elements != trained_elements:
+            return f"it trained {self.trained_elements:,} numbers, and this job trains {trained_elements:,}"
+        needed = moments(optimizer)
+        if needed and needed != MOMENTS:
+            return f"its optimizer's moments are not those of {optimizer}"
+        if not self.kinds.issuperset(needed):
+            return f"its optimizer kept no {' and '.join(MOMENTS)}, which {optimizer} goes on with"
+        return None
+
+    def named_for(self, twin: Any, *, adapters: bool) -> NamedTensors:
+        """Under the names that this job has for its parameters; `twin`: the model on the meta device."""
+        own = {name: parts.shape for held in (WEIGHT, MASTER) for name, parts in self.tensors.get(held, {}).items()}
+        trained = {adapter_name(name): (name,) for name in own if ".lora_" in name}
+        if adapters and not trained:
+            raise ConfigError(
+                f"{self.folder} holds a whole model and no adapters: make a model of it with `tightfit export` and "
+                "name that with --model"
+            )
+        if adapters:
+            return NamedTensors(self, trained)
+        if trained:
+            raise ConfigError(
+                f"{self.folder} was made of a model with adapters: go on with --method lora, or export the adapter "
+                "that its program saved"
+            )
+        stored = {name: Stored(self.folder, "F32", shape, 0, 0) for name, shape in own.items()}
+        found = map_names(twin, stored)
+        if lacking := (*found.missing, *found.needs_conversion):
+            raise ConfigError(
+                f"{self.folder} holds no {lacking[0]} as this model has it: name the model that it is of, or make one "
+                "of it with `tightfit export`"
+            )
+        for name, tensor in twin.state_dict(keep_vars=True).items():
+            if problem := wrong_shape(name, tuple(tensor.shape), found.parts[name], stored):
+                raise ConfigError(f"{self.folder} is of another model: {problem}")
+        return NamedTensors(self, found.parts)
+
+
+class NamedTensors:
+    """The values of a checkpoint for the parameters of a job: its weights, and what its optimizer kept."""
+
+    def __init__(self, opened: DeepSpeedCheckpoint, parts: Mapping[str, tuple[str, ...]]) -> None:
+        self._opened, self._parts = opened, parts
+
+    def holds(self, kind: str, name: str) -> bool:
+        held = self._opened.tensors.get(kind, {})
+        return name in self._parts and all(key in held for key in self._parts[name])
+
+    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        """The weights: their fp32 copies where there are any."""
+        return self.read_state(MASTER if self.holds(MASTER, name) else WEIGHT, name, shape, start, stop)
+
+    def read_state(self, kind: str, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        if not self.holds(kind, name):
+            raise ConfigError(f"{self._opened.folder} holds no {kind} of {name}: it is of another model")
+        held = self._opened.tensors[kind]
+        ends = _Parts(shape, [part for key in self._parts[name] for part in held[key].parts])
+        if sum(part.numel() for part in ends.parts) != math.prod(shape):
+            raise ConfigError(f"{self._opened.folder} holds a {kind} of {name} of another size than {list(shape)}")
+        return ends.read(start, stop)
+
+    def close(self) -> None:
+        """The files are mapped for as long as their tensors are."""
+
+
+def open_deepspeed(folder: Path, *, trust_pickle: bool) -> DeepSpeedCheckpoint:
+    """The checkpoint whose files are in `folder`, or the sentence for why it cannot be read."""
+    models, ranks = (
+        sorted(folder.glob("*_model_states.pt"), key=_rank),
+        sorted(folder.glob("*_optim_states.pt"), key=_rank),
+    )
+    if any("_expert_" in path.name or path.name.startswith("layer_") for path in folder.glob("*.pt")) or any(
+        "mp_rank_00" not in path.name for path in (*models, *ranks)
+    ):
+        raise ConfigError(
+            f"{folder} is of a model that was cut into tensor, pipeline or expert parallel parts, which neither this "
+            "nor `tightfit export` puts together: let the program that wrote it save the model"
+        )
+    if not models:
+        raise ConfigError(f"{folder} has no model_states file: name a whole DeepSpeed checkpoint with --resume")
+    heads = [_loaded(path, trust_pickle=trust_pickle) for path in models]
+    tails = [_loaded(path, trust_pickle=trust_pickle) for path in ranks]
+    try:
+        return _opened(folder, heads, tails)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"the parts in {folder} do not fit together ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
+            "make a model of it with `tightfit export` and name that with --model"
+        ) from None
+
+
+def _rank(path: Path) -> int:
+    digits = path.name.partition("pp_rank_")[2].partition("_")[0]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _loaded(path: Path, *, trust_pickle: bool) -> Mapping[str, Any]:
+    safe_globals = getattr(torch.serialization, "safe_globals", None)  # an older torch has none
+    try:
+        with nullcontext() if trust_pickle or safe_globals is None else safe_globals(_STAND_INS):
+            found = torch.load(  # noqa: TID251 # safetensors is not what DeepSpeed writes; see above
+                path, map_location="cpu", mmap=is_zipfile(path), weights_only=not trust_pickle
+            )
+    except Exception as error:  # a damaged file can end in anything
+        if isinstance(error, UnpicklingError) and (asked := _strangers(path)):
+            raise ConfigError(
+                f"{path} holds more than tensors and plain values ({asked[0]}), and to open it can run any program: "
+                "add --trust-pickle if you trust whoever made it"
+            ) from None
+        raise ModelError(f"{path} cannot be read ({str(error).strip().partition(chr(10))[0]})") from None
+    if not isinstance(found, Mapping):
+        raise ModelError(f"{path} is no file of a DeepSpeed checkpoint")
+    return found
+
+
+def _strangers(path: Path) -> list[str]:
+    """The classes that the file asks for beyond those that are read safely; none, where it is no such file."""
+    known = {f"{each.__module__}.{each.__qualname__}" for each in _STAND_INS}
+    try:
+        listed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except ValueError:
+        return []
+    except AttributeError:  # an older torch, which cannot tell
+        return ["of classes that this torch does not name"]
+    return [name for name in listed if name not in known]
+
+
+# --- what lies where -----------------------------------------------------------------------------
+
+
+def _opened(
+    folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapping[str, Any]]
+) -> DeepSpeedCheckpoint:
+    head = heads[0]
+    ranks = [tail["optimizer_state_dict"] for tail in tails]
+    stage = int(ranks[0]["zero_stage"]) if ranks else 0
+    shapes = [{_plain(name): tuple(shape) for name, shape in group.items()} for group in head.get("param_shapes") or ()]
+    if not ranks and stage == 0 and any(tensor.numel() == 0 for tensor in head["module"].values()):
+        raise ValueError("the optim_states files are missing, which hold the weights of ZeRO 3")
+    tensors: dict[str, dict[str, _Parts]] = {WEIGHT: _of_the_model(heads, stage)}
+    if ranks:
+        counts = ranks[0]["partition_count"]
+        world = max(counts) if isinstance(counts, list) else int(counts)
+        if world != len(ranks):
+            raise ValueError(f"{world} ranks wrote it, and there are files of {len(ranks)}")
+        place = _cut if stage == 3 else _end_to_end
+        for kind, groups in _vectors(ranks, stage).items():
+            tensors[kind] = dict(place(shapes, groups, ranks[0]))
+    trained = [name for group in shapes for name in group]
+    kinds = frozenset(
+        kind for kind in (MASTER, *MOMENTS) if trained and all(name in tensors.get(kind, {}) for name in trained)
+    )
+    step, samples = int(head.get("global_steps") or 0), int(head.get("global_samples") or 0)
+    return DeepSpeedCheckpoint(
+        folder=folder,
+        stage=stage,
+        world=max(1, len(ranks)),
+        step=step,
+        optimizer_steps=_optimizer_steps(ranks, stage, step - int(head.get("skipped_steps") or 0)),
+        scale=_scale(ranks[0].get("loss_scaler")) if ranks else None,
+        effective_batch=samples // step if step and samples else None,
+        trained_elements=sum(math.prod(shape) for group in shapes for shape in group.values()) if shapes else None,
+        kinds=kinds,
+        tensors=tensors,
+    )
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("module.")
+
+
+def _of_the_model(heads: Sequence[Mapping[str, Any]], stage: int) -> dict[str, _Parts]:
+    """What is whole in the model's file, buffers too; of ZeRO 3 the frozen parameters from the parts of all ranks."""
+    found = {
+        _plain(name): _Parts(tuple(tensor.shape), [tensor.reshape(-1)])
+        for name, tensor in heads[0]["module"].items()
+        if isinstance(tensor, Tensor) and (stage < 3 or name in heads[0]["buffer_names"])
+    }
+    if stage == 3:
+        for name, shape in (heads[0].get("frozen_param_shapes") or {}).items():
+            parts = [head["frozen_param_fragments"][name].reshape(-1) for head in heads]
+            found[_plain(name)] = _Parts(tuple(shape), _cropped(parts, math.prod(shape)))
+    for name, same in dict(heads[0].get("shared_params") or {}).items():
+        if _plain(same) in found:
+            found[_plain(name)] = found[_plain(same)]
+    return found
+
+
+def _cropped(parts: Sequence[Tensor], numel: int) -> list[Tensor]:
+    """Without what the last ranks have as padding."""
+    if sum(part.numel() for part in parts) < numel:
+        raise ValueError(f"{sum(part.numel() for part in parts)} numbers are there of {numel}")
+    kept, left = [], numel
+    for part in parts:
+        kept.append(part[: min(left, part.numel())])
+        left -= kept[-1].numel()
+    return kept
+
+
+Groups = list[list[Tensor]]
+"""For each rank its flat vector of each group."""
+
+
+def _vectors(ranks: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Groups]:
+    """fp32 copies, and the moments that every group of every rank has."""
+    weights = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    found: dict[str, Groups] = {MASTER: [[flat.reshape(-1) for flat in rank[weights]] for rank in ranks]}
+    states = [list(_states(rank, stage)) for rank in ranks]
+    for kind in MOMENTS:
+        held = [
+            [flat.reshape(-1) for group in groups if isinstance(flat := group.get(kind), Tensor)] for groups in states
+        ]
+        if all(len(groups) == len(found[MASTER][0]) for groups in held):
+            found[kind] = held
+    return found
+
+
+def _states(rank: Mapping[str, Any], stage: int) -> Iterator[Mapping[str, Any]]:
+    """What the optimizer keeps of each group, in their order."""
+    base = rank.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+    if isinstance(base, list):  # "elastic": the groups themselves, without padding
+        yield from base
+    elif isinstance(base, Mapping):
+        for group in base["param_groups"]:
+            for number in group["params"]:
+                yield {"step": group.get("step"), **base["state"].get(number, {})}
+
+
+def _end_to_end(
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Groups, first: Mapping[str, Any]
+) -> Iterator[tuple[str, _Parts]]:
+    """ZeRO 1 and 2: a group is one vector, of which each rank has an equal stretch; the last ones may be cut short."""
+    alignments = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    for index, (group, paddings) in enumerate(zip(shapes, alignments, strict=True)):
+        vectors = [rank[index] for rank in ranks]
+        stretch, begin = max(vector.numel() for vector in vectors), 0
+        if len(ranks) == 1 and vectors[0].numel() < sum(map(math.prod, group.values())):
+            raise ValueError("a group has fewer numbers than its parameters")
+        for (name, shape), padding in zip(group.items(), paddings, strict=True):
+            end = begin + math.prod(shape)
+            parts = []
+            for number in range(begin // stretch, -(-end // stretch)):
+                low, high = max(begin, number * stretch), min(end, (number + 1) * stretch)
+                parts.append(vectors[number].narrow(0, low - number * stretch, high - low))
+            yield name, _Parts(shape, parts)
+            begin = end + int(padding)
+
+
+def _cut(
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Groups, first: Mapping[str, Any]
+) -> Iterator[tuple[str, _Parts]]:
+    """ZeRO 3: each rank has an equal part of each parameter, one after another."""
+    del first
+    ends = list(accumulate(vector.numel() for vector in ranks[0]))
+    group, begin = 0, 0
+    for name, shape in (pair for each in shapes for pair in each.items()):
+        share = -(-math.prod(shape) // len(ranks))
+        while begin >= ends[group] and share:
+            group += 1
+        offset = begin - (ends[group - 1] if group else 0)
+        parts = [rank[group].narrow(0, offset, share) for rank in ranks]
+        yield name, _Parts(shape, _cropped(parts, math.prod(shape)))
+        begin += share
+
+
+def _optimizer_steps(ranks: Sequence[Mapping[str, Any]], stage: int, otherwise: int) -> int:
+    """Steps that the moments have seen; some optimizers do not say."""
+    said = [group.get("step") for rank in ranks[:1] for group in _states(rank, stage)]
+    return max((int(step) for step in said if step is not None), default=otherwise)
+
+
+def _scale(scaler: Any) -> Scale | None:
+    """fp16's; None: there was none, or it stayed as it was."""
+    seen = vars(scaler) if hasattr(scaler, "__dict__") else {}
+    if "cur_iter" not in seen:
+        return None
+    return Scale(
+        value=float(seen["cur_scale"]),
+        good_steps=int(seen["cur_iter"]) - int(seen["last_overflow_iter"]) - 1,
+        hysteresis=int(seen["cur_hysteresis"]),
+    )
