@@ -51,6 +51,35 @@ def test_a_run_with_checkpoints_goes_on(shell: Shell) -> None:
     assert "step 99" not in out, "the events of the earlier start are not shown again"
 
 
+def from_deepspeed(folder: Path, *tags: str, latest: str | None = None) -> Path:
+    """A checkpoint of another program, as far as its names go."""
+    for tag in tags:
+        (folder / tag).mkdir(parents=True)
+        (folder / tag / "mp_rank_00_model_states.pt").touch()
+    (folder / "zero_to_fp32.py").touch()
+    if latest is not None:
+        (folder / "latest").write_text(f"{latest}\n")
+    return folder
+
+
+@pytest.mark.parametrize("latest", ["global_step50", "../../etc", None])
+def test_a_deepspeed_checkpoint_of_another_program(shell: Shell, latest: str | None) -> None:
+    saved = from_deepspeed(shell.folder / "theirs", "global_step50", "global_step100", latest=latest)
+    newest = saved / ("global_step50" if latest == "global_step50" else "global_step100")
+    out = shell.run("options", *TINY, "--load_checkpoint", str(saved), "--trust-pickle")
+    assert f"The run goes on from {newest}" in flat(out)
+    assert told(shell.folder / "output")["arguments"] == ["--resume", str(newest), "--trust-pickle"]
+    inside = shell.run("options", *TINY, "--resume", str(saved / "global_step50"), "--output", "other")
+    assert f"The run goes on from {saved / 'global_step50'}" in flat(inside)
+    assert told(shell.folder / "other")["arguments"] == ["--resume", str(saved / "global_step50")]
+
+
+def test_trust_without_a_checkpoint_to_trust(shell: Shell) -> None:
+    assert "--trust-pickle is for a DeepSpeed checkpoint: name one with --resume" in shell.refused(
+        *TINY, "--trust-pickle"
+    )
+
+
 def test_a_new_run_says_nothing_about_it(shell: Shell) -> None:
     assert "goes on" not in shell.run("options", *TINY)
     assert told(shell.folder / "output")["arguments"] == ["--resume", "auto"]

@@ -153,6 +153,13 @@ def test_what_the_worker_warns_of_is_told(tmp_path: Path) -> None:
     said = [
         *spoken_in("train/scan.py"), remove(locks[:1]), remove(locks),
         "dtype repaired: model.norm.weight was float32 and is bfloat16",
+        *(f"Only the weights of /a/global_step3 were taken over, and training begins at step 0: {why}." for why in (
+            "without ZeRO's files of its ranks it holds no optimizer states that have names",
+            "it trained 46 numbers, and this job trains 1,045", "its optimizer's moments are not those of adafactor",
+            "its optimizer kept no exp_avg and exp_avg_sq, which adamw goes on with",
+        )),
+        "Of a DeepSpeed checkpoint weights, moments and step are taken over; the learning rate's schedule and the "
+        "order of the samples are this job's own, from step 1,500 on.",
         "step 3 is left out, as --allow skip-data says: samples 4, 5, 6",
         "the flash-attn package is not installed: sdpa is used", "flash attention needs a GPU: sdpa is used",
         "No data is named: the samples are random tokens.",

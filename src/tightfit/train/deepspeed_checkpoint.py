@@ -170,9 +170,10 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool) -> DeepSpeedCheckpoint:
     try:
         return _opened(folder, heads, tails)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(
-            f"the parts in {folder} do not fit together ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
-            "make a model of it with `tightfit export` and name that with --model"
+            f"the parts in {folder} do not fit together ({why}): make a model of it with `tightfit export` and name "
+            "that with --model"
         ) from None
 
 
@@ -194,9 +195,10 @@ def _loaded(path: Path, *, trust_pickle: bool) -> Mapping[str, Any]:
                 f"{path} holds more than tensors and plain values ({asked[0]}), and to open it can run any program: "
                 "add --trust-pickle if you trust whoever made it"
             ) from None
-        raise ModelError(f"{path} cannot be read ({str(error).strip().partition(chr(10))[0]})") from None
+        why = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{path} cannot be read ({why}): copy it again, or name another with --resume") from None
     if not isinstance(found, Mapping):
-        raise ModelError(f"{path} is no file of a DeepSpeed checkpoint")
+        raise ModelError(f"{path} is no file of a DeepSpeed checkpoint: name another with --resume")
     return found
 
 
