@@ -317,7 +317,7 @@ def _saved_states_so(reports: Sequence[Report], run: Measured | None) -> str:
 
 NOTE_002 = (
     Claim(
-        claim="7B on each of 4 GPUs, nothing sharded (DataParallel)",
+        claim="7B on each of 4 GPUs, nothing sharded (DataParallel; priced as DeepSpeed stage 0, with its temporaries)",
         says="87.5 GB",
         commands=("tightfit estimate --model 7b_mamba --gpus 4x24GB",),
         predicted=peak,

@@ -473,7 +473,7 @@ def test_allowed_changes_that_do_not_help_say_why(shell: Shell) -> None:
     assert "--allow quantize is without effect: only frozen weights can have 4 bits" in text
     assert "(--allow lora,quantize)" in text
     assert "--allow 8bit-optimizer: not enough." in text
-    two = " ".join(shell.run(*HOPELESS, "--allow", "precision,8bit-optimizer").split())
+    two = " ".join(shell.run(*HOPELESS, "--allow", "shorter-seq,8bit-optimizer").split())
     assert "not enough, alone or together." in two
     unneeded = " ".join(shell.run(*SMALL, "--allow", "lora").split())
     assert "This fits as it is: none of the allowed changes was made." in unneeded

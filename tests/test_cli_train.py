@@ -304,6 +304,16 @@ def test_a_plan_that_is_torn(shell: Shell, text: str) -> None:
     assert "write the plan again" in shell.refused("--plan", "planned")
 
 
+def test_what_is_claimed_for_this_machine_is_held_against_it(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.inputs.machine.ram_here", lambda: (24 * 2**30, ()))
+    said = shell.refused(*TINY, "--host-ram", "500GB", "--dry-run")
+    assert "--host-ram 500GB is more than the 24.0 GiB that this machine has: lower it, or leave it out" in said
+    rounded = " ".join(shell.run("good", *TINY, "--host-ram", "25GB", "--dry-run").split())
+    assert "Host RAM: 24.0 GiB, which is what this machine has of 25GB." in rounded
+    disk = shell.refused(*TINY, "--nvme", "1000TB", "--nvme-path", str(shell.folder), "--dry-run")
+    assert "--nvme 1000TB is more than the" in disk
+
+
 def test_gpus_that_are_not_there_are_said_before_ram(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "7b_mamba", "--gpus", "4x24GB", "--offload-optimizer", "cpu", "--engine", "zero3")
     assert main(["plan", *words, "--host-ram", "9TB", "--write", str(shell.folder / "far")]) == 0

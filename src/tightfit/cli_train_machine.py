@@ -6,6 +6,8 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import disk_usage
 from typing import TypeVar
 
 from tightfit.inputs.occupancy import Device, Holder, Occupancy, occupancy
@@ -20,6 +22,36 @@ T = TypeVar("T")
 WAIT_S = 5.0
 """Between two looks at what others hold."""
 LOOK_S = 0.1
+
+
+ROUNDED = 1.1
+"""A machine is sold with more than its system can use: up to so much more than there is was rounded, not claimed."""
+
+
+def _as_it_is(job: Job, hardware: Hardware) -> Hardware:
+    """What was claimed for this machine, held against it: a run that counts on more would end in the middle."""
+    from tightfit.inputs.machine import ram_here
+
+    there, claimed = ram_here()[0], hardware.host_ram_bytes
+    if job.hardware.host_ram is not None and there is not None and claimed is not None and claimed > there:
+        if claimed > ROUNDED * there:
+            raise HardwareError(
+                f"--host-ram {job.hardware.host_ram} is more than the {there / GIB:.1f} GiB that this machine has: "
+                "lower it, or leave it out"
+            )
+        gpu = hardware.gpu
+        if gpu.vendor == "cpu":
+            gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, there // 2))
+        said = f"Host RAM: {there / GIB:.1f} GiB, which is what this machine has of {job.hardware.host_ram}."
+        hardware = replace(hardware, gpu=gpu, host_ram_bytes=there, because=(*hardware.because, said))
+    if hardware.nvme_bytes is not None and job.hardware.nvme_path is not None:
+        folder = Path(job.hardware.nvme_path).expanduser().absolute()
+        free = disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
+        if hardware.nvme_bytes > free:
+            raise HardwareError(
+                f"--nvme {job.hardware.nvme} is more than the {free / GIB:.1f} GiB that are free at {folder}: lower it"
+            )
+    return hardware
 
 
 class Busy(HardwareError):
@@ -101,6 +133,8 @@ class Machine:
         named = job.hardware.gpus is not None and job.hardware.gpus.strip().lower() != "this"
         if job.hardware.gpu_ids is not None:
             self.check_ids(named=named)
+        if self.nodes.hostfile is None and hardware.nodes == 1:
+            hardware = _as_it_is(job, hardware)
         if not named:
             hardware = self._free_gpus(job, hardware)
             hardware = self._free_ram(job, hardware)

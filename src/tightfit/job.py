@@ -22,15 +22,17 @@ from tightfit.types import Method, Optimizer, Precision, Trainer, Trains
 Allowance = Literal[
     "precision",
     "8bit-optimizer",
-    "lora-targets",
     "lora-rank",
-    "shorter-seq",
     "quantize",
+    "lora-targets",
+    "shorter-seq",
     "lora",
     "skip-data",
+    "pure-16bit",
     "smaller-model",
 ]
-"""The costly changes that a user can allow, in the order in which they are tried: the cheapest first."""
+"""The costly changes that a user can allow, in the order in which they are tried: first what does least to the result.
+`planner/costly.py` says of each what it does."""
 
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "text"]

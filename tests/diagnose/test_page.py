@@ -60,6 +60,7 @@ def test_the_examples_are_what_is_printed() -> None:
     text = DIAGNOSE.read_text(encoding="utf-8")
     assert SESSION.search(text)
     assert text == refreshed(text), "stale: run this file"
+    assert not any(printed.startswith("tightfit: ") for _, printed in SESSION.findall(text)), "an example fails"
 
 
 def test_every_kind_has_a_title() -> None:

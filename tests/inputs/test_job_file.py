@@ -471,6 +471,47 @@ evaluation: {split: 0.1}
     )
 
 
+NOTE_001 = """{
+  "per_device_train_batch_size": 1,    // smaller is less
+  "gradient_accumulation_steps": 16,   // makes up for it
+  "max_seq_length": 1024,
+  "dataloader_num_workers": 0,
+  "save_total_limit": 1,
+  "fp16": true,
+  "evaluation_strategy": "steps",
+  "eval_strategy": "steps",
+  "save_strategy": "steps",            # the same
+  "deepspeed_stage": 3,
+  "cpu_offload": true,
+  "lora_r": 16,
+  "lora_target_modules": "q_proj,k_proj,v_proj,o_proj",
+  "lora_alpha": 8,
+}"""
+
+
+def test_the_arguments_of_a_trainer_with_comments(tmp_path: Path) -> None:
+    """As the second note keeps them; `tightfit lint` has always read them."""
+    path = tmp_path / "args.json"
+    path.write_text(NOTE_001, encoding="utf-8")
+    found = read_job(path, model="qwen1.5-1.8b")
+    assert found.job == Job(
+        model="qwen1.5-1.8b",
+        method="lora",
+        lora=Adapters(rank=16, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
+        sequence=1024,
+        precision="fp16",
+        saving=Saving(keep_last=1),
+        levers={
+            **{"engine": "zero3", "offload_optimizer": "cpu", "micro_batch": 1, "accum": 16, "dataloader_workers": 0}
+        },
+    )
+    aside = "Left aside from args.json, since no job has it: evaluation_strategy, eval_strategy, save_strategy."
+    assert aside in found.said
+    path.write_text('{"per_device_train_batch_size": 1, "learning_rat": 3}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"unknown field 'learning_rat' in args\.json; did you mean 'learning_rate'"):
+        read_job(path, model="qwen1.5-1.8b")
+
+
 @pytest.mark.parametrize(
     ("hardware", "batch"),
     [("gpus: 6x32GB", 12), ("gpus: 2x8xA100-80GB", 32), ("gpus: 8x24GB, gpu_ids: [1, 3]", 4), ("gpu_ids: '0,1,2'", 6)],

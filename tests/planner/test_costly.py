@@ -44,9 +44,20 @@ def test_the_cheapest_change_is_named_first(refused: Plan) -> None:
     places = [ORDER.index(remedy.allowance) for remedy in refused.remedies]
     assert places == sorted(places)
     said = " ".join(refused.because)
-    assert f"The cheapest change that would fit is --allow {refused.remedies[0].allowance}" in said
+    assert f"The mildest change that would fit is --allow {refused.remedies[0].allowance}" in said
     assert f"{refused.gpus_needed} of these GPUs would do" in said
     assert "The nearest is" in said
+
+
+def test_changes_are_ranked_by_what_they_do_to_the_result() -> None:
+    """Pure 16-bit training loses updates: it was offered before 8-bit states, and only another model changes more."""
+    answer = planned("qwen1.5-1.8b", machine("1x24GB", "8GB"))
+    named = [remedy.allowance for remedy in answer.remedies]
+    assert named == ["8bit-optimizer", "lora", "pure-16bit", "smaller-model"]
+    said = " ".join(answer.because)
+    assert all(f"{remedy.cost}; {remedy.effect} (" in said for remedy in answer.remedies)
+    assert "updates below its precision are lost" in said
+    assert ORDER[-2:] == ("pure-16bit", "smaller-model")
 
 
 def test_each_remedy_fits_when_it_is_allowed(refused: Plan) -> None:

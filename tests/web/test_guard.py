@@ -43,6 +43,10 @@ def test_the_link_sets_a_cookie_and_leaves_the_address(tmp_path: Path) -> None:
     assert visitor.get("/runs").status_code == 200
 
 
+def test_the_first_page_keeps_the_language_that_was_asked_for(tmp_path: Path) -> None:
+    assert client(tmp_path).get("/?lang=zh", follow_redirects=False).headers["location"].endswith("?lang=zh")
+
+
 def test_from_a_link_in_another_page_the_cookie_is_kept_too(tmp_path: Path) -> None:
     """A browser does not send such a cookie along with a redirect that another site began."""
     answer = stranger(tmp_path).get("/runs", params={"token": TOKEN}, headers={"Sec-Fetch-Site": "cross-site"})

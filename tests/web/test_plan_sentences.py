@@ -88,10 +88,10 @@ def test_nearly_all_that_the_planner_says_has_a_chinese_form() -> None:
             "不切分（4 张 GPU）会更快，但优化器更新时显存还差 2.1 GiB，主机内存还差 32.0 GiB。",
         ),
         (
-            "--allow smaller-model would do as well: trains 3b_mamba instead of 7b_mamba (ZeRO-3, optimizer on CPU, "
-            "2,983 tokens/s).",
-            "--allow smaller-model 也可以：改为训练 3b_mamba，而不是 7b_mamba（ZeRO-3，优化器卸载到 CPU，"
-            "2,983 tokens/s）。",
+            "--allow smaller-model would do as well: trains 3b_mamba instead of 7b_mamba; it is another model (ZeRO-3, "
+            "optimizer on CPU, 2,983 tokens/s).",
+            "--allow smaller-model 也可以：改为训练 3b_mamba，而不是 7b_mamba；那是另一个模型（"
+            "ZeRO-3，优化器卸载到 CPU，2,983 tokens/s）。",
         ),
         ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
         ("called 7B, really 7.62B", "名为 7B，实际为 7.62B"),

@@ -16,7 +16,7 @@ from tightfit.desk.plan_request import fields_of, names_in
 from tightfit.desk.stages import stage_asked
 from tightfit.inputs.job_file import JOB_FLAGS, JobFile, hardware_of, job_from_flags, levers_of, model_of, read_job
 from tightfit.inputs.job_text import read_tree
-from tightfit.inputs.job_training import MARKS
+from tightfit.inputs.job_training import MARKS, is_arguments
 from tightfit.inputs.llamafactory_file import KNOWN
 from tightfit.job import Job
 from tightfit.planner.plan import Plan, Way
@@ -48,10 +48,12 @@ class JobInput:
 def is_job(path: Path) -> bool:
     """Whether it is a job file; what cannot be read at all is left to the other reader to say."""
     try:
-        keys = set(read_tree(path))
+        tree = read_tree(path)
     except UserError:
         return False
-    return bool(keys & (TELLING - KNOWN)) and "model_name_or_path" not in keys
+    if "model_name_or_path" in tree:
+        return False
+    return is_arguments(tree) or bool(set(tree) & (TELLING - KNOWN))
 
 
 def read_job_input(args: argparse.Namespace) -> JobInput:

@@ -301,7 +301,7 @@ def way_out(answer: Plan, otherwise: str) -> str:
     """What would make a plan fit that does not; `otherwise`: where nothing is known to."""
     if answer.remedies:
         first = answer.remedies[0]
-        return f"--allow {first.allowance} would make it fit ({first.cost})"
+        return f"--allow {first.allowance} would make it fit ({first.cost}; {first.effect})"
     if answer.gpus_needed is not None:
         return f"{answer.gpus_needed} of these GPUs would do"
     return otherwise

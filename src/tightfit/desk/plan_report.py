@@ -109,7 +109,7 @@ def _errors(phases: Mapping[PhaseName, Phase]) -> dict[str, int]:
 
 
 def _remedy_report(remedy: Remedy) -> dict[str, Any]:
-    return {"allow": remedy.allowance, "cost": remedy.cost} | way_report(remedy.way)
+    return {"allow": remedy.allowance, "cost": remedy.cost, "effect": remedy.effect} | way_report(remedy.way)
 
 
 def _tier_report(tiered: Tiered) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.spelling import LARGEST, check_keys, read_text, shown
-from tightfit.inputs.syntax_faults import json_fault, yaml_fault
+from tightfit.inputs.syntax_faults import json_fault, without_comments, yaml_fault
 from tightfit.types import ConfigError
 
 MOST_VALUES = 20_000
@@ -88,7 +88,8 @@ def _json(text: str, file: str) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(text, object_pairs_hook=once)
+        # Comments, and a comma behind the last value, are what people write beside their settings.
+        return json.loads(without_comments(text), object_pairs_hook=once)
     except json.JSONDecodeError:
         if not text.strip():
             return None

@@ -1,4 +1,5 @@
-"""Job files in the form that training scripts use: `model_type`, `num_gpus`, a `model` and a `training` block.
+"""Job files in the form that training scripts use: `model_type`, `num_gpus`, a `model` and a `training` block, or the
+same fields without a block, as `TrainingArguments` are kept in a JSON.
 
 People have such files already, and they say the same things under other names. They are turned into the fields of
 a job here, before anything is checked, and each field remembers the name that it was written under, so that a
@@ -9,12 +10,14 @@ how the sequences of a step are split is the planner's to choose, so only their 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from tightfit.inputs.hardware import MAX_GPUS_PER_NODE, parse_hardware
 from tightfit.inputs.job_saving import settled
 from tightfit.inputs.spelling import Fields, nearest, shown
+from tightfit.job import Job
 from tightfit.types import ConfigError, HardwareError
 
 MARKS = ("training", "model_type", "num_gpus", "preset")
@@ -60,14 +63,23 @@ _FIELD_OF = {
     "checkpoint_dir": "saving.folder",
     "dataloader_num_workers": "levers.dataloader_workers",
     "num_workers": "levers.dataloader_workers",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target_modules": "lora.targets",
 }
 """A field of the `training` block → the field of the job."""
+
+ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "deepspeed_stage")
+"""Fields by which a file without any block is known to be a trainer's arguments."""
 
 _BATCH = ("batch_size", "micro_batch_size", "per_device_train_batch_size")
 _ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps")
 _SWITCHES = ("fp16", "bf16", "gradient_checkpointing")
+_STAGE, _OFFLOAD = "deepspeed_stage", "cpu_offload"
 _NO_MATTER = ("report_to",)
-KNOWN = (*_FIELD_OF, *_BATCH, *_ACCUMULATION, *_SWITCHES, *_NO_MATTER)
+KNOWN = (*_FIELD_OF, *_BATCH, *_ACCUMULATION, *_SWITCHES, _STAGE, _OFFLOAD, *_NO_MATTER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +103,16 @@ def translate(tree: Mapping[str, Any], file: str) -> Translated:
     return replace(found, tree={**found.tree, "saving": block}, names={**found.names, **names})
 
 
+def is_arguments(tree: Mapping[str, Any]) -> bool:
+    """Whether these are a trainer's arguments without a block around them: what no job file has at its top."""
+    return not any(mark in tree for mark in MARKS) and any(key in tree for key in ARGUMENTS)
+
+
 def _translated(tree: Mapping[str, Any], file: str) -> Translated:
+    if is_arguments(tree):
+        own = {each.name for each in fields(Job)} - set(KNOWN)
+        arguments = {key: value for key, value in tree.items() if key not in own}
+        return _Translation({key: tree[key] for key in tree if key in own}, arguments, file, block="").done()
     if not any(mark in tree for mark in MARKS):
         return Translated(tree=dict(tree), names={})
     training = tree.get("training")
@@ -103,13 +124,16 @@ def _translated(tree: Mapping[str, Any], file: str) -> Translated:
 class _Translation:
     """One file on its way. Every step takes from what was written and adds to `tree`."""
 
-    def __init__(self, written: Mapping[str, Any], training: Mapping[str, Any], file: str) -> None:
-        self.file = file
+    def __init__(
+        self, written: Mapping[str, Any], training: Mapping[str, Any], file: str, block: str = "training"
+    ) -> None:
+        """`block`: what the block of `training` is called; empty: its fields stand at the top."""
+        self.file, self.prefix = file, f"{block}." if block else ""
         self.tree = {key: value for key, value in written.items() if key not in MARKS}
         self.names: dict[str, str] = {}
         self.said: list[str] = []
         self.top = Fields(values=written, file=file, text_numbers=True)
-        self.training = Fields(values=training, file=file, path="training", text_numbers=True)
+        self.training = Fields(values=training, file=file, path=block, text_numbers=True)
 
     def done(self) -> Translated:
         num_gpus = self.top.integer("num_gpus", least=1)
@@ -144,19 +168,29 @@ class _Translation:
             self.said.append(f"model_type in {self.file} was not needed: the model's own config says it.")
 
     def _fields(self) -> None:
+        aside: list[str] = []
         for key, value in self.training.values.items():
             if key == "max_steps" and value == -1:
                 continue  # Hugging Face's word for: as the epochs say
             if key in _FIELD_OF:
-                self._put(_FIELD_OF[key], value, f"training.{key}")
-            elif key in _NO_MATTER:
-                self.said.append(f"training.{key} in {self.file} changes neither memory nor pace and was left aside.")
+                self._put(_FIELD_OF[key], value, self.prefix + key)
+            elif key in _NO_MATTER or (key not in KNOWN and key in _trainers_own()):
+                aside.append(self.prefix + key)
             elif key not in KNOWN:
                 close = nearest(key, KNOWN)
                 tail = (
-                    f"did you mean 'training.{close}'?" if close else "leave it out, or see `tightfit schema --table`"
+                    f"did you mean '{self.prefix}{close}'?"
+                    if close
+                    else "leave it out, or see `tightfit schema --table`"
                 )
-                raise ConfigError(f"unknown field {shown('training.' + key)} in {self.file}; {tail}")
+                raise ConfigError(f"unknown field {shown(self.prefix + key)} in {self.file}; {tail}")
+        if aside:
+            self.said.append(f"Left aside from {self.file}, since no job has it: {', '.join(aside)}.")
+        if "method" not in self.tree and any(
+            _FIELD_OF.get(key, "").startswith("lora.") for key in self.training.values
+        ):
+            self.tree["method"] = "lora"
+            self.said.append(f"{self.file} sets up adapters, so adapters are trained: method lora.")
         share = self.training.number("warmup_ratio")
         if share is not None and share >= 1:
             raise self.training.wrong("warmup_ratio", "below 1")
@@ -167,13 +201,18 @@ class _Translation:
     def _switches(self) -> None:
         formats = [key for key in ("fp16", "bf16") if self.training.switch(key)]
         if len(formats) == 2:
-            raise ConfigError(f"training.fp16 and training.bf16 in {self.file} are both true: keep one")
+            raise ConfigError(f"{self.prefix}fp16 and {self.prefix}bf16 in {self.file} are both true: keep one")
         if formats:
-            self._put("precision", formats[0], f"training.{formats[0]}")
+            self._put("precision", formats[0], self.prefix + formats[0])
         recompute = self.training.switch("gradient_checkpointing")
         if recompute is not None:
             word = "full" if recompute else "none"
-            self._put("levers.checkpointing", word, "training.gradient_checkpointing")
+            self._put("levers.checkpointing", word, f"{self.prefix}gradient_checkpointing")
+        stage = self.training.integer(_STAGE, most=3)
+        if stage is not None:
+            self._put("levers.engine", f"zero{stage}", self.prefix + _STAGE)
+        if self.training.switch(_OFFLOAD):
+            self._put("levers.offload_optimizer", "cpu", self.prefix + _OFFLOAD)
 
     def _length(self) -> None:
         model = self.tree.get("model")
@@ -228,13 +267,13 @@ class _Translation:
         given = [key for key in keys if self.training.says(key)]
         if len(given) > 1:
             raise ConfigError(
-                f"training.{given[0]} and training.{given[1]} in {self.file} say the same thing: keep one"
+                f"{self.prefix}{given[0]} and {self.prefix}{given[1]} in {self.file} say the same thing: keep one"
             )
         if not given:
             return None
         count = self.training.integer(given[0], least=1)
         assert count is not None
-        return f"training.{given[0]}", count
+        return self.prefix + given[0], count
 
     def _at(self, path: str) -> Any:
         block, _, key = path.partition(".")
@@ -252,3 +291,11 @@ class _Translation:
             raise ConfigError(f"{self.names.get(path, path)} and {name} in {self.file} say the same thing: keep one")
         inside[key] = value
         self.names[path] = name
+
+
+@cache
+def _trainers_own() -> frozenset[str]:
+    """What transformers' trainer has beside, and a job does not."""
+    from tightfit.inputs.llamafactory_file import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS  # brings yaml
+
+    return TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS

@@ -72,6 +72,8 @@ class Remedy:
     allowance: Allowance
     cost: str
     """What it changes in the result, in a sentence."""
+    effect: str
+    """What that does to the result, and so why it stands where it stands among the changes."""
     way: Way
 
 
@@ -94,7 +96,7 @@ class Plan:
     because: tuple[str, ...]
     """Why this one, in plain sentences; or why none."""
     remedies: tuple[Remedy, ...] = ()
-    """When nothing free fits: costly changes that would, the cheapest first."""
+    """When nothing free fits: costly changes that would, first what does least to the result."""
     gpus_needed: int | None = None
     """When nothing free fits: the smallest number of these GPUs that would do; None: not known or none."""
     hours: float | None = None

@@ -266,12 +266,12 @@ def _nothing(plan: Plan) -> list[str]:
     if plan.remedies:
         first, *rest = plan.remedies
         sentences.append(
-            f"The cheapest change that would fit is --allow {first.allowance}: {first.cost} "
+            f"The mildest change that would fit is --allow {first.allowance}: {first.cost}; {first.effect} "
             f"({strategy_name(first.way.levers)}, {first.way.pace.tokens_per_s:,.0f} tokens/s)."
         )
         sentences += [
-            f"--allow {other.allowance} would do as well: {other.cost} ({strategy_name(other.way.levers)}, "
-            f"{other.way.pace.tokens_per_s:,.0f} tokens/s)."
+            f"--allow {other.allowance} would do as well: {other.cost}; {other.effect} "
+            f"({strategy_name(other.way.levers)}, {other.way.pace.tokens_per_s:,.0f} tokens/s)."
             for other in rest
         ]
     else:
@@ -321,7 +321,9 @@ def _idle(allowance: str, job: Job) -> str | None:
         return "no rank is lower than 1"
     if allowance == "8bit-optimizer" and job.optimizer != "adamw":
         return f"it is for adamw, and the optimizer is {job.optimizer}"
-    if allowance == "precision" and not job.master_weights and job.precision != "fp32":
+    if allowance == "precision" and job.precision != "fp32":
+        return f"{job.precision} is computed in already"
+    if allowance == "pure-16bit" and not job.master_weights:
         return f"it is pure {job.precision} already"
     return None
 

@@ -97,7 +97,7 @@ class NoWay:
     because: tuple[str, ...]
     """What was missing, and what would help."""
     remedies: tuple[Remedy, ...] = ()
-    """Costly changes that would help, the cheapest first."""
+    """Costly changes that would help, first what does least to the result."""
     gpus_needed: int | None = None
     """Of these GPUs would do without a change; None: not known or none."""
 
@@ -284,8 +284,8 @@ def _no_way(last: Plan, answer: Plan, question: Question, failed: Tried, margin:
         f"No other way to compute the same training predicts to use {amounts(needed)[0]} GiB less there.",
         *_without_pins(last, question),
         *(
-            f"--allow {remedy.allowance} would help: {remedy.cost} ({strategy_name(remedy.way.levers)}, "
-            f"{remedy.way.pace.tokens_per_s:,.0f} tokens/s)."
+            f"--allow {remedy.allowance} would help: {remedy.cost}; {remedy.effect} "
+            f"({strategy_name(remedy.way.levers)}, {remedy.way.pace.tokens_per_s:,.0f} tokens/s)."
             for remedy in answer.remedies
         ),
     ]

@@ -57,7 +57,8 @@ def make_app(site: Site, hub: Hub) -> ASGIApp:
 
 
 async def _home(request: Request) -> Response:
-    return RedirectResponse(HOME, 303)
+    query = request.url.query  # the language, say
+    return RedirectResponse(f"{HOME}?{query}" if query else HOME, 303)
 
 
 async def _user_error(request: Request, error: Exception) -> Response:

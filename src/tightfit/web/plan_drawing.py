@@ -17,7 +17,7 @@ from tightfit.types import Phase, PhaseName
 from tightfit.web.plan_answer import Answered
 from tightfit.web.sentences import Sentence, said_in
 
-ADVICE = ("The cheapest change that would fit", "None of the changes that can", "No number of", "Without any change")
+ADVICE = ("The mildest change that would fit", "None of the changes that can", "No number of", "Without any change")
 """How the sentences begin that the page says as what would make it fit."""
 
 Words = Mapping[str, Any]
@@ -64,6 +64,7 @@ class DrawnWay:
 class DrawnRemedy:
     allowance: str
     cost: Sentence
+    effect: Sentence
     way: Sentence
     tokens_per_s: float
 
@@ -149,6 +150,7 @@ class _Pen:
             DrawnRemedy(
                 allowance=each.allowance,
                 cost=said_in(self.language, each.cost),
+                effect=said_in(self.language, each.effect),
                 way=said_in(self.language, strategy_name(each.way.levers)),
                 tokens_per_s=each.way.pace.tokens_per_s,
             )
