@@ -292,7 +292,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(WORDS), ANYTHING, min_size=1, max_size=6), st.sampled_from(KINDS))
 def test_any_file_is_checked_or_refused_in_one_sentence(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, object], kind: Kind

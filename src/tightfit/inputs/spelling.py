@@ -46,6 +46,32 @@ def _is_slip(word: str, name: str) -> bool:
     return all(get_close_matches(part, more, n=1) for part in fewer)
 
 
+def misspelt(word: str, known: Iterable[str]) -> str | None:
+    """The known word of which `word` is a slip of the fingers, or a longer or shorter form; None: it is another word.
+
+    `nearest` forgives more: to it `wandb_project` looks like `swanlab_project`.
+    """
+    close = nearest(word, known, cutoff=0.8)
+    if close is None:
+        return None
+    plain, right = _fold(word).replace("_", ""), _fold(close).replace("_", "")
+    is_form = plain.startswith(right) or right.startswith(plain)
+    return close if is_form or _slips(plain, right) <= max(1, len(right) // 6) else None
+
+
+def _slips(word: str, other: str) -> int:
+    """Letters to add, drop, change or swap with their neighbour."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(word, 1):
+        older, before, row = before, row, [i]
+        for j, wanted in enumerate(other, 1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted)))
+            if i > 1 and j > 1 and letter == other[j - 2] and word[i - 2] == wanted:
+                row[j] = min(row[j], older[j - 2] + 1)
+    return row[-1]
+
+
 def unknown_key(key: str, known: Iterable[str], where: str, *, aside: str = "") -> ConfigError:
     """The error for a key that nobody reads. `aside` says what the file's own program would do with it."""
     names = sorted(known)

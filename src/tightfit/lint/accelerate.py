@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tightfit.inputs.spelling import nearest, shown
+from tightfit.inputs.spelling import misspelt, nearest, shown
 from tightfit.lint.sheet import Sheet
 
 KEYS = frozenset(
@@ -68,7 +68,7 @@ def check_accelerate(sheet: Sheet) -> None:
 def _check_keys(sheet: Sheet) -> None:
     for key in sheet.document.values:
         if key not in KEYS:
-            close = nearest(key, KEYS)
+            close = misspelt(key, KEYS)
             what = f"accelerate knows no {key} at the top level and refuses the file"
             sheet.say("acc-unknown", key, what, f"write {close}" if close else "delete it")
     for block, known in BLOCKS.items():
@@ -81,7 +81,7 @@ def _check_keys(sheet: Sheet) -> None:
 
 
 def _meant(key: str, known: Iterable[str]) -> str:
-    close = nearest(key, known)
+    close = misspelt(key, known)
     return f"write {close}" if close else "delete it"
 
 

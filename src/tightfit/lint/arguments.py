@@ -7,7 +7,8 @@ the optimizer, in the scheduler, or never. Whether `1e-4` without quotes is text
 from __future__ import annotations
 
 from tightfit.inputs.llamafactory_file import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
-from tightfit.inputs.spelling import as_number, nearest, shown
+from tightfit.inputs.spelling import as_number, misspelt, shown
+from tightfit.lint.dialects import TRL_ARGUMENTS, is_trls
 from tightfit.lint.foreign import meant_by_arguments
 from tightfit.lint.sheet import Sheet
 from tightfit.lint.versions import EVALUATION_STRATEGY_GONE, OLDER_ARGUMENTS_GONE, release
@@ -47,13 +48,14 @@ def check_training_arguments(sheet: Sheet) -> None:
     """Every rule for a file of TrainingArguments alone."""
     for place in sheet.document.doubles:
         sheet.say("key-twice", place, "the last one counts and the other is forgotten without a word", "keep one")
+    known_too = TRL_ARGUMENTS if is_trls(sheet.document.values) else frozenset()
     for key, value in sheet.document.values.items():
-        if key in TRAINING_ARGUMENTS or key in OLDER_TRAINING_ARGUMENTS:
+        if key in TRAINING_ARGUMENTS or key in OLDER_TRAINING_ARGUMENTS or key in known_too:
             continue
         if known := meant_by_arguments(key, value):
             sheet.say("hf-foreign", key, *known)
             continue
-        close = nearest(key, TRAINING_ARGUMENTS, cutoff=0.85)
+        close = misspelt(key, TRAINING_ARGUMENTS)
         if close and close not in sheet.document.values:
             what = f"TrainingArguments has no {key}, and transformers refuses the file"
             sheet.say("hf-unknown", key, what, f"write {close}")

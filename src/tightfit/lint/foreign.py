@@ -21,7 +21,7 @@ _SAME = {
     "save_steps": "save_interval checkpoint_interval",
     "logging_steps": "log_interval log_steps",
     "eval_steps": "eval_interval",
-    "model_name_or_path": "base_model model_name model_path model_id",
+    "model_name_or_path": "base_model model model_name model_path model_id",
     "lora_rank": "lora_r",
     "lora_target": "lora_target_modules lora_targets target_modules lora_modules",
     "cutoff_len": "max_seq_length max_seq_len seq_length sequence_len sequence_length model_max_length block_size",

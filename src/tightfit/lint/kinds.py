@@ -16,10 +16,15 @@ from tightfit.inputs.llamafactory_file import OLDER_TRAINING_ARGUMENTS, OWN_KEYS
 from tightfit.inputs.spelling import listed, nearest
 from tightfit.job import Job
 from tightfit.lint.accelerate import KEYS as ACCELERATE_KEYS
+from tightfit.lint.dialects import dialect_of, is_trls
 from tightfit.lint.document import Document
 from tightfit.lint.finding import Kind
 from tightfit.types import ConfigError
 
+_TELLS = 4
+"""What a key weighs that only one program has; one that several have weighs 1."""
+_MOST_FOREIGN = 4
+"""So many keys may be slips or a script's own, whatever their share."""
 KINDS: tuple[Kind, ...] = ("deepspeed", "accelerate", "llamafactory", "huggingface", "job")
 
 _ARGUMENTS = TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS
@@ -43,6 +48,13 @@ def kind_of(document: Document) -> Kind:
     """The kind of a file, or an error that says how to name it."""
     if is_workers(document.values):
         return "job"
+    if (dialect := dialect_of(document.values)) is not None:
+        raise ConfigError(
+            f"{document.path.name} is a config of {dialect}, which lint does not know: it checks DeepSpeed's, "
+            "accelerate's, LLaMA-Factory's, TrainingArguments and job files (--kind takes it for one of these)"
+        )
+    if is_trls(document.values):
+        return "huggingface"
     scores = {kind: _score(document.values, kind) for kind in KINDS}
     best = max(scores.values())
     likely = [kind for kind in KINDS if scores[kind] == best]
@@ -52,6 +64,14 @@ def kind_of(document: Document) -> Kind:
     if best < 1 or len(likely) > 1:
         raise ConfigError(
             f"the keys of {document.path.name} do not tell whose config it is: add --kind {listed(KINDS)}"
+        )
+    foreign = [key for key in document.values if not _weight(key, likely[0], KNOWN[likely[0]])]
+    mostly = len(foreign) >= _MOST_FOREIGN and 2 * len(foreign) > len(document.values)
+    barely = bool(foreign) and best < _TELLS and likely[0] in ("llamafactory", "huggingface")
+    if mostly or barely:
+        raise ConfigError(
+            f"{document.path.name} is of no config that lint knows, by its keys {', '.join(foreign[:3])}: add --kind "
+            f"{listed(KINDS)} if it is one all the same"
         )
     return likely[0]
 
@@ -68,7 +88,7 @@ def _score(values: Mapping[str, Any], kind: Kind) -> float:
 
 def _weight(key: str, kind: Kind, known: Iterable[str]) -> float:
     if key in _TELLING[kind]:
-        return 4
+        return _TELLS
     if key in known:
         return 1
     return 1 if nearest(key, _TELLING[kind], cutoff=0.85) else 0

@@ -6,7 +6,7 @@ LLaMA-Factory does check much, but only after the launcher has started a process
 from __future__ import annotations
 
 from tightfit.inputs.llamafactory_file import KNOWN
-from tightfit.inputs.spelling import listed, nearest, shown
+from tightfit.inputs.spelling import listed, misspelt, nearest, shown
 from tightfit.lint.arguments import FRACTIONS, SWITCHES, WHOLE, check_gone, check_together, check_values
 from tightfit.lint.foreign import meant_by_llamafactory
 from tightfit.lint.sheet import Sheet
@@ -37,6 +37,14 @@ _LORA_ONLY = ("loraplus_lr_ratio", "use_rslora", "use_dora", "pissa_init")
 _BITS = {"bnb": (4, 8), "bitsandbytes": (4, 8), "hqq": (1, 2, 3, 4, 5, 6, 8), "eetq": (8,)}
 _ATTENTION = ("auto", "disabled", "sdpa", "fa2", "fa3")
 _TRAINS = ("dataset", "per_device_train_batch_size", "learning_rate", "num_train_epochs")
+_MEGATRONS = frozenset(
+    """apply_rope_fusion bias_activation_fusion context_parallel_size expert_model_parallel_size export_hf_on_finish
+    mixed_precision moe_grouped_gemm moe_token_dispatcher_type overlap_grad_reduce overlap_param_gather
+    pipeline_model_parallel_size recompute_granularity recompute_method recompute_num_layers sequence_parallel
+    tensor_model_parallel_size use_distributed_optimizer use_packed_sequences virtual_pipeline_model_parallel_size
+    expert_tensor_parallel_size moe_aux_loss_coeff moe_router_load_balancing_type""".split()
+)
+"""What LLaMA-Factory hands on to Megatron, where it is started with USE_MCA=1 or USE_MEGATRON_BRIDGE=1."""
 _CHAT_STAGES = ("sft", "dpo", "kto", "rm", "ppo")
 
 
@@ -67,6 +75,7 @@ def check_llamafactory(sheet: Sheet) -> None:
 
 
 def _check_keys(sheet: Sheet, version: str) -> None:
+    megatron = any(key.endswith("_model_parallel_size") for key in sheet.document.values)
     since = {key: first for first, keys in LLAMAFACTORY_ADDED.items() for key in keys.split()}
     for key, value in sheet.document.values.items():
         if key in LLAMAFACTORY_GONE:
@@ -78,7 +87,9 @@ def _check_keys(sheet: Sheet, version: str) -> None:
             what = f"LLaMA-Factory {version} does not know {key} yet and refuses the file"
             sheet.say("lf-version", key, what, f"delete it, or use LLaMA-Factory {since[key]} or newer")
         elif key not in KNOWN:
-            close = nearest(key, KNOWN, cutoff=0.8)
+            if key in _MEGATRONS and megatron:
+                continue
+            close = misspelt(key, KNOWN)
             fix = meant_by_llamafactory(key, value) or (f"write {close}" if close else None)
             if fix:
                 what = f"LLaMA-Factory knows no {key} and refuses the file"
