@@ -20,6 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = [
     "types",
+    "owned",
     "job",
     "inputs",
     "memory",

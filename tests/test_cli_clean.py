@@ -209,10 +209,11 @@ def test_what_is_no_run_is_not_looked_into(place: Path, capsys: Capsys) -> None:
 
 def test_caches_go_when_asked_for(place: Path, capsys: Capsys) -> None:
     cache = place.parent / "cache" / "tightfit"
-    (cache / "data" / "abc").mkdir(parents=True)
-    (cache / "data" / f".building-abc-{2**22 + 7}").mkdir()
-    (cache / "data" / f".building-def-{os.getpid()}").mkdir()
-    (cache / "calibration.json").write_text("{}")
+    (cache / "data" / ("a" * 32)).mkdir(parents=True)
+    (cache / "data" / ("a" * 32) / "tokens.bin").write_bytes(b"tokens")
+    (cache / "data" / f".building-{'a' * 32}-{2**22 + 7}").mkdir()
+    (cache / "data" / f".building-{'d' * 32}-{os.getpid()}").mkdir()
+    (cache / "calibration.json").write_text('{"schema": 1, "tightfit": "0.1", "entries": []}')
     (cache / "reservations").mkdir()
     dead = {"pid": 2**22 + 7, "mark": None, "host": this_host(), "folder": "/nowhere"}
     (cache / "reservations" / "dead.json").write_text(json.dumps(dead))
@@ -223,7 +224,7 @@ def test_caches_go_when_asked_for(place: Path, capsys: Capsys) -> None:
     assert "Caches, which stay unless --caches is said:" in out
     assert "Removed 2 of 2" in out
     assert sorted(path.name for path in cache.glob("*/*")) == [
-        f".building-def-{os.getpid()}", "abc", "live.json", "strange.json",
+        f".building-{'d' * 32}-{os.getpid()}", "a" * 32, "live.json", "strange.json",
     ]  # fmt: skip
     assert main(["clean", "--yes", "--caches"]) == 0
     assert not (cache / "data").exists()

@@ -20,6 +20,7 @@ from tightfit.runs.inventory import (
     Found,
     Goner,
     Inventory,
+    check_removable,
     goners,
     inventory,
     keeping_of,
@@ -51,6 +52,7 @@ def checkpoints(argv: Sequence[str]) -> int:
         with _held(run, dry=hasattr(args, "dry_run")):
             there = _looked(args, run)
             gone = goners(there, _keeping(args, run))
+            check_removable(gone)
             if not hasattr(args, "dry_run"):
                 for goner in gone:
                     remove(goner)

@@ -17,9 +17,9 @@ from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExi
 from tightfit.diagnose.predicted import planned_footprint
 from tightfit.runs.attempts import ATTEMPTS
 from tightfit.runs.cause import known_config
-from tightfit.runs.checkpoints import step_of, written_first
+from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
 from tightfit.runs.failure import last_words
-from tightfit.runs.folder import RUNS, RunFolder
+from tightfit.runs.folder import RunFolder
 from tightfit.runs.foreign_record import KIND as FOREIGN
 from tightfit.runs.watching import read_record
 from tightfit.types import ConfigError
@@ -55,9 +55,13 @@ def rank_of(path: Path) -> int | None:
     return None
 
 
+PARTS = ("run.json", "events.jsonl", "errors", "model", CHECKPOINTS, "logs", "plan")
+"""By one of which a folder may be a run's, for whoever only reads it."""
+
+
 def of_run(path: Path) -> Question:
     """Logs, last words and exit code of a run of ours."""
-    if not any((path / name).exists() for name in (*RUNS, "logs", "plan")):
+    if not any((path / name).exists() for name in PARTS):
         inside = sorted(each.name for each in path.iterdir() if each.suffix in (".log", ".txt", ".out", ".err"))
         hint = f"name the logs in it ({inside[0]} …)" if inside else "name a log file, or the folder of a run"
         raise ConfigError(f"{path} is no run's folder: {hint}")

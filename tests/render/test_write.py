@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import stat
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 from tightfit.render.write import STAGING, write
 from tightfit.types import ConfigError
 
-FILES = {"worker.json": '{"schema": 1}\n', "launch.sh": "#!/usr/bin/env bash\ntrue\n", "PLAN.md": "# ×\n"}
+PLAN = '{"schema": 1, "levers": {}, "predicted": {}, "saving": {}}\n'
+FILES = {"worker.json": PLAN, "launch.sh": "#!/usr/bin/env bash\ntrue\n", "PLAN.md": "# ×\n"}
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -42,30 +44,54 @@ def test_only_scripts_can_be_run(tmp_path: Path) -> None:
 
 
 def test_what_exists_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    write({**FILES, "launch.sh": "old"}, tmp_path, force=False)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"worker\.json exists: say --force"):
+        write(FILES, tmp_path, force=False)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_script_of_the_users_own_stays(tmp_path: Path, force: bool) -> None:
     (tmp_path / "launch.sh").write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"launch\.sh exists: say --force"):
+    with pytest.raises(ConfigError, match=r"launch\.sh exists and was not written by tightfit"):
+        write(FILES, tmp_path, force=force)
+    assert contents(tmp_path) == {"launch.sh": "mine"}
+
+
+def test_a_file_that_appears_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look and the rename."""
+    really = os.link
+
+    def link(source: Path, target: Path, **options: bool) -> None:
+        if target.name == "launch.sh":
+            target.write_text("mine", encoding="utf-8")
+        really(source, target, **options)
+
+    monkeypatch.setattr("tightfit.owned.os.link", link)
+    with pytest.raises(ConfigError, match="file exists"):
         write(FILES, tmp_path, force=False)
     assert contents(tmp_path) == {"launch.sh": "mine"}
 
 
 def test_force_replaces_our_names_and_no_others(tmp_path: Path) -> None:
-    (tmp_path / "launch.sh").write_text("old", encoding="utf-8")
+    write({**FILES, "launch.sh": "old"}, tmp_path, force=False)
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     write(FILES, tmp_path, force=True)
     assert contents(tmp_path) == {**FILES, "notes.txt": "mine"}
 
 
-def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
-    outside = tmp_path / "outside.json"
+@pytest.mark.parametrize("force", [False, True])
+def test_a_link_is_neither_replaced_nor_followed(tmp_path: Path, force: bool) -> None:
+    outside, folder = tmp_path / "outside.sh", tmp_path / "plan"
     outside.write_text("mine", encoding="utf-8")
-    folder = tmp_path / "plan"
-    folder.mkdir()
-    (folder / "worker.json").symlink_to(outside)
+    write(FILES, folder, force=False)
+    (folder / "launch.sh").unlink()
+    (folder / "launch.sh").symlink_to(outside)
     with pytest.raises(ConfigError, match="exists"):
-        write(FILES, folder, force=False)
-    write(FILES, folder, force=True)
+        write(FILES, folder, force=force)
     assert outside.read_text(encoding="utf-8") == "mine"
-    assert contents(folder) == FILES
+    assert (folder / "launch.sh").is_symlink()
 
 
 @pytest.mark.parametrize("below", ["", "deeper", "deeper/still"])
@@ -137,7 +163,7 @@ FULL = """
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    files = {"a.json": "new", "b.json": "x" * 2000, "c.json": "new"}
+    files = {"worker.json": "new", "b.json": "x" * 2000, "c.json": "new"}
     try:
         write(files, Path(sys.argv[1]), force=True)
     except ConfigError as error:
@@ -146,12 +172,12 @@ FULL = """
 
 
 def test_no_room_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("old", encoding="utf-8")
+    (tmp_path / "worker.json").write_text(PLAN, encoding="utf-8")
     done = run(FULL, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "file too large" in done.stdout
     assert len(done.stdout.splitlines()) == 1
-    assert contents(tmp_path) == {"a.json": "old"}
+    assert contents(tmp_path) == {"worker.json": PLAN}
 
 
 def test_no_room_in_a_new_folder_leaves_no_folder(tmp_path: Path) -> None:
@@ -160,7 +186,8 @@ def test_no_room_in_a_new_folder_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_an_error_between_two_renames_puts_the_old_files_back(tmp_path: Path) -> None:
-    (tmp_path / "launch.sh").write_text("old", encoding="utf-8")
+    before = {**FILES, "launch.sh": "old"}
+    write(before, tmp_path, force=False)
     done = run(
         """
         import os, sys
@@ -183,15 +210,14 @@ def test_an_error_between_two_renames_puts_the_old_files_back(tmp_path: Path) ->
         tmp_path,
     )
     assert done.stdout.startswith("ConfigError cannot write to"), done.stderr
-    assert contents(tmp_path) == {"launch.sh": "old"}
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("moment", range(1, 12))
 def test_a_killed_process_leaves_no_half_file(tmp_path: Path, moment: int) -> None:
     """Killed before the n-th sync or rename: every file is the old one or the new one, whole."""
-    old, new = "old" * 5000, "new" * 9000
-    for name in ("a.json", "b.json", "c.json"):
-        (tmp_path / name).write_text(old, encoding="utf-8")
+    old, new, names = PLAN + "\n" * 5000, PLAN + "\n" * 9000, ("worker.json", "launch.sh", "PLAN.md")
+    write(dict.fromkeys(names, old), tmp_path, force=False)
     done = run(
         """
         import os, signal, sys
@@ -201,23 +227,25 @@ def test_a_killed_process_leaves_no_half_file(tmp_path: Path, moment: int) -> No
         left = [int(sys.argv[2])]
 
         def until(call):
-            def counted(*arguments):
+            def counted(*arguments, **options):
                 left[0] -= 1
                 if not left[0]:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return call(*arguments)
+                return call(*arguments, **options)
             return counted
 
         os.fsync, os.replace, os.link = until(os.fsync), until(os.replace), until(os.link)
-        write({name: "new" * 9000 for name in ("a.json", "b.json", "c.json", "d.json")}, Path(sys.argv[1]), force=True)
+        write(dict.fromkeys((*sys.argv[4:], "hostfile"), sys.argv[3]), Path(sys.argv[1]), force=True)
         """,
         tmp_path,
         moment,
+        new,
+        *names,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    for name in ("a.json", "b.json", "c.json"):
+    for name in names:
         assert (tmp_path / name).read_text(encoding="utf-8") in (old, new)
-    last = tmp_path / "d.json"
+    last = tmp_path / "hostfile"
     assert not last.exists() or last.read_text(encoding="utf-8") == new
-    write(FILES, tmp_path, force=False)
+    write({**FILES, "hostfile": "new"}, tmp_path, force=True)
     assert not (tmp_path / STAGING).exists()

@@ -25,7 +25,7 @@ def store(run: Path, step: int, *, size: int = 4096, plan: object = PLAN) -> Pat
     contents = {
         WEIGHTS: bytes(number % 251 for number in range(size)),
         MOMENTS: bytes(size // 2),
-        "empty.txt": b"",
+        "merges.txt": b"",
         STATE: json.dumps({"step": step, "plan": plan}).encode(),
     }
     for name, data in contents.items():

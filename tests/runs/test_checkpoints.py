@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from stored import MOMENTS, WEIGHTS, flip, left_behind, store, stored_file
 
+from tightfit.owned import Listed, NotOurs, Ours
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import (
     MANIFEST,
@@ -38,7 +39,7 @@ from tightfit.runs.checkpoints import (
     written_first,
 )
 
-EMPTY, NO_BYTES_NEEDED = "empty.txt", ("delete", "longer")
+EMPTY, NO_BYTES_NEEDED = "merges.txt", ("delete", "longer")
 FILES = (WEIGHTS, MOMENTS, STATE, MANIFEST, EMPTY)
 
 
@@ -261,7 +262,7 @@ def test_which_need_not_stay(keeping: Keeping, gone: set[int]) -> None:
 def test_a_checkpoint_goes_out_of_sight_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = store(tmp_path, 100)
 
-    def killed(path: Path) -> None:
+    def killed(path: Path, names: Ours, *, last: str = "") -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -279,11 +280,18 @@ def test_orphans_are_found_and_removed(tmp_path: Path) -> None:
     for name in (".step-00000200.partial", ".step-00000100.old", ".step-00000050.gone"):
         left_behind(tmp_path, name)
     (tmp_path / "checkpoints" / ".hidden").mkdir()
-    (tmp_path / "checkpoints" / ".step-00000300.partial").write_text("a file")
-    assert len(orphans(tmp_path)) == 4
     for path in orphans(tmp_path):
         remove_orphan(path)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == [".hidden", "step-00000100"]
+
+
+def test_a_file_by_the_name_of_an_orphan_is_somebodys(tmp_path: Path) -> None:
+    store(tmp_path, 100)
+    other = tmp_path / "checkpoints" / ".step-00000300.partial"
+    other.write_text("a file")
+    with pytest.raises(NotOurs, match=r"step-00000300\.partial"):
+        remove_orphan(other)
+    assert other.read_text() == "a file"
 
 
 # --- the disk -----------------------------------------------------------------------------------
@@ -305,7 +313,7 @@ def test_files_are_made_whole(tmp_path: Path) -> None:
     assert (tmp_path / "t").read_text(encoding="utf-8") == "ä\n"
     disk.rename(path, tmp_path / "c")
     disk.remove_file(tmp_path / "c")
-    disk.remove_folder(tmp_path / "a")
+    disk.remove_folder(tmp_path / "a", Listed(()))
     assert os.listdir(tmp_path) == ["t"]
 
 

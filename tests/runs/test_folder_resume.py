@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from stored import left_behind, store
 
 from tightfit.runs.events import Step
-from tightfit.runs.folder import AUTO, NONE, ClaimedFolder, RunRecord, check_folder, goes_on
+from tightfit.runs.folder import AUTO, NONE, ClaimedFolder, RunFolder, RunRecord, check_folder, goes_on
 from tightfit.runs.follow import Follower
 from tightfit.runs.lock import LOCK
 from tightfit.types import ConfigError
@@ -26,10 +26,10 @@ def unfinished(run: Path, *steps: int) -> Path:
     run.mkdir(exist_ok=True)
     for step in steps:
         store(run, step)
-    for name in ("plan", "logs", "errors"):
-        (run / name).mkdir()
-        (run / name / "old").write_text(name)
-    (run / "run.json").write_text("{}")
+    for name in ("plan/worker.json", "logs/rank-0.log", "errors/rank-0.json"):
+        (run / name).parent.mkdir()
+        (run / name).write_text(name)
+    RunRecord.begin(("tightfit", "train")).write(RunFolder(run))
     (run / "loss.png").write_text("picture")
     (run / "events.jsonl").write_text(OLD)
     return run

@@ -34,7 +34,7 @@ PARAMETERS = 10_544
 SAYS_WHEN = ("written", "itself")
 """Fields of a manifest that are others at every writing."""
 
-PLAIN = ("make_folder", "open_to_write", "sync", "rename", "remove_file")
+PLAIN = ("make_folder", "make_new_folder", "open_to_write", "sync", "rename", "remove_file")
 """Functions of `tightfit.runs.disk` that are one call to the system each. The others are counted from within:
 `create` (the file is there, then it has its size), `put` (half of it, then all), `remove_folder` (each file, each
 folder), `by_library` (each file that a library opens, and its end); `write_text` and `sync_path` call the former."""
@@ -228,10 +228,10 @@ def _removing(function: Callable[..., Any], kind: str, at: Interposed, counter: 
 def _within(
     function: Callable[..., Any], kind: str, at: Interposed, counter: Counter | None = None
 ) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        at.inside, at.path = kind, args[-1]
+    def call(*args: Any, **options: Any) -> Any:
+        at.inside, at.path = kind, args[0 if kind == "remove_folder" else -1]
         try:
-            found = function(*args)
+            found = function(*args, **options)
         finally:
             at.inside = None
         if counter is not None:

@@ -313,19 +313,25 @@ def test_orphans_go_and_nothing_else_does(alone: Forked, tmp_path: Path, server:
     shutil.copytree(place / "step-00000001", elsewhere)
     for name in (".step-00000002.partial", ".step-00000001.old", ".step-00000000.gone"):
         shutil.copytree(elsewhere, place / name)
-    (place / ".step-00000003.partial").symlink_to(elsewhere)
-    (place / ".step-00000003.old").write_text("a file")
+    (place / ".step-00000009.partial").symlink_to(elsewhere)
+    (place / ".step-00000009.old").write_text("a file")
+    shutil.copytree(elsewhere, place / ".step-00000008.partial")
+    (place / ".step-00000008.partial" / "thesis.tex").write_text("mine")
     for name in ("best", ".mine", "step-00000001.copy", "step-1", ".step-00000002.partial.kept"):
         shutil.copytree(elsewhere, place / name)
     (place / "notes.txt").write_text("mine")
     (run / ".step-00000009.partial").mkdir()
-    kept = {path: contents(path) for path in (elsewhere, *(place / name for name in ("best", ".mine", "step-1")))}
+    others = ("best", ".mine", "step-1", ".step-00000008.partial")
+    kept = {path: contents(path) for path in (elsewhere, *(place / name for name in others))}
     ran = start(alone, run, server)
     assert ran.codes == [0], ran.stderr
     assert ran.losses == alone.losses[1:]
     assert names(place) == [
         ".mine",
         ".step-00000002.partial.kept",
+        ".step-00000008.partial",
+        ".step-00000009.old",
+        ".step-00000009.partial",
         "best",
         "notes.txt",
         "step-00000001",

@@ -359,6 +359,21 @@ def test_a_folder_that_another_run_uses_is_refused(tmp_path: Path) -> None:
         each.close()
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_somebodys_file_among_the_swap_files_is_not_removed(tmp_path: Path, linked: bool) -> None:
+    """DeepSpeed empties those folders when it starts."""
+    folder = write(tmp_path / "files", **BOTH)
+    place = tmp_path / "elsewhere" if linked else folder / "disk" / "zero_stage_3"
+    mine = place / "float32params" / "rank0" / "thesis.tex"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    if linked:
+        (folder / "disk").mkdir()
+        (folder / "disk" / "zero_stage_3").symlink_to(place)
+    assert ("zero_stage_3 is a link" if linked else f"{mine} is no swap file") in refused(folder)
+    assert mine.read_text() == "mine"
+
+
 def test_a_disk_that_is_too_small_is_said(tmp_path: Path) -> None:
     folder = edit(write(tmp_path / "files", **BOTH), predicted__host__nvme_bytes_per_node=2**50)
     said = refused(folder)

@@ -161,13 +161,11 @@ def test_a_failed_save_leaves_the_old_folder_as_it_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_a_new_save_replaces_the_old_folder_whole(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "stale.txt").write_text("old", encoding="utf-8")
-    (tmp_path / ".model.partial").mkdir()
-    (tmp_path / ".model.partial" / "torn").write_text("killed", encoding="utf-8")
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    Writer(tmp_path / "model", rank=0, world=1, barrier=lambda: None)  # and then it is killed
+    (tmp_path / ".model.partial" / "model.safetensors").write_text("torn", encoding="utf-8")
     write_plain(tmp_path / "model", all_pieces())
-    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["model", "model.safetensors"]
 
 
 def one_rank_fails(rank: int, world: int, barrier: Callable[[], None], folder: Path) -> None:
@@ -237,3 +235,27 @@ def test_every_family_has_a_way_to_be_saved() -> None:
         model = on_meta(config_of(family))
         parts = saved_parts(model)
         assert set(parts) == {name for name, _ in model.named_parameters()}
+
+
+def test_somebodys_files_where_a_model_is_written_stay(tmp_path: Path) -> None:
+    """Its place, and the one in which it is made ready, may hold something by accident."""
+    tensors = {"weight": torch.ones(4)}
+    names = {"weight": ((4,), torch.float32)}
+
+    def write() -> None:
+        pieces = [Piece(name, tuple(one.shape), 0, one) for name, one in tensors.items()]
+        write_model(tmp_path / "model", pieces, names, rank=0, world=1, barrier=lambda: None)
+
+    for place in ("model", ".model.partial"):
+        mine = tmp_path / place / "model.safetensors"
+        mine.parent.mkdir()
+        mine.write_text("mine")
+        with pytest.raises(UserError, match=rf"{place} (was not written by tightfit|is no checkpoint)"):
+            write()
+        assert mine.read_text() == "mine"
+        assert sorted(path.name for path in tmp_path.iterdir()) == [place]
+        mine.unlink()
+        mine.parent.rmdir()
+    (tmp_path / "model").mkdir()
+    write()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["model", "model.safetensors"]

@@ -4,18 +4,42 @@ Everything is first written and synced in a staging folder inside the target fol
 system, and then renamed into place. What a rename replaces is kept under a second name until all are done, so
 that an error puts it back. A process that is killed leaves whole files and a staging folder, which the next
 call removes.
+
+Only the files of a plan are replaced, and only where the folder holds one of ours: its `worker.json` says so. A script
+of the user's that happens to be called `launch.sh` stays, whatever was said.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from tightfit.owned import NotOurs, Patterns, check_ours, move_file, remove_folder
+from tightfit.render.worker import SCHEMA
 from tightfit.types import ConfigError
 
 STAGING = ".tightfit-staging"
+RECORD = "worker.json"
+"""Only we write it, and every plan has one."""
+PLAN_FILES = frozenset(
+    {
+        "accelerate.yaml",
+        "dataset_info.json",
+        "deepspeed.json",
+        "hostfile",
+        "launch.sh",
+        "llamafactory.yaml",
+        "PLAN.md",
+        "slurm.sbatch",
+        "training_args.json",
+        RECORD,
+    }
+)
+"""What a plan may consist of."""
 EXECUTABLE = (".sh", ".sbatch")
 
 
@@ -43,12 +67,26 @@ def _check(files: Mapping[str, str], folder: Path, force: bool) -> None:
             raise ConfigError(f"{name!r} is not a file name: leave out the folder")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file, so nothing can be written into it: name a folder")
+    ours = is_plan(folder)
     for name in files:
         path = folder / name
         if path.is_dir():
             raise ConfigError(f"{path} is a folder where a file should be written: move it away")
-        if not force and (path.exists() or path.is_symlink()):
+        if not os.path.lexists(path):
+            continue
+        if not ours or path.is_symlink():
+            raise NotOurs(path, f"{path} exists and was not written by tightfit: move it away, or name another folder")
+        if not force:
             raise ConfigError(f"{path} exists: say --force to replace it, or name another folder")
+
+
+def is_plan(folder: Path) -> bool:
+    """Whether a plan of ours lies there."""
+    try:
+        tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(tree, dict) and tree.get("schema") == SCHEMA and {"levers", "predicted", "saving"} <= set(tree)
 
 
 def _make(folder: Path) -> list[Path]:
@@ -74,15 +112,19 @@ def _unmake(made: list[Path]) -> None:
 
 
 def _write(files: Mapping[str, str], folder: Path) -> list[Path]:
-    staging = folder / STAGING
-    shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+    staging, names = folder / STAGING, "|".join(map(re.escape, PLAN_FILES.union(files)))
+    staged = Patterns(f"(old/)?({names})", "old")
+    if os.path.lexists(staging):  # of a process that was killed
+        check_ours(staging, staged, "move it away, for files are written there first")
+        remove_folder(staging, staged)
+    staging.mkdir()
     try:
-        (staging / "old").mkdir(parents=True)
+        (staging / "old").mkdir()
         for name, text in files.items():
             _stage(staging / name, text)
         _move(files, folder, staging)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_folder(staging, staged)
     return [folder / name for name in files]
 
 
@@ -98,11 +140,14 @@ def _stage(path: Path, text: str) -> None:
 
 def _move(files: Mapping[str, str], folder: Path, staging: Path) -> None:
     moved: list[str] = []
+    known = {name for name in files if (folder / name).exists()}
     try:
-        for name in files:
-            if (folder / name).exists():
+        for name in sorted(files, key=lambda name: name != RECORD):  # from then on the others are known as ours
+            if name in known:
                 _keep(folder / name, staging / "old" / name)
-            os.replace(staging / name, folder / name)
+                os.replace(staging / name, folder / name)
+            else:
+                move_file(staging / name, folder / name)
             moved.append(name)
         _sync(folder)
     except BaseException:

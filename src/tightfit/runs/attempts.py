@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from tightfit.owned import NotOurs, open_own, replace_file
 from tightfit.runs.events import AttemptBegan, AttemptFailed, attempt_line
 from tightfit.runs.folder import RunFolder
 
@@ -102,15 +103,11 @@ def record_path(run: Path, number: int) -> Path:
 def write_record(run: Path, record: AttemptRecord) -> bool:
     """Whole or not at all; False: the disk did not take it."""
     path = record_path(run, record.number)
-    beside = path.with_suffix(".new")
+    text = json.dumps({"schema": SCHEMA, **asdict(record)}, indent=2, ensure_ascii=False, allow_nan=False)
     try:
         path.parent.mkdir(exist_ok=True)
-        text = json.dumps({"schema": SCHEMA, **asdict(record)}, indent=2, ensure_ascii=False, allow_nan=False)
-        beside.write_text(text + "\n", encoding="utf-8")
-        beside.replace(path)
+        replace_file(path, f"{text}\n".encode())
     except OSError:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
         return False
     return True
 
@@ -168,7 +165,7 @@ def keep_plan(folder: RunFolder, number: int) -> None:
 
 def append_event(folder: RunFolder, event: AttemptBegan | AttemptFailed) -> None:
     """A line of the supervisor's own in the run's events, between two attempts. A torn last line is ended first."""
-    with suppress(OSError), folder.events.open("ab+") as file:
+    with suppress(OSError, NotOurs), open_own(folder.events, "ab+") as file:
         size = file.seek(0, 2)
         if size:
             file.seek(size - 1)

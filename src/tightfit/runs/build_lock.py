@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -88,9 +89,18 @@ def _locks(folder: Path) -> Iterator[Path]:
             yield from folder.glob(pattern)
 
 
+def is_lock(path: Path) -> bool:
+    """Whether it can be torch's: an empty file, and no link."""
+    try:
+        seen = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(seen.st_mode) and seen.st_size == 0
+
+
 def _made_at(path: Path) -> float | None:
     try:
-        return path.stat().st_mtime if path.is_file() else None
+        return path.stat().st_mtime if is_lock(path) else None
     except OSError:
         return None
 

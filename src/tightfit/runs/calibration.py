@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.job import Job
+from tightfit.owned import replace_file
 from tightfit.planner.calibration import (
     COMPONENT,
     Calibration,
@@ -61,20 +62,13 @@ class Calibrations:
 
     def add(self, entry: Entry) -> bool:
         """Write an entry down; False: there is no place to write it to."""
-        fresh = self._path.with_name(f"{FILE}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._alone():
                 entries = self.read().with_entry(entry).entries[-MOST_ENTRIES:]
                 tree = {"schema": SCHEMA, "tightfit": _version(), "entries": [asdict(each) for each in entries]}
-                with fresh.open("w", encoding="utf-8") as file:
-                    file.write(json.dumps(tree, indent=1) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                fresh.replace(self._path)
+                replace_file(self._path, (json.dumps(tree, indent=1) + "\n").encode(), sync=True)
         except OSError:
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
             return False
         return True
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import xxhash
 
+from tightfit.owned import Listed, NotOurs, Ours, Patterns, check_ours
 from tightfit.runs import disk
 from tightfit.types import TightfitError
 
@@ -33,8 +34,24 @@ READ_BYTES = 8 * 2**20
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGING, _OLD, _GONE = ".partial", ".old", ".gone"
-ORPHANS = (_STAGING, _OLD, _GONE)
-"""Ends of the names of what a killed process may leave; they begin with a dot."""
+_ORPHAN = re.compile(r"\.step-\d{8,}\.(partial|old|gone)")
+"""The names of what a killed process may leave."""
+
+_BESIDE = (
+    r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab"
+    r"|entity_vocab|emoji|chat_template|processor_config|preprocessor_config)\.json|(merges|vocab)\.txt"
+    r"|chat_template\.jinja|additional_chat_templates/[\w.-]+\.jinja|bpe\.codes|vocab\.bpe|(source|target)\.spm"
+    r"|(tokenizer|spiece|spm|sentencepiece\.bpe|tiktoken)\.model|\w+\.tiktoken"
+)
+"""The small files that Hugging Face's libraries write beside weights."""
+_CUT = r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+MODEL = rf"{_BESIDE}|(model|adapter_model){_CUT}"
+_CHECKPOINT = rf"{MODEL}|{OPTIMIZER}/\w+{_CUT}|{re.escape(MANIFEST)}|{re.escape(STATE)}"
+_FOLDERS = f"additional_chat_templates|{OPTIMIZER}"
+HALF_WRITTEN = rf"{_CHECKPOINT}|\.rank-\d+-(began|spans|done)(-\d+)?\.json"
+MODEL_FILES: Ours = Patterns(MODEL, _FOLDERS)
+STAGED: Ours = Patterns(HALF_WRITTEN, _FOLDERS)
+"""What lies in a folder that is being written, or is being removed."""
 
 
 class Torn(TightfitError):
@@ -277,21 +294,53 @@ def size_of(folder: Path) -> int:
     return total
 
 
+def own_files(folder: Path) -> Ours | None:
+    """What of a checkpoint, or of what is left of one, we wrote; None: nothing shows that it is ours.
+
+    Its manifest lists it. Without one that can be read, its `state.json` says whose it is. What was being written or
+    removed when its process was killed has a name that we give, and lies in a run's folder.
+    """
+    try:
+        if folder.is_symlink() or not folder.is_dir():
+            return None
+        return Listed([*read_manifest(folder).files, MANIFEST])
+    except Unknown:
+        return None
+    except Torn:
+        pass
+    if _is_orphan(folder):
+        return STAGED
+    with suppress(Torn):
+        state = read_state(folder)
+        if isinstance(state.get("plan"), dict) and type(state.get("step")) is int:
+            return Patterns(_CHECKPOINT, _FOLDERS)
+    return None
+
+
+def check_removable(folder: Path) -> None:
+    """NotOurs: something in it is somebody else's, or all of it."""
+    names = own_files(folder)
+    if names is None:
+        raise NotOurs(folder, f"{folder} is no checkpoint that tightfit wrote, and stays: remove it yourself")
+    check_ours(folder, names, f"{folder} stays as it is; move that away first")
+
+
 def remove(folder: Path) -> None:
-    """First out of sight, then away: nobody takes a half for a whole."""
+    """First out of sight, then away: nobody takes a half for a whole. NotOurs: nothing was touched."""
+    check_removable(folder)
     gone = folder.with_name(f".{folder.name}{_GONE}")
-    if gone.exists():
-        disk.remove_folder(gone)
+    if os.path.lexists(gone):
+        remove_orphan(gone)
     disk.rename(folder, gone)
-    disk.remove_folder(gone)
+    remove_orphan(gone)
 
 
 def remove_orphan(path: Path) -> None:
-    """Its name has a dot already, and says what it is."""
-    if path.is_dir() and not path.is_symlink():
-        disk.remove_folder(path)
-    else:
-        disk.remove_file(path)
+    """What a killed process left. NotOurs: it is somebody else's, or something in it is, and it was not touched."""
+    check_removable(path)
+    names = own_files(path)
+    assert names is not None
+    disk.remove_folder(path, names, last=MANIFEST)  # whoever is killed on the way leaves the list
 
 
 def orphans(run: Path) -> list[Path]:
@@ -299,4 +348,8 @@ def orphans(run: Path) -> list[Path]:
     place = run / CHECKPOINTS
     if not place.is_dir():
         return []
-    return sorted(each for each in place.iterdir() if each.name.startswith(".step-") and each.name.endswith(ORPHANS))
+    return sorted(each for each in place.iterdir() if _is_orphan(each))
+
+
+def _is_orphan(path: Path) -> bool:
+    return _ORPHAN.fullmatch(path.name) is not None

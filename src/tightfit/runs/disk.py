@@ -7,10 +7,12 @@ turn, and the newest whole checkpoint must be found every time.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from tightfit import owned
+from tightfit.owned import Ours
 
 WRITE_BYTES = 2**20
 """At a time: a call may hold the file for as long as it takes, and ranks write to the same one."""
@@ -20,10 +22,15 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
+def make_new_folder(path: Path) -> None:
+    """One that is ours from its first moment."""
+    path.mkdir()
+
+
 def create(path: Path, size: int) -> int:
     """A new file of that size. Its blocks are taken as they are written: to take them first is slow on network disks,
     and whoever writes much looks at `room` before."""
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    descriptor = owned.open_new(path)
     try:
         os.ftruncate(descriptor, size)
     except BaseException:
@@ -85,8 +92,9 @@ def remove_file(path: Path) -> None:
     path.unlink()
 
 
-def remove_folder(path: Path) -> None:
-    shutil.rmtree(path)
+def remove_folder(path: Path, names: Ours, *, last: str = "") -> None:
+    """What of it is ours; the rest stays, and the folder with it. `last`: see there."""
+    owned.remove_folder(path, names, last=last)
 
 
 def room(path: Path) -> int:

@@ -12,6 +12,9 @@
 
 A run that goes on from its checkpoints finds them and its events in place; the rest of the earlier start makes way. A
 start that fails before the first step leaves nothing behind, unless a rank crashed: then the logs are what is needed.
+
+Only what `layout.py` lists is moved or removed. A user's own files beside stay where they are; one within something
+that has to make way, or any where a finished run is to be replaced, is a reason to refuse.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,17 +29,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tightfit.owned import NotOurs, Ours, find_strangers, move_file, remove_file, remove_folder, replace_file
 from tightfit.render.write import write
 from tightfit.runs.checkpoints import CHECKPOINTS, newest_first, step_of
+from tightfit.runs.layout import EARLIER, EVENTS, HALF, NEIGHBOURS, RECORD, SCHEMA, RunFiles, is_run
 from tightfit.runs.lock import LOCK, FolderLock, check_unlocked
 from tightfit.runs.processes import this_host
 from tightfit.types import ConfigError
 
-HALF = {".model.partial"}
-"""What a process leaves that is killed while it writes the model; the last checkpoint makes it again."""
-RUNS = {"run.json", "events.jsonl", "errors", "model", CHECKPOINTS}
-"""What only a run's folder has; another node may have left its errors there before node 0 began."""
-EVENTS = "events.jsonl"
 _BLOCK_BYTES = 4096
 """What a small file takes of a disk: up to here it grows without more."""
 
@@ -66,7 +65,7 @@ class RunFolder:
 
     @property
     def record(self) -> Path:
-        return self.path / "run.json"
+        return self.path / RECORD
 
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
@@ -94,13 +93,47 @@ def _check_parent(path: Path) -> None:
 
 
 def _check_contents(path: Path, *, overwrite: bool) -> None:
-    names = {entry.name for entry in path.iterdir()} - {LOCK, "earlier"}
+    names = {entry.name for entry in path.iterdir()} - {LOCK}
+    if EARLIER in names and _numbered(path / EARLIER):
+        names.remove(EARLIER)
+    if not names:
+        return
+    if not is_run(path):
+        raise NotOurs(
+            path / min(names),
+            f"{path} holds {min(names)!r} and is no run's folder: name a new or empty one with --output",
+        )
     if "model" in names and not overwrite:
         raise ConfigError(f"{path} holds a finished run: name another --output, or say --overwrite")
-    if names and not names & RUNS:
-        raise ConfigError(
-            f"{path} holds {sorted(names)[0]!r} and is no run's folder: name a new or empty one with --output"
-        )
+    links = [path / name for name in names if (path / name).is_symlink() and name != CHECKPOINTS]
+    strangers = _strangers(path, RunFiles(path)) if overwrite else [link for link in links if _is_written(link.name)]
+    if strangers:
+        raise _not_ours(strangers[0])
+
+
+def _not_ours(path: Path) -> NotOurs:
+    return NotOurs(path, f"{path} was not written by tightfit: move it away, or name another --output")
+
+
+def _numbered(earlier: Path) -> bool:
+    """Whether this is the folder in which we keep what has made way."""
+    return (
+        earlier.is_dir()
+        and not earlier.is_symlink()
+        and all(each.name.isdigit() and each.is_dir() and not each.is_symlink() for each in earlier.iterdir())
+    )
+
+
+def _is_written(name: str) -> bool:
+    return name in (RECORD, EVENTS, "logs", "errors", "plan", "heartbeats", "attempts", "model", *HALF)
+
+
+def _strangers(path: Path, files: RunFiles) -> list[Path]:
+    """What in a run's folder is somebody else's. Checkpoints may lie on another disk, behind a link of the user's."""
+    known = {LOCK, EARLIER, *NEIGHBOURS}
+    if (path / CHECKPOINTS).is_symlink():
+        known.add(CHECKPOINTS)
+    return [each for each in find_strangers(path, files) if each.relative_to(path).parts[0] not in known]
 
 
 # --- going on from a checkpoint -----------------------------------------------------------------
@@ -174,7 +207,7 @@ class ClaimedFolder:
         """Let it go. A finished run that this one was to replace goes when this one is `done`, and not before."""
         aside = self._before.aside
         if done and aside is not None and (aside / "model").exists():
-            _remove(aside)
+            remove_folder(aside, RunFiles(aside, self._before.files.model))
             _unmake([aside.parent])
         self._lock.release()
 
@@ -184,9 +217,10 @@ class ClaimedFolder:
         if {folder.name for folder in newest_first(path)} - before.checkpoints:
             self.release()
             return
+        files = RunFiles(path)
         for entry in list(path.iterdir()):
-            if entry.name not in (LOCK, "earlier", *before.stayed):
-                _remove(entry)
+            if entry.name not in (LOCK, EARLIER, *before.stayed):
+                _remove(entry, files)
         if before.events_bytes is not None:
             with suppress(OSError):  # a disk that takes nothing any more: a line too many does no harm
                 os.truncate(self.folder.events, before.events_bytes)
@@ -214,46 +248,78 @@ class _Before:
     """The names of those that stayed."""
     events_bytes: int | None
     """Their length; None: these are to begin anew."""
+    files: RunFiles
+    """Which of them were ours."""
 
 
 def _make_way(path: Path, resume: str) -> _Before:
     """Move what an earlier run left into a folder of its own, but for what this one goes on with."""
+    files = RunFiles(path)
     step, staying = goes_on(path, resume), _staying(path, resume)
-    entries = [entry for entry in path.iterdir() if entry.name not in (LOCK, "earlier")]
-    stayed = frozenset(entry.name for entry in entries) & staying
-    half = [entry for entry in entries if entry.name in HALF]
-    for entry in half:
-        _remove(entry)
-    moving = [entry for entry in entries if entry.name not in stayed and entry not in half]
+    entries = [entry for entry in path.iterdir() if entry.name not in (LOCK, EARLIER, *NEIGHBOURS)]
+    own = [entry for entry in entries if files.has_folder(entry.name) or files.has_file(entry.name)]
+    stayed = frozenset(entry.name for entry in entries if entry not in own or entry.name in staying)
+    moving = [entry for entry in own if entry.name not in stayed and entry.name not in HALF]
     # Going back behind newer ones: a later start would take these, which are of another course.
     moving += [each for each in newest_first(path) if step is not None and (step_of(each) or 0) > step]
-    aside = set_aside(path, moving)
+    aside = set_aside(path, moving, files)
+    for entry in own:
+        if entry.name in HALF:
+            _remove(entry, files)
     events = path / EVENTS
     size = _closed_line(events) if EVENTS in stayed else None
     names = frozenset(each.name for each in newest_first(path))
-    return _Before(aside=aside, stayed=stayed, checkpoints=names, events_bytes=size)
+    return _Before(aside=aside, stayed=stayed, checkpoints=names, events_bytes=size, files=files)
 
 
-def set_aside(path: Path, moving: Sequence[Path]) -> Path | None:
-    """Move things of a run's folder into one of their own within it; which. None: there is nothing to move."""
+def set_aside(path: Path, moving: Sequence[Path], files: Ours | None = None) -> Path | None:
+    """Move things of a run's folder into one of their own within it; which. None: there is nothing to move.
+
+    NotOurs: one of them is not ours, or holds something that is not, and nothing was moved.
+    """
     if not moving:
         return None
-    here = path.stat().st_dev
+    here, ours = path.stat().st_dev, files or RunFiles(path)
     for place in moving:
         if place.parent.stat().st_dev != here:
             raise ConfigError(
                 f"{place} is newer and lies on another disk than {path}: move it away, or remove it, first"
             )
+        name = place.relative_to(path).as_posix()
+        whole = place.is_dir() and not place.is_symlink() and ours.has_folder(name)
+        found = find_strangers(place, _Below(ours, name)) if whole else [place] * (not _is_file(place, ours, name))
+        if found:
+            raise _not_ours(found[0])
+    if os.path.lexists(path / EARLIER) and not _numbered(path / EARLIER):
+        raise _not_ours(path / EARLIER)
     aside = _next_aside(path)
+    aside.mkdir(parents=True)
     for place in moving:
         target = aside / place.relative_to(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        place.rename(target)
+        move_file(place, target)
     return aside
 
 
+class _Below:
+    """A list as it reads from a folder in it."""
+
+    def __init__(self, files: Ours, folder: str) -> None:
+        self._files, self._folder = files, folder
+
+    def has_file(self, name: str) -> bool:
+        return self._files.has_file(f"{self._folder}/{name}")
+
+    def has_folder(self, name: str) -> bool:
+        return self._files.has_folder(f"{self._folder}/{name}")
+
+
+def _is_file(place: Path, files: Ours, name: str) -> bool:
+    return place.is_file() and not place.is_symlink() and files.has_file(name)
+
+
 def _next_aside(path: Path) -> Path:
-    earlier = path / "earlier"
+    earlier = path / EARLIER
     number = 1 + max((int(each.name) for each in earlier.glob("[0-9]*") if each.name.isdigit()), default=0)
     return earlier / str(number)
 
@@ -270,22 +336,26 @@ def _closed_line(events: Path) -> int:
 
 
 def _put_back(aside: Path, path: Path) -> None:
+    """What has come in its place meanwhile stays there, and what it would replace stays aside."""
     for entry in list(aside.iterdir()):
         target = path / entry.name
-        if entry.name == CHECKPOINTS and target.is_dir():  # the newer ones alone had made way
-            for inside in list(entry.iterdir()):
-                inside.rename(target / inside.name)
-            entry.rmdir()
-        else:
-            entry.rename(target)
+        with suppress(FileExistsError):
+            if entry.name == CHECKPOINTS and target.is_dir():  # the newer ones alone had made way
+                for inside in list(entry.iterdir()):
+                    move_file(inside, target / inside.name)
+                entry.rmdir()
+            else:
+                move_file(entry, target)
     _unmake([aside, aside.parent])
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _remove(path: Path, files: RunFiles) -> None:
+    """Of an entry of a run's folder what is ours."""
+    with suppress(OSError, NotOurs):
+        if path.is_dir() and not path.is_symlink() and files.has_folder(path.name):
+            remove_folder(path, _Below(files, path.name))
+        elif files.has_file(path.name):
+            remove_file(path)
 
 
 def _unmake(made: list[Path]) -> None:
@@ -310,6 +380,8 @@ class RunRecord:
     def write(self, folder: RunFolder, *, state: str = "running", exit_code: int | None = None) -> None:
         """Whole or not at all: others may read it at any moment."""
         plain: dict[str, Any] = {
+            "schema": SCHEMA,
+            "kind": "train",
             "command": list(self.command),
             "pid": self.pid,
             "host": self.host,
@@ -319,13 +391,9 @@ class RunRecord:
             "exit_code": exit_code,
         }
         text = (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
-        beside = folder.record.with_suffix(".new")
         try:
-            beside.write_bytes(text)
-            beside.replace(folder.record)
+            replace_file(folder.record, text)
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _written_over(folder.record, text):
                 raise
 
@@ -337,7 +405,7 @@ class RunRecord:
 
 def _written_over(path: Path, text: bytes) -> bool:
     """Write into the block that the file has already, where a full disk has no other; whether that went well."""
-    if not path.is_file() or len(text) > _BLOCK_BYTES:
+    if path.is_symlink() or not path.is_file() or len(text) > _BLOCK_BYTES:
         return False
     with suppress(OSError), path.open("r+b", buffering=0) as file:
         if file.write(text) == len(text):

@@ -21,6 +21,7 @@ from typing import IO, BinaryIO
 
 from tightfit.inputs.occupancy import Occupancy, occupancy
 from tightfit.inputs.surroundings import inherited
+from tightfit.owned import open_own
 from tightfit.runs.foreign_hang import Stillness, Stuck, asked
 from tightfit.runs.kernel import KernelRecord, KernelSaid
 from tightfit.runs.marked import MARK, Guard, members
@@ -91,7 +92,7 @@ def start_and_stay(start: Start, streams: Streams, signals: Signals) -> Gone:
     mark, log = start.mark, start.log
     kernel = KernelRecord()
     try:
-        with log.open("wb") as kept, Guard(mark):
+        with open_own(log, "wb") as kept, Guard(mark):
             process = _spawn(start.words, {**start.changes, MARK: mark, "PYTHONUNBUFFERED": "1"})
             watch = Watch(mark, log, start.hang_timeout_s)
             pumps = _pumps(process, kept, streams)

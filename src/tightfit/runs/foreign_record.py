@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tightfit.owned import replace_file
 from tightfit.runs.attempts import ATTEMPTS, now
 from tightfit.runs.folder import set_aside
+from tightfit.runs.layout import RECORD, SCHEMA
 from tightfit.runs.lock import FolderLock
 from tightfit.runs.marked import end_members
 from tightfit.runs.processes import this_host
@@ -25,7 +27,6 @@ from tightfit.runs.watching import read_record
 from tightfit.types import ConfigError
 
 FOLDER = "tightfit-run"
-RECORD = "run.json"
 KIND = "foreign"
 _MOST_FOLDERS = 10_000
 
@@ -87,8 +88,7 @@ def write_run(folder: Path, values: Mapping[str, Any]) -> None:
     """The run's own record, whole or not at all. `values` go before what every run's record says."""
     path = folder / RECORD
     try:
-        path.with_suffix(".new").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        path.with_suffix(".new").replace(path)
+        replace_file(path, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
     except OSError:  # a full disk costs the record and never the run
         return
 
@@ -108,7 +108,7 @@ class Identity:
     def values(self, state: str, exit_code: int | None) -> dict[str, Any]:
         """In the words of every run's `run.json`, so that whoever looks for runs finds this one."""
         return {
-            "schema": 1,
+            "schema": SCHEMA,
             "kind": KIND,
             "command": list(self.command),
             "pid": os.getpid(),
@@ -156,6 +156,10 @@ def _taken_over(path: Path, before: Abandoned) -> Place:
     if before.mark is not None:
         end_members(before.mark)
     moving = [path / ATTEMPTS] if (path / ATTEMPTS).exists() else []
-    set_aside(path, moving)
-    (path / ATTEMPTS).mkdir(exist_ok=True)
+    try:
+        set_aside(path, moving)
+        (path / ATTEMPTS).mkdir(exist_ok=True)
+    except BaseException:
+        lock.release()
+        raise
     return Place(path=path, lock=lock, before=before)

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from tightfit.owned import open_own
+
 Stage = Literal["prepare", "init", "forward", "backward", "step", "vote", "save", "eval", "end"]
 """Where a rank may stand, in the order in which it gets there within a step."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -82,7 +84,8 @@ class Heartbeat:
     def __init__(self, run: Path, rank: int) -> None:
         path = beat_path(run, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        with open_own(path, "wb") as file:
+            self._file = os.dup(file.fileno())
         self._lock, self._count = threading.Lock(), 0
         self._at: tuple[Stage, int, int] = ("prepare", 0, 0)
         self.beat()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -195,6 +195,12 @@ def goners(there: Inventory, keeping: Keeping) -> tuple[Goner, ...]:
             if found.step in spare
         ),
     )
+
+
+def check_removable(gone: Iterable[Goner]) -> None:
+    """NotOurs: one of them holds what we did not write, and none of them should go before that is settled."""
+    for goner in gone:
+        checkpoints.check_removable(goner.path)
 
 
 def remove(goner: Goner) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from tightfit.owned import open_own
 from tightfit.runs.parent import PARENT_FD
 from tightfit.runs.processes import end_session, members_of, tell, tell_one
 from tightfit.runs.stacks import DUMP
@@ -160,7 +161,7 @@ class Ranks:
     def _spawn(self, start: RankStart, fd: int) -> subprocess.Popen[bytes]:
         start.log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with start.log.open("wb") as log:
+            with open_own(start.log, "wb") as log:
                 return subprocess.Popen(
                     start.command,
                     stdin=subprocess.DEVNULL,

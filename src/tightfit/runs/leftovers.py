@@ -13,18 +13,19 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import signal
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tightfit.runs.checkpoints import checked, newest_first, orphans, remove_orphan, size_of
-from tightfit.runs.folder import HALF, RunFolder
+from tightfit.owned import Ours, check_ours, find_strangers, open_own, remove_file, remove_folder
+from tightfit.runs.checkpoints import MANIFEST, STAGED, checked, newest_first, orphans, own_files, size_of
+from tightfit.runs.folder import RunFolder
+from tightfit.runs.layout import DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE, read_tree
 from tightfit.runs.lock import LOCK, FolderLock, InUse, check_unlocked
 from tightfit.runs.processes import PROC, is_alive, mark_of, this_host
 from tightfit.runs.watching import began_at, processes_of, read_record
@@ -47,6 +48,8 @@ SLACK_S = 10.0
 """A segment may be a little older or younger than what its run has written."""
 BUILDING = ".building-"
 STAGING = ".tightfit-staging"
+CACHES: dict[str, Ours | None] = {"calibration.json": None, "data": DATA_CACHE, "weights": WEIGHTS_CACHE}
+"""What can be made again, and what of each is ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,8 @@ class Leftover:
     """See `mark_of`."""
     since: float = 0.0
     """When the run began that it is of."""
+    names: Ours | None = field(default=None, compare=False)
+    """What of a folder we wrote; None: it is a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +154,34 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
             continue
         dead.append(one)
         found += [*_processes(one), *_staged(run), *_locks(run)]
+    found += _cached(cache, caches=caches and not live)
+    found, others = _apart(found)
     going = frozenset(each.pid for each in found if each.pid is not None)
-    found += [*_segments(dead, going), *_cached(cache, caches=caches and not live)]
+    found += _segments(dead, going)
     return Found(
-        leftovers=tuple(sorted(found, key=lambda each: ORDER.index(each.kind))), live=tuple(live), unsure=tuple(unsure)
+        leftovers=tuple(sorted(found, key=lambda each: ORDER.index(each.kind))),
+        live=tuple(live),
+        unsure=(*unsure, *others),
     )
+
+
+def _apart(found: Sequence[Leftover]) -> tuple[list[Leftover], list[str]]:
+    """What is ours throughout, and a sentence about each thing that is not."""
+    ours, others = [], []
+    for each in found:
+        strangers: list[Path] = []
+        if each.path is not None:
+            strangers = find_strangers(each.path, each.names) if each.names else _no_file(each.path)
+        if strangers:
+            where = "" if strangers[0] == each.path else f", so {each.path} stays"
+            others.append(f"{strangers[0]} was not written by tightfit{where}")
+        else:
+            ours.append(each)
+    return ours, others
+
+
+def _no_file(path: Path) -> list[Path]:
+    return [] if path.is_file() and not path.is_symlink() else [path]
 
 
 def _reserved(cache: Path) -> list[Path]:
@@ -208,14 +236,25 @@ def _staged(run: Path) -> list[Leftover]:
         with suppress(TightfitError):
             checked(folder)
             whole.add(folder.name)
-    places = [path for path in orphans(run) if not path.name.endswith(".old") or path.name[1 : -len(".old")] in whole]
-    plan = RunFolder(run).plan
-    places += [run / name for name in sorted(HALF)] + [plan / STAGING, RunFolder(run).record.with_suffix(".new")]
-    places += _glob(run / "attempts", "*.new")
+    places: dict[Path, Ours | None] = {
+        path: own_files(path) or STAGED
+        for path in orphans(run)
+        if not path.name.endswith(".old") or path.name[1 : -len(".old")] in whole
+    }
+    places |= {run / name: STAGED for name in HALF} | {RunFolder(run).plan / STAGING: PLAN_STAGED}
+    places |= dict.fromkeys([run / "run.new", *_glob(run, ".run.json.*.new"), *_glob(run / "attempts", "*.new")])
     return [
-        Leftover(kind="staging", what=str(path), because="half written", bytes=_size(path), path=path, run=run)
-        for path in places
-        if path.exists() or path.is_symlink()
+        Leftover(
+            kind="staging",
+            what=str(path),
+            because="half written",
+            bytes=_size(path),
+            path=path,
+            run=run,
+            names=names,
+        )
+        for path, names in places.items()
+        if os.path.lexists(path)
     ]
 
 
@@ -315,10 +354,26 @@ def _cached(cache: Path, *, caches: bool) -> list[Leftover]:
         pid = path.name.rpartition("-")[2]
         if pid.isdigit() and not is_alive(int(pid), None):
             because = f"half built by process {pid}, which has gone"
-            found.append(Leftover(kind="staging", what=str(path), because=because, bytes=_size(path), path=path))
+            found.append(
+                Leftover(
+                    kind="staging",
+                    what=str(path),
+                    because=because,
+                    bytes=_size(path),
+                    path=path,
+                    names=DATA_BUILDING,
+                )
+            )
     if caches:
         found += [
-            Leftover(kind="cache", what=str(path), because="can be made again", bytes=_size(path), path=path)
+            Leftover(
+                kind="cache",
+                what=str(path),
+                because="can be made again",
+                bytes=_size(path),
+                path=path,
+                names=CACHES[path.name],
+            )
             for path in cached_things(cache)
         ]
     return found
@@ -326,7 +381,12 @@ def _cached(cache: Path, *, caches: bool) -> list[Leftover]:
 
 def cached_things(cache: Path) -> list[Path]:
     """What can be made again: measured corrections of plans, data as tokens, converted weights."""
-    return [path for name in ("calibration.json", "data", "weights") if (path := cache / name).exists()]
+    return [path for name in CACHES if (path := cache / name).exists() and (path.is_dir() or _is_calibration(path))]
+
+
+def _is_calibration(path: Path) -> bool:
+    tree = read_tree(path)
+    return isinstance(tree, dict) and {"schema", "tightfit", "entries"} <= set(tree)
 
 
 def _is_dead_reservation(path: Path) -> bool:
@@ -392,19 +452,21 @@ def _away(leftover: Leftover) -> None:
     path = leftover.path
     if path is None or leftover.kind == "lock":
         return
-    if leftover.kind == "cache" and path.is_dir():
-        shutil.rmtree(path)
+    if leftover.names is not None:
+        if os.path.lexists(path):
+            check_ours(path, leftover.names, "it stays, and so does what is beside it")
+            remove_folder(path, leftover.names, last=MANIFEST)
     elif leftover.kind == "cache":
-        with path.with_suffix(".lock").open("a") as lock:
+        with open_own(path.with_suffix(".lock"), "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            path.unlink(missing_ok=True)
+            remove_file(path)
     elif leftover.kind == "shared memory":
         held, seen = _held_files(leftover.since), path.lstat()
         if held is None or (seen.st_dev, seen.st_ino) in held:
             raise ConfigError("a process holds it")
         path.unlink()
-    elif path.exists() or path.is_symlink():
-        remove_orphan(path)
+    else:
+        remove_file(path)
 
 
 def end(pid: int, mark: str | None, *, at_once: bool = False, grace_s: float = GRACE_S) -> str | None:

@@ -8,14 +8,17 @@ is of the same job of a scheduler's, which starts one again elsewhere only when 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from tightfit.owned import NotOurs
 from tightfit.runs.processes import this_host
 from tightfit.types import ConfigError
 
@@ -25,6 +28,8 @@ class InUse(ConfigError):
 
 
 LOCK = "lock"
+_BEGINS = b'{"pid": '
+"""How each of our locks does; one that was torn is empty, or breaks off later."""
 _MOST_BYTES = 4096
 
 
@@ -50,7 +55,7 @@ class FolderLock:
         """Hold the folder's lock, or say who does. `job`: the scheduler's number for this run."""
         path = folder / LOCK
         while True:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = _opened(path, os.O_CREAT)
             try:
                 _hold(file, folder)
                 if _is(path, file):
@@ -74,7 +79,7 @@ class FolderLock:
 def check_unlocked(folder: Path) -> None:
     """The same sentence as `take`, without holding or writing anything."""
     try:
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)  # over NFS only a writer may ask for the whole lock
+        file = _opened(folder / LOCK)
     except OSError:
         return
     try:
@@ -82,6 +87,21 @@ def check_unlocked(folder: Path) -> None:
         _check_hosts(file, folder)
     finally:
         os.close(file)
+
+
+def _opened(path: Path, flags: int = 0) -> int:
+    """To write, since over NFS only a writer may ask for the whole lock. A link, or a file that says anything but what
+    a lock says, is somebody else's."""
+    stranger = NotOurs(path, f"{path} was not written by tightfit: move it away, or name another --output")
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o644)
+    except OSError as error:
+        raise stranger if error.errno in (errno.ELOOP, errno.EISDIR) else error from None
+    said = os.pread(file, _MOST_BYTES, 0) if stat.S_ISREG(os.fstat(file).st_mode) else b"?"
+    if said.strip(b"\0\n") and not said.startswith(_BEGINS):
+        os.close(file)
+        raise stranger
+    return file
 
 
 def _hold(file: int, folder: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tightfit.owned import replace_file
 from tightfit.runs.processes import is_alive, mark_of, this_host
 
 
@@ -95,13 +96,9 @@ class Reservations:
 
     def add(self, entry: Reservation) -> bool:
         """Write an entry down; False: there is no place to write it to."""
-        path = self._path(entry)
         try:
-            path.with_suffix(".new").write_text(json.dumps(asdict(entry), indent=2) + "\n", encoding="utf-8")
-            path.with_suffix(".new").replace(path)
+            replace_file(self._path(entry), (json.dumps(asdict(entry), indent=2) + "\n").encode())
         except OSError:
-            with suppress(OSError):
-                path.with_suffix(".new").unlink(missing_ok=True)
             return False
         return True
 

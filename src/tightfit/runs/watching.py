@@ -7,7 +7,6 @@ machine only the files are known, and they are believed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -16,13 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_records
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Failed, Progress, Resumed, Started, Step
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.follow import Follower
 from tightfit.runs.health import OOM_KINDS, Planned
+from tightfit.runs.layout import is_record, read_tree
 from tightfit.runs.lines import line_of
 from tightfit.runs.processes import PROC, is_alive, this_host
 from tightfit.runs.tally import Tally
@@ -68,17 +67,19 @@ class Record:
 def read_record(run: Path) -> Record | None:
     """None: there is none, or it is not ours."""
     try:
-        tree: dict[str, Any] = json.loads(RunFolder(run).record.read_text(encoding="utf-8"))
+        tree = read_tree(RunFolder(run).record)
+        if not is_record(tree):
+            return None
         return Record(
-            state=str(tree["state"]),
-            pid=int(tree["pid"]),
-            host=str(tree["host"]),
+            state=tree["state"],
+            pid=tree["pid"],
+            host=tree["host"],
             started=_moment(tree["started"]),
             ended=_moment(tree["ended"]),
-            exit_code=None if tree["exit_code"] is None else int(tree["exit_code"]),
-            command=tuple(map(str, tree["command"])),
+            exit_code=tree["exit_code"],
+            command=tuple(tree["command"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError):
         return None
 
 

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from tightfit.inputs.spelling import read_text
 from tightfit.render.worker import SCHEMA
+from tightfit.render.write import PLAN_FILES
 from tightfit.types import ConfigError, Vendor
 
 WORKER_FILE = "worker.json"
@@ -60,7 +61,7 @@ def read_plan_folder(folder: Path) -> dict[str, str]:
         raise ConfigError(f"{folder} holds no {WORKER_FILE}: name a folder that `tightfit plan --write` made")
     files = {}
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".yaml", ".sh", ".sbatch", ".md", "") and path.name[0] != ".":
+        if path.is_file() and path.name in PLAN_FILES:
             files[path.name] = read_text(path, "the text of a plan")
     return files
 

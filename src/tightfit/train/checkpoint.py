@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manifest, Span, StoredFile, covered, digest
 from tightfit.train.engines import Engine
@@ -163,8 +164,8 @@ class Saver:
                 written += writer.write(each.names, pieces, each.style)
             writer.commit(self._beside(state), lambda staging, spans: _seal(staging, step, spans))
             if place.leads:
-                with suppress(OSError):  # the new one stands; what is left over goes with the next start
-                    for old in checkpoints.outdated(self._run, self._habits.keeping, step):
+                for old in checkpoints.outdated(self._run, self._habits.keeping, step):
+                    with suppress(OSError, NotOurs):  # the new one stands; what holds a user's file stays too
                         checkpoints.remove(old)
         except Exception as error:  # training goes on; whoever follows it is told
             text = " ".join(str(error).split()) or type(error).__name__

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-LOCK = "lock"
+from tightfit.runs.build_lock import LOCK, is_lock
 
 
 def compiled_parts() -> Path:
@@ -81,7 +81,7 @@ def told_meanwhile(what: str, tell: Callable[[str], None]) -> Iterator[None]:
 
 def left_locks(folder: Path) -> tuple[Path, ...]:
     """Locks that no process of this machine holds; none where that cannot be known."""
-    locks = [path for path in sorted(folder.glob(f"*/{LOCK}")) if path.is_file()]
+    locks = [path for path in sorted(folder.glob(f"*/{LOCK}")) if is_lock(path)]
     if not locks or not Path("/proc/self/fd").exists():
         return ()
     held = set(_open_files())

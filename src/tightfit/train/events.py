@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tightfit.owned import open_own, replace_file
 from tightfit.runs.events import event_of
 from tightfit.runs.lines import Lines
 from tightfit.train.place import Place
@@ -37,7 +38,7 @@ class Events:
         self.path = folder / EVENTS
         if speaks:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+            self._file = open_own(self.path, "ab")
         self._waiting, self._begun = NEWLINE if speaks and _torn(self.path) else b"", False
         """What a full disk did not take yet, and whether it ever took anything."""
 
@@ -139,6 +140,6 @@ def leave_error(folder: Path, rank: int, kind: str, text: str) -> None:
     try:
         (folder / ERRORS).mkdir(parents=True, exist_ok=True)
         record = {"kind": kind, "text": text, "rank": rank, "time": time.time()}
-        (folder / ERRORS / f"rank-{rank}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+        replace_file(folder / ERRORS / f"rank-{rank}.json", (json.dumps(record) + "\n").encode())
     except OSError:
         return  # the disk may be what has failed; the exit code and the log remain

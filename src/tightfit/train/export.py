@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,20 +109,17 @@ def export(spec: Spec, told: Told) -> Exported:
     for package in ("torch", "transformers", "accelerate", *(["deepspeed"] if found.kind == "deepspeed" else [])):
         if find_spec(package) is None:
             raise ConfigError(f"an export needs {package}: pip install 'tightfit[train]'")
-    try:
-        if found.kind == "deepspeed":
-            from tightfit.train.export_deepspeed import export_checkpoint
+    if found.kind == "deepspeed":
+        from tightfit.train.export_deepspeed import export_checkpoint
 
-            return export_checkpoint(found, spec, told)
-        if found.kind == "adapter":
-            from tightfit.train.export_adapter import export_merged
+        return export_checkpoint(found, spec, told)
+    if found.kind == "adapter":
+        from tightfit.train.export_adapter import export_merged
 
-            return export_merged(found, spec, told)
-        from tightfit.train.export_model import export_copy
+        return export_merged(found, spec, told)
+    from tightfit.train.export_model import export_copy
 
-        return export_copy(found, spec, told)
-    finally:
-        shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)
+    return export_copy(found, spec, told)
 
 
 def recognise(spec: Spec) -> Found:

@@ -25,8 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit.owned import Patterns, find_strangers, remove_folder
 from tightfit.types import Buckets, Levers, UserError
 
+SWAP_FILES = Patterns(r".*\.swp", r".*")
+"""What DeepSpeed writes below a rank's folder."""
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 CAN_LOCK = 1 << 14
@@ -64,6 +67,7 @@ def check(deepspeed: Mapping[str, Any], rank: int, needs: Needs) -> None:
 
     for folder in _folders(deepspeed):
         _check_folder(folder)
+        _check_strangers(folder, rank)
         _claim(folder, rank)
     _check_room(_folders(deepspeed), needs.file_bytes)
     _check_lock(_locked_bytes(deepspeed, needs))
@@ -108,6 +112,19 @@ def _check_folder(folder: Path) -> None:
         raise NvmeError(f"nvme_path {folder} takes no direct I/O: name a folder on the NVMe, not on a tmpfs") from None
     finally:
         os.unlink(name)
+
+
+def _check_strangers(folder: Path, rank: int) -> None:
+    """DeepSpeed empties the folders for its swap files without a look at what lies there."""
+    for place in (folder / "zero_stage_3", *folder.glob("zero_stage_3/*")):
+        if place.is_symlink():
+            raise NvmeError(f"{place} is a link, and DeepSpeed would empty what it leads to: name another nvme_path")
+    for place in folder.glob(f"zero_stage_3/*/rank{rank}"):
+        if strangers := find_strangers(place, SWAP_FILES):
+            raise NvmeError(
+                f"{strangers[0]} is no swap file, and DeepSpeed would remove it: move it away, or name another "
+                "nvme_path"
+            )
 
 
 def _claim(folder: Path, rank: int) -> None:
@@ -176,7 +193,8 @@ def discard(deepspeed: Mapping[str, Any], rank: int) -> None:
     """Remove this rank's swap files; they are worth nothing to anybody else, and as large as the training."""
     for folder in _folders(deepspeed):
         for files in folder.glob(f"zero_stage_3/*/rank{rank}"):
-            shutil.rmtree(files, ignore_errors=True)
+            with suppress(OSError):
+                remove_folder(files, SWAP_FILES)
 
 
 # --- weights -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ as JSON that the rest costs no more than a look at their first letters.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tightfit.owned import replace_file
 from tightfit.train.config import Milestone
 from tightfit.train.events import EVENTS
 
@@ -89,12 +91,9 @@ def draw(folder: Path) -> list[Path]:
 
 def _written(figure: Figure, path: Path) -> Path:
     """Whole or not at all."""
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        figure.savefig(beside, format="png")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    replace_file(path, drawn.getvalue())
     return path
 
 

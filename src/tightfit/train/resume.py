@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import OPTIMIZER, Torn, Unknown
 from tightfit.runs.folder import AUTO, NONE, set_aside
@@ -93,7 +94,7 @@ def clear(run: Path, place: Place) -> None:
     """What killed runs left half-written. Whoever is here holds the run's lock."""
     if place.leads and not place.rehearsal:
         for orphan in checkpoints.orphans(run):
-            with suppress(OSError):  # a disk that may only be read; the next save says so
+            with suppress(OSError, NotOurs):  # a disk that may only be read, or somebody's file: the next save says so
                 checkpoints.remove_orphan(orphan)
     meet(place)
 

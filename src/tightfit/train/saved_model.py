@@ -33,9 +33,10 @@ from pathlib import Path
 
 import torch
 
+from tightfit.owned import Listed, NotOurs, check_ours
 from tightfit.runs import disk
+from tightfit.runs.checkpoints import STAGED, check_removable, digest, remove_orphan, replaced_of, staging_of
 from tightfit.runs.checkpoints import Span as Hashed
-from tightfit.runs.checkpoints import digest, replaced_of, staging_of
 from tightfit.train.safetensors_files import LENGTH_BYTES, NAMES
 from tightfit.types import TightfitError, UserError
 
@@ -135,8 +136,12 @@ def write_model(
 ) -> int:
     """Write one set of tensors as `folder`; called by all ranks alike. Returns the bytes of its files."""
     writer = Writer(folder, rank=rank, world=world, barrier=barrier)
-    written = writer.write(names, pieces, style)
-    writer.commit(style.beside)
+    try:
+        written = writer.write(names, pieces, style)
+        writer.commit(style.beside)
+    except KeyboardInterrupt:  # every other failure waits for the commit, which clears up
+        writer.abandon()
+        raise
     return written
 
 
@@ -154,6 +159,10 @@ class Writer:
         """Of each file the spans that were hashed: this rank's of one set, and on rank 0 in the end everybody's."""
         self._sets = 0
         self._problem: Exception | None = None
+        self._made = False
+        """Whether the staging folder is one that we made."""
+        self._beside: set[str] = set()
+        """What a library wrote there."""
         if rank == 0:
             self._attempt(self._begin)
         barrier()
@@ -173,16 +182,14 @@ class Writer:
     def commit(self, beside: Callable[[Path], None] | None = None, seal: Seal | None = None) -> None:
         """Put the folder in its place, or raise on every rank."""
         if beside is not None and self._rank == 0:
-            self._attempt(lambda: beside(self.staging))
+            self._attempt(lambda: self._write_beside(beside))
         self._attempt(self._tell_done)
         self._barrier()
         others = self._problem_of_others()
         self._barrier()
         if self._rank == 0 and self._problem is None and others is None:
             self._attempt(lambda: self._put_in_place(seal))
-        if self._rank == 0 and self.staging.exists():
-            with suppress(OSError):  # why it failed is what counts; the next attempt, or the next start, removes it
-                disk.remove_folder(self.staging)
+        self.abandon()
         self._barrier()
         if self._problem is not None:
             if isinstance(self._problem, OSError):
@@ -192,6 +199,14 @@ class Writer:
             raise SaveError(others)
         if not self.folder.is_dir():
             raise SaveError(f"rank 0 could not put {self.folder} in place")
+
+    def abandon(self) -> None:
+        """Remove what is only half written."""
+        if self._rank == 0 and self._made and self.staging.exists():
+            with suppress(OSError):  # why it failed is what counts; the next attempt, or the next start, removes it
+                disk.remove_folder(self.staging, Listed(self._beside))
+                if self.staging.exists():
+                    disk.remove_folder(self.staging, STAGED)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -208,9 +223,27 @@ class Writer:
         if not parent.exists():
             disk.make_folder(parent)
             disk.sync_path(parent.parent)
-        if self.staging.exists():  # a former attempt was killed
-            disk.remove_folder(self.staging)
-        disk.make_folder(self.staging)
+        if os.path.lexists(self.staging):
+            self._clear_staging()
+        disk.make_new_folder(self.staging)
+        self._made = True
+        disk.write_text(self._note(0, "began"), "began")
+
+    def _clear_staging(self) -> None:
+        """A former attempt was killed, or could not clear up: its first note says that it is ours."""
+        advice = f"move it away, for {self.folder.name} is written there first"
+        if self.staging.is_symlink() or (any(self.staging.iterdir()) and not self._note(0, "began").is_file()):
+            raise NotOurs(self.staging, f"{self.staging} was not written by tightfit: {advice}")
+        check_ours(self.staging, STAGED, advice)
+        disk.remove_folder(self.staging, STAGED)
+
+    def _write_beside(self, beside: Callable[[Path], None]) -> None:
+        before = set(self.staging.rglob("*"))
+        try:
+            beside(self.staging)
+        finally:
+            new = set(self.staging.rglob("*")) - before
+            self._beside = {path.relative_to(self.staging).as_posix() for path in new if path.is_file()}
 
     def _make_files(self, layout: _Layout) -> None:
         for name, header in layout.headers.items():
@@ -297,15 +330,25 @@ class Writer:
         if seal is not None:
             seal(self.staging, self._hashed)
         disk.sync_path(self.staging)
-        old = replaced_of(self.folder)
-        if old.exists():
-            disk.remove_folder(old)
-        if self.folder.exists():
-            disk.rename(self.folder, old)
+        self._make_way()
         disk.rename(self.staging, self.folder)
         disk.sync_path(self.folder.parent)
+        old = replaced_of(self.folder)
         if old.exists():
-            disk.remove_folder(old)
+            remove_orphan(old)
+
+    def _make_way(self) -> None:
+        """An empty folder goes; a checkpoint of ours stands aside until the new one is in its place."""
+        if not os.path.lexists(self.folder):
+            return
+        if self.folder.is_dir() and not self.folder.is_symlink() and not any(self.folder.iterdir()):
+            disk.remove_folder(self.folder, Listed(()))
+            return
+        check_removable(self.folder)
+        old = replaced_of(self.folder)
+        if old.exists():
+            remove_orphan(old)
+        disk.rename(self.folder, old)
 
     def _note(self, rank: int, what: str) -> Path:
         number = f"-{self._sets}" if what == "spans" else ""

@@ -440,7 +440,10 @@ class Worker:
         began = time.monotonic()
         folder = self.config.folder / MODEL
         written = save_model(folder, model, self.place)
-        self.events.write("saved", folder=str(folder), bytes=written, seconds=round(time.monotonic() - began, 3))
+        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        self.events.write(
+            "saved", folder=str(folder), bytes=written, seconds=round(time.monotonic() - began, 3), files=files
+        )
 
     def _say_end(self, ending: str, loop: Loop, milestones: Milestones) -> None:
         reading, predicted = loop.meter.read(), self.config.predicted

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from tightfit.train.data import DataSpec, Split, open_samples
+from tightfit.train.data.cache import staged
 from tightfit.train.data.sources import SHIPPED
+from tightfit.types import ConfigError
 
 Built = Callable[..., Split]
 
@@ -228,3 +230,22 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "is full or has a limit on file sizes" in error
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
+
+
+def test_somebodys_files_in_the_cache_stay(tmp_path: Path) -> None:
+    """A folder that is called as ours would be."""
+    folder = tmp_path / ("a" * 32)
+    left = tmp_path / f".building-{folder.name}-1"
+    for place in (folder, left):
+        place.mkdir()
+        (place / "tokens.bin").write_bytes(b"tokens")
+        (place / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match=r"thesis\.tex was not written by tightfit"), staged(folder) as staging:
+        (staging / "tokens.bin").write_bytes(b"new")
+    for place in (folder, left):
+        assert sorted(path.name for path in place.iterdir()) == ["thesis.tex", "tokens.bin"]
+        (place / "thesis.tex").unlink()
+    with staged(folder) as staging:
+        (staging / "tokens.bin").write_bytes(b"new")
+    assert (folder / "tokens.bin").read_bytes() == b"new"
+    assert not left.exists()

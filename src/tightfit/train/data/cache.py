@@ -22,7 +22,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,6 +31,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from tightfit.owned import check_ours, find_strangers, move_file, open_own, remove_folder, replace_file
+from tightfit.runs.layout import DATA_BUILDING, DATA_SET
 from tightfit.train.data.build import Counts, Piece, Progress, Task, append, encode_pieces, pieces_of
 from tightfit.train.data.layouts import RECIPE, TEXT, ExampleError, Layout, layout_of
 from tightfit.train.data.prompt import SectionCount
@@ -307,7 +308,7 @@ def _check_arms(want: Wanted, targets: str, cache: Path) -> None:
             f"the ablation {want.resolved.arm} has other answers than {', '.join(others)}, so their losses cannot be "
             "compared: lower the sections' budgets or make the sequence longer"
         )
-    write_atomically(path, json.dumps({**arms, want.resolved.arm: targets}))
+    replace_file(path, json.dumps({**arms, want.resolved.arm: targets}).encode(), sync=True)
 
 
 # --- folders --------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ def locked(cache: Path, key: str) -> Iterator[None]:
     """One builder at a time. The lock goes with its process, however that ends."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        file = (cache / f"{key}.lock").open("w")
+        file = open_own(cache / f"{key}.lock", "ab")
     except OSError as error:
         raise ConfigError(
             f"the cache {cache} cannot be written ({(error.strerror or str(error)).lower()}): "
@@ -334,14 +335,16 @@ def staged(folder: Path) -> Iterator[Path]:
     """A folder to build in, which takes its real name once everything is in it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".building-{folder.name}-*"):  # of a build that was killed
-        shutil.rmtree(left, ignore_errors=True)
+        if not find_strangers(left, DATA_BUILDING):
+            remove_folder(left, DATA_BUILDING)
     staging = folder.parent / f".building-{folder.name}-{os.getpid()}"
     staging.mkdir()
     try:
         yield staging
-        if folder.exists():  # without a manifest: nothing of ours
-            shutil.rmtree(folder)
-        os.rename(staging, folder)
+        if os.path.lexists(folder):  # without a manifest, and so not whole
+            check_ours(folder, DATA_SET, "move it away, or name another cache with XDG_CACHE_HOME")
+            remove_folder(folder, DATA_SET)
+        move_file(staging, folder)
         _sync(folder.parent)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -351,20 +354,12 @@ def staged(folder: Path) -> Iterator[Path]:
             "or name another cache with XDG_CACHE_HOME"
         ) from None
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if staging.exists():
+            remove_folder(staging, DATA_BUILDING)
 
 
 def write_manifest(folder: Path, values: dict[str, Any]) -> None:
-    write_atomically(folder / MANIFEST, json.dumps(values, indent=1))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    staged_file = path.with_name(f".{path.name}-{os.getpid()}")
-    with staged_file.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged_file, path)
+    replace_file(folder / MANIFEST, json.dumps(values, indent=1).encode(), sync=True)
 
 
 def _sync(folder: Path) -> None:

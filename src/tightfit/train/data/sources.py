@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tightfit.inputs.spelling import nearest, read_text
+from tightfit.owned import replace_file
 from tightfit.train.data.layouts import TEXT, Layout, layout_of_entry
 from tightfit.types import ConfigError
 
@@ -202,9 +203,7 @@ class Hashes:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            staged = self.path.with_name(f".hashes-{os.getpid()}")
-            staged.write_text(json.dumps(self.known), encoding="utf-8")
-            os.replace(staged, self.path)
+            replace_file(self.path, json.dumps(self.known).encode())
             self.changed = False
         except OSError:
             pass
