@@ -429,17 +429,21 @@ def test_a_rename_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "moved").read_text() == "old"
 
 
-def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+def test_a_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, link = tmp_path / "mine", tmp_path / "log"
     mine.write_text("mine")
     link.symlink_to(mine)
     for mode in ("ab", "wb"):
         with pytest.raises(NotOurs, match="log is a link"):
             open_own(link, mode)
-    fresh = tmp_path / f".log.{os.getpid()}-0.new"
-    fresh.symlink_to(mine)
-    replace_file(tmp_path / "log", b"ours")
-    assert (mine.read_text(), (tmp_path / "log").read_bytes(), fresh.is_symlink()) == ("mine", b"ours", True)
+    replace_file(link, b"ours")
+    assert (mine.read_text(), link.read_bytes()) == ("mine", b"ours")
+    monkeypatch.setattr(owned, "fresh_beside", lambda _: tmp_path / "guessed")
+    (tmp_path / "guessed").symlink_to(mine)
+    with pytest.raises(FileExistsError):
+        replace_file(link, b"again")
+    assert mine.read_text() == "mine"
+    assert (tmp_path / "guessed").is_symlink()
 
 
 def test_patterns_are_for_whole_names() -> None:

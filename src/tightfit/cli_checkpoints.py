@@ -28,7 +28,7 @@ from tightfit.runs.inventory import (
     run_of,
     verified,
 )
-from tightfit.runs.lock import FolderLock, check_unlocked
+from tightfit.runs.lock import FolderLock, InUse, check_unlocked
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit checkpoints runs/first --verify"
@@ -113,8 +113,8 @@ def _held(run: Path, *, dry: bool) -> Iterator[None]:
             lock = None
         else:
             lock = FolderLock.take(run)
-    except ConfigError as error:
-        raise ConfigError(_without_output(str(error))) from None
+    except InUse as error:
+        raise ConfigError(f"{error.who}: wait for it to end") from None
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise ConfigError(f"{run} cannot be written ({why}), so nothing can be removed there") from None
@@ -125,22 +125,12 @@ def _held(run: Path, *, dry: bool) -> Iterator[None]:
             lock.release()
 
 
-def _without_output(sentence: str) -> str:
-    """The lock's sentences are made for a training, which has other places to go."""
-    for said, meant in (
-        ("wait for it, or name another --output", "wait for it to end"),
-        ("name another --output, or remove", "remove"),
-    ):
-        sentence = sentence.replace(said, meant)
-    return sentence
-
-
 def _holder(run: Path) -> str | None:
     """Who writes there now."""
     try:
         check_unlocked(run)
-    except ConfigError as error:
-        return _without_output(str(error)).rpartition(": ")[0]
+    except InUse as error:
+        return error.who
     return None
 
 

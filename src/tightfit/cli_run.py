@@ -66,7 +66,8 @@ def run(argv: Sequence[str]) -> int:
         return _dry_run(args, foreign, known, planner.warning(foreign))
     if hasattr(args, "wait_for_gpu"):
         planner.wait_for_room(foreign, lambda: False)
-    place = claim(Path(args.output) if hasattr(args, "output") else None, words)
+    named = Path(args.output) if hasattr(args, "output") else None
+    place = claim(named, words, take_over=hasattr(args, "take_over"))
     try:
         return _run(args, place, _as_last(foreign, place), planner)
     finally:
@@ -162,6 +163,11 @@ def parser() -> Parser:
         "[flags] -- COMMAND…",
     )
     made.add_argument("--output", metavar="DIR", help=f"the folder for logs and records ({FOLDER}-1, -2 …)")
+    made.add_argument(
+        "--take-over", action="store_true",
+        help="the run that held the folder on another machine has gone: watch it for 20 seconds instead of a minute, "
+        "and go on there",
+    )  # fmt: skip
     made.add_argument(
         "--max-attempts", metavar="N", type=whole_number("max_attempts"),
         help=f"starts in a row that keep no new step ({MAX_ATTEMPTS}); 1: it is never started again",

@@ -52,6 +52,7 @@ class Asked:
     options: tuple[str, ...]
     """Of the worker."""
     overwrite: bool
+    take_over: bool
     resume: Resume
     as_json: bool
     worker: tuple[str, ...]
@@ -79,6 +80,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         command=("tightfit", "train", *argv),
         options=switches,
         overwrite=hasattr(args, "overwrite"),
+        take_over=hasattr(args, "take_over"),
         resume=resume,
         as_json=hasattr(args, "json"),
         worker=WORKER,
@@ -208,7 +210,9 @@ def _dry_run(ready: Ready, asked: Asked) -> int:
 
 
 def _run(args: argparse.Namespace, ready: Ready, asked: Asked) -> int:
-    claimed = ClaimedFolder.claim(ready.own_folder, overwrite=asked.overwrite, resume=asked.resume.place)
+    claimed = ClaimedFolder.claim(
+        ready.own_folder, overwrite=asked.overwrite, resume=asked.resume.place, take_over=asked.take_over
+    )
     record = RunRecord.begin(asked.command)
     try:
         claimed.begin(ready.files, record)

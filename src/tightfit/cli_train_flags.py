@@ -16,6 +16,11 @@ RUN = "the run"
 RUN_FLAGS: dict[str, tuple[str | None, str]] = {
     "output": ("DIR", "the run's folder (output; with --plan DIR: DIR/output)"),
     "overwrite": (None, "replace a finished run in that folder"),
+    "take_over": (
+        None,
+        "the run that held the folder on another machine has gone: watch it for 20 seconds instead of a minute, and "
+        "go on there",
+    ),
     "plan": ("DIR", "start this plan, which `tightfit plan --write DIR` made, instead of planning"),
     "dry_run": (None, "stop after the plan and the checks; nothing is written"),
     "check_memory": (None, "say what is free on each GPU and who holds the rest, and end"),
@@ -68,7 +73,7 @@ WRITES = (
 _NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank", "keep_last", "keep_every", "max_attempts"}
 _WITH_PLAN = {
     *("plan", "output", "overwrite", "dry_run", "check_memory", "no_probe", "tensorboard", "wandb", "port", "json"),
-    *("gpu_ids", "nodes", "node_rank", "master_addr", "hostfile", "resume", "resume_anyway"),
+    *("take_over", "gpu_ids", "nodes", "node_rank", "master_addr", "hostfile", "resume", "resume_anyway"),
     "trust_pickle",
     *("max_attempts", "hang_timeout", "wait_for_gpu", "no_calibration"),
 }

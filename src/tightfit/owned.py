@@ -14,8 +14,10 @@ anything is made as a second name for the same file.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +27,8 @@ from typing import BinaryIO, Protocol, cast
 from tightfit.types import ConfigError
 
 MOUNTS = Path("/proc/self/mountinfo")
+NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
+"""How a file system says that it has no locks: Lustre mounted without them, some network and user-space ones."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES)
 """Why a file system gives no second name to a file."""
 
@@ -183,11 +187,22 @@ def open_own(path: Path, mode: str) -> BinaryIO:
     return cast("BinaryIO", open(path, mode, buffering=0, opener=without_links))
 
 
+def flock(file: int) -> bool:
+    """Wait for the kernel's lock on an open file; False: this disk has no such locks, so nobody waits."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            raise
+        return False
+    return True
+
+
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Put a file of ours in place whole or not at all: others may read it at any moment. OSError: it is as it was."""
     fresh = fresh_beside(path)
+    file = open_new(fresh)
     try:
-        file = open_new(fresh)
         try:
             _write(file, data)
             if sync:
@@ -202,14 +217,11 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def fresh_beside(path: Path) -> Path:
-    """A name for what is to replace a file, which no other process gives and no file has; `FRESH` knows them."""
-    number = 0
-    while os.path.lexists(fresh := path.with_name(f".{path.name}.{os.getpid()}-{number}.new")):
-        number += 1
-    return fresh
+    """A name for what is to replace a file, which no other process on any machine gives; `FRESH` knows them."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(6)}.new")
 
 
-FRESH = r"\.{}\.\d+-\d+\.new"
+FRESH = r"\.{}\.\d+-[0-9a-f]+\.new"
 """The pattern of those names, with the file's own in the middle."""
 
 

@@ -7,7 +7,6 @@ needed. What is done with it stands in `planner/calibration.py`.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.job import Job
-from tightfit.owned import replace_file
+from tightfit.owned import flock, replace_file
 from tightfit.planner.calibration import (
     COMPONENT,
     Calibration,
@@ -77,7 +76,7 @@ class Calibrations:
         """Two runs that end together must not lose each other's lesson."""
         lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            flock(lock)
             yield
         finally:
             os.close(lock)

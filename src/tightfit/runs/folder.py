@@ -33,7 +33,7 @@ from tightfit.owned import NotOurs, Ours, find_strangers, move_file, remove_file
 from tightfit.render.write import write
 from tightfit.runs.checkpoints import CHECKPOINTS, newest_first, step_of
 from tightfit.runs.layout import EARLIER, EVENTS, HALF, NEIGHBOURS, RECORD, SCHEMA, RunFiles, is_run
-from tightfit.runs.lock import LOCK, FolderLock, check_unlocked
+from tightfit.runs.lock import FolderLock, check_unlocked, is_lock
 from tightfit.runs.processes import this_host
 from tightfit.types import ConfigError
 
@@ -80,7 +80,7 @@ def check_folder(path: Path, *, overwrite: bool = False) -> None:
         raise ConfigError(f"{path} is a file: name a folder with --output")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} may not be written to: name another folder with --output")
-    check_unlocked(path)
+    check_unlocked(path, here=True)
     _check_contents(path, overwrite=overwrite)
 
 
@@ -93,7 +93,7 @@ def _check_parent(path: Path) -> None:
 
 
 def _check_contents(path: Path, *, overwrite: bool) -> None:
-    names = {entry.name for entry in path.iterdir()} - {LOCK}
+    names = {entry.name for entry in path.iterdir() if not is_lock(entry.name)}
     if EARLIER in names and _numbered(path / EARLIER):
         names.remove(EARLIER)
     if not names:
@@ -130,10 +130,14 @@ def _is_written(name: str) -> bool:
 
 def _strangers(path: Path, files: RunFiles) -> list[Path]:
     """What in a run's folder is somebody else's. Checkpoints may lie on another disk, behind a link of the user's."""
-    known = {LOCK, EARLIER, *NEIGHBOURS}
+    known = {EARLIER, *NEIGHBOURS}
     if (path / CHECKPOINTS).is_symlink():
         known.add(CHECKPOINTS)
-    return [each for each in find_strangers(path, files) if each.relative_to(path).parts[0] not in known]
+    return [
+        each
+        for each in find_strangers(path, files)
+        if (name := each.relative_to(path).parts[0]) not in known and not is_lock(name)
+    ]
 
 
 # --- going on from a checkpoint -----------------------------------------------------------------
@@ -171,14 +175,14 @@ class ClaimedFolder:
         self.folder, self._lock, self._made, self._before = folder, lock, made, before
 
     @classmethod
-    def claim(cls, path: Path, *, overwrite: bool, resume: str = NONE) -> ClaimedFolder:
+    def claim(cls, path: Path, *, overwrite: bool, resume: str = NONE, take_over: bool = False) -> ClaimedFolder:
         """Make the folder and hold it, or say who does; what an earlier run left makes way, unless this one goes on
-        with it."""
+        with it. `take_over`: the user says that whoever held it on another machine has gone."""
         check_folder(path, overwrite=overwrite)
         made = [place for place in (path, *path.parents) if not place.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock.take(path)
+            lock = FolderLock.take(path, take_over=take_over)
         except OSError as error:
             _unmake(made)
             raise _unwritable(path, error) from None
@@ -219,7 +223,7 @@ class ClaimedFolder:
             return
         files = RunFiles(path)
         for entry in list(path.iterdir()):
-            if entry.name not in (LOCK, EARLIER, *before.stayed):
+            if entry.name not in (EARLIER, *before.stayed) and not is_lock(entry.name):
                 _remove(entry, files)
         if before.events_bytes is not None:
             with suppress(OSError):  # a disk that takes nothing any more: a line too many does no harm
@@ -256,7 +260,9 @@ def _make_way(path: Path, resume: str) -> _Before:
     """Move what an earlier run left into a folder of its own, but for what this one goes on with."""
     files = RunFiles(path)
     step, staying = goes_on(path, resume), _staying(path, resume)
-    entries = [entry for entry in path.iterdir() if entry.name not in (LOCK, EARLIER, *NEIGHBOURS)]
+    entries = [
+        entry for entry in path.iterdir() if entry.name not in (EARLIER, *NEIGHBOURS) and not is_lock(entry.name)
+    ]
     own = [entry for entry in entries if files.has_folder(entry.name) or files.has_file(entry.name)]
     stayed = frozenset(entry.name for entry in entries if entry not in own or entry.name in staying)
     moving = [entry for entry in own if entry.name not in stayed and entry.name not in HALF]

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tightfit.owned import replace_file
 from tightfit.runs.attempts import ATTEMPTS, now
 from tightfit.runs.folder import set_aside
 from tightfit.runs.layout import RECORD, SCHEMA
-from tightfit.runs.lock import FolderLock
+from tightfit.runs.lock import FolderLock, InUse
 from tightfit.runs.marked import end_members
 from tightfit.runs.processes import this_host
 from tightfit.runs.watching import read_record
@@ -53,16 +54,18 @@ class Place:
     """What it takes over; None: it is new."""
 
 
-def claim(named: Path | None, command: Sequence[str]) -> Place:
-    """The folder for this command: the named one, one that such a command was killed in, or a new one."""
+def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False) -> Place:
+    """The folder for this command: the named one, one that such a command was killed in, or a new one. `take_over`: the
+    user says that whoever held it on another machine has gone."""
     if named is not None:
-        return _named(named, tuple(command))
+        return _named(named, tuple(command), take_over=take_over)
     numbered = [Path(f"{FOLDER}-{number}") for number in range(1, _MOST_FOLDERS)]
     there = [path for path in numbered if path.exists()]
     for path in reversed(there):
         before = abandoned(path)
         if before is not None and before.command == tuple(command):
-            return _taken_over(path, before)
+            with suppress(InUse):  # it lives elsewhere
+                return _taken_over(path, before, take_over=take_over)
     for path in numbered:
         if path not in there and (place := _made(path)) is not None:
             return place
@@ -70,9 +73,10 @@ def claim(named: Path | None, command: Sequence[str]) -> Place:
 
 
 def abandoned(path: Path) -> Abandoned | None:
-    """None: there is no such run, or its process lives, or it ended with a word."""
+    """None: there is no such run, or its process lives, or it ended with a word. Of one on another machine its lock
+    tells more."""
     record = read_record(path)
-    if record is None or record.state != "running" or record.lives is not False:
+    if record is None or record.state != "running" or record.lives:
         return None
     try:
         tree = json.loads((path / RECORD).read_text(encoding="utf-8"))
@@ -121,7 +125,7 @@ class Identity:
         }
 
 
-def _named(path: Path, command: tuple[str, ...]) -> Place:
+def _named(path: Path, command: tuple[str, ...], *, take_over: bool) -> Place:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         before = abandoned(path)
         if before is None:
@@ -132,7 +136,7 @@ def _named(path: Path, command: tuple[str, ...]) -> Place:
         if before.command != command:
             other = shlex.join(before.command)
             raise ConfigError(f"--output {path} holds the run of another command ({other}): name a new folder")
-        return _taken_over(path, before)
+        return _taken_over(path, before, take_over=take_over)
     place = _made(path, exist_ok=True)
     assert place is not None
     return place
@@ -150,9 +154,9 @@ def _made(path: Path, *, exist_ok: bool = False) -> Place | None:
         raise ConfigError(f"{path} cannot be made ({what}): name another folder with --output") from None
 
 
-def _taken_over(path: Path, before: Abandoned) -> Place:
+def _taken_over(path: Path, before: Abandoned, *, take_over: bool) -> Place:
     """Its processes have been ended by their guard, or are about to be; its records make way."""
-    lock = FolderLock.take(path)
+    lock = FolderLock.take(path, take_over=take_over)
     if before.mark is not None:
         end_members(before.mark)
     moving = [path / ATTEMPTS] if (path / ATTEMPTS).exists() else []

@@ -9,7 +9,6 @@ user's) is left alone, and said.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tightfit.owned import Ours, check_ours, find_strangers, open_own, remove_file, remove_folder
+from tightfit.owned import Ours, check_ours, find_strangers, flock, open_own, remove_file, remove_folder
 from tightfit.runs.checkpoints import MANIFEST, STAGED, checked, newest_first, orphans, own_files, size_of
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.layout import DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE, read_tree
@@ -142,7 +141,7 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
             one = _dead(run)
         except InUse as error:
             if _lives_elsewhere(run):
-                unsure.append(str(error).partition(": ")[0])
+                unsure.append(error.who)
             else:
                 live.append(run)
             continue
@@ -458,7 +457,7 @@ def _away(leftover: Leftover) -> None:
             remove_folder(path, leftover.names, last=MANIFEST)
     elif leftover.kind == "cache":
         with open_own(path.with_suffix(".lock"), "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            flock(lock.fileno())
             remove_file(path)
     elif leftover.kind == "shared memory":
         held, seen = _held_files(leftover.since), path.lstat()

@@ -25,13 +25,15 @@ def this_host() -> str:
 def mark_of(pid: int) -> str | None:
     """When the process began, in words that no other process of this number shares; None: not known here."""
     found = _stat(pid)
-    if found is None:
-        return None
+    return None if found is None else f"{boot_id()}:{found[1]}"
+
+
+def boot_id() -> str:
+    """The name of this machine's run since it was switched on; empty: not known here."""
     try:
-        boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        boot = ""
-    return f"{boot}:{found[1]}"
+        return ""
 
 
 def is_alive(pid: int, mark: str | None) -> bool:

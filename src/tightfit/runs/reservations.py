@@ -7,7 +7,6 @@ processes count for nothing and are removed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.owned import replace_file
+from tightfit.owned import flock, replace_file
 from tightfit.runs.processes import is_alive, mark_of, this_host
 
 
@@ -89,7 +88,7 @@ class Reservations:
             yield
             return
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            flock(file)
             yield
         finally:
             os.close(file)

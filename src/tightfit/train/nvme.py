@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.owned import Patterns, find_strangers, remove_folder
+from tightfit.owned import NO_FLOCK, Patterns, find_strangers, remove_folder
 from tightfit.types import Buckets, Levers, UserError
 
 SWAP_FILES = Patterns(r".*\.swp", r".*")
@@ -132,9 +132,12 @@ def _claim(folder: Path, rank: int) -> None:
     number = os.open(folder / f".rank{rank}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process holds it open, and so locked, to its end
-    except OSError:
+    except BlockingIOError:
         os.close(number)
         raise NvmeError(f"another run swaps to nvme_path {folder}: name another folder for this one") from None
+    except OSError as error:  # nobody can tell where the disk has no locks
+        if error.errno not in NO_FLOCK:
+            raise
 
 
 def _check_room(folders: set[Path], need_bytes: int) -> None:

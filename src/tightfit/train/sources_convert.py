@@ -6,7 +6,6 @@ starts, and the other ranks of this one, read what lies in the cache.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tightfit.owned import flock
 from tightfit.train.saved_model import Piece, write_model
 from tightfit.train.sources_hub import Progress, silent
 from tightfit.types import ModelError
@@ -25,7 +25,7 @@ def convert(folder: Path, model_class: type[torch.nn.Module], cache: Path, *, pr
     cache.mkdir(parents=True, exist_ok=True)
     lock = os.open(cache / f"{target.name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first rank converts, the others wait for it
+        flock(lock)  # the first rank converts, the others wait for it
         if not target.is_dir():
             progress(f"converting {folder.name}", 0, 1)
             _write(folder, model_class, target)

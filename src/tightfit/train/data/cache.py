@@ -18,7 +18,6 @@ lock; others wait for it and then find the work done.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -31,8 +30,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from tightfit.owned import check_ours, find_strangers, move_file, open_own, remove_folder, replace_file
+from tightfit.owned import check_ours, find_strangers, flock, move_file, open_own, remove_folder, replace_file
 from tightfit.runs.layout import DATA_BUILDING, DATA_SET
+from tightfit.runs.processes import is_alive
 from tightfit.train.data.build import Counts, Piece, Progress, Task, append, encode_pieces, pieces_of
 from tightfit.train.data.layouts import RECIPE, TEXT, ExampleError, Layout, layout_of
 from tightfit.train.data.prompt import SectionCount
@@ -326,7 +326,7 @@ def locked(cache: Path, key: str) -> Iterator[None]:
             "name another with XDG_CACHE_HOME"
         ) from None
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        flock(file.fileno())
         yield
 
 
@@ -335,7 +335,8 @@ def staged(folder: Path) -> Iterator[Path]:
     """A folder to build in, which takes its real name once everything is in it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".building-{folder.name}-*"):  # of a build that was killed
-        if not find_strangers(left, DATA_BUILDING):
+        pid = left.name.rpartition("-")[2]
+        if pid.isdigit() and not is_alive(int(pid), None) and not find_strangers(left, DATA_BUILDING):
             remove_folder(left, DATA_BUILDING)
     staging = folder.parent / f".building-{folder.name}-{os.getpid()}"
     staging.mkdir()
