@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,7 @@ from tightfit.runs.checkpoints import (
     verify,
     written_first,
 )
+from tightfit.runs.inventory import inventory
 
 EMPTY, NO_BYTES_NEEDED = "merges.txt", ("delete", "longer")
 FILES = (WEIGHTS, MOMENTS, STATE, MANIFEST, EMPTY)
@@ -324,3 +327,36 @@ def test_a_file_that_has_no_room_is_refused_before_it_is_written(tmp_path: Path)
 
 def test_room_is_that_of_the_place_that_will_be(tmp_path: Path) -> None:
     assert disk.room(tmp_path / "not" / "yet") > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step": -5}, "says step -5, and its name 100"),
+        ({"step": 1_000_000_000}, "says step 1000000000, and its name 100"),
+        ({"step": "100"}, "says step '100'"),
+        ({"step": True}, "says step True"),
+        ({"step": float("nan")}, "cannot be read"),
+        ({"epoch": float("inf")}, "cannot be read"),
+        ({"epoch": -1.0}, "says epoch -1.0"),
+        ({"samples": -1}, "says samples -1"),
+        ({"samples": 7, "job": {"effective_batch": 4}}, "says 7 samples, and 100 steps of 4 are 400"),
+        ({"optimizer": {"steps": 101}}, "says optimizer.steps 101 at step 100"),
+        ({"optimizer": {"steps": "many"}}, "says optimizer.steps 'many'"),
+    ],
+)
+def test_a_state_that_contradicts_itself_is_no_checkpoint(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    """Whoever wrote it gave it a right hash as well."""
+    folder = store(tmp_path, 100)
+    state = {**json.loads((folder / STATE).read_text()), "samples": 400, "optimizer": {"steps": 99}, **changes}
+    (folder / STATE).write_text(json.dumps(state))
+    with pytest.raises(Torn, match=re.escape(said)):
+        read_state(folder)
+    assert inventory(tmp_path).checkpoints[0].problem is not None
+
+
+def test_a_state_that_agrees_is_read(tmp_path: Path) -> None:
+    folder = store(tmp_path, 100)
+    state = {"step": 100, "samples": 400, "epoch": 0.25, "optimizer": {"steps": 98}, "job": {"effective_batch": 4}}
+    (folder / STATE).write_text(json.dumps(state))
+    assert read_state(folder) == state

@@ -16,6 +16,11 @@ def cache_folder() -> Path:
     return (said if said.is_absolute() else Path.home() / ".cache") / "tightfit"
 
 
+def faults_are_injected() -> bool:
+    """Whether a run of these surroundings fails as a test wants it, and measures what never was."""
+    return bool(os.environ.get("TIGHTFIT_FAULTS"))
+
+
 def inherited(changes: Mapping[str, str | None]) -> dict[str, str]:
     """The user's environment with these variables set, or taken away where the value is None.
 

@@ -16,6 +16,9 @@ How an error is used:
 - On the host only more than predicted counts, and only in the same way: a process's resident memory leaves out what the
   driver has locked for it, so less proves nothing.
 
+- What is off by more than half of the prediction counts when a second run has measured it so. A single one may have
+  shared its card with something that nobody saw; only the rescue from an out of memory takes it as it is.
+
 Errors are bytes and not factors: what a model of memory misses is a buffer, and most buffers keep their size when the
 micro batch changes. A correction is a component of its own in each phase, so that what was predicted without it can
 still be told, and the next error is not measured against a corrected prediction.
@@ -80,10 +83,26 @@ class Measured:
     """Without any calibration."""
     measured_bytes: int
     """Of PyTorch's tensors; on the host, resident."""
+    runs: int = 1
+    """How many in a row have found it so far off."""
 
     @property
     def error_bytes(self) -> int:
         return self.measured_bytes - self.predicted_bytes
+
+    @property
+    def counts(self) -> bool:
+        return self.runs > 1 or not self.is_wild
+
+    @property
+    def is_wild(self) -> bool:
+        """Whether it is off by more than half of the prediction."""
+        return abs(self.error_bytes) > max(NOISE_BYTES, self.predicted_bytes // 2)
+
+    def after(self, old: Measured | None) -> Measured:
+        """The same, when another run has measured this before."""
+        again = old is not None and old.is_wild and self.is_wild and (old.error_bytes > 0) == (self.error_bytes > 0)
+        return replace(self, runs=old.runs + 1) if again and old is not None else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +139,7 @@ class Correction:
     def error_bytes(self, where: Place, phase: PhaseName, predicted_bytes: int) -> int:
         """What to add to a prediction; negative: to take from it."""
         found = self.entry.of(where, phase)
-        if found is None or (where == "host" and not self.same_way):
+        if found is None or not found.counts or (where == "host" and not self.same_way):
             return 0
         error = found.error_bytes
         if error >= 0 or -error < NOISE_BYTES:
@@ -135,7 +154,7 @@ class Correction:
         """No phase of the GPU is corrected downwards by more than this."""
         if not (self.same_way and self.same_data):
             return 0
-        return max((0, *(-each.error_bytes for each in self.entry.measured if each.where == "gpu")))
+        return max((0, *(-each.error_bytes for each in self.entry.measured if each.where == "gpu" and each.counts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,13 +186,23 @@ class Calibration:
 
     def after_failure(self, entry: Entry | None) -> Calibration:
         """The same for the step down from a failure that has taught this."""
-        return self if entry is None else replace(self.with_entry(entry), failed=entry)
+        if entry is None:
+            return self
+        sure = replace(entry, measured=tuple(replace(each, runs=2) for each in entry.measured))
+        return replace(self.with_entry(sure), failed=sure)
 
     def with_entry(self, entry: Entry | None) -> Calibration:
         """The same with what was just learned: one entry a training and way, whose phases have their newest figures."""
         if entry is None:
             return self
         key, phases = (entry.training, entry.way), {(each.where, each.phase) for each in entry.measured}
+        before = {
+            (each.where, each.phase): each
+            for old in self.entries
+            if (old.training, old.way) == key
+            for each in old.measured
+        }
+        measured = tuple(each.after(before.get((each.where, each.phase))) for each in entry.measured)
         others = tuple(old for old in self.entries if (old.training, old.way) != key)
         kept = tuple(
             each
@@ -182,7 +211,7 @@ class Calibration:
             for each in old.measured
             if (each.where, each.phase) not in phases
         )
-        return replace(self, entries=(*others, replace(entry, measured=(*kept, *entry.measured))))
+        return replace(self, entries=(*others, replace(entry, measured=(*kept, *measured))))
 
 
 # --- marks --------------------------------------------------------------------------------------

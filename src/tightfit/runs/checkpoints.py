@@ -165,11 +165,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise Torn(f"its {MANIFEST} was changed after it was written")
     if tree.get("schema") != SCHEMA:
         raise Unknown(f"its schema is {tree.get('schema')}, and this version reads {SCHEMA}")
-    files = {
-        name: StoredFile(int(one["bytes"]), tuple(Span(int(a), int(b), str(c)) for a, b, c in one["spans"]))
-        for name, one in tree["files"].items()
-    }
-    return Manifest(step=int(tree["step"]), written=str(tree["written"]), files=files)
+    try:
+        files = {
+            name: StoredFile(int(one["bytes"]), tuple(Span(int(a), int(b), str(c)) for a, b, c in one["spans"]))
+            for name, one in tree["files"].items()
+        }
+        return Manifest(step=int(tree["step"]), written=str(tree["written"]), files=files)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise Torn(f"its {MANIFEST} does not say what a manifest says") from None
 
 
 def checked(folder: Path) -> Manifest:
@@ -236,7 +239,7 @@ def _why(error: OSError) -> str:
 def read_state(folder: Path) -> dict[str, Any]:
     """`state.json`, or Torn."""
     try:
-        tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        tree = json.loads((folder / STATE).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise Torn(f"its {STATE} is missing") from None
     except OSError as error:
@@ -245,7 +248,30 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise Torn(f"its {STATE} cannot be read") from None
     if not isinstance(tree, dict):
         raise Torn(f"its {STATE} cannot be read")
+    _check_numbers(tree, step_of(folder))
     return tree
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _check_numbers(state: Mapping[str, Any], named: int | None) -> None:
+    """Torn: a number that the folder's name does not say, that no training has, or that another one contradicts."""
+    step = state.get("step")
+    if type(step) is not int or step < 0 or (named is not None and step != named):
+        raise Torn(f"its {STATE} says step {step!r}" + ("" if named is None else f", and its name {named}"))
+    job, optimizer = state.get("job"), state.get("optimizer")
+    batch = job.get("effective_batch") if isinstance(job, dict) else None
+    made = optimizer.get("steps") if isinstance(optimizer, dict) else None
+    for key, value, most in (("samples", state.get("samples"), None), ("optimizer.steps", made, step)):
+        if value is not None and (type(value) is not int or value < 0 or (most is not None and value > most)):
+            raise Torn(f"its {STATE} says {key} {value!r} at step {step}")
+    if type(batch) is int and state.get("samples") not in (None, step * batch):
+        raise Torn(f"its {STATE} says {state['samples']} samples, and {step} steps of {batch} are {step * batch}")
+    epoch = state.get("epoch")
+    if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float) or epoch < 0):
+        raise Torn(f"its {STATE} says epoch {epoch!r}")
 
 
 # --- which go ------------------------------------------------------------------------------------

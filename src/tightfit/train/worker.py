@@ -249,14 +249,9 @@ class Worker:
         meter.restart()
         samples, held = prepared.split.train, prepared.split.held
         job = job_of(config, prepared.hf_config, samples)
-        found = self._found(job)
         order = Order(len(samples), config.effective_batch, config.training.seed)
         steps = self._steps(order)
-        if found is not None and found.step > steps:
-            raise ConfigError(
-                f"{found.folder} is {found.step:,} steps into the training, and the job ends after {steps:,}: give it "
-                "more with --max-steps, or start over with --resume none"
-            )
+        found = self._found(job, steps)
         made = self._assembled(prepared, found)
         milestones = Milestones(self.events, meter, config.predicted, place)
         milestones.reached("init")
@@ -302,8 +297,8 @@ class Worker:
         self._say_end(ending, loop, milestones)
         return ending
 
-    def _found(self, job: dict[str, Any]) -> Checkpoint | None:
-        """The checkpoint to go on from, if this job may."""
+    def _found(self, job: dict[str, Any], steps: int) -> Checkpoint | None:
+        """The checkpoint to go on from, if this job of so many steps may. Nothing is said of one that is refused."""
         if self.options.rehearse:
             return None
         run, wanted = self.config.folder, self.options.resume
@@ -313,6 +308,11 @@ class Worker:
         if found is None:
             make_way(run, found, wanted, self.place)
             return None
+        if found.step > steps:
+            raise ConfigError(
+                f"{found.folder} is {found.step:,} steps into the training, and the job ends after {steps:,}: give it "
+                "more with --max-steps, or start over with --resume none"
+            )
         changed = differences(found.state["job"], job)
         if changed and not self.options.resume_anyway:
             raise ConfigError(
