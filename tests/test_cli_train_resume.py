@@ -15,6 +15,7 @@ from stored import store
 from train_shell import TINY, Shell, shell, told
 
 from tightfit.cli import main
+from tightfit.cli_train_resume import asks_for_more
 from tightfit.runs.checkpoints import MANIFEST
 
 __all__ = ["shell"]
@@ -244,3 +245,44 @@ def test_the_help_has_the_flags_and_the_codes(capsys: pytest.CaptureFixture[str]
         assert flag in text
     assert "--resume auto|none|PATH" in text
     assert "4 asked to stop (SIGTERM, SIGUSR1, Ctrl-C, or the job's timeout) and saved a checkpoint" in text
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "more"),
+    [
+        ((12, None), (16, None), True),
+        ((12, None), (12, None), False),
+        ((12, None), (8, None), False),
+        ((None, 1), (None, 2), True),
+        ((None, None), (None, 1), False),
+        ((None, 1), (101, None), True),
+        ((None, 1), (100, None), False),
+        ((12, None), (None, 3), False),
+        (("x", "y"), (None, 1), False),
+    ],
+)
+def test_when_more_is_asked_of_a_finished_run(
+    tmp_path: Path, then: tuple[object, object], now: tuple[object, object], more: bool
+) -> None:
+    store(tmp_path, 100)
+    (tmp_path / "plan").mkdir()
+    text = {
+        "then": json.dumps({"training": {"max_steps": then[0], "epochs": then[1]}}),
+        "now": json.dumps({"training": {"max_steps": now[0], "epochs": now[1]}}),
+    }
+    assert not asks_for_more(tmp_path, text["now"])
+    (tmp_path / "plan" / "worker.json").write_text(text["then"])
+    assert asks_for_more(tmp_path, text["now"]) is more
+
+
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(shell: Shell) -> None:
+    run = unfinished(shell)
+    (run / "plan").mkdir(exist_ok=True)
+    (run / "plan" / "worker.json").write_text('{"training": {"max_steps": 6, "epochs": null}}')
+    (run / "model").mkdir()
+    assert "or ask for more steps" in shell.refused(*TINY)
+    (run / "plan" / "worker.json").write_text('{"training": {"max_steps": 5, "epochs": null}}')
+    _, out, _ = shell.train("options", *TINY)
+    assert "holds a finished run with checkpoints up to step 200, and more is asked for" in " ".join(out.split())
+    assert told(run)["arguments"] == ["--resume", "auto"]
+    assert (run / "earlier/1/model").is_dir()

@@ -22,7 +22,7 @@ from tightfit.cli_train_again import Manner, TrainCourse
 from tightfit.cli_train_machine import Busy, Machine, machine_for, nodes_of, reservations, wait_while_busy
 from tightfit.cli_train_report import report, say_way_up, way_up
 from tightfit.cli_train_request import NothingFits, Ready, prepare
-from tightfit.cli_train_resume import Resume, resume_of
+from tightfit.cli_train_resume import Resume, asks_for_more, resume_of
 from tightfit.cli_train_stages import train_stages
 from tightfit.desk.plan import check_flags
 from tightfit.desk.stages import each_stage
@@ -37,6 +37,7 @@ from tightfit.runs.ranks import WORKER, Meeting
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.run import Outcome, run
 from tightfit.runs.supervise import Ended, Orders, supervise
+from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError, UserError
 
 WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")
@@ -59,6 +60,8 @@ class Asked:
     """What starts one rank."""
     orders: Orders
     """For the supervisor."""
+    more: bool = False
+    """More steps or epochs than a finished run in the folder made."""
 
 
 def train(argv: Sequence[str]) -> int:
@@ -98,8 +101,10 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if hasattr(args, "dry_run"):
             _show_shortages(error.plan, as_json=asked.as_json)
         raise
-    check_folder(ready.own_folder, overwrite=asked.overwrite)
-    ready = replace(ready, said=(*ready.said, *filter(None, [resume.sentence(ready.folder)])))
+    more = not asked.overwrite and asks_for_more(ready.folder, ready.files[WORKER_FILE])
+    asked = replace(asked, more=more)
+    check_folder(ready.own_folder, overwrite=asked.overwrite, resume=resume.place, more=more)
+    ready = replace(ready, said=(*ready.said, *filter(None, [resume.sentence(ready.folder, more=more)])))
     if hasattr(args, "port") and ready.nodes.rank == 0:
         check_port(args.port)
     if hasattr(args, "dry_run"):
@@ -211,7 +216,11 @@ def _dry_run(ready: Ready, asked: Asked) -> int:
 
 def _run(args: argparse.Namespace, ready: Ready, asked: Asked) -> int:
     claimed = ClaimedFolder.claim(
-        ready.own_folder, overwrite=asked.overwrite, resume=asked.resume.place, take_over=asked.take_over
+        ready.own_folder,
+        overwrite=asked.overwrite,
+        resume=asked.resume.place,
+        take_over=asked.take_over,
+        more=asked.more,
     )
     record = RunRecord.begin(asked.command)
     try:

@@ -7,6 +7,7 @@ nothing: whether there is a checkpoint at a path that was named.
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from tightfit.runs.checkpoints import (
 )
 from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.runs.folder import AUTO, NONE, goes_on
+from tightfit.runs.layout import read_tree
+from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError
 
 
@@ -36,13 +39,19 @@ class Resume:
     trust_pickle: bool = False
     """Open a checkpoint of another program that cannot be read safely."""
 
-    def sentence(self, folder: Path) -> str | None:
-        """What a start in this folder does that its user may not expect; None: it begins at the beginning."""
+    def sentence(self, folder: Path, *, more: bool = False) -> str | None:
+        """What a start in this folder does that its user may not expect; None: it begins at the beginning. `more`: it
+        asks for more than a finished run there made."""
         if self.place not in (AUTO, NONE):
             return f"The run goes on from {self.place}."
-        step = goes_on(folder, self.place)
+        step = goes_on(folder, self.place, more=more)
         if step is None:
             return None
+        if (folder / "model").exists():
+            return (
+                f"{folder} holds a finished run with checkpoints up to step {step:,}, and more is asked for: the run "
+                "goes on from the newest whole one, and the old model moves to earlier/."
+            )
         held = f"{folder} holds checkpoints up to step {step:,}"
         return f"{held}: the run goes on from the newest whole one; --resume none begins anew."
 
@@ -67,6 +76,22 @@ def resume_of(args: argparse.Namespace) -> Resume:
         raise ConfigError("--resume takes auto, none or the path of a checkpoint, not nothing")
     place = _checked(Path(word).expanduser().absolute())
     return Resume(place=str(place), anyway=anyway, trust_pickle=trust_pickle)
+
+
+def asks_for_more(folder: Path, worker: str) -> bool:
+    """Whether this plan's `worker.json` has more steps or epochs than that of the run that lies in the folder."""
+    then = read_tree(folder / "plan" / WORKER_FILE)
+    old = then.get("training") if isinstance(then, dict) else None
+    if not isinstance(old, dict):
+        return False
+    new, steps, epochs = json.loads(worker)["training"], old.get("max_steps"), old.get("epochs")
+    if new["max_steps"] is not None:
+        newest = written_first(folder)
+        made = steps if isinstance(steps, int) else step_of(newest) if newest is not None else None
+        return made is not None and new["max_steps"] > made
+    if steps is not None:
+        return False  # how many steps an epoch has, nobody has counted yet
+    return bool((new["epochs"] or 1) > (epochs if isinstance(epochs, int | float) else 1))
 
 
 def _checked(path: Path) -> Path:

@@ -39,8 +39,8 @@ def everything(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
-def begun(run: Path, *, resume: str, overwrite: bool = False) -> ClaimedFolder:
-    claimed = ClaimedFolder.claim(run, overwrite=overwrite, resume=resume)
+def begun(run: Path, *, resume: str, overwrite: bool = False, more: bool = False) -> ClaimedFolder:
+    claimed = ClaimedFolder.claim(run, overwrite=overwrite, resume=resume, more=more)
     claimed.begin({"worker.json": "{}"}, RunRecord.begin(("x",)))
     with claimed.folder.events.open("a") as events:
         events.write('{"event": "start"}\n')
@@ -156,7 +156,7 @@ def test_a_finished_run_is_still_refused(tmp_path: Path, resume: str) -> None:
     run = unfinished(tmp_path / "run", 100)
     (run / "model").mkdir()
     before = everything(run)
-    with pytest.raises(ConfigError, match="holds a finished run: name another --output, or say --overwrite"):
+    with pytest.raises(ConfigError, match="holds a finished run: name another --output, say --overwrite, or ask for"):
         ClaimedFolder.claim(run, overwrite=False, resume=resume)
     assert everything(run) == before
     assert goes_on(run, resume) is None
@@ -184,3 +184,29 @@ def test_a_folder_of_checkpoints_alone_is_a_runs(tmp_path: Path) -> None:
     store(tmp_path / "run", 100)
     check_folder(tmp_path / "run")
     assert goes_on(tmp_path / "run", AUTO) == 100
+
+
+def test_a_finished_run_of_which_more_is_asked_goes_on(tmp_path: Path) -> None:
+    """The old model stays aside for good: nobody said that it may go."""
+    run = unfinished(tmp_path / "run", 100)
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    before = everything(run)
+    claimed = ClaimedFolder.claim(run, overwrite=False, resume=AUTO, more=True)
+    assert goes_on(run, AUTO) == 100
+    assert steps_in(run) == ["step-00000100"]
+    assert (run / "events.jsonl").read_text() == OLD
+    claimed.discard()
+    assert everything(run) == before
+    begun(run, resume=AUTO, more=True).release(done=True)
+    assert (run / "earlier/1/model/config.json").exists()
+    (run / "model").mkdir()
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        ClaimedFolder.claim(run, overwrite=False, resume=NONE, more=True)
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_go_on(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "run")
+    (run / "model").mkdir()
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        ClaimedFolder.claim(run, overwrite=False, resume=AUTO, more=True)

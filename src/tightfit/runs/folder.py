@@ -37,6 +37,9 @@ from tightfit.runs.lock import FolderLock, check_unlocked, is_lock
 from tightfit.runs.processes import this_host
 from tightfit.types import ConfigError
 
+AUTO, NONE = "auto", "none"
+"""Words for where to begin: at the newest checkpoint of the folder, where there is one; at the beginning. Anything else
+is the path of a checkpoint, or of a run's folder."""
 _BLOCK_BYTES = 4096
 """What a small file takes of a disk: up to here it grows without more."""
 
@@ -71,8 +74,9 @@ class RunFolder:
         return self.path / "logs" / f"{name}.log"
 
 
-def check_folder(path: Path, *, overwrite: bool = False) -> None:
-    """Raise what would keep a run from this folder; write nothing."""
+def check_folder(path: Path, *, overwrite: bool = False, resume: str = NONE, more: bool = False) -> None:
+    """Raise what would keep a run from this folder; write nothing. `more`: it asks for more than the finished run made
+    that may be there."""
     if not path.exists():
         _check_parent(path)
         return
@@ -81,7 +85,7 @@ def check_folder(path: Path, *, overwrite: bool = False) -> None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} may not be written to: name another folder with --output")
     check_unlocked(path, here=True)
-    _check_contents(path, overwrite=overwrite)
+    _check_contents(path, overwrite=overwrite, goes_on=more and goes_on(path, resume, more=True) is not None)
 
 
 def _check_parent(path: Path) -> None:
@@ -92,7 +96,7 @@ def _check_parent(path: Path) -> None:
         raise ConfigError(f"{parent} may not be written to: name another folder with --output")
 
 
-def _check_contents(path: Path, *, overwrite: bool) -> None:
+def _check_contents(path: Path, *, overwrite: bool, goes_on: bool) -> None:
     names = {entry.name for entry in path.iterdir() if not is_lock(entry.name)}
     if EARLIER in names and _numbered(path / EARLIER):
         names.remove(EARLIER)
@@ -103,8 +107,11 @@ def _check_contents(path: Path, *, overwrite: bool) -> None:
             path / min(names),
             f"{path} holds {min(names)!r} and is no run's folder: name a new or empty one with --output",
         )
-    if "model" in names and not overwrite:
-        raise ConfigError(f"{path} holds a finished run: name another --output, or say --overwrite")
+    if "model" in names and not overwrite and not goes_on:
+        raise ConfigError(
+            f"{path} holds a finished run: name another --output, say --overwrite, or ask for more steps or epochs to "
+            "go on from its newest checkpoint"
+        )
     links = [path / name for name in names if (path / name).is_symlink() and name != CHECKPOINTS]
     strangers = _strangers(path, RunFiles(path)) if overwrite else [link for link in links if _is_written(link.name)]
     if strangers:
@@ -142,27 +149,24 @@ def _strangers(path: Path, files: RunFiles) -> list[Path]:
 
 # --- going on from a checkpoint -----------------------------------------------------------------
 
-AUTO, NONE = "auto", "none"
-"""Words for where to begin: at the newest checkpoint of the folder, where there is one; at the beginning. Anything else
-is the path of a checkpoint, or of a run's folder."""
 
-
-def goes_on(path: Path, resume: str) -> int | None:
-    """The step from which a run in this folder would go on with what lies there; None: it would begin anew."""
+def goes_on(path: Path, resume: str, *, more: bool = False) -> int | None:
+    """The step from which a run in this folder would go on with what lies there; None: it would begin anew. `more`: it
+    asks for more than a finished one made."""
     there = [step for folder in newest_first(path) if (step := step_of(folder)) is not None]
     if resume == NONE or not there:
         return None
     if resume == AUTO:
-        return None if (path / "model").exists() else there[0]
+        return None if (path / "model").exists() and not more else there[0]
     asked = Path(resume).resolve()
     if asked == path.resolve():
         return there[0]
     return step_of(asked) if asked.parent == (path / CHECKPOINTS).resolve() else None
 
 
-def _staying(path: Path, resume: str) -> frozenset[str]:
-    """The names in a folder that do not make way."""
-    if goes_on(path, resume) is not None:
+def _staying(path: Path, step: int | None) -> frozenset[str]:
+    """The names in a folder that do not make way, where a run goes on from `step`."""
+    if step is not None:
         return frozenset((CHECKPOINTS, EVENTS))
     # Whatever is there without a checkpoint's name was never finished, and the worker clears it away.
     return frozenset() if newest_first(path) else frozenset((CHECKPOINTS,))
@@ -175,10 +179,12 @@ class ClaimedFolder:
         self.folder, self._lock, self._made, self._before = folder, lock, made, before
 
     @classmethod
-    def claim(cls, path: Path, *, overwrite: bool, resume: str = NONE, take_over: bool = False) -> ClaimedFolder:
+    def claim(
+        cls, path: Path, *, overwrite: bool, resume: str = NONE, take_over: bool = False, more: bool = False
+    ) -> ClaimedFolder:
         """Make the folder and hold it, or say who does; what an earlier run left makes way, unless this one goes on
         with it. `take_over`: the user says that whoever held it on another machine has gone."""
-        check_folder(path, overwrite=overwrite)
+        check_folder(path, overwrite=overwrite, resume=resume, more=more)
         made = [place for place in (path, *path.parents) if not place.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -187,8 +193,10 @@ class ClaimedFolder:
             _unmake(made)
             raise _unwritable(path, error) from None
         try:
-            _check_contents(path, overwrite=overwrite)  # again, now that nobody else can change it
-            before = _make_way(path, resume)
+            step = goes_on(path, resume, more=more and not overwrite)
+            # Again, now that nobody else can change it.
+            _check_contents(path, overwrite=overwrite, goes_on=more and step is not None)
+            before = _make_way(path, step, replaces=overwrite)
         except OSError as error:
             lock.release()
             raise _unwritable(path, error) from None
@@ -210,7 +218,7 @@ class ClaimedFolder:
     def release(self, *, done: bool = False) -> None:
         """Let it go. A finished run that this one was to replace goes when this one is `done`, and not before."""
         aside = self._before.aside
-        if done and aside is not None and (aside / "model").exists():
+        if done and aside is not None and self._before.replaces and (aside / "model").exists():
             remove_folder(aside, RunFiles(aside, self._before.files.model))
             _unmake([aside.parent])
         self._lock.release()
@@ -254,12 +262,14 @@ class _Before:
     """Their length; None: these are to begin anew."""
     files: RunFiles
     """Which of them were ours."""
+    replaces: bool
+    """Whether a finished run among them is not wanted any more."""
 
 
-def _make_way(path: Path, resume: str) -> _Before:
+def _make_way(path: Path, step: int | None, *, replaces: bool) -> _Before:
     """Move what an earlier run left into a folder of its own, but for what this one goes on with."""
     files = RunFiles(path)
-    step, staying = goes_on(path, resume), _staying(path, resume)
+    staying = _staying(path, step)
     entries = [
         entry for entry in path.iterdir() if entry.name not in (EARLIER, *NEIGHBOURS) and not is_lock(entry.name)
     ]
@@ -275,7 +285,7 @@ def _make_way(path: Path, resume: str) -> _Before:
     events = path / EVENTS
     size = _closed_line(events) if EVENTS in stayed else None
     names = frozenset(each.name for each in newest_first(path))
-    return _Before(aside=aside, stayed=stayed, checkpoints=names, events_bytes=size, files=files)
+    return _Before(aside=aside, stayed=stayed, checkpoints=names, events_bytes=size, files=files, replaces=replaces)
 
 
 def set_aside(path: Path, moving: Sequence[Path], files: Ours | None = None) -> Path | None:
