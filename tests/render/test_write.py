@@ -59,6 +59,18 @@ def test_a_script_of_the_users_own_stays(tmp_path: Path, force: bool) -> None:
     assert contents(tmp_path) == {"launch.sh": "mine"}
 
 
+def test_a_plan_for_another_trainer_lists_what_was_written(tmp_path: Path) -> None:
+    """It has no worker.json."""
+    files = {"launch.sh": "old", "llamafactory.yaml": "old"}
+    assert write(files, tmp_path, force=False) == [tmp_path / name for name in files]
+    write({**files, "launch.sh": "new"}, tmp_path, force=True)
+    assert (tmp_path / "launch.sh").read_text() == "new"
+    (tmp_path / "hostfile").write_text("mine")
+    with pytest.raises(ConfigError, match=r"hostfile exists and was not written by tightfit"):
+        write({**files, "hostfile": "ours"}, tmp_path, force=True)
+    assert (tmp_path / "hostfile").read_text() == "mine"
+
+
 def test_a_file_that_appears_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look and the rename."""
     really = os.link

@@ -5,8 +5,9 @@ system, and then renamed into place. What a rename replaces is kept under a seco
 that an error puts it back. A process that is killed leaves whole files and a staging folder, which the next
 call removes.
 
-Only the files of a plan are replaced, and only where the folder holds one of ours: its `worker.json` says so. A script
-of the user's that happens to be called `launch.sh` stays, whatever was said.
+Only the files of a plan are replaced, and only where the folder holds one of ours: its `worker.json` says so, or, in a
+plan for another trainer, a list of what was written. A script of the user's that happens to be called `launch.sh`
+stays, whatever was said.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tightfit.owned import NotOurs, Patterns, check_ours, move_file, remove_folder
 from tightfit.render.worker import SCHEMA
 from tightfit.types import ConfigError
 
 STAGING = ".tightfit-staging"
-RECORD = "worker.json"
-"""Only we write it, and every plan has one."""
+RECORD, LIST = "worker.json", ".tightfit-plan.json"
+"""Only we write them, and every plan has one or the other."""
 PLAN_FILES = frozenset(
     {
         "accelerate.yaml",
@@ -46,10 +48,12 @@ EXECUTABLE = (".sh", ".sbatch")
 def write(files: Mapping[str, str], folder: Path, force: bool) -> list[Path]:
     """Write the files, by name, into the folder; existing ones are replaced with `force` only."""
     made: list[Path] = []
+    listed = {} if RECORD in files else {LIST: json.dumps({"schema": SCHEMA, "files": sorted(files)}) + "\n"}
     try:
-        _check(files, folder, force)
+        _check({**listed, **files}, folder, force)
         made = _make(folder)
-        return _write(files, folder)
+        _write({**listed, **files}, folder)
+        return [folder / name for name in files]
     except OSError as error:
         _unmake(made)
         raise ConfigError(_sentence(error, folder)) from None
@@ -67,26 +71,35 @@ def _check(files: Mapping[str, str], folder: Path, force: bool) -> None:
             raise ConfigError(f"{name!r} is not a file name: leave out the folder")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file, so nothing can be written into it: name a folder")
-    ours = is_plan(folder)
+    ours = _own_names(folder)
     for name in files:
         path = folder / name
         if path.is_dir():
             raise ConfigError(f"{path} is a folder where a file should be written: move it away")
         if not os.path.lexists(path):
             continue
-        if not ours or path.is_symlink():
+        if name not in ours or path.is_symlink():
             raise NotOurs(path, f"{path} exists and was not written by tightfit: move it away, or name another folder")
         if not force:
             raise ConfigError(f"{path} exists: say --force to replace it, or name another folder")
 
 
-def is_plan(folder: Path) -> bool:
-    """Whether a plan of ours lies there."""
+def _own_names(folder: Path) -> frozenset[str]:
+    """What of a plan that lies there we wrote."""
+    record, listed = (_read(folder / name) for name in (RECORD, LIST))
+    if {"levers", "predicted", "saving"} <= set(record):
+        return PLAN_FILES | {LIST}
+    names = listed.get("files")
+    return frozenset(map(str, names)) | {LIST} if isinstance(names, list) else frozenset()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A record of ours; empty: it is none."""
     try:
-        tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(tree, dict) and tree.get("schema") == SCHEMA and {"levers", "predicted", "saving"} <= set(tree)
+        return {}
+    return tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {}
 
 
 def _make(folder: Path) -> list[Path]:
@@ -111,8 +124,8 @@ def _unmake(made: list[Path]) -> None:
             return
 
 
-def _write(files: Mapping[str, str], folder: Path) -> list[Path]:
-    staging, names = folder / STAGING, "|".join(map(re.escape, PLAN_FILES.union(files)))
+def _write(files: Mapping[str, str], folder: Path) -> None:
+    staging, names = folder / STAGING, "|".join(map(re.escape, {LIST, *PLAN_FILES, *files}))
     staged = Patterns(f"(old/)?({names})", "old")
     if os.path.lexists(staging):  # of a process that was killed
         check_ours(staging, staged, "move it away, for files are written there first")
@@ -125,7 +138,6 @@ def _write(files: Mapping[str, str], folder: Path) -> list[Path]:
         _move(files, folder, staging)
     finally:
         remove_folder(staging, staged)
-    return [folder / name for name in files]
 
 
 def _stage(path: Path, text: str) -> None:
@@ -142,7 +154,9 @@ def _move(files: Mapping[str, str], folder: Path, staging: Path) -> None:
     moved: list[str] = []
     known = {name for name in files if (folder / name).exists()}
     try:
-        for name in sorted(files, key=lambda name: name != RECORD):  # from then on the others are known as ours
+        for name in sorted(
+            files, key=lambda name: name not in (RECORD, LIST)
+        ):  # from then on the others are known as ours
             if name in known:
                 _keep(folder / name, staging / "old" / name)
                 os.replace(staging / name, folder / name)

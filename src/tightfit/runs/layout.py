@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.owned import FRESH, Listed, Ours, Patterns
-from tightfit.render.write import PLAN_FILES, STAGING
+from tightfit.render.write import LIST, PLAN_FILES, STAGING
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, STAGED
 
@@ -35,7 +35,7 @@ _MOST_BYTES = 2**20
 
 _LOG = r"(rank-\d+|launcher)\.log"
 _ERRORS = r"errors/rank-\d+\.json"
-_PLAN = "|".join(map(re.escape, sorted(PLAN_FILES)))
+_PLAN = "|".join(map(re.escape, sorted({LIST, *PLAN_FILES})))
 _STAGING = re.escape(STAGING)
 _NUMBER = r"\d{3,}"
 _PICTURE = r"(loss|memory)\.png"
