@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tightfit.cli import main
 
 HERE = Path(__file__).parent
-LLAMAFACTORY = "--launcher llamafactory --llamafactory-version 0.9.2 --transformers-version 4.49.0"
+LLAMAFACTORY = "--for llamafactory --llamafactory-version 0.9.2 --transformers-version 4.49.0"
 
 
 class Planned(NamedTuple):

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Starts the training of PLAN.md: ZeRO-3 on 6 × 32GB card.
 # Arguments are passed on to the trainer.
+# 7b_mamba is a shape without weights, so they are drawn from the seed: --model with a folder or a
+# Hugging Face id starts from trained ones.
 set -euo pipefail
 
 # The files name each other without a folder.
