@@ -90,3 +90,22 @@ def test_the_workers_config_is_generated_and_nothing_to_lint(tmp_path: Path) -> 
     assert "`tightfit plan --write`" in found.what
     with pytest.raises(ConfigError, match="is no job file but the config of our worker"):
         read_job(path)
+
+
+def test_the_deepspeed_is_the_one_that_llamafactory_asks_for(tmp_path: Path) -> None:
+    """0.9.5 wants 0.18.4 at most, which refuses keys that DeepSpeed has since; alone, the file is as good as any."""
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"zero_optimization": {"stage": 2, "compute_grad_norm": true, "parameter_alignment": false}}')
+
+    def refused(file: Path) -> set[str]:
+        return {finding.place for finding in examine(file).findings if finding.rule == "ds-too-new"}
+
+    assert refused(path) == set()
+    yaml = tmp_path / "llamafactory.yaml"
+    yaml.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-7B\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: a\n"
+        "template: qwen\noutput_dir: out\ndeepspeed: deepspeed.json\n"
+    )
+    both = {"zero_optimization.compute_grad_norm", "zero_optimization.parameter_alignment"}
+    assert refused(path) == both
+    assert refused(yaml) == both

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from tightfit.inputs.spelling import walk
+from tightfit.inputs.trainers import newest_deepspeed
 from tightfit.lint.accelerate import check_accelerate
 from tightfit.lint.arguments import check_training_arguments
 from tightfit.lint.document import read_document
@@ -22,6 +24,7 @@ from tightfit.lint.pairs import (
 )
 from tightfit.lint.sheet import Sheet
 from tightfit.render.target import Target
+from tightfit.types import UserError
 
 
 def lint(
@@ -35,7 +38,7 @@ def examine(path: Path, target: Target | None = None, *, kind: Kind | None = Non
     """The same, with the kind of file that it was taken for."""
     document = read_document(path)
     kind = kind or kind_of(document)
-    sheet = Sheet(document=document, target=target or Target(), world=world)
+    sheet = Sheet(document=document, target=_for_its_trainer(path, kind, target or Target()), world=world)
     if kind != "job" and _check_finite(sheet):
         return _report(kind, sheet)
     if kind == "deepspeed":
@@ -60,6 +63,24 @@ def examine(path: Path, target: Target | None = None, *, kind: Kind | None = Non
     if kind == "llamafactory":
         check_llamafactory_pair(sheet, deepspeed)
     return _report(kind, sheet, deepspeed)
+
+
+def _for_its_trainer(path: Path, kind: Kind, target: Target) -> Target:
+    """Where nobody named the DeepSpeed: the newest that LLaMA-Factory asks for, if it reads the file."""
+    read_by = kind == "llamafactory" or (kind == "deepspeed" and _is_llamafactorys(path))
+    newest = newest_deepspeed("llamafactory", target.llamafactory_version)
+    if not read_by or newest is None or target.deepspeed_version != Target().deepspeed_version:
+        return target
+    return replace(target, deepspeed_version=newest)
+
+
+def _is_llamafactorys(path: Path) -> bool:
+    """Whether the `llamafactory.yaml` beside it, as `tightfit plan --write` puts one there, names this file."""
+    beside = path.with_name("llamafactory.yaml")
+    try:
+        return beside.is_file() and read_document(beside).values.get("deepspeed") == path.name
+    except UserError:
+        return False
 
 
 def _check_finite(sheet: Sheet) -> bool:
