@@ -27,9 +27,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+import blame as blaming
 
 GiB = 2**30
 ON_CPU = os.environ.get("MEASURE_ON_CPU") == "1"
@@ -134,7 +135,7 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
         # a capped process must also be told that the card is small
         get_accelerator().available_memory = lambda *_: int(cap * GiB) - torch.cuda.memory_allocated()
     if blame:
-        torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python", context="alloc")
+        blaming.start()
     phases: dict[str, dict[str, float]] = {}
     began = time.monotonic()
 
@@ -161,6 +162,7 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
     init_peak = max((phases[name]["peak"] for name in ("model", "engine") if name in phases), default=0.0)
     if not ON_CPU:
         torch.cuda.reset_peak_memory_stats()
+    began_at = len(blaming.history()) if blame else 0
     times = [train_step(trainer, scenario, mark, f"{step}") for step in range(scenario.get("steps", 3))]
     timed = [train_step(trainer, scenario) for _ in range(scenario.get("timed", 10))]
     row = {
@@ -180,7 +182,8 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
         "scenario": scenario,
     }
     if blame:
-        row["blame"] = blame_peak(torch.cuda.memory._snapshot())
+        events = blaming.history()
+        row["blame"] = {"init": blaming.holders(events, 0, began_at), "peak": blaming.holders(events, began_at)}
     return row
 
 
@@ -482,44 +485,6 @@ def make_optimizer(scenario: dict[str, Any], trainable: list[Any], fsdp: bool = 
     from deepspeed.ops.adam import FusedAdam
 
     return FusedAdam(trainable, lr=1e-5)
-
-
-def blame_peak(snapshot: dict[str, Any], top: int = 60) -> list[list[Any]]:
-    """Replay the allocator's history; the live blocks at its highest point, summed by source line."""
-    events = snapshot["device_traces"][0]
-    # only what follows the last reset matters: the training steps. Replay all, remember the best after the start.
-    live: dict[int, tuple[int, str]] = {}
-    total = best = 0
-    best_live: dict[int, tuple[int, str]] = {}
-    marks = [i for i, e in enumerate(events) if e["action"] == "alloc"]
-    for index in range(len(events)):
-        event = events[index]
-        if event["action"] == "alloc":
-            live[event["addr"]] = (event["size"], source_line(event.get("frames", [])))
-            total += event["size"]
-            if total > best + 64 * 2**20:
-                best, best_live = total, dict(live)
-        elif event["action"] == "free_completed" and event["addr"] in live:
-            total -= live.pop(event["addr"])[0]
-    groups: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for size, where in best_live.values():
-        groups[where][0] += size
-        groups[where][1] += 1
-    rows = sorted(([round(size / GiB, 4), count, where] for where, (size, count) in groups.items()), reverse=True)
-    return [[round(best / GiB, 3), len(marks), "total"], *rows[:top]]
-
-
-def source_line(frames: list[dict[str, Any]]) -> str:
-    """The innermost frames that are not torch's own plumbing."""
-    names = []
-    for frame in frames:
-        path = frame["filename"]
-        if "/torch/" in path and not any(part in path for part in ("optim", "fsdp", "checkpoint")):
-            continue
-        names.append(f"{'/'.join(path.split('/')[-2:])}:{frame['line']}:{frame['name']}")
-        if len(names) == 3:
-            break
-    return " < ".join(names)
 
 
 if __name__ == "__main__":

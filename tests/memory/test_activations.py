@@ -547,10 +547,17 @@ def flash(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float | None 
 def efficient(
     module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float | None = None, **_: Any
 ) -> tuple[Any, None]:
-    k, v = _repeated(module, k), _repeated(module, v)
+    return _masked(torch.ops.aten._scaled_dot_product_efficient_attention, module, (q, k, v), mask, scaling)
+
+
+def cudnn(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float | None = None, **_: Any) -> tuple[Any, None]:
+    return _masked(torch.ops.aten._scaled_dot_product_cudnn_attention, module, (q, k, v), mask, scaling)
+
+
+def _masked(op: Any, module: Any, qkv: tuple[Any, Any, Any], mask: Any, scaling: float | None) -> tuple[Any, None]:
+    q, k, v = qkv[0], _repeated(module, qkv[1]), _repeated(module, qkv[2])
     if mask is not None:
         mask = torch.where(mask, 0.0, float("-inf")).to(q.dtype).expand(-1, q.shape[1], -1, -1)
-    op = torch.ops.aten._scaled_dot_product_efficient_attention
     out = op(q, k, v, mask, True, 0.0, mask is None, scale=scaling)[0]
     return out.transpose(1, 2).contiguous(), None
 
@@ -559,11 +566,12 @@ def efficient(
 def cuda_kernels() -> Iterator[None]:
     masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     kernels = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    for name, kernel in (("meta_fused", flash), ("meta_efficient", efficient)):
+    ours = {"meta_fused": flash, "meta_efficient": efficient, "meta_cudnn": cudnn}
+    for name, kernel in ours.items():
         kernels.register(name, kernel)
         masks.register(name, masks["sdpa"])
     yield
-    for name in ("meta_fused", "meta_efficient"):
+    for name in ours:
         del kernels._global_mapping[name]
         del masks._global_mapping[name]
 
@@ -599,13 +607,15 @@ def test_memory_efficient_attention_on_the_meta_device(family: str, width: int) 
 
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "starcoder2", "phi3"])
-def test_a_window_shorter_than_the_sequence_brings_a_mask(family: str) -> None:
+@pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
+def test_a_window_shorter_than_the_sequence_brings_a_mask(family: str, kernel: str) -> None:
     config = {**FAMILIES[family], "sliding_window": 16}
     shape = shape_of(config, 1)
     for batch, sequence in ((2, 32), (1, 64)):
-        call = call_of(build(config, 1, 2, "meta_efficient"), batch, sequence, shape.blocks[0])
+        call = call_of(build(config, 1, 2, f"meta_{kernel}"), batch, sequence, shape.blocks[0])
         real = found_in(call.on("meta"))
-        cost = cost_of(config, setting_of(batch, sequence, 2), layer=0)
+        setting = replace(setting_of(batch, sequence, 2), prefers_cudnn=kernel == "cudnn")
+        cost = cost_of(config, setting, layer=0)
         assert abs(relative(cost.saved, real.saved)) < 0.01
 
 

@@ -84,3 +84,13 @@ def test_flash_without_a_gpu_or_the_package_is_said() -> None:
     assert kernel == "sdpa"
     assert "GPU" in str(said)
     assert build.attention_of(Levers(attention="eager"), on_gpu=False) == ("eager", None)
+
+
+def test_a_cap_on_attention_scores_is_not_lost_to_sdpa() -> None:
+    """sdpa has none: some releases of transformers drop it silently, the others refuse."""
+    config = AutoConfig.for_model("gemma2")
+    kernel, said = build.attention_of(Levers(attention="sdpa"), on_gpu=False, config=config)
+    assert kernel == "eager"
+    assert "cap" in str(said)
+    config.attn_logit_softcapping = None
+    assert build.attention_of(Levers(attention="sdpa"), on_gpu=False, config=config) == ("sdpa", None)

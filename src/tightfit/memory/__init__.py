@@ -30,10 +30,15 @@ DRAWN = (
 """The order in which components are listed and drawn."""
 
 
-def estimate(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None = None) -> Footprint:
-    """What every GPU and the host will hold. Without hardware the card is assumed to be ample."""
+def estimate(
+    shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None = None, *, built_whole: bool = False
+) -> Footprint:
+    """What every GPU and the host will hold. Without hardware the card is assumed to be ample.
+
+    `built_whole`: of a script that builds its model on the GPU by `from_config`, which holds more at the start.
+    """
     gpu = hardware.gpu if hardware else None
-    job = make_job(shape, levers, world, gpu, overhead.CONTEXT_BYTES)
+    job = make_job(shape, levers, world, gpu, overhead.CONTEXT_BYTES, built_whole=built_whole)
     engine = ENGINES[levers.engine]
     components = {"init": engine.initialise(job), **engine.passes(job), "step": engine.step(job)}
     components["eval"] = _evaluation(job, components["step"])

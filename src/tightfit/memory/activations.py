@@ -82,8 +82,14 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         reentrant=levers.trainer == "llamafactory",  # its use_reentrant_gc is on unless the file says otherwise
         scan=levers.scan,
         broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here
+        prefers_cudnn=levers.precision != "fp32" and _has_cudnn_first(gpu),
         flash_capable=levers.precision != "fp32" and not _before_ampere(gpu),
     )
+
+
+def _has_cudnn_first(gpu: Gpu | None) -> bool:
+    """`check_prefer_cudnn_attention`. A card that is not known may be such a one, which holds the more."""
+    return gpu is None or gpu.arch in (None, "sm_90", "sm_90a", "sm_100", "sm_100a")
 
 
 def _before_ampere(gpu: Gpu | None) -> bool:

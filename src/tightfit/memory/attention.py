@@ -2,8 +2,8 @@
 
 Two facts about layout decide copies here. Heads are split by a view and a transpose, so a gradient that comes
 back head by head is copied before the projection can use it. And a fused kernel lays its output out as its
-query is laid out: where the query was put together with `cat` (partial rotary), the output has to be copied
-back into token order, and autograd keeps both.
+query is laid out (flash, cuDNN; the memory-efficient one does not): where the query was put together with `cat`
+(partial rotary), the output has to be copied back into token order, and autograd keeps both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tightfit.memory.operations import BOOL, FP32, Operations, Setting
 from tightfit.memory.tape import Slot
 from tightfit.types import Attention
 
-Kernel = Literal["flash", "efficient", "math", "eager"]
+Kernel = Literal["flash", "cudnn", "efficient", "math", "eager"]
 
 SLICED = "self_attn.qkv_proj"
 FUSED = (SLICED, "attn.c_attn", "attention.query_key_value")
@@ -46,14 +46,17 @@ def kernel_of(shape: Attention, setting: Setting) -> Kernel:
 
     Its flash kernel takes no mask, heads of at most 256 and 16-bit numbers on a card that has it; its
     memory-efficient one takes all of that, but no grouped heads. transformers repeats the heads for it only
-    where there is a mask or the heads are too wide; otherwise grouped heads end in plain matrix products.
+    where there is a mask or the heads are too wide; otherwise grouped heads end in plain matrix products. cuDNN's takes
+    a mask, and comes first on the cards for which PyTorch prefers it; without a mask it holds what flash does.
     """
     if setting.attention == "eager" or (shape.softcap and setting.attention == "sdpa"):
         return "eager"
     if setting.attention == "flash":
         return "flash"
-    if _is_masked(shape, setting) or shape.head_dim > WIDEST_FLASH_HEAD:
+    if shape.head_dim > WIDEST_FLASH_HEAD:
         return "efficient"
+    if _is_masked(shape, setting):
+        return "cudnn" if setting.prefers_cudnn else "efficient"
     if setting.flash_capable:
         return "flash"
     return "efficient" if shape.kv_heads == shape.heads else "math"
@@ -79,7 +82,7 @@ def mask_bytes(shape: Attention, setting: Setting) -> int:
     if kernel == "eager":
         return setting.micro_batch * pairs * setting.width
     own = setting.micro_batch if setting.packed or setting.padded else 1
-    return own * pairs * BOOL if kernel == "efficient" and _is_masked(shape, setting) else 0
+    return own * pairs * BOOL if kernel in ("cudnn", "efficient") and _is_masked(shape, setting) else 0
 
 
 def _project(ops: Operations, x: Slot, shape: Attention, hidden: int, *, by_head: bool) -> tuple[Slot, Slot, Slot]:
@@ -179,6 +182,11 @@ def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot
         product=True,
     )
     return _token_order(ops, context, shape)
+
+
+def _cudnn(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
+    """cuDNN's kernel, under a mask; an output is laid out as its query (`alloc_with_matching_layout`)."""
+    return _token_order(ops, _efficient(ops, q, k, v, shape), shape)
 
 
 def _efficient(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
@@ -287,6 +295,7 @@ def _by_head(ops: Operations, x: Slot) -> Slot:
 
 _KERNELS: Mapping[Kernel, Callable[[Operations, Slot, Slot, Slot, Attention], Slot]] = {
     "flash": _flash,
+    "cudnn": _cudnn,
     "efficient": _efficient,
     "math": _math,
     "eager": _eager,

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.backward import NOTHING, Peak
-from tightfit.memory.job import Components, Job, combine, kept, passing, quantising, share, worst
+from tightfit.memory.job import Components, Job, building, combine, kept, passing, share, worst
 from tightfit.memory.operations import FP32
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
@@ -254,9 +254,9 @@ def _step(job: Job) -> Components:
 
 def initialise(job: Job) -> Components:
     if job.weights.quantised_numel:
-        return {"weights": job.weights.bytes, "temporaries": quantising(job)}
-    # `Module._apply` makes a tied weight once for each module that has it
-    tied = job.shape.tied and job.levers.offload_param == "none"
+        return building(job)
+    # `to_empty` makes a tied weight once for each module that has it; our worker makes it but once
+    tied = job.built_whole and job.shape.tied and job.levers.offload_param == "none"
     twice = share(job.shape.before[0].numel, job.world) * _embedding_width(job) if tied else 0
     return _persistent(job) | {"optimizer_states": 0, "temporaries": twice}
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import Activations, activations, activations_at
 from tightfit.memory.operations import FP32
-from tightfit.memory.weights import Weights
+from tightfit.memory.weights import NF4_BLOCK, Weights
 from tightfit.types import Checkpointing, Gpu, Levers, ModelShape
 
 Components = dict[str, int]
@@ -30,6 +30,9 @@ class Job:
     workspaces: int
     free_bytes: int | None
     """What the driver would report as free before the engine starts; None: ample."""
+    built_whole: bool = False
+    """A script built the model on the GPU as the library does by default, instead of laying every weight straight into
+    its place, as our worker and every loader of checkpoints do."""
 
     @property
     def trains_embedding(self) -> bool:
@@ -49,7 +52,9 @@ class Job:
         return 4 if self.levers.master_weights or self.levers.precision == "fp32" else self.weights.width
 
 
-def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, context_bytes: int) -> Job:
+def make_job(
+    shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, context_bytes: int, *, built_whole: bool = False
+) -> Job:
     hopper = gpu is None or gpu.arch in (None, "sm_90", "sm_90a", "sm_100", "sm_103", "sm_120")
     return Job(
         shape=shape,
@@ -60,13 +65,15 @@ def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, con
         acts=activations(shape, levers, gpu),
         workspaces=2 * CUBLAS_WORKSPACE["hopper" if hopper else "other"],
         free_bytes=None if gpu is None else gpu.memory_bytes - context_bytes,
+        built_whole=built_whole,
     )
 
 
 def at_depth(job: Job, depth: Checkpointing) -> Job:
     levers = job.levers
     acts = activations_at(depth, job.shape, job.acts.setting, levers.frozen_layers, levers.loss == "fused")
-    return Job(job.shape, levers, depth, job.world, job.weights, acts, job.workspaces, job.free_bytes)
+    rest = job.workspaces, job.free_bytes, job.built_whole
+    return Job(job.shape, levers, depth, job.world, job.weights, acts, *rest)
 
 
 def combine(*parts: Components) -> Components:
@@ -108,12 +115,17 @@ def logits(job: Job) -> Components:
 
 
 def building(job: Job) -> Components:
-    """A model built whole on the GPU: a tied head exists until it is tied, and a matrix until it is packed; adapters
-    come later."""
-    untied = job.shape.vocab_size * job.shape.hidden_size * job.weights.width if job.shape.tied else 0
-    temporary = untied + quantising(job)
-    adapters = 0 if job.levers.method == "full" else job.weights.trainable_numel * job.weights.trainable_width
-    built: Components = {"weights": job.weights.bytes, "temporaries": max(temporary - adapters, 0)}
+    """The weights come one after another, each into its place; a matrix is whole until it is packed, and that happens
+    before anything else is there."""
+    weights = job.weights
+    packing = max(weights.quantised_bytes + packing_of(weights) - weights.bytes, 0)
+    built: Components = {"weights": weights.bytes, "temporaries": packing}
+    if job.built_whole:
+        # a tied head exists until it is tied; adapters come later
+        untied = job.shape.vocab_size * job.shape.hidden_size * weights.width if job.shape.tied else 0
+        adapters = 0 if job.levers.method == "full" else weights.trainable_numel * weights.trainable_width
+        whole = weights.largest_frozen * 2 if weights.quantised_numel else 0
+        built = {"weights": weights.bytes, "temporaries": max(untied + whole - adapters, 0)}
     return worst(built, _upcast(job)) if job.levers.trainer == "llamafactory" else built
 
 
@@ -127,9 +139,9 @@ def _upcast(job: Job) -> Components:
     return {"weights": weights.frozen_bytes + FP32 * weights.trainable_numel, "temporaries": one}
 
 
-def quantising(job: Job) -> int:
-    """One matrix in 16 bits on the GPU while it is packed into 4."""
-    return job.weights.largest_frozen * 2 if job.weights.quantised_numel else 0
+def packing_of(weights: Weights) -> int:
+    """One matrix in 16 bits on the GPU while it is packed into 4, with the scales of its blocks still in fp32."""
+    return weights.largest_quantised * 2 + 4 * (weights.largest_quantised // NF4_BLOCK)
 
 
 @lru_cache(maxsize=64)

@@ -51,6 +51,8 @@ class Setting:
     scan: str = "official"
     broadcast_scan: bool = False
     """Mamba-2 without kernels contracts by broadcasting: transformers before 5.18."""
+    prefers_cudnn: bool = False
+    """PyTorch tries cuDNN's attention first: 16-bit numbers, on sm_90 and sm_100."""
     flash_capable: bool = True
     """PyTorch's own flash kernel can run: 16-bit numbers, and on NVIDIA sm_80 or newer."""
 

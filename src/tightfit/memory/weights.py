@@ -37,6 +37,7 @@ class Weights:
     """Bytes of a trainable element on the GPU."""
     largest_trainable: int
     largest_frozen: int
+    largest_quantised: int
 
     @property
     def bytes(self) -> int:
@@ -85,6 +86,7 @@ def weights(
         trainable_width=width if method == "full" else adapter_width,
         largest_trainable=max(trainable, default=0),
         largest_frozen=max((*frozen, *quantised), default=0),
+        largest_quantised=max(quantised, default=0),
     )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tightfit.memory.activations import Activations, Moment
 from tightfit.memory.backward import bucketed
 from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Node, Param, Passes, stretches
-from tightfit.memory.job import Components, Job, combine, kept, logits, passing, quantising, share, version, worst
+from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, version, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.replay import Replay, replay, replay_between, settled_layers
@@ -154,15 +154,15 @@ def initialise(job: Job) -> Components:
     # later. A tied head is built and cut like any other, last of all, and only then tied.
     head = job.shape.vocab_size * job.shape.hidden_size if job.shape.tied else 0
     untied = 0 if offloaded else share(head, job.world)
-    building: Components = {"weights": parts, "temporaries": (max(largest, head) + untied) * weights.width}
+    cutting: Components = {"weights": parts, "temporaries": (max(largest, head) + untied) * weights.width}
     if weights.quantised_numel:
         # a quantised model is loaded whole on every rank, and only then cut
-        building = {"weights": weights.bytes, "temporaries": quantising(job)}
+        cutting = building(job)
     finished = _persistent(job) | {"temporaries": 0, "optimizer_states": 0, "gathered_weights": 0}
     # every trainable parameter is gathered once more to hang hooks on it
     returned = share(weights.largest_trainable, job.world) * width if offloaded else 0
     hooks = combine(finished, {"temporaries": weights.largest_trainable * width + returned})
-    candidates = [building, hooks]
+    candidates = [cutting, hooks]
     if levers.offload_optimizer == "none":
         group = max(own.sub_groups)
         before = sum(own.sub_groups) - group

@@ -143,7 +143,7 @@ def _attention(block: Block, setting: Setting, rates: Rates) -> tuple[float, flo
     window = min(mixer.sliding_window or setting.sequence, setting.sequence)
     windowed = mixer.sliding_window is not None and setting.sequence >= mixer.sliding_window
     keys = window - window**2 / (2 * setting.sequence)  # the first positions have fewer than a window before them
-    if kernel in ("eager", "math") or (kernel == "efficient" and windowed):
+    if kernel in ("eager", "math") or (kernel in ("cudnn", "efficient") and windowed):
         keys = setting.sequence  # a mask hides what was computed all the same
     flops = 4 * setting.tokens * keys * mixer.heads * mixer.head_dim
     if kernel in ("eager", "math"):

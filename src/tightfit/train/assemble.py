@@ -73,7 +73,7 @@ def assemble(config: WorkerConfig, place: Place, found: Found, events: Events) -
     if levers.engine != "fsdp2" and levers.precision == "fp16":
         _check_fp16()
     hf = build.hf_config(config.model, found.weights)
-    kernel, said = build.attention_of(levers, place.on_gpu)
+    kernel, said = build.attention_of(levers, place.on_gpu, hf)
     scan_said = install_scan(hf.model_type, levers)
     with build.quiet_transformers():
         assembly = _Assembly(config, place, hf, kernel)

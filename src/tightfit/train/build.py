@@ -48,15 +48,25 @@ def hf_config(source: ModelSource, folder: Path | None) -> Any:
     return text
 
 
-def attention_of(levers: Levers, on_gpu: bool) -> tuple[AttentionKernel, str | None]:
+_CAPPED = ("gemma2", "vaultgemma")
+"""Kinds of model whose attention scores have a cap, which sdpa has not: transformers drops it silently, or refuses."""
+
+
+def attention_of(levers: Levers, on_gpu: bool, config: Any = None) -> tuple[AttentionKernel, str | None]:
     """The kernel to use, and what to say where it is not the one that was asked for."""
-    if levers.attention != "flash":
-        return levers.attention, None
-    if not on_gpu:
-        return "sdpa", "flash attention needs a GPU: sdpa is used"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "sdpa", "the flash-attn package is not installed: sdpa is used"
-    return "flash", None
+    why = None
+    if levers.attention == "flash":
+        if on_gpu and importlib.util.find_spec("flash_attn") is not None:
+            return "flash", None
+        why = "the flash-attn package is not installed" if on_gpu else "flash attention needs a GPU"
+    if levers.attention != "eager" and _is_capped(config):
+        uncapped = f"sdpa has no cap on attention scores, which {config.model_type} needs"
+        return "eager", f"{why or uncapped}: eager is used"
+    return ("sdpa", f"{why}: sdpa is used") if why else (levers.attention, None)
+
+
+def _is_capped(config: Any) -> bool:
+    return getattr(config, "model_type", None) in _CAPPED and config.attn_logit_softcapping is not None
 
 
 def skeleton(config: Any, dtype: torch.dtype, attention: AttentionKernel, *, trust_remote_code: bool = False) -> Any:
