@@ -10,12 +10,13 @@ So the peak is a matter of order, and it is found by following the order.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, reduce
+from typing import Literal, NamedTuple, TypeAlias
 
-from tightfit.memory.activations import Activations
-from tightfit.memory.gathered import Gathered
+from tightfit.memory.activations import Activations, Moment
+from tightfit.memory.gathered import Called, Gathered, Held
 from tightfit.memory.operations import FP64
+from tightfit.memory.tape import Turn
 
 
 class Peak(NamedTuple):
@@ -39,8 +40,8 @@ NOTHING = Peak(0, 0, 0, 0, 0)
 class Arrivals(NamedTuple):
     """A layer's gradients."""
 
-    each: tuple[tuple[int, int, int], ...]
-    """Elements, bytes, and what is held beside it as it arrives."""
+    each: tuple[tuple[int, int, int, int], ...]
+    """Elements, bytes, what is held beside it as it arrives, and in whose turn that is."""
     total: int
     """Elements."""
     largest: int
@@ -52,9 +53,67 @@ def _arrivals(acts: Activations) -> dict[int, Arrivals]:
     width, found = acts.setting.width, {}
     for kind, cost in costs.items():
         counts = [grad // width for grad, _ in cost.arrivals]
-        each = tuple([(grad // width, grad, live) for grad, live in cost.arrivals])
+        whose = cost.arrives_in or (0,) * len(counts)
+        arriving = zip(counts, cost.arrivals, whose, strict=True)
+        each = tuple([(count, grad, live, module) for count, (grad, live), module in arriving])
         found[kind] = Arrivals(each, sum(counts), max(counts, default=0))
     return found
+
+
+@lru_cache(maxsize=1024)
+def turns_of(modules: tuple[str, ...], called: Called, way: Literal["forward", "backward"]) -> tuple[Held, ...]:
+    """What is whole in the turn of each of a layer's modules. Nothing: the layer's calls are not told apart.
+
+    A module may be inside one that is called whole (a leaf). PEFT's wrapper is called before what it has inside, of
+    which the layer's own matrix comes first in the forward pass and the upper adapter in the backward pass.
+    """
+    if not called.names:
+        return ()
+    held: dict[str, Held] = {}
+    for name, found in zip(called.names, called.held, strict=True):
+        inside = [module for module in modules if module == name or module.startswith(f"{name}.")]
+        if name.endswith("/"):
+            inside = [name[:-1] if way == "forward" else f"{name}B"]
+        for module in inside:
+            held[module] = _highest(found, held.get(module, found))
+    most = reduce(_highest, called.held)
+    return tuple([held.get(module, most) for module in modules])
+
+
+def _highest(one: Held, other: Held) -> Held:
+    return max(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2])
+
+
+def fullest(turns: tuple[Turn, ...], whole: tuple[Held, ...], width: int) -> tuple[int, int]:
+    """The worst of a layer's turns: what the layer holds, and of whole parameters, in bytes."""
+    best, highest = (0, 0), 0
+    for moments, gathered in zip(turns, whole, strict=True):
+        for layer, elements in zip(moments, gathered, strict=True):
+            if layer + elements * width > highest:
+                best, highest = (layer, elements * width), layer + elements * width
+    return best
+
+
+def _working(moment: Moment, gathered: Gathered, width: int, known: _Known) -> tuple[int, int]:
+    """Of a layer's turn in the backward pass. Many layers are alike, so what is found is `known` afterwards."""
+    cost, called, turn = moment.cost, gathered.called[moment.layer], gathered.layers[moment.layer]
+    whole = turns_of(cost.modules, called, "backward")
+    if not whole:
+        return moment.working, turn * width
+    key = id(cost), moment.recomputes, turn, called
+    if key not in known:
+        if moment.recomputes:  # what it fetched to run again stays until the module that asked for it is done
+            last = cost.modules[-1].partition("/")[0]
+            own = [name.partition("/")[0] == last for name in cost.modules]
+            stays = turn, turn, 0
+            whole = tuple([_highest(each, stays) if asked else each for each, asked in zip(whole, own, strict=True)])
+        known[key] = fullest(cost.turns[2], whole, width)
+        if moment.recomputes:
+            known[key] = max(known[key], (cost.recompute + cost.output, turn * width), key=sum)
+    return known[key]
+
+
+_Known: TypeAlias = dict[tuple[int, bool, int, Called], tuple[int, int]]
 
 
 class Owners(NamedTuple):
@@ -94,24 +153,27 @@ def bucketed(
     head = 0 if tied_grad else acts.head.head_grad
     kinds = _arrivals(acts)
     best, highest = NOTHING, 0
+    known: _Known = {}
     for moment in acts.moments:
-        whole = 0 if gathered is None else gathered.layers[moment.layer] * width
-        total = moment.kept + moment.working + tied_grad + oversized + whole
+        working, whole = (moment.working, 0) if gathered is None else _working(moment, gathered, width, known)
+        total = moment.kept + working + tied_grad + oversized + whole
         if total > highest:
-            highest, best = total, Peak(moment.kept, moment.working, tied_grad + oversized, 0, whole)
+            highest, best = total, Peak(moment.kept, working, tied_grad + oversized, 0, whole)
         coming = kinds[id(moment.cost)]
         if not head and fill + coming.total <= bucket:  # none of them overflows it
             fill += coming.total
             place -= coming.total
             largest = max(largest, coming.largest)
             continue
+        turns = () if gathered is None else turns_of(moment.cost.modules, gathered.called[moment.layer], "backward")
         whole = 0 if gathered is None else gathered.gradients[moment.layer] * width
-        groups = [(moment.kept, whole, coming.each)]
+        groups = [(moment.kept, turns, whole, coming.each)]
         if head:
             whole = 0 if gathered is None else gathered.loss * width
-            groups, head = [(acts.kept, whole, ((head // width, head, 0),)), *groups], 0
-        for kept, whole_now, each in groups:
-            for count, grad, live in each:
+            groups, head = [(acts.kept, (), whole, ((head // width, head, 0, 0),)), *groups], 0
+        for kept, turns_now, most_whole, each in groups:
+            for count, grad, live, whose in each:
+                whole_now = turns_now[whose][1] * width if turns_now else most_whole
                 if fill + count > bucket:
                     copy = fill * width if lone_copy or not oversized else 0
                     if owners and owners.is_one(place, start):

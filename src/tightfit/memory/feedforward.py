@@ -39,8 +39,12 @@ def moe(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
     shared = None
     if shape.shared_intermediate:
         shared = _gated(ops, x, shape.activation, shape.shared_intermediate, hidden, "mlp.shared_expert")
+    since = len(ops.tape.ops)
     scores = _route(ops, x, shape, hidden)
+    ops.tape.called("mlp.gate", since)
+    since = len(ops.tape.ops)
     out = _experts(ops, x, scores, shape, hidden)
+    ops.tape.called("mlp.experts", since)
     if shared is None:
         return out
     gate = ops.output_saving(ops.linear(x, "mlp.shared_expert_gate", 1, hidden))

@@ -45,6 +45,8 @@ class Module:
     leaves: tuple[Module, ...] = ()
     """The leaves inside it."""
     leaf: bool = False
+    name: str = ""
+    """Of a part of a layer that owns matrices: what else is called before the next one belongs to its turn."""
 
 
 Node: TypeAlias = "Module | tuple[Node, ...]"
@@ -58,6 +60,20 @@ class Limits:
     max_reuse: int
     flat: bool = True
     """Parameters fetched together travel in one flat buffer; a single rank has nothing to gather, and none."""
+    parts_from_host: int = 0
+    """Of so many parts of each parameter this rank's own comes from the host, and is there by itself until it has been
+    copied into the buffer (`_all_gather_dtype`, `_all_gather_sequential`); 0: all parts are on GPUs."""
+
+
+Held = tuple[int, int, int]
+"""Whole elements in one module's turn: the most in passing during its call, while it runs, and when it has run."""
+
+
+class Called(NamedTuple):
+    """The turns of a layer's modules."""
+
+    names: tuple[str, ...]
+    held: tuple[Held, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +81,17 @@ class Gathered:
     """Whole elements, the most at any call of each stretch of the step."""
 
     forward: int
+    forwards: tuple[Called, ...]
+    """Likewise of each layer. None: their calls are not told apart."""
     loss: int
+    norm: int
+    """In the final norm's backward pass."""
     layers: tuple[int, ...]
     """For each layer, bottom to top: when its backward pass proper begins, with all activations there."""
     gradients: tuple[int, ...]
     """For each layer: the most from then on, while its gradients come."""
+    called: tuple[Called, ...]
+    """For each layer, likewise from then on."""
     embedding: int
 
 
@@ -79,9 +101,9 @@ Call = tuple[int, Module]
 
 UNCOUNTED, COUNTED, TURN = range(3)
 """Whether what is held at a call goes into the report of its stretch; TURN: it is where its layer turns round."""
-Move = tuple[int, Module, "Module | None", int, int]
+Move = tuple[int, Module, "Module | None", int, int, int]
 """One call, or several of modules that own nothing: its kind; the module; who keeps what is frozen, of a fetch while a
-layer is recomputed; how many calls; and whether they count."""
+layer is recomputed; how many calls; whether they count; and whose turn it is, by number."""
 Need = tuple[int, int, int]
 """A parameter to come: its identity, its elements, and the fetches since its stretch began."""
 
@@ -90,6 +112,8 @@ class Script(NamedTuple):
     """A stretch without the calls that change nothing: most modules own nothing, and their releases are empty."""
 
     moves: tuple[Move, ...]
+    names: tuple[str, ...]
+    """Of the modules that have a turn."""
     needs: tuple[Need, ...]
     counts: tuple[int, ...]
     """For every fetch, the elements that a search for a next use counts in passing it."""
@@ -110,8 +134,10 @@ class Stretch:
 def _stretch(tag: int, calls: tuple[Call, ...]) -> Stretch:
     fetched = [module for kind, module in calls if kind != RELEASE]
     counts = [_own(module) for module in fetched]
+    names = tuple(dict.fromkeys([module.name for module in fetched if module.name]))
     script = Script(
-        moves=_moves(calls),
+        moves=_moves(calls, names),
+        names=names,
         needs=tuple([(*param, index) for index, module in enumerate(fetched) for param in module.params]),
         counts=tuple(counts),
         spans=tuple([own if each.spans is None else each.spans for each, own in zip(fetched, counts, strict=True)]),
@@ -120,33 +146,36 @@ def _stretch(tag: int, calls: tuple[Call, ...]) -> Stretch:
     return Stretch(tag, script)
 
 
-def _moves(calls: tuple[Call, ...]) -> tuple[Move, ...]:
+def _moves(calls: tuple[Call, ...], names: tuple[str, ...]) -> tuple[Move, ...]:
     turn, start = _turn(calls)
+    numbers = {name: number for number, name in enumerate(names)}
     moves: list[Move] = []
     holders: set[Module] = set()
     latest = EMPTY
-    run = 0
+    run = whose = 0
     for index, (kind, module) in enumerate(calls):
         if kind == RELEASE:
             if module.params or module in holders:
-                moves.append((RELEASE, module, None, 1, UNCOUNTED))
+                moves.append((RELEASE, module, None, 1, UNCOUNTED, whose))
                 run = 0
             continue
         if kind == FETCH:
             latest = module
         mark = TURN if index == turn else COUNTED if index >= start else UNCOUNTED
+        if module.name:
+            whose = numbers[module.name]
         if module.params:
             holder = latest if kind == AGAIN and module.frozen else None
             if holder is not None:
                 holders.add(holder)
-            moves.append((FETCH, module, holder, 1, mark))
+            moves.append((FETCH, module, holder, 1, mark, whose))
             run = 0
-        elif run and moves[-1][4] == mark:
+        elif run and moves[-1][4:] == (mark, whose):
             run += 1
-            moves[-1] = (SKIP, module, None, run, mark)
+            moves[-1] = (SKIP, module, None, run, mark, whose)
         else:
             run = 1
-            moves.append((SKIP, module, None, run, mark))
+            moves.append((SKIP, module, None, run, mark, whose))
     return tuple(moves)
 
 
@@ -184,7 +213,7 @@ class Passes:
     """Containers around the model: PEFT's own."""
 
 
-FORWARD, HEAD, EMBEDDING = -1, -2, -3
+FORWARD, HEAD, EMBEDDING, NORM = -1, -2, -3, -4
 EMPTY = Module()
 
 
@@ -236,7 +265,8 @@ def _ends(model: Model, wrappers: int) -> _Ends:
     above = (
         _stretch(FORWARD, tuple(_forwards(model.norm))),
         _stretch(HEAD, (*_forwards(model.head), (RELEASE, model.root))),
-        _stretch(HEAD, (*around, *_backwards(model.head), *_backwards((model.body, model.norm)))),
+        _stretch(HEAD, (*around, *_backwards(model.head))),
+        _stretch(NORM, tuple(_backwards((model.body, model.norm)))),
     )
     return _Ends(
         below=_stretch(FORWARD, (*around, *_forwards((model.body, *model.embeddings, *model.between)))),

@@ -36,6 +36,8 @@ class HeadCost(NamedTuple):
     """Held at the worst moment of the forward pass, what is kept included."""
     backward_logits: int
     """Likewise of the backward pass, to the end of the final norm's."""
+    backward_head: int
+    """Likewise, before the final norm's."""
     arriving: int
     """Held when the head's gradient arrives: that and the gradient of the hidden states."""
     head_grad: int
@@ -64,6 +66,7 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
             saved_logits=kept,
             forward_logits=kept + chunk + head_input,
             backward_logits=backward,
+            backward_head=kept,
             arriving=kept,
             head_grad=0,
             input_grad=grads,
@@ -77,6 +80,7 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
         # the caller's variable holds the head's input until the loss is there
         forward_logits=logits + upcast + logits32 + capped + (0 if trains_head else head_input),
         backward_logits=max(3 * logits32 + capped // 2, norm_backward - saved_norm + head_grad),
+        backward_head=3 * logits32 + capped // 2,
         arriving=tokens * hidden * width + head_grad,
         head_grad=head_grad,
         input_grad=tokens * hidden * width,

@@ -105,7 +105,7 @@ class Operations:
     def linear(self, x: Slot, module: str, out_features: int, in_features: int) -> Slot:
         """A linear layer with whatever adapter sits on it. Keeps its input if its weight trains, or under ZeRO-3."""
         setting = self.setting
-        trains = setting.trains_base
+        trains, since = setting.trains_base, len(self.tape.ops)
         whole = out_features * in_features * setting.width if setting.quantised else 0
         y = self.tape.op(
             (x,),
@@ -116,13 +116,16 @@ class Operations:
             backward_temp=whole,
             product=True,
         )
-        return self._adapter(x, y, in_features, out_features) if setting.adapts(module) else y
+        self.tape.called(module, since)
+        return self._adapter(module, (x, y), in_features, out_features) if setting.adapts(module) else y
 
-    def _adapter(self, x: Slot, y: Slot, in_features: int, out_features: int) -> Slot:
+    def _adapter(self, module: str, base: tuple[Slot, Slot], in_features: int, out_features: int) -> Slot:
         """PEFT: result + lora_B(lora_A(dropout(x))) * scaling, in the adapter's precision."""
         setting, width, tape = self.setting, self.setting.adapter_width, self.tape
+        x, y = base
         cast = self.cast(x, in_features, width)
         read = self.dropout(cast, width) if setting.lora_drops else cast
+        since = len(tape.ops)
         down = tape.op(
             (read,),
             self.size(setting.lora_rank, width),
@@ -130,6 +133,8 @@ class Operations:
             weight_grad=in_features * setting.lora_rank * width,
             product=True,
         )
+        tape.called(f"{module}/A", since)
+        since = len(tape.ops)
         up = tape.op(
             (down,),
             self.size(out_features, width),
@@ -140,6 +145,7 @@ class Operations:
         total = self.cast(self.add(y, self.times_constant(up)), out_features, setting.width)
         tape.hold(cast)
         tape.hold(x)
+        tape.called(f"{module}/B", since)
         return total
 
     # --- elementwise ------------------------------------------------------------------------

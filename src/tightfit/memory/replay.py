@@ -24,10 +24,13 @@ from tightfit.memory.gathered import (
     EMBEDDING,
     FORWARD,
     HEAD,
+    NORM,
     RELEASE,
     SKIP,
     TURN,
+    Called,
     Gathered,
+    Held,
     Limits,
     Module,
     Param,
@@ -41,6 +44,8 @@ class Report(NamedTuple):
     most: int
     turn: int
     """When its layer turns round."""
+    held: tuple[Held, ...]
+    """In each module's turn."""
 
 
 class Standing(NamedTuple):
@@ -77,18 +82,42 @@ class Replay(NamedTuple):
         return summary(self.whole, self.reports)
 
 
+NONE = Called((), ())
+
+
+def nothing_gathered(n_layers: int) -> Gathered:
+    none = (0,) * n_layers
+    return Gathered(
+        forward=0,
+        forwards=(),
+        loss=0,
+        norm=0,
+        layers=none,
+        gradients=none,
+        called=(NONE,) * n_layers,
+        embedding=0,
+    )
+
+
 def summary(whole: tuple[Stretch, ...], reports: list[Report]) -> Gathered:
     most: dict[int, int] = {}
     turns: dict[int, int] = {}
+    called: dict[int, Called] = {}
     for stretch, report in zip(whole, reports, strict=True):
         most[stretch.tag] = max(most.get(stretch.tag, 0), report.most)
         turns[stretch.tag] = report.turn
+        called[stretch.tag] = Called(stretch.script.names, report.held)
     n_layers = max((stretch.tag for stretch in whole), default=-1) + 1
+    forward = [number for number, stretch in enumerate(whole) if stretch.tag == FORWARD]
+    layers = [Called(whole[number].script.names, reports[number].held) for number in forward[1:-1]]
     return Gathered(
         forward=most.get(FORWARD, 0),
+        forwards=tuple(layers) if all([each.names for each in layers]) else (),
         loss=most.get(HEAD, 0),
+        norm=most.get(NORM, 0),
         layers=tuple([turns.get(index, 0) for index in range(n_layers)]),
         gradients=tuple([most.get(index, 0) for index in range(n_layers)]),
+        called=tuple([called.get(index, NONE) for index in range(n_layers)]),
         embedding=most.get(EMBEDDING, 0),
     )
 
@@ -162,17 +191,29 @@ def settled_layers(none: Replay) -> int:
 
 def _followed(stretch: Stretch, coordinator: _Coordinator) -> Report:
     most = turn = 0
-    for kind, module, holder, count, mark in stretch.script.moves:
+    held = [[0, 0, 0] for _ in stretch.script.names]
+    for kind, module, holder, count, mark, whose in stretch.script.moves:
         if kind == RELEASE:
             coordinator.release(module)
+            if held:
+                held[whose][2] = coordinator.live + coordinator.copies
             continue
-        held = coordinator.skip(count) if kind == SKIP else coordinator.fetch(module, holder)
+        passing = coordinator.skip(count) if kind == SKIP else coordinator.fetch(module, holder)
         if mark:
-            if held > most:
-                most = held
+            if passing > most:
+                most = passing
             if mark == TURN:
-                turn = held
-    return Report(most, turn)
+                turn = passing
+            if held:
+                now = held[whose]
+                rests = coordinator.live + coordinator.copies
+                if passing > now[0]:
+                    now[0] = passing
+                if rests > now[1]:
+                    now[1] = rests
+                if rests > now[2]:
+                    now[2] = rests
+    return Report(most, turn, tuple([(passing, rests, left) for passing, rests, left in held]))
 
 
 class _Batch:
@@ -203,6 +244,7 @@ class _Coordinator:
         "max_live",
         "max_reuse",
         "next_in_queue",
+        "parts_from_host",
         "prefetch",
         "queue",
         "spanned",
@@ -212,7 +254,7 @@ class _Coordinator:
 
     def __init__(self, whole: tuple[Stretch, ...], limits: Limits, standing: Standing) -> None:
         self.prefetch, self.max_live, self.max_reuse = limits.prefetch, limits.max_live, limits.max_reuse
-        self.flat = limits.flat
+        self.flat, self.parts_from_host = limits.flat, limits.parts_from_host
         self.step = 0
         self.queue: list[tuple[int, int, int]] = []
         """Identity, elements and step of everything that will be fetched."""
@@ -283,18 +325,26 @@ class _Coordinator:
 
     def skip(self, count: int) -> int:
         """Modules that own nothing: each lets the prefetcher go on, no more."""
-        queued = len(self.queue)
+        queued, most = len(self.queue), 0
         left = count
         while left and self.live < self.max_live and self.next_in_queue < queued and self.prefetch:
+            before = self.live
             self._prefetch()
+            if self.parts_from_host:
+                most = max(most, self.live + self.copies + self._parts(self.live - before))
             left -= 1
         self.step += count
-        return self.live + self.copies  # prefetching only adds
+        return max(most, self.live + self.copies)  # prefetching only adds
+
+    def _parts(self, numel: int) -> int:
+        """What of parameters on their way comes from the host."""
+        return -(-numel // self.parts_from_host) if self.parts_from_host else 0
 
     def fetch(self, module: Module, holder: Module | None) -> int:
         """Whole elements and copies of them, the most while this module's parameters arrive."""
         available, params = self.available, module.params
         fresh = together = 0
+        started = self.live
         for identity, numel in params:
             users = self.active[identity]
             users.add(module)
@@ -316,11 +366,12 @@ class _Coordinator:
             # what the queue has for this step needs no prefetch any more
             self.fetched_for[queue[self.next_in_queue][0]] = self.step
             self.next_in_queue += 1
-        arriving = self.live + self.copies + together
+        arriving = self.live + self.copies + max(together, self._parts(self.live - started))
+        started = self.live
         if self.live < self.max_live and self.next_in_queue < len(queue):
             self._prefetch()
         self.step += 1
-        held = self.live + self.copies
+        held = self.live + self.copies + self._parts(self.live - started)
         return held if held > arriving else arriving
 
     def _unpack(self, module: Module) -> int:

@@ -22,6 +22,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+Turn = tuple[int, int, int]
+"""Of one module: what is held when it is called, the most while it runs, and the most from then to the next call."""
+Turns = tuple[tuple[Turn, ...], tuple[Turn, ...], tuple[Turn, ...]]
+"""Forwards with everything kept, forwards with nothing kept, and backwards."""
+
 
 class Slot:
     """One tensor."""
@@ -82,6 +87,11 @@ class LayerCost:
     input_grad: int
     arrivals: tuple[tuple[int, int], ...] = ()
     """Each weight gradient in the order in which it arrives: its bytes, and what is held right then beside it."""
+    modules: tuple[str, ...] = ()
+    """The modules that own matrices, in the order in which they are called; what follows is for each of them."""
+    turns: Turns = ((), (), ())
+    arrives_in: tuple[int, ...] = ()
+    """For each of `arrivals`, in which module's turn it comes."""
 
 
 @dataclass(slots=True)
@@ -89,6 +99,8 @@ class Tape:
     """Records a layer. Helpers that know PyTorch's operations stand in `operations.py`."""
 
     ops: list[Op] = field(default_factory=list)
+    calls: list[tuple[str, int, int]] = field(default_factory=list)
+    """Modules that own matrices: the name, the operation at which the call begins, and the one after its last."""
 
     def op(  # noqa: PLR0913 -- an operation has these facts
         self,
@@ -132,6 +144,10 @@ class Tape:
         self.ops.append(Op((x,), outputs))
         return outputs
 
+    def called(self, name: str, since: int) -> None:
+        """A module has run: all operations from the one with this number on were its own."""
+        self.calls.append((name, since, len(self.ops)))
+
     def hold(self, *slots: Slot) -> None:
         """A Python variable keeps these until here, though no operation needs them any more."""
         self.ops.append(Op(slots, ()))
@@ -142,19 +158,23 @@ def measure(tape: Tape, layer_input: Slot, layer_output: Slot, *, stops: bool = 
     with the last tensor that is kept."""
     kept = {id(slot): slot for op in tape.ops for slot in op.saves}
     saved = sum([slot.size for slot in kept.values()])
-    forward, recompute = _walk_forward(tape.ops, kept, layer_input, layer_output)
-    back = _walk_back(tape.ops, saved, layer_input, layer_output)
+    forward = _walk_forward(tape, kept, layer_input, layer_output)
+    unsaved = _walk_forward(tape, {}, layer_input, layer_output)
+    back = _walk_back(tape, saved, layer_input, layer_output)
     return LayerCost(
         saved=saved,
         output=layer_output.size,
-        forward=forward,
-        forward_unsaved=_walk_forward(tape.ops, {}, layer_input, layer_output)[0],
-        recompute=recompute if stops else forward,
+        forward=forward.peak,
+        forward_unsaved=unsaved.peak,
+        recompute=forward.again if stops else forward.peak,
         backward=back.peak,
         backward_kept=back.peak_kept,
         weight_grads=back.weight_grads,
         input_grad=back.input_grad,
         arrivals=back.arrivals,
+        modules=tuple([name for name, _, _ in tape.calls]),
+        turns=(forward.turns, unsaved.turns, back.turns),
+        arrives_in=back.arrives_in,
     )
 
 
@@ -172,19 +192,34 @@ def _runs_again(ops: list[Op]) -> int:
     return last + any([id(slot) in own for slot in op.saves])
 
 
-def _walk_forward(ops: list[Op], kept: Mapping[int, Slot], layer_input: Slot, layer_output: Slot) -> tuple[int, int]:
-    """The peak of the whole layer, and of the part that a recomputation runs."""
-    uses: dict[int, int] = {}
+class _Forward(NamedTuple):
+    peak: int
+    again: int
+    """Of the part that a recomputation runs."""
+    turns: tuple[Turn, ...]
+
+
+def _walk_forward(tape: Tape, kept: Mapping[int, Slot], layer_input: Slot, layer_output: Slot) -> _Forward:
+    ops, uses = tape.ops, dict[int, int]()
     for op in ops:
         for slot in op.inputs:
             key = id(slot.storage)
             uses[key] = uses.get(key, 0) + 1
     held = {id(layer_input.storage), id(layer_output.storage), *kept}
-    live = peak = again = layer_input.size if id(layer_input) in kept else 0
+    live = peak = again = most = layer_input.size if id(layer_input) in kept else 0
     stop = _runs_again(ops)
+    borders = [border for _, since, until in tape.calls for border in (since, until)]
+    passed: list[int] = []
+    """The most up to each border."""
+    calls: list[int] = []
     for i, op in enumerate(ops):
         if i == stop:
             again = peak
+        while len(passed) < len(borders) and i == borders[len(passed)]:
+            if len(passed) % 2 == 0:
+                calls.append(live if passed else most)  # what comes before the first one belongs to its call
+            passed.append(most)
+            most = live
         born = [slot for slot in op.outputs if slot.storage is slot]
         if op.makes:
             born += op.makes
@@ -192,8 +227,10 @@ def _walk_forward(ops: list[Op], kept: Mapping[int, Slot], layer_input: Slot, la
             born += [slot for slot in op.keeps if id(slot) in kept]
         for slot in born:
             live += slot.size
-        if live + op.forward_temp > peak:
-            peak = live + op.forward_temp
+        if live + op.forward_temp > most:
+            most = live + op.forward_temp
+            if most > peak:
+                peak = most
         for slot in op.inputs:
             key = id(slot.storage)
             uses[key] -= 1
@@ -203,7 +240,9 @@ def _walk_forward(ops: list[Op], kept: Mapping[int, Slot], layer_input: Slot, la
             key = id(slot)
             if key not in uses and key not in held:
                 live -= slot.size
-    return peak, again if stop < len(ops) else peak
+    passed += [most, 0, 0][: len(borders) + 1 - len(passed)]  # the last module may end with the layer
+    turns = tuple(zip(calls, passed[1::2], passed[2::2], strict=True))
+    return _Forward(peak, again if stop < len(ops) else peak, turns)
 
 
 class _Gradient:
@@ -224,15 +263,30 @@ class _Back(NamedTuple):
     weight_grads: int
     input_grad: int
     arrivals: tuple[tuple[int, int], ...]
+    arrives_in: tuple[int, ...]
+    turns: tuple[Turn, ...]
 
 
-def _walk_back(ops: list[Op], saved: int, layer_input: Slot, layer_output: Slot) -> _Back:
+def _walk_back(tape: Tape, saved: int, layer_input: Slot, layer_output: Slot) -> _Back:
+    ops = tape.ops
     keepers = Counter([id(slot) for op in ops for slot in op.saves])
     gradients: dict[int, _Gradient] = {id(layer_output): _Gradient(layer_output.size)}
     arrivals: list[tuple[int, int]] = []
     live = peak = peak_kept = saved + layer_output.size
     weight_grads = 0
-    for op in reversed(ops):
+    arrives_in: list[int] = []
+    borders = [border for _, since, until in reversed(tape.calls) for border in (until, since)]
+    passed: list[int] = []
+    """The most up to each border: a module is called backwards when its last operation is reached."""
+    calls: list[int] = []
+    most = live
+    for i in range(len(ops) - 1, -1, -1):
+        op = ops[i]
+        while len(passed) < len(borders) and i < borders[len(passed)]:
+            if len(passed) % 2 == 0:
+                calls.append(live if passed else most)  # what comes before the first one belongs to its call
+            passed.append(most)
+            most = live
         arrived = [gradients.pop(id(slot)) for slot in op.outputs if id(slot) in gradients]
         if not arrived:
             continue
@@ -253,10 +307,15 @@ def _walk_back(ops: list[Op], saved: int, layer_input: Slot, layer_output: Slot)
         if op.weight_grad:
             weight_grads += op.weight_grad
             arrivals.append((op.weight_grad, live))
-        peak = max(peak, now, adding)
+            arrives_in.append(max(len(tape.calls) - max(len(calls), 1), 0))
+        most = max(most, now, adding)
+        peak = max(peak, most)
         peak_kept = max(peak_kept, now + before, adding + weight_grads)
     final = gradients.get(id(layer_input))
-    return _Back(peak, peak_kept, weight_grads, final.size if final else 0, tuple(arrivals))
+    passed += [most, 0, 0][: len(borders) + 1 - len(passed)]  # the first module may begin with the layer
+    turns = tuple(zip(calls, passed[1::2], passed[2::2], strict=True))[::-1]
+    gone = final.size if final else 0
+    return _Back(peak, peak_kept, weight_grads, gone, tuple(arrivals), tuple(arrives_in), turns)
 
 
 def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tuple[int, int, int]:

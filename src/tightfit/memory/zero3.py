@@ -14,15 +14,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.activations import Activations, Moment
-from tightfit.memory.backward import bucketed
-from tightfit.memory.gathered import EMPTY, Gathered, Limits, Model, Module, Node, Param, Passes, stretches
-from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, version, worst
+from tightfit.memory.backward import bucketed, fullest, turns_of
+from tightfit.memory.gathered import EMPTY, Called, Gathered, Limits, Model, Module, Node, Param, Passes, stretches
+from tightfit.memory.job import Components, Job, building, combine, kept, passing, share, version, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
-from tightfit.memory.replay import Replay, replay, replay_between, settled_layers
+from tightfit.memory.replay import Replay, nothing_gathered, replay, replay_between, settled_layers
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import Weights, effective_lora, is_adapted, is_linear
-from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, PhaseName, Tensor
+from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, Moe, PhaseName, Tensor
 
 BUCKETS_AS_SENT_SINCE = (0, 17, 2)
 """`ipg_buckets`, one for each `communication_data_type`."""
@@ -71,7 +71,7 @@ def passes(job: Job) -> dict[PhaseName, Components]:
     whole = gathered_of(job)
     width = weights.width
     leaving = job.world if job.levers.offload_optimizer != "none" else 0
-    if _leaf_mixers(job.levers) and acts.setting.trains_base:
+    if acts.setting.trains_base and (_leaf_mixers(job.levers) or _leaf_experts(job)):
         acts = held_by_leaves(acts, job.shape)
     peak = bucketed(acts, job.levers.buckets.reduce_bucket, job.tied_grad, job.embedding_grad, whole, leaving)
     backward: Components = {
@@ -82,15 +82,65 @@ def passes(job: Job) -> dict[PhaseName, Components]:
         "gathered_weights": peak.gathered,
     }
     return {
-        "forward": combine(base, passing(acts), {"gathered_weights": whole.forward * width}),
-        "loss": combine(at_the_loss(job), kept(acts), {"gathered_weights": whole.loss * width}),
+        "forward": combine(base, _forward(acts, whole, width)),
+        "loss": combine(base, kept(acts), worst(_head(acts, whole.loss * width), _final_norm(job, whole.norm * width))),
         "backward": combine(base, backward),
     }
 
 
+def _forward(acts: Activations, whole: Gathered, width: int) -> Components:
+    """Module by module, of every layer: the higher ones have more kept beneath them."""
+    best = passing(acts) | {"gathered_weights": whole.forward * width}
+    if not acts.moments or not whole.forwards:
+        return best
+    known: dict[tuple[int, bool, Called], tuple[int, int]] = {}
+    best, highest = {}, -1
+    top = acts.moments[0]
+    beside = acts.forward - (top.cost.forward_unsaved if top.recomputes else top.cost.forward)
+    for moment in acts.moments:
+        called, cost = whole.forwards[moment.layer], moment.cost
+        key = id(cost), moment.recomputes, called
+        if key not in known:
+            turns = cost.turns[1 if moment.recomputes else 0]
+            known[key] = fullest(turns, turns_of(cost.modules, called, "forward"), width)
+        working, gathered = known[key]
+        below = moment.kept - (acts.stream if moment.recomputes and not acts.host_kept else 0)
+        if below + working + gathered > highest:
+            highest = below + working + gathered
+            best = {
+                "activations": below + acts.shared,
+                "recompute": beside + working,
+                "gathered_weights": gathered,
+            }
+    return best
+
+
+def _head(acts: Activations, gathered: int) -> Components:
+    head = acts.head
+    return {
+        "activations": head.saved_norm,
+        "logits": max(head.forward_logits, head.backward_head),
+        "gathered_weights": gathered,
+    }
+
+
+def _final_norm(job: Job, gathered: int) -> Components:
+    """Its backward pass, for which the head is no longer whole. A head's gradient that does not fit into the bucket, or
+    that waits for the embedding's, is still there."""
+    head, bucket = job.acts.head, job.levers.buckets.reduce_bucket * job.weights.width
+    fused = (
+        0
+        if head.head_grad or not job.acts.setting.trains_head(tied=job.shape.tied)
+        else head.saved_logits - head.input_grad
+    )
+    grad = head.head_grad or fused
+    waits = grad if job.shape.tied or grad > bucket else 0
+    return {"activations": head.norm_backward, "gradients": waits, "gathered_weights": gathered}
+
+
 def at_the_loss(job: Job) -> Components:
     """Without the parameters that are released again: how many of them are whole depends on the depth."""
-    return combine(_persistent(job), logits(job))
+    return combine(_persistent(job), _head(job.acts, 0))
 
 
 def at_the_top(job: Job) -> Components:
@@ -179,6 +229,17 @@ def _leaf_mixers(levers: Levers) -> bool:
     return levers.scan == "tightfit" and levers.method == "full"
 
 
+LEAF_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""`DEFAULT_LEAF_MODULE_CLASSES`: what has a router and experts is a leaf, unless a file says otherwise."""
+LEAF_EXPERTS_SINCE = (0, 18, 0)
+
+
+def _leaf_experts(job: Job) -> bool:
+    """Adapters on experts are priced as if nothing were a leaf."""
+    recent = version(job.levers.deepspeed_version) >= LEAF_EXPERTS_SINCE
+    return recent and job.shape.model_type in LEAF_EXPERTS and job.levers.method == "full"
+
+
 @lru_cache(maxsize=128)
 def held_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
     """`reduce_leaf_module_grads`: a mixer's gradients wait for that of its input, then they leave one after another."""
@@ -199,6 +260,8 @@ def held_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
 def _held_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: int) -> tuple[int, LayerCost]:
     """What a layer holds more at its fullest, and its costs with its gradients in the order in which they leave."""
     cost, setting = moment.cost, acts.setting
+    if isinstance(block.mlp, Moe):
+        return 0, _held_by_experts(cost, block, setting.width)
     if not isinstance(block.mixer, Mamba1):
         return 0, cost
     (inner, _), (projection, left), *others = cost.arrivals
@@ -214,14 +277,47 @@ def _held_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: 
     return max(most - usual, 0), replace(cost, arrivals=(*arrivals, *others))
 
 
+def _held_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
+    """Likewise: the gradients of router and experts wait for that of what they all read, each in its own memory."""
+    waits = [cost.modules[whose].startswith("mlp.") for whose in cost.arrives_in]
+    norms = {tensor.numel * width for tensor in block.tensors if not tensor.name.startswith("mlp.")}
+    inside = [
+        (grad, live, whose)
+        for (grad, live), whose, own in zip(cost.arrivals, cost.arrives_in, waits, strict=True)
+        if own and grad not in norms
+    ]
+    if not inside:
+        return cost
+    left = inside[-1][1]
+    waiting = total = sum([grad for grad, _, _ in inside])
+    arrivals, arrives_in = [], []
+    for tensor in block.tensors:
+        if tensor.name.startswith("mlp."):
+            waiting -= tensor.numel * width
+            arrivals.append((tensor.numel * width, left + waiting))
+            arrives_in.append(inside[-1][2])
+    gone = {(grad, live) for grad, live, _ in inside}
+    others = [(pair, whose) for pair, whose in zip(cost.arrivals, cost.arrives_in, strict=True) if pair not in gone]
+    largest = max([grad for grad, _, _ in inside])
+    turns = []
+    for name, (at_call, most, after) in zip(cost.modules, cost.turns[2], strict=True):
+        more = total if name == "mlp.gate" else total - largest if name.startswith("mlp.") else 0
+        turns.append((at_call + (more if name == "mlp.gate" else 0), most + more, after))
+    return replace(
+        cost,
+        arrivals=(*arrivals, *[pair for pair, _ in others]),
+        arrives_in=(*arrives_in, *[whose for _, whose in others]),
+        turns=(*cost.turns[:2], tuple(turns)),
+    )
+
+
 # --- what is whole when -------------------------------------------------------------------------
 
 
 def gathered_of(job: Job) -> Gathered:
     levers, n_layers = job.levers, job.shape.n_layers
     if job.world == 1 and levers.offload_param == "none":
-        nothing = (0,) * n_layers  # the only part is the whole: nothing is copied
-        return Gathered(0, 0, nothing, nothing, 0)
+        return nothing_gathered(n_layers)  # the only part is the whole: nothing is copied
     return _gathered(*_asked(job))
 
 
@@ -243,9 +339,16 @@ def _asked(job: Job) -> tuple[Model, Passes, Limits]:
         frozen=not job.acts.setting.trains_base,
         scan_kernel=levers.scan == "official",
         leaf_mixer=_leaf_mixers(levers),
+        leaf_experts=_leaf_experts(job),
     )
     buckets = levers.buckets
-    limits = Limits(buckets.prefetch_bucket, buckets.max_live_parameters, buckets.max_reuse_distance, job.world > 1)
+    limits = Limits(
+        buckets.prefetch_bucket,
+        buckets.max_live_parameters,
+        buckets.max_reuse_distance,
+        flat=job.world > 1,
+        parts_from_host=job.world if job.world > 1 and levers.offload_param != "none" else 0,
+    )
     return _model(job.shape, style, buckets.persistence_threshold), passes, limits
 
 
@@ -269,7 +372,11 @@ def settled_of(job: Job) -> Settled:
 def _settled(model: Model, passes: Passes, limits: Limits) -> Settled:
     known = _replayed(model, passes, limits)
     whole = known.gathered
-    return Settled(whole.loss, whole.layers[-1] if known.standings else 0, settled_layers(known))
+    top = 0
+    if known.standings:
+        called = whole.called[-1].held
+        top = min([left for _, _, left in called]) if called else whole.layers[-1]
+    return Settled(whole.loss, top, settled_layers(known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +391,8 @@ class Style:
     """A Mamba mixer hands its weights to one kernel: they are the mixer's, not those of modules inside it."""
     leaf_mixer: bool
     """A Mamba mixer is a leaf: it is gathered whole."""
+    leaf_experts: bool
+    """Likewise a router with its experts."""
 
 
 @lru_cache(maxsize=1024)
@@ -376,6 +485,11 @@ def _layer(block: Block, style: Style, threshold: int, first: int) -> tuple[Node
         feedforward = [(EMPTY, feedforward[0], EMPTY, *feedforward[1:])]  # the activation is a module too
     inside: Node = (EMPTY, *mixer)
     container = EMPTY
+    if isinstance(block.mlp, Moe) and style.leaf_experts:
+        leaf = _leaf_of({name: tensors for name, tensors in named.items() if _place(name) == 3}, places[3], style)
+        feedforward = [leaf]
+        inside = (Module(spans=sum([t.numel for t in block.tensors if _place(t.name) == 1])), *mixer)
+        container = Module(spans=sum([tensor.numel for tensor in block.tensors]), leaves=(leaf,))
     if isinstance(block.mixer, Mamba1 | Mamba2):  # the layer itself reads its norm's weight, for the dtype
         own = [param for node in before if isinstance(node, Module) for param in node.params]
         container = Module(tuple(own), style.frozen)
@@ -411,6 +525,15 @@ def _leaf_mixer(named: dict[str, list[Tensor]], modules: list[Node], frozen: boo
     return Module(tuple(params), frozen, reads_input=True, own=own, spans=sum(numel.values()), leaf=True)
 
 
+def _leaf_of(inside: dict[str, list[Tensor]], modules: list[Node], style: Style) -> Module:
+    """Router and experts: one module's, of which nothing is its own; experts are registered first."""
+    owned = [node for node in modules if isinstance(node, Module)]
+    owned.sort(key=lambda node: node.name.endswith(("mlp.gate", "router")))
+    params = tuple([param for node in owned for param in node.params])
+    numel = sum([tensor.numel for tensors in inside.values() for tensor in tensors])
+    return Module(params, style.frozen, own=0, spans=numel, leaf=True, name="mlp")
+
+
 def _call(name: str, tensors: list[Tensor], style: Style, threshold: int, first: int) -> tuple[Node, int]:
     """A module, or PEFT's wrapper with base, dropout, A and B; the wrapper reads A's weight itself."""
     lora, method = style.lora, style.method
@@ -420,10 +543,12 @@ def _call(name: str, tensors: list[Tensor], style: Style, threshold: int, first:
         params.append((first + index, numel))
     first += len(tensors)
     owned = tuple(param for param in params if param[1] > threshold)
-    base = Module(owned, frozen=style.frozen, reads_input=name.rpartition(".")[2] in _READS_INPUT)
+    named = "" if _place(name) in (0, 2, 4) or name.startswith("mixer") else name
+    base = Module(owned, frozen=style.frozen, reads_input=name.rpartition(".")[2] in _READS_INPUT, name=named)
     adapted = next((t for t in tensors if lora is not None and is_adapted(t, lora)), None)
     if adapted is None or lora is None:
         return base, first
     sizes = (lora.rank * adapted.shape[1], adapted.shape[0] * lora.rank)
     down, up = (((first + i, size),) if size > threshold else () for i, size in enumerate(sizes))
-    return (Module(down), base, EMPTY, Module(down), Module(up)), first + 2
+    wrapper, lower, upper = (f"{named}/{part}" if named else "" for part in ("", "A", "B"))
+    return (Module(down, name=wrapper), base, EMPTY, Module(down, name=lower), Module(up, name=upper)), first + 2
