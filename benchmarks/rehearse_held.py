@@ -22,6 +22,8 @@ from typing import Any
 
 HELD = "TIGHTFIT_HELD"
 """Where the worker leaves its holders."""
+LATER = "TIGHTFIT_HELD_LATER"
+"""1: those of the steps after the trial as well."""
 
 
 def main() -> None:
@@ -108,16 +110,27 @@ def worker(argv: list[str]) -> None:
     def noting(self: Any, milestone: Any) -> None:
         reached(self, milestone)
         if milestone == "step":
-            import torch
-
             events = blame.history()
             found: dict[str, Any] = {name: metadata.version(name) for name in ("torch", "transformers")}
             found |= {"init": blame.holders(events, 0, began_at[0]), "peak": blame.holders(events, began_at[0])}
             Path(os.environ[HELD]).write_text(json.dumps(found))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            if os.environ.get(LATER) != "1":
+                import torch
+
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def later() -> None:
+        events, held = blame.history(), Path(os.environ[HELD])
+        held.write_text(json.dumps(json.loads(held.read_text()) | {"later": blame.holders(events, began_at[0])}))
 
     probe.Milestones.reached = noting
     probe.probe = first
+    if os.environ.get(LATER) == "1":
+        from tightfit.train import worker as ours
+
+        said = ours.Worker._say_end if hasattr(ours, "Worker") else None
+        if said is not None:
+            ours.Worker._say_end = lambda *words: (later(), said(*words))[1]
     work(argv)
 
 

@@ -63,6 +63,8 @@ class Limits:
     parts_from_host: int = 0
     """Of so many parts of each parameter this rank's own comes from the host, and is there by itself until it has been
     copied into the buffer (`_all_gather_dtype`, `_all_gather_sequential`); 0: all parts are on GPUs."""
+    stays: int = 0
+    """Parameters of at most so many elements are not released once they are whole."""
 
 
 Held = tuple[int, int, int]

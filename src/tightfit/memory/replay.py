@@ -202,11 +202,11 @@ def _followed(stretch: Stretch, coordinator: _Coordinator) -> Report:
         if mark:
             if passing > most:
                 most = passing
+            rests = coordinator.live + coordinator.copies
             if mark == TURN:
-                turn = passing
+                turn = rests
             if held:
                 now = held[whose]
-                rests = coordinator.live + coordinator.copies
                 if passing > now[0]:
                     now[0] = passing
                 if rests > now[1]:
@@ -248,13 +248,14 @@ class _Coordinator:
         "prefetch",
         "queue",
         "spanned",
+        "stays",
         "step",
         "uses",
     )
 
     def __init__(self, whole: tuple[Stretch, ...], limits: Limits, standing: Standing) -> None:
         self.prefetch, self.max_live, self.max_reuse = limits.prefetch, limits.max_live, limits.max_reuse
-        self.flat, self.parts_from_host = limits.flat, limits.parts_from_host
+        self.flat, self.parts_from_host, self.stays = limits.flat, limits.parts_from_host, limits.stays
         self.step = 0
         self.queue: list[tuple[int, int, int]] = []
         """Identity, elements and step of everything that will be fetched."""
@@ -429,6 +430,6 @@ class _Coordinator:
         return later < len(uses) and self.spanned[uses[later]] - self.spanned[self.step] < self.max_reuse
 
     def _free(self, identity: int, numel: int) -> None:
-        if identity in self.available and not self.active[identity]:
+        if numel > self.stays and identity in self.available and not self.active[identity]:
             self.available.discard(identity)
             self.live -= numel

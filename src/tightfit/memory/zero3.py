@@ -67,9 +67,18 @@ def shards_of(job: Job) -> Shards:
 
 
 def passes(job: Job) -> dict[PhaseName, Components]:
-    base, acts, weights = _persistent(job), job.acts, job.weights
-    whole = gathered_of(job)
-    width = weights.width
+    base = _persistent(job)
+    usual = _passes(job, base, gathered_of(job))
+    if job.levers.precision != "fp16":
+        return usual
+    # A step whose gradients overflow cuts every parameter and ends before `_post_step`, which makes the small ones
+    # whole again: the next pass fetches them as it fetches the others.
+    after = _passes(job, base | {"gathered_weights": 0}, gathered_of(job, all_cut=True))
+    return {name: worst(usual[name], after[name]) for name in usual}
+
+
+def _passes(job: Job, base: Components, whole: Gathered) -> dict[PhaseName, Components]:
+    acts, width = job.acts, job.weights.width
     leaving = job.world if job.levers.offload_optimizer != "none" else 0
     if acts.setting.trains_base and (_leaf_mixers(job.levers) or _leaf_experts(job)):
         acts = held_by_leaves(acts, job.shape)
@@ -81,9 +90,10 @@ def passes(job: Job) -> dict[PhaseName, Components]:
         "buckets": peak.buckets,
         "gathered_weights": peak.gathered,
     }
+    loss = worst(_head(acts, whole.loss * width), _final_norm(job, whole.norm * width))
     return {
         "forward": combine(base, _forward(acts, whole, width)),
-        "loss": combine(base, kept(acts), worst(_head(acts, whole.loss * width), _final_norm(job, whole.norm * width))),
+        "loss": combine(base, kept(acts), loss),
         "backward": combine(base, backward),
     }
 
@@ -274,7 +284,7 @@ def _held_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: 
         if _place(tensor.name) == 1:
             waiting -= tensor.numel * setting.width
             arrivals.append((tensor.numel * setting.width, left + waiting))
-    return max(most - usual, 0), replace(cost, arrivals=(*arrivals, *others))
+    return max(most - usual, 0), replace(cost, arrivals=(*arrivals, *others), arrives_in=())
 
 
 def _held_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
@@ -314,14 +324,15 @@ def _held_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
 # --- what is whole when -------------------------------------------------------------------------
 
 
-def gathered_of(job: Job) -> Gathered:
+def gathered_of(job: Job, *, all_cut: bool = False) -> Gathered:
+    """`all_cut`: when the step begins nothing is whole, not even what usually stays so."""
     levers, n_layers = job.levers, job.shape.n_layers
     if job.world == 1 and levers.offload_param == "none":
         return nothing_gathered(n_layers)  # the only part is the whole: nothing is copied
-    return _gathered(*_asked(job))
+    return _gathered(*_asked(job, all_cut=all_cut))
 
 
-def _asked(job: Job) -> tuple[Model, Passes, Limits]:
+def _asked(job: Job, *, all_cut: bool = False) -> tuple[Model, Passes, Limits]:
     """What a replay depends on."""
     levers, n_layers = job.levers, job.shape.n_layers
     checkpointing = job.depth.layers
@@ -348,8 +359,9 @@ def _asked(job: Job) -> tuple[Model, Passes, Limits]:
         buckets.max_reuse_distance,
         flat=job.world > 1,
         parts_from_host=job.world if job.world > 1 and levers.offload_param != "none" else 0,
+        stays=buckets.persistence_threshold if all_cut else 0,
     )
-    return _model(job.shape, style, buckets.persistence_threshold), passes, limits
+    return _model(job.shape, style, 0 if all_cut else buckets.persistence_threshold), passes, limits
 
 
 class Settled(NamedTuple):
