@@ -96,24 +96,24 @@ def fullest(turns: tuple[Turn, ...], whole: tuple[Held, ...], width: int) -> tup
 
 def _working(moment: Moment, gathered: Gathered, width: int, known: _Known) -> tuple[int, int]:
     """Of a layer's turn in the backward pass. Many layers are alike, so what is found is `known` afterwards."""
-    cost, called, turn = moment.cost, gathered.called[moment.layer], gathered.layers[moment.layer]
+    cost, called, again = moment.cost, gathered.called[moment.layer], gathered.again[moment.layer]
     whole = turns_of(cost.modules, called, "backward")
     if not whole:
-        return moment.working, turn * width
-    key = id(cost), moment.recomputes, turn, called
+        return moment.working, gathered.layers[moment.layer] * width
+    key = id(cost), moment.recomputes, called, again
     if key not in known:
-        if moment.recomputes:  # what it fetched to run again stays until the module that asked for it is done
-            last = cost.modules[-1].partition("/")[0]
-            own = [name.partition("/")[0] == last for name in cost.modules]
-            stays = turn, turn, 0
-            whole = tuple([_highest(each, stays) if asked else each for each, asked in zip(whole, own, strict=True)])
         known[key] = fullest(cost.turns[2], whole, width)
-        if moment.recomputes:
-            known[key] = max(known[key], (cost.recompute + cost.output, turn * width), key=sum)
+        if moment.recomputes:  # the gradient of its output is there meanwhile
+            stops = [
+                (min(call, cost.recompute), min(most, cost.recompute), min(after, cost.recompute))
+                for call, most, after in cost.turns[0]
+            ]
+            working, held = fullest(tuple(stops), turns_of(cost.modules, again, "forward"), width)
+            known[key] = max(known[key], (working + cost.output, held), key=sum)
     return known[key]
 
 
-_Known: TypeAlias = dict[tuple[int, bool, int, Called], tuple[int, int]]
+_Known: TypeAlias = dict[tuple[int, bool, Called, Called], tuple[int, int]]
 
 
 class Owners(NamedTuple):
@@ -151,6 +151,10 @@ def bucketed(
     oversized = 0
     """A gradient larger than the bucket waits by itself until the next one comes."""
     head = 0 if tied_grad else acts.head.head_grad
+    fused = 0 if tied_grad else acts.head.fused_grad // width
+    if fused <= bucket:  # the first to come; a larger one leaves by itself, when the final norm's comes
+        fill = largest = fused
+        place -= fused
     kinds = _arrivals(acts)
     best, highest = NOTHING, 0
     known: _Known = {}

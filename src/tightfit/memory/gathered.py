@@ -94,6 +94,8 @@ class Gathered:
     """For each layer: the most from then on, while its gradients come."""
     called: tuple[Called, ...]
     """For each layer, likewise from then on."""
+    again: tuple[Called, ...]
+    """For each layer, while it is run again."""
     embedding: int
 
 
@@ -101,8 +103,9 @@ FETCH, AGAIN, RELEASE, SKIP = range(4)
 """AGAIN: a fetch while a layer is recomputed. SKIP: fetches of modules that own nothing, taken together."""
 Call = tuple[int, Module]
 
-UNCOUNTED, COUNTED, TURN = range(3)
-"""Whether what is held at a call goes into the report of its stretch; TURN: it is where its layer turns round."""
+UNCOUNTED, COUNTED, TURN, RERUN = range(4)
+"""Whether what is held at a call goes into the report of its stretch; TURN: it is where its layer turns round. RERUN:
+it is reported by itself, of a layer that runs again."""
 Move = tuple[int, Module, "Module | None", int, int, int]
 """One call, or several of modules that own nothing: its kind; the module; who keeps what is frozen, of a fetch while a
 layer is recomputed; how many calls; whether they count; and whose turn it is, by number."""
@@ -163,7 +166,7 @@ def _moves(calls: tuple[Call, ...], names: tuple[str, ...]) -> tuple[Move, ...]:
             continue
         if kind == FETCH:
             latest = module
-        mark = TURN if index == turn else COUNTED if index >= start else UNCOUNTED
+        mark = TURN if index == turn else COUNTED if index >= start else RERUN if kind == AGAIN else UNCOUNTED
         if module.name:
             whose = numbers[module.name]
         if module.params:

@@ -41,7 +41,9 @@ class HeadCost(NamedTuple):
     arriving: int
     """Held when the head's gradient arrives: that and the gradient of the hidden states."""
     head_grad: int
-    """The head's weight gradient, 0 where the head is frozen."""
+    """The head's weight gradient, 0 where the head is frozen or its loss fused."""
+    fused_grad: int
+    """The same of a fused loss, which has made it before the backward pass begins."""
     input_grad: int
     eval_logits: int
 
@@ -69,6 +71,7 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
             backward_head=kept,
             arriving=kept,
             head_grad=0,
+            fused_grad=head_grad,
             input_grad=grads,
             eval_logits=chunk + head_input,
         )
@@ -83,6 +86,7 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
         backward_head=3 * logits32 + capped // 2,
         arriving=tokens * hidden * width + head_grad,
         head_grad=head_grad,
+        fused_grad=0,
         input_grad=tokens * hidden * width,
         eval_logits=logits + upcast + logits32 + capped + head_input,
     )

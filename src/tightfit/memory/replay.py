@@ -26,6 +26,7 @@ from tightfit.memory.gathered import (
     HEAD,
     NORM,
     RELEASE,
+    RERUN,
     SKIP,
     TURN,
     Called,
@@ -46,6 +47,8 @@ class Report(NamedTuple):
     """When its layer turns round."""
     held: tuple[Held, ...]
     """In each module's turn."""
+    again: tuple[Held, ...]
+    """Likewise while its layer is run again."""
 
 
 class Standing(NamedTuple):
@@ -95,6 +98,7 @@ def nothing_gathered(n_layers: int) -> Gathered:
         layers=none,
         gradients=none,
         called=(NONE,) * n_layers,
+        again=(NONE,) * n_layers,
         embedding=0,
     )
 
@@ -103,10 +107,12 @@ def summary(whole: tuple[Stretch, ...], reports: list[Report]) -> Gathered:
     most: dict[int, int] = {}
     turns: dict[int, int] = {}
     called: dict[int, Called] = {}
+    again: dict[int, Called] = {}
     for stretch, report in zip(whole, reports, strict=True):
         most[stretch.tag] = max(most.get(stretch.tag, 0), report.most)
         turns[stretch.tag] = report.turn
         called[stretch.tag] = Called(stretch.script.names, report.held)
+        again[stretch.tag] = Called(stretch.script.names, report.again)
     n_layers = max((stretch.tag for stretch in whole), default=-1) + 1
     forward = [number for number, stretch in enumerate(whole) if stretch.tag == FORWARD]
     layers = [Called(whole[number].script.names, reports[number].held) for number in forward[1:-1]]
@@ -118,6 +124,7 @@ def summary(whole: tuple[Stretch, ...], reports: list[Report]) -> Gathered:
         layers=tuple([turns.get(index, 0) for index in range(n_layers)]),
         gradients=tuple([most.get(index, 0) for index in range(n_layers)]),
         called=tuple([called.get(index, NONE) for index in range(n_layers)]),
+        again=tuple([again.get(index, NONE) for index in range(n_layers)]),
         embedding=most.get(EMBEDDING, 0),
     )
 
@@ -191,29 +198,39 @@ def settled_layers(none: Replay) -> int:
 
 def _followed(stretch: Stretch, coordinator: _Coordinator) -> Report:
     most = turn = 0
-    held = [[0, 0, 0] for _ in stretch.script.names]
+    held, again = ([[0, 0, 0] for _ in stretch.script.names] for _ in range(2))
+    reported = held
     for kind, module, holder, count, mark, whose in stretch.script.moves:
         if kind == RELEASE:
             coordinator.release(module)
-            if held:
-                held[whose][2] = coordinator.live + coordinator.copies
+            if reported:
+                reported[whose][2] = coordinator.live + coordinator.copies
             continue
         passing = coordinator.skip(count) if kind == SKIP else coordinator.fetch(module, holder)
+        rests = coordinator.live + coordinator.copies
         if mark:
-            if passing > most:
-                most = passing
-            rests = coordinator.live + coordinator.copies
-            if mark == TURN:
-                turn = rests
-            if held:
-                now = held[whose]
+            reported = again if mark == RERUN else held
+            if reported:
+                now = reported[whose]
                 if passing > now[0]:
                     now[0] = passing
                 if rests > now[1]:
                     now[1] = rests
                 if rests > now[2]:
                     now[2] = rests
-    return Report(most, turn, tuple([(passing, rests, left) for passing, rests, left in held]))
+            if mark == RERUN:
+                continue
+            if passing > most:
+                most = passing
+            if mark == TURN:
+                turn = rests
+                if again:  # the last module of a layer that runs again is also where it turns round
+                    again[whose] = list(map(max, again[whose], (passing, rests, rests)))
+    return Report(most, turn, _as_held(held), _as_held(again))
+
+
+def _as_held(lists: list[list[int]]) -> tuple[Held, ...]:
+    return tuple([(passing, rests, left) for passing, rests, left in lists])
 
 
 class _Batch:

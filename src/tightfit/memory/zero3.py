@@ -138,12 +138,7 @@ def _final_norm(job: Job, gathered: int) -> Components:
     """Its backward pass, for which the head is no longer whole. A head's gradient that does not fit into the bucket, or
     that waits for the embedding's, is still there."""
     head, bucket = job.acts.head, job.levers.buckets.reduce_bucket * job.weights.width
-    fused = (
-        0
-        if head.head_grad or not job.acts.setting.trains_head(tied=job.shape.tied)
-        else head.saved_logits - head.input_grad
-    )
-    grad = head.head_grad or fused
+    grad = head.head_grad or head.fused_grad
     waits = grad if job.shape.tied or grad > bucket else 0
     return {"activations": head.norm_backward, "gradients": waits, "gathered_weights": gathered}
 
