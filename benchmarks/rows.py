@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tightfit.inputs.models import shape_from_config
+from tightfit.inputs.flags import levers_as_written
+from tightfit.inputs.models import find_config, shape_from_config
 from tightfit.memory import estimate
 from tightfit.memory.overhead import CONTEXT_BYTES
 from tightfit.types import Buckets, Checkpointing, Footprint, Gpu, Hardware, Levers, Lora, ModelShape, Offload
@@ -32,6 +33,8 @@ OWN = DATA / "h200-own.jsonl"
 PACE = DATA / "h200-pace.jsonl"
 PACE_LATER = DATA / "h200-pace2.jsonl"
 """Measured after the constants of the pace model had been set."""
+HELD = DATA / "h200-held.jsonl"
+"""Plans that our own worker ran, with those who held the memory at the peak."""
 FORKED = frozenset({PACE.name, PACE_LATER.name})
 
 Scenario = Mapping[str, Any]
@@ -180,3 +183,38 @@ def predict(row: Row) -> Footprint:
 def error(predicted: int, measured: int | None) -> float | None:
     """Relative; None where there is nothing to compare with."""
     return predicted / measured - 1 if measured else None
+
+
+# --- plans, rehearsed ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """One plan that `rehearse_held.py` ran with our own worker, and what is predicted of it now."""
+
+    id: str
+    init_bytes: int
+    peak_bytes: int
+    predicted_first: bool
+    footprint: Footprint
+
+
+def read_rehearsed() -> tuple[Rehearsed, ...]:
+    return tuple([_rehearsed(json.loads(line)) for line in HELD.read_text(encoding="utf-8").splitlines()])
+
+
+def _rehearsed(raw: Mapping[str, Any]) -> Rehearsed:
+    levers = levers_as_written(raw["levers"], raw["buckets"], raw["lora"])
+    if raw["packed"]:
+        levers = replace(levers, packed=True)
+    model, world = raw["model"], raw["world"]
+    config = model["config"] or find_config(model["source"]).config
+    card = Gpu(name="the H200", vendor="nvidia", arch="sm_90", memory_bytes=world["gpu_memory_bytes"])
+    hardware = Hardware(gpu=card, gpus_per_node=world["gpus_per_node"])
+    return Rehearsed(
+        id=raw["id"],
+        init_bytes=raw["figures"]["init"],
+        peak_bytes=raw["figures"]["peak"],
+        predicted_first=raw["predicted_first"],
+        footprint=estimate(shape_from_config(config, model["name"]), levers, world["ranks"], hardware),
+    )
