@@ -320,7 +320,7 @@ def replayed(name: str) -> dict[str, int]:
     from tightfit.memory.zero3 import gathered_of
 
     each, found = scenario(name), gathered_of(job_of(name))
-    predicted = {"forward": found.forward, "loss": found.loss, "embedding": found.embedding}
+    predicted = {"forward": found.forward, "loss": max(found.loss, found.norm), "embedding": found.embedding}
     for index, (turn, most) in enumerate(zip(found.layers, found.gradients, strict=True)):
         predicted |= {f"layer {index}": most}
         if each["ckpt"]:

@@ -39,6 +39,7 @@ def steps(draw: st.DrawFn) -> tuple[Model, Passes, Limits]:
         frozen=not trains,
         scan_kernel=draw(st.booleans()),
         leaf_mixer=trains and draw(st.booleans()),
+        leaf_experts=trains and draw(st.booleans()),
     )
     layers = draw(st.integers(1, 12))
     made = model(
