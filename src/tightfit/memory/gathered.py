@@ -86,6 +86,8 @@ class Gathered:
     forwards: tuple[Called, ...]
     """Likewise of each layer. None: their calls are not told apart."""
     loss: int
+    at_loss: int
+    """The same without what is there in passing, while the head is called."""
     norm: int
     """In the final norm's backward pass."""
     layers: tuple[int, ...]

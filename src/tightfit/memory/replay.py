@@ -43,6 +43,8 @@ class Report(NamedTuple):
     """Whole elements in one stretch."""
 
     most: int
+    rests: int
+    """After any call; `most` has what is there in passing as well."""
     turn: int
     """When its layer turns round."""
     held: tuple[Held, ...]
@@ -94,6 +96,7 @@ def nothing_gathered(n_layers: int) -> Gathered:
         forward=0,
         forwards=(),
         loss=0,
+        at_loss=0,
         norm=0,
         layers=none,
         gradients=none,
@@ -120,6 +123,9 @@ def summary(whole: tuple[Stretch, ...], reports: list[Report]) -> Gathered:
         forward=most.get(FORWARD, 0),
         forwards=tuple(layers) if all([each.names for each in layers]) else (),
         loss=most.get(HEAD, 0),
+        at_loss=max(
+            [each.rests for stretch, each in zip(whole, reports, strict=True) if stretch.tag == HEAD], default=0
+        ),
         norm=most.get(NORM, 0),
         layers=tuple([turns.get(index, 0) for index in range(n_layers)]),
         gradients=tuple([most.get(index, 0) for index in range(n_layers)]),
@@ -197,7 +203,7 @@ def settled_layers(none: Replay) -> int:
 
 
 def _followed(stretch: Stretch, coordinator: _Coordinator) -> Report:
-    most = turn = 0
+    most = stays = turn = 0
     held, again = ([[0, 0, 0] for _ in stretch.script.names] for _ in range(2))
     reported = held
     for kind, module, holder, count, mark, whose in stretch.script.moves:
@@ -222,11 +228,13 @@ def _followed(stretch: Stretch, coordinator: _Coordinator) -> Report:
                 continue
             if passing > most:
                 most = passing
+            if rests > stays:
+                stays = rests
             if mark == TURN:
                 turn = rests
                 if again:  # the last module of a layer that runs again is also where it turns round
                     again[whose] = list(map(max, again[whose], (passing, rests, rests)))
-    return Report(most, turn, _as_held(held), _as_held(again))
+    return Report(most, stays, turn, _as_held(held), _as_held(again))
 
 
 def _as_held(lists: list[list[int]]) -> tuple[Held, ...]:

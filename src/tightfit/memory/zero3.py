@@ -90,7 +90,8 @@ def _passes(job: Job, base: Components, whole: Gathered) -> dict[PhaseName, Comp
         "buckets": peak.buckets,
         "gathered_weights": peak.gathered,
     }
-    loss = worst(_head(acts, whole.loss * width), _final_norm(job, whole.norm * width))
+    called: Components = {"activations": acts.head.saved_norm, "gathered_weights": whole.loss * width}
+    loss = worst(_head(acts, whole.at_loss * width), called, _final_norm(job, whole.norm * width))
     return {
         "forward": combine(base, _forward(acts, whole, width)),
         "loss": combine(base, kept(acts), loss),
@@ -383,7 +384,7 @@ def _settled(model: Model, passes: Passes, limits: Limits) -> Settled:
     if known.standings:
         called = whole.called[-1].held
         top = min([left for _, _, left in called]) if called else whole.layers[-1]
-    return Settled(whole.loss, top, settled_layers(known))
+    return Settled(whole.at_loss, top, settled_layers(known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
