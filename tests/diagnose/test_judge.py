@@ -199,6 +199,11 @@ def test_a_remark_does_not_beat_the_cause(remark: str) -> None:
     assert (found.id, found.kind) == ("device-oom", "device-oom")
 
 
+@pytest.mark.parametrize("remark", REMARKS[:4])
+def test_a_remark_does_not_beat_an_exception_whose_traceback_was_cut_off(remark: str) -> None:
+    assert verdict(f"{remark}\n{OOM}\n").id == "device-oom"
+
+
 @pytest.mark.parametrize("remark", REMARKS)
 def test_what_a_training_went_on_after_was_a_remark(remark: str) -> None:
     found = verdict(f"{remark}\n{{'loss': 1.2, 'epoch': 0.1}}\n{BUG}")

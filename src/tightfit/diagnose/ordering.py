@@ -10,6 +10,7 @@ from tightfit.diagnose.catalogue import Symptom
 from tightfit.diagnose.evidence import RankExit
 from tightfit.diagnose.lines import Level
 from tightfit.diagnose.oom import OomMessage
+from tightfit.diagnose.said import is_raised
 from tightfit.diagnose.scan import Finding
 from tightfit.diagnose.verdict import Kind
 from tightfit.types import PhaseName
@@ -147,8 +148,10 @@ def _outranks(other: Case, case: Case) -> bool:
         return False
     if case.symptom.vague and not case.symptom.is_generic:
         return True
-    is_raised = other.finding.traceback is not None
-    return case.is_remark and is_raised and other.symptom.kind not in (*_FOLLOWING, case.symptom.kind)
+    if not case.is_remark or other.symptom.kind in (*_FOLLOWING, case.symptom.kind):
+        return False
+    is_alike = case.finding is not None and is_raised(case.finding.message)
+    return other.finding.traceback is not None or (is_raised(other.finding.message) and not is_alike)
 
 
 def _distinct(cases: Iterable[Case], first: Case | None) -> Iterable[Case]:
