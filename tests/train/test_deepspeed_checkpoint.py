@@ -46,16 +46,17 @@ class Begun:
     data: Path
 
 
-_begun: dict[tuple[int, str], Begun] = {}
+_begun: dict[tuple[int, str, str], Begun] = {}
+LORA = {"method": "lora", "lora_rank": 4, "learning_rate": 3e-2}
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    def begin(stage: int, precision: str) -> Begun:
-        if (stage, precision) not in _begun:
+    def begin(stage: int, precision: str, method: str = "full") -> Begun:
+        if (stage, precision, method) not in _begun:
             folder = tmp_path_factory.mktemp(f"zero{stage}")
             data = write_examples(folder / "examples.jsonl")
-            flags = {**JOB, "precision": precision, "data": str(data)}
+            flags = {**JOB, "precision": precision, "data": str(data), **(LORA if method == "lora" else {})}
             plan = write_plan(folder / "plan", 2, **flags, engine="zero2", micro_batch=2)
             saved = folder / "saved"
             program = Path(__file__).with_name("other_program.py")
@@ -67,8 +68,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 for process in started:
                     process.kill()
             assert [process.returncode for process in started] == [0, 0], said
-            _begun[stage, precision] = Begun(saved, json.loads((saved / "losses.json").read_text()), data)
-        return _begun[stage, precision]
+            _begun[stage, precision, method] = Begun(saved, json.loads((saved / "losses.json").read_text()), data)
+        return _begun[stage, precision, method]
 
     return begin
 
@@ -95,6 +96,14 @@ def test_the_losses_are_those_of_deepspeeds_own_continuation(
     assert (resumed["step"], resumed["from_engine"], resumed["from_world"]) == (SAVED, f"zero{stage}", 2)
     assert [each["step"] for each in ran.of("step")] == [4, 5, 6]
     assert ran.losses == pytest.approx(before.losses[SAVED:], rel=TOLERANCE[precision])
+
+
+@pytest.mark.thorough
+def test_adapters_go_on_too(begun: Any, tmp_path: Path) -> None:
+    before: Begun = begun(3, "fp32", "lora")
+    ran = gone_on(tmp_path, before, 2, engine="zero2", **LORA)
+    assert [each["step"] for each in ran.of("resumed")] == [SAVED]
+    assert ran.losses == pytest.approx(before.losses[SAVED:], rel=TOLERANCE["fp32"])
 
 
 @pytest.mark.thorough
