@@ -29,6 +29,7 @@ from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import fixes_of
 from tightfit.inputs.spelling import nearest
+from tightfit.runs.watching import damaged
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit diagnose train.log --config ds_config.json"
@@ -154,6 +155,8 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
             raise ConfigError(f"--{name} goes with --config: it says what the config does not")
     if len(words) == 1 and words[0] != "-" and _is_folder(words[0]):
         question = of_run(Path(words[0]))
+        for record in damaged(Path(words[0])):
+            print(f"tightfit: {record} is damaged, and was passed over", file=sys.stderr)
     else:
         sources = tuple(_source(word, stack) for word in words)
         if given is None and sources:

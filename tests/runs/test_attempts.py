@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tightfit.cli import main
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord, Cause, Next, read_records, record_path, write_record
 from tightfit.runs.events import AttemptBegan, AttemptFailed, event_of
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.lines import line_of
+from tightfit.runs.watching import RunEye, damaged
 
 CAUSE = Cause(
     id="killed",
@@ -121,3 +126,68 @@ def test_events_of_another_version_are_shown_as_they_are() -> None:
     found = event_of('{"event": "attempt_failed", "number": 3}')
     assert isinstance(found, AttemptFailed)
     assert (found.kind, found.step, found.wait_s) == ("unknown", None, None)
+
+
+WRONG = ("text", -1.5, float("inf"), None, [["deep"]])
+
+
+def test_a_record_with_wrong_types_is_passed_over_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In every field of every record of a run, whatever stands there: no traceback from `diagnose` or `watch`."""
+    run = tmp_path / "run"
+    for path in ("plan", "logs", "attempts"):
+        (run / path).mkdir(parents=True)
+    (run / "logs" / "rank-0.log").write_text("RuntimeError: no such tensor\n")
+    levers = {
+        "engine": "zero2", "method": "full", "optimizer": "adamw", "offload_optimizer": "none", "offload_param": "none",
+        "micro_batch": 1, "accum": 1, "seq": 8, "precision": "bf16", "checkpointing": "none", "attention": "sdpa",
+        "loss": "plain",
+    }  # fmt: skip
+    gpu = {"required_bytes": 1, "peak_bytes": 1}
+    records: dict[str, dict[str, Any]] = {
+        "run.json": {
+            "schema": 1, "kind": "train", "command": ["x"], "pid": 1, "host": "here", "state": "failed", "exit_code": 3,
+            "started": "2026-02-03T04:05:06+00:00", "ended": "2026-02-03T04:05:07+00:00",
+        },
+        "plan/worker.json": {
+            "schema": 1, "model": {"name": "x", "config": None}, "levers": levers, "saving": {"folder": "x"},
+            "world": {"nodes": 1, "gpus_per_node": 1, "ranks": 1, "vendor": "cpu"}, "buckets": {"pin_memory": True},
+            "predicted": {"gpu": gpu, "host": {"peak_bytes_per_node": 1}, "step_s": 1.0, "tokens_per_s": 1.0},
+        },
+        "attempts/001.json": {
+            "schema": 1, "number": 1, "started": "x", "plan": "x", "ranks": 1, "effective_batch": 1, "ended": "x",
+            "state": "failed", "exit_codes": [1], "first_step": 0, "last_step": 1, "kept_step": 1,
+            "cause": {
+                "id": "x", "kind": "crash", "sentence": "x", "confidence": "likely", "rank": 0, "phase": None,
+                "evidence": ["x"],
+            },
+            "next": {"action": "stop", "because": "x", "changed": [], "wait_s": 0.0},
+        },
+    }  # fmt: skip
+    for name, record in records.items():
+        (run / name).write_text(json.dumps(record))
+    assert damaged(run) == ()
+    for name, record in records.items():
+        for place in places_in(record):
+            for wrong in WRONG:
+                (run / name).write_text(json.dumps(with_value(record, place, wrong)))
+                main(["diagnose", str(run)])
+                told = capsys.readouterr()
+                assert "Traceback" not in told.err
+                RunEye(run).look()
+                if wrong == [["deep"]] and place[-1] in ("engine", "state", "number", "pid", "exit_codes"):
+                    assert damaged(run) == (run / name,), place
+                    assert f"{run / name} is damaged, and was passed over" in told.err
+        (run / name).write_text(json.dumps(record))
+
+
+def places_in(tree: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in tree.items():
+        found.append((*above, key))
+        found += places_in(value, (*above, key)) if isinstance(value, dict) else []
+    return found
+
+
+def with_value(tree: dict[str, Any], place: tuple[str, ...], value: object) -> dict[str, Any]:
+    first, *rest = place
+    return {**tree, first: with_value(tree[first], tuple(rest), value) if rest else value}

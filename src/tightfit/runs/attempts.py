@@ -10,6 +10,7 @@ the run.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tightfit.owned import NotOurs, open_own, replace_file
 from tightfit.runs.events import AttemptBegan, AttemptFailed, attempt_line
@@ -127,13 +128,42 @@ def _read(path: Path) -> AttemptRecord | None:
         if tree.pop("schema") != SCHEMA:
             return None
         cause, following = tree.pop("cause"), tree.pop("next")
-        return AttemptRecord(
+        record = AttemptRecord(
             **{**tree, "exit_codes": tuple(tree["exit_codes"])},
             cause=None if cause is None else Cause(**_with_tuple(cause, "evidence")),
             next=None if following is None else Next(**_with_tuple(following, "changed")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    parts = [each for each in (record, record.cause, record.next) if each is not None]
+    return record if all(_is_typed(each) for each in parts) else None
+
+
+def damaged_records(run: Path) -> tuple[Path, ...]:
+    """Those that are there and say what none of ours says."""
+    try:
+        paths = sorted(path for path in (run / ATTEMPTS).glob("*.json") if path.stem.isdigit())
+    except OSError:
+        return ()
+    return tuple(path for path in paths if _read(path) is None)
+
+
+def _is_typed(part: AttemptRecord | Cause | Next) -> bool:
+    """Whether every field is of its own type, as nobody has looked at them yet."""
+    return all(_fits(getattr(part, name), kind) for name, kind in get_type_hints(type(part)).items())
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(each, inside[0]) for each in value)
+    if origin is Literal:
+        return isinstance(value, str) and value in inside
+    if origin is not None:  # one of several
+        return any(_fits(value, each) for each in inside)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is kind
 
 
 def _with_tuple(tree: Mapping[str, Any], name: str) -> dict[str, Any]:

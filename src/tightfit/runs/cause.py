@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -261,10 +261,16 @@ def _phase(beat: Beat) -> PhaseName | None:
 def known_config(plan: Path) -> KnownConfig:
     """The settings that a plan's folder tells; what it does not tell stays unknown."""
     try:
-        tree = json.loads((plan / WORKER_FILE).read_text(encoding="utf-8"))
-        return _config(tree)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = _config(json.loads((plan / WORKER_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return KnownConfig()
+    plain = all(getattr(found, each.name) is None or _is_plain(getattr(found, each.name)) for each in fields(found))
+    return found if plain else KnownConfig()
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a damaged plan could not have said it."""
+    return isinstance(value, str | int) or value == ()
 
 
 def _config(tree: Any) -> KnownConfig:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_records
+from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, damaged_records, read_records
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Failed, Progress, Resumed, Started, Step
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.follow import Follower
@@ -81,6 +81,20 @@ def read_record(run: Path) -> Record | None:
         )
     except (OSError, ValueError):
         return None
+
+
+def damaged(run: Path) -> tuple[Path, ...]:
+    """The records of a run that are there and cannot be read: whoever passes them over names them."""
+    folder = RunFolder(run)
+    found = [folder.record] if folder.record.exists() and read_record(run) is None else []
+    plan = folder.plan / WORKER_FILE
+    try:
+        worker_file(plan.read_text(encoding="utf-8", errors="replace"), str(plan))
+    except FileNotFoundError:
+        pass
+    except (OSError, ConfigError):
+        found.append(plan)
+    return (*found, *damaged_records(run))
 
 
 def _moment(text: object) -> datetime | None:
@@ -262,6 +276,8 @@ class RunEye:
         self._tried: int | None = None
         """When an attempt's record was last written."""
         self._attempts: tuple[AttemptRecord, ...] = ()
+        self._damaged: tuple[Path, ...] = ()
+        self._looked = False
         self.fresh: list[Event] = []
         """What came with the last look."""
 
@@ -277,9 +293,12 @@ class RunEye:
             self._attempts = read_records(self.folder)
             self._judge_attempts()
         ended, well = self._ending(record, lives)
+        worker = self._read_plan()
+        broken = damaged(self.folder) if record is None or worker is None or self._damaged or not self._looked else ()
+        self._damaged, self._looked = broken, True
         return RunSeen(
             folder=self.folder,
-            worker=self._read_plan(),
+            worker=worker,
             record=record,
             attempts=self._attempts,
             step=self._tally.last,
@@ -289,7 +308,7 @@ class RunEye:
             steps=tuple(self._steps),
             peak_bytes=self._tally.peak_bytes,
             ranks=() if ended is not None else self._ranks.look(),
-            lines=tuple(self._lines),
+            lines=(*((f"{path} is damaged, and was passed over", "yellow") for path in broken), *self._lines),
             oom=self._oom,
             oom_is_last=self._oom_is_last,
             ended=ended,

@@ -6,6 +6,7 @@ It is read the same way whether it was rendered a moment ago or lies in a folder
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def worker_file(text: str, where: str) -> WorkerFile:
         raise ConfigError(f"{where} has schema {schema!r}, and {SCHEMA} is known here: write the plan again")
     try:
         return _read(tree)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"{where} is not whole: write the plan again with `tightfit plan --write`") from None
 
 
@@ -94,22 +95,34 @@ def _read(tree: Mapping[str, Any]) -> WorkerFile:
     if vendor not in get_args(Vendor):
         raise ValueError
     return WorkerFile(
-        model=str(tree["model"]["name"]),
-        method=str(levers["method"]),
-        engine=str(levers["engine"]),
-        optimizer=str(levers["optimizer"]),
-        offload_optimizer=str(levers["offload_optimizer"]),
+        model=_text(tree["model"]["name"]),
+        method=_text(levers["method"]),
+        engine=_text(levers["engine"]),
+        optimizer=_text(levers["optimizer"]),
+        offload_optimizer=_text(levers["offload_optimizer"]),
         nodes=_least_one(world["nodes"]),
         gpus_per_node=_least_one(world["gpus_per_node"]),
         vendor=vendor,
-        folder=str(tree["saving"]["folder"]),
-        required_bytes=int(predicted["gpu"]["required_bytes"]),
-        peak_bytes=int(predicted["gpu"]["peak_bytes"]),
-        host_bytes_per_node=int(predicted["host"]["peak_bytes_per_node"]),
-        step_s=float(predicted["step_s"]),
-        tokens_per_s=float(predicted["tokens_per_s"]),
+        folder=_text(tree["saving"]["folder"]),
+        required_bytes=int(_number(predicted["gpu"]["required_bytes"])),
+        peak_bytes=int(_number(predicted["gpu"]["peak_bytes"])),
+        host_bytes_per_node=int(_number(predicted["host"]["peak_bytes_per_node"])),
+        step_s=_number(predicted["step_s"]),
+        tokens_per_s=_number(predicted["tokens_per_s"]),
         logging_steps=None if tree.get("logging_steps") is None else _least_one(tree["logging_steps"]),
     )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError
+    return value
 
 
 def _least_one(value: Any) -> int:
