@@ -195,7 +195,7 @@ def _llamafactory(foreign: Foreign, machine: Hardware) -> tuple[Job, ModelShape,
         path = Path(folder) / name
         path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         settings = llamafactory_file.read_llamafactory(path)
-        job = read_llamafactory_job(path, None).job
+        job = replace(read_llamafactory_job(path, None).job, trainer="llamafactory")
     shape = load_model(settings.model)
     version = deepspeed_version(machine)[0]
     levers = llamafactory_file.to_levers(
