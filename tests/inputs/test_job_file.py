@@ -507,6 +507,10 @@ def test_the_arguments_of_a_trainer_with_comments(tmp_path: Path) -> None:
     )
     aside = "Left aside from args.json, since no job has it: evaluation_strategy, eval_strategy, save_strategy."
     assert aside in found.said
+    more = '{"num_train_epochs": 2, "optim": "adamw_bnb_8bit", "warmup_steps": 0, "warmup_ratio": 0.1, "max_steps": -1}'
+    path.write_text(more, encoding="utf-8")
+    job = read_job(path, model="qwen1.5-1.8b").job
+    assert (job.epochs, job.optimizer, job.warmup, job.max_steps) == (2, "adamw8bit", 0.1, None)
     path.write_text('{"per_device_train_batch_size": 1, "learning_rat": 3}', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"unknown field 'learning_rat' in args\.json; did you mean 'learning_rate'"):
         read_job(path, model="qwen1.5-1.8b")

@@ -78,6 +78,7 @@ _BATCH = ("batch_size", "micro_batch_size", "per_device_train_batch_size")
 _ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps")
 _SWITCHES = ("fp16", "bf16", "gradient_checkpointing")
 _STAGE, _OFFLOAD = "deepspeed_stage", "cpu_offload"
+_WARM_UPS = ("warmup_steps", "warmup_ratio")
 _NO_MATTER = ("report_to",)
 KNOWN = (*_FIELD_OF, *_BATCH, *_ACCUMULATION, *_SWITCHES, _STAGE, _OFFLOAD, *_NO_MATTER)
 
@@ -172,6 +173,11 @@ class _Translation:
         for key, value in self.training.values.items():
             if key == "max_steps" and value == -1:
                 continue  # Hugging Face's word for: as the epochs say
+            if key in _WARM_UPS and value == 0 and all(other in self.training.values for other in _WARM_UPS):
+                continue  # transformers writes both, and the one that is not 0 counts
+            if key == "optim" and value in _optimizers():
+                self._put("optimizer", _optimizers()[value], self.prefix + key)
+                continue
             if key in _FIELD_OF:
                 self._put(_FIELD_OF[key], value, self.prefix + key)
             elif key in _NO_MATTER or (key not in KNOWN and key in _trainers_own()):
@@ -291,6 +297,13 @@ class _Translation:
             raise ConfigError(f"{self.names.get(path, path)} and {name} in {self.file} say the same thing: keep one")
         inside[key] = value
         self.names[path] = name
+
+
+def _optimizers() -> Mapping[Any, str]:
+    """transformers' names for the optimizers that we know."""
+    from tightfit.inputs.llamafactory_file import OPTIMIZERS  # brings yaml
+
+    return OPTIMIZERS
 
 
 @cache
