@@ -1,4 +1,4 @@
-"""What `tightfit diagnose` says of real logs, beside the cause that their threads established.
+"""What `tightfit diagnose` says of logs from public threads, beside the cause that their threads established.
 
     python benchmarks/diagnose_real_logs.py FOLDER
     python benchmarks/diagnose_real_logs.py FOLDER SCORES

@@ -5,7 +5,7 @@ fixtures/ID.txt     sections: `=== yes` must be that symptom, `=== no` must not 
                     ` | exit: -9` add evidence
 captured/ID[-N].log what programs that really failed printed: see capture.py
 corpus/ID--WHAT     whole logs with cascades; a folder has a log for each rank
-real_logs/N.json    logs of people, with the cause that their threads established
+real_logs/N.json    logs retold after public threads, with the cause that was established there
 healthy/WHAT.log    nothing is wrong, however it sounds
 """
 
