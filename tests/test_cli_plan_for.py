@@ -59,7 +59,7 @@ def test_the_file_that_is_written_reproduces_the_plan(question: dict[str, str], 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("model", [name for name in PRESETS if checkpoint_of(name)])
+@pytest.mark.parametrize("model", [name for name in PRESETS if checkpoint_of(name) and "mamba" not in name])
 def test_every_preset_on_every_size_of_card(model: str, method: str, tmp_path: Path) -> None:
     for number, gpus in enumerate(("1x16GB", "2xRTX4090", "8xA100-80GB", "8xK100-64GB", "2xV100-32GB")):
         found = tightfit.plan(trainer="llamafactory", model=model, method=method, gpus=gpus, host_ram="512GB")
