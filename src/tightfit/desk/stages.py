@@ -73,9 +73,11 @@ def _model_before(job: Job, root: str, number: int, file: str) -> Path | None:
 
 def each_stage(args: argparse.Namespace) -> list[argparse.Namespace]:
     """The same question for every stage of a job; empty: it has none, or one was picked."""
-    from tightfit.desk.llamafactory_job import is_llamafactory
+    if not hasattr(args, "file") or hasattr(args, "only_stage"):
+        return []
+    from tightfit.desk.llamafactory_job import is_llamafactory  # brings yaml
 
-    if not hasattr(args, "file") or hasattr(args, "only_stage") or is_llamafactory(Path(args.file)):
+    if is_llamafactory(Path(args.file)):
         return []
     job = read_job(Path(args.file), model=getattr(args, "model", None)).job
     asked = []
