@@ -128,7 +128,7 @@ def _tensor_bytes(worker: WorkerFile, cap: int) -> int | None:
     """The driver's context and the communicator lie outside torch's allocator, so the allocator gets the rest."""
     if worker.vendor == "cpu":
         return None
-    left = cap - sum(beside(0, worker.ranks).values())
+    left = cap - sum(beside(0, worker.ranks, None).values())
     if left <= 0:
         outside = (cap - left) / GIB
         raise ConfigError(

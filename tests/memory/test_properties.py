@@ -22,7 +22,7 @@ from tightfit.inputs.presets import PRESETS
 from tightfit.memory import estimate
 from tightfit.memory.activations import setting_of
 from tightfit.memory.layers import layer_cost
-from tightfit.types import Buckets, Checkpointing, Engine, Footprint, Levers, Lora, ModelShape, UserError
+from tightfit.types import Buckets, Checkpointing, Engine, Footprint, Gpu, Hardware, Levers, Lora, ModelShape, UserError
 
 TRAINING = ("forward", "loss", "backward", "step")
 STATE = ("weights", "master_weights", "optimizer_states", "gradients")
@@ -383,3 +383,14 @@ def check_growth(small: Footprint, large: Footprint) -> None:
     for name, phase in small.gpu.phases.items():
         assert phase.total_bytes <= large.gpu.phases[name].total_bytes, name
     assert small.host.peak_bytes_per_rank <= large.host.peak_bytes_per_rank
+
+
+def test_a_cpu_holds_what_is_written_and_no_context() -> None:
+    """RAM is taken as it is written: half a billion elements of bucket that nobody fills take none of it."""
+    shape = load_model("tiny_mamba")
+    levers = Levers(engine="zero2", precision="fp32", sequence=128)
+    cpu = Hardware(gpu=Gpu(name="CPU", memory_bytes=8 * 2**30, vendor="cpu"), gpus_per_node=2)
+    held = estimate(shape, levers, 2, cpu).gpu
+    assert held.overhead["communicator"] == 0
+    assert held.required_bytes < 2**30, "0.55 GiB were measured"
+    assert held.phases["backward"].components["buckets"] <= 2 * 4 * shape.parameters

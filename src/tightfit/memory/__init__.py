@@ -46,7 +46,7 @@ def estimate(
     phases = {name: Phase(name, _sorted(parts)) for name, parts in components.items()}
     peak_phase = max(TRAINING, key=lambda name: phases[name].total_bytes)
     peak, init = phases[peak_phase].total_bytes, phases["init"].total_bytes
-    extra = overhead.beside(max(peak, init), world)
+    extra = overhead.beside(max(peak, init), world, gpu)
     per_node = min(world, hardware.gpus_per_node if hardware else world)
     return Footprint(
         gpu=GpuFootprint(

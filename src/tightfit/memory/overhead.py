@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tightfit.memory.job import Components
-from tightfit.types import Phase, PhaseName
+from tightfit.types import Gpu, Phase, PhaseName
 
 CONTEXT_BYTES = int(0.75 * 2**30)
 """The CUDA context with its kernels: driver's figure less the allocator's, in the measured rows 0.6 to 0.9 GiB."""
+PROCESS_BYTES = 2**29
+"""A rank on the CPU before it has a model: Python, torch and DeepSpeed held 0.50 to 0.53 GiB."""
 ALLOCATOR_SLACK = 0.03
 """Runs capped this little above their peak still complete, with expandable segments on."""
 COMMUNICATOR_BYTES = int(0.4 * 2**30)
@@ -17,11 +19,13 @@ SAVED_PIECE_BYTES = 64 * 2**20
 """What saving moves to the host at a time (`HOST_BYTES` of train/saved_model.py), in fp32."""
 
 
-def beside(peak: int, world: int) -> Components:
+def beside(peak: int, world: int, gpu: Gpu | None) -> Components:
+    """What a card has to hold beside tensors. A CPU that stands in has the process itself, and no NCCL's buffers."""
+    on_cpu = gpu is not None and gpu.vendor == "cpu"
     return {
         "allocator_slack": int(peak * ALLOCATOR_SLACK),
-        "context": CONTEXT_BYTES,
-        "communicator": COMMUNICATOR_BYTES if world > 1 else 0,
+        "context": PROCESS_BYTES if on_cpu else CONTEXT_BYTES,
+        "communicator": COMMUNICATOR_BYTES if world > 1 and not on_cpu else 0,
     }
 
 

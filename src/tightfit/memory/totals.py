@@ -42,9 +42,9 @@ def totals_of(footprint: Footprint) -> Totals:
     )
 
 
-def required_bytes(held: int, world: int) -> int:
+def required_bytes(held: int, hardware: Hardware) -> int:
     """What a card must have for this much: that, and what stands beside it."""
-    return held + sum(overhead.beside(held, world).values())
+    return held + sum(overhead.beside(held, hardware.world, hardware.gpu).values())
 
 
 class Floor(NamedTuple):
@@ -99,7 +99,7 @@ class Scale:
         passes = self.engine.passes(at_depth(self.job, depth))
         steady = self.steady(depth)
         peak = max([steady.step, *[sum(parts.values()) for parts in passes.values()]])
-        required = required_bytes(max(peak, steady.init), self.hardware.world)
+        required = required_bytes(max(peak, steady.init), self.hardware)
         return Totals(steady.init, steady.step, peak, required, steady.host, steady.nvme)
 
     @cached_property

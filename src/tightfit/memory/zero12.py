@@ -291,7 +291,7 @@ def flattens_on_gpu(job: Job) -> bool:
         return True
     both = job.weights.bytes + job.weights.trainable_numel * job.weights.trainable_width
     card = job.free_bytes + CONTEXT_BYTES
-    return both + sum(beside(both, job.world).values()) <= FLATTENING_SHARE * card
+    return both + sum(beside(both, job.world, None).values()) <= FLATTENING_SHARE * card
 
 
 def reasons(job: Job) -> tuple[str, ...]:

@@ -268,7 +268,7 @@ def corrected(footprint: Footprint, correction: Correction | None, hardware: Har
     host = _phases(footprint.host.phases, "host", correction)
     peak_phase = max(TRAINING, key=lambda name: gpu[name].total_bytes)
     peak, init = gpu[peak_phase].total_bytes, gpu["init"].total_bytes
-    extra = beside(max(peak, init), hardware.world)
+    extra = beside(max(peak, init), hardware.world, hardware.gpu)
     per_rank = max(phase.total_bytes for phase in host.values())
     return replace(
         footprint,

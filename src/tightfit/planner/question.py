@@ -122,11 +122,11 @@ def _weight(question: Question, totals: Totals, footprint: Footprint | None) -> 
     over = sum(_over_caps(question, footprint, question.caps)) if footprint else 0
     steady = any(_over_caps(question, footprint, question.steady_caps)) if footprint else False
     on_host = _over(totals.host, hardware.host_ram_bytes) + _over(totals.nvme, hardware.nvme_bytes)
-    hopeless = steady or on_host > 0 or required_bytes(totals.init, hardware.world) > hardware.gpu.memory_bytes
+    hopeless = steady or on_host > 0 or required_bytes(totals.init, hardware) > hardware.gpu.memory_bytes
     return Weight(
         excess=max(0, _needed(totals, hardware) - question.gpu_limit_bytes) + on_host + over,
         share=_share(question, totals, footprint),
-        is_hopeless=hopeless or required_bytes(totals.step, hardware.world) > question.gpu_limit_bytes,
+        is_hopeless=hopeless or required_bytes(totals.step, hardware) > question.gpu_limit_bytes,
         required=totals.required,
         host=totals.host,
     )
@@ -176,7 +176,7 @@ def needed_bytes(footprint: Footprint, hardware: Hardware) -> int:
 def _needed(totals: Totals, hardware: Hardware) -> int:
     if totals.init <= totals.peak or totals.required > hardware.gpu.memory_bytes:
         return totals.required
-    return required_bytes(totals.peak, hardware.world)
+    return required_bytes(totals.peak, hardware)
 
 
 def least_weight(question: Question, scale: Scale, depth: Checkpointing) -> tuple[float, int]:
@@ -185,7 +185,7 @@ def least_weight(question: Question, scale: Scale, depth: Checkpointing) -> tupl
     over, steady = floor_excess(question, scale, depth), scale.steady(depth)
     if question.caps or question.calibration is not None:
         return over / max(limit, 1), over
-    building = required_bytes(steady.init, hardware.world)
+    building = required_bytes(steady.init, hardware)
     if building > hardware.gpu.memory_bytes:
         over = max(over, building - limit)
     beside = [(steady.host, hardware.host_ram_bytes), (steady.nvme, hardware.nvme_bytes)]
@@ -201,7 +201,7 @@ def floor_excess(question: Question, scale: Scale, depth: Checkpointing) -> int:
     if question.calibration is not None and question.calibration.entries:
         correction = correction_of(question, replace(scale.levers, checkpointing=depth))
         taken = 0 if correction is None else correction.most_taken_bytes
-    least = required_bytes(held, question.hardware.world) - ceil(taken * (1 + ALLOCATOR_SLACK))
+    least = required_bytes(held, question.hardware) - ceil(taken * (1 + ALLOCATOR_SLACK))
     over = max(0, least - question.gpu_limit_bytes)
     for cap in question.caps:
         capped = {None: held, "loss": at_loss, "backward": at_top}.get(cap.phase, 0) if cap.where == "gpu" else 0

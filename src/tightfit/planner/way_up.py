@@ -51,7 +51,7 @@ def _questions(plan: Plan, bounds: Bounds) -> Iterator[Question]:
 def unused_share(way: Way, measured_peak_bytes: int) -> float:
     """The share of the card that was left, what lies beside the tensors counted as used."""
     held = max(measured_peak_bytes, 0)
-    used = held + sum(beside(held, way.world).values())
+    used = held + sum(beside(held, way.world, way.hardware.gpu).values())
     return 1 - used / way.hardware.gpu.memory_bytes
 
 
