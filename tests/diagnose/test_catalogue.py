@@ -49,6 +49,7 @@ def test_every_expression_compiles_and_has_its_words() -> None:
             symptom.without,
             symptom.follows,
             symptom.precedes,
+            symptom.around,
             symptom.frames,
         ):
             assert pattern is None or re.compile(pattern.text)

@@ -117,6 +117,8 @@ class Symptom:
     """In the lines after it."""
     precedes: Expression | None = None
     """In the lines before it."""
+    around: Expression | None = None
+    """In either of these."""
     frames: Expression | None = None
     """In the traceback."""
     names: tuple[Expression, ...] = ()
@@ -253,7 +255,7 @@ _LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # --- one entry ----------------------------------------------------------------------------------
 
 _TEXTS = ("id", "kind", "title", "cause", "role", "confidence")
-_PATTERNS = ("without", "follows", "precedes", "frames")
+_PATTERNS = ("without", "follows", "precedes", "around", "frames")
 _NUMBERS = ("least_steps", "most_steps", "repeats", "weight")
 _KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, "lines", "names", "anywhere", "refines", "doing", "oom", "settings", "exits",
          "fixes", "sources", "catches", "bare", "vague"}  # fmt: skip
@@ -308,6 +310,7 @@ class _Entry:
             without=self._any("without"),
             follows=self._any("follows"),
             precedes=self._any("precedes"),
+            around=self._any("around"),
             frames=self._any("frames"),
             names=tuple(self._pattern(text) for text in self._list("names")),
             least_steps=values.get("least_steps"),

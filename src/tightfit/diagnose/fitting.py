@@ -46,6 +46,8 @@ def fits(symptom: Symptom, known: Around) -> bool:
         return False
     if symptom.precedes is not None and not symptom.precedes.search(known.before):
         return False
+    if symptom.around is not None and not symptom.around.search(f"{known.before}\n{known.text}\n{known.after}"):
+        return False
     if symptom.doing and known.doing not in symptom.doing:
         return False
     if symptom.oom and not set(symptom.oom) & known.shapes:
@@ -64,6 +66,7 @@ def asks(symptom: Symptom) -> int:
         symptom.frames,
         symptom.follows,
         symptom.precedes,
+        symptom.around,
         symptom.settings,
         symptom.least_steps,
         symptom.most_steps,
