@@ -1,9 +1,10 @@
-"""Lines that something wrapped: in JSON, behind a mark that no list has, in torchrun's summary; and fixes in the words
-of the trainer, and for the card, that the log shows."""
+"""Lines that something wrapped: in JSON, behind a mark that no list has, in torchrun's summary, at the width of a
+terminal; and fixes in the words of the trainer, and for the card, that the log shows."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -251,3 +252,25 @@ def test_a_verdict_names_what_the_log_names(text: str, told: str) -> None:
 
 def test_what_a_log_does_not_name_is_left_out() -> None:
     assert verdict_of("RuntimeError: Address already in use\n").cause.endswith("a left-over process.")
+
+
+@pytest.mark.parametrize("is_hard", [False, True], ids=["between words", "anywhere"])
+@pytest.mark.parametrize("head", ["", 'Traceback (most recent call last):\n  File "/job/train.py", line 3, in main\n'])
+@pytest.mark.parametrize(
+    ("symptom", "line"),
+    [
+        ("no-grad", "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"),
+        ("backward-twice", "RuntimeError: Trying to backward through the graph a second time (or directly access …"),
+        ("import-version", "ImportError: cannot import name 'is_npu_available' from 'transformers.utils' (/opt/x.py)"),
+    ],
+)
+def test_a_message_that_a_terminal_broke_into_lines(symptom: str, line: str, head: str, is_hard: bool) -> None:
+    broken = [line[at : at + 50] for at in range(0, len(line), 50)] if is_hard else textwrap.wrap(line, 40)
+    assert verdict_of(head + "\n".join(broken) + "\n").id == symptom
+
+
+@pytest.mark.parametrize("then", ["ERROR:root:require grad", "ValueError: require grad", "\nrequire grad"])
+def test_what_another_says_does_not_belong_to_a_message(then: str) -> None:
+    assert (
+        verdict_of(f"RuntimeError: element 0 of tensors does not\n{then} and does not have a grad_fn\n").id != "no-grad"
+    )

@@ -5,18 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 from tightfit.diagnose.catalogue import CATCH_ALL, CUT_OFF, Catalogue, Symptom
 from tightfit.diagnose.evidence import KnownConfig
 from tightfit.diagnose.fitting import around, best, refined
+from tightfit.diagnose.gate import WORDS
+from tightfit.diagnose.lines import message_of
 from tightfit.diagnose.oom import OomMessage, read_oom
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.phases import phase_of
 from tightfit.diagnose.said import is_raised
 from tightfit.diagnose.scan import Finding, Scan
+from tightfit.diagnose.tracebacks import HEADER
 
 _MOST_LETTERS = 160
 _LINES_ON = 3
+_LINES_BROKEN = 4
+"""Lines on which the message of an exception may go on."""
 _NEAR_AFTER, _NEAR_BEFORE = 12, 12
 """Lines around a finding that may name what it is about."""
 _MEMORY = ("device-oom", "fragmentation", "other-process")
@@ -53,6 +59,10 @@ def _case(finding: Finding, config: KnownConfig, entries: Catalogue) -> Case | N
     oom = _oom(finding, config) if memory else None
     known = around(finding, config, oom.shapes if oom else frozenset())
     symptom = best(likely, known)
+    if symptom is None or symptom.is_generic or symptom.role == "trailing":
+        joined = _joined(finding, entries)
+        if joined is not None:
+            return _case(joined, config, entries)
     if symptom is None and finding.traceback is not None:
         symptom = entries.by_id[CUT_OFF if finding.traceback.exception is None else CATCH_ALL]
     if symptom is None:
@@ -72,6 +82,37 @@ def _case(finding: Finding, config: KnownConfig, entries: Catalogue) -> Case | N
         oom=oom if special.kind in _MEMORY else None,
         names=names,
     )
+
+
+def _joined(finding: Finding, entries: Catalogue) -> Finding | None:
+    """An exception whose message a terminal has broken into lines, with its lines put together again; None: nothing in
+    the catalogue goes over their ends."""
+    if not is_raised(finding.message):
+        return None
+    lines = [finding.message.head]
+    for line in finding.after[:_LINES_BROKEN]:
+        then = message_of(line, finding.message.number)
+        if not then.head or then.level is not None or is_raised(then) or HEADER.search(then.text):
+            break
+        lines.append(then.head)
+    for between in (" ", ""):
+        text = between.join(lines)
+        ends = list(accumulate(len(line) + len(between) for line in lines[:-1]))
+        flat = text.lower().encode()
+        rows = [row for word in set(flat.translate(WORDS).split()) for row in entries.by_word.get(word, ())]
+        fitting = {
+            row.symptom: None
+            for row in rows
+            if not (row.symptom.bare and finding.traceback is not None)
+            and not (row.symptom.without and row.symptom.without.search(text))
+            and (found := row.pattern.search(text))
+            and any(found.start() < end - len(between) and end < found.end() for end in ends)
+        }
+        if fitting:
+            message = replace(finding.message, text=text, whole=text)
+            symptoms = [*finding.symptoms, *fitting]
+            return replace(finding, message=message, symptoms=symptoms, after=finding.after[len(lines) - 1 :])
+    return None
 
 
 def _oom(finding: Finding, config: KnownConfig) -> OomMessage:
