@@ -99,7 +99,7 @@ def _joined(finding: Finding, entries: Catalogue) -> Finding | None:
         text = between.join(lines)
         ends = list(accumulate(len(line) + len(between) for line in lines[:-1]))
         flat = text.lower().encode()
-        rows = [row for word in set(flat.translate(WORDS).split()) for row in entries.by_word.get(word, ())]
+        rows = [row for word in sorted({*flat.translate(WORDS).split()}) for row in entries.by_word.get(word, ())]
         fitting = {
             row.symptom: None
             for row in rows

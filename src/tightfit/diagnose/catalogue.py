@@ -118,7 +118,7 @@ class Symptom:
     precedes: Expression | None = None
     """In the lines before it."""
     around: Expression | None = None
-    """In either of these."""
+    """In the lines before or after it."""
     frames: Expression | None = None
     """In the traceback."""
     names: tuple[Expression, ...] = ()
