@@ -36,6 +36,7 @@ SHAPE = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 LLAMAFACTORY = ["--launcher", "llamafactory", "--llamafactory-version", "0.9.2", "--transformers-version", "4.49.0"]
 
 
@@ -95,19 +96,16 @@ def smoke(name: str, folder: Path) -> None:
 def shrunk(name: str, small: Small, number: int, model: str) -> dict[str, Any]:
     """The example's job, with everything small that makes it long; what it trains and how stays."""
     job: dict[str, Any] = yaml.safe_load((HERE / name / "job.yaml").read_text(encoding="utf-8"))
-    worker = json.loads((HERE / name / small.plans[number] / "worker.json").read_text(encoding="utf-8"))
-    kept = {key: worker["levers"][key] for key in LEVERS}
-    recomputed = worker["levers"]["checkpointing"]
-    job |= {
-        "model": model,
-        "sequence": small.sequence,
-        "effective_batch": 8,
-        "max_steps": STEPS,
-        # The tiny models have four layers.
-        "levers": kept | {"checkpointing": "layers:2" if recomputed.startswith("layers:") else recomputed},
-    }
+    job |= {"model": model, "sequence": small.sequence, "effective_batch": 8, "max_steps": STEPS}
     if small.llamafactory:  # one card would do for the tiny model, and eight are what is shown
-        job["levers"] |= {"micro_batch": 1, "accum": 1}
+        stage = json.loads((HERE / name / small.plans[number] / "deepspeed.json").read_text(encoding="utf-8"))
+        engine = f"zero{stage['zero_optimization']['stage']}"
+        job["levers"] = {"engine": engine, "micro_batch": 1, "accum": 1}
+    else:
+        levers = json.loads((HERE / name / small.plans[number] / "worker.json").read_text(encoding="utf-8"))["levers"]
+        recomputed = "layers:2" if levers["checkpointing"].startswith("layers:") else levers["checkpointing"]
+        # The tiny models have four layers.
+        job["levers"] = {key: levers[key] for key in LEVERS} | {"checkpointing": recomputed}
     for gone in ("limits", "epochs", "saving", "evaluation", *(() if small.llamafactory else ("hardware",))):
         job.pop(gone, None)
     if small.ablations:
@@ -158,7 +156,7 @@ def tightfit(folder: Path, *words: str, told: tuple[str, ...] = ("",)) -> str:
     ran = subprocess.run(
         [sys.executable, "-m", "tightfit", *words],
         cwd=folder,
-        env=os.environ | without_gpu(folder),
+        env=os.environ | alone(folder) | ({} if "--gpus" in words else WITHOUT_GPU),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -170,14 +168,12 @@ def tightfit(folder: Path, *words: str, told: tuple[str, ...] = ("",)) -> str:
     return "\n".join([f"$ tightfit {' '.join(words)}", *lines])
 
 
-def without_gpu(folder: Path) -> dict[str, str]:
-    """No GPU, no network, a cache of its own, but for what DeepSpeed compiles: that would cost a minute each time."""
+def alone(folder: Path) -> dict[str, str]:
+    """No network, a cache of its own, but for what DeepSpeed compiles: that would cost a minute each time."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # PyTorch's own name for it: one that two versions of Python share is compiled again by each in turn.
     compiled = cache / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
     return {
-        "CUDA_VISIBLE_DEVICES": "",
-        "HIP_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
         "COLUMNS": "120",

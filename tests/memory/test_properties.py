@@ -385,12 +385,9 @@ def check_growth(small: Footprint, large: Footprint) -> None:
     assert small.host.peak_bytes_per_rank <= large.host.peak_bytes_per_rank
 
 
-def test_a_cpu_holds_what_is_written_and_no_context() -> None:
-    """RAM is taken as it is written: half a billion elements of bucket that nobody fills take none of it."""
-    shape = load_model("tiny_mamba")
-    levers = Levers(engine="zero2", precision="fp32", sequence=128)
+def test_a_cpu_has_no_context() -> None:
+    """A rank there is a process, which held half a GiB before it had a model."""
     cpu = Hardware(gpu=Gpu(name="CPU", memory_bytes=8 * 2**30, vendor="cpu"), gpus_per_node=2)
-    held = estimate(shape, levers, 2, cpu).gpu
+    held = estimate(load_model("tiny_mamba"), Levers(engine="fsdp2", sequence=128), 2, cpu).gpu
     assert held.overhead["communicator"] == 0
-    assert held.required_bytes < 2**30, "0.55 GiB were measured"
-    assert held.phases["backward"].components["buckets"] <= 2 * 4 * shape.parameters
+    assert 2**29 <= held.required_bytes < 0.7 * 2**30, "0.55 GiB were measured"

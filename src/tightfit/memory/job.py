@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from tightfit.memory import weights as weights_of
@@ -57,8 +57,6 @@ def make_job(
 ) -> Job:
     hopper = gpu is None or gpu.arch in (None, "sm_90", "sm_90a", "sm_100", "sm_103", "sm_120")
     on_cpu = gpu is not None and gpu.vendor == "cpu"
-    if on_cpu:
-        levers = _with_buckets_as_filled(shape, levers)
     return Job(
         shape=shape,
         levers=levers,
@@ -70,14 +68,6 @@ def make_job(
         free_bytes=None if gpu is None else gpu.memory_bytes - context_bytes,
         built_whole=built_whole,
     )
-
-
-def _with_buckets_as_filled(shape: ModelShape, levers: Levers) -> Levers:
-    """RAM is taken page by page as it is written, so that a bucket holds what was put into it and no more."""
-    most = weights_of.of(shape, levers).trainable_numel
-    buckets = levers.buckets
-    filled = {name: min(getattr(buckets, name), most) for name in ("reduce_bucket", "allgather_bucket")}
-    return replace(levers, buckets=replace(buckets, **filled))
 
 
 def at_depth(job: Job, depth: Checkpointing) -> Job:

@@ -56,7 +56,7 @@ _FIXED = Patterns(
             rf"plan/{_STAGING}/(old/)?({_PLAN})",
             rf"attempts/{_NUMBER}\.(json|new)",
             f"attempts/{FRESH.format(_NUMBER + r'[.]json')}",
-            rf"attempts/{_NUMBER}/({_LOG}|command\.log|stacks\.txt|{_ERRORS}|plan/({_PLAN}))",
+            rf"attempts/{_NUMBER}/({_LOG}|command\.log|memory\.jsonl|stacks\.txt|{_ERRORS}|plan/({_PLAN}))",
             r"tensorboard/events\.out\.tfevents\.[^/]+",
         )
     ),
