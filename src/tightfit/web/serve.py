@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -84,6 +85,7 @@ def serve(site: Site, listening: socket.socket, ready: Callable[[], None]) -> No
     )
 
     def leave() -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # whoever is cut off now is no error
         hub.close()
         threads.leave()
 
