@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def test_whose_trainer_a_llamafactory_file_is_planned_for(capsys: pytest.Capture
         assert main(["plan", "lf.yaml", *ON, *words]) == 0
         assert "The plan is for LLaMA-Factory" not in " ".join(capsys.readouterr().out.split())
         assert Path("made/worker.json").exists()
-        Path("made/worker.json").unlink()
+        shutil.rmtree("made")
 
 
 def test_training_with_a_data_set_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tightfit.desk.lever_flags import without_effect
 from tightfit.desk.plan_files import deepspeed_version
-from tightfit.desk.stages import stage_asked
+from tightfit.desk.stages import named_model, stage_asked
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.job_file import JOB_FLAGS, adapter_dtype_of, hardware_of, job_from_flags, model_of, read_job
 from tightfit.inputs.presets import PRESETS
@@ -69,8 +69,8 @@ def request_of(
     given = {name: value for name, value in vars(args).items() if name in JOB_FLAGS}
     launcher = getattr(args, "launcher", None) if for_others else "torchrun"
     file = _file(args, given, launcher)
-    if file is None and getattr(args, "max", None) == "model":
-        given["model"] = next(iter(PRESETS))  # whose place every preset takes
+    if file is None and (model := named_model(args)) is not None:
+        given["model"] = model
     stage = stage_asked(args, file.job if file else None, file.path if file else None)
     if file is not None and stage is not None:
         given["output"] = str(stage.folder)
@@ -116,9 +116,7 @@ def _file(args: argparse.Namespace, given: Mapping[str, Any], launcher: str | No
     from tightfit.desk.llamafactory_job import is_llamafactory, read_llamafactory_job  # brings yaml
 
     path = Path(args.file)
-    model = given.get("model")
-    if model is None and getattr(args, "max", None) == "model":
-        model = next(iter(PRESETS))
+    model = named_model(args)
     if is_llamafactory(path):
         stays = given.get("for", "llamafactory" if launcher in (None, "llamafactory") else None) == "llamafactory"
         found = read_llamafactory_job(path, model, stays=stays)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tightfit.inputs.job_file import read_job, stage_of
 from tightfit.inputs.job_stages import merged_folder, model_left_by, stage_folder
+from tightfit.inputs.presets import PRESETS
 from tightfit.job import Job
 from tightfit.types import ConfigError
 
@@ -71,6 +72,12 @@ def _model_before(job: Job, root: str, number: int, file: str) -> Path | None:
     return model_left_by(root, before) or usual
 
 
+def named_model(args: argparse.Namespace) -> str | None:
+    """The model that a flag names; of `--max model` any preset, whose place every one takes."""
+    model: str | None = getattr(args, "model", None)
+    return next(iter(PRESETS)) if model is None and getattr(args, "max", None) == "model" else model
+
+
 def each_stage(args: argparse.Namespace) -> list[argparse.Namespace]:
     """The same question for every stage of a job; empty: it has none, or one was picked."""
     if not hasattr(args, "file") or hasattr(args, "only_stage"):
@@ -79,7 +86,7 @@ def each_stage(args: argparse.Namespace) -> list[argparse.Namespace]:
 
     if is_llamafactory(Path(args.file)):
         return []
-    job = read_job(Path(args.file), model=getattr(args, "model", None)).job
+    job = read_job(Path(args.file), model=named_model(args)).job
     asked = []
     for number in range(1, len(job.stages) + 1):
         one = argparse.Namespace(**vars(args), only_stage=number)
