@@ -155,7 +155,7 @@ def _start(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
     yield f"`./launch.sh{script}` starts {trainer} with `{PROGRAMS[launcher]}`, in the environment that is active."
     yield "What you add to the line goes to the trainer. Relative paths count from this folder. A second run on the"
     yield f"same machine needs a port of its own: `MASTER_PORT={target.port + 1} ./launch.sh`."
-    if "worker.json" in files:
+    if "worker.json" in files and launcher != "llamafactory":
         yield ""
         yield "`tightfit train --plan` with this folder starts the same on one machine, and follows it."
     if "slurm.sbatch" in files:
