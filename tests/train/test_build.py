@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tightfit.train import build
 from tightfit.train.assemble import materialise
 from tightfit.train.audit import audit
+from tightfit.train.config import ModelSource
 from tightfit.types import Levers
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -94,3 +97,12 @@ def test_a_cap_on_attention_scores_is_not_lost_to_sdpa() -> None:
     assert "cap" in str(said)
     config.attn_logit_softcapping = None
     assert build.attention_of(Levers(attention="sdpa"), on_gpu=False, config=config) == ("sdpa", None)
+
+
+def test_an_infinity_that_transformers_wrote_is_read(tmp_path: Path) -> None:
+    AutoConfig.for_model("mamba2", hidden_size=64, num_heads=8, head_dim=16, num_hidden_layers=2).save_pretrained(
+        tmp_path
+    )
+    saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    source = ModelSource(name="m", config=saved, weights=None, parameters=1, trust_remote_code=False)
+    assert list(build.hf_config(source, None).time_step_limit) == [0.0, float("inf")]

@@ -41,11 +41,22 @@ def hf_config(source: ModelSource, folder: Path | None) -> Any:
     if source.config is None:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=source.trust_remote_code)
     else:
-        fields = dict(source.config)
+        fields = {key: _decoded(value) for key, value in source.config.items()}
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     text = config.get_text_config()  # of a model that also sees: only what reads and writes is trained
     text.use_cache = False
     return text
+
+
+def _decoded(value: Any) -> Any:
+    """JSON has no infinity: transformers writes `{"__float__": "Infinity"}`, as in Mamba-2's time_step_limit."""
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(inside) for key, inside in value.items()}
+    return value
 
 
 _CAPPED = ("gemma2", "vaultgemma")
