@@ -124,7 +124,7 @@ def test_both_in_the_browser(tmp_path: Path) -> None:
         page.set_default_timeout(1000 * WAIT_S)
         page.goto(f"{home_of(link)}/plan?{QUERY}&seq=1024&lang=en")
         page.get_by_role("button", name="The longest that fits").click()
-        says(page, ".copy code >> nth=0", "--seq 45504", WAIT_S)
+        says(page, ".copy code >> nth=0", "--seq 45568", WAIT_S)
         says(page, "#verdict", "Fits: needs", WAIT_S)
         assert page.evaluate("() => document.activeElement.dataset.max") == "seq", "the focus stays"
         page.go_back()

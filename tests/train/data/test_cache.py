@@ -235,7 +235,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
 def test_somebodys_files_in_the_cache_stay(tmp_path: Path) -> None:
     """A folder that is called as ours would be."""
     folder = tmp_path / ("a" * 32)
-    left = tmp_path / f".building-{folder.name}-1"
+    left = tmp_path / f".building-{folder.name}-999999999"  # a process that is not there
     for place in (folder, left):
         place.mkdir()
         (place / "tokens.bin").write_bytes(b"tokens")
