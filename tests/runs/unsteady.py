@@ -21,7 +21,7 @@ from typing import NoReturn
 from stored import store
 
 from tightfit.runs.checkpoints import newest_first, step_of
-from tightfit.runs.heartbeat import DISK_FULL, Heartbeat
+from tightfit.runs.heartbeat import DISK_FULL, Heartbeat, read_beat
 from tightfit.runs.parent import PARENT_FD, end_with_parent
 from tightfit.runs.stacks import DUMP
 from tightfit.train.stop import Stop, leave
@@ -59,12 +59,13 @@ class Worker:
         self.stop.arm()
         for step in range(first + 1, STEPS + 1):
             self.heart.at("forward", step)
+            self.meet(step)
             if step in self.skips:
                 self.write("warning", text=f"step {step} is left out")
                 continue
             if self.fault != "good" and step == self.at:
                 self.break_down(step)
-            time.sleep(0.05)  # ranks wait for each other in a true one
+            time.sleep(0.05)
             self.write("step", step=step, steps=STEPS, loss=5.0 - step / 10, step_s=0.05)
             if self.stop.asked:
                 self.save(step)
@@ -78,6 +79,12 @@ class Worker:
         if self.fault == "after":
             os.kill(os.getpid(), signal.SIGKILL)
         leave(0)
+
+    def meet(self, step: int) -> None:
+        """Ranks wait for each other in every step, as those of a true training do."""
+        for rank in range(int(os.environ["WORLD_SIZE"])):
+            while not self.stop.asked and ((beat := read_beat(self.run, rank)) is None or beat.step < step):
+                time.sleep(0.01)
 
     def begin(self) -> int:
         place = self.args.resume
