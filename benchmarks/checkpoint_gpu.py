@@ -49,7 +49,7 @@ def large() -> Situations:
 
 def prepare(folder: Path, only: str = "", situations: Situations | None = None) -> None:
     """A plan for each situation, as the desk writes it."""
-    from tightfit.inputs.job_file import hardware_of, job_from_flags, model_of
+    from tightfit.job.file import hardware_of, job_from_flags, model_of
     from tightfit.planner import plan
     from tightfit.render import Target, render
     from tightfit.types import Gpu, Hardware

@@ -35,7 +35,7 @@ LOOK_S = 30.0
 """How long is waited for the run's first sign, and again for its first steps on the screen."""
 CHECK = """
 import json, torch
-from tightfit.inputs.probes import probe_cards
+from tightfit.hardware.probes import probe_cards
 held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
 torch.cuda.synchronize()
 free, total = torch.cuda.mem_get_info(0)

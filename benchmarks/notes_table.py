@@ -31,7 +31,7 @@ from rows import GIB, GIVEN, OWN, levers_of, shape_of
 
 from tightfit.cli import main as tightfit
 from tightfit.inputs.flags import flags_from_levers
-from tightfit.inputs.models import load_model, shape_from_fields
+from tightfit.model.load import load_model, shape_from_fields
 
 PAGE = Path(__file__).parents[1] / "docs" / "notes-against-truth.md"
 GB = 10**9

@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from accuracy import percent, words_of
 from rows import DATA, GIVEN, OWN, PACE, PACE_LATER, Row, levers_of, read_rows, shape_of
 
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model
+from tightfit.hardware.words import parse_hardware
+from tightfit.model.load import load_model
 from tightfit.pace import pace, rates
 from tightfit.types import Levers, Pace
 

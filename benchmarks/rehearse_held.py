@@ -84,7 +84,7 @@ def off(figure: dict[str, Any]) -> str:
 
 
 def one(argv: list[str]) -> int:
-    from tightfit import cli_rehearse
+    from tightfit.cli import rehearse as cli_rehearse
     from tightfit.runs.ranks import worker_command
 
     ours = (sys.executable, __file__, "--worker")

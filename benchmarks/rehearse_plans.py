@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.job_file import hardware_of, job_from_flags, model_of
-from tightfit.inputs.models import find_config
-from tightfit.inputs.presets import PRESETS
+from tightfit.job.file import hardware_of, job_from_flags, model_of
+from tightfit.model.load import find_config
+from tightfit.model.presets import PRESETS
 from tightfit.planner import Way, plan
 
 GIB = 2**30

@@ -28,7 +28,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tightfit import cli_train_flags
+from tightfit.cli import train_flags as cli_train_flags
 from tightfit.desk.plan_files import startable_of
 from tightfit.desk.plan_request import Request, request_of
 from tightfit.memory import estimate

@@ -21,9 +21,9 @@ from statistics import median
 from typing import Any
 
 from tightfit.inputs.flags import levers_as_written
-from tightfit.inputs.models import find_config, shape_from_config
 from tightfit.memory import estimate
 from tightfit.memory.overhead import CONTEXT_BYTES
+from tightfit.model.load import find_config, shape_from_config
 from tightfit.types import Buckets, Checkpointing, Footprint, Gpu, Hardware, Levers, Lora, ModelShape, Offload
 
 GIB = 2**30

@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import median
 
 from tightfit.inputs.flags import check_levers
-from tightfit.inputs.models import load_model
-from tightfit.inputs.presets import PRESETS
 from tightfit.memory import estimate
+from tightfit.model.load import load_model
+from tightfit.model.presets import PRESETS
 from tightfit.types import Checkpointing, Levers, ModelShape, UserError
 
 MODELS = ("qwen2.5-7b", "7b_mamba")
@@ -53,7 +53,7 @@ print(json.dumps([answer.considered, answer.search_s, answer.fits]))
 
 FIRST_CALL = """
 import time
-from tightfit.inputs.models import load_model
+from tightfit.model.load import load_model
 from tightfit.memory import estimate
 from tightfit.types import Levers
 shape = load_model({model!r})

@@ -154,7 +154,7 @@ def main() -> None:
 def prepare(folder: Path, only: str) -> None:
     from rehearse_plans import scenario
 
-    from tightfit.inputs.job_file import hardware_of, job_from_flags, model_of
+    from tightfit.job.file import hardware_of, job_from_flags, model_of
     from tightfit.planner import plan
     from tightfit.render import Target, render
 

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import tightfit
 
 ROOT = Path(__file__).parents[1]
@@ -21,8 +19,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
     "types",
     "owned",
-    "job",
     "inputs",
+    "hardware",
+    "model",
+    "job",
     "memory",
     "pace",
     "priced",
@@ -48,28 +48,17 @@ WORKERS = {"mamba", "train"}
 
 GPU_STACK = {"torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "bitsandbytes", "triton"}
 
-ENVIRONMENT_DOORS = ("inputs", "train/__main__.py")
-
-files = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+ENVIRONMENT_DOORS = ("inputs", "hardware", "model", "train/__main__.py")
 
 
 def room_of(path: Path) -> str:
-    return _room(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
-
-
-def _room(module: str) -> str:
-    """A room of several files beside each other: `cli_flags` → cli, `screen_plan` → screen."""
-    first = module.partition("_")[0]
-    return first if first in ("cli", "screen") else module
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def room_of_name(dotted: str) -> str:
-    """`tightfit.cli_flags` → cli; a name of the package itself, such as its version → __init__."""
+    """`tightfit.cli.flags` → cli; a name of the package itself, such as its version → __init__."""
     parts = dotted.split(".")
-    if len(parts) == 1:
-        return "__init__"
-    name = _room(parts[1])
-    return name if name in ORDER else "__init__"
+    return parts[1] if len(parts) > 1 and parts[1] in ORDER else "__init__"
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -92,58 +81,53 @@ def imported(path: Path) -> Iterator[str]:
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
 
 
-@files
-def test_every_file_is_in_a_room(path: Path) -> None:
-    assert room_of(path) in ORDER
+def our_imports() -> Iterator[tuple[Path, str]]:
+    """Every file with every module of ours that it imports."""
+    for path in FILES:
+        yield from ((path, name) for name in imported(path) if name.split(".")[0] == "tightfit")
 
 
-@files
-def test_imports_go_one_way(path: Path) -> None:
-    own = room_of(path)
-    for name in imported(path):
-        if name.split(".")[0] == "tightfit":
-            room = room_of_name(name)
-            assert ORDER.index(room) <= ORDER.index(own), f"{own} stands above {room} and may not import {name}"
+def reads_environment(node: ast.AST) -> bool:
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr in names
+    return isinstance(node, ast.ImportFrom) and node.module == "os" and bool(names & {each.name for each in node.names})
 
 
-@files
-def test_the_desk_never_imports_the_worker(path: Path) -> None:
-    own = room_of(path)
-    for name in imported(path):
-        if name.split(".")[0] == "tightfit" and room_of_name(name) in WORKERS:
-            assert own in WORKERS, f"{own} may not import {name}: the worker is spawned"
+def test_every_file_is_in_a_room_and_named_by_its_idea() -> None:
+    assert {room_of(path) for path in FILES} == set(ORDER)
+    assert not [path for path in FILES if path.stem in {"utils", "common", "helpers"}]
 
 
-@files
-def test_mamba_knows_nothing_of_ours(path: Path) -> None:
-    if room_of(path) == "mamba":
-        ours = [name for name in imported(path) if name.split(".")[0] == "tightfit"]
-        assert all(room_of_name(name) == "mamba" for name in ours), ours
+def test_the_root_is_small() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
-@files
-def test_the_gpu_stack_stays_with_the_worker(path: Path) -> None:
-    if room_of(path) not in WORKERS:
-        found = {name for name in imported(path) if name.split(".")[0] in GPU_STACK}
-        assert not found, f"only {sorted(WORKERS)} may import {sorted(found)}"
+def test_imports_go_one_way() -> None:
+    wrong = [
+        (path, name) for path, name in our_imports() if ORDER.index(room_of_name(name)) > ORDER.index(room_of(path))
+    ]
+    assert not wrong, "a room imports one that stands below it in ORDER"
 
 
-@files
-def test_the_environment_enters_by_one_door(path: Path) -> None:
-    relative = path.relative_to(PACKAGE)
-    if relative.parts[0] == ENVIRONMENT_DOORS[0] or relative.as_posix() in ENVIRONMENT_DOORS:
-        return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
-            assert node.attr not in names, f"line {node.lineno} reads the environment"
-        if isinstance(node, ast.ImportFrom) and node.module == "os":
-            assert not names & {alias.name for alias in node.names}, f"line {node.lineno} reads the environment"
+def test_the_worker_is_spawned_and_never_imported() -> None:
+    desk = [(path, name) for path, name in our_imports() if room_of(path) not in WORKERS]
+    assert not [(path, name) for path, name in desk if room_of_name(name) in WORKERS]
 
 
-@files
-def test_a_file_is_named_by_its_idea(path: Path) -> None:
-    assert path.stem not in {"utils", "common", "helpers"}
+def test_mamba_knows_nothing_of_ours() -> None:
+    assert not [name for path, name in our_imports() if room_of(path) == "mamba" != room_of_name(name)]
+
+
+def test_the_gpu_stack_stays_with_the_worker() -> None:
+    desk = [path for path in FILES if room_of(path) not in WORKERS]
+    assert not [(path, name) for path in desk for name in imported(path) if name.split(".")[0] in GPU_STACK]
+
+
+def test_the_environment_enters_by_one_door() -> None:
+    inside = [path for path in FILES if not path.relative_to(PACKAGE).as_posix().startswith(ENVIRONMENT_DOORS)]
+    trees = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in inside]
+    assert not [(path, node.lineno) for path, tree in trees for node in ast.walk(tree) if reads_environment(node)]
 
 
 def test_the_order_is_the_one_in_the_contributors_guide() -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 import speed
 
-from tightfit.inputs.models import load_model
+from tightfit.model.load import load_model
 
 HEAVY = ("torch", "deepspeed", "transformers", "peft", "accelerate", "numpy")
 MOST_PROCESS_RATIO = 3.0

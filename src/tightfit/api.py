@@ -20,9 +20,9 @@ from tightfit.desk import estimate_report, plan_report
 from tightfit.desk import plan as plans
 from tightfit.desk.plan_files import files_of, plan_of
 from tightfit.inputs.flags import Flags
-from tightfit.inputs.job_file import JOB_FLAGS
 from tightfit.inputs.spelling import nearest
 from tightfit.job import Job
+from tightfit.job.file import JOB_FLAGS
 from tightfit.planner import plan as plan_job
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Remedy, Way
@@ -94,7 +94,7 @@ class Planned:
     def __str__(self) -> str:
         from rich.console import Console
 
-        from tightfit import screen_plan
+        from tightfit.screen import plan as screen_plan
 
         console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
         if isinstance(self.answer, Tiered):

@@ -17,7 +17,7 @@ import pytest
 from sample_logs import CORPUS, HEALTHY
 
 from tightfit.cli import main
-from tightfit.cli_diagnose_run import rank_of
+from tightfit.cli.diagnose_run import rank_of
 from tightfit.runs.processes import this_host
 
 OOM = CORPUS / "oom-logits--eight-ranks-and-a-watchdog.log"

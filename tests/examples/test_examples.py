@@ -37,7 +37,7 @@ from tightfit.memory import estimate
 EXAMPLES = Path(smoke.__file__).parent
 PAGES = [EXAMPLES / "README.md", *(EXAMPLES / name / "README.md" for name in smoke.EXAMPLES)]
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|tmp|root|home|Users|mnt)\b")
-PARSERS = {"train": "tightfit.cli_train_flags"}
+PARSERS = {"train": "tightfit.cli.train_flags"}
 """Where a verb's flags are, if not in its own module."""
 NOT_TRAINED = ("qwen-32b-lora-on-8-dcus",)
 

@@ -13,7 +13,7 @@ from tightfit.inputs.flags import (
     flags_from_levers,
     levers_from_flags,
 )
-from tightfit.inputs.models import load_model, shape_from_config
+from tightfit.model.load import load_model, shape_from_config
 from tightfit.types import Buckets, Checkpointing, ConfigError, Levers, Lora
 
 LLAMA = load_model("tiny_llama")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.cli_lint import lint as lint_verb
+from tightfit.cli.lint import lint as lint_verb
 from tightfit.inputs.deepspeed_file import KEYS
 from tightfit.lint import examine, lint
 from tightfit.lint.document import read_document

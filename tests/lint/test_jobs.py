@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.cli_lint import lint as lint_verb
-from tightfit.inputs.job_file import job_faults, read_job
+from tightfit.cli.lint import lint as lint_verb
+from tightfit.job.file import job_faults, read_job
 from tightfit.lint import lint
 from tightfit.types import ConfigError
 

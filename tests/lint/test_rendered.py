@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.job_file import read_job
-from tightfit.inputs.models import load_model
+from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job, Machine
+from tightfit.job.file import read_job
 from tightfit.lint import examine
 from tightfit.memory import estimate
+from tightfit.model.load import load_model
 from tightfit.planner.plan import Plan, Way
 from tightfit.render import render
 from tightfit.render.target import Target

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from tightfit.inputs.models import shape_from_config
 from tightfit.memory.attention import mask_bytes
 from tightfit.memory.layers import layer_cost, layer_input_bytes
 from tightfit.memory.operations import Operations, Setting
 from tightfit.memory.ssm import mamba1
 from tightfit.memory.tape import LayerCost, Slot, measure
+from tightfit.model.load import shape_from_config
 from tightfit.types import Attention, Block, Mamba1, ModelShape, Tensor, Traced
 
 torch = pytest.importorskip("torch")

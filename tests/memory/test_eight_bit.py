@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tightfit.inputs.models import load_model
 from tightfit.memory import estimate
 from tightfit.memory.optimizers import BLOCK_8BIT, SMALL_8BIT, UNPAGED, eight_bit_states
 from tightfit.memory.weights import of
+from tightfit.model.load import load_model
 from tightfit.types import Engine, Levers, Lora, Optimizer
 
 

@@ -23,10 +23,10 @@ torch = pytest.importorskip("torch")
 from kept import BATCH, SEQUENCE, WORDS, forward, saved_bytes  # noqa: E402
 from live import live_mode  # noqa: E402
 
-from tightfit.inputs.models import load_model, shape_from_config  # noqa: E402
 from tightfit.memory import estimate  # noqa: E402
 from tightfit.memory.activations import activations  # noqa: E402
 from tightfit.memory.weights import weights  # noqa: E402
+from tightfit.model.load import load_model, shape_from_config  # noqa: E402
 from tightfit.train.build import freeze  # noqa: E402
 from tightfit.types import Checkpointing, Levers, Trains  # noqa: E402
 

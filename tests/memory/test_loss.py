@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 
 from kept import BATCH, SEQUENCE, forward, saved_bytes  # noqa: E402
 
-from tightfit.inputs.models import shape_from_config  # noqa: E402
 from tightfit.memory.activations import activations  # noqa: E402
 from tightfit.memory.loss import fused_chunk_tokens  # noqa: E402
+from tightfit.model.load import shape_from_config  # noqa: E402
 from tightfit.train.loss import linear_cross_entropy  # noqa: E402
 from tightfit.types import Checkpointing, Levers  # noqa: E402
 

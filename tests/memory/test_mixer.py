@@ -16,10 +16,10 @@ from kept import saved_bytes  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from tightfit.inputs.models import shape_from_config  # noqa: E402
 from tightfit.mamba.install import install, uninstall  # noqa: E402
 from tightfit.memory.layers import layer_cost  # noqa: E402
 from tightfit.memory.operations import Setting  # noqa: E402
+from tightfit.model.load import shape_from_config  # noqa: E402
 
 BATCH, SEQUENCE = 2, 48
 SIZES = {"vocab_size": 97, "hidden_size": 64, "state_size": 8, "conv_kernel": 4, "expand": 2}

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tightfit.inputs.flags import check_levers
-from tightfit.inputs.models import load_model, shape_from_config
-from tightfit.inputs.presets import PRESETS
 from tightfit.memory import estimate
 from tightfit.memory.activations import setting_of
 from tightfit.memory.layers import layer_cost
+from tightfit.model.load import load_model, shape_from_config
+from tightfit.model.presets import PRESETS
 from tightfit.types import Buckets, Checkpointing, Engine, Footprint, Gpu, Hardware, Levers, Lora, ModelShape, UserError
 
 TRAINING = ("forward", "loss", "backward", "step")

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.inputs.models import shape_from_config
 from tightfit.memory.gathered import Limits, Model, Passes, stretches
 from tightfit.memory.replay import replay, replay_between, settled_layers
 from tightfit.memory.zero3 import Style, _model
+from tightfit.model.load import shape_from_config
 from tightfit.types import Lora
 
 SIZES = (0, 1, 10**5, 10**6, 10**7, 10**9)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tightfit.inputs.flags import released_at_once
-from tightfit.inputs.models import load_model
 from tightfit.memory import estimate
 from tightfit.memory.host import swap_buffer_numel
 from tightfit.memory.weights import of
+from tightfit.model.load import load_model
 from tightfit.types import Buckets, Levers
 
 SHAPE = load_model("qwen2.5-7b")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tightfit.inputs.models import load_model, shape_from_config
 from tightfit.memory.weights import NF4_BLOCK, weights
+from tightfit.model.load import load_model, shape_from_config
 from tightfit.types import Lora
 
 SMALL: dict[str, Any] = {

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import check_levers, released_at_once
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model, shape_from_config
-from tightfit.inputs.presets import PRESETS
+from tightfit.model.load import load_model, shape_from_config
+from tightfit.model.presets import PRESETS
 from tightfit.pace import pace, step_times
 from tightfit.pace.rates import UNKNOWN_FLOPS, host_link_of
 from tightfit.types import (

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tightfit.inputs.models import load_model, shape_from_config
 from tightfit.memory.activations import setting_of
+from tightfit.model.load import load_model, shape_from_config
 from tightfit.pace import pace
 from tightfit.pace.rates import ATTENTION_BACK, GROUPED_SHARE, PRODUCT_SHARE, Rates
 from tightfit.pace.work import head_time, layer_time

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model, shape_from_config
+from tightfit.hardware.words import parse_hardware
 from tightfit.job import Job
+from tightfit.model.load import load_model, shape_from_config
 from tightfit.planner import question_of
 from tightfit.planner.candidates import Corner, corners, strategies
 from tightfit.planner.question import Question

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 from small_questions import ask, fits, machine, preset
 
-from tightfit.inputs.presets import PRESETS
 from tightfit.job import Adapters, Allowance, Job, Limits, Machine
+from tightfit.model.presets import PRESETS
 from tightfit.planner import costly, plan
 from tightfit.planner.plan import Plan
 from tightfit.types import ConfigError, Hardware

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from small_questions import fits, machine, preset
 
-from tightfit.inputs.presets import PRESETS
 from tightfit.job import Job
+from tightfit.model.presets import PRESETS
 from tightfit.planner import plan
 from tightfit.planner.limits import STEP_TOKENS, largest_micro_batch, largest_model, longest_sequence
 from tightfit.types import ConfigError, Method

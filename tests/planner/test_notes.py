@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model
 from tightfit.job import Job
+from tightfit.model.load import load_model
 from tightfit.planner import plan
 from tightfit.planner.plan import Plan
 from tightfit.priced import strategy_name

@@ -9,11 +9,11 @@ from itertools import product
 
 import pytest
 
+from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import released_at_once
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model
 from tightfit.job import Job, Machine
 from tightfit.memory import estimate
+from tightfit.model.load import load_model
 from tightfit.planner.plan import Plan, Way
 from tightfit.types import Checkpointing, Hardware, Levers, Lora, ModelShape, Pace
 

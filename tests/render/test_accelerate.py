@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tightfit.inputs.families import FAMILIES
-from tightfit.inputs.hardware import parse_hardware
+from tightfit.hardware.words import parse_hardware
 from tightfit.job import Job
+from tightfit.model.families import FAMILIES
 from tightfit.planner.plan import Plan
 from tightfit.render.accelerate import LAYER_CLASSES, accelerate_notes, accelerate_yaml
 from tightfit.render.deepspeed import deepspeed_json

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.deepspeed_file import read_deepspeed, to_levers
 from tightfit.inputs.flags import released_at_once
-from tightfit.inputs.hardware import parse_hardware
 from tightfit.job import Job, Machine
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.inputs.hardware import parse_hardware
+from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job
 from tightfit.planner.plan import Plan
 from tightfit.render.accelerate import accelerate_yaml

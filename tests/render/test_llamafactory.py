@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.deepspeed_file import read_deepspeed
-from tightfit.inputs.hardware import parse_hardware
 from tightfit.inputs.llamafactory_file import check_deepspeed, read_llamafactory, to_levers
-from tightfit.inputs.presets import PRESETS, checkpoint_of
 from tightfit.job import Adapters, Data, Evaluation, Job, Saving
+from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.planner.plan import Plan
 from tightfit.render.deepspeed import deepspeed_json
 from tightfit.render.llamafactory import (

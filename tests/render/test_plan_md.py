@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model
+from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job, Limits
+from tightfit.model.load import load_model
 from tightfit.planner import plan as planned
 from tightfit.planner.plan import Plan
 from tightfit.planner.tiers import tiered
@@ -192,8 +192,8 @@ def test_another_process_renders_the_same_bytes(tmp_path: Path) -> None:
     """Nothing hangs on the order of a set: two processes with different hash seeds agree."""
     script = """
 import sys
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model
+from tightfit.hardware.words import parse_hardware
+from tightfit.model.load import load_model
 from tightfit.job import Job
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan, Way

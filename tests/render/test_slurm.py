@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import patience
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.slurm import slurm_rank
+from tightfit.hardware.slurm import slurm_rank
+from tightfit.hardware.words import parse_hardware
 from tightfit.job import Job
 from tightfit.planner.plan import Plan
 from tightfit.render.slurm import slurm_sbatch

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model
+from tightfit.hardware.words import parse_hardware
 from tightfit.job import Job, Machine
 from tightfit.memory import estimate
+from tightfit.model.load import load_model
 from tightfit.planner import plan
 from tightfit.priced import GIB, Priced
 from tightfit.render.svg_bars import LOOKS, Bar, Line, Part, bars_svg, phase_bars, plan_bars, scale_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.inputs.hardware import parse_hardware
+from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.trainers import LIGER_UNDER_THE_TRAINER
 from tightfit.job import Evaluation, Job, Saving
 from tightfit.planner.plan import Plan
@@ -313,7 +313,7 @@ def test_liger_is_off_for_models_whose_loss_it_does_not_fuse(make_plan: MakePlan
 
 @pytest.mark.slow
 def test_the_families_are_those_whose_loss_liger_fuses(tmp_path: Path) -> None:
-    from tightfit.inputs.families import FAMILIES
+    from tightfit.model.families import FAMILIES
 
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path)]
     done = subprocess.run([*pip, "liger-kernel==0.8.5"], capture_output=True, text=True, timeout=300, check=False)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import Flags, levers_from_flags
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model
 from tightfit.inputs.versions import release
 from tightfit.job import Adapters, Data, Evaluation, Job, Machine, Saving
 from tightfit.memory import estimate
+from tightfit.model.load import load_model
 from tightfit.planner.plan import Plan
 from tightfit.render.deepspeed import deepspeed_json
 from tightfit.render.slurm import slurm_sbatch

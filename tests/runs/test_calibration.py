@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rows import levers_of, shape_of
 
-from tightfit.inputs.hardware import parse_hardware
-from tightfit.inputs.models import load_model
+from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job
 from tightfit.memory import estimate
+from tightfit.model.load import load_model
 from tightfit.pace import pace
 from tightfit.planner import plan, plan_within
 from tightfit.planner.calibration import (

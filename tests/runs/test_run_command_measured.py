@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from test_wait_for_gpu import UUID, Card, later
 
-from tightfit import cli_train_machine
-from tightfit.cli_run_plan import Known, Planner, Setting, prediction
-from tightfit.cli_run_wait import wait_for_gpus
+from tightfit.cli import train_machine as cli_train_machine
+from tightfit.cli.run_plan import Known, Planner, Setting, prediction
+from tightfit.cli.run_wait import wait_for_gpus
 from tightfit.diagnose.verdict import OomNumbers, Verdict
-from tightfit.inputs import machine
-from tightfit.inputs.hardware import parse_hardware
+from tightfit.hardware import machine
+from tightfit.hardware.words import parse_hardware
 from tightfit.planner.calibration import Calibration, Entry
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs.foreign import recognise

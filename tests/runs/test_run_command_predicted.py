@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tightfit.cli_run_plan import Known, Said, known_of, prediction, warning_of
-from tightfit.inputs.hardware import parse_hardware
+from tightfit.cli.run_plan import Known, Said, known_of, prediction, warning_of
+from tightfit.hardware.words import parse_hardware
 from tightfit.runs.foreign import recognise
 from tightfit.runs.foreign_config import read_foreign
 

@@ -17,8 +17,8 @@ import pytest
 from train_shell import DESK, TINY, Shell, shell
 
 import patience
-from tightfit import cli_train
 from tightfit.cli import main
+from tightfit.cli import train as cli_train
 from tightfit.runs.attempts import AttemptRecord, read_records
 from tightfit.runs.processes import is_alive
 

@@ -94,7 +94,7 @@ UUID = "GPU-5ad1a1f0-7a0c-4c3e-8b60-0d5a6a0c5a0"
 @pytest.fixture
 def four_gpus(shell: Shell) -> Shell:
     """A stand-in for nvidia-smi that shows four cards, the last almost full."""
-    from tightfit.inputs import machine
+    from tightfit.hardware import machine
 
     folder = shell.folder.parent / "tools"
     folder.mkdir()

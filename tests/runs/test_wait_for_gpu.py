@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 from train_shell import TINY, Shell, shell
 
-from tightfit import cli_train, cli_train_again, cli_train_machine
 from tightfit.cli import main
+from tightfit.cli import train as cli_train
+from tightfit.cli import train_again as cli_train_again
+from tightfit.cli import train_machine as cli_train_machine
 from tightfit.runs.attempts import read_records
 from tightfit.runs.reservations import Reservation, Reservations
 
@@ -62,7 +64,7 @@ class Card:
 
 @pytest.fixture
 def card(shell: Shell) -> object:
-    from tightfit.inputs import machine
+    from tightfit.hardware import machine
 
     folder = shell.folder.parent / "tools"
     folder.mkdir()

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tightfit import cli_train
 from tightfit.cli import main
+from tightfit.cli import train as cli_train
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TINY = ("--model", "tiny_mamba", "--seq", "64", "--max-steps", "6")

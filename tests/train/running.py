@@ -15,7 +15,7 @@ from typing import Any
 
 from warm import Rank, Warm
 
-from tightfit.inputs.job_file import job_from_flags
+from tightfit.job.file import job_from_flags
 from tightfit.planner import plan
 from tightfit.render import Target, render
 from tightfit.types import Gpu, Hardware

@@ -26,7 +26,7 @@ from small_models import config_of
 from test_resume import cut_off
 
 from compiling import compile_part
-from tightfit.inputs.job_file import job_from_flags
+from tightfit.job.file import job_from_flags
 from tightfit.planner import plan
 from tightfit.render import Target, render
 from tightfit.types import Gpu, Hardware

@@ -15,7 +15,7 @@ import pytest
 from running import write_plan
 
 import patience
-from tightfit.inputs.job_file import job_from_flags
+from tightfit.job.file import job_from_flags
 from tightfit.planner import plan
 from tightfit.render import Target
 from tightfit.render.slurm import slurm_sbatch

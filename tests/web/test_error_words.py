@@ -18,7 +18,7 @@ from tightfit.web.sentences import said_in
 
 ERRORS = ("ConfigError", "ModelError", "HardwareError", "NvmeError", "SaveError")
 ASKED = (
-    *("inputs/flags.py", "inputs/hardware.py", "inputs/machine.py", "web/plan_question.py", "web/diagnose_view.py"),
+    *("inputs/flags.py", "hardware/words.py", "hardware/machine.py", "web/plan_question.py", "web/diagnose_view.py"),
     *("web/plan_most.py", "planner/tier_values.py"),
     *(
         "render/deepspeed.py",
@@ -66,8 +66,8 @@ def test_every_error_of_a_question_has_a_chinese_form(path: str) -> None:
 
 
 def test_every_error_of_a_model_has_a_chinese_form() -> None:
-    for path in (PACKAGE / "inputs/families").glob("*.py"):
-        problems = sentences_in(f"inputs/families/{path.name}", "fail")
+    for path in (PACKAGE / "model/families").glob("*.py"):
+        problems = sentences_in(f"model/families/{path.name}", "fail")
         assert untold(f"model 'a': {problem}" for problem in problems) == []
 
 

@@ -9,8 +9,8 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-from tightfit.inputs.models import load_model, shape_from_fields
-from tightfit.inputs.presets import PRESETS
+from tightfit.model.load import load_model, shape_from_fields
+from tightfit.model.presets import PRESETS
 from tightfit.types import ModelShape, UserError
 from tightfit.web.plan_question import MOST_CONFIG_BYTES, Asked, asked_of, block_of, filled
 

@@ -10,7 +10,7 @@ import pytest
 
 import patience
 from tightfit.desk.plan import answered
-from tightfit.inputs.hardware import parse_hardware
+from tightfit.hardware.words import parse_hardware
 from tightfit.planner.plan import Plan
 from tightfit.planner.reasons import missing
 from tightfit.planner.tier_values import TIERS, by_memory

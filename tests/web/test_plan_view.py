@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from visits import HTML, client
 
 from tightfit.cli import main
-from tightfit.inputs.presets import PRESETS
+from tightfit.model.presets import PRESETS
 from tightfit.web.plan_answer import answer_to
 from tightfit.web.plan_drawing import drawn
 from tightfit.web.plan_guess import guessed

@@ -130,7 +130,7 @@ def _precision(
 
 
 def _lacks_bf16(hardware: Hardware) -> bool:
-    from tightfit.inputs.catalogue import native_bf16
+    from tightfit.hardware.catalogue import native_bf16
 
     return native_bf16(hardware.gpu.arch) is False
 
@@ -145,10 +145,10 @@ def hardware_of(args: argparse.Namespace) -> Hardware | None:
         return None
     sizes = {"host_ram": getattr(args, "host_ram", None), "nvme": getattr(args, "nvme", None)}
     if word.strip().lower() == "this":
-        from tightfit.inputs.machine import this_machine
+        from tightfit.hardware.machine import this_machine
 
         return this_machine(**sizes)
-    from tightfit.inputs.hardware import parse_hardware
+    from tightfit.hardware.words import parse_hardware
 
     return parse_hardware(word, **sizes)
 
@@ -221,7 +221,7 @@ def _from_llamafactory(args: argparse.Namespace, world: int) -> tuple[ModelShape
 
 
 def _model(word: str, args: argparse.Namespace) -> ModelShape:
-    from tightfit.inputs.models import load_model
+    from tightfit.model.load import load_model
 
     return load_model(word, trust_trace=getattr(args, "trace", False))
 

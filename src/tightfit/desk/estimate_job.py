@@ -14,11 +14,11 @@ from pathlib import Path
 
 from tightfit.desk.plan_request import fields_of, names_in
 from tightfit.desk.stages import stage_asked
-from tightfit.inputs.job_file import JOB_FLAGS, JobFile, hardware_of, job_from_flags, levers_of, model_of, read_job
-from tightfit.inputs.job_text import read_tree
-from tightfit.inputs.job_training import MARKS, is_arguments
 from tightfit.inputs.llamafactory_file import KNOWN
 from tightfit.job import Job
+from tightfit.job.file import JOB_FLAGS, JobFile, hardware_of, job_from_flags, levers_of, model_of, read_job
+from tightfit.job.text import read_tree
+from tightfit.job.training import MARKS, is_arguments
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.tiers import Tiered
 from tightfit.types import Hardware, Levers, ModelShape, UserError

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from tightfit.inputs.job_fields import Source, job_from_tree
-from tightfit.inputs.job_text import read_tree
 from tightfit.inputs.llamafactory_file import FIELD_OF, LlamaFactorySettings, read_llamafactory
 from tightfit.inputs.spelling import read_text
 from tightfit.job import Job, Schedule
+from tightfit.job.fields import Source, job_from_tree
+from tightfit.job.text import read_tree
 from tightfit.render.target import Original
 from tightfit.types import UserError
 
@@ -74,7 +74,7 @@ def read_llamafactory_job(path: Path, model: str | None, *, stays: bool = False)
     tree, names = _tree(settings, written)
     tree["model"] = model or settings.model
     if settings.trainable_layers is not None:
-        from tightfit.inputs.models import load_model
+        from tightfit.model.load import load_model
 
         tree["frozen_layers"] = max(0, load_model(tree["model"]).n_layers - settings.trainable_layers)
     if stays and (kernels := _kernels(settings, written)):

@@ -273,7 +273,7 @@ def target_for(plan: Plan, job: Job, target: Target) -> Target:
 
 def _gpus_of_node(job: Job) -> int:
     """All of them, also those that the job leaves to others."""
-    from tightfit.inputs.job_file import hardware_of
+    from tightfit.job.file import hardware_of
 
     return hardware_of(replace(job, hardware=replace(job.hardware, gpu_ids=None))).gpus_per_node
 

@@ -16,10 +16,10 @@ from tightfit.desk.lever_flags import without_effect
 from tightfit.desk.plan_files import deepspeed_version
 from tightfit.desk.stages import named_model, stage_asked
 from tightfit.inputs.flags import spelt
-from tightfit.inputs.job_file import JOB_FLAGS, adapter_dtype_of, hardware_of, job_from_flags, model_of, read_job
-from tightfit.inputs.presets import PRESETS
 from tightfit.inputs.trainers import NAMES, STARTS
 from tightfit.job import Job
+from tightfit.job.file import JOB_FLAGS, adapter_dtype_of, hardware_of, job_from_flags, model_of, read_job
+from tightfit.model.presets import PRESETS
 from tightfit.types import ConfigError, Hardware, HardwareError, ModelShape
 
 COUNTS = {"gpus", "num_gpus", "world"}
@@ -128,8 +128,8 @@ def _file(args: argparse.Namespace, given: Mapping[str, Any], launcher: str | No
 
 def fields_of(path: Path) -> frozenset[str]:
     """The fields that a job file sets, also those set to their defaults."""
-    from tightfit.inputs.job_text import read_tree
-    from tightfit.inputs.job_training import translate
+    from tightfit.job.text import read_tree
+    from tightfit.job.training import translate
 
     return names_in(translate(read_tree(path), path.name).tree)
 
@@ -221,7 +221,7 @@ def _versioned(job: Job, hardware: Hardware, llamafactory: str | None) -> tuple[
 
 def _precise(job: Job, hardware: Hardware, asked: bool) -> tuple[Job, tuple[str, ...]]:
     """The precision is the user's; where nobody named one, it is what the card multiplies."""
-    from tightfit.inputs.catalogue import native_bf16
+    from tightfit.hardware.catalogue import native_bf16
 
     if job.precision != "bf16" or native_bf16(hardware.gpu.arch) is not False:
         return job, ()

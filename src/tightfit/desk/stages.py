@@ -1,4 +1,4 @@
-"""A job of several stages, asked for as a whole or stage by stage: see `inputs/job_stages.py`."""
+"""A job of several stages, asked for as a whole or stage by stage: see `job/stages.py`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.job_file import read_job, stage_of
-from tightfit.inputs.job_stages import merged_folder, model_left_by, stage_folder
-from tightfit.inputs.presets import PRESETS
 from tightfit.job import Job
+from tightfit.job.file import read_job, stage_of
+from tightfit.job.stages import merged_folder, model_left_by, stage_folder
+from tightfit.model.presets import PRESETS
 from tightfit.types import ConfigError
 
 

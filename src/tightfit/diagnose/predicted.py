@@ -14,8 +14,8 @@ from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.diagnose.wording import fixes_of
 from tightfit.inputs.flags import Flags, levers_from_flags
-from tightfit.inputs.models import shape_from_config
 from tightfit.memory import estimate
+from tightfit.model.load import shape_from_config
 from tightfit.priced import GIB
 from tightfit.types import Footprint, Hardware, Phase, PhaseName, UserError
 

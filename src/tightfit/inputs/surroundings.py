@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from tightfit.inputs.slurm import SlurmNode, slurm_node
-
 
 def cache_folder() -> Path:
     """Where things lie that can be made again; a relative XDG_CACHE_HOME counts for nothing, as its makers want."""
@@ -35,11 +33,6 @@ def inherited(changes: Mapping[str, str | None]) -> dict[str, str]:
         else:
             env[name] = value
     return env
-
-
-def node_under_slurm() -> SlurmNode | None:
-    """See `slurm_node`."""
-    return slurm_node(os.environ)
 
 
 def cores() -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tightfit.inputs.job_fields import job_fields
-from tightfit.inputs.job_file import job_faults, read_job
+from tightfit.job.fields import job_fields
+from tightfit.job.file import job_faults, read_job
 from tightfit.lint.kinds import is_workers
 from tightfit.lint.sentences import begun, parted, place_in
 from tightfit.lint.sheet import Sheet

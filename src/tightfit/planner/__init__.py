@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from time import perf_counter
 
-from tightfit.inputs.job_file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
 from tightfit.inputs.trainers import Abilities, check_pins
 from tightfit.job import Job
+from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
 from tightfit.planner import costly, reasons
 from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way

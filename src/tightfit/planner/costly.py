@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import combinations
 from typing import get_args
 
-from tightfit.inputs.models import load_model
-from tightfit.inputs.presets import PRESETS
 from tightfit.job import Allowance
+from tightfit.model.load import load_model
+from tightfit.model.presets import PRESETS
 from tightfit.planner.plan import Remedy
 from tightfit.planner.question import Question
 from tightfit.planner.search import fits_at_all, search, something_fits

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tightfit.inputs.job_file import levers_of
-from tightfit.inputs.models import load_model
-from tightfit.inputs.presets import PRESETS
 from tightfit.job import Job
+from tightfit.job.file import levers_of
+from tightfit.model.load import load_model
+from tightfit.model.presets import PRESETS
 from tightfit.planner import plan_within, question_of
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.search import something_fits

@@ -10,9 +10,9 @@ from dataclasses import replace
 from math import ceil
 
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.inputs.job_file import timeout_s
 from tightfit.inputs.trainers import NAMES
 from tightfit.job import Job
+from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.plan import Plan, Way

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tightfit.inputs.flags import spelt
-from tightfit.inputs.job_fields import FREE_LEVERS
 from tightfit.job import Job
+from tightfit.job.fields import FREE_LEVERS
 from tightfit.planner import answered, question_of
 from tightfit.planner.calibration import Place, corrected, phase_bytes
 from tightfit.planner.lever_changes import lever_changes

@@ -39,11 +39,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.inputs.presets import PRESETS, checkpoint_named, checkpoint_of
 from tightfit.inputs.trainers import OLDEST_LLAMAFACTORY, check_llamafactory, fused_under_llamafactory
 from tightfit.inputs.versions import release
 from tightfit.job import Job
 from tightfit.memory import estimate
+from tightfit.model.presets import PRESETS, checkpoint_named, checkpoint_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import amounts, strategy_name
 from tightfit.render import liger

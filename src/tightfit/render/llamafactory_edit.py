@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from tightfit.inputs.job_file import field_at
 from tightfit.inputs.llamafactory_file import FIELD_OF
+from tightfit.job.file import field_at
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import amounts, strategy_name
 from tightfit.render.target import Original

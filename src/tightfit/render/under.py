@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tightfit.inputs.job_file import adapter_dtype_of
 from tightfit.inputs.trainers import NAMES, Abilities, scans
+from tightfit.job.file import adapter_dtype_of
 from tightfit.memory import estimate
 from tightfit.planner.plan import Plan
 from tightfit.priced import amounts

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.flags import flags_from_levers
-from tightfit.inputs.job_file import timeout_s
-from tightfit.inputs.models import config_from_fields, find_config
-from tightfit.inputs.presets import PRESETS, checkpoint_of
 from tightfit.job import Job, Saving
+from tightfit.job.file import timeout_s
+from tightfit.model.load import config_from_fields, find_config
+from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.types import ConfigError, Levers
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tightfit.inputs.probes.card import Card, CardProcess
-from tightfit.inputs.probes.nvidia import FIELDS, parse_apps, parse_cards
-from tightfit.inputs.probes.tools import Silent, ask, place_of
+from tightfit.hardware.probes.card import Card, CardProcess
+from tightfit.hardware.probes.nvidia import FIELDS, parse_apps, parse_cards
+from tightfit.hardware.probes.tools import Silent, ask, place_of
 
 TOOL = "nvidia-smi"
 _CSV = "--format=csv,noheader,nounits"

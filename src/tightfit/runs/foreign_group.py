@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from tightfit.inputs.occupancy import Occupancy, occupancy
+from tightfit.hardware.occupancy import Occupancy, occupancy
 from tightfit.inputs.surroundings import inherited
 from tightfit.owned import open_own
 from tightfit.runs.foreign_hang import Stillness, Stuck, asked

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.inputs.probes import probe_cards
+from tightfit.hardware.probes import probe_cards
 from tightfit.runs.processes import PROC
 
 BUSY_SHARE = 0.05

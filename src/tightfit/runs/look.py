@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.inputs.probes.card import Card
+from tightfit.hardware.probes.card import Card
 from tightfit.runs.health import Health, Held, Planned, Seen, judged
 from tightfit.runs.lines import duration
 from tightfit.runs.machine_eye import Host, MachineEye, oom_kills

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from tightfit.inputs.machine import free_ram, this_machine
-from tightfit.inputs.probes import PATIENCE_S, TOOLS, probe_cards, with_people
-from tightfit.inputs.probes.card import Cards, together
+from tightfit.hardware.machine import free_ram, this_machine
+from tightfit.hardware.probes import PATIENCE_S, TOOLS, probe_cards, with_people
+from tightfit.hardware.probes.card import Cards, together
 from tightfit.runs.card_stream import CardStream
 from tightfit.types import HardwareError
 

@@ -158,7 +158,7 @@ def _is_full(error: BaseException) -> bool:
 
 def _environment() -> None:
     """What must be set before torch is loaded, and what DeepSpeed looks for. What the user set stays."""
-    from tightfit.inputs.slurm import slurm_rank
+    from tightfit.hardware.slurm import slurm_rank
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # DeepSpeed compiles with ninja. It came with this Python, and nobody need have activated its environment.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tightfit.inputs.slurm import has_its_own_gpu, slurm_rank
+from tightfit.hardware.slurm import has_its_own_gpu, slurm_rank
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.pretend import join_alone
 from tightfit.types import ConfigError, HardwareError

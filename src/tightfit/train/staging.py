@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tightfit.inputs.machine import free_ram
+from tightfit.hardware.machine import free_ram
 from tightfit.train.saved_model import HOST_BYTES, Piece, TensorSet
 
 ALIGNED = 64

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from tightfit.desk.plan import answered, check_flags
 from tightfit.desk.plan_files import files_of
-from tightfit.inputs.models import load_model
-from tightfit.inputs.presets import PRESETS, checkpoint_named
+from tightfit.model.load import load_model
+from tightfit.model.presets import PRESETS, checkpoint_named
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import worth_showing
 from tightfit.planner.tiers import Tiered

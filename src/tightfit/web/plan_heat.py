@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tightfit.desk.calibrated import calibration_of
 from tightfit.inputs.flags import MOST
-from tightfit.inputs.job_file import pinned
+from tightfit.job.file import pinned
 from tightfit.planner import SEQUENCES_A_GPU
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, excess_bytes, weigh

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
-from tightfit.inputs import families
 from tightfit.inputs.flags import spelt
-from tightfit.inputs.presets import PRESETS, checkpoint_named
+from tightfit.model import families
+from tightfit.model.presets import PRESETS, checkpoint_named
 from tightfit.types import ConfigError, ModelError
 
 DEFAULTS: dict[str, str] = {"model": "7b_mamba", "gpus": "6", "card": "32GB", "host_ram": "256GB", "seq": "2048"}

@@ -22,11 +22,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from tightfit.desk.plan_report import report
-from tightfit.inputs.catalogue import CARDS
+from tightfit.hardware.catalogue import CARDS
+from tightfit.hardware.machine import this_machine
 from tightfit.inputs.flags import WORDS as CHOICES
-from tightfit.inputs.machine import this_machine
-from tightfit.inputs.presets import CHECKPOINTS, PRESETS
 from tightfit.job import Allowance
+from tightfit.model.presets import CHECKPOINTS, PRESETS
 from tightfit.planner.tiers import TIERS
 from tightfit.render.worker import untrained
 from tightfit.types import Trainer, UserError

@@ -1,0 +1,198 @@
+"""`tightfit checkpoints`: which a run has, whether they are whole, and which may go.
+
+Exit codes: 0, also where one is found that is not whole; 1 `--verify` found one; 2 something that the user has to
+change; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli.flags import CHANGE, Parser, whole_number
+from tightfit.inputs.flags import spelt
+from tightfit.runs.checkpoints import Keeping
+from tightfit.runs.inventory import (
+    Found,
+    Goner,
+    Inventory,
+    check_removable,
+    goners,
+    inventory,
+    keeping_of,
+    remove,
+    run_of,
+    verified,
+)
+from tightfit.runs.lock import FolderLock, InUse, check_unlocked
+from tightfit.types import ConfigError
+
+EXAMPLE = "tightfit checkpoints runs/first --verify"
+EXIT_CODES = {
+    "0": "answered, also where a checkpoint is not whole",
+    "1": "--verify found one that is damaged or not whole",
+    **CHANGE,
+}
+DAMAGED = 1
+
+
+def checkpoints(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    _check(args)
+    run = run_of(Path(args.run))
+    if not hasattr(args, "prune"):
+        there = _looked(args, run)
+        _show(args, there, None)
+    else:
+        with _held(run, dry=hasattr(args, "dry_run")):
+            there = _looked(args, run)
+            gone = goners(there, _keeping(args, run))
+            check_removable(gone)
+            if not hasattr(args, "dry_run"):
+                for goner in gone:
+                    remove(goner)
+        _show(args, there, gone)
+    return DAMAGED if hasattr(args, "verify") and there.broken else 0
+
+
+def parser() -> Parser:
+    made = Parser(
+        "checkpoints",
+        "List the checkpoints of a run, the newest first: step, size, when, the plan that wrote each, and whether it "
+        "is complete. That looks at names and sizes; --verify reads every byte.",
+        EXAMPLE,
+        "RUN [--verify] [--prune [--keep-last N] [--keep-every N] [--dry-run]] [--json]",
+    )
+    made.add_argument("run", metavar="RUN", help="the run's folder, or the folder of its checkpoints")
+    made.add_argument("--verify", action="store_true", help="hash every byte again and say which are damaged")
+    made.add_argument(
+        "--prune", action="store_true", help="remove what need not stay: older ones, those not whole, half-done ones"
+    )
+    made.add_argument(
+        "--keep-last", metavar="N", type=whole_number("keep_last"), help="how many stay (as the run was told, or 2)"
+    )
+    made.add_argument(
+        "--keep-every",
+        metavar="N",
+        type=whole_number("keep_every"),
+        help="one at a multiple of so many steps stays (as the run was told)",
+    )
+    made.add_argument("--dry-run", action="store_true", help="with --prune: say what would go, and remove nothing")
+    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return made.ends_with(EXIT_CODES, "Nothing; --prune removes folders below RUN/checkpoints.")
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not hasattr(args, "prune"):
+        for name in ("dry_run", "keep_last", "keep_every"):
+            if hasattr(args, name):
+                raise ConfigError(f"{spelt(name)} needs --prune: a list removes nothing")
+    for name in ("keep_last", "keep_every"):
+        if getattr(args, name, 1) < 1:
+            raise ConfigError(f"{spelt(name)} must be at least 1, not {getattr(args, name)}")
+
+
+def _keeping(args: argparse.Namespace, run: Path) -> Keeping:
+    told = keeping_of(run)
+    return Keeping(
+        last=getattr(args, "keep_last", told.last), every_steps=getattr(args, "keep_every", told.every_steps)
+    )
+
+
+@contextmanager
+def _held(run: Path, *, dry: bool) -> Iterator[None]:
+    """Nobody else may write or remove checkpoints meanwhile."""
+    try:
+        if dry:
+            check_unlocked(run)
+            lock = None
+        else:
+            lock = FolderLock.take(run)
+    except InUse as error:
+        raise ConfigError(f"{error.who}: wait for it to end") from None
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{run} cannot be written ({why}), so nothing can be removed there") from None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _holder(run: Path) -> str | None:
+    """Who writes there now."""
+    try:
+        check_unlocked(run)
+    except InUse as error:
+        return error.who
+    return None
+
+
+def _looked(args: argparse.Namespace, run: Path) -> Inventory:
+    there = inventory(run)
+    if not hasattr(args, "verify"):
+        return there
+    from tightfit.screen.checkpoints import Verifying
+
+    total = sum(found.bytes for found in there.checkpoints if found.problem is None)
+    with Verifying(total, quiet=hasattr(args, "json")) as line:
+        return verified(there, line.heard)
+
+
+def _show(args: argparse.Namespace, there: Inventory, gone: Sequence[Goner] | None) -> None:
+    dry = hasattr(args, "dry_run")
+    if hasattr(args, "json"):
+        print(json.dumps(report(there, gone, dry=dry), indent=2, ensure_ascii=False))
+        return
+    from tightfit.screen import open_console
+    from tightfit.screen.checkpoints import draw_inventory, draw_pruned
+
+    console = open_console()
+    draw_inventory(console, there, None if gone is not None else _holder(there.run))
+    if gone is not None:
+        paths = {goner.path for goner in gone}
+        draw_pruned(console, gone, sum(found.folder not in paths for found in there.checkpoints), dry=dry)
+
+
+def report(there: Inventory, gone: Sequence[Goner] | None, *, dry: bool) -> dict[str, Any]:
+    """The contract with programs. The keys here are promised, further ones may come."""
+    plain: dict[str, Any] = {
+        "run": str(there.run),
+        "checkpoints": [_plain(found) for found in there.checkpoints],
+        "orphans": [{"path": str(orphan.path), "bytes": orphan.bytes} for orphan in there.orphans],
+        "bytes": there.bytes,
+    }
+    if gone is not None:
+        plain["pruned"] = {
+            "dry_run": dry,
+            "removed": [{"path": str(each.path), "bytes": each.bytes, "because": each.because} for each in gone],
+            "freed_bytes": sum(each.bytes for each in gone),
+        }
+    return plain
+
+
+def _plain(found: Found) -> dict[str, Any]:
+    maker = found.maker
+    return {
+        "step": found.step,
+        "folder": str(found.folder),
+        "bytes": found.bytes,
+        "written": found.written,
+        "plan": None
+        if maker is None
+        else {
+            "engine": maker.engine,
+            "world": maker.world,
+            "precision": maker.precision,
+            "method": maker.method,
+        },
+        "complete": found.problem is None,
+        "problem": found.problem,
+        "verified": found.verified,
+    }

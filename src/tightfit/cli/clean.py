@@ -1,0 +1,252 @@
+"""`tightfit clean`: what dead runs left on this machine, shown first and removed on a yes.
+
+Other people's processes, and other machines' runs, are never touched. Exit codes: 0; 1 something could not be removed;
+2 something that the user has to change; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli.flags import CHANGE, Parser
+from tightfit.hardware.probes import probe_cards
+from tightfit.inputs.surroundings import cache_folder
+from tightfit.runs.leftovers import Found, Leftover, ask_to_end, cached_things, end, leftovers, remove
+from tightfit.runs.lines import MIB, size_words
+from tightfit.runs.processes import PROC, mark_of
+from tightfit.runs.watching import processes_of
+from tightfit.types import ConfigError
+
+EXAMPLE = "tightfit clean runs --dry-run"
+EXIT_CODES = {
+    "0": "shown, or all that was to go is gone",
+    "1": "something could not be removed",
+    **CHANGE,
+}
+LEFT = 1
+SMALL = MIB // 10
+"""What takes less is not worth a figure."""
+TITLES = {
+    "process": "Processes that outlived their run",
+    "shared memory": "Shared memory",
+    "staging": "Half-written files",
+    "lock": "Locks",
+    "reservation": "Reservations",
+    "cache": "Caches",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A process of this user that holds a GPU."""
+
+    pid: int
+    mark: str | None
+    command: str
+    gpus: tuple[int, ...]
+    held_bytes: int | None
+    run: Path | None
+    """The live run that it belongs to; None: it is none of ours."""
+
+    @property
+    def words(self) -> str:
+        held = "" if self.held_bytes is None else f"{self.held_bytes / MIB:,.0f} MiB of "
+        gpus = f"GPU {', '.join(map(str, self.gpus))}"
+        return f"process {self.pid} ({self.command}) holds {held}{gpus}"
+
+
+def clean(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    if hasattr(args, "yes") and hasattr(args, "dry_run"):
+        raise ConfigError("--yes removes and --dry-run does not: say one of them")
+    if hasattr(args, "json") and not (hasattr(args, "yes") or hasattr(args, "dry_run")):
+        raise ConfigError("--json asks nothing: say --dry-run or --yes with it")
+    places = [_place(text) for text in args.places] if getattr(args, "places", None) else [Path.cwd()]
+    cache = cache_folder()
+    found = leftovers(places, cache, caches=hasattr(args, "caches"))
+    holders = _holders(found)
+    asks = not hasattr(args, "dry_run") and sys.stdin.isatty() and sys.stdout.isatty()
+    if hasattr(args, "json"):
+        failed = _removed(found) if hasattr(args, "yes") else {}
+        print(json.dumps(report(found, holders, failed, removed=hasattr(args, "yes")), indent=2, ensure_ascii=False))
+        return LEFT if failed else 0
+    _show(found, holders, cache, caches=hasattr(args, "caches"))
+    code = 0
+    if found.leftovers and (hasattr(args, "yes") or (asks and _yes("Remove all of this? Type yes: "))):
+        code = _tell(found, _removed(found))
+    elif found.leftovers:
+        print("\nNothing was removed: --yes removes it.")
+    if asks:
+        _ask_for_each(holders)
+    return code
+
+
+def parser() -> Parser:
+    made = Parser(
+        "clean",
+        "Show what dead runs left on this machine, and remove it on a yes: worker processes that outlived their run, "
+        "shared memory, half-written files, locks, and with --caches what can be made again. Live runs are left "
+        "alone. Other processes of yours that hold a GPU are named, and each is ended only if you type yes for it.",
+        EXAMPLE,
+        "[FOLDER ...] [--dry-run] [--yes] [--caches] [--json]",
+    )
+    made.add_argument(
+        "places", metavar="FOLDER", nargs="*", help="runs, or folders that hold them, three levels down (here)"
+    )
+    made.add_argument("--dry-run", action="store_true", help="show, and neither ask nor remove; in a pipe always so")
+    made.add_argument(
+        "--yes", action="store_true", help="remove what is shown; ends no process that is not a dead run's"
+    )
+    made.add_argument("--caches", action="store_true", help="also calibration, data as tokens, converted weights")
+    made.add_argument("--json", action="store_true", help="one JSON object, with --dry-run or --yes")
+    return made.ends_with(EXIT_CODES, "Nothing; what was shown is removed on a yes.")
+
+
+def _place(text: str) -> Path:
+    place = Path(text).expanduser()
+    if not place.exists():
+        raise ConfigError(f"there is nothing at {text}: name a run's folder, or one that holds runs")
+    if not place.is_dir():
+        raise ConfigError(f"{text} is a file: name a run's folder, or one that holds runs")
+    return place
+
+
+# --- who holds a GPU ----------------------------------------------------------------------------
+
+
+def _holders(found: Found) -> tuple[Holder, ...]:
+    """Of this user, and not already among what goes."""
+    known = probe_cards()
+    going = {each.pid for each in found.leftovers}
+    ours = {process.pid: run for run in found.live for process in processes_of(run)}
+    held: dict[int, list[tuple[int, int | None]]] = {}
+    names: dict[int, str] = {}
+    for card in known.cards:
+        for process in card.processes or ():
+            if process.pid not in going and _is_mine(process.pid):
+                held.setdefault(process.pid, []).append((card.index, process.held_bytes))
+                names[process.pid] = process.command or "unknown command"
+    return tuple(
+        Holder(
+            pid=pid,
+            mark=mark_of(pid),
+            command=names[pid],
+            gpus=tuple(index for index, _ in cards),
+            held_bytes=sum(size or 0 for _, size in cards) or None,
+            run=ours.get(pid),
+        )
+        for pid, cards in held.items()
+    )
+
+
+def _is_mine(pid: int) -> bool:
+    try:
+        return (PROC / str(pid)).stat().st_uid == os.geteuid() and pid != os.getpid()
+    except OSError:
+        return False
+
+
+def _ask_for_each(holders: Sequence[Holder]) -> None:
+    """One yes a process, typed by a person; first it is asked to end, and only a second yes ends it at once."""
+    for holder in holders:
+        if holder.run is not None:
+            continue
+        print()
+        if not _yes(f"End process {holder.pid} ({holder.command})? It is not one of our runs. Type yes: "):
+            continue
+        why = ask_to_end(holder.pid, holder.mark)
+        if why is not None and _yes(f"{why[0].upper()}{why[1:]}. End it at once, unsaved? Type yes: "):
+            why = end(holder.pid, holder.mark, at_once=True)
+        print(f"process {holder.pid} has ended" if why is None else f"process {holder.pid}: {why}")
+
+
+def _yes(question: str) -> bool:
+    print(question, end="", flush=True)
+    return sys.stdin.readline().strip().lower() == "yes"
+
+
+# --- showing and removing -----------------------------------------------------------------------
+
+
+def _show(found: Found, holders: Sequence[Holder], cache: Path, *, caches: bool) -> None:
+    from tightfit.screen import draw_list, open_console, say
+
+    console = open_console()
+    if not found.leftovers:
+        say(console, "Nothing is left of dead runs.", style="bold green")
+    for kind in dict.fromkeys(each.kind for each in found.leftovers):
+        draw_list(console, f"{TITLES[kind]}:", [_words(each) for each in found.leftovers if each.kind == kind])
+    held = sum(each.bytes or 0 for each in found.leftovers)
+    if held:
+        console.print()
+        say(console, f"{len(found.leftovers)} in all, {size_words(held)} of memory and disk.")
+    draw_list(console, "Left alone, as they live:", [str(run) for run in found.live])
+    draw_list(console, "Cannot be judged from here:", [f"{sentence.rstrip('.')}." for sentence in found.unsure])
+    kept = cached_things(cache)
+    if kept and not caches:
+        draw_list(console, "Caches, which stay unless --caches is said:", [str(path) for path in kept])
+    elif kept and found.live:
+        draw_list(console, "Caches, which stay while a run lives:", [str(path) for path in kept])
+    ours = [f"{each.words}, of the live run in {each.run}." for each in holders if each.run is not None]
+    others = [f"{each.words}." for each in holders if each.run is None]
+    draw_list(console, "Your processes on GPUs:", [f"{each[0].upper()}{each[1:]}" for each in (*ours, *others)])
+
+
+def _words(leftover: Leftover) -> str:
+    size = "" if leftover.bytes is None or leftover.bytes < SMALL else f", {size_words(leftover.bytes)}"
+    return f"{leftover.what}{size}: {leftover.because}"
+
+
+def _removed(found: Found) -> dict[Leftover, str]:
+    """What could not go, and why."""
+    failed = {}
+    for leftover in found.leftovers:
+        why = remove(leftover)
+        if why is not None:
+            failed[leftover] = why
+    return failed
+
+
+def _tell(found: Found, failed: dict[Leftover, str]) -> int:
+    gone = [each for each in found.leftovers if each not in failed]
+    print(f"\nRemoved {len(gone)} of {len(found.leftovers)}, {size_words(sum(each.bytes or 0 for each in gone))}.")
+    for leftover, why in failed.items():
+        print(f"tightfit: {leftover.what} could not be removed: {why}", file=sys.stderr)
+    return LEFT if failed else 0
+
+
+def report(found: Found, holders: Sequence[Holder], failed: dict[Leftover, str], *, removed: bool) -> dict[str, Any]:
+    """The contract with programs: the keys here are promised, further ones may come."""
+    return {
+        "removed": removed,
+        "leftovers": [
+            {
+                "kind": each.kind,
+                "what": each.what,
+                "bytes": each.bytes,
+                "pid": each.pid,
+                "because": each.because,
+                "problem": failed.get(each),
+            }
+            for each in found.leftovers
+        ],
+        "live": [str(run) for run in found.live],
+        "unsure": list(found.unsure),
+        "gpu_processes": [
+            {
+                "pid": each.pid,
+                "command": each.command,
+                "gpus": list(each.gpus),
+                "held_bytes": each.held_bytes,
+                "run": None if each.run is None else str(each.run),
+            }
+            for each in holders
+        ],
+    }

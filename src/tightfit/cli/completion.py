@@ -1,0 +1,74 @@
+"""`tightfit completion`: the shell completes verbs, flags and their words.
+
+The script is made by shtab from the parsers of the verbs, so that it knows what they know.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+from tightfit.cli.flags import ANSWERED, Parser
+from tightfit.inputs.flags import LEAST, WORDS, meant
+from tightfit.types import ConfigError
+
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+EXAMPLE = "tightfit completion bash > ~/.local/share/bash-completion/completions/tightfit"
+PARSERS = {
+    "train": "tightfit.cli.train_flags",
+    "models": "models_parser",
+    "gpus": "gpus_parser",
+    "explain": "explain_parser",
+}
+"""Where a verb's parser is not `parser` in its own module: the module, or the function."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        "completion",
+        "Print a script with which a shell completes verbs, flags and their words. For zsh put it into a folder of "
+        "$fpath as _tightfit, for fish into ~/.config/fish/completions/tightfit.fish.",
+        EXAMPLE,
+        "|".join(SHELLS),
+    )
+    made.add_argument("shell", metavar="SHELL", help="|".join(SHELLS))
+    return made.ends_with(ANSWERED)
+
+
+def completion(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    if args.shell not in SHELLS:
+        raise ConfigError(f"completion knows no shell {args.shell!r}{meant(args.shell, SHELLS)}")
+    import shtab
+
+    print(shtab.complete(_everything(), args.shell))
+    return 0
+
+
+def _everything() -> argparse.ArgumentParser:
+    """All verbs as one parser."""
+    import shtab
+
+    from tightfit.cli import VERBS
+
+    whole = argparse.ArgumentParser(prog="tightfit")
+    whole.add_argument("--version", action="store_true", help="the version, and those of what it found")
+    verbs = whole.add_subparsers()
+    for verb, (module, what) in VERBS.items():
+        part = verbs.add_parser(verb, help=what, add_help=False)
+        for action in _parser_of(verb, module)._actions:
+            part._add_action(action)
+            if action.dest in WORDS and action.dest not in LEAST:
+                action.choices = WORDS[action.dest]
+            elif not action.option_strings or {"FILE", "DIR"} & {str(action.metavar)}:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return whole
+
+
+def _parser_of(verb: str, module: str) -> Parser:
+    elsewhere = PARSERS.get(verb, "parser")
+    home, name = (elsewhere, "parser") if "." in elsewhere else (module, elsewhere)
+    made: Parser = getattr(import_module(home), name)()
+    return made

@@ -1,0 +1,140 @@
+"""`tightfit data`: what the training will see.
+
+The examples are rendered by a worker process, which knows tokenizers; the desk asks it with a file and draws the
+JSON lines that it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tightfit.cli.flags import ANSWERED, Parser, whole_number
+from tightfit.desk.plan_request import placed
+from tightfit.inputs.spelling import nearest
+from tightfit.job import Job
+from tightfit.job.file import JOB_FLAGS, job_from_flags, model_of, read_job
+from tightfit.model.presets import PRESETS
+from tightfit.screen.data import Preview, draw_preview
+from tightfit.types import ConfigError
+
+EXAMPLE = "tightfit data preview --data shipped:dialogues --ablation profile_and_context"
+NEEDED = ("transformers", "jinja2")
+USER_ERROR = 2
+NO_MODEL = "tiny_mamba"
+"""Stands in where no model is named: a preview needs its tokenizer alone."""
+
+FLAGS = {
+    "data": ("PATH", "a file, a folder, dataset_info.json:NAME, shipped:text or shipped:dialogues"),
+    "format": ("FORMAT", "auto, text, alpaca, sharegpt or messages"),
+    "template": ("NAME", "a chat template: chatml, llama3, gemma, alpaca, plain, or a Jinja file"),
+    "tokenizer": ("NAME", "a folder or a Hugging Face id (the model's own, or one token a byte)"),
+    "recipe": ("FILE", "a YAML recipe, or shipped:persona"),
+    "ablation": ("NAME", "a setting of the recipe's fields: its name there, or profile_and_history"),
+    "model": ("MODEL", "whose tokenizer and vocabulary are meant"),
+}
+
+
+def data(argv: Sequence[str]) -> int:
+    """The verb."""
+    if not argv or argv[0] in ("-h", "--help"):
+        parser().print_help()
+        return 0
+    if argv[0] != "preview":
+        close = nearest(argv[0], ["preview"])
+        raise ConfigError(
+            f"tightfit data has no {argv[0]!r}: " + ("did you mean preview?" if close else "there is preview")
+        )
+    return _preview(parser().parse(argv[1:]))
+
+
+def parser() -> Parser:
+    made = Parser(
+        "data preview",
+        "Show examples as the model will see them, which of their tokens count in the loss, and what was cut.",
+        EXAMPLE,
+        "[JOB] [--data PATH] [flags]",
+    )
+    made.add_file("JOB", "a job file; flags win over it")
+    for name, (metavar, meaning) in FLAGS.items():
+        made.add_argument(f"--{name}", metavar=metavar, help=meaning)
+    made.add_argument("--seq", metavar="N", type=whole_number("seq"), help="tokens in a sequence (2048)")
+    made.add_argument("--count", metavar="N", type=whole_number("count"), help="examples to show (3)")
+    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return made.ends_with(ANSWERED)
+
+
+def _preview(args: argparse.Namespace) -> int:
+    count = getattr(args, "count", 3)
+    if not 0 <= count <= 1000:
+        raise ConfigError(f"--count must be from 0 to 1000, not {count}")
+    if any(find_spec(name) is None for name in NEEDED):
+        raise ConfigError("a preview needs the training packages: pip install 'tightfit[train]'")
+    job, folder = _job(args)
+    spec = _spec(job, folder, named=hasattr(args, "model") or hasattr(args, "file"))
+    lines = _ask({**spec, "count": count})
+    if hasattr(args, "json"):
+        kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("head", "example", "summary")}
+        shown = {"head": kinds["head"][0], "examples": kinds["example"], "summaries": kinds["summary"]}
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        return 0
+    from tightfit.screen import open_console
+
+    draw_preview(open_console(), Preview.of(lines))
+    return 0
+
+
+def _job(args: argparse.Namespace) -> tuple[Job, Path | None]:
+    """The job that file and flags mean, and the folder from which its paths count."""
+    given = {name: value for name, value in vars(args).items() if name in JOB_FLAGS}
+    if not hasattr(args, "file"):
+        return job_from_flags({"model": NO_MODEL, **given}), None
+    path = Path(args.file)
+    return job_from_flags(given, read_job(path, model=given.get("model") or NO_MODEL).job), path.parent
+
+
+def _spec(job: Job, folder: Path | None, *, named: bool) -> dict[str, Any]:
+    values = asdict(job.data) | {"max_samples": job.max_samples, "sequence": job.sequence, "seed": job.seed}
+    for key in ("path", "template", "tokenizer", "recipe"):
+        values[key] = values[key] if folder is None else placed(values[key], folder)
+    known = not isinstance(job.model, str) or job.model.lower() in PRESETS or Path(job.model).expanduser().exists()
+    if values["tokenizer"] is None and isinstance(job.model, str) and job.model.lower() not in PRESETS:
+        model = Path(job.model).expanduser()
+        values["tokenizer"] = str(model if model.is_dir() else model.parent) if model.exists() else job.model
+    return {
+        "data": values,
+        "vocab_size": model_of(job).vocab_size if named and known else None,
+        "trust_remote_code": job.trust_remote_code,
+    }
+
+
+def _ask(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lines that the worker prints for a spec."""
+    with tempfile.TemporaryDirectory(prefix="tightfit-preview-") as folder:
+        path = Path(folder) / "preview.json"
+        path.write_text(json.dumps(spec), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "tightfit.train", "preview", str(path)],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=False,
+        )
+    if done.returncode:
+        _fail(done.returncode, done.stderr)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _fail(code: int, stderr: str) -> NoReturn:
+    said = [line.removeprefix("tightfit: ") for line in stderr.splitlines() if line.startswith("tightfit: ")]
+    if code == USER_ERROR and said:
+        raise ConfigError(said[-1])
+    raise RuntimeError(f"the preview ended with exit code {code}:\n{stderr}")

@@ -1,0 +1,334 @@
+"""`tightfit diagnose` and `tightfit explain`: what went wrong in a run, to judge by what it left behind.
+
+Exit codes: 0 nothing is wrong; 1 a cause was found; 2 something that the user has to change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli.diagnose_config import priced_beside, priced_config
+from tightfit.cli.diagnose_run import Ending, Question, of_run, rank_of
+from tightfit.cli.flags import ANSWERED, CHANGE, Parser, whole_number
+from tightfit.diagnose.catalogue import Symptom, catalogue
+from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
+from tightfit.diagnose.judge import judge
+from tightfit.diagnose.predicted import Predicted, foretold, foretold_verdict, planned_footprint, predicted
+from tightfit.diagnose.reading import is_binary
+from tightfit.diagnose.settings import known_from_file
+from tightfit.diagnose.verdict import Diagnosis, Verdict
+from tightfit.diagnose.wording import fixes_of
+from tightfit.inputs.spelling import nearest
+from tightfit.runs.watching import damaged
+from tightfit.types import ConfigError
+
+EXAMPLE = "tightfit diagnose train.log --config ds_config.json"
+FOUND = 1
+LARGE_BYTES = 2**28
+"""Of a log that takes long enough to say how far it is."""
+COPIED_BYTES = 2**20
+MOST_PIPED_BYTES = 2**32
+"""A pipe may have no end, and what comes through it lies on disk while it is read."""
+_NAMED = ("model", "gpus")
+_PACKED = {".gz": "zcat", ".xz": "xzcat", ".zst": "zstdcat", ".bz2": "bzcat", ".zip": "unzip -p"}
+
+
+def diagnose(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    with ExitStack() as stack:
+        question = _question(args, stack)
+        found = judge(question.evidence) if _has_evidence(question.evidence) else Diagnosis(verdict=None)
+    found, expected = _expected(args, question, found)
+    if getattr(args, "json", False):
+        tree = as_json(found, expected)
+        print(json.dumps({**tree, **_ending_json(question.ending)}, indent=2, ensure_ascii=False))
+    else:
+        _draw(question, found, expected)
+    ended_badly = question.ending is not None and not question.ending.well
+    return FOUND if found.verdict is not None or ended_badly else 0
+
+
+def _draw(question: Question, found: Diagnosis, expected: Predicted | None) -> None:
+    from tightfit.screen import open_console, say
+    from tightfit.screen.diagnose import draw_diagnosis
+
+    console, ending = open_console(), question.ending
+    if ending is not None:
+        say(console, ending.sentence, style="bold" if ending.well else "bold red")
+    if ending is None or ending.well or found.verdict is not None or found.also:
+        names = [source.name for source in question.evidence.logs]
+        draw_diagnosis(console, found, None if expected is None else expected.sentence, names)
+
+
+def _ending_json(ending: Ending | None) -> dict[str, Any]:
+    return {} if ending is None else {"run": asdict(ending)}
+
+
+def _has_evidence(evidence: Evidence) -> bool:
+    return bool(evidence.logs or evidence.exits or evidence.kernel)
+
+
+def _expected(args: argparse.Namespace, question: Question, found: Diagnosis) -> tuple[Diagnosis, Predicted | None]:
+    """What the memory model says: of the failure; or, where nothing has happened yet, of what is going to."""
+    told = found.verdict
+    alone = not _has_evidence(question.evidence)
+    if hasattr(args, "config"):
+        known, words = question.evidence.config or KnownConfig(), {name: getattr(args, name, None) for name in _NAMED}
+        if not alone:
+            beside = priced_beside(Path(args.config), known, **words)
+            return found, predicted(beside.footprint, told) if beside and told else None
+        priced = priced_config(Path(args.config), known, **words)
+        said = foretold(priced.footprint, priced.hardware, priced.world)
+        if priced.planned:
+            said = replace(said, sentence=f"{said.sentence} It is priced as `tightfit train` would plan it.")
+        card = priced.hardware.gpu.memory_bytes if priced.hardware else 0
+        return replace(found, verdict=foretold_verdict(said, card, known, args.config)), said
+    footprint = planned_footprint(question.plan) if question.plan and (told or alone) else None
+    if footprint is None:
+        return found, None
+    if told is not None:
+        return found, predicted(footprint, told)
+    world = question.evidence.config.world if question.evidence.config else None
+    return found, foretold(footprint, None, world or 1)
+
+
+def parser() -> Parser:
+    parser = Parser(
+        "diagnose",
+        "Say what went wrong first, and what helps: from logs of any trainer, of one rank or of many, from a run's "
+        "folder, or from what another program pipes in (-). Nothing is changed and nothing leaves this machine; tokens "
+        "and keys in what is shown are struck out.",
+        EXAMPLE,
+        "FILE…|RUN|- [flags]",
+    )
+    parser.add_argument(
+        "inputs", nargs="*", metavar="FILE…|RUN|-", help="logs, a run's folder, or - for standard input"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="the trainer's config, so that the fixes fit it; alone: what it will need"
+    )
+    parser.add_argument("--model", metavar="MODEL", help="the model, for a config that does not name it")
+    parser.add_argument("--gpus", metavar="HARDWARE", help="the GPUs, for a config that does not name them: 4x24GB")
+    parser.add_argument(
+        "--exit-code", metavar="N", type=_exit_code, help="how the command ended: 137, or -9 for a signal"
+    )
+    parser.add_argument(
+        "--vocab", metavar="N", type=whole_number("vocab"), help="rows of the vocabulary, to know logits"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    codes = {"0": "nothing is wrong", "1": "a cause was found, or the run has gone without a word", **CHANGE}
+    return parser.ends_with(codes)
+
+
+def _exit_code(text: str) -> int:
+    try:
+        code = int(text)
+    except ValueError:
+        code = 1000
+    if not -64 <= code <= 255:
+        raise argparse.ArgumentTypeError(f"--exit-code takes a number from -64 to 255, not {text!r}")
+    return code
+
+
+# --- what there is ------------------------------------------------------------------------------
+
+
+def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
+    given = getattr(args, "exit_code", None)
+    config = known_from_file(Path(args.config)) if hasattr(args, "config") else None
+    words = getattr(args, "inputs", [])
+    if not words and given is None and config is None:
+        raise ConfigError("there is nothing to judge by: name a log, a run's folder, or - for standard input")
+    for name in _NAMED:
+        if hasattr(args, name) and config is None:
+            raise ConfigError(f"--{name} goes with --config: it says what the config does not")
+    if len(words) == 1 and words[0] != "-" and _is_folder(words[0]):
+        question = of_run(Path(words[0]))
+        for record in damaged(Path(words[0])):
+            print(f"tightfit: {record} is damaged, and was passed over", file=sys.stderr)
+    else:
+        sources = tuple(_source(word, stack) for word in words)
+        if given is None and sources:
+            _check_not_empty(sources)
+        question = Question(evidence=Evidence(logs=sources))
+    evidence = question.evidence
+    if given is not None:
+        evidence = replace(evidence, exits=(RankExit(rank=None, code=given, at=0.0),))
+    if config is not None:
+        evidence = replace(evidence, config=config)
+    if hasattr(args, "vocab"):
+        evidence = replace(evidence, vocabulary=args.vocab)
+    return replace(question, evidence=evidence)
+
+
+def _source(word: str, stack: ExitStack) -> LogSource:
+    """One log, looked at before it is read."""
+    if word == "-":
+        return LogSource(name="standard input", path=_kept(stack))
+    if _is_folder(word):
+        raise ConfigError(f"{word} is a folder: name the log files in it, or a single folder of a run")
+    path = Path(word)
+    packed = _PACKED.get(path.suffix.lower())
+    if packed is not None:
+        raise ConfigError(f"{word} is packed: pipe it, as in `{packed} {word} | tightfit diagnose -`")
+    if not path.is_file():
+        raise ConfigError(f"{word} is a pipe or a device: pipe the log in, as in `cat … | tightfit diagnose -`")
+    source = LogSource(name=word, path=path, rank=rank_of(path))
+    _check_text(source)
+    if path.stat().st_size >= LARGE_BYTES and sys.stderr.isatty():
+        return replace(source, on_read=_Progress(word, path.stat().st_size))
+    return source
+
+
+class _Progress:
+    """How far a large log is read, on one line of the terminal."""
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        self._name, self._size_bytes, self._shown = name, size_bytes, -1
+
+    def __call__(self, done_bytes: int) -> None:
+        percent = min(100, 100 * done_bytes // max(1, self._size_bytes))
+        if percent != self._shown:
+            self._shown = percent
+            size = f"{self._size_bytes / 2**30:.1f} GiB"
+            end = "\n" if percent == 100 else ""
+            print(f"\rreading {self._name}: {percent} % of {size}", end=end, file=sys.stderr, flush=True)
+
+
+def _is_folder(word: str) -> bool:
+    """Whether it is a folder; what is not there at all, or cannot be reached, is said in one sentence."""
+    try:
+        return stat.S_ISDIR(os.stat(word).st_mode)
+    except (FileNotFoundError, ValueError):  # ValueError: a name that no file can have
+        raise ConfigError(f"there is no file {word!r}: name a log, a run's folder, or - for standard input") from None
+    except OSError as error:
+        raise ConfigError(f"{word} cannot be read: {(error.strerror or str(error)).lower()}") from None
+
+
+def _check_text(source: LogSource) -> None:
+    assert source.path is not None
+    try:
+        with source.path.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{source.name} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    if is_binary(source):
+        raise ConfigError(f"{source.name} is no text, so it is no log: name a file of what the program printed")
+
+
+def _check_not_empty(sources: Sequence[LogSource]) -> None:
+    sized = [source.path for source in sources if source.path is not None and source.path.is_file()]
+    if len(sized) == len(sources) and not any(path.stat().st_size for path in sized):
+        names = sources[0].name if len(sources) == 1 else "each of these files"
+        raise ConfigError(f"{names} is empty: add --exit-code if all that is known is how the program ended")
+
+
+def _kept(stack: ExitStack) -> Path:
+    """Standard input as a file: a pipe can be read once only."""
+    if sys.stdin is None:
+        raise ConfigError("there is no standard input: name a log file")
+    kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tightfit-"))) / "stdin.log"
+    source = LogSource(name="standard input", path=kept)
+    copied = 0
+    with kept.open("wb", buffering=0) as file:
+        while portion := sys.stdin.buffer.read(COPIED_BYTES):
+            file.write(portion)
+            if copied == 0:
+                _check_text(source)
+            copied += len(portion)
+            if copied > MOST_PIPED_BYTES:
+                raise ConfigError(
+                    f"standard input gave more than {MOST_PIPED_BYTES >> 30} GiB: save the log and name the file, "
+                    "of which only the parts that matter are read"
+                )
+    return kept
+
+
+# --- for programs -------------------------------------------------------------------------------
+
+
+def as_json(found: Diagnosis, expected: Predicted | None = None) -> dict[str, Any]:
+    """What `--json` prints; a verdict of null means that nothing is wrong."""
+    tree: dict[str, Any] = {
+        "verdict": None if found.verdict is None else _verdict_json(found.verdict),
+        "also": [_verdict_json(verdict) for verdict in found.also],
+    }
+    if expected is not None:
+        tree["predicted"] = {**asdict(expected), "blame": expected.blame}
+    return tree
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    tree = asdict(verdict)
+    tree["fixes"] = [{"text": fix.text, "command": fix.command, "costly": fix.is_costly} for fix in verdict.fixes]
+    return tree
+
+
+# --- explain ------------------------------------------------------------------------------------
+
+
+def explain_parser() -> Parser:
+    made = Parser(
+        "explain",
+        "Say what a symptom is, how a log shows it, and what helps; `list` names them all.",
+        "tightfit explain oom-logits",
+        "ID|list [--json]",
+    )
+    made.add_argument("id", metavar="ID|list", help="a symptom, as `tightfit diagnose` names it")
+    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return made.ends_with(ANSWERED)
+
+
+def explain(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = explain_parser().parse(argv)
+    known = catalogue()
+    wanted = known.symptoms if args.id == "list" else (_symptom(args.id),)
+    if getattr(args, "json", False):
+        print(json.dumps([_symptom_json(each) for each in wanted], indent=2, ensure_ascii=False))
+        return 0
+    from tightfit.screen import open_console
+    from tightfit.screen.diagnose import draw_symptom, draw_symptoms
+
+    if args.id == "list":
+        draw_symptoms(open_console(), wanted)
+    else:
+        draw_symptom(open_console(), wanted[0], tuple(fixes_of(wanted[0], KnownConfig(), {})))
+    return 0
+
+
+def _symptom(name: str) -> Symptom:
+    known = catalogue().by_id
+    if name not in known:
+        close = nearest(name, known)
+        meant = f": did you mean {close}?" if close else ": `tightfit explain list` names them all"
+        raise ConfigError(f"there is no symptom {name!r}{meant}")
+    return known[name]
+
+
+def _symptom_json(symptom: Symptom) -> dict[str, Any]:
+    return {
+        "id": symptom.id,
+        "kind": symptom.kind,
+        "role": symptom.role,
+        "title": symptom.title,
+        "cause": symptom.cause_of_any,
+        "confidence": symptom.confidence,
+        "refines": list(symptom.refines),
+        "fixes": [
+            {"text": fix.text, "command": fix.command, "costly": fix.is_costly}
+            for fix in fixes_of(symptom, KnownConfig(), {})
+        ],
+        "sources": list(symptom.sources),
+    }

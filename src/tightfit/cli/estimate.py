@@ -1,0 +1,119 @@
+"""`tightfit estimate`: will it fit?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tightfit.cli.flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, whole_number
+from tightfit.desk.estimate import Outcome, compare, comparison, estimated, price
+from tightfit.desk.estimate_report import report, strategy_report
+from tightfit.inputs.flags import check_levers
+from tightfit.priced import Priced, strategy_name
+from tightfit.types import Levers
+
+EXAMPLE = "tightfit estimate --model 7b_mamba --engine zero3 --gpus 6x32GB --seq 1024"
+
+
+def parser() -> Parser:
+    made = Parser(
+        "estimate",
+        "Say what every GPU and the host will hold, phase by phase, before anything runs.",
+        EXAMPLE,
+        "[FILE] [--model MODEL] [--gpus HARDWARE] [flags]",
+    )
+    made.add_file("FILE", "a job file or a LLaMA-Factory YAML; flags win")
+    made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
+    made.add_argument("--deepspeed", metavar="FILE", help="a DeepSpeed JSON; flags win over it")
+    made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
+    add_hardware_flags(made)
+    made.add_argument(
+        "--only-stage",
+        metavar="N",
+        type=whole_number("only_stage"),
+        help="of a job file with `stages`, the one to estimate, counted from 1",
+    )
+    made.add_argument("--compare", action="store_true", help="every strategy side by side")
+    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    add_lever_flags(made)
+    made.knows_as(ALIASES)
+    return made.ends_with(FITS_OR_NOT)
+
+
+def add_hardware_flags(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--gpus", metavar="HARDWARE", help="6x32GB, 4xRTX4090, 2x8xA100-80GB …, or `this` machine")
+    made.add_argument("--world", metavar="N", type=whole_number("world"), help="GPUs to train on (all of --gpus, or 1)")
+    made.add_argument("--host-ram", metavar="SIZE", help="RAM of one node, 256GB say (not known)")
+    made.add_argument("--nvme", metavar="SIZE", help="NVMe space of one node, 2TB say (none)")
+
+
+def estimate(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    as_json = getattr(args, "json", False)
+    if getattr(args, "compare", False):
+        _show_comparison(comparison(args), as_json)
+    else:
+        _show(estimated(args), as_json)
+    return 0
+
+
+# --- showing ------------------------------------------------------------------------------------
+
+
+def _show(priced: Priced, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report(priced), indent=2))
+        return
+    from tightfit.cli.advice import advise
+    from tightfit.screen import draw_estimate, open_console
+
+    def ask(levers: Levers) -> int:
+        check_levers(levers, priced.shape)
+        return price(priced.shape, levers, priced.world, priced.hardware).footprint.gpu.required_bytes
+
+    draw_estimate(open_console(), priced, advise(priced, ask), _fitting(priced))
+
+
+def _fitting(priced: Priced, most: int = 3) -> list[str]:
+    """Where this does not fit: the strategies that do, with the flags that ask for them."""
+    if priced.fits is not False:
+        return []
+    tries = [priced.levers]
+    if priced.levers.loss == "plain" and not priced.shape.final_softcap:
+        tries.append(replace(priced.levers, loss="fused"))
+    fitting: list[Priced] = []
+    for levers in tries:
+        rows = compare(priced.shape, levers, priced.world, priced.hardware)
+        fitting = [outcome for _, outcome in rows if isinstance(outcome, Priced) and outcome.fits]
+        if fitting:
+            break
+    return [
+        f"{strategy_name(each.levers)}: {_strategy_flags(each.levers, priced.levers)}; needs "
+        f"{each.footprint.gpu.required_bytes / 2**30:.1f} GiB a GPU and "
+        f"{each.footprint.host.peak_bytes_per_node / 2**30:.0f} GiB of host RAM a node."
+        for each in fitting[:most]
+    ]
+
+
+def _strategy_flags(levers: Levers, asked: Levers) -> str:
+    flags = [f"--engine {levers.engine}"]
+    if levers.loss != asked.loss:
+        flags.append(f"--loss {levers.loss}")
+    if levers.engine != "fsdp2" and levers.offload_optimizer != "none":
+        flags.append(f"--offload-optimizer {levers.offload_optimizer}")
+    if levers.offload_param != "none":
+        flags.append(f"--offload-param {levers.offload_param}")
+    return " ".join(flags)
+
+
+def _show_comparison(rows: Sequence[tuple[str, Outcome]], as_json: bool) -> None:
+    if as_json:
+        listed = [strategy_report(name, outcome) for name, outcome in rows]
+        print(json.dumps({"strategies": listed}, indent=2))
+        return
+    from tightfit.screen import draw_comparison, open_console
+
+    draw_comparison(open_console(), rows)

@@ -1,0 +1,199 @@
+"""`tightfit export`: what was trained, as a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Thread
+from time import monotonic
+from typing import IO, Any
+
+from tightfit.cli.flags import CHANGE, Parser
+from tightfit.runs.checkpoints import written_first
+from tightfit.types import ConfigError, ModelError, UserError
+
+WORKER = (sys.executable, "-m", "tightfit.train", "export")
+DTYPES = ("bf16", "fp16", "fp32")
+FAILED = 3
+INTERRUPTED = 130
+EVERY_S = 10
+"""In a pipe, progress is said this often."""
+KEPT_LINES = 60
+
+
+def export(argv: Sequence[str]) -> int:
+    """Export one folder."""
+    args = parser().parse(argv)
+    dtype: str | None = getattr(args, "dtype", None)
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype knows no {dtype!r}: it takes {', '.join(DTYPES)}")
+    source = Path(args.source)
+    target = Path(args.to) if hasattr(args, "to") else _beside(source)
+    _check_ended(source)
+    _check_target(target)
+    as_json = getattr(args, "json", False)
+    spec = {
+        "source": _absolute(source),
+        "to": _absolute(target),
+        "dtype": dtype,
+        "merge": getattr(args, "merge", False),
+        "base": getattr(args, "base", None),
+        "config": getattr(args, "config", None),
+        "trust_pickle": getattr(args, "trust_pickle", False),
+        "trust_remote_code": getattr(args, "trust_remote_code", False),
+    }
+    with tempfile.TemporaryDirectory(prefix="tightfit-export-") as folder:
+        path = Path(folder, "export.json")
+        path.write_text(json.dumps(spec), encoding="utf-8")
+        code, end = _follow([*WORKER, str(path)], quiet=as_json)
+    if end is not None:
+        print(json.dumps(end, indent=2, ensure_ascii=False) if as_json else _as_text(end))
+    return code
+
+
+def parser() -> Parser:
+    parser = Parser(
+        "export",
+        "Make a plain Hugging Face folder of what was trained: of a run's model, of an adapter (merged into its base, "
+        "a tensor at a time), or of a DeepSpeed checkpoint that another program made.",
+        "tightfit export runs/my-lora --to my-model --dtype bf16",
+        "RUN_OR_FOLDER [--to DIR] [flags]",
+    )
+    parser.add_argument(
+        "source",
+        metavar="RUN_OR_FOLDER",
+        help="a run, one of its checkpoints, an adapter, a model or a DeepSpeed checkpoint",
+    )
+    parser.add_argument("--to", metavar="DIR", help="the folder to make (RUN/export, or FOLDER-export)")
+    parser.add_argument("--dtype", metavar="|".join(DTYPES), help="number format of the weights (as they are stored)")
+    parser.add_argument("--merge", action="store_true", help="insist that there is an adapter and that it is merged")
+    parser.add_argument("--base", metavar="DIR|ID", help="the model to merge into (the one that the adapter names)")
+    parser.add_argument("--config", metavar="DIR|ID", help="where a DeepSpeed checkpoint's config.json is (beside it)")
+    parser.add_argument(
+        "--trust-pickle", action="store_true", help="open a DeepSpeed checkpoint: it may run any program"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python code that comes with the model"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    codes = {"0": "the folder is made", **CHANGE, "3": "it failed; the log's last lines say why", "130": "interrupted"}
+    return parser.ends_with(codes, "The folder that --to names, and nothing else.")
+
+
+def _beside(source: Path) -> Path:
+    """A run keeps its export inside; what is no run of ours gets a neighbour."""
+    if (source / "run.json").exists() or (source / "plan").is_dir():
+        return source / "export"
+    whole = source.resolve()
+    return whole.with_name(f"{whole.name}-export")
+
+
+def _check_ended(source: Path) -> None:
+    """A run that was stopped has no model of its own yet, but what it has saved can be had."""
+    newest = written_first(source)
+    if newest is not None and (source / "run.json").exists() and not (source / "model").exists():
+        raise ModelError(
+            f"the run in {source} has not ended, so it has no model yet: name its newest checkpoint, {newest}, or let "
+            "it end first"
+        )
+
+
+def _check_target(target: Path) -> None:
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(f"{target} exists and is not empty: name another folder with --to")
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target} is a file: name a folder with --to")
+
+
+def _absolute(path: Path) -> str:
+    return str(path.expanduser().absolute())
+
+
+# --- following the worker ------------------------------------------------------------------------
+
+
+def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any] | None]:
+    """Exit code, and what the worker said at its end."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stderr is not None
+        last: deque[str] = deque(maxlen=KEPT_LINES)
+        listener = Thread(target=last.extend, args=(worker.stderr,), daemon=True)
+        listener.start()
+        line = _Line(quiet)
+        try:
+            end = _heard(worker.stdout, line)
+            code = worker.wait()
+        except KeyboardInterrupt:
+            worker.wait()  # it has had the same Ctrl-C, and clears up what it began
+            return INTERRUPTED, None
+        finally:
+            line.close()
+        listener.join()
+    if end is not None and end.get("event") == "error":
+        raise UserError(str(end["text"]))
+    if code == 0 and end is not None:
+        return 0, end
+    if code == INTERRUPTED:
+        return INTERRUPTED, None
+    sys.stderr.writelines(last)
+    print(f"tightfit: the export failed with exit code {code}", file=sys.stderr)
+    return FAILED, None
+
+
+def _heard(lines: IO[str], shown: _Line) -> dict[str, Any] | None:
+    end = None
+    for text in lines:
+        try:
+            event = json.loads(text)
+        except ValueError:
+            continue
+        if event.get("event") == "progress":
+            shown.say(event["what"], event["done"], event["total"])
+        elif event.get("event") in ("end", "error"):
+            end = event
+    return end
+
+
+class _Line:
+    """Progress on stderr: one line that changes on a terminal, a new line now and then in a pipe."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._live = sys.stderr.isatty()
+        self._said_at = monotonic()
+        self._drawn = False
+
+    def say(self, what: str, done: int, total: int) -> None:
+        now = monotonic()
+        if self._quiet or (not self._live and now - self._said_at < EVERY_S):
+            return
+        self._said_at = now
+        text = f"{what}: {100 * done // max(total, 1)} %"
+        if self._live:
+            print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+            self._drawn = True
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._drawn:
+            print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
+
+
+def _as_text(end: dict[str, Any]) -> str:
+    what = {"adapter": "the adapter, merged", "deepspeed": "the checkpoint", "model": "the model"}[end["kind"]]
+    lines = [f"{what}: {end['folder']} ({_size(end['bytes'])}, {end['dtype']})"]
+    lines += [f"  {note}" for note in end["notes"]]
+    lines.append(f'  use it: AutoModelForCausalLM.from_pretrained("{end["folder"]}")')
+    return "\n".join(lines)
+
+
+def _size(size_bytes: int) -> str:
+    """As files are counted; what is so small that it would be nought in MB."""
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"

@@ -1,0 +1,116 @@
+"""`tightfit lint`: what a config file really does, before a GPU is kept waiting for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+from tightfit.cli.flags import CHANGE, Parser, whole_number
+from tightfit.lint import examine
+from tightfit.lint.finding import Finding, Kind, Report
+from tightfit.render.target import Target
+from tightfit.types import ConfigError
+
+FOUND_ERRORS = 1
+_VERSIONS = ("deepspeed_version", "transformers_version", "llamafactory_version")
+
+
+def lint(argv: Sequence[str]) -> int:
+    """Check one file, and the DeepSpeed file that it names."""
+    args = parser().parse(argv)
+    kind: Kind | None = getattr(args, "kind", None)
+    if kind is not None and kind not in get_args(Kind):
+        raise ConfigError(f"--kind knows no {kind!r}: it takes {', '.join(get_args(Kind))}")
+    world = getattr(args, "world", None)
+    if world is not None and world < 1:
+        raise ConfigError(f"--world takes at least 1, not {world}")
+    report = examine(Path(args.file), _target(args), kind=kind, world=world)
+    if getattr(args, "json", False):
+        print(json.dumps(_as_json(report), indent=2, ensure_ascii=False))
+    else:
+        print(_as_text(report))
+    return FOUND_ERRORS if report.count("error") else 0
+
+
+def parser() -> Parser:
+    parser = Parser(
+        "lint",
+        "Check a DeepSpeed JSON, an accelerate YAML, a LLaMA-Factory YAML, a file of TrainingArguments or a job file "
+        "for what the tools accept silently and get wrong. A DeepSpeed file that it names is checked with it.",
+        "tightfit lint ds_config.json --world 8",
+        "FILE [--world N] [flags]",
+    )
+    defaults = Target()
+    parser.add_argument("file", metavar="FILE", help="the config file")
+    parser.add_argument("--kind", metavar="|".join(get_args(Kind)), help="whose file it is (told by its keys)")
+    parser.add_argument("--world", metavar="N", type=whole_number("world"), help="GPUs, to check batch sizes exactly")
+    for version in _VERSIONS:
+        tool = {"deepspeed": "DeepSpeed", "llamafactory": "LLaMA-Factory"}.get(
+            version.partition("_")[0], "transformers"
+        )
+        flag = f"--{version.replace('_', '-')}"
+        parser.add_argument(flag, metavar="V", help=f"the {tool} that will read it ({getattr(defaults, version)})")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    codes = {"0": "no errors; there may be warnings and notes", "1": "at least one error", **CHANGE}
+    return parser.ends_with(codes)
+
+
+def _target(args: argparse.Namespace) -> Target:
+    given = {name: getattr(args, name) for name in _VERSIONS if hasattr(args, name)}
+    for name, version in given.items():
+        if not re.fullmatch(r"\d+\.\d+(\.\d+)?([.+]?\w+)*", version):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} takes a version such as {getattr(Target(), name)}, not {version!r}"
+            )
+    return Target(**given)
+
+
+# --- printing -----------------------------------------------------------------------------------
+
+
+def _as_json(report: Report) -> dict[str, object]:
+    return {
+        "file": report.file,
+        "kind": report.kind,
+        "findings": [asdict(finding) for finding in report.findings],
+        "errors": report.count("error"),
+        "warnings": report.count("warning"),
+        "notes": report.count("note"),
+    }
+
+
+def _as_text(report: Report) -> str:
+    width = max(40, min(shutil.get_terminal_size().columns, 120))
+    blocks = [_block(finding, width) for finding in report.findings]
+    words = [_counted(report, "error"), _counted(report, "warning"), _counted(report, "note")]
+    blocks.append(f"{report.file} ({report.kind}): {', '.join(words)}")
+    return "\n\n".join(blocks)
+
+
+def _block(finding: Finding, width: int) -> str:
+    where = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
+    first = "  ".join(part for part in (where, finding.place) if part)
+    lines = [f"{first}  {finding.severity} [{finding.rule}]"]
+    lines += textwrap.wrap(_sentence(finding.what, finding.place), width, initial_indent="  ", subsequent_indent="  ")
+    lines += textwrap.wrap(f"Fix: {finding.fix}.", width, initial_indent="  ", subsequent_indent="       ")
+    return "\n".join(lines)
+
+
+def _sentence(text: str, place: str) -> str:
+    """A full stop, and a capital unless the first word is a key of the file."""
+    first = text.split(maxsplit=1)[0]
+    is_key = first in place.split(".") or not first.isalpha()
+    begins = text if is_key else text[:1].upper() + text[1:]
+    return begins if begins.endswith((".", "?")) else f"{begins}."
+
+
+def _counted(report: Report, severity: str) -> str:
+    number = sum(finding.severity == severity for finding in report.findings)
+    return f"{number or 'no'} {severity}{'' if number == 1 else 's'}"

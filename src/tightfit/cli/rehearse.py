@@ -1,0 +1,336 @@
+"""`tightfit rehearse`: the real worker on one GPU, as one rank of many.
+
+Planned as `tightfit plan` does, run by the worker that `tightfit train` starts, under a process group in which every
+buffer is allocated and nothing is sent. What it holds is therefore true; what it would send takes no time.
+
+Exit codes: 0 it passed; 1 memory ran out, or the cap was exceeded; 2 something that the user has to change; 3 it failed
+for another reason; 130 and 143 it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli.flags import ALIASES, CHANGE, Parser
+from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
+from tightfit.cli.rehearse_request import Ready, prepare
+from tightfit.cli.train_machine import reservations
+from tightfit.desk.plan import check_flags
+from tightfit.inputs.flags import spelt
+from tightfit.runs.events import Event, Probe
+from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
+from tightfit.runs.launch import RankStart
+from tightfit.runs.ports import free_port
+from tightfit.runs.ranks import Meeting, Sight, rank_starts, worker_command
+from tightfit.runs.reservations import Reservation
+from tightfit.runs.run import Outcome, run
+from tightfit.runs.worker_file import WORKER_FILE, placed
+from tightfit.screen.rehearse import Rehearsal, Row, Verdict
+from tightfit.types import ConfigError, HardwareError
+
+EXAMPLE = "tightfit rehearse --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB --cap 24GB"
+STEPS = 5
+"""Of a rehearsal; the first two only warm up."""
+FAILED_MEMORY = 1
+EXIT_CODES = {
+    "0": "it passed",
+    "1": "memory ran out, or the cap was exceeded",
+    **CHANGE,
+    "3": "it failed for another reason; the log's last lines say why",
+}
+
+OWN_FLAGS: dict[str, tuple[str | None, str]] = {
+    "cap": ("SIZE", "make each card this small, 24GB say (the card that is planned for)"),
+    "from_plan": ("DIR", "rehearse this plan, which `tightfit plan --write DIR` made, instead of planning"),
+    "full_length": (None, "random samples of the full length instead of the job's data: no tokenizer is needed"),
+    "steps": ("N", f"optimizer steps after the trial of the largest batch ({STEPS})"),
+    "on": ("N", "the GPU of this machine to rehearse on, by number (the one with the most free memory)"),
+    "keep": ("DIR", "keep events, log and plan in this folder"),
+}
+WITH_PLAN = {*OWN_FLAGS, "json"}
+"""What may be said beside a plan that is written already."""
+
+_NAME_ONE = "name one with --tokenizer"
+"""Said of a tokenizer that cannot be had."""
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|ALLOC_FAILED|SIGKILL", re.IGNORECASE)
+WHERE = {
+    "init": "while the engine was set up",
+    "forward": "in the first forward pass",
+    "backward": "in the first backward pass",
+    "step": "after the first backward pass and before the step was over",
+    "steps": "in one of the steps",
+}
+"""Where memory ran out → in words."""
+
+
+def rehearse(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    check_flags(args)
+    _check(args)
+    as_json = hasattr(args, "json")
+    ready = _prepared(args, quiet=as_json)
+    with _folder(args) as claimed:
+        outcome, probe = _played(ready, claimed, getattr(args, "steps", STEPS), quiet=as_json)
+    return _ended(ready, outcome, probe, getattr(args, "keep", None), as_json=as_json)
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def parser() -> Parser:
+    made = Parser(
+        "rehearse",
+        "Run one rank of a planned training on one GPU, posing as one of many: what it really holds, phase by phase, "
+        "beside what was predicted, and its pace. Takes the flags of `tightfit plan`; the job's data is used where it "
+        "names some, and random samples of the full length otherwise.",
+        EXAMPLE,
+        "[JOB.yaml | --from-plan DIR] [--cap SIZE] [--steps N] [flags]",
+    )
+    made.add_file("JOB.yaml", "a job file, or a LLaMA-Factory YAML; flags win over it")
+    made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
+    made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
+    add_data_flags(made)
+    table = {title: dict(flags) for title, flags in FLAGS.items() if title != "the files"}
+    del table["the question"]["max"]
+    add_flags(made, {"the rehearsal": OWN_FLAGS, **table}, WHOLE | {"steps", "on"})
+    made.knows_as(ALIASES)
+    return made.ends_with(EXIT_CODES, "Nothing, but with --keep DIR events, log and plan into DIR.")
+
+
+def _check(args: argparse.Namespace) -> None:
+    given = vars(args)
+    if given.get("steps", STEPS) < 1:
+        raise ConfigError(f"--steps must be at least 1, not {args.steps}")
+    if "from_plan" in given:
+        more = sorted(set(given) - WITH_PLAN)
+        if more:
+            what = "a job file" if more[0] == "file" else spelt(more[0])
+            raise ConfigError(
+                f"--from-plan {args.from_plan} has decided that already: leave {what} out, or --from-plan"
+            )
+    if "keep" in given:
+        path = Path(args.keep).expanduser().absolute()
+        check_folder(path)
+        if path.exists() and any(path.iterdir()):
+            raise ConfigError(f"{path} is not empty: name a new folder with --keep")
+
+
+def _prepared(args: argparse.Namespace, *, quiet: bool) -> Ready:
+    if quiet:
+        return prepare(args)
+    from tightfit.screen.plan import waiting
+
+    with waiting("planning …"):
+        return prepare(args)
+
+
+@contextmanager
+def _folder(args: argparse.Namespace) -> Iterator[RunFolder]:
+    """The run's folder: one that is kept, or one that is gone afterwards."""
+    if not hasattr(args, "keep"):
+        with tempfile.TemporaryDirectory(prefix="tightfit-rehearse-") as path:
+            yield RunFolder(Path(path))
+        return
+    claimed = ClaimedFolder.claim(Path(args.keep).expanduser().absolute(), overwrite=False)
+    try:
+        yield claimed.folder
+    finally:
+        claimed.release()
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+def _played(ready: Ready, folder: RunFolder, steps: int, *, quiet: bool) -> tuple[Outcome, Probe | None]:
+    """How the worker ended, and what the trial of the largest batch found."""
+    from tightfit.render.write import write
+
+    files = {**ready.files, WORKER_FILE: placed(ready.files[WORKER_FILE], folder.path)}
+    write(files, folder.plan, force=True)
+    options = ["--rehearse", "--steps", str(steps)]
+    options += [] if ready.tensor_bytes is None else ["--cap-bytes", str(ready.tensor_bytes)]
+    probes: list[Probe] = []
+    with _reserved(ready, folder):
+        start = _start(ready, folder, options)
+        if quiet:
+            outcome = run([start], folder, lambda event: _note(event, probes))
+        else:
+            outcome = _shown(ready, start, folder, probes)
+    return outcome, probes[-1] if probes else None
+
+
+def _note(event: Event, probes: list[Probe]) -> None:
+    if isinstance(event, Probe):
+        probes.append(event)
+
+
+def _shown(ready: Ready, start: RankStart, folder: RunFolder, probes: list[Probe]) -> Outcome:
+    from tightfit.screen import open_console, say
+    from tightfit.screen.train import Board
+
+    console = open_console()
+    for sentence in ready.said:
+        say(console, sentence)
+    console.print()
+    with Board(console, ready.worker) as board:
+
+        def show(event: Event) -> None:
+            _note(event, probes)
+            board.show(event)
+
+        return run([start], folder, show)
+
+
+def _start(ready: Ready, folder: RunFolder, options: Sequence[str]) -> RankStart:
+    words = None if ready.device is None else (ready.device.word,)
+    sight = Sight(variable=ready.variable, words=words)
+    starts = rank_starts(ready.worker, Meeting(port=free_port()), sight, folder, worker_command(folder, options))
+    return starts[0]
+
+
+@contextmanager
+def _reserved(ready: Ready, folder: RunFolder) -> Iterator[None]:
+    """What the rehearsal takes of this machine, written down for trainings that start meanwhile."""
+    registry, keys = reservations(), () if ready.device is None else (ready.device.key,)
+    ours = Reservation.ours(folder.path, ready.host_bytes, keys, None)
+    with registry.alone():
+        taken = next((entry for entry in registry.live() for key in keys if key in entry.gpus), None)
+        if taken is not None:
+            raise HardwareError(f"the GPU was just taken by {taken.words}: start again, or name another with --on")
+        registry.add(ours)
+    try:
+        yield
+    finally:
+        registry.remove(ours)
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def _ended(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str | None, *, as_json: bool) -> int:
+    failure = outcome.failure
+    if failure is not None and failure.is_users:
+        raise ConfigError(failure.sentence.replace(_NAME_ONE, f"{_NAME_ONE}, or go without: --full-length"))
+    if outcome.state == "interrupted":
+        print("tightfit: interrupted; the rehearsal has ended", file=sys.stderr)
+        return outcome.exit_code
+    kept = None if keep is None else str(Path(keep).expanduser().absolute())
+    if failure is not None and not _NO_MEMORY.search(failure.sentence):
+        from rich.console import Console
+
+        from tightfit.screen.rehearse import draw_failure
+
+        draw_failure(Console(stderr=True, highlight=False, emoji=False, markup=False), failure, kept)
+        return outcome.exit_code
+    found = _rehearsal(ready, outcome, probe, kept)
+    if as_json:
+        print(json.dumps(report(found), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        from tightfit.screen import open_console
+        from tightfit.screen.rehearse import draw_rehearsal
+
+        draw_rehearsal(open_console(), found)
+    return 0 if found.passed else FAILED_MEMORY
+
+
+def _rehearsal(ready: Ready, outcome: Outcome, probe: Probe | None, kept: str | None) -> Rehearsal:
+    worker, tally, failure = ready.worker, outcome.tally, outcome.failure
+    rows = _rows(ready, outcome, probe)
+    held = next((row.measured for row in rows if row.key == ("host" if ready.device is None else "peak")), None)
+    verdict: Verdict = "passed"
+    if failure is not None:
+        verdict = "out of memory"
+    elif held is not None and held > ready.cap_bytes:
+        verdict = "over the cap"
+    phase = None if failure is None else _phase(outcome)
+    return Rehearsal(
+        model=worker.model,
+        engine=worker.engine,
+        ranks=worker.ranks,
+        device="the CPU" if ready.device is None else ready.device.name,
+        cap_bytes=ready.cap_bytes,
+        tensor_bytes=ready.tensor_bytes,
+        verdict=verdict,
+        phase=phase,
+        where=None if phase is None else WHERE[phase],
+        error=None if failure is None else failure.sentence,
+        steps=0 if tally.last is None else tally.last.step,
+        rows=rows,
+        notes=ready.notes,
+        folder=kept,
+    )
+
+
+def _phase(outcome: Outcome) -> str:
+    """The milestone that was not reached any more."""
+    reached = {mark.milestone for mark in outcome.tally.marks}
+    if outcome.tally.began:
+        return "steps"
+    return next((name for name in WHERE if name not in reached), "steps")
+
+
+def _rows(ready: Ready, outcome: Outcome, probe: Probe | None) -> tuple[Row, ...]:
+    from tightfit.runs.lines import MILESTONES
+
+    worker, tally = ready.worker, outcome.tally
+    rows = [
+        Row(
+            key=mark.milestone,
+            name=f"memory, {MILESTONES.get(mark.milestone, mark.milestone)}",
+            unit="bytes",
+            predicted=mark.predicted_bytes,
+            measured=mark.measured_bytes,
+        )
+        for mark in tally.marks
+    ]
+    peaks = [mark.measured_bytes for mark in tally.marks if mark.milestone != "init"] + [tally.peak_bytes]
+    peak = max((size for size in peaks if size is not None), default=None)
+    ended = {} if tally.ended is None else json.loads(tally.ended.summary)
+    host = ended.get("host_peak_bytes")
+    last = tally.last
+    step_s = tally.step_s or (last.step_s if last else None)
+    pace = tally.tokens_per_s or (last.tokens_per_s if last else None)
+    largest = None if probe is None else probe.seconds
+    return (
+        *rows,
+        Row(key="peak", name="memory, peak", unit="bytes", predicted=worker.peak_bytes, measured=peak),
+        Row(key="host", name="RAM of this rank", unit="bytes", predicted=ready.host_bytes, measured=host),
+        Row(
+            key="largest_step_s",
+            name="a step of the largest batch",
+            unit="seconds",
+            predicted=worker.step_s,
+            measured=largest,
+        ),
+        Row(key="step_s", name="a step, median", unit="seconds", predicted=worker.step_s, measured=step_s),
+        Row(key="tokens_per_s", name="tokens a second", unit="tokens", predicted=worker.tokens_per_s, measured=pace),
+    )
+
+
+def report(found: Rehearsal) -> dict[str, Any]:
+    """The contract with programs. The keys here are promised, further ones may come."""
+    return {
+        "passed": found.passed,
+        "verdict": found.verdict,
+        "phase": found.phase,
+        "error": found.error,
+        "model": found.model,
+        "engine": found.engine,
+        "ranks": found.ranks,
+        "device": found.device,
+        "cap_bytes": found.cap_bytes,
+        "tensor_bytes": found.tensor_bytes,
+        "steps": found.steps,
+        "figures": {row.key: {"predicted": row.predicted, "measured": row.measured} for row in found.rows},
+        "notes": list(found.notes),
+        "folder": found.folder,
+    }

@@ -1,0 +1,239 @@
+"""From flags, files and the machine to a rehearsal that can be started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli.train_machine import holder_words, reservations
+from tightfit.cli.train_pins import with_a_scan_that_runs, with_whole_folder
+from tightfit.cli.train_request import HOW_FAR, answer_of, check_data, check_packages, rendered
+from tightfit.desk.plan_files import startable_of, way_out
+from tightfit.desk.plan_request import request_of
+from tightfit.hardware.occupancy import Device, occupancy
+from tightfit.hardware.words import parse_size
+from tightfit.job import Job
+from tightfit.memory.overhead import beside
+from tightfit.model.load import config_from_fields, find_config
+from tightfit.model.presets import DRAWN_STD
+from tightfit.planner.plan import Plan
+from tightfit.priced import GIB, amounts
+from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, read_plan_folder, worker_file
+from tightfit.types import ConfigError, Hardware, HardwareError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A rehearsal that can be started."""
+
+    worker: WorkerFile
+    files: Mapping[str, str]
+    """The plan, rendered: by name."""
+    cap_bytes: int
+    """The card, as it is to be taken."""
+    tensor_bytes: int | None
+    """What of it torch's allocator may have; None: the rank is on the CPU."""
+    device: Device | None
+    variable: str
+    """Chooses among the GPUs of this machine."""
+    said: tuple[str, ...]
+    """Before the start."""
+    notes: tuple[str, ...]
+    """At the end, about the figures."""
+
+    @property
+    def host_bytes(self) -> int:
+        """RAM of one rank."""
+        return self.worker.ram_bytes_per_node // self.worker.gpus_per_node
+
+
+def prepare(args: argparse.Namespace) -> Ready:
+    """The rehearsal that was asked for, checked."""
+    cap = parse_size(args.cap) if hasattr(args, "cap") else None
+    if hasattr(args, "from_plan"):
+        source = Path(args.from_plan).expanduser().absolute()
+        files, plan = dict(read_plan_folder(source)), None
+        said: tuple[str, ...] = (f"The plan is the one in {source}.",)
+        worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
+    else:
+        plan, files = _planned(args, cap)
+        worker, said = worker_file(files[WORKER_FILE], WORKER_FILE), _words(plan)
+    check_packages(worker)
+    try:
+        tree = json.loads(files[WORKER_FILE])
+        card = int(tree["world"]["gpu_memory_bytes"])
+        if hasattr(args, "full_length"):
+            tree["data"] |= {"path": None, "recipe": None, "ablation": None, "tokenizer": None}
+        orders, notes = rehearsed(tree), _notes(tree, worker, plan)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{WORKER_FILE} is not whole: write the plan again with `tightfit plan --write`") from None
+    if cap is not None and cap > card:
+        raise ConfigError(f"--cap {args.cap} is more than the {card / GIB:.1f} GiB of the card: lower it")
+    cap = card if cap is None else cap
+    tensors = _tensor_bytes(worker, cap)
+    found = occupancy()
+    device = _device(found.devices, worker, cap, getattr(args, "on", None))
+    return Ready(
+        worker=worker,
+        files={**files, WORKER_FILE: orders},
+        cap_bytes=cap,
+        tensor_bytes=tensors,
+        device=device,
+        variable=found.variable,
+        said=said,
+        notes=(*notes, *_about(device)),
+    )
+
+
+def _planned(args: argparse.Namespace, cap: int | None) -> tuple[Plan, dict[str, str]]:
+    """The plan for the capped card, and its files."""
+    from tightfit.render.target import Target
+
+    def smaller(job: Job, hardware: Hardware) -> Hardware:
+        if cap is None or cap >= hardware.gpu.memory_bytes:
+            return hardware
+        said = f"Each card is taken to have {cap / GIB:.1f} GiB (--cap)."
+        gpu = replace(hardware.gpu, memory_bytes=cap)
+        return replace(hardware, gpu=gpu, because=(*hardware.because, said))
+
+    request = request_of(args, smaller)
+    request = with_a_scan_that_runs(request, on_gpu=request.hardware.gpu.vendor != "cpu")
+    request = replace(request, job=with_whole_folder(request.job))
+    check_data(request.job)
+    target = Target()
+    answer = answer_of(args, request, startable_of(request.job, target), every_gpu=False)
+    if answer.chosen is None:
+        raise ConfigError(f"nothing fits, so there is nothing to rehearse: {way_out(answer, HOW_FAR)}")
+    return answer, dict(rendered(answer, request.job, target))
+
+
+def _words(plan: Plan) -> tuple[str, ...]:
+    from tightfit.priced import strategy_name
+    from tightfit.screen.plan_words import hardware_words, model_words
+
+    way = plan.chosen
+    assert way is not None
+    tokens = f"{plan.effective_batch} × {way.levers.sequence} tokens a step"
+    return (
+        f"{model_words(plan)}, on {hardware_words(way.hardware)}: {tokens}",
+        f"{strategy_name(way.levers)}, one rank of {way.world}.",
+    )
+
+
+def _tensor_bytes(worker: WorkerFile, cap: int) -> int | None:
+    """The driver's context and the communicator lie outside torch's allocator, so the allocator gets the rest."""
+    if worker.vendor == "cpu":
+        return None
+    left = cap - sum(beside(0, worker.ranks, None).values())
+    if left <= 0:
+        outside = (cap - left) / GIB
+        raise ConfigError(
+            f"a card of {cap / GIB:.2f} GiB leaves nothing for tensors, as context and communicator take "
+            f"{outside:.2f} GiB: raise --cap"
+        )
+    return left
+
+
+# --- the GPU ------------------------------------------------------------------------------------
+
+
+def _device(devices: tuple[Device, ...], worker: WorkerFile, cap: int, number: int | None) -> Device | None:
+    """The GPU to rehearse on; None: the plan is for the CPU."""
+    if worker.vendor == "cpu":
+        if number is not None:
+            raise ConfigError("the plan is for the CPU, so there is no GPU to rehearse it on: leave --on out")
+        return None
+    if not devices:
+        raise HardwareError(
+            "the plan is for GPUs and its rehearsal needs one, which this machine has not: "
+            "run it where there is one, or leave --gpus out to rehearse on the CPU"
+        )
+    taken = {key: entry for entry in reservations().live() for key in entry.gpus}
+    if number is None:
+        free = [device for device in devices if device.key not in taken]
+        if not free:
+            who = taken[devices[0].key].words
+            raise HardwareError(f"every GPU is in use, the first by {who}: wait for it, or use another machine")
+        chosen = max(free, key=lambda device: device.free_bytes or 0)
+    else:
+        named = [device for device in devices if device.number == number]
+        if not named:
+            numbers = ", ".join(str(device.number) for device in devices)
+            raise HardwareError(f"--on {number} is no GPU of this machine: there are {numbers}")
+        chosen = named[0]
+        if chosen.key in taken:
+            raise HardwareError(f"GPU {number} is in use by {taken[chosen.key].words}: name another with --on, or wait")
+    _check_room(chosen, min(worker.required_bytes, cap))
+    return chosen
+
+
+def _check_room(device: Device, need: int) -> None:
+    """What fails for want of room here would say nothing about the plan."""
+    if device.total_bytes is not None and device.total_bytes < need:
+        wanted, there = amounts(need, device.total_bytes)
+        raise HardwareError(
+            f"the plan needs {wanted} GiB and GPU {device.number} has {there} GiB: rehearse it on a larger card, or "
+            f"plan for one like this with --cap {int(device.total_bytes / GIB)}GB"
+        )
+    if device.free_bytes is not None and device.free_bytes < need:
+        wanted, there = amounts(need, device.free_bytes)
+        who = max(device.holders, key=lambda each: each.held_bytes or 0, default=None)
+        held = f", as {holder_words(who)} holds the rest" if who else ""
+        raise HardwareError(
+            f"GPU {device.number} has {there} GiB free and the rehearsal needs {wanted} GiB{held}: end that, or name "
+            "another with --on"
+        )
+
+
+# --- the orders ---------------------------------------------------------------------------------
+
+
+def rehearsed(written: Mapping[str, Any]) -> str:
+    """The worker's orders for a rehearsal: without evaluation, and without fetching any weights."""
+    tree = json.loads(json.dumps(written))
+    tree["evaluation"]["split"] = 0.0  # it may take hours, and holds less than a step
+    model, data = tree["model"], tree["data"]
+    if draws_weights(tree):
+        word = model["weights"]
+        found = find_config(word)
+        fields = config_from_fields(found.config, found.name) if found.is_block else found.config
+        model["config"], model["weights"] = {**fields, "initializer_range": DRAWN_STD}, None
+        if data.get("tokenizer") is None and (data.get("path") or data.get("recipe")):
+            data["tokenizer"] = word  # lengths in the tokens that the training will see
+    return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def draws_weights(tree: Mapping[str, Any]) -> bool:
+    """Whether weights that would have to be fetched are drawn instead; a model with code of its own needs them."""
+    model = tree["model"]
+    word = model["weights"]
+    return isinstance(word, str) and not Path(word).expanduser().exists() and not model["trust_remote_code"]
+
+
+def _notes(tree: Mapping[str, Any], worker: WorkerFile, plan: Plan | None) -> tuple[str, ...]:
+    """What the figures mean and what they do not."""
+    said = []
+    if worker.ranks > 1:
+        way = None if plan is None else plan.chosen
+        sent = 0.0 if way is None else way.pace.causes.get("communication", 0.0)
+        part = f"; {sent:.2g} s of the predicted step are" if sent else ""
+        said.append(f"Nothing is sent in a rehearsal, so the measured pace has no communication{part}.")
+    if tree["model"]["weights"] is None or draws_weights(tree):
+        said.append("The weights are drawn at random: neither memory nor pace depends on their values.")
+    if tree["data"].get("path") is None and tree["data"].get("recipe") is None:
+        said.append("The samples are random, and all of the full length.")
+    return tuple(said)
+
+
+def _about(device: Device | None) -> tuple[str, ...]:
+    """Where it was measured."""
+    if device is not None:
+        return (f"The pace is that of the {device.name} here; the plan's is that of the card it was made for.",)
+    return (
+        "Without a GPU only the RAM of the whole process is measured, Python and torch included; the predicted pace of "
+        "a CPU compares ways and no more.",
+    )

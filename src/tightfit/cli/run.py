@@ -1,0 +1,379 @@
+"""`tightfit run -- COMMAND…`: another trainer, watched, diagnosed, and started again where that may help.
+
+Exit code: the command's own, of its last start (128 and the signal's number where a signal ended it; 1 where it was 0
+and the loss was NaN to the end); 2 for what the user has to change before anything is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+from tightfit.cli.flags import CHANGE, Parser, whole_number
+from tightfit.cli.run_plan import Known, Planner, Said, Setting, file_of, prediction
+from tightfit.cli.run_wait import wait_for_gpus
+from tightfit.cli.train_flags import hang_timeout_s
+from tightfit.inputs.flags import MOST, meant
+from tightfit.inputs.surroundings import cache_folder, inherited
+from tightfit.job import Allowance
+from tightfit.planner.calibration import Entry
+from tightfit.runs.build_lock import left_locks, told
+from tightfit.runs.calibration import Calibrations
+from tightfit.runs.decide import MAX_ATTEMPTS, Policy
+from tightfit.runs.foreign import NAMES, recognise
+from tightfit.runs.foreign_config import Foreign, read_foreign
+from tightfit.runs.foreign_group import Streams
+from tightfit.runs.foreign_loop import Ended, Orders, Rescue
+from tightfit.runs.foreign_record import FOLDER, Identity, Place, claim, write_run
+from tightfit.runs.run import Signals
+from tightfit.types import ConfigError, Hardware, UserError
+
+EXAMPLE = """tightfit run -- llamafactory-cli train qwen32b_lora.yaml
+  tightfit run --allow quantize,shorter-seq -- llamafactory-cli train qwen32b_lora.yaml
+  tightfit run --max-attempts 3 -- deepspeed --num_gpus 4 train.py --deepspeed ds.json
+  tightfit run --dry-run -- accelerate launch --config_file acc.yaml train.py
+  tightfit run --output runs/a -- python train.py --output_dir out"""
+EXIT_CODES = {
+    "0 … 255": "the command's own, of its last start; 1 instead of 0 where its loss was NaN to the end",
+    **CHANGE,
+}
+WRITES = (
+    "The folder that --output names: logs, what was found, attempts/. Where memory was missing, a smaller config "
+    "beside yours (x.tightfit-2.yaml); your own files never change."
+)
+ALLOWED = ("quantize", "shorter-seq")
+"""The costly changes that a config of another trainer can be given."""
+_MOST_FIXES = 4
+
+
+def run(argv: Sequence[str]) -> int:
+    """The verb."""
+    args, words = _parsed(argv)
+    command = recognise(words)
+    if shutil.which(words[0]) is None and not hasattr(args, "dry_run"):
+        raise ConfigError(f"there is no program {words[0]} here: see that it is installed, and in this environment")
+    foreign = read_foreign(command)
+    planner = Planner(_setting(args))
+    known = planner.known(foreign)
+    if hasattr(args, "dry_run"):
+        return _dry_run(args, foreign, known, planner.warning(foreign))
+    if hasattr(args, "wait_for_gpu"):
+        planner.wait_for_room(foreign, lambda: False)
+    named = Path(args.output) if hasattr(args, "output") else None
+    place = claim(named, words, take_over=hasattr(args, "take_over"))
+    try:
+        return _run(args, place, _as_last(foreign, place), planner)
+    finally:
+        place.lock.release()
+
+
+def _run(args: argparse.Namespace, place: Place, foreign: Foreign, planner: Planner) -> int:
+    folder, as_json = place.path, hasattr(args, "json")
+    known = planner.known(foreign)
+    _say_start(foreign, known, place)
+    if warning := planner.warning(foreign):
+        _say(warning)
+    out = sys.stderr if as_json else sys.stdout
+    with Signals() as signals:
+        rescue = Rescue(
+            foreign=foreign,
+            folder=folder,
+            streams=Streams(out=out.buffer, err=sys.stderr.buffer),
+            say=_say,
+            advisor=planner,
+            orders=_orders(args),
+            signals=signals,
+        )
+        words = foreign.command.words if place.before is None else place.before.command
+        note = _Note(folder, Identity.begin(words, rescue.mark), foreign, known)
+        rescue.begun = note.begun
+        if place.before is not None:
+            _say(rescue.go_on())
+        ended = rescue.run()
+    note.ended(ended)
+    _say_end(ended, folder)
+    if as_json:
+        print(json.dumps(_report(folder, foreign, known, ended), indent=2, ensure_ascii=False))
+    return ended.code
+
+
+def _as_last(foreign: Foreign, place: Place) -> Foreign:
+    """The command as it was started last, where a run is taken over and its config is still there."""
+    if place.before is None or place.before.last_command == foreign.command.words:
+        return foreign
+    try:
+        return read_foreign(recognise(place.before.last_command))
+    except UserError:
+        return foreign
+
+
+def _orders(args: argparse.Namespace) -> Orders:
+    return Orders(
+        policy=Policy(max_attempts=_attempts(args), allow=frozenset(_allow(args))),
+        retry_anyway=hasattr(args, "retry_anyway"),
+        hang_timeout_s=hang_timeout_s(args),
+    )
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    """What is learned of cards that were only named is not written down."""
+    calibrations = Calibrations(cache_folder())
+    wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
+    if hasattr(args, "wait_for_gpu"):
+
+        def wait(need_bytes: int | None, count: int, give_up: Callable[[], bool]) -> bool:
+            return wait_for_gpus(need_bytes, count, _say, give_up)
+
+    return Setting(
+        hardware=_hardware(args),
+        allow=_allow(args),
+        calibration=None if hasattr(args, "no_calibration") else calibrations.read(),
+        keep=calibrations.add if not hasattr(args, "gpus") else _forget,
+        wait=wait,
+        said=Said(
+            model=getattr(args, "model", None),
+            sequence=getattr(args, "seq", None),
+            micro_batch=getattr(args, "micro_batch", None),
+        ),
+    )
+
+
+def _forget(entry: Entry) -> None:
+    """Nothing is written down."""
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def parser() -> Parser:
+    made = Parser(
+        "run",
+        "Run another trainer with the care that tightfit gives its own: LLaMA-Factory, DeepSpeed, accelerate, "
+        "torchrun or a Python script. Says before the start whether it fits, where its config can be read; passes its "
+        "output on and keeps it; ends every process of it; when it fails, says why, and where a smaller config may "
+        "help, writes one beside the old and starts it again from its last checkpoint.",
+        EXAMPLE,
+        "[flags] -- COMMAND…",
+    )
+    made.add_argument("--output", metavar="DIR", help=f"the folder for logs and records ({FOLDER}-1, -2 …)")
+    made.add_argument(
+        "--take-over", action="store_true",
+        help="the run that held the folder on another machine has gone: watch it for 20 seconds instead of a minute, "
+        "and go on there",
+    )  # fmt: skip
+    made.add_argument(
+        "--max-attempts", metavar="N", type=whole_number("max_attempts"),
+        help=f"starts in a row that keep no new step ({MAX_ATTEMPTS}); 1: it is never started again",
+    )  # fmt: skip
+    made.add_argument("--allow", metavar="A,B", help=f"changes of the training that may be made: {', '.join(ALLOWED)}")
+    made.add_argument(
+        "--retry-anyway", action="store_true", help="start again even where no checkpoint can be gone on from"
+    )
+    made.add_argument(
+        "--hang-timeout", metavar="300s|10m|1h",
+        help="end it and start it again when it has printed nothing, and used neither CPU nor GPU, for so long (never)",
+    )  # fmt: skip
+    made.add_argument(
+        "--wait-for-gpu", action="store_true", help="wait while others hold the GPUs that the command would take"
+    )
+    made.add_argument(
+        "--no-calibration", action="store_true", help="predict without what earlier runs measured, and keep nothing"
+    )
+    made.add_argument(
+        "--model", metavar="MODEL",
+        help="predict for this model, where the command does not name it: a preset, a Hugging Face id or a folder",
+    )  # fmt: skip
+    made.add_argument("--seq", metavar="N", type=whole_number("seq"), help="likewise: tokens in a sequence")
+    made.add_argument(
+        "--micro-batch", metavar="N", type=whole_number("micro_batch"), help="likewise: sequences per GPU at a time"
+    )
+    made.add_argument("--gpus", metavar="HARDWARE", help="predict for these cards (this machine's)")
+    made.add_argument("--host-ram", metavar="SIZE", help="RAM of the machine, 256GB say; with --gpus")
+    made.add_argument("--dry-run", action="store_true", help="say what is recognised and predicted; start nothing")
+    made.add_argument("--json", action="store_true", help="a JSON object at the end; the command writes to stderr then")
+    return made.ends_with(EXIT_CODES, WRITES)
+
+
+def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    words = list(argv)
+    cut = words.index("--") if "--" in words else None
+    made = parser()
+    if cut is None:
+        asked = [word for word in words if word in ("-h", "--help")]
+        if asked:
+            made.parse(asked)
+        raise ConfigError("a -- is missing before the command: write `tightfit run -- python train.py`")
+    args = made.parse(words[:cut])
+    _attempts(args)
+    _allow(args)
+    hang_timeout_s(args)
+    for name in ("seq", "micro_batch"):
+        if not 1 <= getattr(args, name, 1) <= MOST[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} takes 1 to {MOST[name]}, not {getattr(args, name)}")
+    return args, tuple(words[cut + 1 :])
+
+
+def _attempts(args: argparse.Namespace) -> int:
+    many: int = getattr(args, "max_attempts", MAX_ATTEMPTS)
+    if many < 1:
+        raise ConfigError(f"--max-attempts must be at least 1, not {many}: 1 starts the command once")
+    return many
+
+
+def _allow(args: argparse.Namespace) -> tuple[Allowance, ...]:
+    names = [name.strip() for name in getattr(args, "allow", "").split(",") if name.strip()]
+    for name in names:
+        if name not in ALLOWED:
+            also = " (only tightfit train can do that)" if name in get_args(Allowance) else meant(name, ALLOWED)
+            raise ConfigError(f"--allow knows no {name!r} here{also}: it takes {' and '.join(ALLOWED)}")
+    return tuple(name for name in get_args(Allowance) if name in names)
+
+
+def _hardware(args: argparse.Namespace) -> Hardware:
+    ram: str | None = getattr(args, "host_ram", None)
+    if hasattr(args, "gpus"):
+        from tightfit.hardware.words import parse_hardware
+
+        return parse_hardware(args.gpus, host_ram=ram)
+    from tightfit.hardware.machine import this_machine
+
+    return this_machine(host_ram=ram)
+
+
+# --- telling ------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    """On stderr: the command's own output stays what it is. The two words keep what is told apart from the sentence of
+    a `tightfit` that was refused, for a diagnosis of the log."""
+    try:
+        print(f"tightfit run: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    except OSError:  # a terminal that has closed must not cost the run
+        return
+
+
+def _recognised(foreign: Foreign) -> str:
+    files = ", ".join(path.name for path in foreign.files)
+    return f"{NAMES[foreign.command.launcher]}{f', configured by {files}' if files else ''}"
+
+
+def _say_start(foreign: Foreign, known: Known | str, place: Place) -> None:
+    _say(f"{_recognised(foreign)}; logs and records in {place.path}")
+    if place.before is not None:
+        _say(f"the run in {place.path} is taken over: its process {place.before.pid} has gone without a word")
+    _say(_predicted(foreign, known))
+    if foreign.command.launcher != "other" and (left := left_locks(inherited(foreign.environment))):
+        _say(told(left))
+
+
+def _predicted(foreign: Foreign, known: Known | str) -> str:
+    if isinstance(known, str):
+        return known
+    said, file = prediction(known), file_of(foreign)
+    if known.priced.fits is False and file is not None:
+        said += f" It is started all the same; `tightfit plan {shlex.quote(str(file))}` finds a way that fits."
+    return said
+
+
+def _dry_run(args: argparse.Namespace, foreign: Foreign, known: Known | str, warning: str | None) -> int:
+    if hasattr(args, "json"):
+        print(json.dumps({**_start_report(foreign, known), "warning": warning}, indent=2, ensure_ascii=False))
+        return 0
+    print(f"{_recognised(foreign)}: {shlex.join(foreign.command.words)}")
+    print(_predicted(foreign, known))
+    if warning is not None:
+        print(warning)
+    return 0
+
+
+def _say_end(ended: Ended, folder: Path) -> None:
+    gpus = "".join(f", GPU {word} {size / 2**30:.1f} GiB" for word, size in sorted(ended.peak.gpu_bytes.items()))
+    peak = f"most memory seen: host {ended.peak.host_bytes / 2**30:.1f} GiB{gpus}"
+    many = len(ended.records)
+    times = "at the first attempt" if many == 1 else f"after {many} attempts"
+    if ended.state == "done":
+        _say(f"done {times}; {peak}")
+        if ended.verdict is not None:
+            _say(f"but look at it: {ended.verdict.cause}")
+    elif ended.state == "interrupted":
+        _say(f"stopped as asked; {peak}")
+    else:
+        own = ended.records[-1].exit_codes
+        said = "it ended as if all were well" if own and not any(own) else "it failed"
+        _say_failure(ended, folder, f"{said} {times}; {peak}")
+    if ended.files:
+        _say(f"configs written: {', '.join(str(path) for path in ended.files)}")
+
+
+def _say_failure(ended: Ended, folder: Path, first: str) -> None:
+    _say(first)
+    found = ended.verdict
+    if found is None:
+        return
+    _say(found.cause)
+    if ended.because:
+        _say(f"not started again: {ended.because}")
+    for fix in found.fixes[:_MOST_FIXES]:
+        costly = " (changes the training)" if fix.is_costly else ""
+        _say(f"  - {fix.text}{f' [{fix.command}]' if fix.command else ''}{costly}")
+    _say(f"more: `tightfit diagnose {folder}`, `tightfit explain {found.id}`")
+
+
+# --- records ------------------------------------------------------------------------------------
+
+
+def _start_report(foreign: Foreign, known: Known | str) -> dict[str, Any]:
+    predicted: dict[str, Any] = {"fits": None, "said": _predicted(foreign, known)}
+    if isinstance(known, Known):
+        gpu = known.priced.footprint.gpu
+        predicted |= {
+            "fits": known.priced.fits, "required_bytes": gpu.required_bytes, "peak_phase": gpu.peak_phase
+        }  # fmt: skip
+    return {
+        "command": list(foreign.command.words),
+        "trainer": foreign.command.launcher,
+        "configs": [str(path) for path in foreign.files],
+        "predicted": predicted,
+    }
+
+
+def _report(folder: Path, foreign: Foreign, known: Known | str, ended: Ended) -> dict[str, Any]:
+    return {
+        **_start_report(foreign, known),
+        "folder": str(folder),
+        "state": ended.state,
+        "exit_code": ended.code,
+        "last_command": list(ended.foreign.command.words),
+        "written": [str(path) for path in ended.files],
+        "because": ended.because or None,
+        "verdict": None if ended.verdict is None else asdict(ended.verdict),
+        "peak": {"host_bytes": ended.peak.host_bytes, "gpu_bytes": dict(ended.peak.gpu_bytes)},
+        "attempts": [asdict(record) for record in ended.records],
+    }
+
+
+class _Note:
+    """`run.json`, written anew with every start and at the end."""
+
+    def __init__(self, folder: Path, identity: Identity, foreign: Foreign, known: Known | str) -> None:
+        self._folder, self._identity = folder, identity
+        self._first, self._known = foreign, known
+
+    def begun(self, foreign: Foreign) -> None:
+        self._write("running", None, {"last_command": list(foreign.command.words)})
+
+    def ended(self, ended: Ended) -> None:
+        found = _report(self._folder, self._first, self._known, ended)
+        more = {key: value for key, value in found.items() if key not in ("attempts", "state", "exit_code", "command")}
+        self._write(ended.state, ended.code, more)
+
+    def _write(self, state: str, exit_code: int | None, more: dict[str, Any]) -> None:
+        start = {key: value for key, value in _start_report(self._first, self._known).items() if key != "command"}
+        write_run(self._folder, {**self._identity.values(state, exit_code), **start, **more})

@@ -1,0 +1,509 @@
+"""What the memory model says about somebody else's training: before it starts, and after memory ran out."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from tightfit.desk.llamafactory_job import read_llamafactory_job
+from tightfit.desk.plan_files import DEEPSPEED, deepspeed_version
+from tightfit.diagnose.verdict import Verdict
+from tightfit.inputs import deepspeed_file, llamafactory_file
+from tightfit.inputs.flags import flags_from_levers
+from tightfit.inputs.surroundings import inherited
+from tightfit.job import Adapters, Allowance, Job
+from tightfit.memory import estimate
+from tightfit.model.load import load_model
+from tightfit.pace import pace
+from tightfit.planner.calibration import COMPONENT, Calibration, Entry, corrected
+from tightfit.planner.plan import Bounds, Plan, Way
+from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
+from tightfit.priced import GIB, Priced, strategy_name, verdict
+from tightfit.runs.calibration import learned_from_failure
+from tightfit.runs.foreign_config import Foreign, batch_of, knobs_of
+from tightfit.runs.foreign_group import Peak
+from tightfit.runs.foreign_loop import Step
+from tightfit.runs.foreign_ranks import ranks_of, visible_gpus
+from tightfit.runs.foreign_script import ACCUMULATION, MICRO
+from tightfit.types import Buckets, Checkpointing, Hardware, Levers, Mamba1, ModelShape, Precision, UserError
+
+MODELS = (
+    "model_name_or_path", "model", "model_name", "model_id", "base_model", "pretrained_model_name_or_path", "preset"
+)  # fmt: skip
+BATCHES = ("train_micro_batch_size_per_gpu", MICRO, "micro_batch_size", "batch_size")
+ADAPTERS = ("use_lora", "use_peft", "lora_r", "lora_rank", "peft", "load_in_4bit", "load_in_8bit")
+LENGTHS = (
+    "cutoff_len",
+    "max_seq_length",
+    "max_length",
+    "block_size",
+    "model_max_length",
+    "seq_length",
+    "max_seq_len",
+    "sequence_length",
+)
+PINS = ("loss", "attention", "scan", "dataloader_workers", "deepspeed_version")
+"""What a config cannot be told to change without knowing which packages are installed there."""
+STAYS = ("engine", "offload_optimizer", "offload_param")
+_KEYS = {
+    "reduce_bucket": "reduce_bucket_size",
+    "allgather_bucket": "allgather_bucket_size",
+    "prefetch_bucket": "stage3_prefetch_bucket_size",
+    "persistence_threshold": "stage3_param_persistence_threshold",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+    "sub_group_size": "sub_group_size",
+    "overlap_comm": "overlap_comm",
+}
+BUCKETS = tuple(name for name in _KEYS if name != "sub_group_size")
+_BELOW_3 = ("reduce_bucket", "allgather_bucket", "overlap_comm")
+SCHEME_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A training whose memory can be predicted."""
+
+    job: Job
+    shape: ModelShape
+    levers: Levers
+    hardware: Hardware
+    """As much of it as the command uses."""
+    calibration: Calibration | None = None
+    """What earlier runs have measured; None: it is not wanted."""
+    assumed: tuple[str, ...] = ()
+    """What the command does not say, in sentences."""
+
+    @property
+    def priced(self) -> Priced:
+        footprint = estimate(self.shape, self.levers, self.hardware.world, self.hardware)
+        if self.calibration is not None:
+            found = self.calibration.correction(self.shape, self.levers, self.hardware)
+            footprint = corrected(footprint, found, self.hardware)
+        return Priced(
+            shape=self.shape, levers=self.levers, world=self.hardware.world, hardware=self.hardware, footprint=footprint
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What the user says of a command that does not say it itself."""
+
+    model: str | None = None
+    sequence: int | None = None
+    micro_batch: int | None = None
+
+
+def known_of(
+    foreign: Foreign,
+    hardware: Hardware,
+    allow: tuple[Allowance, ...],
+    calibration: Calibration | None = None,
+    said: Said | None = None,
+) -> Known | str:
+    """The training in our words; or what is missing, in a sentence."""
+    try:
+        machine = machine_of(foreign, hardware)
+        if (reason := _unpriced(foreign, hardware)) is not None:
+            return f"nothing is predicted: {reason}"
+        found = (
+            _llamafactory(foreign, machine) if foreign.is_llamafactory else _script(foreign, machine, said or Said())
+        )
+        if isinstance(found, str):
+            return f"nothing is predicted: {found}"
+        job, shape, levers = found
+        pins: dict[str, Any] = {
+            name: flags_from_levers(levers)[name] for name in PINS if name in flags_from_levers(levers)
+        }
+        pins["deepspeed_version"] = levers.deepspeed_version
+        batch = levers.micro_batch * levers.accumulation * machine.world
+        job = replace(job, levers=pins, effective_batch=batch, limits=replace(job.limits, allow=allow))
+        assumed: tuple[str, ...] = ()
+        scans = any(isinstance(block.mixer, Mamba1) for block in shape.blocks)
+        if scans and not foreign.script.mentions("mamba_ssm"):
+            assumed = (f"Its scan is taken to hold what mamba_ssm's does; {foreign.name} may have another.",)
+        return Known(job=job, shape=shape, levers=levers, hardware=machine, calibration=calibration, assumed=assumed)
+    except UserError as error:
+        return f"nothing is predicted: {error}"
+
+
+def machine_of(foreign: Foreign, hardware: Hardware) -> Hardware:
+    """As many of the machines and GPUs as the command takes."""
+    environment = inherited({**foreign.command.variables, **foreign.environment})
+    ranks = ranks_of(foreign, hardware, environment)
+    return replace(hardware, nodes=ranks.machines, gpus_per_node=ranks.on_each)
+
+
+def _unpriced(foreign: Foreign, hardware: Hardware) -> str | None:
+    """Why the memory model does not know such a training."""
+    accelerate = foreign.accelerate.values if foreign.accelerate is not None else {}
+    kind = accelerate.get("distributed_type")
+    sharded = foreign.command.launcher_flag("use_fsdp") is not None or bool(foreign.said("fsdp", "fsdp_config"))
+    if kind == "FSDP" or sharded:
+        return "FSDP as accelerate sets it up is not priced: it gathers embedding and head with the whole model"
+    if kind in ("MEGATRON_LM", "XLA") or foreign.command.launcher_flag("use_megatron_lm", "tpu") is not None:
+        return f"{kind or 'Megatron'} is not priced"
+    if foreign.command.launcher_flag("use_deepspeed", "zero_stage") is not None and foreign.deepspeed is None:
+        return "DeepSpeed is set up by flags of accelerate: put them into a file and name it with --config_file"
+    if foreign.script.preference_trainer is not None:
+        return (
+            f"{foreign.script.preference_trainer} holds more than one text and one model at a time, which is not priced"
+        )
+    if foreign.command.launcher == "trl" or foreign.script.is_trl:
+        return "TRL chooses the dtype of the weights, the packing and the loss by its release, which is not priced"
+    several = foreign.command.starter == "python" and hardware.gpus_per_node > 1
+    if several and foreign.script.is_hugging_face and foreign.deepspeed is None:
+        environment = inherited({**foreign.command.variables, **foreign.environment})
+        if (many := visible_gpus(hardware, environment)) > 1:
+            return (
+                f"plain python on {many} GPUs makes transformers use DataParallel, which gathers on the first of them: "
+                f"start it with torchrun --nproc_per_node {many}"
+            )
+    return None
+
+
+def warning_of(foreign: Foreign, hardware: Hardware) -> str | None:
+    """One process with a DeepSpeed file on a machine with several GPUs: it shards nothing."""
+    alone = foreign.command.starter == "python" and not foreign.script.starts_processes
+    if not alone or foreign.deepspeed is None or hardware.gpu.vendor == "cpu":
+        return None
+    many = visible_gpus(hardware, inherited({**foreign.command.variables, **foreign.environment}))
+    if many < 2 or foreign.command.script is None:
+        return None
+    words = " ".join(foreign.command.words[foreign.command.script_at - 1 :])
+    return (
+        f"python starts one process, so DeepSpeed shards nothing and {many - 1} of {many} GPUs stay idle: start it as "
+        f"`deepspeed --num_gpus {many} {words}`"
+    )
+
+
+def _llamafactory(foreign: Foreign, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
+    """Its YAML with what the command line says instead, as LLaMA-Factory merges the two."""
+    values = dict(foreign.settings.values) if foreign.settings is not None else {}
+    values |= {flag.name: foreign.said(flag.name) for flag in foreign.command.flags}
+    if foreign.deepspeed is not None:
+        values["deepspeed"] = str(foreign.deepspeed.path.absolute())
+    if _mixed_precision(foreign) in ("bf16", "fp16") and not {"bf16", "fp16", "pure_bf16"} & set(values):
+        values[str(_mixed_precision(foreign))] = True
+    name = foreign.settings.path.name if foreign.settings is not None else "the command line"
+    with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
+        path = Path(folder) / name
+        path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        settings = llamafactory_file.read_llamafactory(path)
+        job = replace(read_llamafactory_job(path, None).job, trainer="llamafactory")
+    shape = load_model(settings.model)
+    version = deepspeed_version(machine)[0]
+    levers = llamafactory_file.to_levers(
+        settings, replace(Levers(), deepspeed_version=version), n_layers=shape.n_layers
+    )
+    return job, shape, _with_engine(foreign, levers, shape, machine)
+
+
+def _mixed_precision(foreign: Foreign) -> object:
+    """What accelerate is told, which counts where the trainer is told nothing."""
+    flag = foreign.command.launcher_flag("mixed_precision")
+    if flag is not None:
+        return flag.value
+    return foreign.accelerate.values.get("mixed_precision") if foreign.accelerate is not None else None
+
+
+def _with_engine(foreign: Foreign, levers: Levers, shape: ModelShape, machine: Hardware) -> Levers:
+    """The levers under the DeepSpeed file that is named, or the block of it in accelerate's YAML."""
+    now = knobs_of(foreign)
+    if foreign.deepspeed is not None:
+        settings = deepspeed_file.read_deepspeed(
+            foreign.deepspeed.path, hidden_size=shape.hidden_size, version=levers.deepspeed_version
+        )
+        return deepspeed_file.to_levers(settings, levers, world=machine.world)
+    if now.stage is None:
+        return levers
+    return replace(
+        levers,
+        engine=f"zero{now.stage}",  # type: ignore[arg-type]
+        offload_optimizer=now.offload_optimizer,  # type: ignore[arg-type]
+        offload_param=now.offload_param,  # type: ignore[arg-type]
+    )
+
+
+def _script(foreign: Foreign, machine: Hardware, said: Said) -> tuple[Job, ModelShape, Levers] | str:
+    """A script with the usual flags: transformers' own, and the usual names of model and length."""
+    model = said.model or _first(foreign, MODELS, str)
+    if model is None:
+        return "the command does not say which model it trains: add --model before the --"
+    length = said.sequence or _first(foreign, LENGTHS, int)
+    if length is None:
+        return "the command does not say how long its sequences are: add --seq before the --"
+    if any(foreign.said(name) for name in ADAPTERS):
+        return "the script trains adapters in a way of its own"
+    now, batch = knobs_of(foreign), batch_of(foreign)
+    in_file = foreign.deepspeed.values if foreign.deepspeed is not None else {}
+    micro = said.micro_batch or batch.micro or _first(foreign, BATCHES, int)
+    if micro is None and not isinstance(in_file.get("train_micro_batch_size_per_gpu"), int):
+        return f"the micro batch is not known ({batch.because}): add --micro-batch before the --"
+    optimizer = foreign.said("optim") or "adamw_torch"
+    if optimizer not in llamafactory_file.OPTIMIZERS:
+        return f"optim {optimizer} is not priced"
+    shape = load_model(model)
+    levers = replace(
+        Levers(),
+        sequence=length,
+        micro_batch=micro or 1,
+        accumulation=batch.accumulation or _first(foreign, (ACCUMULATION,), int) or 1,
+        precision=_precision(foreign),
+        optimizer=llamafactory_file.OPTIMIZERS[optimizer],
+        loss="fused" if foreign.said("use_liger_kernel") is True else "plain",
+        checkpointing=Checkpointing(layers=None if now.checkpointing else 0),
+        deepspeed_version=deepspeed_version(machine)[0],
+    )
+    levers = _with_engine(foreign, levers, shape, machine)
+    if said.micro_batch is not None:
+        levers = replace(levers, micro_batch=said.micro_batch)
+    job = Job(model=model, sequence=length, precision=levers.precision, lora=Adapters())
+    return job, shape, levers
+
+
+def _precision(foreign: Foreign) -> Precision:
+    for half in ("bf16", "fp16"):
+        if foreign.said(half) is True:
+            return half
+    accelerates = _mixed_precision(foreign)
+    return accelerates if accelerates in ("bf16", "fp16") else "fp32"
+
+
+T = TypeVar("T", str, int)
+
+
+def _first(foreign: Foreign, names: Iterable[str], kind: type[T]) -> T | None:
+    """The first of these settings that is said: by the command, else in a config that the script reads itself."""
+    for name in names:
+        if isinstance(value := foreign.said(name), kind) and not isinstance(value, bool):
+            return value
+    hints: Mapping[str, Any] = foreign.hints.values if foreign.hints is not None else {}
+    blocks = [hints, *(block for block in hints.values() if isinstance(block, dict))]
+    found = (block[name] for name in names for block in blocks if name in block)
+    return next((value for value in found if isinstance(value, kind) and not isinstance(value, bool)), None)
+
+
+def prediction(known: Known) -> str:
+    """One line: whether it fits, and where it is highest."""
+    priced = known.priced
+    where = f"{strategy_name(known.levers)}, micro batch {known.levers.micro_batch} × {known.levers.accumulation}"
+    added = priced.footprint.gpu.phases[priced.footprint.gpu.peak_phase].components.get(COMPONENT, 0)
+    measured = f" Earlier runs held {added / GIB:.1f} GiB more than predicted: counted in." if added > 0 else ""
+    said = f"{verdict(priced)} The peak is in the {priced.footprint.gpu.peak_phase} phase ({where}).{measured}"
+    return " ".join((said, *known.assumed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What holds for all attempts of a run."""
+
+    hardware: Hardware
+    allow: tuple[Allowance, ...] = ()
+    calibration: Calibration | None = None
+    """What was known at the start; None: nothing is learned or used."""
+    keep: Callable[[Entry], object] = lambda entry: None
+    """Writes down what was learned."""
+    wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
+    """Waits for room on the GPUs; None: nobody asked for that."""
+    said: Said = field(default_factory=Said)
+
+
+class Planner:
+    """The next way by prices, for as long as the model is known."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._calibration = setting, setting.calibration
+        self._tried: list[Tried] = []
+        self._last: Tried | None = None
+
+    def known(self, foreign: Foreign) -> Known | str:
+        setting = self._setting
+        return known_of(foreign, setting.hardware, setting.allow, self._calibration, setting.said)
+
+    def warning(self, foreign: Foreign) -> str | None:
+        return warning_of(foreign, self._setting.hardware)
+
+    def learn(self, foreign: Foreign, peak: Peak) -> None:
+        """More than was predicted is a lesson. Less is none: the longest samples may not have come, and what a program
+        holds is looked at from time to time only."""
+        known = self.known(foreign)
+        if self._calibration is None or isinstance(known, str) or not peak.own_bytes:
+            return
+        gpu = known.priced.footprint.gpu
+        held = peak.own_bytes - sum(gpu.overhead.values())
+        self._taught(learned_from_failure(_plan(known), Shortfall(where="gpu", phase=gpu.peak_phase), held))
+
+    def _taught(self, entry: Entry | None, *, failed: bool = False) -> None:
+        known = self._calibration
+        if entry is not None and known is not None:
+            self._calibration = known.after_failure(entry) if failed else known.with_entry(entry)
+            self._setting.keep(entry)
+
+    def wait_for_room(self, foreign: Foreign, give_up: Callable[[], bool]) -> bool:
+        if self._setting.wait is None:
+            return False
+        known = self.known(foreign)
+        need = None if isinstance(known, str) else known.priced.footprint.gpu.required_bytes
+        return self._setting.wait(need, machine_of(foreign, self._setting.hardware).gpus_per_node, give_up)
+
+    def smaller(self, foreign: Foreign, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool) -> Step | None:
+        known = self.known(foreign)
+        if isinstance(known, str):
+            return None
+        now = _plan(known)
+        assert now.chosen is not None
+        shortfall = located(shortfall, now.chosen)
+        if (numbers := verdict.oom) is not None and numbers.allocated is not None and numbers.asked is not None:
+            self._taught(learned_from_failure(now, shortfall, numbers.allocated + numbers.asked), failed=True)
+            known = replace(known, calibration=self._calibration)
+        for job in _tries(known, same_engine=same_engine):
+            last = _plan(replace(known, job=job))
+            assert last.chosen is not None
+            try:
+                found = step_down(last, shortfall, bounds=_bounds(foreign, known), before=tuple(self._tried))
+            except UserError:  # pins that this batch or this engine cannot have
+                continue
+            step = None if isinstance(found, NoWay) else _step(foreign, known, found)
+            if step is not None:
+                self._last = Tried(way=last.chosen, shortfall=shortfall)
+                return step
+        return None
+
+    def took(self, step: Step) -> None:
+        self._tried += [] if self._last is None else [self._last]
+        self._last = None
+
+
+def _tries(known: Known, *, same_engine: bool) -> Iterator[Job]:
+    """The job with pins, one after another: what changes least is asked for first, and costly changes last.
+
+    The micro batch never grows: where memory ran out, the prediction was too low already.
+    """
+    job, levers, flags = known.job, known.levers, flags_from_levers(known.levers)
+    free, allowed = replace(job, limits=replace(job.limits, allow=())), job.limits.allow
+    share = levers.micro_batch * levers.accumulation
+    sizes = [size for size in range(levers.micro_batch, 0, -1) if levers.micro_batch % size == 0]
+
+    def pinned(job: Job, size: int, names: Iterable[str]) -> Job:
+        pins = {name: flags[name] for name in names if flags.get(name) is not None}
+        if levers.checkpointing.layers is None:
+            pins["checkpointing"] = flags["checkpointing"]
+        return replace(job, levers={**job.levers, **pins, "micro_batch": size, "accum": share // size})
+
+    yield from (pinned(free, size, (*STAYS, *BUCKETS)) for size in sizes)
+    if same_engine:
+        if "shorter-seq" in allowed:
+            only = replace(job, limits=replace(job.limits, allow=("shorter-seq",)))
+            yield pinned(only, sizes[-1], (*STAYS, *BUCKETS))
+        return
+    yield from (pinned(free, size, BUCKETS) for size in sizes)
+    yield pinned(free, sizes[-1], ())
+    if allowed:
+        yield pinned(job, sizes[-1], ())
+
+
+def _plan(known: Known) -> Plan:
+    """What runs now, as a plan."""
+    priced, job = known.priced, known.job
+    way = Way(
+        shape=known.shape,
+        levers=known.levers,
+        hardware=known.hardware,
+        footprint=priced.footprint,
+        pace=pace(known.shape, known.levers, known.hardware),
+        fits=bool(priced.fits),
+        gpu_limit_bytes=int(known.hardware.gpu.memory_bytes * (1 - job.limits.margin)),
+    )
+    return Plan(
+        job=job,
+        shape=known.shape,
+        hardware=known.hardware,
+        effective_batch=way.effective_batch,
+        chosen=way,
+        alternatives=(),
+        considered=1,
+        search_s=0.0,
+        because=(),
+    )
+
+
+def _bounds(foreign: Foreign, known: Known) -> Bounds:
+    """What this command could start with another config, on as many GPUs as it takes now."""
+    engines = DEEPSPEED
+    if foreign.deepspeed is None and not foreign.accelerate:
+        adds = foreign.is_llamafactory and known.hardware.world > 1
+        engines = DEEPSPEED if adds else frozenset({known.levers.engine})
+    else:
+        engines = DEEPSPEED - {"zero0"} if known.levers.engine != "zero0" else DEEPSPEED
+    return Bounds(partial=False, engines=engines, every_gpu=True, calibration=known.calibration)
+
+
+def _step(foreign: Foreign, known: Known, found: StepDown) -> Step | None:
+    way = found.plan.chosen
+    assert way is not None
+    old, new, now = known.levers, way.levers, knobs_of(foreign)
+    if new.checkpointing.offload:  # Unsloth's, which nobody has run here
+        return None
+    if now.micro_batch is None and (new.micro_batch, new.accumulation) != (old.micro_batch, old.accumulation):
+        return None  # a batch that is not known is never changed
+    if (new.lora, new.optimizer, new.precision) != (
+        old.lora,
+        old.optimizer,
+        old.precision,
+    ) or way.shape is not known.shape:
+        return None
+    stage = int(new.engine.removeprefix("zero")) if new.engine.startswith("zero") else None
+    moved = stage != (now.stage or 0) or (new.offload_optimizer, new.offload_param) != (
+        old.offload_optimizer, old.offload_param
+    )  # fmt: skip
+    knobs = replace(
+        now,
+        stage=stage if moved else now.stage,
+        offload_optimizer=new.offload_optimizer if moved else now.offload_optimizer,
+        offload_param=new.offload_param if moved else now.offload_param,
+        pin_memory=False if old.buckets.pin_memory and not new.buckets.pin_memory else now.pin_memory,
+        micro_batch=now.micro_batch and new.micro_batch,
+        accumulation=now.accumulation and new.accumulation,
+        checkpointing=new.checkpointing.layers != 0 if now.checkpointing is not None else None,
+        quantised=new.method == "qlora" if now.quantised is not None else None,
+        sequence=new.sequence if now.sequence is not None else None,
+        buckets=_buckets(old, new),
+    )
+    because = " ".join(sentence for sentence in found.because if not sentence.startswith("What changes"))
+    crosses = moved or (new.method != old.method)
+    scheme = scheme_of(new, old)
+    changed = (*found.changed, *((f"the scheme {scheme}",) if scheme else ()))
+    return Step(knobs=knobs, changed=changed, because=because, crosses=crosses, costs=way.changes)
+
+
+def _buckets(old: Levers, new: Levers) -> tuple[tuple[str, int | bool], ...]:
+    if new.engine == "zero0":
+        return ()
+    names = [each.name for each in fields(Buckets) if each.name in _KEYS]
+    names = names if new.engine == "zero3" else [name for name in names if name in _BELOW_3]
+    pairs = [(name, getattr(new.buckets, name)) for name in names]
+    return tuple(
+        (_KEYS[name], value) for name, value in pairs if value != getattr(old.buckets, name) and value is not None
+    )
+
+
+def scheme_of(new: Levers, old: Levers) -> str | None:
+    """What guides call this step: optimized, quantized, limit; None: they have no name for it."""
+    if new.method == "qlora":
+        if new.sequence < old.sequence and new.sequence <= SCHEME_TOKENS:
+            return "limit"
+        return "quantized" if old.method != "qlora" else None
+    if new.engine == "zero3" and new.offload_param != "none" and old.offload_param == "none":
+        return "optimized"
+    return None
+
+
+def file_of(foreign: Foreign) -> Path | None:
+    """The file that a plan for this training would begin with."""
+    return foreign.settings.path if foreign.is_llamafactory and foreign.settings is not None else None

@@ -1,0 +1,136 @@
+"""`tightfit schema`: what a job file may say, for programs and for people.
+
+Both forms are made from `Job` itself, so that neither can say what the door does not check. The free levers,
+which `Job` keeps as one mapping, are described from the tables of the flags.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tightfit.cli.flags import ANSWERED, HELP, Parser
+from tightfit.job.fields import FREE_LEVERS, JobField, Takes, job_fields, meanings
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+SHORT = {
+    "saving": {
+        "every": {
+            "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}, {"type": "null"}],
+            "description": "Steps (500) or time (10m) between two checkpoints: every_steps and every_minutes in one.",
+        }
+    }
+}
+"""By block: words that stand for several of its fields, and are not fields of `Job`."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        "schema",
+        "Print the JSON Schema of a job file, for editors and programs; with --table, every field with its meaning.",
+        "tightfit schema > job.schema.json",
+        "[--table]",
+    )
+    made.add_argument("--table", action="store_true", help="a Markdown table of the fields")
+    return made.ends_with(ANSWERED)
+
+
+def schema(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    print(field_table() if hasattr(args, "table") else json.dumps(job_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON Schema of a job file."""
+    from pydantic import TypeAdapter
+
+    from tightfit.job import Job
+
+    made = TypeAdapter(Job).json_schema()
+    blocks = made.pop("$defs", {})
+    made["properties"] = _described(made["properties"], "", blocks)
+    return {"$schema": DIALECT} | made | {"title": "tightfit job file"}
+
+
+def field_table() -> str:
+    """Every field that holds a value: its name, what it takes, its default and its meaning."""
+    rows = [("field", "takes", "default", "meaning"), ("---",) * 4]
+    rows += [_row(field) for field in job_fields().values() if not _holds_others(field)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+
+
+# --- the schema ---------------------------------------------------------------------------------
+
+
+def _described(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, Any]) -> dict[str, Any]:
+    """The same properties, each with its sentence, and each block written out where it stands."""
+    described = {}
+    for name, each in properties.items():
+        path = prefix + name
+        if "$ref" in each:
+            block = dict(blocks[each["$ref"].rpartition("/")[2]])
+            described[name] = _without_title(block) | {
+                "description": meanings()[path],
+                "properties": _described(block["properties"], f"{path}.", blocks) | SHORT.get(path, {}),
+            }
+        elif path == "levers":
+            described[name] = _levers_schema()
+        else:
+            described[name] = _without_title(each) | {"description": meanings()[path]}
+    return described
+
+
+def _without_title(each: Mapping[str, Any]) -> dict[str, Any]:
+    """pydantic titles a field by its own name in capitals, which says nothing."""
+    return {key: value for key, value in each.items() if key != "title"}
+
+
+def _levers_schema() -> dict[str, Any]:
+    levers = {name: _lever_schema(job_fields()[f"levers.{name}"].takes) for name in FREE_LEVERS}
+    return {
+        "type": "object",
+        "description": meanings()["levers"],
+        "additionalProperties": False,
+        "properties": {name: each | {"description": _lever_meaning(name)} for name, each in levers.items()},
+    }
+
+
+def _lever_schema(takes: Takes) -> dict[str, Any]:
+    if takes.kind == "integer":
+        return {"type": "integer", "minimum": takes.least} | ({} if takes.most is None else {"maximum": takes.most})
+    if "layers:K" in takes.words:
+        return {"type": "string", "pattern": r"^(none|full|full\+offload|layers:[0-9]+)$"}
+    return {"type": "string", "enum": list(takes.words)} if takes.words else {"type": "string"}
+
+
+def _lever_meaning(name: str) -> str:
+    """The help of the flag, without its default: a lever that is not pinned is the plan's to choose."""
+    text = re.sub(r" \([^()]*\)$", "", HELP[name])
+    first, _, rest = text.partition(" ")
+    return f"{text}." if first.endswith(":") else f"{first.capitalize() if first.islower() else first} {rest}."
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def _holds_others(field: JobField) -> bool:
+    return field.takes.kind == "block" or field.name == "levers"
+
+
+def _row(field: JobField) -> tuple[str, str, str, str]:
+    lever = field.name.removeprefix("levers.")
+    if lever != field.name:
+        return f"`{field.name}`", field.phrase, "the plan chooses", _lever_meaning(lever)
+    return f"`{field.name}`", field.phrase, _default(field), " ".join(meanings()[field.name].split())
+
+
+def _default(field: JobField) -> str:
+    if field.required:
+        return "must be said"
+    if field.default is None or field.default == ():
+        return ""
+    return f"`{field.default}`" if isinstance(field.default, str) else f"`{json.dumps(field.default)}`"

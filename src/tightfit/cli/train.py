@@ -1,0 +1,375 @@
+"""`tightfit train`: plan for this machine, start a process on every GPU, follow it to the end.
+
+A failure that need not come again is followed by another attempt: see `runs/supervise.py`.
+
+Exit codes: 0 the training is done; 2 something that the user has to change, in one sentence; 3 the training failed, and
+to start it again would not help; 4 it was asked to stop (SIGTERM, SIGUSR1, Ctrl-C, the job's timeout) and has saved a
+checkpoint, from which the same command goes on; 130 and 143 it was interrupted before it could, by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tightfit.cli import train_flags as cli_train_flags
+from tightfit.cli.train_again import Manner, TrainCourse
+from tightfit.cli.train_machine import Busy, Machine, machine_for, nodes_of, reservations, wait_while_busy
+from tightfit.cli.train_report import report, say_way_up, way_up
+from tightfit.cli.train_request import NothingFits, Ready, prepare
+from tightfit.cli.train_resume import Resume, asks_for_more, resume_of
+from tightfit.cli.train_stages import train_stages
+from tightfit.desk.plan import check_flags
+from tightfit.desk.stages import each_stage
+from tightfit.hardware.occupancy import Holder
+from tightfit.planner.plan import Plan
+from tightfit.runs.decide import MAX_ATTEMPTS, Policy
+from tightfit.runs.events import Event
+from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
+from tightfit.runs.heartbeat import clear_beats
+from tightfit.runs.ports import check_port, free_port
+from tightfit.runs.ranks import WORKER, Meeting
+from tightfit.runs.reservations import Reservation
+from tightfit.runs.run import Outcome, run
+from tightfit.runs.supervise import Ended, Orders, supervise
+from tightfit.runs.worker_file import WORKER_FILE
+from tightfit.types import ConfigError, UserError
+
+WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")
+"""What is passed on to the worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line says about the run itself."""
+
+    command: tuple[str, ...]
+    """Of `run.json`."""
+    options: tuple[str, ...]
+    """Of the worker."""
+    overwrite: bool
+    take_over: bool
+    resume: Resume
+    as_json: bool
+    worker: tuple[str, ...]
+    """What starts one rank."""
+    orders: Orders
+    """For the supervisor."""
+    more: bool = False
+    """More steps or epochs than a finished run in the folder made."""
+
+
+def train(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = cli_train_flags.parser().parse(argv)
+    check_flags(args)
+    cli_train_flags.check(args)
+    if hasattr(args, "check_memory"):
+        return _check_memory(args)
+    stages = each_stage(args)
+    return train_stages(stages, lambda each: _train(each, argv)) if stages else _train(args, argv)
+
+
+def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """One run."""
+    resume = resume_of(args)
+    switches = tuple("--" + name.replace("_", "-") for name in WORKER_FLAGS if hasattr(args, name))
+    asked = Asked(
+        command=("tightfit", "train", *argv),
+        options=switches,
+        overwrite=hasattr(args, "overwrite"),
+        take_over=hasattr(args, "take_over"),
+        resume=resume,
+        as_json=hasattr(args, "json"),
+        worker=WORKER,
+        orders=Orders(
+            policy=Policy(max_attempts=getattr(args, "max_attempts", MAX_ATTEMPTS)),
+            hang_timeout_s=cli_train_flags.hang_timeout_s(args),
+            resume=resume.place,
+            anyway=resume.anyway,
+            trust_pickle=resume.trust_pickle,
+        ),
+    )
+    try:
+        ready = _prepared(args, asked)
+    except NothingFits as error:
+        if hasattr(args, "dry_run"):
+            _show_shortages(error.plan, as_json=asked.as_json)
+        raise
+    more = not asked.overwrite and asks_for_more(ready.folder, ready.files[WORKER_FILE])
+    asked = replace(asked, more=more)
+    check_folder(ready.own_folder, overwrite=asked.overwrite, resume=resume.place, more=more)
+    ready = replace(ready, said=(*ready.said, *filter(None, [resume.sentence(ready.folder, more=more)])))
+    if hasattr(args, "port") and ready.nodes.rank == 0:
+        check_port(args.port)
+    if hasattr(args, "dry_run"):
+        return _dry_run(ready, asked)
+    return _run(args, ready, asked)
+
+
+def _prepared(args: argparse.Namespace, asked: Asked) -> Ready:
+    """The run that was asked for; with --wait-for-gpu, once nobody else has what it needs."""
+    if not hasattr(args, "wait_for_gpu"):
+        return _planned(args, asked)
+    ready = wait_while_busy(lambda: _planned(args, asked), lambda text: print(f"tightfit: {text}", file=sys.stderr))
+    assert ready is not None, "nobody gives up but by a signal"
+    return ready
+
+
+def _planned(args: argparse.Namespace, asked: Asked) -> Ready:
+    if asked.as_json:
+        return prepare(args)
+    from tightfit.screen.plan import waiting
+
+    with waiting("planning …"):
+        return prepare(args)
+
+
+# --- without running ----------------------------------------------------------------------------
+
+
+def _check_memory(args: argparse.Namespace) -> int:
+    from tightfit.hardware.machine import free_ram, this_machine
+
+    machine = machine_for(args, nodes_of(args))
+    total, free = this_machine().host_ram_bytes, free_ram()
+    if hasattr(args, "json"):
+        print(json.dumps(_memory_report(machine, total, free), indent=2, ensure_ascii=False))
+        return 0
+    from tightfit.screen import open_console
+    from tightfit.screen.train import draw_occupancy
+
+    draw_occupancy(open_console(), machine.occupancy, machine.live, total, free)
+    return 0
+
+
+def _memory_report(machine: Machine, total: int | None, free: int | None) -> dict[str, Any]:
+
+    def plain(holders: Sequence[Holder]) -> list[dict[str, Any]]:
+        return [
+            {"pid": each.pid, "user": each.user, "command": each.command, "bytes": each.held_bytes} for each in holders
+        ]
+
+    gpus = [
+        {
+            "number": device.number,
+            "name": device.name,
+            "total_bytes": device.total_bytes,
+            "free_bytes": device.free_bytes,
+            "run": machine.taken[device.key].folder if device.key in machine.taken else None,
+            "holders": plain(device.holders),
+        }
+        for device in machine.occupancy.devices
+    ]
+    runs = [{"pid": each.pid, "folder": each.folder, "bytes": each.host_bytes} for each in machine.live]
+    return {
+        "gpus": gpus,
+        "holders_of_some_gpu": plain(machine.occupancy.unplaced),
+        "host_ram": {"total_bytes": total, "free_bytes": free, "reserved": runs},
+    }
+
+
+def _show_shortages(plan: Plan, *, as_json: bool) -> None:
+    """What was priced and how far each is from fitting; the error that follows says what would help."""
+    if as_json:
+        from tightfit.desk.plan_report import plan_report
+
+        print(json.dumps({"folder": None, "plan": plan_report(plan)}, indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    from tightfit.screen import open_console
+    from tightfit.screen.plan import draw_plan, draw_shortages
+
+    console = open_console()
+    draw_plan(console, plan)
+    draw_shortages(console, plan)
+
+
+def _dry_run(ready: Ready, asked: Asked) -> int:
+    if asked.as_json:
+        from tightfit.desk.plan_report import plan_report
+
+        plain = {} if ready.plan is None else plan_report(ready.plan)
+        print(json.dumps({"folder": str(ready.folder), "plan": plain}, indent=2, ensure_ascii=False, allow_nan=False))
+        return 0
+    from tightfit.screen import open_console, say
+    from tightfit.screen.plan import draw_plan
+
+    console = open_console()
+    if ready.plan is not None:
+        draw_plan(console, ready.plan)
+    for sentence in ready.said:
+        say(console, sentence)
+    console.print()
+    where = f"GPU {', '.join(str(device.number) for device in ready.devices)}" if ready.devices else "the CPU"
+    ranks = f"{ready.worker.ranks} rank{'' if ready.worker.ranks == 1 else 's'}"
+    say(console, f"Nothing was started or written (--dry-run): {ranks} would run on {where}, in {ready.folder}.")
+    return 0
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+def _run(args: argparse.Namespace, ready: Ready, asked: Asked) -> int:
+    claimed = ClaimedFolder.claim(
+        ready.own_folder,
+        overwrite=asked.overwrite,
+        resume=asked.resume.place,
+        take_over=asked.take_over,
+        more=asked.more,
+    )
+    record = RunRecord.begin(asked.command)
+    try:
+        claimed.begin(ready.files, record)
+        with _reserved(ready) as meet:
+            manner = Manner(options=asked.options, worker=asked.worker, meet=meet)
+            course = TrainCourse(args, ready, claimed.folder, manner)
+            ended = _followed(course, asked, claimed.folder)
+    except (UserError, KeyboardInterrupt):
+        claimed.discard()
+        raise
+    except BaseException:
+        record.close(claimed.folder, state="failed", exit_code=1)
+        claimed.release()
+        raise
+    return _ended(course, asked, ended, claimed, record)
+
+
+def _ended(course: TrainCourse, asked: Asked, ended: Ended, claimed: ClaimedFolder, record: RunRecord) -> int:
+    """Leave what is worth keeping, and say how it went."""
+    folder, outcome, ready = claimed.folder, ended.outcome, course.ready
+    record.close(folder, state=outcome.state, exit_code=outcome.exit_code)
+    in_vain = outcome.state in ("user error", "interrupted") and ended.in_vain
+    if in_vain or (ready.nodes.rank and outcome.state == "done"):
+        claimed.discard()
+    else:
+        claimed.release(done=outcome.state == "done")
+    if outcome.state == "user error":
+        assert outcome.failure is not None
+        raise ConfigError(outcome.failure.sentence)
+    faster = way_up(ready.plan, outcome.tally, course.bounds) if outcome.state == "done" else None
+    if asked.as_json and ready.nodes.rank == 0:
+        plain = report(ready, outcome, faster)
+        print(json.dumps({**plain, "attempts": [asdict(each) for each in ended.records]}, indent=2, ensure_ascii=False))
+    _say_end(ready, asked, ended)
+    if not asked.as_json and ready.nodes.rank == 0:
+        say_way_up(faster)
+    return outcome.exit_code
+
+
+def _say_end(ready: Ready, asked: Asked, ended: Ended) -> None:
+    from rich.console import Console
+
+    from tightfit.screen import open_console
+    from tightfit.screen.train import draw_attempts, draw_failure, draw_summary
+
+    outcome = ended.outcome
+    if outcome.failure is not None:
+        console = Console(stderr=True, highlight=False, emoji=False, markup=False)
+        draw_failure(console, outcome.failure, ended.verdict)
+        draw_attempts(console, outcome.failure, ended.records, ended.verdict)
+        if safe := _safe(asked, outcome):
+            print(f"tightfit: {safe}", file=sys.stderr)
+    elif outcome.state in ("interrupted", "stopped"):
+        with suppress(OSError):  # closing the terminal may be what stopped it
+            print(f"tightfit: {_stopped(asked, outcome)}", file=sys.stderr)
+    elif not asked.as_json and ready.nodes.rank == 0:
+        draw_summary(
+            open_console(), ready.worker, outcome.tally, str(ready.folder), attempts=max(1, len(ended.records))
+        )
+
+
+def _stopped(asked: Asked, outcome: Outcome) -> str:
+    """How far it came, and how to go on."""
+    tally = outcome.tally
+    done = "before the first step" if tally.last is None else f"after step {tally.last.step:,}"
+    if outcome.state == "stopped":
+        return f"stopped {done} and saved a checkpoint: {asked.resume.how_to_go_on(wrote=True)}"
+    return "; ".join(filter(None, [f"interrupted {done}", _safe(asked, outcome), "every process has ended"]))
+
+
+def _safe(asked: Asked, outcome: Outcome) -> str:
+    """What of a run that ended in distress is not lost; empty: nothing, as far as its events say."""
+    step, wrote = outcome.tally.safe_step, outcome.tally.checkpoint is not None
+    if step is None:
+        return ""
+    return f"there is a checkpoint of step {step:,}, and {asked.resume.how_to_go_on(wrote=wrote)}"
+
+
+def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> Ended:
+    ready = course.ready
+    if asked.as_json or ready.nodes.rank:
+        return _supervised(course, asked, folder, _nothing)
+    from tightfit.screen import open_console
+    from tightfit.screen.train import Board, draw_start
+
+    console = open_console()
+    if ready.plan is not None:
+        draw_start(console, ready.plan, str(ready.folder))
+    for sentence in ready.said:
+        print(sentence)
+    console.print()
+    with Board(console, ready.worker) as board:
+
+        def show(event: Event) -> None:
+            board.expect(course.ready.worker)
+            board.show(event)
+
+        return _supervised(course, asked, folder, show)
+
+
+def _supervised(course: TrainCourse, asked: Asked, folder: RunFolder, show: Callable[[Event], None]) -> Ended:
+    ready, orders = course.ready, replace(asked.orders, cwd=folder.plan)
+    run_folder = RunFolder(ready.folder)
+    if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
+        switches = {"--resume-anyway": orders.anyway, "--trust-pickle": orders.trust_pickle}
+        starts = course.starts(("--resume", orders.resume, *(name for name, given in switches.items() if given)))
+        outcome = run(starts, run_folder, show, cwd=folder.plan)
+        clear_beats(run_folder.path, [start.rank for start in starts])
+        return Ended(outcome=outcome)
+    if ready.plan is not None:
+        allow = frozenset[str](ready.plan.job.limits.allow)
+        orders = replace(orders, policy=replace(orders.policy, allow=allow))
+    return supervise(course, run_folder, show, orders)
+
+
+def _nothing(event: Event) -> None:
+    """Nobody looks."""
+
+
+@contextmanager
+def _reserved(first: Ready) -> Iterator[Callable[[Ready], Meeting]]:
+    """What the run takes of this machine, written down for others anew with every plan; and where its ranks meet."""
+    registry, held = reservations(), list[Reservation]()
+
+    def meet(ready: Ready) -> Meeting:
+        nodes, keys = ready.nodes, tuple(device.key for device in ready.devices)
+        with registry.alone():
+            others = [entry for entry in registry.live() if entry not in held]
+            _check_taken(ready, others)
+            port = nodes.port or free_port([entry.port for entry in others if entry.port is not None])
+            ram = 0 if nodes.hostfile is not None else ready.worker.ram_bytes_per_node
+            ours = Reservation.ours(ready.folder, ram, keys, port)
+            registry.add(ours)
+            held[:] = [ours]
+        return Meeting(node=nodes.rank, nodes=nodes.count, address=nodes.address, port=port)
+
+    meet(first)
+    try:
+        yield meet
+    finally:
+        registry.remove(held[0])
+
+
+def _check_taken(ready: Ready, live: Sequence[Reservation]) -> None:
+    """Another run may have started while this one was planned."""
+    for device in ready.devices:
+        for entry in live:
+            if device.key in entry.gpus:
+                raise Busy(
+                    f"GPU {device.number} was just taken by {entry.words}: start again, or choose others with --gpu-ids"
+                )

@@ -1,0 +1,233 @@
+"""What `tightfit train` brings to its supervisor: how the training is started, and how else it could be computed."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tightfit.cli.train_machine import Busy, Nodes, check_free, reservations, wait_while_busy
+from tightfit.cli.train_report import learn
+from tightfit.cli.train_request import Ready, rendered
+from tightfit.cli.train_written import written_plan
+from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.plan_files import startable_of, target_of
+from tightfit.diagnose.verdict import Verdict
+from tightfit.hardware.catalogue import native_bf16
+from tightfit.hardware.occupancy import occupancy
+from tightfit.inputs.surroundings import cache_folder
+from tightfit.planner import plan_within
+from tightfit.planner.calibration import Entry, phase_bytes
+from tightfit.planner.lever_changes import lever_changes
+from tightfit.planner.plan import Bounds, Plan, Way
+from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
+from tightfit.priced import strategy_name
+from tightfit.render.write import write
+from tightfit.runs.calibration import Calibrations, learned_from_failure
+from tightfit.runs.cause import known_config
+from tightfit.runs.folder import RunFolder
+from tightfit.runs.launch import RankStart
+from tightfit.runs.ranks import Meeting, Sight, launcher_start, rank_starts, worker_command
+from tightfit.runs.run import Outcome
+from tightfit.runs.supervise import Changed, Refused
+from tightfit.runs.worker_file import WORKER_FILE, worker_file
+from tightfit.types import UserError
+
+if TYPE_CHECKING:
+    from tightfit.render.target import Target
+
+WAITS_S = 60.0
+"""For room on a GPU, where nobody said --wait-for-gpu."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """What is the same for all attempts of a run."""
+
+    options: tuple[str, ...]
+    """Of the worker."""
+    worker: tuple[str, ...]
+    """What starts one rank."""
+    meet: Callable[[Ready], Meeting]
+    """Writes down what a plan takes of this machine, and says where its ranks meet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan that may be the next one, and what it steps down from."""
+
+    plan: Plan
+    tried: Tried | None
+
+
+class TrainCourse:
+    """How the training is computed at present: changes when the supervisor takes another plan."""
+
+    def __init__(self, args: argparse.Namespace, ready: Ready, folder: RunFolder, manner: Manner) -> None:
+        """`folder`: where this node keeps plan and logs."""
+        self._args, self.ready, self._folder, self._manner = args, ready, folder, manner
+        self._target = _target(args, ready.nodes)
+        self.bounds = Bounds()
+        """What the next plan is searched within, with all that attempts have measured so far."""
+        if ready.plan is not None:
+            self._bound(ready.plan)
+        self._tried: list[Tried] = []
+        self._found: Found | None = None
+
+    def _bound(self, plan: Plan) -> None:
+        startable = startable_of(plan.job, self._target, calibration_of(self._args, plan.job))
+        self.bounds = startable.bounds(every_gpu=self.ready.nodes.count > 1)
+
+    def _last(self, otherwise: str) -> Plan | Refused:
+        """What ran last. A plan that was written before is read back when it is needed; `otherwise`: what to type."""
+        if self.ready.plan is not None:
+            return self.ready.plan
+        try:
+            plan = written_plan(self._folder.plan)
+        except UserError as error:
+            return Refused(because=f"{error}: {otherwise}")
+        self._bound(plan)
+        self.ready = replace(self.ready, plan=plan)
+        return plan
+
+    @property
+    def words(self) -> str:
+        known = known_config(self._folder.plan)
+        plan = self.ready.plan
+        way = self.ready.worker.engine if plan is None or plan.chosen is None else strategy_name(plan.chosen.levers)
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{way}, micro batch {known.micro_batch} × {known.accumulation} on {ranks}"
+
+    @property
+    def ranks(self) -> int:
+        return self.ready.worker.ranks
+
+    @property
+    def effective_batch(self) -> int | None:
+        known = known_config(self._folder.plan)
+        if known.micro_batch is None or known.accumulation is None:
+            return None
+        return known.micro_batch * known.accumulation * self.ranks
+
+    @property
+    def precision(self) -> str:
+        return known_config(self._folder.plan).precision or ""
+
+    def starts(self, options: Sequence[str]) -> Sequence[RankStart]:
+        meeting, every = self._manner.meet(self.ready), (*self._manner.options, *options)
+        if self.ready.nodes.hostfile is not None:
+            return [launcher_start(self._folder, meeting, every)]
+        devices = self.ready.devices
+        words = None if not devices else tuple(device.word for device in devices)
+        taken = {key for entry in reservations().live() for key in entry.gpus} - {device.key for device in devices}
+        sight = Sight(variable=self.ready.occupancy.variable, words=words, others=len(taken))
+        command = worker_command(self._folder, every, self._manner.worker)
+        return rank_starts(self.ready.worker, meeting, sight, self._folder, command)
+
+    def learn(self, outcome: Outcome) -> None:
+        self.bounds = learn(self.ready.plan, outcome.tally, self.bounds)
+
+    # --- another plan ---------------------------------------------------------------------------
+
+    def smaller(self, shortfall: Shortfall, verdict: Verdict) -> Changed | Refused:
+        last = self._last("plan again for less memory with `tightfit plan … --write`")
+        if isinstance(last, Refused):
+            return last
+        assert last.chosen is not None, "what has no way was never started"
+        shortfall = located(shortfall, last.chosen)
+        bounds, entry = self._taught(last, shortfall, verdict)
+        found = step_down(last, shortfall, bounds=bounds, before=tuple(self._tried))
+        if isinstance(found, NoWay) and shortfall.phase is not None:
+            # Less at the highest peak leaves more in one piece, also for a phase that no lever makes smaller.
+            whole = replace(shortfall, phase=None)
+            elsewhere = step_down(last, whole, bounds=bounds, before=tuple(self._tried))
+            found, shortfall = (found, shortfall) if isinstance(elsewhere, NoWay) else (elsewhere, whole)
+        if isinstance(found, NoWay):
+            return Refused(because=" ".join(found.because), puzzling=_puzzling(last.chosen, shortfall))
+        if entry is not None:
+            Calibrations(cache_folder()).add(entry)
+        self.bounds = bounds
+        self._found = Found(plan=found.plan, tried=Tried(way=last.chosen, shortfall=shortfall))
+        return self._changed(last.chosen, found)
+
+    def in_bf16(self) -> Changed | Refused:
+        last = self._last("plan again with `tightfit plan … --precision bf16 --write`")
+        if isinstance(last, Refused):
+            return last
+        assert last.chosen is not None, "what has no way was never started"
+        if native_bf16(last.hardware.gpu.arch) is False:
+            return Refused(because=f"the {last.hardware.gpu.name} has no bf16 of its own: use --precision fp32")
+        job = replace(last.job, precision="bf16", effective_batch=last.effective_batch)
+        found = plan_within(self.bounds, job, last.shape, last.hardware)
+        if found.chosen is None:
+            return Refused(because="no plan in bf16 fits")
+        self._found = Found(plan=found, tried=None)
+        changed = ("precision fp16 → bf16", *lever_changes(last.chosen, found.chosen))
+        return Changed(because="fp16 overflowed, and bf16 has the range of fp32", changed=changed, another_job=True)
+
+    def take(self) -> None:
+        assert self._found is not None
+        plan, tried = self._found.plan, self._found.tried
+        files = rendered(plan, plan.job, self._target)
+        worker = worker_file(files[WORKER_FILE], WORKER_FILE)
+        write(files, self._folder.plan, force=True)
+        devices = self.ready.devices[: worker.gpus_per_node]
+        self.ready = replace(self.ready, plan=plan, files=files, worker=worker, devices=devices)
+        self._tried += [] if tried is None else [tried]
+
+    def _taught(self, last: Plan, shortfall: Shortfall, verdict: Verdict) -> tuple[Bounds, Entry | None]:
+        """What was held and asked for when it failed was needed, at the least."""
+        numbers, known = verdict.oom, self.bounds.calibration
+        if known is None or numbers is None or numbers.allocated is None or numbers.asked is None:
+            return self.bounds, None
+        entry = learned_from_failure(last, shortfall, numbers.allocated + numbers.asked)
+        return replace(self.bounds, calibration=known.after_failure(entry)), entry
+
+    def _changed(self, before: Way, found: StepDown) -> Changed:
+        after = found.plan.chosen
+        assert after is not None
+        another = after.changes != before.changes
+        same_states = (before.levers.method, before.levers.lora, before.levers.optimizer, before.shape) == (
+            after.levers.method, after.levers.lora, after.levers.optimizer, after.shape
+        )  # fmt: skip
+        because = " ".join(sentence for sentence in found.because if not sentence.startswith("What changes"))
+        return Changed(because=because, changed=found.changed, another_job=another, carries=same_states)
+
+    # --- others ---------------------------------------------------------------------------------
+
+    def wait_for_room(self, say: Callable[[str], None], give_up: Callable[[], bool]) -> Refused | None:
+        """Nobody is asked to end anything: it is said who holds the memory."""
+        began, patient = time.monotonic(), hasattr(self._args, "wait_for_gpu")
+        if wait_while_busy(self._look, say, lambda: give_up() or (not patient and time.monotonic() - began > WAITS_S)):
+            return None
+        try:
+            self._look()
+        except Busy as error:
+            return Refused(because=str(error))
+        return None
+
+    def _look(self) -> bool:
+        """Whether the GPUs of this run have room for its plan; Busy: who has it."""
+        ours = {device.key for device in self.ready.devices}
+        for device in occupancy().devices if ours else ():
+            if device.key in ours:
+                check_free(device, self.ready.worker)
+        return True
+
+
+def _puzzling(way: Way, shortfall: Shortfall) -> bool:
+    """Whether the plan was predicted to leave most of the card free where it failed."""
+    held = phase_bytes(way.footprint, "gpu", shortfall.phase, way.hardware)
+    return shortfall.where == "gpu" and held < way.gpu_limit_bytes // 2
+
+
+def _target(args: argparse.Namespace, nodes: Nodes) -> Target:
+    """What the first plan was rendered for."""
+    from tightfit.render.target import Target
+
+    hosts = None if nodes.hostfile is None else argparse.Namespace(launcher="deepspeed", hostfile=args.hostfile)
+    found = Target() if hosts is None else target_of(hosts)
+    assert found is not None
+    return replace(found, port=getattr(args, "port", found.port))

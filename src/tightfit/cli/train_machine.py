@@ -1,0 +1,323 @@
+"""This machine as a run finds it: its GPUs less those that live runs have, its RAM less what they have reserved."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import disk_usage
+from typing import TypeVar
+
+from tightfit.hardware.occupancy import Device, Holder, Occupancy, occupancy
+from tightfit.hardware.slurm import slurm_node
+from tightfit.inputs.surroundings import cache_folder, inherited
+from tightfit.job import Job
+from tightfit.priced import GIB, amounts
+from tightfit.runs.reservations import Reservation, Reservations
+from tightfit.runs.worker_file import WorkerFile
+from tightfit.types import ConfigError, Hardware, HardwareError
+
+T = TypeVar("T")
+WAIT_S = 5.0
+"""Between two looks at what others hold."""
+LOOK_S = 0.1
+
+
+ROUNDED = 1.1
+"""A machine is sold with more than its system can use: up to so much more than there is was rounded, not claimed."""
+
+
+def _as_it_is(job: Job, hardware: Hardware) -> Hardware:
+    """What was claimed for this machine, held against it: a run that counts on more would end in the middle."""
+    from tightfit.hardware.machine import ram_here
+
+    there, claimed = ram_here()[0], hardware.host_ram_bytes
+    if job.hardware.host_ram is not None and there is not None and claimed is not None and claimed > there:
+        if claimed > ROUNDED * there:
+            raise HardwareError(
+                f"--host-ram {job.hardware.host_ram} is more than the {there / GIB:.1f} GiB that this machine has: "
+                "lower it, or leave it out"
+            )
+        gpu = hardware.gpu
+        if gpu.vendor == "cpu":
+            gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, there // 2))
+        said = f"Host RAM: {there / GIB:.1f} GiB, which is what this machine has of {job.hardware.host_ram}."
+        hardware = replace(hardware, gpu=gpu, host_ram_bytes=there, because=(*hardware.because, said))
+    if hardware.nvme_bytes is not None and job.hardware.nvme_path is not None:
+        folder = Path(job.hardware.nvme_path).expanduser().absolute()
+        free = disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
+        if hardware.nvme_bytes > free:
+            raise HardwareError(
+                f"--nvme {job.hardware.nvme} is more than the {free / GIB:.1f} GiB that are free at {folder}: lower it"
+            )
+    return hardware
+
+
+class Busy(HardwareError):
+    """Others have what the run needs, and may give it back.
+
+    `of` names what is awaited where the sentence holds amounts that change: the GPU, and the process on it.
+    """
+
+    def __init__(self, message: str, of: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.of = of or (message,)
+
+
+DEFAULT_PORT = 29500
+"""Where the ranks of several machines meet: each machine must name the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """The machines of a run, and which of them this is."""
+
+    count: int = 1
+    rank: int = 0
+    address: str = "127.0.0.1"
+    port: int | None = None
+    """None: a free one."""
+    hostfile: str | None = None
+    """The text of a hostfile: all machines are started from here."""
+
+
+def nodes_of(args: argparse.Namespace) -> Nodes:
+    """As flags say, or SLURM; one machine, where nobody says anything."""
+    port = getattr(args, "port", None)
+    if hasattr(args, "hostfile"):
+        from tightfit.desk.plan_files import target_of
+        from tightfit.render.hostfile import parse_hostfile
+
+        target = target_of(argparse.Namespace(hostfile=args.hostfile))
+        text = None if target is None else target.hostfile
+        assert text is not None
+        return Nodes(count=len(parse_hostfile(text)), port=port, hostfile=text)
+    if hasattr(args, "nodes"):
+        address = getattr(args, "master_addr", "127.0.0.1")
+        port = port or (DEFAULT_PORT if args.nodes > 1 else None)
+        return Nodes(count=args.nodes, rank=getattr(args, "node_rank", 0), address=address, port=port)
+    found = slurm_node(inherited({}))
+    if found is None:
+        return Nodes(port=port)
+    return Nodes(count=found.nodes, rank=found.rank, address=found.address, port=port or found.port)
+
+
+def reservations() -> Reservations:
+    """What live runs of this user have reserved."""
+    return Reservations(cache_folder() / "reservations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What there is, and what of it is taken."""
+
+    occupancy: Occupancy
+    live: tuple[Reservation, ...]
+    nodes: Nodes
+    num_gpus: int | None
+    max_gpus: int | None
+    ids_asked: bool
+
+    @property
+    def taken(self) -> dict[str, Reservation]:
+        """GPU → the live run that has it."""
+        return {key: entry for entry in self.live for key in entry.gpus}
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(entry.host_bytes for entry in self.live)
+
+    def adapt(self, job: Job, hardware: Hardware) -> Hardware:
+        """The planned-for hardware, less what is taken."""
+        named = job.hardware.gpus is not None and job.hardware.gpus.strip().lower() != "this"
+        if job.hardware.gpu_ids is not None:
+            self.check_ids(named=named)
+        if self.nodes.hostfile is None and hardware.nodes == 1:
+            hardware = _as_it_is(job, hardware)
+        if not named:
+            hardware = self._free_gpus(job, hardware)
+            hardware = self._free_ram(job, hardware)
+        if self.max_gpus is not None and self.max_gpus < hardware.gpus_per_node:
+            said = f"GPUs used of each node: at most {self.max_gpus} of {hardware.gpus_per_node}."
+            hardware = replace(hardware, gpus_per_node=self.max_gpus, because=(*hardware.because, said))
+        if hardware.nodes == 1 and self.nodes.count > 1:
+            if self.nodes.hostfile is not None and hardware.gpu.vendor == "cpu":
+                raise HardwareError(
+                    "this machine has no GPU to judge the others by: name theirs with --gpus 8xA100-80GB"
+                )
+            said = f"All {self.nodes.count} nodes are taken to be like this one."
+            hardware = replace(hardware, nodes=self.nodes.count, because=(*hardware.because, said))
+        return hardware
+
+    def check_ids(self, *, named: bool) -> None:
+        """GPUs by number, where numbers mean nothing or two things."""
+        if self.occupancy.chosen_by_user:
+            raise ConfigError(f"{self.occupancy.variable} and --gpu-ids both choose GPUs: unset one of them")
+        if not self.occupancy.devices and not named:
+            raise HardwareError("--gpu-ids names GPUs and this machine has none: leave it out to train on the CPU")
+
+    def _free_gpus(self, job: Job, hardware: Hardware) -> Hardware:
+        devices, taken = self.occupancy.devices, self.taken
+        if not devices or job.hardware.gpu_ids is not None:
+            return hardware
+        free = [device for device in devices if device.key not in taken]
+        busy = [device for device in devices if device.key in taken]
+        if not busy or len(free) >= hardware.gpus_per_node:
+            return hardware
+        who = taken[busy[0].key].words
+        if not free:
+            raise Busy(f"every GPU is in use, the first by {who}: wait for it with --wait-for-gpu")
+        if self.num_gpus is not None:
+            raise Busy(
+                f"--num-gpus is {self.num_gpus} and {len(free)} GPUs are free, as GPU {busy[0].number} is in use by "
+                f"{who}: say --num-gpus {len(free)}, or wait with --wait-for-gpu"
+            )
+        said = f"GPUs used: {len(free)} of {len(devices)}; GPU {busy[0].number} is in use by {who}."
+        return replace(hardware, gpus_per_node=len(free), because=(*hardware.because, said))
+
+    def _free_ram(self, job: Job, hardware: Hardware) -> Hardware:
+        """RAM that the user names is the user's to share out."""
+        ram, reserved = hardware.host_ram_bytes, self.reserved_bytes
+        if not reserved or ram is None or job.hardware.host_ram is not None:
+            return hardware
+        left = ram - reserved
+        who = self.live[0].words
+        if left <= 0:
+            raise Busy(
+                f"live runs have reserved all {ram / GIB:.1f} GiB of RAM, the first of them {who}: wait for it with "
+                "--wait-for-gpu"
+            )
+        gpu = hardware.gpu
+        if gpu.vendor == "cpu":
+            gpu = replace(gpu, memory_bytes=left // 2)
+        said = f"Host RAM: {amounts(left)[0]} of {ram / GIB:.1f} GiB, as live runs have reserved the rest ({who})."
+        return replace(hardware, gpu=gpu, host_ram_bytes=left, because=(*hardware.because, said))
+
+    def check(self, worker: WorkerFile) -> None:
+        """For a plan that was made elsewhere or before: whether this machine has the RAM."""
+        from tightfit.hardware.machine import this_machine
+
+        ram = this_machine().host_ram_bytes
+        left = None if ram is None else ram - self.reserved_bytes
+        if left is not None and worker.ram_bytes_per_node > left:
+            need, there = amounts(worker.ram_bytes_per_node, max(left, 0))
+            held = f", after what live runs have reserved ({self.live[0].words})" if self.live else ""
+            raise (Busy if self.live else HardwareError)(
+                f"the plan needs {need} GiB of RAM and {there} GiB are free{held}: plan again here"
+            )
+
+    def devices_for(self, worker: WorkerFile, ids: Sequence[int] | None) -> tuple[Device, ...]:
+        """The GPUs that the ranks of this node get."""
+        if ids is not None:
+            self.check_ids(named=False)
+        if worker.vendor == "cpu":
+            return ()
+        devices, wanted = self.occupancy.devices, worker.gpus_per_node
+        if len(devices) < wanted:
+            has = f"this machine has {len(devices)}" if devices else "this machine has none"
+            raise HardwareError(f"the plan wants {_gpus(wanted)} and {has}: plan again here, or leave --gpus out")
+        chosen = self._by_number(ids, wanted) if ids is not None else self._unasked(worker)
+        for device in chosen:
+            check_free(device, worker)
+        return chosen
+
+    def _by_number(self, ids: Sequence[int], wanted: int) -> tuple[Device, ...]:
+        devices = self.occupancy.devices
+        if max(ids) >= len(devices):
+            raise HardwareError(f"--gpu-ids has {max(ids)}, and the GPUs of this machine are 0 to {len(devices) - 1}")
+        if len(ids) < wanted:
+            raise HardwareError(f"--gpu-ids names {_gpus(len(ids))} and the plan wants {wanted}: name {wanted}")
+        chosen = tuple(devices[number] for number in ids[:wanted])
+        for device in chosen:
+            if device.key in self.taken:
+                who = self.taken[device.key].words
+                raise Busy(
+                    f"GPU {device.number} is in use by {who}: choose others with --gpu-ids, or wait with --wait-for-gpu"
+                )
+        return chosen
+
+    def _unasked(self, worker: WorkerFile) -> tuple[Device, ...]:
+        """The first that no live run has, those with room before those without."""
+        free = [device for device in self.occupancy.devices if device.key not in self.taken]
+        if len(free) < worker.gpus_per_node:
+            who = self.live[0].words if self.live else "others"
+            raise Busy(
+                f"the plan wants {_gpus(worker.gpus_per_node)} and {len(free)} are free, as {who} holds the rest: wait "
+                "with --wait-for-gpu"
+            )
+        roomy = [device for device in free if _has_room(device, worker)]
+        narrow = [device for device in free if device not in roomy]
+        chosen = (roomy + narrow)[: worker.gpus_per_node]
+        return tuple(sorted(chosen, key=self.occupancy.devices.index))
+
+
+def machine_for(args: argparse.Namespace, nodes: Nodes) -> Machine:
+    """This machine, as it is now."""
+    found = Machine(
+        occupancy=occupancy(),
+        live=reservations().live(),
+        nodes=nodes,
+        num_gpus=getattr(args, "num_gpus", None),
+        max_gpus=getattr(args, "max_gpus", None),
+        ids_asked=hasattr(args, "gpu_ids"),
+    )
+    if found.ids_asked:
+        found.check_ids(named=hasattr(args, "gpus"))
+    return found
+
+
+def holder_words(holder: Holder) -> str:
+    """`process 4711 (anna, python train.py)`"""
+    who = ", ".join(filter(None, (holder.user, holder.command)))
+    return f"process {holder.pid}" + (f" ({who})" if who else "")
+
+
+def _has_room(device: Device, worker: WorkerFile) -> bool:
+    return device.free_bytes is None or device.free_bytes >= worker.required_bytes
+
+
+def check_free(device: Device, worker: WorkerFile) -> None:
+    """Whether the plan fits beside what others hold; nobody is asked to end anything that is not theirs."""
+    if _has_room(device, worker):
+        return
+    assert device.free_bytes is not None
+    need, free = amounts(worker.required_bytes, device.free_bytes)
+    who = most_held(device)
+    raise Busy(
+        f"GPU {device.number} has {free} GiB free and the plan needs {need} GiB{who and f', as {who} holds the rest'}: "
+        "wait with --wait-for-gpu, or choose others with --gpu-ids",
+        of=(device.key, who) if who else (device.key,),
+    )
+
+
+def most_held(device: Device) -> str:
+    """In words the process that holds most of a GPU; "": none is known."""
+    who = max(device.holders, key=lambda each: each.held_bytes or 0, default=None)
+    return "" if who is None else holder_words(who)
+
+
+def wait_while_busy(
+    ready: Callable[[], T], say: Callable[[str], None], give_up: Callable[[], bool] = lambda: False
+) -> T | None:
+    """What `ready` returns once nobody else holds what it needs; None: it was given up.
+
+    What is awaited is said once, and again when it is another GPU or another's process.
+    """
+    said: set[str] = set()
+    while not give_up():
+        try:
+            return ready()
+        except Busy as error:
+            if not said.issuperset(error.of):
+                say(f"waiting: {str(error).rpartition(': ')[0]}")
+                said.update(error.of)
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline and not give_up():
+            time.sleep(LOOK_S)
+    return None
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"

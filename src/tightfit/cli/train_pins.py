@@ -1,0 +1,104 @@
+"""What `tightfit train` fixes before it plans: a DeepSpeed file's values, the scan that can run, paths, the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tightfit.desk.plan_request import Request
+from tightfit.inputs.surroundings import is_installed
+from tightfit.job import Job
+from tightfit.model.presets import PRESETS, checkpoint_of
+from tightfit.render.worker import seeded
+from tightfit.types import Buckets, Mamba1, Mamba2, ModelError
+
+
+def pinned_by_deepspeed(request: Request, path: str) -> Request:
+    """The request with what a DeepSpeed file says, wherever neither flag nor job file says it."""
+    from tightfit.inputs.deepspeed_file import read_deepspeed
+
+    version = str(request.job.levers.get("deepspeed_version"))
+    settings = read_deepspeed(path, hidden_size=request.shape.hidden_size, version=version)
+    levers: dict[str, Any] = {
+        "engine": settings.engine,
+        "offload_optimizer": settings.offload_optimizer,
+        "offload_param": settings.offload_param,
+        "micro_batch": settings.micro_batch,
+        "accum": settings.accumulation,
+    }
+    buckets = settings.buckets
+    for name in ("reduce_bucket", "allgather_bucket", "prefetch_bucket", "persistence_threshold"):
+        levers[name] = getattr(buckets, name)
+    levers["max_live_parameters"] = buckets.max_live_parameters
+    if settings.offload_param != "nvme":  # where it must be 0, whatever the file says
+        levers["max_reuse_distance"] = buckets.max_reuse_distance
+    if buckets.overlap_comm is not None:
+        levers["overlap_comm"] = "on" if buckets.overlap_comm else "off"
+    named = {name: value for name, value in levers.items() if value is not None}
+    values: dict[str, Any] = {
+        "precision": settings.precision,
+        "optimizer": settings.optimizer,
+        "master_weights": None if settings.master_weights else False,
+        "effective_batch": settings.train_batch,
+        "clip": settings.gradient_clipping,
+    }
+    job = _filled(request.job, values, request.explicit)
+    job = replace(job, levers={**named, **request.job.levers})
+    kept = f"{settings.file} says {', '.join(f'{name} {value}' for name, value in list(named.items())[:3])}: kept."
+    said = (kept, *settings.because, *_chosen_anew(buckets, settings.file))
+    return replace(request, job=job, said=(*request.said, *said))
+
+
+def _filled(job: Job, values: Mapping[str, Any], explicit: frozenset[str]) -> Job:
+    changes = {name: value for name, value in values.items() if value is not None and name not in explicit}
+    return replace(job, **changes)
+
+
+def _chosen_anew(buckets: Buckets, file: str) -> tuple[str, ...]:
+    """What a plan has no lever for."""
+    usual = Buckets()
+    for name in ("sub_group_size", "contiguous_gradients"):
+        if getattr(buckets, name) != getattr(usual, name):
+            return (f"{name} of {file} is left at DeepSpeed's own {getattr(usual, name)}: a plan cannot change it.",)
+    return ()
+
+
+def with_a_scan_that_runs(request: Request, *, on_gpu: bool) -> Request:
+    """Mamba's scan is a lever like others, but not every one can run here."""
+    kinds = {type(block.mixer) for block in request.shape.blocks}
+    if not kinds & {Mamba1, Mamba2}:
+        return request
+    if request.job.levers.get("scan") is not None:
+        return request
+    if Mamba1 in kinds or not on_gpu:
+        scan, said = "tightfit", "The selective scan is our own (--scan tightfit): it needs no build."
+    elif is_installed("mamba_ssm"):
+        scan, said = "official", "The selective scan is mamba_ssm's (--scan official): it is installed."
+    else:
+        scan, said = "torch", "The selective scan is transformers' (--scan torch): mamba_ssm is not installed."
+    job = replace(request.job, levers={**request.job.levers, "scan": scan})
+    return replace(request, job=job, said=(*request.said, said))
+
+
+def check_weights(job: Job) -> tuple[str, ...]:
+    """A preset is a shape without weights: adapters need more than that."""
+    if not isinstance(job.model, str) or job.model.strip().lower() not in PRESETS:
+        return ()
+    name = job.model.strip().lower()
+    public = checkpoint_of(name)
+    if job.method == "full":
+        return seeded(job)
+    if public is not None:
+        raise ModelError(
+            f"{name} is a shape without weights, and --method {job.method} adapts a trained model: "
+            f"use --model {public}, which has that shape"
+        )
+    return (f"{name} has no public weights: the adapters are trained on weights drawn from the seed, for trying only.",)
+
+
+def with_whole_folder(job: Job) -> Job:
+    """The run's folder made absolute, as the ranks start in another one."""
+    folder = Path(job.saving.folder).expanduser().absolute()
+    return replace(job, saving=replace(job.saving, folder=str(folder)))

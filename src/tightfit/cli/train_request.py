@@ -1,0 +1,240 @@
+"""From flags, files and the machine to a run that can be started: the plan, its files, its GPUs.
+
+Everything that a user can have got wrong is said here, before anything is written or started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tightfit.cli.train_machine import Machine, Nodes, machine_for, nodes_of
+from tightfit.cli.train_pins import check_weights, pinned_by_deepspeed, with_a_scan_that_runs, with_whole_folder
+from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out
+from tightfit.desk.plan_request import Request, request_of
+from tightfit.hardware.occupancy import Device, Occupancy
+from tightfit.inputs.surroundings import is_installed
+from tightfit.job import Job
+from tightfit.planner import plan_within
+from tightfit.planner.plan import Plan
+from tightfit.planner.tiers import tiered
+from tightfit.render.worker import without_data
+from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, placed, read_plan_folder, worker_file
+from tightfit.types import ConfigError, HardwareError
+
+if TYPE_CHECKING:
+    from tightfit.render.target import Target
+
+LEAST_TORCH = (2, 5)
+"""The oldest that the worker is written for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A run that can be started."""
+
+    worker: WorkerFile
+    files: Mapping[str, str]
+    """The plan, rendered: by name."""
+    folder: Path
+    nodes: Nodes
+    occupancy: Occupancy
+    devices: tuple[Device, ...]
+    """The GPUs of this machine that it will use; none, where the CPU stands in or other machines do it."""
+    plan: Plan | None
+    """None: it was written before."""
+    said: tuple[str, ...] = ()
+
+    @property
+    def own_folder(self) -> Path:
+        """Where this node keeps plan and logs; the run's own folder is node 0's to make."""
+        rank = self.nodes.rank
+        return self.folder.with_name(f"{self.folder.name}-node{rank}") if rank else self.folder
+
+
+def prepare(args: argparse.Namespace) -> Ready:
+    """The run that was asked for, checked."""
+    nodes = nodes_of(args)
+    machine = machine_for(args, nodes)
+    ready = _from_folder(args, machine, nodes) if hasattr(args, "plan") else _planned(args, machine, nodes)
+    check_packages(ready.worker)
+    return ready
+
+
+# --- a new plan ---------------------------------------------------------------------------------
+
+
+def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
+    request = request_of(args, machine.adapt, runs_here=nodes.hostfile is None)
+    on_gpu = request.hardware.gpu.vendor != "cpu"
+    if hasattr(args, "deepspeed_config"):
+        request = pinned_by_deepspeed(request, args.deepspeed_config)
+    request = with_a_scan_that_runs(request, on_gpu=on_gpu)
+    request = replace(
+        request,
+        job=with_whole_folder(request.job),
+        said=(*check_weights(request.job), *without_data(request.job), *request.said),
+    )
+    check_data(request.job)
+    target = _target(args, nodes)
+    startable = startable_of(request.job, target, calibration_of(args, request.job))
+    answer = answer_of(args, request, startable, every_gpu=nodes.count > 1)
+    if answer.chosen is None:
+        raise NothingFits(answer)
+    files = rendered(answer, request.job, target)
+    worker = worker_file(files[WORKER_FILE], WORKER_FILE)
+    ids = request.job.hardware.gpu_ids
+    _check_nodes(nodes, worker)
+    return Ready(
+        worker=worker,
+        files=files,
+        folder=Path(request.job.saving.folder),
+        nodes=nodes,
+        occupancy=machine.occupancy,
+        devices=() if nodes.hostfile is not None else machine.devices_for(worker, ids),
+        plan=answer,
+    )
+
+
+HOW_FAR = "`tightfit plan` with the same flags shows how far it is"
+
+
+class NothingFits(ConfigError):
+    """With all that was priced, for whoever shows how far it is."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(f"nothing fits, so nothing was started: {way_out(plan, HOW_FAR)}")
+        self.plan = plan
+
+
+def answer_of(args: argparse.Namespace, request: Request, startable: Startable, *, every_gpu: bool) -> Plan:
+    """The plan. `every_gpu`: machines that were named all run; the search alone might do with one of them."""
+    from tightfit.desk.plan import of_the_file
+
+    job, said = request.job, (*request.said, *startable.said)
+    try:
+        if job.tier is None:
+            return plan_within(startable.bounds(every_gpu=every_gpu), job, request.shape, request.hardware, said)
+        if job.tier == "all":
+            raise ConfigError("--tier all is a comparison: name one tier to train with")
+        found = tiered(job.tier, job, request.shape, request.hardware, request.explicit, startable.calibration)
+    except ConfigError as error:
+        raise of_the_file(error, args) from None
+    if found.plan is None:
+        raise ConfigError(found.problem)
+    if found.without_it is not None:
+        raise ConfigError(f"the tier {found.tier.name} does not fit, so nothing was started: {found.without_it}")
+    return replace(found.plan, because=(*said, *found.because, *found.plan.because))
+
+
+def _target(args: argparse.Namespace, nodes: Nodes) -> Target:
+    from tightfit.desk.plan_files import target_of
+    from tightfit.render.target import Target
+
+    plain = argparse.Namespace(launcher="deepspeed", hostfile=args.hostfile) if nodes.hostfile is not None else None
+    found = target_of(plain) if plain is not None else Target()
+    assert found is not None
+    return replace(found, port=getattr(args, "port", found.port))
+
+
+def rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
+    from tightfit.render import render
+
+    assert answer.chosen is not None
+    return render(answer, target_for(answer, job, target))
+
+
+# --- a plan that was written before -------------------------------------------------------------
+
+
+def _from_folder(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
+    source = Path(args.plan).expanduser().absolute()
+    files = dict(read_plan_folder(source))
+    worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
+    folder = (source / Path(worker.folder).expanduser()).absolute()
+    if hasattr(args, "output"):
+        folder = Path(args.output).expanduser().absolute()
+    files[WORKER_FILE] = placed(files[WORKER_FILE], folder)
+    _check_nodes(nodes, worker)
+    devices = () if nodes.hostfile is not None else machine.devices_for(worker, _ids(args))
+    if nodes.hostfile is None:
+        machine.check(worker)
+    return Ready(
+        worker=worker,
+        files=files,
+        folder=folder,
+        nodes=nodes,
+        occupancy=machine.occupancy,
+        devices=devices,
+        plan=None,
+        said=(f"The plan is the one in {source}.",),
+    )
+
+
+def _ids(args: argparse.Namespace) -> tuple[int, ...] | None:
+    text = getattr(args, "gpu_ids", None)
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and len(word) < 6 for word in words) or len(set(words)) < len(words):
+        raise ConfigError(f"--gpu-ids takes different numbers such as 0,1,2, not {text!r}")
+    return tuple(map(int, words))
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def _check_nodes(nodes: Nodes, worker: WorkerFile) -> None:
+    """The plan's number of nodes must be the number that was said."""
+    if nodes.hostfile is not None or worker.nodes == nodes.count:
+        return
+    if nodes.count == 1:
+        raise HardwareError(
+            f"the plan is for {worker.nodes} nodes: name them with --hostfile, or start it on each with --nodes, "
+            "--node-rank and --master-addr"
+        )
+    used = "1 node" if worker.nodes == 1 else f"{worker.nodes} nodes"
+    raise HardwareError(f"the plan uses {used} and {nodes.count} were named: name as many, or plan again")
+
+
+def check_data(job: Job) -> None:
+    from tightfit.render.llamafactory import DATASET_INFO, listed, names_a_file
+
+    path = job.data.path
+    if path is None or not names_a_file(path):
+        return
+    entry = listed(path)
+    place = Path(path) if entry is None else Path(entry[0], DATASET_INFO)
+    if not place.expanduser().exists():
+        raise ConfigError(f"there is no data at {path}: see that --data, or data.path, names a file or folder")
+
+
+def check_packages(worker: WorkerFile) -> None:
+    """What the worker could not start without; finding out costs it half a minute of imports."""
+    needed = ["torch", "transformers"]
+    needed += ["deepspeed"] if worker.engine != "fsdp2" else []
+    needed += ["peft"] if worker.method != "full" else []
+    for package in needed:
+        if not is_installed(package):
+            raise ConfigError(f"training needs {package}, which is not installed: pip install 'tightfit[train]'")
+    check_torch(version("torch"))
+    what = "--method qlora" if worker.method == "qlora" else f"--optimizer {worker.optimizer}"
+    if ("8bit" in worker.optimizer or worker.method == "qlora") and not is_installed("bitsandbytes"):
+        raise ConfigError(f"{what} needs bitsandbytes, which is not installed: pip install 'tightfit[qlora]'")
+
+
+def check_torch(found: str) -> None:
+    """A vendor's build is never replaced for the user, so an old one has to be named."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        raise ConfigError(
+            f"torch {found} is older than our worker, which needs {least}: get a newer one from whoever built it, "
+            "or let another trainer run under `tightfit run`"
+        )

@@ -1,0 +1,67 @@
+"""The stages of a job, one run after another, each from the model that the one before it left.
+
+The same command goes on after an end: stages that are done are passed over, and the one that was under way resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tightfit.desk.stages import Stage, stage_asked
+from tightfit.job.file import read_job
+from tightfit.job.stages import merged_folder, model_left_by
+from tightfit.runs.watching import read_record
+from tightfit.types import ConfigError
+
+
+def train_stages(stages: Sequence[argparse.Namespace], train: Callable[[argparse.Namespace], int]) -> int:
+    """Every stage that is not done yet; the exit code of the last that ran."""
+    for args in stages:
+        stage = _stage(args)
+        record = read_record(stage.folder)
+        again = hasattr(args, "overwrite")
+        if record is not None and record.state == "done" and not again:
+            _say(args, f"{stage.words} is done already, in {stage.folder}.")
+        elif stage.model is not None and not stage.model.exists():
+            assert hasattr(args, "dry_run"), "every stage before it is done"
+            _say(args, f"{stage.words} is planned when stage {stage.number - 1} has left its model.")
+            continue
+        else:
+            merged = merged_folder(stage.root, stage.number)
+            if again and merged.exists():
+                raise ConfigError(
+                    f"{merged} holds what stage {stage.number} left before: remove it, or name another --output"
+                )
+            _say(args, f"{stage.words}, in {stage.folder}.")
+            code = train(args)
+            if code != 0:
+                return code
+        if (
+            stage.number < stage.count
+            and not hasattr(args, "dry_run")
+            and model_left_by(stage.root, stage.number) is None
+        ):
+            _merge(stage)
+    return 0
+
+
+def _stage(args: argparse.Namespace) -> Stage:
+    path = Path(args.file)
+    stage = stage_asked(args, read_job(path, model=getattr(args, "model", None)).job, path)
+    assert stage is not None
+    return stage
+
+
+def _merge(stage: Stage) -> None:
+    """A stage that trained adapters leaves them beside the model: the next one starts from both in one."""
+    from tightfit.cli.export import export
+
+    if export([str(stage.folder), "--to", str(merged_folder(stage.root, stage.number))]) != 0:
+        raise ConfigError(f"the adapters of stage {stage.number} could not be merged into its model")
+
+
+def _say(args: argparse.Namespace, text: str) -> None:
+    print(text, file=sys.stderr if hasattr(args, "json") else sys.stdout, flush=True)

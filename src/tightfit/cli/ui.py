@@ -1,0 +1,89 @@
+"""`tightfit ui`: the page on this machine. It shows, and changes nothing. Ctrl-C ends it, with exit code 0."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from tightfit.cli.flags import CHANGE, Parser
+from tightfit.inputs.surroundings import is_installed
+from tightfit.types import ConfigError
+
+EXAMPLE = "tightfit ui --root runs"
+PACKAGES = ("jinja2", "starlette", "uvicorn")
+
+
+def ui(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    host, port, roots = getattr(args, "host", "127.0.0.1"), _port(args), _roots(getattr(args, "root", ["."]))
+    if not all(map(is_installed, PACKAGES)):
+        raise ConfigError("tightfit ui needs the packages of the page: pip install 'tightfit[web]'")
+    from tightfit.web.serve import listen, serve
+    from tightfit.web.site import Site
+
+    listening = listen(host, port)
+    site = Site(token=secrets.token_urlsafe(32), host=host, port=listening.getsockname()[1], roots=roots)
+    if not site.is_local:
+        print(
+            f"tightfit: warning: with --host {host} other machines can reach the page, and what they send is not "
+            "encrypted: whoever gets the link sees these runs",
+            file=sys.stderr,
+        )
+    serve(site, listening, partial(_ready, site.link, opens=not hasattr(args, "no_open")))
+    return 0
+
+
+def parser() -> Parser:
+    made = Parser(
+        "ui",
+        "Open the page in the browser: plans, the runs below the folders given as they go, and what went wrong in a "
+        "log. It is for this machine and for whoever has the printed link; it reads, and writes nothing. Ctrl-C ends "
+        "it.",
+        EXAMPLE,
+        "[--root DIR…] [--port N] [--host ADDRESS] [--no-open]",
+    )
+    made.add_argument(
+        "--root", metavar="DIR", nargs="+", action="extend", help="where runs are looked for (the current folder)"
+    )
+    made.add_argument("--port", metavar="N", help="the port (the first free one from 8741 on)")
+    made.add_argument("--host", metavar="ADDRESS", help="listen on another address than 127.0.0.1; others can reach it")
+    made.add_argument("--no-open", action="store_true", help="print the link and open no browser")
+    return made.ends_with({"0": "ended with Ctrl-C", **CHANGE})
+
+
+def _port(args: argparse.Namespace) -> int | None:
+    if not hasattr(args, "port"):
+        return None
+    said = args.port
+    if not (said.isascii() and said.isdecimal() and len(said) <= 5 and 1 <= int(said) <= 65_535):
+        raise ConfigError(f"--port takes a number from 1 to 65535, not {said!r}")
+    return int(said)
+
+
+def _roots(given: Sequence[str]) -> tuple[Path, ...]:
+    found = []
+    for word in given:
+        try:
+            place = Path(word).expanduser().resolve(strict=True)
+        except (OSError, ValueError, RuntimeError):
+            raise ConfigError(f"--root {word}: there is no such folder; name one that holds runs") from None
+        if not place.is_dir():
+            raise ConfigError(f"--root {word} is a file: name a folder that holds runs")
+        found.append(place)
+    return tuple(dict.fromkeys(found))
+
+
+def _ready(link: str, *, opens: bool) -> None:
+    print(f"tightfit: the page is at {link}", flush=True)
+    print("tightfit: Ctrl-C ends it", flush=True)
+    if opens:
+        import webbrowser
+
+        # A browser in the terminal would not return before it is left.
+        threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()

@@ -1,0 +1,311 @@
+"""`tightfit watch`: the machine, or a run, live in the terminal.
+
+On a terminal the picture is drawn anew in place. In a pipe or a log every line stays, so there is one where something
+happens, and for what goes on at most one in ten seconds. Exit codes: 0 also after Ctrl-C; 1 the run that was followed
+has not ended well; 2 something that the user has to change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from tightfit.cli.flags import CHANGE, Parser
+from tightfit.inputs.surroundings import cache_folder
+from tightfit.inputs.times import seconds_in
+from tightfit.runs.lines import Lines
+from tightfit.runs.look import Look, Watcher
+from tightfit.runs.machine_eye import MachineEye
+from tightfit.runs.reservations import Reservations
+from tightfit.runs.watching import RunSeen, check_run
+from tightfit.types import ConfigError
+
+EXAMPLE = "tightfit watch runs/first --log watched.jsonl"
+EXIT_CODES = {
+    "0": "answered, left with Ctrl-C, or the run that was followed has ended well",
+    "1": "the run that was followed has failed, or has gone without a word",
+    **CHANGE,
+}
+UNWELL = 1
+LEAST_S, MOST_S = 0.1, 3600.0
+ONCE_S = 0.2
+"""How busy the CPU is shows only over some time."""
+LIGHT_S = 60.0
+"""In a pipe, a light that changes is worth a line so often, and one that turns red always."""
+MACHINE_EVERY_S = 60.0
+"""In a pipe, a machine without a run is worth a line so often."""
+
+
+def watch(argv: Sequence[str]) -> int:
+    """The verb."""
+    args = parser().parse(argv)
+    interval = _interval(args)
+    if hasattr(args, "json") and not hasattr(args, "once"):
+        raise ConfigError("--json needs --once: --log FILE records every look as JSON")
+    run = check_run(Path(args.run)) if hasattr(args, "run") else None
+    with ExitStack() as stack:
+        log = stack.enter_context(_Log(Path(args.log))) if hasattr(args, "log") else None
+        eye = MachineEye(interval)
+        watcher = Watcher(eye, run, Reservations(cache_folder() / "reservations"))
+        if hasattr(args, "once"):
+            time.sleep(ONCE_S)
+            return _once(watcher.look(), log, as_json=hasattr(args, "json"))
+        stack.enter_context(eye)
+        with suppress(KeyboardInterrupt):
+            return _followed(watcher, interval, log)
+    return 0
+
+
+def parser() -> Parser:
+    made = Parser(
+        "watch",
+        "Watch a run, or without one this machine: memory now, at its most, planned and in all of each GPU, who holds "
+        "it, host RAM and CPU; of a run also step, loss and pace, its events and attempts. Three lights say whether "
+        "it is well, and warnings come before it is not. The run does not notice, and when it has ended so does this.",
+        EXAMPLE,
+        "[RUN] [--interval S] [--log FILE] [--once [--json]]",
+    )
+    made.add_argument("run", metavar="RUN", nargs="?", help="the run's folder (without one: this machine)")
+    made.add_argument("--interval", metavar="S", help="seconds between two looks, also 500ms, 2s or 1m (1)")
+    made.add_argument("--log", metavar="FILE", help="add each look to this file, a JSON object a line")
+    made.add_argument("--once", action="store_true", help="look once and leave, for scripts")
+    made.add_argument("--json", action="store_true", help="with --once: one JSON object, for programs")
+    return made.ends_with(EXIT_CODES, "Nothing, but with --log FILE a line a look.")
+
+
+def _interval(args: argparse.Namespace) -> float:
+    text = getattr(args, "interval", "1")
+    found = float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) else None
+    if found is None and (thousandths := re.fullmatch(r"(\d{1,9})ms", text)):
+        found = int(thousandths[1]) / 1000
+    if found is None:
+        found = seconds_in(text)
+    if found is None:
+        raise ConfigError(f"--interval takes seconds, like 1, 0.5 or 2m, not {text!r}")
+    if not LEAST_S <= found <= MOST_S:
+        raise ConfigError(f"--interval must be from {LEAST_S:g} to {MOST_S:,.0f} seconds, not {text}")
+    return found
+
+
+# --- once, and again and again ------------------------------------------------------------------
+
+
+def _once(look: Look, log: _Log | None, *, as_json: bool) -> int:
+    if log is not None:
+        log.add(look)
+    if as_json:
+        print(json.dumps(report(look), indent=2, ensure_ascii=False, allow_nan=False))
+        return 0
+    from tightfit.screen import open_console
+    from tightfit.screen.watch import picture
+
+    console = open_console()
+    for line in picture(look, console.width, plain_letters=console.options.ascii_only):
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+    return 0
+
+
+def _followed(watcher: Watcher, interval: float, log: _Log | None) -> int:
+    """Until the run has ended, or for ever."""
+    from tightfit.screen import open_console
+
+    console = open_console()
+    with _Screen(console) if console.is_terminal else _Plain(watcher) as shown:
+        while True:
+            began = time.monotonic()
+            look = watcher.look()
+            if log is not None:
+                log.add(look)
+            shown.show(look)
+            if look.run is not None and look.run.ended is not None:
+                break
+            time.sleep(max(0.0, interval - (time.monotonic() - began)))
+    print(f"tightfit: {_last_words(look.run)}", flush=True)
+    return 0 if look.run.well else UNWELL
+
+
+def _last_words(run: RunSeen) -> str:
+    """How it ended, and what to ask next."""
+    words = f"the run in {run.folder} has ended: {run.ended}"
+    return words if run.well else f"{words}; `tightfit diagnose {run.folder}` says why"
+
+
+class _Screen:
+    """The picture, in place. What was last seen stays on the screen."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> _Screen:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):  # a terminal that was closed
+            self._live.stop()
+
+    def show(self, look: Look) -> None:
+        from rich.text import Text
+
+        from tightfit.screen.watch import picture
+
+        console = self._console
+        lines = picture(look, console.width, console.height - 1, plain_letters=console.options.ascii_only)
+        self._live.update(Text("\n").join(lines), refresh=True)
+
+
+class _Plain:
+    """Lines that stay."""
+
+    def __init__(self, watcher: Watcher, clock: Callable[[], float] = time.monotonic) -> None:
+        self._watcher, self._clock = watcher, clock
+        self._lines: Lines | None = None
+        self._said: dict[str, tuple[str, float]] = {}
+        """Each light's colour, and when it was said."""
+        self._warned: frozenset[str] = frozenset()
+        self._at = -math.inf
+
+    def __enter__(self) -> _Plain:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lines is not None and (kind is None or not issubclass(kind, OSError)):
+            self._lines.end()
+
+    def show(self, look: Look) -> None:
+        from tightfit.screen.watch import light_words, said
+
+        now, run = self._clock(), look.run
+        if self._lines is None:
+            predicted = 0 if run is None or run.worker is None else run.worker.peak_bytes
+            self._lines = Lines(_say, predicted, self._clock)
+            if run is not None:
+                _say(_first_words(run))
+        elif self._watcher.run is not None:
+            for event in self._watcher.run.fresh:
+                self._lines.show(event)
+        if run is None and now - self._at >= MACHINE_EVERY_S:
+            self._at = now
+            _say(said(look))
+        for light in look.health.lights:
+            colour, at = self._said.get(light.name, ("unknown", -math.inf))
+            if light.colour not in ("unknown", colour) and (light.colour == "red" or now - at >= LIGHT_S):
+                self._said[light.name] = light.colour, now
+                _say(light_words(light))
+        self._warn(look)
+
+    def _warn(self, look: Look) -> None:
+        """Once as long as it holds: its figures change all the time."""
+        kinds = {re.sub(r"[\d.,]+", "", warning): warning for warning in look.health.warnings}
+        for kind in kinds.keys() - self._warned:
+            _say(f"! {kinds[kind]}")
+        self._warned = frozenset(kinds)
+
+
+def _say(line: str, style: str = "") -> None:
+    from tightfit.screen.watch import stamp
+
+    del style  # where every line stays there are no colours
+    print(f"{stamp()}  {line}", flush=True)
+
+
+def _first_words(run: RunSeen) -> str:
+    at = "before its first step" if run.step is None else f"at step {run.step.step:,}"
+    return f"watching the run in {run.folder}, {at}"
+
+
+# --- for programs -------------------------------------------------------------------------------
+
+
+class _Log:
+    """A JSON object a line. A disk that takes no more is said once, and the watching goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._silent = path, False
+        try:
+            self._file: TextIO = path.expanduser().open("a", encoding="utf-8")
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise ConfigError(f"{path} cannot be written ({why}): name another file with --log") from None
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+    def add(self, look: Look) -> None:
+        try:
+            self._file.write(json.dumps(report(look), ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            if not self._silent:
+                why = (error.strerror or str(error)).lower()
+                print(f"tightfit: {self._path} lacks lines from here on ({why})", file=sys.stderr)
+            self._silent = True
+
+
+def report(look: Look) -> dict[str, Any]:
+    """The contract with programs: the keys here are promised, further ones may come. What nobody knows is null."""
+    return {
+        "at": round(look.at, 3),
+        "cards": [
+            {
+                **{key: value for key, value in asdict(each.card).items() if key not in ("arch", "memory_percent")},
+                "peak_bytes": each.peak_bytes,
+                "planned_bytes": each.planned_bytes,
+            }
+            for each in look.cards
+        ],
+        "cards_age_s": round(look.cards_age_s, 3),
+        "host": asdict(look.host),
+        "run": None if look.run is None else _run_report(look.run),
+        "runs": [{"folder": entry.folder, "pid": entry.pid} for entry in look.others],
+        "lights": {light.name: {"colour": light.colour, "text": light.text} for light in look.health.lights},
+        "warnings": list(look.health.warnings),
+        "problems": list(look.problems),
+    }
+
+
+def _run_report(run: RunSeen) -> dict[str, Any]:
+    step, worker = run.step, run.worker
+    return {
+        "folder": str(run.folder),
+        "state": None if run.record is None else run.record.state,
+        "ended": run.ended,
+        "well": run.well,
+        "model": None if worker is None else worker.model,
+        "engine": None if worker is None else worker.engine,
+        "attempt": run.attempts[-1].number if run.attempts else None,
+        "step": None if step is None else step.step,
+        "steps": None if step is None else step.steps,
+        "loss": None if step is None or step.loss is None or not math.isfinite(step.loss) else step.loss,
+        "tokens_per_s": None if step is None else step.tokens_per_s,
+        "seconds_left": None if step is None else step.seconds_left,
+        "loss_scale": None if step is None else step.loss_scale,
+        "peak_bytes": run.peak_bytes,
+        "planned_peak_bytes": None if worker is None else worker.peak_bytes,
+        "ranks": [asdict(rank) for rank in run.ranks],
+        "oom": run.oom,
+    }

@@ -1,0 +1,480 @@
+"""The door for jobs: a job file, or flags over one, become a `Job`; and a `Job` becomes levers and hardware.
+
+A job file is the one input that a user writes for us alone, so nothing in it is guessed silently: an unknown field
+is an error that names the nearest one, a value is what its field takes or an error that says what it takes, and
+what was read leniently comes back as a sentence beside the job. `job_text` reads the file,
+`job_fields` holds the types and their sentences, `job_training` the form of file that other training scripts use.
+What only shows between two fields is checked here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tightfit.hardware.words import parse_hardware, parse_size
+from tightfit.inputs.flags import LORA_FLAGS, MOST, Flags, levers_from_flags, spelt
+from tightfit.inputs.spelling import LARGEST, as_number, nearest, shown
+from tightfit.inputs.times import seconds_in
+from tightfit.job import Adapters, Job
+from tightfit.job.fields import (
+    COSTLY,
+    FREE_LEVERS,
+    Source,
+    default_of,
+    faults_in_tree,
+    job_fields,
+    job_from_tree,
+    wrong,
+)
+from tightfit.job.saving import FIELDS as EVERY_FIELDS
+from tightfit.job.saving import settled
+from tightfit.job.stages import check_stages, merge_stage
+from tightfit.job.text import is_json, read_tree
+from tightfit.job.training import Translated, translate
+from tightfit.model.load import load_model, shape_from_fields
+from tightfit.types import Buckets, ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
+
+JOB_FLAGS: Mapping[str, str] = {
+    "model": "model",
+    **{flag: field for flag, field in COSTLY.items() if flag != "sequence"},  # whose flag is --seq
+    "effective_batch": "effective_batch",
+    "gpus": "hardware.gpus",
+    "host_ram": "hardware.host_ram",
+    "nvme": "hardware.nvme",
+    "nvme_path": "hardware.nvme_path",
+    "gpu_ids": "hardware.gpu_ids",
+    "margin": "limits.margin",
+    "allow": "limits.allow",
+    "epochs": "epochs",
+    "max_steps": "max_steps",
+    "samples": "data.samples",
+    "tier": "tier",
+    "for": "trainer",
+    "data": "data.path",
+    **{name: f"data.{name}" for name in ("format", "template", "packing", "tokenizer", "recipe", "ablation")},
+    "max_samples": "max_samples",
+    "output": "saving.folder",
+    "save_every": "saving.every",
+    **{name: f"saving.{name}" for name in ("keep_last", "keep_every", "async_save")},
+    "learning_rate": "learning_rate",
+    "lr_scheduler": "schedule",
+    "warmup_steps": "warmup",
+    "warmup_ratio": "warmup",
+    "weight_decay": "weight_decay",
+    "max_grad_norm": "clip",
+    "seed": "seed",
+    "lora_alpha": "lora.alpha",
+    "save_steps": "saving.every_steps",
+    "logging_steps": "logging_steps",
+    **{lever: f"levers.{lever}" for lever in FREE_LEVERS},
+}
+"""Flags of the command line → the field of the job that each sets."""
+
+_SIZES = ("hardware.host_ram", "hardware.nvme", "limits.gpu_memory", "limits.host_ram")
+_FOREIGN = {
+    "model_name_or_path": "a LLaMA-Factory config, which `tightfit estimate FILE` reads",
+    "zero_optimization": "a DeepSpeed config, which goes after --deepspeed",
+    "distributed_type": "an accelerate config, which says nothing of the training",
+    "predicted": "the config of our worker, which `tightfit plan --write` made from one: name the job file",
+}
+"""A key that only another program's file has, and what that file is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """What a job file said."""
+
+    job: Job
+    said: tuple[str, ...] = ()
+    """What was read leniently or is without effect, a sentence each."""
+    num_gpus: int | None = None
+    """GPUs of a node to use, where the file gives a number and need not name a card."""
+
+
+def read_job(path: Path, *, model: str | None = None) -> JobFile:
+    """The job of a YAML or JSON file. `model`: what a flag says, for a file that names none."""
+    tree = _read_own(path)
+    ours = translate(tree, path.name)
+    source = Source(file=path.name, names=ours.names, kind="json" if is_json(path) else "yaml")
+    if model is not None:
+        ours.tree.setdefault("model", model)
+    job, mended = job_from_tree(ours.tree, source)
+    return JobFile(job=job, said=(*ours.said, *mended, *_check(job, source)), num_gpus=ours.num_gpus)
+
+
+def job_faults(path: Path) -> tuple[str, ...]:
+    """Every sentence for which `read_job` would refuse the file, where it can go on after the first."""
+    try:
+        ours, found = _translate_all(_read_own(path), path.name)
+    except UserError as error:
+        return (str(error),)
+    if ours is None:
+        return found
+    source = Source(file=path.name, names=ours.names, kind="json" if is_json(path) else "yaml")
+    job, wrong_fields = faults_in_tree(ours.tree, source)
+    found += wrong_fields
+    if job is None:
+        return found
+    # What shows between fields is asked only where every field is there to be asked.
+    for check in (
+        _check_words,
+        _check_counts,
+        *(() if found else (_check_levers, _check_model, _check_ids, _check_stages)),
+    ):
+        found += tuple(map(str, check(job, source)))
+    return found
+
+
+def _read_own(path: Path) -> dict[str, Any]:
+    tree = read_tree(path)
+    for key, what in _FOREIGN.items():
+        if key in tree:
+            raise ConfigError(f"{path.name} is no job file but {what}")
+    return tree
+
+
+def _translate_all(tree: Mapping[str, Any], file: str) -> tuple[Translated | None, tuple[str, ...]]:
+    """The file in our own form, less what is wrong in its `training` and `saving` blocks, and the sentences for it."""
+    found: list[str] = []
+    while True:
+        try:
+            return translate(tree, file), tuple(found)
+        except UserError as error:
+            found.append(str(error))
+            named = re.search(r"(training|saving)\.(\w+)", str(error))
+            block = tree.get(named[1]) if named is not None else None
+            if named is None or not isinstance(block, Mapping) or named[2] not in block:
+                return None, tuple(found)
+            tree = {**tree, named[1]: {key: value for key, value in block.items() if key != named[2]}}
+
+
+def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
+    """The job that flags mean, over what a job file said. Names are those of `JOB_FLAGS`; None was not said."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in given:
+        if name not in JOB_FLAGS:
+            close = nearest(name, JOB_FLAGS)
+            raise ConfigError(f"no job has {spelt(name)}" + (f": did you mean {spelt(close)}?" if close else ""))
+    tree = dump_job(base) if base is not None else {}
+    for ending, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
+        if ending in given and other not in given:
+            tree.pop(other, None)
+    _check_warmup(given)
+    if "save_every" in given or "save_steps" in given:
+        for field in EVERY_FIELDS:
+            tree.get("saving", {}).pop(field, None)
+    for name, value in given.items():
+        block, _, key = JOB_FLAGS[name].rpartition(".")
+        inside = tree.setdefault(block, {}) if block else tree
+        inside[key] = list(value) if isinstance(value, tuple) else value
+    names = {JOB_FLAGS[name]: spelt(name) for name in given}
+    if "saving" in tree:
+        tree["saving"], more = settled(tree["saving"], names, None)
+        names |= more
+    source = Source(names=names)
+    job, _ = job_from_tree(tree, source)
+    _check(job, source)
+    adapters = next((name for name in (*LORA_FLAGS, "lora_alpha") if name in given), None)
+    if adapters and _adapters_idle(job):
+        raise ConfigError(f"{spelt(adapters)} needs --method lora or qlora: full training has no adapters")
+    return job
+
+
+def _check_warmup(given: Mapping[str, Any]) -> None:
+    """A job has one field for both, in which the size tells a count from a share."""
+    if "warmup_steps" in given and "warmup_ratio" in given:
+        raise ConfigError("--warmup-steps and --warmup-ratio say the same thing: keep one")
+    if "warmup_steps" in given and 0 < (as_number(str(given["warmup_steps"])) or 0) < 1:
+        raise ConfigError(f"--warmup-steps must be a whole number, not {shown(given['warmup_steps'])}")
+    text = str(given.get("warmup_ratio", 0)).strip()
+    if (as_number(text.removesuffix("%")) or 0) >= (100 if text.endswith("%") else 1):
+        raise ConfigError(f"--warmup-ratio must be a share from 0 to below 1, not {shown(given['warmup_ratio'])}")
+
+
+def dump_job(job: Job) -> dict[str, Any]:
+    """The job as plain values: only the fields that differ from their defaults."""
+    return _differences(job)
+
+
+def stage_of(job: Job, number: int, file: str | None = None) -> Job:
+    """The job of one of its stages, counted from 1."""
+    return merge_stage(job, dump_job(job), number, file)
+
+
+# --- from a job to what is computed -------------------------------------------------------------
+
+
+def model_of(job: Job, *, trust_trace: bool = False) -> ModelShape:
+    """The shape of the job's model, whichever way it was given."""
+    if isinstance(job.model, str):
+        return load_model(job.model, trust_trace=trust_trace)
+    return shape_from_fields(job.model, _block_name(job.model))
+
+
+def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers:
+    """The user's part of the levers: what changes the result, and the free levers that were pinned.
+
+    The rest has its defaults, for the planner to change. Where the engine is not pinned but an offload is, it
+    stands at zero3, which does every kind. With `file`, sentences name its fields instead of flags.
+    """
+    lora: dict[str, Any] = {}
+    if job.method != "full":
+        targets = job.lora.targets if isinstance(job.lora.targets, str) else ",".join(job.lora.targets)
+        lora = {
+            "lora_rank": job.lora.rank,
+            "lora_targets": targets,
+            "adapter_dtype": adapter_dtype_of(job),
+            "lora_dropout": job.lora.dropout,
+        }
+    flags = Flags(
+        method=job.method,
+        seq=job.sequence,
+        precision=job.precision,
+        optimizer=job.optimizer,
+        master_weights=job.master_weights,
+        frozen_layers=job.frozen_layers,
+        trains=job.trains,
+        **lora,
+        **job.levers,
+    )
+    offloads = {job.levers.get(name, "none") for name in ("offload_optimizer", "offload_param")}
+    base = Levers(engine="zero0" if offloads == {"none"} else "zero3")
+    try:
+        levers = levers_from_flags(flags, shape, base)
+    except ConfigError as error:
+        if file is None:
+            raise
+        raise ConfigError(f"{file}: {_in_fields(str(error))}") from None
+    packing, ours = job.data.packing, job.trainer == "tightfit"
+    return replace(
+        levers,
+        gradient_clipping=job.clip > 0,
+        # LLaMA-Factory lets the documents of plain text see each other, and needs no mask for that
+        packed=packing and not (job.trainer == "llamafactory" and job.data.format == "text"),
+        padded=not (packing or ours),
+        trainer=job.trainer,
+    )
+
+
+def adapter_dtype_of(job: Job) -> Literal["fp32", "bf16"]:
+    """The number format that the adapters have: PEFT makes them fp32 under 16-bit weights, and other trainers leave
+    them so; pure_bf16 keeps LLaMA-Factory from it."""
+    if job.trainer == "tightfit":
+        return job.lora.dtype
+    return "bf16" if job.trainer == "llamafactory" and not job.master_weights else "fp32"
+
+
+def pinned(job: Job) -> frozenset[str]:
+    """The fields of `Levers` that the user fixed and the planner leaves alone."""
+    buckets = {each.name for each in fields(Buckets)}
+    names = {"accum": "accumulation"} | dict.fromkeys(buckets, "buckets")
+    return frozenset(names.get(lever, lever) for lever in job.levers)
+
+
+def hardware_of(job: Job, num_gpus: int | None = None) -> Hardware:
+    """What the job may use: the cards it names or this machine's, less what its limits and numbers leave out."""
+    machine = job.hardware
+    sizes = {"host_ram": machine.host_ram, "nvme": machine.nvme}
+    if _is_this(machine.gpus):
+        from tightfit.hardware.machine import this_machine
+
+        hardware = this_machine(**sizes)
+    else:
+        hardware = parse_hardware(machine.gpus or "", **sizes)
+    hardware = _fewer(hardware, machine.gpu_ids, num_gpus)
+    return _capped(hardware, job)
+
+
+def timeout_s(text: str) -> int:
+    """Seconds in `12h`, `90m`, `3600s`, `1h30m`."""
+    seconds = seconds_in(text)
+    if seconds is None:
+        raise ConfigError(f"{shown(text)} is no time: write 12h, 90m or 1h30m")
+    if not 1 <= seconds <= LARGEST:
+        raise ConfigError(f"{shown(text)} leaves no time to train: write 12h, 90m or 1h30m")
+    return int(seconds)
+
+
+def _is_this(word: str | None) -> bool:
+    return word is None or word.strip().lower() == "this"
+
+
+def _block_name(block: Mapping[str, Any]) -> str:
+    """`mamba 4864×45`: what a block of shape fields is called on screen."""
+    family = block.get("family", block.get("model_type", "model"))
+    wide = block.get("d_model", block.get("hidden_size"))
+    deep = next((block[key] for key in ("n_layers", "n_layer", "num_hidden_layers") if key in block), None)
+    sizes = f" {wide}×{deep}" if isinstance(wide, int) and isinstance(deep, int) else ""
+    return f"{family if isinstance(family, str) else 'model'}{sizes}"
+
+
+def _in_fields(sentence: str) -> str:
+    """A sentence about flags, with the fields of a job file instead."""
+
+    def field(match: re.Match[str]) -> str:
+        return JOB_FLAGS.get(match[1].replace("-", "_"), match[0])
+
+    return re.sub(r"--([a-z][a-z-]*)", field, sentence)
+
+
+def _fewer(hardware: Hardware, ids: tuple[int, ...] | None, num_gpus: int | None) -> Hardware:
+    """The part of every node that is to be used."""
+    there = hardware.gpus_per_node
+    if num_gpus is not None and num_gpus > there:
+        has = "has no GPU" if hardware.gpu.vendor == "cpu" else f"has {there} × {hardware.gpu.name}"
+        raise HardwareError(f"num_gpus is {num_gpus}, but a node {has}: name the cards, {num_gpus}x24GB say")
+    if ids is not None and max(ids) >= there:
+        raise HardwareError(f"gpu_ids has {max(ids)}, but the GPUs of a node are 0 to {there - 1}")
+    if ids is not None and num_gpus not in (None, len(ids)):
+        raise ConfigError(f"gpu_ids names {len(ids)} GPUs and num_gpus is {num_gpus}: leave one of them out")
+    count = len(ids) if ids is not None else num_gpus
+    if count is None or (count == there and ids is None):
+        return hardware
+    which = f"{count} of {there}" if ids is None else f"number {', '.join(map(str, ids))} of {there}"
+    return replace(hardware, gpus_per_node=count, because=(*hardware.because, f"GPUs used of each node: {which}."))
+
+
+def _capped(hardware: Hardware, job: Job) -> Hardware:
+    """No more of each card and of the RAM than the limits allow."""
+    because = list(hardware.because)
+    gpu, ram = hardware.gpu, hardware.host_ram_bytes
+    if job.limits.gpu_memory is not None:
+        most = parse_size(job.limits.gpu_memory)
+        if most < gpu.memory_bytes:
+            because.append(f"limits.gpu_memory leaves {job.limits.gpu_memory} of each {gpu.name}.")
+            gpu = replace(gpu, memory_bytes=most)
+        else:
+            because.append(f"limits.gpu_memory of {job.limits.gpu_memory} changes nothing: no card has more.")
+    if job.limits.host_ram is not None:
+        most = parse_size(job.limits.host_ram)
+        if ram is None or most < ram:
+            because.append(f"limits.host_ram leaves {job.limits.host_ram} of each node's RAM.")
+            ram = most
+        else:
+            because.append(f"limits.host_ram of {job.limits.host_ram} changes nothing: no node has more.")
+    return replace(hardware, gpu=gpu, host_ram_bytes=ram, because=tuple(because))
+
+
+# --- what shows between fields ------------------------------------------------------------------
+
+
+def _check(job: Job, source: Source) -> tuple[str, ...]:
+    """Raise what is wrong beyond single types; give back what is odd but can be lived with."""
+    for check in (_check_words, _check_counts, _check_levers, _check_model, _check_ids, _check_stages):
+        for fault in check(job, source):
+            raise fault
+    return tuple(_oddities(job, source))
+
+
+def _check_model(job: Job, source: Source) -> Iterator[UserError]:
+    if not isinstance(job.model, str):
+        try:
+            model_of(job)
+        except ModelError as error:
+            yield ModelError(f"{source.file}: {error}" if source.file else str(error))
+
+
+def _check_ids(job: Job, source: Source) -> Iterator[UserError]:
+    ids = job.hardware.gpu_ids or ()
+    if len(set(ids)) < len(ids):
+        twice = shown(list(ids))
+        yield ConfigError(f"{source.called('hardware.gpu_ids')} is {twice} and names a GPU twice: name each once")
+
+
+def _check_stages(job: Job, source: Source) -> Iterator[UserError]:
+    yield from check_stages(job, dump_job(job), source.file)
+
+
+def _check_words(job: Job, source: Source) -> Iterator[UserError]:
+    """Text that has a form: sizes, times, hardware."""
+    for path, field in job_fields().items():
+        value = field_at(job, path)
+        if field.takes.kind == "text" and isinstance(value, str) and not value.strip():
+            yield wrong(path, value, source)
+    forms: dict[str, Callable[[str], Any]] = {**dict.fromkeys(_SIZES, parse_size), "timeout": timeout_s}
+    if not _is_this(job.hardware.gpus):
+        forms["hardware.gpus"] = parse_hardware
+    sizes = {}
+    for path, reader in forms.items():
+        text = field_at(job, path)
+        if not isinstance(text, str) or not text.strip():
+            continue
+        try:
+            sizes[path] = reader(text)
+        except UserError as error:
+            yield type(error)(f"{source.called(path)}: {error}")
+    most, there = sizes.get("limits.host_ram"), sizes.get("hardware.host_ram")
+    if most is not None and there is not None and most > there:
+        yield ConfigError(
+            f"{source.called('limits.host_ram')} is {job.limits.host_ram}, more than the {job.hardware.host_ram} of "
+            f"{source.name('hardware.host_ram')}: lower it or leave it out"
+        )
+
+
+def _check_counts(job: Job, source: Source) -> Iterator[UserError]:
+    for flag, most in MOST.items():
+        path = JOB_FLAGS[flag]
+        value = field_at(job, path)
+        if value is not None and value > most:
+            yield ConfigError(f"{source.called(path)} must be at most {most}, not {value}")
+
+
+def _check_levers(job: Job, source: Source) -> Iterator[UserError]:
+    for name in ("offload_optimizer", "offload_param"):
+        if job.levers.get(name) == "nvme" and job.hardware.nvme is None:
+            yield ConfigError(
+                f"{source.called('levers.' + name)} is nvme, but no NVMe is there: "
+                + ("say how much with --nvme, 2TB say" if source.file is None else "add hardware.nvme, 2TB say")
+            )
+    micro, accum = job.levers.get("micro_batch", 1), job.levers.get("accum", 1)
+    if job.effective_batch is not None and job.effective_batch % (micro * accum):
+        pins = [name for name in ("micro_batch", "accum") if name in job.levers]
+        product = " × ".join(f"{source.name('levers.' + name)} {job.levers[name]}" for name in pins)
+        yield ConfigError(
+            f"{source.called('effective_batch')} is {job.effective_batch}, which {product} does not divide: "
+            f"make it a multiple of {micro * accum}"
+        )
+
+
+def _oddities(job: Job, source: Source) -> list[str]:
+    said = []
+    if job.epochs is not None and job.max_steps is not None:
+        said.append(f"{source.called('max_steps')} wins over epochs: {job.max_steps} steps.")
+    if job.lora != Adapters() and _adapters_idle(job):
+        said.append(f"{source.called('lora')} is without effect: full training has no adapters.")
+    if job.evaluation.every_steps is not None and not job.evaluation.split:
+        name = source.called("evaluation.every_steps")
+        said.append(f"{name} is without effect: evaluation.split holds no samples back to evaluate on.")
+    return said
+
+
+def _adapters_idle(job: Job) -> bool:
+    return job.method == "full" and not {"lora", "quantize"} & set(job.limits.allow)
+
+
+def field_at(job: Job, path: str) -> Any:
+    """The value of a field, by its dotted name."""
+    value: Any = job
+    for step in path.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else getattr(value, step)
+    return value
+
+
+def _differences(block: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for each in fields(block):
+        value = getattr(block, each.name)
+        if value == default_of(each):
+            continue
+        plain[each.name] = _differences(value) if is_dataclass(value) else _copied(value)
+    return plain
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(inside) for key, inside in value.items()}
+    return [_copied(inside) for inside in value] if isinstance(value, list | tuple) else value

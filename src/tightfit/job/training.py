@@ -1,0 +1,314 @@
+"""Job files in the form that training scripts use: `model_type`, `num_gpus`, a `model` and a `training` block, or the
+same fields without a block, as `TrainingArguments` are kept in a JSON.
+
+People have such files already, and they say the same things under other names. They are turned into the fields of
+a job here, before anything is checked, and each field remembers the name that it was written under, so that a
+sentence about it names what the user sees. What such a file calls its batch is one GPU's share of one forward pass:
+how the sequences of a step are split is the planner's to choose, so only their product is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+from tightfit.hardware.words import MAX_GPUS_PER_NODE, parse_hardware
+from tightfit.inputs.spelling import Fields, nearest, shown
+from tightfit.job import Job
+from tightfit.job.saving import settled
+from tightfit.types import ConfigError, HardwareError
+
+MARKS = ("training", "model_type", "num_gpus", "preset")
+"""The top-level fields that our own form does not have."""
+
+_FIELD_OF = {
+    "learning_rate": "learning_rate",
+    "lr": "learning_rate",
+    "max_steps": "max_steps",
+    "epochs": "epochs",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "weight_decay": "weight_decay",
+    "warmup_steps": "warmup",
+    "warmup_ratio": "warmup",
+    "lr_scheduler": "schedule",
+    "lr_scheduler_type": "schedule",
+    "scheduler": "schedule",
+    "max_grad_norm": "clip",
+    "grad_clip": "clip",
+    "gradient_clipping": "clip",
+    "seed": "seed",
+    "logging_steps": "logging_steps",
+    "log_interval": "logging_steps",
+    "log_steps": "logging_steps",
+    "optimizer": "optimizer",
+    "precision": "precision",
+    "sequence": "sequence",
+    "max_length": "sequence",
+    "max_seq_length": "sequence",
+    "seq_length": "sequence",
+    "max_samples": "max_samples",
+    "eval_steps": "evaluation.every_steps",
+    "eval_interval": "evaluation.every_steps",
+    "save_steps": "saving.every_steps",
+    "save_interval": "saving.every_steps",
+    "save_every": "saving.every",
+    "save_total_limit": "saving.keep_last",
+    "keep_last": "saving.keep_last",
+    "keep_every": "saving.keep_every",
+    "async_save": "saving.async_save",
+    "output_dir": "saving.folder",
+    "checkpoint_dir": "saving.folder",
+    "dataloader_num_workers": "levers.dataloader_workers",
+    "num_workers": "levers.dataloader_workers",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target_modules": "lora.targets",
+}
+"""A field of the `training` block → the field of the job."""
+
+ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "deepspeed_stage")
+"""Fields by which a file without any block is known to be a trainer's arguments."""
+
+_BATCH = ("batch_size", "micro_batch_size", "per_device_train_batch_size")
+_ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps")
+_SWITCHES = ("fp16", "bf16", "gradient_checkpointing")
+_STAGE, _OFFLOAD = "deepspeed_stage", "cpu_offload"
+_WARM_UPS = ("warmup_steps", "warmup_ratio")
+_NO_MATTER = ("report_to",)
+KNOWN = (*_FIELD_OF, *_BATCH, *_ACCUMULATION, *_SWITCHES, _STAGE, _OFFLOAD, *_NO_MATTER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translated:
+    """The same file in our own form."""
+
+    tree: dict[str, Any]
+    names: Mapping[str, str]
+    """Dotted path → the name that the file has for it."""
+    said: tuple[str, ...] = ()
+    num_gpus: int | None = None
+
+
+def translate(tree: Mapping[str, Any], file: str) -> Translated:
+    """Our own form of a file that may be in the other one, with every field of `saving` under its own name."""
+    found = _translated(tree, file)
+    saving = found.tree.get("saving")
+    if not isinstance(saving, Mapping):
+        return found
+    block, names = settled(saving, found.names, file)
+    return replace(found, tree={**found.tree, "saving": block}, names={**found.names, **names})
+
+
+def is_arguments(tree: Mapping[str, Any]) -> bool:
+    """Whether these are a trainer's arguments without a block around them: what no job file has at its top."""
+    return not any(mark in tree for mark in MARKS) and any(key in tree for key in ARGUMENTS)
+
+
+def _translated(tree: Mapping[str, Any], file: str) -> Translated:
+    if is_arguments(tree):
+        own = {each.name for each in fields(Job)} - set(KNOWN)
+        arguments = {key: value for key, value in tree.items() if key not in own}
+        return _Translation({key: tree[key] for key in tree if key in own}, arguments, file, block="").done()
+    if not any(mark in tree for mark in MARKS):
+        return Translated(tree=dict(tree), names={})
+    training = tree.get("training")
+    if training is not None and not isinstance(training, Mapping):
+        raise ConfigError(f"training in {file} must be a block of fields such as batch_size, not {shown(training)}")
+    return _Translation(tree, training or {}, file).done()
+
+
+class _Translation:
+    """One file on its way. Every step takes from what was written and adds to `tree`."""
+
+    def __init__(
+        self, written: Mapping[str, Any], training: Mapping[str, Any], file: str, block: str = "training"
+    ) -> None:
+        """`block`: what the block of `training` is called; empty: its fields stand at the top."""
+        self.file, self.prefix = file, f"{block}." if block else ""
+        self.tree = {key: value for key, value in written.items() if key not in MARKS}
+        self.names: dict[str, str] = {}
+        self.said: list[str] = []
+        self.top = Fields(values=written, file=file, text_numbers=True)
+        self.training = Fields(values=training, file=file, path=block, text_numbers=True)
+
+    def done(self) -> Translated:
+        num_gpus = self.top.integer("num_gpus", least=1)
+        if num_gpus is not None and num_gpus > MAX_GPUS_PER_NODE:
+            raise self.top.wrong("num_gpus", f"at most {MAX_GPUS_PER_NODE}")
+        self._model()
+        self._fields()
+        self._switches()
+        self._length()
+        self._batch(num_gpus)
+        if num_gpus is not None and not isinstance(self._at("hardware.gpus"), str):
+            self.said.append(
+                f"num_gpus in {self.file} is {num_gpus} and no card is named, so {num_gpus} GPUs of this machine are "
+                "meant; hardware.gpus names others."
+            )
+        return Translated(tree=self.tree, names=self.names, said=tuple(self.said), num_gpus=num_gpus)
+
+    def _model(self) -> None:
+        preset = self.top.text("preset")
+        if preset is not None:
+            self._put("model", preset, "preset")
+        family, model = self.top.text("model_type"), self.tree.get("model")
+        if family is None:
+            return
+        if isinstance(model, Mapping):
+            for key in ("family", "model_type"):
+                if model.get(key, family) != family:
+                    raise ConfigError(f"model_type and model.{key} in {self.file} name two families: keep one")
+            rest = {key: value for key, value in model.items() if key != "model_type"}
+            self.tree["model"] = {"family": family, **rest}
+        elif model is not None:
+            self.said.append(f"model_type in {self.file} was not needed: the model's own config says it.")
+
+    def _fields(self) -> None:
+        aside: list[str] = []
+        for key, value in self.training.values.items():
+            if key == "max_steps" and value == -1:
+                continue  # Hugging Face's word for: as the epochs say
+            if key in _WARM_UPS and value == 0 and all(other in self.training.values for other in _WARM_UPS):
+                continue  # transformers writes both, and the one that is not 0 counts
+            if key == "optim" and value in _optimizers():
+                self._put("optimizer", _optimizers()[value], self.prefix + key)
+                continue
+            if key in _FIELD_OF:
+                self._put(_FIELD_OF[key], value, self.prefix + key)
+            elif key in _NO_MATTER or (key not in KNOWN and key in _trainers_own()):
+                aside.append(self.prefix + key)
+            elif key not in KNOWN:
+                close = nearest(key, KNOWN)
+                tail = (
+                    f"did you mean '{self.prefix}{close}'?"
+                    if close
+                    else "leave it out, or see `tightfit schema --table`"
+                )
+                raise ConfigError(f"unknown field {shown(self.prefix + key)} in {self.file}; {tail}")
+        if aside:
+            self.said.append(f"Left aside from {self.file}, since no job has it: {', '.join(aside)}.")
+        if "method" not in self.tree and any(
+            _FIELD_OF.get(key, "").startswith("lora.") for key in self.training.values
+        ):
+            self.tree["method"] = "lora"
+            self.said.append(f"{self.file} sets up adapters, so adapters are trained: method lora.")
+        share = self.training.number("warmup_ratio")
+        if share is not None and share >= 1:
+            raise self.training.wrong("warmup_ratio", "below 1")
+        steps = self.training.number("warmup_steps")
+        if steps is not None and 0 < steps < 1:
+            raise self.training.wrong("warmup_steps", "a whole number")
+
+    def _switches(self) -> None:
+        formats = [key for key in ("fp16", "bf16") if self.training.switch(key)]
+        if len(formats) == 2:
+            raise ConfigError(f"{self.prefix}fp16 and {self.prefix}bf16 in {self.file} are both true: keep one")
+        if formats:
+            self._put("precision", formats[0], self.prefix + formats[0])
+        recompute = self.training.switch("gradient_checkpointing")
+        if recompute is not None:
+            word = "full" if recompute else "none"
+            self._put("levers.checkpointing", word, f"{self.prefix}gradient_checkpointing")
+        stage = self.training.integer(_STAGE, most=3)
+        if stage is not None:
+            self._put("levers.engine", f"zero{stage}", self.prefix + _STAGE)
+        if self.training.switch(_OFFLOAD):
+            self._put("levers.offload_optimizer", "cpu", self.prefix + _OFFLOAD)
+
+    def _length(self) -> None:
+        model = self.tree.get("model")
+        if "sequence" not in self.tree and isinstance(model, Mapping) and model.get("max_seq_length") is not None:
+            self._put("sequence", model["max_seq_length"], "model.max_seq_length")
+
+    def _batch(self, num_gpus: int | None) -> None:
+        """The sequences of a step, where the file says how many each GPU does and how often."""
+        parts = [self._one_of(_BATCH), self._one_of(_ACCUMULATION)]
+        given = [part for part in parts if part is not None]
+        if not given:
+            return
+        if "effective_batch" in self.tree:
+            raise ConfigError(f"effective_batch and {given[0][0]} in {self.file} both say the batch: keep one")
+        world, counted = self._world(num_gpus)
+        if world is None:
+            self._pin(parts)
+            return
+        batch = world
+        for _, count in given:
+            batch *= count
+        self._put("effective_batch", batch, given[0][0])
+        product = " × ".join([*(f"{name} {count}" for name, count in given), counted])
+        self.said.append(f"{product} in {self.file} is an effective batch of {batch}, which the plan may split anew.")
+
+    def _pin(self, parts: list[tuple[str, int] | None]) -> None:
+        """Without a number of GPUs there is no product to keep, so its factors stay as they are."""
+        for lever, part in zip(("micro_batch", "accum"), parts, strict=True):
+            name, count = part or ("", 1)
+            self._put(f"levers.{lever}", count, name or f"levers.{lever}")
+        names = " and ".join(f"{part[0]} {part[1]}" for part in parts if part)
+        self.said.append(
+            f"{self.file} does not say on how many GPUs, so the plan keeps {names}; "
+            "with num_gpus it may split the batch anew."
+        )
+
+    def _world(self, num_gpus: int | None) -> tuple[int | None, str]:
+        """The GPUs that train, as far as the file says, and the words for it."""
+        word, ids = self._at("hardware.gpus"), self._at("hardware.gpu_ids")
+        chosen = ids.split(",") if isinstance(ids, str) else ids
+        count = len(chosen) if num_gpus is None and isinstance(chosen, list) else num_gpus
+        if not isinstance(word, str) or word.strip().lower() == "this":
+            return count, f"{count} GPUs"
+        try:
+            hardware = parse_hardware(word)
+        except HardwareError:  # the check of that field will say it
+            return 1, "1 GPU"
+        world = hardware.nodes * (count or hardware.gpus_per_node)
+        return world, f"{world} GPUs"
+
+    def _one_of(self, keys: tuple[str, ...]) -> tuple[str, int] | None:
+        given = [key for key in keys if self.training.says(key)]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{self.prefix}{given[0]} and {self.prefix}{given[1]} in {self.file} say the same thing: keep one"
+            )
+        if not given:
+            return None
+        count = self.training.integer(given[0], least=1)
+        assert count is not None
+        return self.prefix + given[0], count
+
+    def _at(self, path: str) -> Any:
+        block, _, key = path.partition(".")
+        inside = self.tree.get(block)
+        return inside.get(key) if isinstance(inside, Mapping) else None
+
+    def _put(self, path: str, value: Any, name: str) -> None:
+        block, _, key = path.rpartition(".")
+        inside = self.tree.setdefault(block, {}) if block else self.tree
+        if inside is None:
+            inside = self.tree[block] = {}
+        if not isinstance(inside, dict):
+            return  # the check of the block will say it
+        if key in inside:
+            raise ConfigError(f"{self.names.get(path, path)} and {name} in {self.file} say the same thing: keep one")
+        inside[key] = value
+        self.names[path] = name
+
+
+def _optimizers() -> Mapping[Any, str]:
+    """transformers' names for the optimizers that we know."""
+    from tightfit.inputs.llamafactory_file import OPTIMIZERS  # brings yaml
+
+    return OPTIMIZERS
+
+
+@cache
+def _trainers_own() -> frozenset[str]:
+    """What transformers' trainer has beside, and a job does not."""
+    from tightfit.inputs.llamafactory_file import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS  # brings yaml
+
+    return TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS

@@ -1,0 +1,78 @@
+"""Model families by Hugging Face's `model_type`: from a config to its exact tensors, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from tightfit.inputs.spelling import shown
+from tightfit.model.families import gpt2, gpt_neox, llama_like, mamba, moe
+from tightfit.model.families.reader import MAX_PARAMETERS, ConfigReader, NotByName, did_you_mean
+from tightfit.types import ModelError, ModelShape
+
+__all__ = ["FAMILIES", "ConfigReader", "Family", "NotByName", "did_you_mean", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How to read one `model_type`."""
+
+    shape: Callable[[ConfigReader], ModelShape]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+FAMILIES: Mapping[str, Family] = {
+    **{name: Family(llama_like.shape) for name in llama_like.DIALECTS},
+    "gpt2": Family(gpt2.shape, gpt2.ALIASES),
+    "gpt_neox": Family(gpt_neox.shape),
+    **{name: Family(moe.shape, moe.ALIASES.get(name, {})) for name in moe.MIXTURES},
+    "mamba": Family(mamba.shape),
+    "falcon_mamba": Family(mamba.shape),
+    "mamba2": Family(mamba.shape2),
+}
+
+_GEMMA3_TEXT_SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+"""What transformers assumes where a wrapper's `text_config`, saved as differences from its class, leaves them out."""
+
+
+def read(config: Mapping[str, object], model: str) -> tuple[ModelShape, ConfigReader]:
+    """The shape, and the reader that knows which keys it took."""
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ModelError(_no_type(config, model))
+    if model_type == "gemma3":
+        return _read_gemma3(config, model)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        hint = did_you_mean(model_type, FAMILIES)
+        raise NotByName(model, f"the model type {shown(model_type)}{hint} is")
+    if config.get("per_layer_config") is not None:
+        raise NotByName(model, "layers that differ by per_layer_config are")
+    family = FAMILIES[model_type]
+    reader = ConfigReader(config, model=model, model_type=model_type, aliases=family.aliases)
+    reader.has("model_type")
+    shape = family.shape(reader)
+    if shape.parameters > MAX_PARAMETERS:
+        raise reader.fail(
+            f"its sizes make {shape.parameters:.3g} parameters, but at most {MAX_PARAMETERS:.0e} are plausible"
+        )
+    return shape, reader
+
+
+def _read_gemma3(config: Mapping[str, object], model: str) -> tuple[ModelShape, ConfigReader]:
+    """The multimodal wrapper: the language model inside it is what gets trained on text."""
+    wrapper = ConfigReader(config, model=model, model_type="gemma3")
+    text = wrapper.section("text_config")
+    if text is None:
+        raise wrapper.fail("the config has no text_config, where a gemma3 keeps its language model")
+    shape, reader = read({**_GEMMA3_TEXT_SIZES, **text, "model_type": "gemma3_text"}, model)
+    note = "the language model only: the vision tower and its projector are not counted"
+    return replace(shape, notes=(*shape.notes, note)), reader
+
+
+def _no_type(config: Mapping[str, object], model: str) -> str:
+    if "ssm_cfg" in config:
+        return (
+            f"model {shown(model)} is in mamba-ssm's own format without a model_type: "
+            "take its Hugging Face twin, whose name ends in -hf"
+        )
+    return f"model {shown(model)}: the config has no model_type, which says how to read it"

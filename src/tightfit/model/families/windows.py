@@ -1,0 +1,109 @@
+"""Which layers see only a sliding window.
+
+Each rule is one family's reading of `sliding_window`, `layer_types` and their older relatives; it returns
+the window of every layer, None for full attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tightfit.model.families.parts import FULL, SLIDING
+from tightfit.model.families.reader import ConfigReader
+
+Window = int | None
+Rule = Callable[[ConfigReader, int], list[Window]]
+
+
+def _typed(config: ConfigReader, layers: int, window: Window, default: Callable[[int], bool]) -> list[Window]:
+    """`layer_types` where the config has it, else the family's own pattern."""
+    types = config.words("layer_types", layers)
+    if types is None:
+        types = [SLIDING if default(i) else FULL for i in range(layers)]
+    for word in types:
+        if word not in (FULL, SLIDING):
+            raise config.fail(f"layer_types holds {word!r}, but a {config.model_type} has {FULL} and {SLIDING} only")
+    return [window if word == SLIDING else None for word in types]
+
+
+def _window_if_used(config: ConfigReader, default: Window) -> Window:
+    """Unused, the value may be anything: transformers itself saves a 0 there."""
+    config.has("sliding_window")
+    return config.optional_count("sliding_window", default) if config.flag("use_sliding_window", False) else None
+
+
+def never(config: ConfigReader, layers: int) -> list[Window]:
+    return [None] * layers
+
+
+def every_layer(default: Window) -> Rule:
+    """mistral, mixtral, phi3, starcoder2: one window for all, null switches it off."""
+
+    def rule(config: ConfigReader, layers: int) -> list[Window]:
+        return [config.optional_count("sliding_window", default)] * layers
+
+    return rule
+
+
+def every_layer_if_asked(config: ConfigReader, layers: int) -> list[Window]:
+    """qwen3_moe: `use_sliding_window` decides."""
+    return [_window_if_used(config, 4096)] * layers
+
+
+def ministral(config: ConfigReader, layers: int) -> list[Window]:
+    window = config.optional_count("sliding_window", 4096)
+    return _typed(config, layers, window, lambda i: window is not None)
+
+
+def upper_layers(config: ConfigReader, layers: int) -> list[Window]:
+    """qwen2, qwen3: the layers from `max_window_layers` up, if `use_sliding_window`."""
+    window = _window_if_used(config, 4096)
+    first = config.index("max_window_layers", 28)
+    return _typed(config, layers, window, lambda i: window is not None and i >= first)
+
+
+def even_lower_layers(config: ConfigReader, layers: int) -> list[Window]:
+    """qwen2_moe: every other layer below `max_window_layers`, if `use_sliding_window`."""
+    window = _window_if_used(config, 4096)
+    used = config.flag("use_sliding_window", False)
+    last = config.index("max_window_layers", 28)
+    return _typed(config, layers, window, lambda i: used and i % 2 == 0 and i < last)
+
+
+def alternating(config: ConfigReader, layers: int) -> list[Window]:
+    """gemma2: the first of every two."""
+    window = config.optional_count("sliding_window", 4096)
+    return _typed(config, layers, window, lambda i: i % 2 == 0)
+
+
+def three_of_four(config: ConfigReader, layers: int) -> list[Window]:
+    """olmo3: all but every fourth."""
+    window = config.optional_count("sliding_window", 4096)
+    return _typed(config, layers, window, lambda i: (i + 1) % 4 != 0)
+
+
+def gemma3(config: ConfigReader, layers: int) -> list[Window]:
+    """All but every sixth; attention to both sides halves the window and keeps the middle."""
+    window = config.optional_count("sliding_window", 4096)
+    if window is not None and config.flag("use_bidirectional_attention", False):
+        window = window // 2 + 1
+    every = config.count("sliding_window_pattern", 6)
+    return _typed(config, layers, window, lambda i: (i + 1) % every != 0)
+
+
+def without_rope(config: ConfigReader, layers: int) -> list[Window]:
+    """smollm3: the layers without rotary positions, if `use_sliding_window`."""
+    window = _window_if_used(config, None)
+    rotary = rotary_layers(config, layers)
+    return _typed(config, layers, window, lambda i: window is not None and not rotary[i])
+
+
+def rotary_layers(config: ConfigReader, layers: int) -> list[bool]:
+    """smollm3: which layers rotate. `no_rope_layers` holds 1 where they do, whatever its name says."""
+    given = config.whole_numbers("no_rope_layers")
+    if given is None:
+        every = config.count("no_rope_layer_interval", 4)
+        return [(i + 1) % every != 0 for i in range(layers)]
+    if len(given) != layers:
+        raise config.fail(f"no_rope_layers has {len(given)} entries for {layers} layers")
+    return [bool(flag) for flag in given]

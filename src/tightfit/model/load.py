@@ -1,0 +1,280 @@
+"""From a word to a model: a preset, a folder or config.json, a Hugging Face id, or a block of shape fields.
+
+Only the config is ever read, never weights, and never with torch: `families` knows the tensors that
+transformers would make of it. What it does not know by name can be measured instead (`trace`), if asked.
+
+Ids that `presets` knows are answered from there, before the cache and the network are asked: a shape does not change
+once it is published, and a machine without a network, or without the licence, gets the same answer as any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from tightfit.inputs.spelling import read_text, shown
+from tightfit.model import families
+from tightfit.model.families import NotByName, did_you_mean
+from tightfit.model.families.reader import MAX_SIZE
+from tightfit.model.presets import CHECKPOINTS, DRAWN_STD, PRESETS, checkpoint_named
+from tightfit.types import ConfigError, ModelError, ModelShape
+
+HUB_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class FoundConfig:
+    """A config by its name, with what ought to be said about it."""
+
+    name: str
+    config: Mapping[str, object]
+    notes: tuple[str, ...] = ()
+    called: str | None = None
+    """The size that the name promises; see `presets`."""
+    is_block: bool = False
+    """Hand-written shape fields, in which every key must be known."""
+
+
+def load_model(word: str, *, trust_trace: bool = False) -> ModelShape:
+    """The shape of the model that `word` names.
+
+    With `trust_trace`, a model that no family describes is built and measured by a subprocess, which
+    needs the [train] extra; without, it is an error that says so.
+    """
+    if word.strip().lower() in PRESETS:
+        return _preset_shape(word.strip().lower())
+    return _shape(find_config(word), trust_trace)
+
+
+@lru_cache(maxsize=64)
+def _preset_shape(name: str) -> ModelShape:
+    """Made once: what was computed of a shape is kept with it."""
+    return _shape(find_config(name), trust_trace=False)
+
+
+def _shape(found: FoundConfig, trust_trace: bool) -> ModelShape:
+    try:
+        shape = (shape_from_fields if found.is_block else shape_from_config)(found.config, found.name)
+    except NotByName:
+        if not trust_trace:
+            raise
+        from tightfit.model.trace import trace_config
+
+        shape = trace_config(found.config, found.name)
+    return replace(shape, notes=(*_promise(found, shape), *found.notes, *shape.notes))
+
+
+def find_config(word: str) -> FoundConfig:
+    """The config that `word` names: a preset wins over a path, a path over an id that is known, that over the hub."""
+    name = word.strip()
+    if not name:
+        raise ModelError("the model has no name: give a preset, a folder, a config.json or a Hugging Face id")
+    preset = PRESETS.get(name.lower())
+    if preset is not None:
+        return FoundConfig(name.lower(), preset.config, (preset.source,), preset.called)
+    path = os.path.expanduser(name)
+    if os.path.exists(path):
+        return _local(Path(path))
+    if name.endswith(".json") or name.startswith((".", "/", "~")) or os.path.isabs(path):
+        raise ModelError(f"there is no file or folder {shown(name)}")
+    known = checkpoint_named(name)
+    return FoundConfig(name, _read_json(_from_hub(name), name)) if known is None else _known(known)
+
+
+def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
+    """The shape that transformers would build from this Hugging Face config, its `model_type` included."""
+    shape, _ = families.read(config, name)
+    if isinstance(quantized := config.get("quantization_config"), Mapping):
+        method = shown(quantized.get("quant_method", "an unnamed method"))
+        note = f"the checkpoint is quantised with {method}; it is counted here as plain weights"
+        return replace(shape, notes=(*shape.notes, note))
+    return shape
+
+
+def shape_from_fields(fields: Mapping[str, object], name: str) -> ModelShape:
+    """The shape of a hand-written block: `family`, then sizes in mamba-ssm's names or Hugging Face's."""
+    config = config_from_fields(fields, name)
+    shape, reader = families.read(config, name)
+    # A config.json may hold anything; a block that a person wrote holds shape fields or misspellings.
+    misspelt = [key for key in reader.unasked() if key not in ("max_seq_length", _STD)]
+    if misspelt:
+        hint = did_you_mean(misspelt[0], reader.asked | set(_FIELD_NAMES))
+        raise ModelError(f"model {shown(name)}: {shown(misspelt[0])} is no shape field of a {shape.model_type}{hint}")
+    length = reader.optional_count("max_seq_length", None)
+    return shape if length is None else replace(shape, max_positions=length)
+
+
+_STD = "initializer_range"
+"""No size, but a new model's weights are drawn with it."""
+_FIELD_NAMES: Mapping[str, str] = {
+    "d_model": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_layer": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "d_ff": "intermediate_size",
+    "d_inner": "intermediate_size",
+    "d_state": "state_size",
+    "d_conv": "conv_kernel",
+    "dt_rank": "time_step_rank",
+    "headdim": "head_dim",
+    "ngroups": "n_groups",
+    "tied": "tie_word_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
+
+
+def config_from_fields(fields: Mapping[str, object], name: str) -> dict[str, object]:
+    """The Hugging Face config of a block of shape fields, such that transformers can build it too."""
+    given = {key: value for key, value in fields.items() if key not in ("family", "model_type")}
+    family = fields.get("family", fields.get("model_type"))
+    if family is None and "d_state" in given:
+        family = "mamba"
+    if family is None:
+        raise ModelError(f"model {shown(name)}: the shape fields name no family, such as mamba or llama")
+    config: dict[str, object] = {"model_type": family}
+    names = _FIELD_NAMES if "mamba" in str(family) else {**_FIELD_NAMES, "max_seq_length": "max_position_embeddings"}
+    for key, value in given.items():
+        real = names.get(key, key)
+        if real in config:
+            raise ModelError(f"model {shown(name)}: {shown(key)} is given twice, also under another name")
+        config[real] = value
+    if family == "mamba":
+        config.setdefault(_STD, DRAWN_STD)
+    std = config.get(_STD, DRAWN_STD)
+    if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std <= 1:
+        raise ModelError(f"model {shown(name)}: {_STD} must be a number above 0 and up to 1, not {shown(std)}")
+    return _without_fraction(config)
+
+
+def _without_fraction(config: dict[str, object]) -> dict[str, object]:
+    """transformers takes whole `expand`s only; a fraction is said as the width that it gives."""
+    expand, hidden = config.get("expand"), config.get("hidden_size")
+    if config["model_type"] not in ("mamba", "falcon_mamba") or not isinstance(expand, float):
+        return config
+    if not isinstance(hidden, int) or not 0 < hidden <= MAX_SIZE or not 0 < expand <= MAX_SIZE:
+        return config  # the reader will say what is wrong
+    if expand.is_integer():
+        return {**config, "expand": int(expand)}
+    rest = {key: value for key, value in config.items() if key != "expand"}
+    return {"intermediate_size": int(expand * hidden), **rest}
+
+
+def _promise(found: FoundConfig, shape: ModelShape) -> tuple[str, ...]:
+    if found.called is None:
+        return ()
+    promised = float(found.called.removesuffix("B")) * 1e9
+    if abs(shape.parameters / promised - 1) < HONEST:
+        return ()
+    return (f"called {found.called}, really {shape.parameters / 1e9:.2f}B",)
+
+
+HONEST = 0.05
+"""A name that is this close to the count needs no correction."""
+
+
+def _known(name: str) -> FoundConfig:
+    """A public model that has a preset's shape, under its own name."""
+    checkpoint = CHECKPOINTS[name]
+    config = PRESETS[checkpoint.preset].config
+    notes = [f"known here as the shape of {checkpoint.preset}; Hugging Face was not asked"]
+    if config["model_type"] == "gemma3_text":
+        notes.append("the language model only: the vision tower and its projector are not counted")
+    return FoundConfig(name, {**config, **checkpoint.differs}, tuple(notes))
+
+
+def _local(path: Path) -> FoundConfig:
+    """A folder with a config.json, the file itself, or a YAML file with a block of shape fields."""
+    if path.suffix in (".yaml", ".yml"):
+        return FoundConfig(path.stem, _read_block(path), is_block=True)
+    if not path.is_dir():
+        name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
+        return FoundConfig(name, _read_json(path, str(path)))
+    name = path.resolve().name or str(path)
+    if (path / "config.json").is_file():
+        return FoundConfig(name, _read_json(path / "config.json", str(path)))
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(f"the folder {shown(str(path))} holds a LoRA adapter: give the model that it adapts")
+    raise ModelError(f"the folder {shown(str(path))} has no config.json")
+
+
+def _read_block(path: Path) -> Mapping[str, object]:
+    """Shape fields of a YAML file: the whole of it, or its `model:` with the family beside it."""
+    import yaml
+
+    try:
+        block = yaml.safe_load(read_text(path, "a block of shape fields"))
+    except (ConfigError, ValueError, yaml.YAMLError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"cannot read shape fields from {shown(str(path))}: {reason}") from error
+    if isinstance(block, dict) and isinstance(block.get("model"), dict):
+        family = {key: block[key] for key in ("family", "model_type") if key in block}
+        block = {**family, **block["model"]}
+    if not isinstance(block, dict):
+        raise ModelError(f"{shown(str(path))} holds no block of shape fields such as family, d_model, n_layers")
+    return {str(key): value for key, value in block.items()}
+
+
+def _read_json(path: Path, name: str) -> Mapping[str, object]:
+    try:
+        config = json.loads(read_text(path, "JSON"))
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
+    except (ValueError, RecursionError) as error:  # not text, not JSON, or nested without end
+        raise ModelError(f"the config of {shown(name)} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"the config of {shown(name)} is not a JSON object but {shown(config)}")
+    return config
+
+
+def _from_hub(name: str) -> Path:
+    """The config.json of a Hugging Face id, from the cache or fetched into it; never the weights."""
+    try:
+        return Path(_cached_or_fetched(name))
+    except ImportError as error:
+        raise ModelError(f"{shown(name)} must be fetched from Hugging Face: pip install huggingface_hub") from error
+    except Exception as error:  # whatever the network and its libraries raise, the user reads one sentence
+        raise ModelError(_hub_problem(name, error)) from error
+
+
+def _cached_or_fetched(name: str) -> str:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return hf_hub_download(name, "config.json", local_files_only=True)
+    except LocalEntryNotFoundError:
+        # Ask once before fetching: the download itself would retry for half a minute where there is no network.
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
+        return hf_hub_download(name, "config.json")
+
+
+def _hub_problem(name: str, error: Exception) -> str:
+    from huggingface_hub import errors as hub
+
+    nearby = did_you_mean(name.rsplit("/", maxsplit=1)[-1].lower(), PRESETS)
+    if isinstance(error, hub.HFValidationError):
+        return f"{shown(name)} is no preset{nearby}, file, folder or Hugging Face id"
+    if isinstance(error, hub.GatedRepoError):
+        return (
+            f"{name} is gated: accept its licence on https://huggingface.co/{name} and log in with `hf auth login`, "
+            f"or give a preset{nearby} or a local config.json"
+        )
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return f"{name} is no preset{nearby}, file or folder, and Hugging Face has no such model that you may read"
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        return (
+            f"{name} is no preset{nearby}, file or folder, and it is not in the Hugging Face cache, "
+            "which is all there is while HF_HUB_OFFLINE is set"
+        )
+    if isinstance(error, hub.EntryNotFoundError) and not isinstance(error, hub.LocalEntryNotFoundError):
+        return f"{name} on Hugging Face has no config.json, so it is no transformers model"
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return (
+        f"{name} is no preset{nearby}, file or folder, and Hugging Face could not be asked ({reason}): "
+        "without a network, give a preset or a local config.json"
+    )

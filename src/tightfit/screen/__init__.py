@@ -1,0 +1,308 @@
+"""What the verbs draw on a terminal.
+
+Everything here must read as well in a pipe, in a log file and for someone who sees no colours: a
+component has a fill of its own besides its colour, and the width is the terminal's (80 columns where
+there is none). Sizes are bytes until the last moment and GiB on screen.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tightfit.hardware.catalogue import Card
+from tightfit.priced import (
+    GIB,
+    Priced,
+    Share,
+    amounts,
+    billions,
+    machine_words,
+    shown,
+    strategy_line,
+    trained,
+    training_line,
+    training_words,
+    verdict,
+)
+from tightfit.types import GpuFootprint, ModelShape, Phase
+
+MIB = 2**20
+WIDEST = 120
+"""Longer bars show nothing more."""
+
+FILLS: Mapping[str, tuple[str, str]] = {
+    "weights": ("█", "blue"),
+    "gathered weights": ("▓", "cyan"),
+    "gradients": ("▒", "yellow"),
+    "buckets": ("=", "bright_yellow"),
+    "master weights": ("▚", "magenta"),
+    "optimizer states": ("░", "bright_magenta"),
+    "activations": ("▞", "green"),
+    "recompute": ("+", "bright_green"),
+    "logits": ("#", "red"),
+    "temporaries": ("~", "white"),
+}
+"""Component → its fill and colour. The same everywhere, so that two pictures can be compared."""
+
+SPARE_FILLS = "%oxvz@&"
+"""For components without a fill of their own, in the order in which they turn up."""
+
+OVERHEAD = (":", "bright_black")
+
+SHORT = 34
+"""A reason up to this length stands in the table's own row."""
+
+
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`: rich would end the process with an error."""
+        raise BrokenPipeError
+
+
+TABLE = 80
+"""Columns that a table needs; a narrower terminal breaks its lines itself."""
+NARROWEST = 40
+"""A terminal that says it is narrower, or has no width at all, is taken to have this one."""
+
+
+def open_console() -> Console:
+    """The terminal, or the pipe, that the verb prints to."""
+    console = _Terminal(highlight=False, emoji=False, markup=False)
+    if console.width < NARROWEST:
+        console.width = NARROWEST
+    return console
+
+
+# --- the picture of one estimate ----------------------------------------------------------------
+
+
+def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitting: Sequence[str] = ()) -> None:
+    """The whole answer: bars, components, verdict, and what would shrink the largest parts."""
+    console.print(Text(f"{priced.shape.name}: {trained(priced)}", style="bold"))
+    say(console, strategy_line(priced))
+    say(console, training_line(priced))
+    for note in priced.shape.notes:
+        say(console, note, style="italic")
+    console.print()
+    fills = component_fills([*priced.footprint.gpu.phases.values()])
+    _draw_bars(console, priced, fills)
+    console.print()
+    _draw_components(console, priced, fills)
+    console.print()
+    style = {True: "bold green", False: "bold red", None: "bold"}[priced.fits]
+    say(console, verdict(priced), style=style)
+    say(console, _start_line(priced))
+    say(console, _host_line(priced))
+    draw_list(console, "The same training would fit as:", fitting)
+    draw_list(console, "The largest parts, and what would shrink them:", advice)
+    draw_list(console, "Because:", priced.because)
+
+
+def component_fills(phases: Sequence[Phase]) -> dict[str, tuple[str, str]]:
+    """The fill and colour of every component that occurs, in the order of drawing."""
+    names = list(dict.fromkeys(name for phase in phases for name in phase.components))
+    spare = iter(SPARE_FILLS * (1 + len(names)))
+    return {name: FILLS.get(shown(name)) or (next(spare), "white") for name in names}
+
+
+def _draw_bars(console: Console, priced: Priced, fills: Mapping[str, tuple[str, str]]) -> None:
+    gpu = priced.footprint.gpu
+    card = priced.hardware.gpu.memory_bytes if priced.hardware else None
+    scale = max(gpu.required_bytes, card or 0, *(phase.total_bytes for phase in gpu.phases.values()))
+    unit, word = _unit(scale)
+    label, number = 9, 10
+    room = max(8, min(console.width, WIDEST) - label - number - 2)
+    for name, phase in gpu.phases.items():
+        cells = bar([(fills[part], size) for part, size in phase.components.items()], scale, room, card)
+        mark = " ←" if name == gpu.peak_phase else ""
+        console.print(
+            Text(f"{name:<{label}}"), cells, Text(f"{phase.total_bytes / unit:>{number - 2}.2f}{mark}"), sep=""
+        )
+    worst = _worst(gpu)
+    parts = [(fills[part], size) for part, size in worst.components.items()]
+    parts.append((OVERHEAD, max(0, gpu.required_bytes - worst.total_bytes)))
+    line = bar(parts, scale, room, card)
+    console.print(Text(f"{'needs':<{label}}"), line, Text(f"{gpu.required_bytes / unit:>{number - 2}.2f}"), sep="")
+    note = f"{word} on one GPU; ← the peak of a training step"
+    if priced.hardware is not None and card is not None:
+        note += f"; │ {card / unit:.2f}, all that a {priced.hardware.gpu.name} has"
+    say(console, note, indent=" " * label, style="dim")
+
+
+def bar(parts: Sequence[tuple[tuple[str, str], int]], scale: int, room: int, limit: int | None) -> Text:
+    """One stacked bar of `room` cells. Ends are rounded, not lengths, so that nothing adds up wrongly."""
+    cells = Text()
+    width = room if limit is None else room - 1
+    held = drawn = 0
+    for (fill, style), size in parts:
+        held += size
+        end = round(held * width / scale) if scale else 0
+        cells.append(fill * (end - drawn), style=style)
+        drawn = end
+    cells.append(" " * (width - drawn))
+    if limit is None:
+        return cells
+    at = round(limit * width / scale) if scale else width
+    return Text.assemble(cells[:at], ("│", "bold"), cells[at:])
+
+
+def _draw_components(console: Console, priced: Priced, fills: Mapping[str, tuple[str, str]]) -> None:
+    gpu = priced.footprint.gpu
+    unit, word = _unit(gpu.required_bytes)
+    console.print(Text(f"Held at the peak, in {gpu.peak_phase}, {word}:"))
+    rows = [(fills[name], shown(name), size) for name, size in gpu.phases[gpu.peak_phase].components.items() if size]
+    for (fill, style), name, size in rows:
+        share = f"{100 * size / max(1, gpu.peak_bytes):4.0f} %"
+        console.print(Text.assemble("  ", (fill, style), f" {name:<26}{size / unit:>9.2f}  {share}"))
+    console.print(Text(f"    {'peak':<26}{gpu.peak_bytes / unit:>9.2f}", style="bold"))
+    worst = _worst(gpu)
+    if worst.name != gpu.peak_phase:
+        console.print(Text(f"    {'but in ' + worst.name:<26}{worst.total_bytes / unit:>9.2f}", style="bold"))
+    for name, size in gpu.overhead.items():
+        if size:
+            console.print(Text.assemble("  ", OVERHEAD, f" {shown(name):<26}{size / unit:>9.2f}"))
+    console.print(Text(f"    {'needs':<26}{gpu.required_bytes / unit:>9.2f}", style="bold"))
+
+
+def _worst(gpu: GpuFootprint) -> Phase:
+    """What decides whether it fits: it may be the start, or an evaluation, and not a step of training."""
+    return max(gpu.phases.values(), key=lambda phase: (phase.total_bytes, phase.name == gpu.peak_phase))
+
+
+def _start_line(priced: Priced) -> str:
+    gpu = priced.footprint.gpu
+    start, _ = amounts(gpu.init_peak_bytes, gpu.peak_bytes)
+    tail = ", more than a step of training" if gpu.init_peak_bytes > gpu.peak_bytes else ""
+    return f"Start-up: {start} GiB on the GPU while the model is built and the engine initialised{tail}."
+
+
+def _host_line(priced: Priced) -> str:
+    host = priced.footprint.host
+    node, rank = amounts(host.peak_bytes_per_node, host.peak_bytes_per_rank)
+    ram = priced.hardware.host_ram_bytes if priced.hardware else None
+    have = "" if ram is None else f" of {amounts(ram)[0]}"
+    each = "" if host.peak_bytes_per_node == host.peak_bytes_per_rank else f", {rank} a process"
+    return f"Host RAM: {node}{have} GiB a node{each}."
+
+
+def draw_list(console: Console, title: str, sentences: Sequence[str]) -> None:
+    """A title and a sentence a line; nothing, where there is none."""
+    if not sentences:
+        return
+    console.print()
+    console.print(title)
+    for sentence in sentences:
+        say(console, sentence, first="  - ", indent="    ")
+
+
+def say(console: Console, sentence: str, *, first: str | None = None, indent: str = "", style: str = "") -> None:
+    """Prose, wrapped here and not by the console, which leaves blanks at the ends of lines."""
+    wrapped = textwrap.fill(
+        sentence,
+        max(console.width, NARROWEST),
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+    console.print(Text(wrapped, style=style))
+
+
+def _unit(largest_bytes: int) -> tuple[int, str]:
+    """GiB, except for models so small that every number would be nought."""
+    return (GIB, "GiB") if largest_bytes >= GIB // 2 else (MIB, "MiB")
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def draw_comparison(console: Console, rows: Sequence[tuple[str, Priced | str]]) -> None:
+    """The strategies side by side, as people keep such tables by hand."""
+    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
+    for priced in [outcome for _, outcome in rows if isinstance(outcome, Priced)][:1]:
+        console.print(Text(f"{priced.shape.name}: {trained(priced)}", style="bold"))
+        say(console, f"{machine_words(priced)} · {training_line(priced)}")
+        console.print()
+    table = table_of("strategy", "peak", "start-up", "needs", "host/node", "fits")
+    problems = []
+    for name, outcome in rows:
+        if isinstance(outcome, str):
+            short = len(name) + len(outcome) < SHORT
+            table.add_row(f"{name}: {outcome}" if short else name, *"-----")
+            problems += [] if short else [f"{name}: {outcome}"]
+            continue
+        gpu, host = outcome.footprint.gpu, outcome.footprint.host
+        sizes = (gpu.peak_bytes, gpu.init_peak_bytes, gpu.required_bytes, host.peak_bytes_per_node)
+        table.add_row(name, *(f"{size / GIB:.2f}" for size in sizes), _yes_no(outcome.fits))
+    console.print(table)
+    say(console, "GiB on one GPU; host: GiB of RAM on one node.", style="dim")
+    draw_list(console, "Without numbers:", problems)
+
+
+def draw_models(console: Console, shapes: Sequence[ModelShape]) -> None:
+    """The presets with their true sizes."""
+    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
+    table = table_of("model", "parameters", "", "layers", "hidden", "vocabulary")
+    for shape in shapes:
+        counts = (f"{shape.parameters:,}", billions(shape.parameters), str(shape.n_layers))
+        table.add_row(shape.name, *counts, str(shape.hidden_size), str(shape.vocab_size))
+    console.print(table)
+    draw_list(console, "Notes:", [f"{shape.name}: {'; '.join(shape.notes)}" for shape in shapes if shape.notes])
+
+
+def draw_shares(console: Console, shares: Sequence[Share]) -> None:
+    """What each preset would hold on one GPU."""
+    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
+    table = table_of("model", "params", "weights", "grads", "optim.", "activ.", "needs", "fits")
+    for share in shares:
+        parts = (share.weights_bytes, share.gradients_bytes, share.optimizer_bytes, share.activations_bytes)
+        needs = share.priced.footprint.gpu.required_bytes
+        numbers = [f"{size / GIB:.2f}" for size in (*parts, needs)]
+        shape = share.priced.shape
+        table.add_row(shape.name, billions(shape.parameters), *numbers, _yes_no(share.priced.fits))
+    for share in shares[:1]:
+        say(console, strategy_line(share.priced))
+        say(console, training_words(share.priced.levers))
+        console.print()
+    console.print(table)
+    note = "GiB on one GPU, each part at its largest: not all are held at once. Needs: with what the runtime takes."
+    say(console, note, style="dim")
+
+
+def draw_gpus(console: Console, cards: Sequence[Card]) -> None:
+    """The catalogue."""
+    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
+    table = table_of("card", "box", "usable", "bf16", "fp16", "GB/s", "link", "GB/s")
+    for card in cards:
+        gpu = card.gpu
+        name = gpu.name if card.devices == 1 else f"{gpu.name} (each of {card.devices})"
+        rates = (_rate(gpu.bf16_flops, 1e12), _rate(gpu.fp16_flops, 1e12), _rate(gpu.memory_bytes_per_s, 1e9))
+        link = (gpu.link or "?", _rate(gpu.link_bytes_per_s, 1e9))
+        table.add_row(name, str(card.size_gib), f"{gpu.memory_bytes / GIB:.1f}", *rates, *link)
+    console.print(table)
+    note = (
+        "box, usable: GiB as sold and as the driver reports; what the context and the communicator take of it is "
+        "counted in `needs`. bf16, fp16: dense TFLOP/s as the maker states. ?: not stated."
+    )
+    say(console, note, style="dim")
+
+
+def _rate(value: float | None, unit: float) -> str:
+    return "?" if value is None else f"{value / unit:.0f}"
+
+
+def table_of(*heads: str) -> Table:
+    """A table without edges: the first column is text, the others are numbers."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for position, head in enumerate(heads):
+        table.add_column(head, justify="right" if position else "left", overflow="fold", no_wrap=position > 0)
+    return table
+
+
+def _yes_no(fits: bool | None) -> Text:
+    return {True: Text("yes", "green"), False: Text("no", "red"), None: Text("?", "dim")}[fits]

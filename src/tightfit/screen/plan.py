@@ -1,0 +1,319 @@
+"""What `tightfit plan` draws: ways side by side, and under them why one was chosen.
+
+The rows stand in the order of their pace, so that what was tempting and does not fit is above the chosen one. Where
+nothing fits they stand in the order of how far they are from it, and say what they lack.
+The bar takes what the other columns leave of the line: a table that wraps cannot be compared by eye. On a terminal
+too narrow for all columns, those go first that are told elsewhere.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from tightfit.inputs.flags import checkpointing_word
+from tightfit.planner.limits import Limit
+from tightfit.planner.plan import Plan, Way
+from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
+from tightfit.planner.tiers import Tiered
+from tightfit.priced import GIB, amounts, strategy_name
+from tightfit.screen import NARROWEST, TABLE, WIDEST, bar, draw_list, say
+from tightfit.screen.plan_words import duration_words, hardware_words, lever_flags, model_words, reason_lines
+from tightfit.types import Levers
+
+CHOSEN, UNFIT = "→", "×"
+FILL = ("█", "blue")
+OVER = ("█", "red")
+SHORTEST_BAR, TELLING_BAR, LONGEST_BAR = 6, 14, 40
+"""Cells. The middle one is worth more than a second blank between the columns."""
+MOST_OVER = 1.5
+"""A bar ends at this multiple of the card; what needs more is told by its number."""
+LEFT_OUT = ("GPU", "free", "batch", "host", "checkpoint", "lacks", "offload")
+"""The columns that a narrow terminal does without, the first one first."""
+TEXT = ("", "engine", "offload", "checkpoint", "batch", "GPUs", "GPU", "lacks")
+"""The columns that stand to the left."""
+UNBROKEN = "\N{NO-BREAK SPACE}"
+
+ENGINES = {"zero0": "unsharded", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+
+Row = tuple[str, Way]
+"""The mark before a way, and the way."""
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """A line that says so while a person waits; nothing in a pipe or a log."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    return Console(stderr=True).status(text, spinner="line")
+
+
+# --- the answers --------------------------------------------------------------------------------
+
+
+def draw_plan(console: Console, plan: Plan, lead: Sequence[str] = (), *, with_model: bool = False) -> None:
+    """The whole answer. `lead` stands first among the reasons; `with_model`: the plan found the model as well."""
+    _draw_head(console, plan)
+    rows = _rows(plan)
+    if rows:
+        columns = draw_ways(console, rows)
+        nearest = ["the nearest first"] if plan.chosen is None and len(rows) > 1 else []
+        _draw_legend(console, plan, rows, columns, nearest)
+        hidden = len(plan.alternatives) + (plan.chosen is not None) - len(rows)
+        more = f"; {hidden} more in --json" if hidden > 0 else ""
+        say(console, f"{plan.considered:,} ways were priced{more}.", style="dim")
+    unfit = "Nothing fits that keeps the training as it is."
+    if plan.job.limits.allow:
+        unfit = "Nothing fits, even with what was allowed."
+    _draw_verdict(console, plan, unfit, with_model=with_model)
+    draw_list(console, "Because:", [*lead, *reason_lines(plan)])
+    draw_list(console, "Never run by us:", plan.unproven)
+
+
+def draw_shortages(console: Console, plan: Plan) -> None:
+    """Where nothing fits: how much every way of the table lacks, and of what."""
+    lacking = [f"{strategy_name(way.levers)} {missing(way)}." for way in worth_showing(plan)]
+    draw_list(console, "What each lacks:", lacking)
+
+
+def draw_tier(console: Console, tiered: Tiered) -> None:
+    """A tier beside what the free search would do."""
+    plan = tiered.plan
+    assert plan is not None, "what a tier cannot run is an error before anything is drawn"
+    _draw_head(console, plan)
+    way = plan.chosen or next(iter(worth_showing(plan)), None)
+    held = "" if way is None else f": {amounts(way.footprint.gpu.required_bytes)[0]} GiB a GPU here"
+    say(console, f"Tier {tiered.tier.name}: {tiered.tier.about}.")
+    say(console, f"A tier fixes the levers; what it holds follows from model and sequence{held}.")
+    console.print()
+    rows = [("tier", way)] if way else []
+    if tiered.free is not None and tiered.free.chosen is not None:
+        rows.append(("free", tiered.free.chosen))
+    if rows:
+        columns = draw_ways(console, rows)
+        free = ["free: what the search would do without a tier"] if len(rows) > 1 else []
+        _draw_legend(console, plan, rows, columns, free)
+    why = f": it {missing(way)}" if way else ""
+    _draw_verdict(console, plan, f"The tier {tiered.tier.name} does not fit{why}.")
+    if plan.chosen is None:  # otherwise the verdict has said it
+        draw_list(console, "The tier brings, where you said nothing:", [f"{cost}." for cost in tiered.costs])
+    lines = [*tiered.because, *reason_lines(plan)]
+    draw_list(console, "Because:", [line for line in lines if not line.startswith("The nearest is ")])
+    draw_list(console, "Never run by us:", plan.unproven)
+
+
+def draw_tiers(console: Console, rows: Sequence[Tiered]) -> None:
+    """Every tier, with what it costs."""
+    plans = [tiered.plan for tiered in rows if tiered.plan is not None]
+    for plan in plans[:1]:
+        say(console, f"{model_words(plan)}, on {hardware_words(plan.hardware)}", style="bold")
+        console.print()
+    names = max(len(tiered.tier.name) for tiered in rows)
+    before = names + len("  999.9  fits  tokens/s  ")
+    beside = console.width >= TABLE
+    console.print(
+        Text(f"{'tier':<{names}}  {'GiB':>5}  fits  tokens/s{'  what it changes' if beside else ''}", style="bold")
+    )
+    console.print(Text("─" * (console.width if beside else before - 2)))
+    for tiered in rows:
+        way = None if tiered.plan is None else tiered.plan.chosen or next(iter(worth_showing(tiered.plan)), None)
+        cells, changes = ("-", "-", "-"), tiered.problem or "no engine runs it"
+        if way is not None:
+            needs = f"{way.footprint.gpu.required_bytes / GIB:.1f}"
+            cells = (needs, "yes" if way.fits else "no", f"{way.pace.tokens_per_s:,.0f}")
+            changes = "; ".join(tiered.costs) or "nothing"
+        first = f"{tiered.tier.name:<{names}}  {cells[0]:>5}  {cells[1]:>4}  {cells[2]:>8}"
+        style = "" if way and way.fits else "dim"
+        if beside:
+            say(console, changes, first=f"{first}  ", indent=" " * before, style=style)
+        else:
+            console.print(Text(first, style=style), soft_wrap=True)
+            say(console, changes, indent="    ", style=style)
+    for plan in plans[:1]:
+        limit = f"{plan.hardware.gpu.memory_bytes / GIB:.1f}"
+        say(console, f"GiB on one GPU, which has {limit}; tokens a second of all GPUs.", style="dim")
+        draw_list(console, "Never run by us:", plan.unproven)
+
+
+def draw_limit(console: Console, limit: Limit) -> None:
+    """The most that fits, and the plan for it."""
+    names = {"seq": "longest sequence", "micro-batch": "largest micro batch", "model": "largest preset"}
+    units = {"seq": " tokens", "micro-batch": " sequences a GPU", "model": ""}
+    name = names[limit.wanted]
+    if limit.value is None:
+        said = f"No {name.partition(' ')[2]} fits: this is how far the smallest is from it."
+    else:
+        said = f"The {name} that fits: {limit.value}{units[limit.wanted]}."
+    say(console, said, style="bold green" if limit.value is not None else "bold red")
+    console.print()
+    draw_plan(console, limit.plan, limit.because, with_model=limit.wanted == "model")
+
+
+def draw_files(console: Console, files: Sequence[Path]) -> None:
+    """What was written, and how to start it."""
+    folder, names = files[0].parent, [path.name for path in files]
+    console.print()
+    say(console, f"Written to {folder}: {', '.join(names)}", indent="  ", first="")
+    ours = "tightfit.train" in (folder / "launch.sh").read_text(encoding="utf-8")
+    start = "tightfit train --plan " + shlex.quote(str(folder)) + ", or " if ours else ""
+    console.print(Text(f"Start it with: {start}bash {shlex.quote(str(folder / 'launch.sh'))}"), soft_wrap=True)
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def _rows(plan: Plan) -> list[Row]:
+    """Each way that is worth a line, with its mark."""
+    return [(CHOSEN if way is plan.chosen else "" if way.fits else UNFIT, way) for way in worth_showing(plan)]
+
+
+def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
+    """A line a way; its memory as a bar against the card. Gives back the columns that there was room for."""
+    lines = [_cells(mark, way) for mark, way in rows]
+    columns = [*lines[0]]
+    if len({way.world for _, way in rows}) == 1:
+        columns.remove("GPUs")
+    columns.remove("free" if not any(way.fits for _, way in rows) else "lacks")
+    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in columns}
+    room = min(console.width, WIDEST)
+    widths["GPU"] = SHORTEST_BAR
+    for name in LEFT_OUT if room < TABLE else ():
+        if name in columns and sum(widths.values()) + len(widths) - 1 > room:
+            columns.remove(name)
+            del widths[name]
+    gap = _widen(widths, room) if "GPU" in widths else 1
+    _draw_line(console, {name: name for name in columns}, widths, gap, "bold")
+    console.print(Text("─" * (sum(widths.values()) + 1 + gap * (len(widths) - 2))), soft_wrap=True)
+    card = rows[0][1].hardware.gpu.memory_bytes
+    scale = min(max(card, *(way.footprint.gpu.required_bytes for _, way in rows)), round(MOST_OVER * card))
+    for (mark, way), line in zip(rows, lines, strict=True):
+        cells: dict[str, str | Text] = {name: line[name] for name in columns}
+        if "GPU" in columns:
+            cells["GPU"] = _memory(way.footprint.gpu.required_bytes, card, scale, widths["GPU"])
+        style = {CHOSEN: "bold green", "tier": "bold"}.get(mark, "" if way.fits else "dim")
+        _draw_line(console, cells, widths, gap, style)
+    return columns
+
+
+def _widen(widths: dict[str, int], room: int) -> int:
+    """Give the bar what the columns leave; the blanks between them."""
+    spare = room - (sum(widths.values()) - widths["GPU"]) - len(widths) + 1
+    gap = 2 if spare >= TELLING_BAR + len(widths) else 1
+    widths["GPU"] = max(SHORTEST_BAR, min(LONGEST_BAR, spare - (gap - 1) * (len(widths) - 2)))
+    return gap
+
+
+def _draw_line(
+    console: Console, cells: Mapping[str, str | Text], widths: Mapping[str, int], gap: int, style: str
+) -> None:
+    line = Text()
+    for place, (name, cell) in enumerate(cells.items()):
+        width = widths[name]
+        text = cell if isinstance(cell, Text) else Text(f"{cell:<{width}}" if name in TEXT else f"{cell:>{width}}")
+        line.append(" " * (0 if not place else 1 if place == 1 else gap))
+        line.append_text(text)
+    line.rstrip()
+    line.stylize_before(style)
+    console.print(line, soft_wrap=True)
+
+
+def _cells(mark: str, way: Way) -> dict[str, str]:
+    levers, host, ram = way.levers, way.footprint.host.peak_bytes_per_node, way.hardware.host_ram_bytes
+    over = "!" if ram is not None and host > ram else ""
+    return {
+        "": mark,
+        "engine": ENGINES[levers.engine],
+        "offload": _offload(levers),
+        "checkpoint": checkpointing_word(levers.checkpointing),
+        "batch": f"{levers.micro_batch} × {levers.accumulation}",
+        "GPUs": str(way.world),
+        "GPU": "",
+        "GiB": f"{way.footprint.gpu.required_bytes / GIB:.1f}",
+        "host": f"{host / GIB:.0f}{over}",
+        "tokens/s": f"{way.pace.tokens_per_s:,.0f}",
+        "free": f"{100 * way.gpu_spare_bytes / way.hardware.gpu.memory_bytes:.0f} %",
+        "lacks": "+".join(lacking_bytes(way)),
+    }
+
+
+def _offload(levers: Levers) -> str:
+    places = {"none": "", "cpu": "CPU", "nvme": "NVMe"}
+    optimizer, weights = places[levers.offload_optimizer], places[levers.offload_param]
+    if not optimizer and not weights:
+        return "-"
+    if optimizer == weights:
+        return f"all {optimizer}"
+    return f"opt {optimizer}" if not weights else f"w {weights}" if not optimizer else f"{optimizer}+{weights}"
+
+
+def _memory(need: int, card: int, scale: int, room: int) -> Text:
+    shown = min(need, scale)
+    return bar([(FILL, min(shown, card)), (OVER, max(0, shown - card))], scale, room, card)
+
+
+def _draw_legend(
+    console: Console, plan: Plan, rows: Sequence[Row], columns: Collection[str], more: Sequence[str]
+) -> None:
+    """What the marks and columns mean, those that are there."""
+    size, ram = f"{plan.hardware.gpu.memory_bytes / GIB:.1f} GiB", plan.hardware.host_ram_bytes
+    marks = {mark for mark, _ in rows}
+    parts = [f"{mark} {word}" for mark, word in ((CHOSEN, "chosen"), (UNFIT, "does not fit")) if mark in marks]
+    parts += [*more, f"│ the card's {size}" if "GPU" in columns else f"GiB: of the card's {size}"]
+    if "batch" in columns:
+        parts.append("batch: micro × accumulation")
+    words = {
+        "opt": "opt: the optimizer",
+        "all": "all: optimizer and weights",
+        "NVMe+CPU": "NVMe+CPU: optimizer+weights",
+    }
+    offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows if "offload" in columns}
+    parts += [word for key, word in words.items() if key in offloads]
+    if "host" in columns:
+        parts.append("host: GiB of RAM a node")
+        if ram is not None and any(way.footprint.host.peak_bytes_per_node > ram for _, way in rows):
+            parts.append(f"!: more than the {amounts(ram)[0]} it has")
+    say(console, "; ".join(parts), style="dim")
+
+
+# --- the words ----------------------------------------------------------------------------------
+
+
+def _draw_head(console: Console, plan: Plan) -> None:
+    way = plan.chosen or next(iter(worth_showing(plan)), None)
+    batch = f"{plan.effective_batch} × {way.levers.sequence if way else plan.job.sequence} tokens a step"
+    say(console, f"{model_words(plan)}, on {hardware_words(plan.hardware)}: {batch}", style="bold")
+    for note in (way.shape if way else plan.shape).notes:
+        say(console, note, style="italic")
+    console.print()
+
+
+def _draw_verdict(console: Console, plan: Plan, otherwise: str, *, with_model: bool = False) -> None:
+    console.print()
+    way = plan.chosen
+    if way is None:
+        say(console, otherwise, style="bold red")
+        return
+    needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
+    said = f"{strategy_name(way.levers)}: {way.pace.tokens_per_s:,.0f} tokens/s in {needed} of {size} GiB"
+    say(console, f"{said}{duration_words(plan)}.", style="bold green")
+    draw_levers(console, lever_flags(plan, way, with_model=with_model))
+    draw_list(console, "IT CHANGES THE TRAINING:", [f"{change}." for change in way.changes])
+
+
+def draw_levers(console: Console, flags: Sequence[str]) -> None:
+    """No line ends between a flag and its value: people copy this."""
+    wrapped = textwrap.fill(
+        " ".join(flag.replace(" ", UNBROKEN) for flag in flags),
+        max(console.width, NARROWEST),
+        initial_indent="Levers: ",
+        subsequent_indent=" " * len("Levers: "),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    console.print(Text(wrapped.replace(UNBROKEN, " ")), soft_wrap=True)

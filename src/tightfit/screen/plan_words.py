@@ -1,0 +1,98 @@
+"""The words of a plan on the screen: what is trained on what, the levers as flags, the time it takes.
+
+The line of levers is a promise: after `tightfit estimate` with the same model and machine it prices the very way that
+was chosen. So it holds every flag that `estimate` would set otherwise by itself, and every one that the user's own
+command set otherwise, since people put the line behind that.
+"""
+
+from __future__ import annotations
+
+from tightfit.hardware.catalogue import native_bf16
+from tightfit.hardware.words import parse_hardware
+from tightfit.inputs.flags import flags_from_levers, spelt
+from tightfit.job.file import levers_of
+from tightfit.planner.plan import Plan, Way
+from tightfit.planner.reasons import further, is_cut_off, steps_of, time_words, worth_showing
+from tightfit.priced import billions
+from tightfit.types import Hardware, Levers, Lora, UserError
+
+ALWAYS = ("engine", "micro_batch", "accum", "checkpointing")
+"""The levers that say most, printed whatever they are."""
+
+
+def model_words(plan: Plan) -> str:
+    """What is trained, and how: as it was chosen, where that differs from what was asked."""
+    shown = plan.chosen or next(iter(worth_showing(plan)), None)
+    shape = shown.shape if shown else plan.shape
+    levers = shown.levers if shown else levers_of(plan.job, plan.shape)
+    parts = [
+        f"{shape.name} ({billions(shape.parameters)})",
+        levers.method if levers.lora is None else f"{levers.method} rank {levers.lora.rank}",
+        levers.precision if levers.master_weights else f"pure {levers.precision}",
+        *([] if levers.optimizer == "adamw" else [levers.optimizer]),
+    ]
+    return ", ".join(parts)
+
+
+def hardware_words(hardware: Hardware) -> str:
+    """`2 nodes × 8 × A100`, `6 × 24GB cards`."""
+    nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
+    name = hardware.gpu.name
+    many = "s" if hardware.gpus_per_node > 1 and name.endswith(" card") else ""
+    return f"{nodes}{hardware.gpus_per_node} × {name}{many}"
+
+
+def duration_words(plan: Plan) -> str:
+    """The tail of the verdict, where the steps are known."""
+    steps = steps_of(plan.job, plan.effective_batch)
+    if plan.hours is None or steps is None:
+        return ""
+    late = f", more than the timeout of {plan.job.timeout}" if is_cut_off(plan) else ""
+    return f", about {time_words(plan.hours)} for {steps:,} step{'' if steps == 1 else 's'}{late}"
+
+
+def lever_flags(plan: Plan, way: Way, *, with_model: bool = False) -> list[str]:
+    """The way as flags of `estimate`, each with its value. `with_model`: no command named the model."""
+    now, usual, said = flags_from_levers(way.levers), _usual(way), _said(plan)
+    names = [*ALWAYS, *(name for name in now if name not in ALWAYS)]
+    told = [
+        name
+        for name in names
+        if name in ALWAYS or name not in usual or now[name] != usual[name] or now[name] != said.get(name, now[name])
+    ]
+    flags = [f"--model {way.shape.name}"] if with_model or way.shape.name != plan.shape.name else []
+    flags += [f"{spelt(name)} {now[name]}" for name in told if name != "master_weights"]
+    if not way.levers.master_weights:
+        flags.append("--no-master-weights")
+    if way.world != _usual_world(plan):
+        flags.append(f"--world {way.world}")
+    return flags
+
+
+def _usual(way: Way) -> dict[str, object]:
+    """What `estimate` takes where nothing is said."""
+    method = way.levers.method
+    plain = Levers(method=method, lora=None if method == "full" else Lora())
+    usual = flags_from_levers(plain) | {"method": Levers().method}
+    if native_bf16(way.hardware.gpu.arch) is False:
+        usual["precision"] = ""  # chosen by the card: what was chosen is said
+    return usual
+
+
+def _said(plan: Plan) -> dict[str, object]:
+    """What the user's own command or file says."""
+    try:
+        return flags_from_levers(levers_of(plan.job, plan.shape))
+    except UserError:
+        return {}
+
+
+def _usual_world(plan: Plan) -> int:
+    """The GPUs that `estimate` prices by itself: all that --gpus names, or one."""
+    word = plan.job.hardware.gpus
+    return 1 if word is None or word.strip().lower() == "this" else parse_hardware(word).world
+
+
+def reason_lines(plan: Plan) -> list[str]:
+    """The sentences that say something which was not said above or will be said below."""
+    return [sentence.removeprefix("Nothing free fits. ") for sentence in further(plan)]

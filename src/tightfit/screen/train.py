@@ -1,0 +1,230 @@
+"""What `tightfit train` shows: the plan in short, a line that moves while it runs, and at the end what came of it.
+
+On a terminal the line is drawn anew in place. In a pipe or a log every line stays, so there is one for each thing that
+happens once, and for what goes on at most one in ten seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from tightfit.diagnose.verdict import Verdict
+from tightfit.hardware.occupancy import Holder, Occupancy
+from tightfit.planner.plan import Plan
+from tightfit.priced import amounts, strategy_name
+from tightfit.runs.attempts import AttemptRecord
+from tightfit.runs.events import Event, Progress, Step
+from tightfit.runs.failure import Failure, traceback_in
+from tightfit.runs.lines import MIB, MILESTONES, Lines, line_of, loss_words, moving_line, size_words
+from tightfit.runs.reservations import Reservation
+from tightfit.runs.tally import Tally
+from tightfit.runs.worker_file import WorkerFile
+from tightfit.screen import draw_list, say, table_of
+from tightfit.screen.plan import draw_levers
+from tightfit.screen.plan_words import duration_words, hardware_words, lever_flags, model_words, reason_lines
+
+MOST_FIXES = 4
+"""Remedies that are named at the end; `tightfit diagnose` knows them all."""
+
+# --- before -------------------------------------------------------------------------------------
+
+
+def draw_start(console: Console, plan: Plan, folder: str) -> None:
+    """What is about to run, and why so. All other ways that were priced are in PLAN.md."""
+    way = plan.chosen
+    assert way is not None, "what does not fit is an error before anything is drawn"
+    tokens = f"{plan.effective_batch} × {way.levers.sequence} tokens a step"
+    say(console, f"{model_words(plan)}, on {hardware_words(way.hardware)}: {tokens}", style="bold")
+    needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
+    pace = f"{way.pace.tokens_per_s:,.0f} tokens/s in {needed} of {size} GiB{duration_words(plan)}"
+    say(console, f"{strategy_name(way.levers)}: {pace}.", style="bold green")
+    draw_levers(console, [flag for flag in lever_flags(plan, way) if not flag.startswith("--world ")])
+    draw_list(console, "IT CHANGES THE TRAINING:", [f"{change}." for change in way.changes])
+    draw_list(console, "Because:", reason_lines(plan))
+    draw_list(console, "Never run by us:", plan.unproven)
+    console.print()
+    say(console, f"The run's folder: {folder}", indent="  ", first="")
+
+
+def draw_occupancy(
+    console: Console, found: Occupancy, live: Sequence[Reservation], ram_bytes: int | None, free_ram_bytes: int | None
+) -> None:
+    """What is free, and who holds the rest."""
+
+    def draw_holders(holders: Sequence[Holder]) -> None:
+        for holder in holders:
+            held = "?" if holder.held_bytes is None else f"{holder.held_bytes / MIB:,.0f}"
+            who = "  ".join((holder.user or "unknown user", holder.command or "unknown command"))
+            say(console, f"{held:>8} MiB  process {holder.pid}  {who}", first="  ", indent=" " * 16)
+
+    for device in found.devices:
+        say(console, f"GPU {device.number}, {device.name}: {_free(device.free_bytes, device.total_bytes)}")
+        draw_holders(device.holders)
+        for entry in live:
+            if device.key in entry.gpus:
+                say(console, f"taken by {entry.words}", first="  ", indent="    ")
+    if found.unplaced:
+        say(console, "On some GPU (its tool does not say on which):")
+        draw_holders(found.unplaced)
+    if not found.devices:
+        say(console, "There is no GPU here: training runs on the CPU, in host RAM.")
+    say(console, f"Host RAM: {_free(free_ram_bytes, ram_bytes)}")
+    for entry in live:
+        say(console, f"{size_words(entry.host_bytes)} are reserved by {entry.words}", first="  ", indent="    ")
+
+
+def _free(free_bytes: int | None, total_bytes: int | None) -> str:
+    total = "an unknown size" if total_bytes is None else f"{total_bytes / MIB:,.0f} MiB"
+    free = "an unknown part" if free_bytes is None else f"{free_bytes / MIB:,.0f} MiB"
+    return f"{free} of {total} free"
+
+
+# --- while it runs ------------------------------------------------------------------------------
+
+
+class Board:
+    """Shows events as they come. Leaving the `with` block leaves the last state on the screen."""
+
+    def __init__(self, console: Console, worker: WorkerFile, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._worker = console, worker
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._last: str | None = None
+        self._lines = Lines(self._say, worker.peak_bytes, clock, worker.logging_steps)
+
+    def __enter__(self) -> Board:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):  # a terminal that was closed; how the run ended still has to be written down
+            if self._live is not None:
+                self._live.stop()
+            if kind is not None and issubclass(kind, BrokenPipeError):
+                return
+            self._lines.end()
+            if self._last is not None:
+                self._say(self._last)
+                self._last = None
+
+    def expect(self, worker: WorkerFile) -> None:
+        """The plan that what comes is set against: another attempt may have another one."""
+        self._worker = worker
+        self._lines.expect(worker.peak_bytes)
+
+    def show(self, event: Event) -> None:
+        if self._live is None:
+            self._lines.show(event)
+        elif isinstance(event, Progress | Step):
+            self._last = moving_line(event, self._worker.peak_bytes)[1]
+            every = self._worker.logging_steps
+            if isinstance(event, Step) and every is not None and event.step % every == 0:
+                self._say(self._last)
+            self._live.update(Text(self._last, no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            line, style = line_of(event)
+            if line:
+                self._say(line, style)
+
+    def _say(self, line: str, style: str = "") -> None:
+        self._console.print(Text(line, style=style), soft_wrap=True)
+
+
+# --- after --------------------------------------------------------------------------------------
+
+
+def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str, *, attempts: int = 1) -> None:
+    """Predicted against measured, and what to do with what came out."""
+    console.print()
+    last = tally.last
+    if last is not None:
+        first = "" if tally.first_loss is None or last.step <= 1 else f"{loss_words(tally.first_loss)} → "
+        steps = f"{last.step:,} step{'' if last.step == 1 else 's'}"
+        if tally.resumed is not None and tally.resumed.step:
+            steps += f", from step {tally.resumed.step:,} on in this {'attempt' if attempts > 1 else 'start'}"
+        say(console, f"Trained {worker.model} for {steps}: loss {first}{loss_words(last.loss)}.", style="bold green")
+        if attempts > 1:
+            say(console, f"It took {attempts} attempts: {folder}/attempts has a record of each.")
+        console.print()
+    _draw_table(console, worker, tally)
+    model = f"{folder}/model"
+    if worker.method == "full":
+        use = f"transformers' AutoModelForCausalLM.from_pretrained({model!r}) loads it"
+        came_out = [f"The model is in {model}; {use}."]
+    else:
+        merge = f"tightfit export {folder} --merge"
+        came_out = [f"The adapters are in {model}.", f"As one model with its base: {merge}"]
+    if tally.pictures:
+        came_out.append(f"Pictures of loss and memory: {', '.join(tally.pictures)}")
+    draw_list(console, "What came out:", came_out)
+
+
+def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
+    rows: list[tuple[str, float | None, float | None, str]] = []
+    for mark in tally.marks:
+        name = MILESTONES.get(mark.milestone, mark.milestone)
+        if mark.measured_bytes is not None:
+            rows.append((f"memory, {name}", mark.predicted_bytes, mark.measured_bytes, "bytes"))
+        elif mark.host_bytes is not None:  # of the whole process: no plan is comparable with it
+            rows.append((f"RAM, {name}", None, mark.host_bytes, "bytes"))
+    if tally.peak_bytes is not None:
+        rows.append(("memory, peak of the steps", worker.peak_bytes, tally.peak_bytes, "bytes"))
+    rows.append(("a step", worker.step_s, tally.step_s, "seconds"))
+    rows.append(("tokens a second", worker.tokens_per_s, tally.tokens_per_s, ""))
+    table = table_of("", "predicted", "measured", "")
+    shown = {
+        "bytes": lambda value: size_words(int(value)),
+        "seconds": lambda value: f"{value:.3g} s",
+        "": lambda value: f"{value:,.0f}",
+    }
+    for name, predicted, measured, unit in rows:
+        cells = ["-" if value is None else shown[unit](value) for value in (predicted, measured)]
+        known = predicted is not None and measured is not None and predicted > 0
+        table.add_row(name, *cells, f"{100 * (measured or 0) / (predicted or 1):.0f} %" if known else "")
+    console.print(table)
+    if worker.vendor == "cpu":
+        say(console, "No rates of the CPU are known, so its predicted pace compares ways and no more.", style="dim")
+
+
+def draw_failure(console: Console, failure: Failure, verdict: Verdict | None = None) -> None:
+    """What failed first, and what that rank printed last; of a bug the whole traceback."""
+    console.print(Text(f"tightfit: the training failed: {failure.sentence.rstrip('.')}", style="bold"), soft_wrap=True)
+    tail = failure.tail
+    if verdict is not None and verdict.kind == "code" and failure.log is not None:
+        tail = traceback_in(failure.log) or tail
+    if tail:
+        console.print(Text(f"The last lines of {failure.log}:"), soft_wrap=True)
+    for line in tail:
+        console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
+
+
+def draw_attempts(
+    console: Console, failure: Failure, records: Sequence[AttemptRecord], verdict: Verdict | None
+) -> None:
+    """Why it failed, what was tried, and what would help."""
+    if verdict is None:
+        return
+    last, same = records[-1].next, verdict.cause.rstrip(".").lower() == failure.sentence.rstrip(".").lower()
+    draw_list(console, "Why:", [] if same else [verdict.cause])
+    if len(records) > 1:
+        draw_list(console, "What was tried:", [_tried(record) for record in records])
+    stopped = [] if last is None else [f"Nothing more was tried: {last.because.rstrip('.')}."]
+    helps = [fix.text if fix.command is None else f"{fix.text} {fix.command}" for fix in verdict.fixes[:MOST_FIXES]]
+    draw_list(console, "What would help:", [*stopped, *helps])
+
+
+def _tried(record: AttemptRecord) -> str:
+    at = "before the first step" if record.last_step is None else f"after step {record.last_step:,}"
+    cause = "" if record.cause is None else f": {record.cause.sentence.rstrip('.')}"
+    following = "" if record.next is None or record.next.action == "stop" else f" → {record.next.action}"
+    changed = f" ({', '.join(record.next.changed)})" if record.next is not None and record.next.changed else ""
+    return f"Attempt {record.number}, {record.plan}, failed {at}{cause}{following}{changed}."

@@ -1,0 +1,316 @@
+"""What `tightfit watch` shows: one row a GPU, the run, three lights, and what is about to go wrong.
+
+A picture is a list of lines, so that a terminal, a pipe and a test see the same. Every line is cut to the width and
+the least of them are left out where the height does not suffice; nothing relies on colours alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from tightfit.hardware.probes.card import CardProcess
+from tightfit.priced import GIB
+from tightfit.runs.attempts import AttemptRecord
+from tightfit.runs.health import BRIM, FULL, Light
+from tightfit.runs.lines import MIB, duration, loss_words
+from tightfit.runs.look import Look, planned_rank_bytes
+from tightfit.runs.machine_eye import Host
+from tightfit.runs.watching import RunSeen
+
+MARKS = {"green": "✓", "yellow": "!", "red": "✗", "unknown": "?"}
+STYLES = {"green": "green", "yellow": "bold yellow", "red": "bold red", "unknown": "dim"}
+LEVELS, PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.,:-=+#"
+LABEL, BAR = 7, 12
+"""Columns of a row's name, and the fewest of its bar."""
+WIDEST_BAR = 60
+SPARK = 60
+LATEST = 6
+"""Events that are shown at most."""
+OLD_S = 3.0
+"""Figures of cards that are older say so."""
+
+# A column: its head, its width, and from which width of the terminal on it is shown.
+_COLUMNS = (
+    ("now", 7, 0),
+    ("peak", 7, 50),
+    ("plan", 7, 56),
+    ("total", 7, 0),
+    ("use", 7, 62),
+    ("temp", 7, 70),
+    ("power", 7, 77),
+    ("processes", 22, 100),
+)
+
+
+def picture(look: Look, width: int, height: int | None = None, *, plain_letters: bool = False) -> list[Text]:
+    """A whole look. `height`: lines that there is room for; None: as many as there are."""
+    run = look.run
+    table = _table(look, width)
+    upper = [] if run is None else [*_head(run, look.at), *_progress(run, width, plain_letters=plain_letters), Text()]
+    lights = [Text(), *map(_light, look.health.lights)]
+    warned = [Text(f"! {warning}", style="bold yellow") for warning in look.health.warnings]
+    lower = [*upper, *table, *lights, *warned]
+    more = _more(look)
+    if height is not None:
+        more = more[: max(0, height - len(lower))]
+    return [_cut(line, width) for line in (*lower, *more)]
+
+
+def _cut(line: Text, width: int) -> Text:
+    if cell_len(line.plain) > width:
+        line.truncate(width, overflow="ellipsis")
+    line.no_wrap = True
+    return line
+
+
+def said(look: Look) -> str:
+    """The machine in one line, for where every line stays."""
+    parts = []
+    for each in look.cards:
+        use = "" if each.card.use_percent is None else f", {each.card.use_percent:.0f} % busy"
+        sizes = f"{_amount(each.card.used_bytes)} of {_amount(each.card.total_bytes)} GiB"
+        parts.append(f"GPU {each.card.index} {sizes}{use}")
+    parts.append(f"host RAM {_amount(look.host.used_bytes)} of {_amount(look.host.total_bytes)} GiB")
+    return "; ".join(filter(None, (*parts, _cpu(look.host))))
+
+
+def _cpu(host: Host) -> str:
+    """`CPU 87 % of 16 cores busy, load 14.2`; empty: the system does not say."""
+    cores = "" if host.cores is None else f" of {host.cores} core{'' if host.cores == 1 else 's'}"
+    busy = "" if host.cpu_percent is None else f"{host.cpu_percent:.0f} %{cores} busy"
+    load = "" if host.load is None else f"load {host.load:.1f}"
+    found = ", ".join(filter(None, (busy, load)))
+    return f"CPU {found}" if found else ""
+
+
+def light_words(light: Light) -> str:
+    """`✓ loss falling: 2.4101 → 2.3000 in 200 steps`"""
+    return f"{MARKS[light.colour]} {light.name}" + (f": {light.text}" if light.text else "")
+
+
+def _light(light: Light) -> Text:
+    return Text(light_words(light), style=STYLES[light.colour])
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+def _head(run: RunSeen, at: float) -> list[Text]:
+    words = [_short(run.folder)]
+    if run.worker is not None:
+        worker = run.worker
+        ranks = f"{worker.ranks} rank{'' if worker.ranks == 1 else 's'}"
+        words.append(f"{worker.model}, {worker.method}, {worker.engine} on {ranks}")
+    if len(run.attempts) > 1:
+        words.append(f"attempt {run.attempts[-1].number}")
+    if run.ended is not None:
+        words.append(run.ended)
+    elif run.record is not None and run.record.started is not None:
+        words.append(f"for {duration(at - run.record.started.timestamp())}")
+    return [Text("; ".join(words), style="bold" if run.well else "bold red")]
+
+
+def _short(folder: Path) -> str:
+    try:
+        return str(folder.relative_to(Path.cwd()))
+    except ValueError:
+        return str(folder)
+
+
+def _progress(run: RunSeen, width: int, *, plain_letters: bool) -> list[Text]:
+    step = run.step
+    if step is None or run.doing is not None:
+        doing = run.doing
+        if run.ended is not None:
+            return []
+        share = ""
+        if doing is not None and doing.total and doing.done is not None and doing.total > 1:
+            share = f": {100 * min(1.0, doing.done / doing.total):.0f} %"
+        return [Text(f"{'starting' if doing is None else doing.what}{share} …")]
+    parts = [
+        f"step {step.step:,}" + ("" if step.steps is None else f"/{step.steps:,}"),
+        f"loss {loss_words(step.loss)}",
+    ]
+    if step.tokens_per_s is not None:
+        parts.append(f"{step.tokens_per_s:,.0f} tokens/s")
+    if step.seconds_left is not None and run.ended is None:
+        parts.append(f"{duration(step.seconds_left)} left")
+    if step.loss_scale is not None:
+        parts.append(f"scale {step.loss_scale:,.0f}")
+    lines = [Text("  ".join(parts))]
+    if len(run.losses) > 1:
+        room = max(8, min(SPARK, width - 24))
+        ends = f"{loss_words(run.losses[0])} ", f" {loss_words(run.losses[-1])}"
+        drawn = sparkline(run.losses, room, PLAIN_LEVELS if plain_letters else LEVELS)
+        lines.append(Text.assemble("loss ", ends[0], (drawn, "cyan"), ends[1]))
+    return lines
+
+
+def sparkline(values: Sequence[float], room: int, levels: str = LEVELS) -> str:
+    """Means of as many parts as there is room for, each as high as it is among them."""
+    count = min(room, len(values))
+    cuts = [round(len(values) * part / count) for part in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(levels[min(len(levels) - 1, int((mean - low) / span * len(levels)))] for mean in means)
+
+
+# --- the rows -----------------------------------------------------------------------------------
+
+
+def _table(look: Look, width: int) -> list[Text]:
+    columns = [column for column in _COLUMNS if width >= column[2]]
+    room = min(WIDEST_BAR, max(BAR, width - LABEL - sum(size for _, size, _ in columns)))
+    lines = [_heads(columns, room, look)]
+    for each in look.cards:
+        card = each.card
+        sizes = _Sizes(card.used_bytes, each.peak_bytes, each.planned_bytes, card.total_bytes)
+        cells = {
+            "use": _unit(card.use_percent, " %"),
+            "temp": _unit(card.temperature_c, " °C"),
+            "power": _unit(card.power_w, " W"),
+            "processes": _who(card.processes),
+        }
+        lines.append(_row(f"GPU {card.index}", sizes, room, columns, cells))
+    lines += [_row(name, sizes, room, columns, {"processes": who}) for name, sizes, who in _rank_rows(look)]
+    host = look.host
+    lines.append(_row("host", _Sizes(host.used_bytes, None, None, host.total_bytes), room, columns, {}))
+    if cpu := _cpu(host):
+        lines.append(Text(cpu.replace("CPU ", f"{'CPU':<{LABEL}}", 1)))
+    return lines
+
+
+class _Sizes:
+    """Of one row, in bytes; None: not known."""
+
+    __slots__ = ("now", "peak", "planned", "total")
+
+    def __init__(self, now: int | None, peak: int | None, planned: int | None, total: int | None) -> None:
+        self.now, self.peak, self.planned, self.total = now, peak, planned, total
+
+
+def _heads(columns: Sequence[tuple[str, int, int]], room: int, look: Look) -> Text:
+    old = look.cards and look.cards_age_s > OLD_S
+    title = f"GiB, {look.cards_age_s:.0f} s ago" if old else "memory, GiB"
+    heads = "".join(f"{name:>{size}}" if name != "processes" else f"  {name}" for name, size, _ in columns)
+    return Text(f"{'':{LABEL}}{title:<{room}}{heads}", style="dim")
+
+
+def _rank_rows(look: Look) -> list[tuple[str, _Sizes, str]]:
+    """Ranks on the CPU: what a card's memory would be is their own RAM."""
+    run = look.run
+    if run is None or run.ended is not None or (run.planned is not None and run.planned.on_gpu):
+        return []
+    planned, total = planned_rank_bytes(run.planned, run), look.host.total_bytes
+    share = None if total is None else total // max(1, len(run.ranks))
+    if run.ranks:
+        return [
+            (rank.name.replace("-", " "), _Sizes(rank.now_bytes, rank.peak_bytes, planned, share), str(rank.pid))
+            for rank in run.ranks
+        ]
+    if run.step is None or run.step.host_bytes is None:
+        return []
+    return [("rank 0", _Sizes(run.step.host_bytes, None, planned, share), "")]  # on another machine, or another user's
+
+
+def _row(name: str, sizes: _Sizes, room: int, columns: Sequence[tuple[str, int, int]], cells: dict[str, str]) -> Text:
+    texts = {
+        "now": _amount(sizes.now),
+        "peak": "" if sizes.peak is None else _amount(sizes.peak),
+        "plan": "" if sizes.planned is None else _amount(sizes.planned),
+        "total": _amount(sizes.total),
+        **cells,
+    }
+    line = Text(f"{name:<{LABEL}}")
+    line.append_text(_bar(sizes, room - 1))
+    line.append(" ")
+    for head, size, _ in columns:
+        text = texts.get(head, "")
+        line.append(f"{text:>{size}}" if head != "processes" else f"  {text}")
+    return line
+
+
+def _bar(sizes: _Sizes, room: int) -> Text:
+    if not sizes.total or sizes.now is None:
+        return Text("?".ljust(room))
+    per = sizes.total / room
+    now, peak = (min(room, round((size or 0) / per)) for size in (sizes.now, sizes.peak))
+    marks = ["█" if place < now else "▒" if place < peak else "·" for place in range(room)]
+    if sizes.planned is not None:
+        marks[min(room - 1, int(sizes.planned / per))] = "│"
+    share = sizes.now / sizes.total
+    colour = "green" if share < FULL else "yellow" if share < BRIM else "red"
+    return Text("".join(marks), style=colour)
+
+
+def _amount(size_bytes: int | None) -> str:
+    """GiB, with as many digits as say something."""
+    if size_bytes is None:
+        return "?"
+    return f"{size_bytes / GIB:.2f}" if size_bytes < GIB else f"{size_bytes / GIB:.1f}"
+
+
+def _unit(value: float | None, unit: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.0f}{unit}"
+
+
+def _who(processes: Sequence[CardProcess] | None) -> str:
+    if processes is None:
+        return "?"
+    if not processes:
+        return "none"
+    first = processes[0]
+    more = f" +{len(processes) - 1}" if len(processes) > 1 else ""
+    return f"{first.pid}{f' {first.user}' if first.user else ''}{more}"[:20]
+
+
+# --- the rest, where there is room ---------------------------------------------------------------
+
+
+def _more(look: Look) -> list[Text]:
+    lines: list[Text] = []
+    run = look.run
+    if run is not None:
+        failed = [each for each in run.attempts if each.state == "failed"][-3:]
+        lines += _titled("Attempts that failed", [Text(f"  {_attempt(each)}") for each in failed])
+        lines += _titled("Events", [Text(f"  {line}", style=style) for line, style in run.lines[-LATEST:]])
+    lines += _titled("Processes", [Text(f"  {line}") for line in _process_lines(look)])
+    if run is None:
+        lines += _titled("Runs", [Text(f"  {entry.folder} (process {entry.pid})") for entry in look.others])
+    lines += [Text(f"! {problem}", style="yellow") for problem in look.problems]
+    return lines
+
+
+def _titled(title: str, lines: list[Text]) -> list[Text]:
+    return [Text(), Text(title, style="dim"), *lines] if lines else []
+
+
+def _attempt(record: AttemptRecord) -> str:
+    at = "before the first step" if record.last_step is None else f"after step {record.last_step:,}"
+    cause = "" if record.cause is None else f": {record.cause.sentence.rstrip('.')}"
+    following = "" if record.next is None else f" → {record.next.action}"
+    return f"{record.number}, {record.plan}, {at}{cause}{following}"
+
+
+def _process_lines(look: Look) -> list[str]:
+    lines = []
+    for each in look.cards:
+        for process in each.card.processes or ():
+            held = "?" if process.held_bytes is None else f"{process.held_bytes / MIB:,.0f}"
+            who = "  ".join((process.user or "unknown user", process.command or "unknown command"))
+            lines.append(f"GPU {each.card.index}  {held:>8} MiB  process {process.pid}  {who}")
+    return lines
+
+
+def stamp(at: float | None = None) -> str:
+    """The time of day, for lines that stay."""
+    return datetime.fromtimestamp(time.time() if at is None else at).strftime("%H:%M:%S")

@@ -1,0 +1,186 @@
+"""A calibrated plan as a user meets it: what it says, what it changes, and how it is switched off."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightfit.cli import main
+from tightfit.cli import train_report as cli_train_report
+from tightfit.desk.calibrated import calibration_of
+from tightfit.inputs.surroundings import cache_folder
+from tightfit.job import Job
+from tightfit.planner import plan_within
+from tightfit.planner.calibration import Calibration, Entry, data_mark
+from tightfit.planner.plan import Bounds, Plan
+from tightfit.runs.calibration import FILE, Calibrations
+from tightfit.runs.events import MemoryMark
+from tightfit.runs.tally import Tally
+
+GIB = 2**30
+TRAINING = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB", "--seq", "8192")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cache_folder() == tmp_path / "cache" / "tightfit"
+    return tmp_path / "cache" / "tightfit"
+
+
+def planned(**job: Any) -> Plan:
+    from tightfit.hardware.words import parse_hardware
+    from tightfit.model.load import load_model
+
+    asked = Job(model="qwen1.5-0.5b", sequence=8192, **job)
+    return plan_within(Bounds(), asked, load_model("qwen1.5-0.5b"), parse_hardware("2x24GB", host_ram="64GB"))
+
+
+def tally_of(plan: Plan, error_bytes: int) -> Tally:
+    """A run that took so much more than its plan predicted."""
+    assert plan.chosen is not None
+    tally = Tally()
+    peak = plan.chosen.footprint.gpu.peak_bytes
+    tally.add(MemoryMark(milestone="step", predicted_bytes=peak, measured_bytes=peak + error_bytes))
+    return tally
+
+
+def teach(plan: Plan, error_bytes: int) -> Entry:
+    bounds = Bounds(calibration=Calibration(data=data_mark(plan.job)))
+    after = cli_train_report.learn(plan, tally_of(plan, error_bytes), bounds)
+    assert after.calibration is not None
+    return after.calibration.entries[-1]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *TRAINING, *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan_says_by_how_much_and_from_which_run(capsys: pytest.CaptureFixture[str]) -> None:
+    before = json.loads(run(capsys, "--json"))
+    assert before["chosen"]["calibration"] is None
+    entry = teach(planned(), 2 * GIB)
+    after = json.loads(run(capsys, "--json"))
+    used = after["chosen"]["calibration"]
+    assert used["day"] == entry.day
+    assert used["gpu_bytes"]["backward"] == 2 * GIB
+    assert used["measured"][0]["measured_bytes"] - used["measured"][0]["predicted_bytes"] == 2 * GIB
+    assert any(each.startswith(f"Calibrated by +2.0 GiB from a run on {entry.day}") for each in after["because"])
+    limit = after["chosen"]["gpu_limit_bytes"]
+    assert after["chosen"]["footprint"]["gpu"]["required_bytes"] <= limit
+    assert f"a run on {entry.day}" in " ".join(run(capsys).split())
+
+
+def test_a_way_that_took_more_than_there_is_is_not_chosen_again(capsys: pytest.CaptureFixture[str]) -> None:
+    before = json.loads(run(capsys, "--json"))["chosen"]
+    spare = before["gpu_limit_bytes"] - before["footprint"]["gpu"]["required_bytes"]
+    teach(planned(), spare + GIB)
+    after = json.loads(run(capsys, "--json"))["chosen"]
+    assert after["levers"] != before["levers"]
+    assert after["footprint"]["gpu"]["required_bytes"] <= after["gpu_limit_bytes"]
+
+
+def test_without_calibration_the_plan_is_that_of_the_arithmetic_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    before = json.loads(run(capsys, "--json"))
+    teach(planned(), 2 * GIB)
+    off = json.loads(run(capsys, "--json", "--no-calibration"))
+    for answer in (before, off):
+        del answer["search_s"]
+    assert off == before
+
+
+@pytest.mark.parametrize("words", [("--tier", "stage2_offload"), ("--tier", "all"), ("--max", "micro-batch")])
+def test_tiers_and_limits_are_calibrated_too(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    before = run(capsys, *words, "--json")
+    teach(planned(), 2 * GIB)
+    after = run(capsys, *words, "--json")
+    assert '"calibration": {' in after
+    assert '"calibration": {' not in before
+    assert '"calibration": {' not in run(capsys, *words, "--json", "--no-calibration")
+
+
+def test_the_written_plan_names_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    entry = teach(planned(), 2 * GIB)
+    run(capsys, "--write", str(tmp_path / "written"))
+    assert f"Calibrated by +2.0 GiB from a run on {entry.day}" in (tmp_path / "written" / "PLAN.md").read_text()
+
+
+def test_what_nothing_fits_with_is_said_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # so far off that one run alone would not be believed
+        teach(planned(), 30 * GIB)
+    answer = json.loads(run(capsys, "--json"))
+    assert not answer["fits"]
+    assert any(each.startswith("Calibrated by +30.0 GiB") for each in answer["because"])
+
+
+def test_a_torn_file_is_no_trouble(own_cache: Path) -> None:
+    own_cache.mkdir(parents=True)
+    (own_cache / FILE).write_text('{"schema": 1, "tight')
+    words = [sys.executable, "-m", "tightfit", "plan", *TRAINING, "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["chosen"]["calibration"] is None
+
+
+# --- the end of a run -----------------------------------------------------------------------------
+
+
+def test_a_run_writes_down_what_it_measured(own_cache: Path) -> None:
+    plan = planned()
+    entry = teach(plan, GIB)
+    assert Calibrations(own_cache).read().entries == (entry,)
+
+
+def test_with_no_calibration_nothing_is_read_or_written(own_cache: Path) -> None:
+    plan = planned()
+    assert calibration_of(Namespace(no_calibration=True), plan.job) is None
+    assert calibration_of(Namespace(), plan.job) == Calibration(data=data_mark(plan.job))
+    assert cli_train_report.learn(plan, tally_of(plan, GIB), Bounds()) == Bounds()
+    assert not own_cache.exists()
+
+
+def test_a_plan_that_was_written_before_teaches_nothing(own_cache: Path) -> None:
+    bounds = Bounds(calibration=Calibration())
+    assert cli_train_report.learn(None, tally_of(planned(), GIB), bounds) == bounds
+    assert cli_train_report.way_up(None, tally_of(planned(), GIB), bounds) is None
+
+
+def test_the_end_of_a_run_names_the_faster_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(levers={"engine": "zero2", "checkpointing": "full", "micro_batch": 1, "loss": "fused"})
+    assert plan.chosen is not None
+    tally = tally_of(plan, -GIB)
+    faster = cli_train_report.way_up(plan, tally, Bounds())
+    assert faster is not None
+    cli_train_report.say_way_up(faster)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("The run's peak was ")
+    assert "checkpointing full → " in said
+    assert said.endswith("% more.")
+    cli_train_report.say_way_up(None)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_without_a_gpu_hears_nothing_of_it() -> None:
+    plan = planned()
+    assert cli_train_report.way_up(plan, Tally(), Bounds()) is None
+
+
+def test_the_json_of_a_run_has_the_way_up() -> None:
+    plan = planned(levers={"checkpointing": "full", "micro_batch": 1})
+    faster = cli_train_report.way_up(plan, tally_of(plan, -GIB), Bounds())
+    assert faster is not None
+    told = cli_train_report._way_up_report(faster)
+    assert told is not None
+    assert json.loads(json.dumps(told))["text"] == faster.because[0]
+    assert faster.chosen is not None
+    assert told["tokens_per_s"] == faster.chosen.pace.tokens_per_s
+    assert cli_train_report._way_up_report(None) is None
+    assert cli_train_report._way_up_report(replace(faster, chosen=None)) is None
