@@ -21,8 +21,8 @@ from tightfit import owned
 from tightfit.cli import main
 from tightfit.owned import Listed, NotOurs, Patterns, find_strangers, move_file, open_own, remove_folder, replace_file
 from tightfit.runs.checkpoints import remove
+from tightfit.runs.external.record import claim
 from tightfit.runs.folder import AUTO, NONE, ClaimedFolder, RunFolder, RunRecord
-from tightfit.runs.foreign_record import claim
 from tightfit.runs.layout import RunFiles, is_run
 from tightfit.runs.leftovers import leftovers
 from tightfit.runs.lock import LOCK, FolderLock

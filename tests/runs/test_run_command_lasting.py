@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import patience
-from tightfit.runs.foreign_hang import Stillness
+from tightfit.runs.external.hang import Stillness
 from tightfit.runs.watching import read_record
 
 ASSETS = Path(__file__).parents[1] / "assets"

@@ -21,9 +21,9 @@ from tightfit.hardware import machine
 from tightfit.hardware.words import parse_hardware
 from tightfit.planner.calibration import Calibration, Entry
 from tightfit.planner.step_down import Shortfall
-from tightfit.runs.foreign import recognise
-from tightfit.runs.foreign_config import Foreign, read_foreign
-from tightfit.runs.foreign_group import Peak
+from tightfit.runs.external.command import recognise
+from tightfit.runs.external.config import ExternalTraining, read_training
+from tightfit.runs.external.process import Peak
 from tightfit.runs.reservations import Reservation, Reservations
 
 GIB = 2**30
@@ -43,12 +43,12 @@ deepspeed: ds.json
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Foreign:
+def external(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalTraining:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "x.yaml").write_text(YAML, encoding="utf-8")
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}), encoding="utf-8")
-    return read_foreign(recognise(("llamafactory-cli", "train", "x.yaml")))
+    return read_training(recognise(("llamafactory-cli", "train", "x.yaml")))
 
 
 def planner(kept: list[Entry], calibration: Calibration | None) -> Planner:
@@ -56,8 +56,8 @@ def planner(kept: list[Entry], calibration: Calibration | None) -> Planner:
     return Planner(setting)
 
 
-def known_by(planner: Planner, foreign: Foreign) -> Known:
-    known = planner.known(foreign)
+def known_by(planner: Planner, external: ExternalTraining) -> Known:
+    known = planner.known(external)
     assert isinstance(known, Known)
     return known
 
@@ -65,28 +65,28 @@ def known_by(planner: Planner, foreign: Foreign) -> Known:
 # --- measured against predicted -------------------------------------------------------------------
 
 
-def test_more_than_was_predicted_is_counted_in_the_next_time(foreign: Foreign) -> None:
+def test_more_than_was_predicted_is_counted_in_the_next_time(external: ExternalTraining) -> None:
     kept: list[Entry] = []
     first = planner(kept, Calibration())
-    gpu = known_by(first, foreign).priced.footprint.gpu
-    first.learn(foreign, Peak(own_bytes=gpu.required_bytes + 3 * GIB))
+    gpu = known_by(first, external).priced.footprint.gpu
+    first.learn(external, Peak(own_bytes=gpu.required_bytes + 3 * GIB))
     assert len(kept) == 1
     assert kept[0].measured[0].error_bytes == 3 * GIB
-    second = known_by(planner([], Calibration(entries=tuple(kept))), foreign)
+    second = known_by(planner([], Calibration(entries=tuple(kept))), external)
     assert second.priced.footprint.gpu.peak_bytes == gpu.peak_bytes + 3 * GIB
     assert "Earlier runs held 3.0 GiB more than predicted: counted in." in prediction(second)
 
 
 @pytest.mark.parametrize("held", [0, 2 * GIB])
-def test_less_proves_nothing(foreign: Foreign, held: int) -> None:
+def test_less_proves_nothing(external: ExternalTraining, held: int) -> None:
     kept: list[Entry] = []
-    planner(kept, Calibration()).learn(foreign, Peak(own_bytes=held))
+    planner(kept, Calibration()).learn(external, Peak(own_bytes=held))
     assert kept == []
 
 
-def test_without_calibration_nothing_is_kept(foreign: Foreign) -> None:
+def test_without_calibration_nothing_is_kept(external: ExternalTraining) -> None:
     kept: list[Entry] = []
-    planner(kept, None).learn(foreign, Peak(own_bytes=70 * GIB))
+    planner(kept, None).learn(external, Peak(own_bytes=70 * GIB))
     assert kept == []
 
 
@@ -103,14 +103,14 @@ def out_of_memory(allocated: int, asked: int) -> Verdict:
     )
 
 
-def test_the_numbers_of_an_out_of_memory_are_a_lesson_too(foreign: Foreign) -> None:
+def test_the_numbers_of_an_out_of_memory_are_a_lesson_too(external: ExternalTraining) -> None:
     kept: list[Entry] = []
     asked = planner(kept, Calibration())
     shortfall = Shortfall(where="gpu", missing_bytes=2 * GIB, phase="loss", room_bytes=76 * GIB)
-    step = asked.smaller(foreign, shortfall, out_of_memory(76 * GIB, 2 * GIB), same_engine=False)
+    step = asked.smaller(external, shortfall, out_of_memory(76 * GIB, 2 * GIB), same_engine=False)
     assert step is not None
     assert [each.measured_bytes for each in kept[0].measured] == [78 * GIB]
-    assert known_by(asked, foreign).priced.footprint.gpu.phases["loss"].total_bytes == 78 * GIB
+    assert known_by(asked, external).priced.footprint.gpu.phases["loss"].total_bytes == 78 * GIB
 
 
 # --- from the command line ------------------------------------------------------------------------

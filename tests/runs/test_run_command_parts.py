@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from tightfit.render.beside import beside, json_with, write_beside, yaml_text_with
-from tightfit.runs.foreign import recognise, with_flag
-from tightfit.runs.foreign_config import Edits, Foreign, batch_of, edits_of, knobs_of, read_foreign, written
-from tightfit.runs.foreign_ladder import rungs
-from tightfit.runs.foreign_resume import kept_by, means_of
+from tightfit.runs.external.command import recognise, with_flag
+from tightfit.runs.external.config import Edits, ExternalTraining, batch_of, edits_of, knobs_of, read_training, written
+from tightfit.runs.external.ladder import rungs
+from tightfit.runs.external.resume import kept_by, means_of
 from tightfit.types import ConfigError
 
 
@@ -138,11 +138,11 @@ def put(path: Path, text: str | dict[str, Any]) -> None:
     path.write_text(text if isinstance(text, str) else json.dumps(text), encoding="utf-8")
 
 
-def foreign(line: str) -> Foreign:
-    return read_foreign(recognise(tuple(line.split())))
+def external(line: str) -> ExternalTraining:
+    return read_training(recognise(tuple(line.split())))
 
 
-def descend(now: Foreign, allow: frozenset[str] = frozenset(), most: int = 12) -> list[str]:
+def descend(now: ExternalTraining, allow: frozenset[str] = frozenset(), most: int = 12) -> list[str]:
     """Every rung down to the last, each written and read back."""
     said = []
     for _ in range(most):
@@ -163,7 +163,7 @@ def test_a_deepspeed_file_goes_down_the_whole_ladder(here: Path) -> None:
     put(here / "t.py", "import deepspeed\ndeepspeed.initialize(config=args.deepspeed_config, training_data=data)\n")
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "wandb": {"enabled": False}}
     put(here / "d.json", config)
-    said = descend(foreign("deepspeed t.py --deepspeed --deepspeed_config d.json"))
+    said = descend(external("deepspeed t.py --deepspeed --deepspeed_config d.json"))
     assert said == [
         "micro batch × accumulation 4 × 1 → 2 × 2",
         "micro batch × accumulation 2 × 2 → 1 × 4",
@@ -183,7 +183,7 @@ def test_a_deepspeed_file_goes_down_the_whole_ladder(here: Path) -> None:
 def test_a_batch_that_cannot_be_made_up_for_stays(here: Path) -> None:
     """The script takes the one flag and not the other: half a batch would be another training."""
     put(here / "t.py", "parser.add_argument('--per_device_train_batch_size')\n")
-    assert descend(foreign("python t.py --per_device_train_batch_size 8")) == []
+    assert descend(external("python t.py --per_device_train_batch_size 8")) == []
 
 
 TRL = """from trl import SFTConfig, SFTTrainer, TrlParser
@@ -197,7 +197,7 @@ BATCH = "per_device_train_batch_size: 2  # fits\ngradient_accumulation_steps: 16
 def test_a_batch_in_trls_config_file_is_read_and_changed_there(here: Path, line: str) -> None:
     put(here / "t.py", TRL)
     put(here / "c/x.yaml", BATCH)
-    now = foreign(line)
+    now = external(line)
     assert descend(now) == ["micro batch × accumulation 2 × 16 → 1 × 32"]
     assert (here / "c/x.yaml").read_text(encoding="utf-8") == BATCH
     assert (here / "c/x.tightfit-2.yaml").read_text(encoding="utf-8") == BATCH.replace(": 2 ", ": 1 ").replace(
@@ -208,7 +208,7 @@ def test_a_batch_in_trls_config_file_is_read_and_changed_there(here: Path, line:
 def test_a_flag_wins_over_trls_config_file(here: Path) -> None:
     put(here / "t.py", TRL)
     put(here / "x.yaml", BATCH)
-    now = foreign("python t.py --config x.yaml --per_device_train_batch_size 4")
+    now = external("python t.py --config x.yaml --per_device_train_batch_size 4")
     assert (knobs_of(now).micro_batch, knobs_of(now).accumulation) == (4, 16)
     after, _ = written(now, Edits(trainer={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 32}))
     assert (knobs_of(after).micro_batch, knobs_of(after).accumulation) == (2, 32)
@@ -246,7 +246,7 @@ def test_a_batch_that_is_not_known_is_never_changed(here: Path, source: str, lin
     put(here / "t.py", source)
     put(here / "x.yaml", BATCH)
     put(here / "d.json", {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}})
-    now = foreign(f"python t.py {line}")
+    now = external(f"python t.py {line}")
     assert why in batch_of(now).because
     assert not any("batch" in rung for rung in descend(now))
 
@@ -254,14 +254,14 @@ def test_a_batch_that_is_not_known_is_never_changed(here: Path, source: str, lin
 def test_arguments_beside_the_script_leave_a_doubt(here: Path) -> None:
     """HfArgumentParser also reads t.args, where it is there."""
     put(here / "t.py", HF)
-    assert knobs_of(foreign("python t.py")).micro_batch == 8
+    assert knobs_of(external("python t.py")).micro_batch == 8
     put(here / "t.args", "--per_device_train_batch_size 2")
-    assert "t.args" in batch_of(foreign("python t.py")).because
+    assert "t.args" in batch_of(external("python t.py")).because
 
 
 def test_llamafactory_goes_down_to_the_limit(here: Path) -> None:
     put(here / "x.yaml", YAML.replace("output_dir: out", "cutoff_len: 512\ndisable_gradient_checkpointing: true"))
-    said = descend(foreign("llamafactory-cli train x.yaml"), frozenset({"quantize", "shorter-seq"}))
+    said = descend(external("llamafactory-cli train x.yaml"), frozenset({"quantize", "shorter-seq"}))
     assert said == [
         "micro batch × accumulation 4 × 1 → 2 × 2",
         "micro batch × accumulation 2 × 2 → 1 × 4",
@@ -277,14 +277,14 @@ def test_llamafactory_goes_down_to_the_limit(here: Path) -> None:
 
 def test_nothing_costly_without_leave(here: Path) -> None:
     put(here / "x.yaml", "model_name_or_path: m\nper_device_train_batch_size: 1\n")
-    assert descend(foreign("llamafactory-cli train x.yaml")) == []
+    assert descend(external("llamafactory-cli train x.yaml")) == []
 
 
 def test_an_accelerate_file_with_a_block(here: Path) -> None:
     put(here / "t.py", "from transformers import TrainingArguments\n")
     put(here / "a.yaml", "distributed_type: DEEPSPEED\nmixed_precision: 'no'\ndeepspeed_config:\n  zero_stage: 2\n")
     line = "accelerate launch --config_file a.yaml t.py --per_device_train_batch_size 1 --gradient_checkpointing True"
-    said = descend(foreign(line))
+    said = descend(external(line))
     assert said == ["optimizer on the host", "ZeRO stage 2 → 3", "weights on the host"]
     last = yaml.safe_load((here / "a.tightfit-4.yaml").read_text(encoding="utf-8"))
     assert last["mixed_precision"] == "no"
@@ -297,7 +297,7 @@ def test_an_accelerate_file_that_names_a_deepspeed_file(here: Path) -> None:
     put(here / "t.py", "")
     put(here / "c/a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: c/d.json\n")
     put(here / "c/d.json", {"zero_optimization": {"stage": 2}})
-    now = foreign("accelerate launch --config_file c/a.yaml t.py")
+    now = external("accelerate launch --config_file c/a.yaml t.py")
     rung = next(iter(rungs(now, knobs_of(now), frozenset())))
     after, files = written(now, edits_of(now, knobs_of(now), rung.knobs))
     assert {str(file) for file in files} >= {"c/d.tightfit-2.json"}
@@ -308,7 +308,7 @@ def test_an_accelerate_file_that_names_a_deepspeed_file(here: Path) -> None:
 def test_a_switch_of_the_trainer_on_the_command_line(here: Path) -> None:
     put(here / "t.py", "HfArgumentParser")
     after, files = written(
-        foreign("python t.py --gradient_checkpointing False"), Edits(trainer={"gradient_checkpointing": True})
+        external("python t.py --gradient_checkpointing False"), Edits(trainer={"gradient_checkpointing": True})
     )
     assert after.command.words[-2:] == ("--gradient_checkpointing", "True")
     assert files == ()
@@ -317,9 +317,9 @@ def test_a_switch_of_the_trainer_on_the_command_line(here: Path) -> None:
 def test_a_setting_can_be_taken_away(here: Path) -> None:
     put(here / "t.py", "HfArgumentParser")
     gone = Edits(trainer={"resume_from_checkpoint": None})
-    after, _ = written(foreign("python t.py --resume_from_checkpoint out/checkpoint-2 --lr 1"), gone)
+    after, _ = written(external("python t.py --resume_from_checkpoint out/checkpoint-2 --lr 1"), gone)
     assert after.command.words == ("python", "t.py", "--lr", "1")
-    assert written(foreign("python t.py --lr 1"), gone)[0].command.words == ("python", "t.py", "--lr", "1")
+    assert written(external("python t.py --lr 1"), gone)[0].command.words == ("python", "t.py", "--lr", "1")
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_what_cannot_be_read_is_one_sentence(here: Path, line: str, sentence: st
     put(here / "broken.yaml", "a: [1\n")
     put(here / "broken.json", '{"a": ')
     with pytest.raises(ConfigError, match=sentence):
-        foreign(line)
+        external(line)
 
 
 # --- going on -----------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def save(folder: Path, step: int, *, torn: bool = False, adapter: bool = False) 
 
 def test_the_newest_whole_checkpoint_counts(here: Path) -> None:
     put(here / "t.py", "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)")
-    now = foreign("python t.py --output_dir out")
+    now = external("python t.py --output_dir out")
     assert kept_by(now) is None
     save(here / "out", 9)
     save(here / "out", 10, adapter=True)
@@ -389,12 +389,12 @@ def test_the_newest_whole_checkpoint_counts(here: Path) -> None:
 )
 def test_how_a_script_goes_on(here: Path, source: str, means: str) -> None:
     put(here / "t.py", source)
-    assert means_of(foreign("python t.py --output_dir out")) == means
+    assert means_of(external("python t.py --output_dir out")) == means
 
 
 def test_a_flag_that_the_script_does_not_hand_on_tells_it_nothing(here: Path) -> None:
     put(here / "t.py", TRL.replace("resume_from_checkpoint=args.resume_from_checkpoint", ""))
     put(here / "u.py", "from mine import main\nmain()\n")
     line = "--output_dir out --resume_from_checkpoint out/checkpoint-2"
-    assert means_of(foreign(f"python t.py {line}")) == "none"
-    assert means_of(foreign(f"python u.py {line}")) == "told"
+    assert means_of(external(f"python t.py {line}")) == "none"
+    assert means_of(external(f"python u.py {line}")) == "told"

@@ -11,8 +11,8 @@ import yaml
 
 from tightfit.cli.run_plan import Known, Said, known_of, prediction, warning_of
 from tightfit.hardware.words import parse_hardware
-from tightfit.runs.foreign import recognise
-from tightfit.runs.foreign_config import read_foreign
+from tightfit.runs.external.command import recognise
+from tightfit.runs.external.config import read_training
 
 TRAINER = "args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
 SCRIPT = "t.py --model_name_or_path Qwen/Qwen2.5-7B --max_length 1024 --per_device_train_batch_size 1"
@@ -49,7 +49,7 @@ def put(name: str, content: str | dict[str, Any]) -> None:
 
 
 def known(line: str, gpus: str = "8x80GB", **said: Any) -> Known | str:
-    return known_of(read_foreign(recognise(tuple(line.split()))), parse_hardware(gpus), (), None, Said(**said))
+    return known_of(read_training(recognise(tuple(line.split()))), parse_hardware(gpus), (), None, Said(**said))
 
 
 def priced(line: str, gpus: str = "8x80GB", **said: Any) -> Known:
@@ -210,7 +210,7 @@ def test_plain_python_with_a_deepspeed_file_is_warned_of(here: Path, line: str, 
     put("own.py", "import deepspeed\n")
     put("spawns.py", "import torch.multiprocessing as mp\nmp.spawn(main)\n")
     put("ds.json", ZERO3)
-    said = warning_of(read_foreign(recognise(tuple(line.split()))), parse_hardware(gpus))
+    said = warning_of(read_training(recognise(tuple(line.split()))), parse_hardware(gpus))
     assert (said is not None) == warned
     if said is not None:
         assert "3 of 4 GPUs stay idle" in said

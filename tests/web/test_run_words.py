@@ -229,7 +229,7 @@ def test_sentences_of_ranks_that_left_without_a_word_are_told() -> None:
     assert untold(text.replace("7 ", "rank 7 ", 1) for text in said) == []
 
 
-@pytest.mark.parametrize("path", ["runs/decide.py", "runs/supervise.py", "runs/foreign_loop.py", "cli_train_again.py"])
+@pytest.mark.parametrize("path", ["runs/decide.py", "runs/supervise.py", "runs/external/loop.py", "cli/train_again.py"])
 def test_what_follows_is_told(path: str) -> None:
     """Why something is done, as the code says it: parts of a sentence are put together below."""
     tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
@@ -271,7 +271,7 @@ def test_what_follows_is_told_where_it_is_put_together() -> None:
 
 
 def test_what_a_trainers_config_is_changed_to_is_told() -> None:
-    said = [text for text in spoken_in("runs/foreign_ladder.py", 3) if not text.startswith("sequence ")]
+    said = [text for text in spoken_in("runs/external/ladder.py", 3) if not text.startswith("sequence ")]
     assert len(said) > 8
     assert untold(f"{text}" for text in said) == []
     assert is_told("sequence 1024 → 512")

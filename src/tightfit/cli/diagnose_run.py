@@ -18,9 +18,9 @@ from tightfit.diagnose.predicted import planned_footprint
 from tightfit.runs.attempts import ATTEMPTS
 from tightfit.runs.cause import known_config
 from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
+from tightfit.runs.external.record import KIND as EXTERNAL
 from tightfit.runs.failure import last_words
 from tightfit.runs.folder import RunFolder
-from tightfit.runs.foreign_record import KIND as FOREIGN
 from tightfit.runs.watching import read_record
 from tightfit.types import ConfigError
 
@@ -69,7 +69,7 @@ def of_run(path: Path) -> Question:
     newest = _newest_attempt(path)
     state, code = _ended(folder.record)
     # Another trainer's logs lie with its attempts, also when it ended well; ours are moved there after a failure.
-    in_attempts = state != "done" or _read(folder.record).get("kind") == FOREIGN
+    in_attempts = state != "done" or _read(folder.record).get("kind") == EXTERNAL
     failed = newest if in_attempts and newest is not None and not any((path / "logs").glob("*.log")) else None
     logs = sorted((failed or path / "logs").rglob("*.log"))
     sources = [LogSource(name=str(log.relative_to(path)), path=log, rank=rank_of(log)) for log in logs]

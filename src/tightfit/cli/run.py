@@ -27,11 +27,11 @@ from tightfit.planner.calibration import Entry
 from tightfit.runs.build_lock import left_locks, told
 from tightfit.runs.calibration import Calibrations
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
-from tightfit.runs.foreign import NAMES, recognise
-from tightfit.runs.foreign_config import Foreign, read_foreign
-from tightfit.runs.foreign_group import Streams
-from tightfit.runs.foreign_loop import Ended, Orders, Rescue
-from tightfit.runs.foreign_record import FOLDER, Identity, Place, claim, write_run
+from tightfit.runs.external.command import NAMES, recognise
+from tightfit.runs.external.config import ExternalTraining, read_training
+from tightfit.runs.external.loop import Ended, Orders, Rescue
+from tightfit.runs.external.process import Streams
+from tightfit.runs.external.record import FOLDER, Identity, Place, claim, write_run
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError, Hardware, UserError
 
@@ -59,31 +59,31 @@ def run(argv: Sequence[str]) -> int:
     command = recognise(words)
     if shutil.which(words[0]) is None and not hasattr(args, "dry_run"):
         raise ConfigError(f"there is no program {words[0]} here: see that it is installed, and in this environment")
-    foreign = read_foreign(command)
+    external = read_training(command)
     planner = Planner(_setting(args))
-    known = planner.known(foreign)
+    known = planner.known(external)
     if hasattr(args, "dry_run"):
-        return _dry_run(args, foreign, known, planner.warning(foreign))
+        return _dry_run(args, external, known, planner.warning(external))
     if hasattr(args, "wait_for_gpu"):
-        planner.wait_for_room(foreign, lambda: False)
+        planner.wait_for_room(external, lambda: False)
     named = Path(args.output) if hasattr(args, "output") else None
     place = claim(named, words, take_over=hasattr(args, "take_over"))
     try:
-        return _run(args, place, _as_last(foreign, place), planner)
+        return _run(args, place, _as_last(external, place), planner)
     finally:
         place.lock.release()
 
 
-def _run(args: argparse.Namespace, place: Place, foreign: Foreign, planner: Planner) -> int:
+def _run(args: argparse.Namespace, place: Place, external: ExternalTraining, planner: Planner) -> int:
     folder, as_json = place.path, hasattr(args, "json")
-    known = planner.known(foreign)
-    _say_start(foreign, known, place)
-    if warning := planner.warning(foreign):
+    known = planner.known(external)
+    _say_start(external, known, place)
+    if warning := planner.warning(external):
         _say(warning)
     out = sys.stderr if as_json else sys.stdout
     with Signals() as signals:
         rescue = Rescue(
-            foreign=foreign,
+            external=external,
             folder=folder,
             streams=Streams(out=out.buffer, err=sys.stderr.buffer),
             say=_say,
@@ -91,8 +91,8 @@ def _run(args: argparse.Namespace, place: Place, foreign: Foreign, planner: Plan
             orders=_orders(args),
             signals=signals,
         )
-        words = foreign.command.words if place.before is None else place.before.command
-        note = _Note(folder, Identity.begin(words, rescue.mark), foreign, known)
+        words = external.command.words if place.before is None else place.before.command
+        note = _Note(folder, Identity.begin(words, rescue.mark), external, known)
         rescue.begun = note.begun
         if place.before is not None:
             _say(rescue.go_on())
@@ -100,18 +100,18 @@ def _run(args: argparse.Namespace, place: Place, foreign: Foreign, planner: Plan
     note.ended(ended)
     _say_end(ended, folder)
     if as_json:
-        print(json.dumps(_report(folder, foreign, known, ended), indent=2, ensure_ascii=False))
+        print(json.dumps(_report(folder, external, known, ended), indent=2, ensure_ascii=False))
     return ended.code
 
 
-def _as_last(foreign: Foreign, place: Place) -> Foreign:
+def _as_last(external: ExternalTraining, place: Place) -> ExternalTraining:
     """The command as it was started last, where a run is taken over and its config is still there."""
-    if place.before is None or place.before.last_command == foreign.command.words:
-        return foreign
+    if place.before is None or place.before.last_command == external.command.words:
+        return external
     try:
-        return read_foreign(recognise(place.before.last_command))
+        return read_training(recognise(place.before.last_command))
     except UserError:
-        return foreign
+        return external
 
 
 def _orders(args: argparse.Namespace) -> Orders:
@@ -259,35 +259,35 @@ def _say(text: str) -> None:
         return
 
 
-def _recognised(foreign: Foreign) -> str:
-    files = ", ".join(path.name for path in foreign.files)
-    return f"{NAMES[foreign.command.launcher]}{f', configured by {files}' if files else ''}"
+def _recognised(external: ExternalTraining) -> str:
+    files = ", ".join(path.name for path in external.files)
+    return f"{NAMES[external.command.launcher]}{f', configured by {files}' if files else ''}"
 
 
-def _say_start(foreign: Foreign, known: Known | str, place: Place) -> None:
-    _say(f"{_recognised(foreign)}; logs and records in {place.path}")
+def _say_start(external: ExternalTraining, known: Known | str, place: Place) -> None:
+    _say(f"{_recognised(external)}; logs and records in {place.path}")
     if place.before is not None:
         _say(f"the run in {place.path} is taken over: its process {place.before.pid} has gone without a word")
-    _say(_predicted(foreign, known))
-    if foreign.command.launcher != "other" and (left := left_locks(inherited(foreign.environment))):
+    _say(_predicted(external, known))
+    if external.command.launcher != "other" and (left := left_locks(inherited(external.environment))):
         _say(told(left))
 
 
-def _predicted(foreign: Foreign, known: Known | str) -> str:
+def _predicted(external: ExternalTraining, known: Known | str) -> str:
     if isinstance(known, str):
         return known
-    said, file = prediction(known), file_of(foreign)
+    said, file = prediction(known), file_of(external)
     if known.priced.fits is False and file is not None:
         said += f" It is started all the same; `tightfit plan {shlex.quote(str(file))}` finds a way that fits."
     return said
 
 
-def _dry_run(args: argparse.Namespace, foreign: Foreign, known: Known | str, warning: str | None) -> int:
+def _dry_run(args: argparse.Namespace, external: ExternalTraining, known: Known | str, warning: str | None) -> int:
     if hasattr(args, "json"):
-        print(json.dumps({**_start_report(foreign, known), "warning": warning}, indent=2, ensure_ascii=False))
+        print(json.dumps({**_start_report(external, known), "warning": warning}, indent=2, ensure_ascii=False))
         return 0
-    print(f"{_recognised(foreign)}: {shlex.join(foreign.command.words)}")
-    print(_predicted(foreign, known))
+    print(f"{_recognised(external)}: {shlex.join(external.command.words)}")
+    print(_predicted(external, known))
     if warning is not None:
         print(warning)
     return 0
@@ -329,28 +329,28 @@ def _say_failure(ended: Ended, folder: Path, first: str) -> None:
 # --- records ------------------------------------------------------------------------------------
 
 
-def _start_report(foreign: Foreign, known: Known | str) -> dict[str, Any]:
-    predicted: dict[str, Any] = {"fits": None, "said": _predicted(foreign, known)}
+def _start_report(external: ExternalTraining, known: Known | str) -> dict[str, Any]:
+    predicted: dict[str, Any] = {"fits": None, "said": _predicted(external, known)}
     if isinstance(known, Known):
         gpu = known.priced.footprint.gpu
         predicted |= {
             "fits": known.priced.fits, "required_bytes": gpu.required_bytes, "peak_phase": gpu.peak_phase
         }  # fmt: skip
     return {
-        "command": list(foreign.command.words),
-        "trainer": foreign.command.launcher,
-        "configs": [str(path) for path in foreign.files],
+        "command": list(external.command.words),
+        "trainer": external.command.launcher,
+        "configs": [str(path) for path in external.files],
         "predicted": predicted,
     }
 
 
-def _report(folder: Path, foreign: Foreign, known: Known | str, ended: Ended) -> dict[str, Any]:
+def _report(folder: Path, external: ExternalTraining, known: Known | str, ended: Ended) -> dict[str, Any]:
     return {
-        **_start_report(foreign, known),
+        **_start_report(external, known),
         "folder": str(folder),
         "state": ended.state,
         "exit_code": ended.code,
-        "last_command": list(ended.foreign.command.words),
+        "last_command": list(ended.external.command.words),
         "written": [str(path) for path in ended.files],
         "because": ended.because or None,
         "verdict": None if ended.verdict is None else asdict(ended.verdict),
@@ -362,12 +362,12 @@ def _report(folder: Path, foreign: Foreign, known: Known | str, ended: Ended) ->
 class _Note:
     """`run.json`, written anew with every start and at the end."""
 
-    def __init__(self, folder: Path, identity: Identity, foreign: Foreign, known: Known | str) -> None:
+    def __init__(self, folder: Path, identity: Identity, external: ExternalTraining, known: Known | str) -> None:
         self._folder, self._identity = folder, identity
-        self._first, self._known = foreign, known
+        self._first, self._known = external, known
 
-    def begun(self, foreign: Foreign) -> None:
-        self._write("running", None, {"last_command": list(foreign.command.words)})
+    def begun(self, external: ExternalTraining) -> None:
+        self._write("running", None, {"last_command": list(external.command.words)})
 
     def ended(self, ended: Ended) -> None:
         found = _report(self._folder, self._first, self._known, ended)

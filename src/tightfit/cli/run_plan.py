@@ -25,11 +25,11 @@ from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
 from tightfit.priced import GIB, Priced, strategy_name, verdict
 from tightfit.runs.calibration import learned_from_failure
-from tightfit.runs.foreign_config import Foreign, batch_of, knobs_of
-from tightfit.runs.foreign_group import Peak
-from tightfit.runs.foreign_loop import Step
-from tightfit.runs.foreign_ranks import ranks_of, visible_gpus
-from tightfit.runs.foreign_script import ACCUMULATION, MICRO
+from tightfit.runs.external.config import ExternalTraining, batch_of, knobs_of
+from tightfit.runs.external.loop import Step
+from tightfit.runs.external.process import Peak
+from tightfit.runs.external.ranks import ranks_of, visible_gpus
+from tightfit.runs.external.script import ACCUMULATION, MICRO
 from tightfit.types import Buckets, Checkpointing, Hardware, Levers, Mamba1, ModelShape, Precision, UserError
 
 MODELS = (
@@ -100,7 +100,7 @@ class Said:
 
 
 def known_of(
-    foreign: Foreign,
+    external: ExternalTraining,
     hardware: Hardware,
     allow: tuple[Allowance, ...],
     calibration: Calibration | None = None,
@@ -108,11 +108,11 @@ def known_of(
 ) -> Known | str:
     """The training in our words; or what is missing, in a sentence."""
     try:
-        machine = machine_of(foreign, hardware)
-        if (reason := _unpriced(foreign, hardware)) is not None:
+        machine = machine_of(external, hardware)
+        if (reason := _unpriced(external, hardware)) is not None:
             return f"nothing is predicted: {reason}"
         found = (
-            _llamafactory(foreign, machine) if foreign.is_llamafactory else _script(foreign, machine, said or Said())
+            _llamafactory(external, machine) if external.is_llamafactory else _script(external, machine, said or Said())
         )
         if isinstance(found, str):
             return f"nothing is predicted: {found}"
@@ -125,40 +125,39 @@ def known_of(
         job = replace(job, levers=pins, effective_batch=batch, limits=replace(job.limits, allow=allow))
         assumed: tuple[str, ...] = ()
         scans = any(isinstance(block.mixer, Mamba1) for block in shape.blocks)
-        if scans and not foreign.script.mentions("mamba_ssm"):
-            assumed = (f"Its scan is taken to hold what mamba_ssm's does; {foreign.name} may have another.",)
+        if scans and not external.script.mentions("mamba_ssm"):
+            assumed = (f"Its scan is taken to hold what mamba_ssm's does; {external.name} may have another.",)
         return Known(job=job, shape=shape, levers=levers, hardware=machine, calibration=calibration, assumed=assumed)
     except UserError as error:
         return f"nothing is predicted: {error}"
 
 
-def machine_of(foreign: Foreign, hardware: Hardware) -> Hardware:
+def machine_of(external: ExternalTraining, hardware: Hardware) -> Hardware:
     """As many of the machines and GPUs as the command takes."""
-    environment = inherited({**foreign.command.variables, **foreign.environment})
-    ranks = ranks_of(foreign, hardware, environment)
+    environment = inherited({**external.command.variables, **external.environment})
+    ranks = ranks_of(external, hardware, environment)
     return replace(hardware, nodes=ranks.machines, gpus_per_node=ranks.on_each)
 
 
-def _unpriced(foreign: Foreign, hardware: Hardware) -> str | None:
+def _unpriced(external: ExternalTraining, hardware: Hardware) -> str | None:
     """Why the memory model does not know such a training."""
-    accelerate = foreign.accelerate.values if foreign.accelerate is not None else {}
+    accelerate = external.accelerate.values if external.accelerate is not None else {}
     kind = accelerate.get("distributed_type")
-    sharded = foreign.command.launcher_flag("use_fsdp") is not None or bool(foreign.said("fsdp", "fsdp_config"))
+    sharded = external.command.launcher_flag("use_fsdp") is not None or bool(external.said("fsdp", "fsdp_config"))
     if kind == "FSDP" or sharded:
         return "FSDP as accelerate sets it up is not priced: it gathers embedding and head with the whole model"
-    if kind in ("MEGATRON_LM", "XLA") or foreign.command.launcher_flag("use_megatron_lm", "tpu") is not None:
+    if kind in ("MEGATRON_LM", "XLA") or external.command.launcher_flag("use_megatron_lm", "tpu") is not None:
         return f"{kind or 'Megatron'} is not priced"
-    if foreign.command.launcher_flag("use_deepspeed", "zero_stage") is not None and foreign.deepspeed is None:
+    if external.command.launcher_flag("use_deepspeed", "zero_stage") is not None and external.deepspeed is None:
         return "DeepSpeed is set up by flags of accelerate: put them into a file and name it with --config_file"
-    if foreign.script.preference_trainer is not None:
-        return (
-            f"{foreign.script.preference_trainer} holds more than one text and one model at a time, which is not priced"
-        )
-    if foreign.command.launcher == "trl" or foreign.script.is_trl:
+    if external.script.preference_trainer is not None:
+        trainer = external.script.preference_trainer
+        return f"{trainer} holds more than one text and one model at a time, which is not priced"
+    if external.command.launcher == "trl" or external.script.is_trl:
         return "TRL chooses the dtype of the weights, the packing and the loss by its release, which is not priced"
-    several = foreign.command.starter == "python" and hardware.gpus_per_node > 1
-    if several and foreign.script.is_hugging_face and foreign.deepspeed is None:
-        environment = inherited({**foreign.command.variables, **foreign.environment})
+    several = external.command.starter == "python" and hardware.gpus_per_node > 1
+    if several and external.script.is_hugging_face and external.deepspeed is None:
+        environment = inherited({**external.command.variables, **external.environment})
         if (many := visible_gpus(hardware, environment)) > 1:
             return (
                 f"plain python on {many} GPUs makes transformers use DataParallel, which gathers on the first of them: "
@@ -167,30 +166,30 @@ def _unpriced(foreign: Foreign, hardware: Hardware) -> str | None:
     return None
 
 
-def warning_of(foreign: Foreign, hardware: Hardware) -> str | None:
+def warning_of(external: ExternalTraining, hardware: Hardware) -> str | None:
     """One process with a DeepSpeed file on a machine with several GPUs: it shards nothing."""
-    alone = foreign.command.starter == "python" and not foreign.script.starts_processes
-    if not alone or foreign.deepspeed is None or hardware.gpu.vendor == "cpu":
+    alone = external.command.starter == "python" and not external.script.starts_processes
+    if not alone or external.deepspeed is None or hardware.gpu.vendor == "cpu":
         return None
-    many = visible_gpus(hardware, inherited({**foreign.command.variables, **foreign.environment}))
-    if many < 2 or foreign.command.script is None:
+    many = visible_gpus(hardware, inherited({**external.command.variables, **external.environment}))
+    if many < 2 or external.command.script is None:
         return None
-    words = " ".join(foreign.command.words[foreign.command.script_at - 1 :])
+    words = " ".join(external.command.words[external.command.script_at - 1 :])
     return (
         f"python starts one process, so DeepSpeed shards nothing and {many - 1} of {many} GPUs stay idle: start it as "
         f"`deepspeed --num_gpus {many} {words}`"
     )
 
 
-def _llamafactory(foreign: Foreign, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
+def _llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
     """Its YAML with what the command line says instead, as LLaMA-Factory merges the two."""
-    values = dict(foreign.settings.values) if foreign.settings is not None else {}
-    values |= {flag.name: foreign.said(flag.name) for flag in foreign.command.flags}
-    if foreign.deepspeed is not None:
-        values["deepspeed"] = str(foreign.deepspeed.path.absolute())
-    if _mixed_precision(foreign) in ("bf16", "fp16") and not {"bf16", "fp16", "pure_bf16"} & set(values):
-        values[str(_mixed_precision(foreign))] = True
-    name = foreign.settings.path.name if foreign.settings is not None else "the command line"
+    values = dict(external.settings.values) if external.settings is not None else {}
+    values |= {flag.name: external.said(flag.name) for flag in external.command.flags}
+    if external.deepspeed is not None:
+        values["deepspeed"] = str(external.deepspeed.path.absolute())
+    if _mixed_precision(external) in ("bf16", "fp16") and not {"bf16", "fp16", "pure_bf16"} & set(values):
+        values[str(_mixed_precision(external))] = True
+    name = external.settings.path.name if external.settings is not None else "the command line"
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         path = Path(folder) / name
         path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -201,23 +200,23 @@ def _llamafactory(foreign: Foreign, machine: Hardware) -> tuple[Job, ModelShape,
     levers = llamafactory_file.to_levers(
         settings, replace(Levers(), deepspeed_version=version), n_layers=shape.n_layers
     )
-    return job, shape, _with_engine(foreign, levers, shape, machine)
+    return job, shape, _with_engine(external, levers, shape, machine)
 
 
-def _mixed_precision(foreign: Foreign) -> object:
+def _mixed_precision(external: ExternalTraining) -> object:
     """What accelerate is told, which counts where the trainer is told nothing."""
-    flag = foreign.command.launcher_flag("mixed_precision")
+    flag = external.command.launcher_flag("mixed_precision")
     if flag is not None:
         return flag.value
-    return foreign.accelerate.values.get("mixed_precision") if foreign.accelerate is not None else None
+    return external.accelerate.values.get("mixed_precision") if external.accelerate is not None else None
 
 
-def _with_engine(foreign: Foreign, levers: Levers, shape: ModelShape, machine: Hardware) -> Levers:
+def _with_engine(external: ExternalTraining, levers: Levers, shape: ModelShape, machine: Hardware) -> Levers:
     """The levers under the DeepSpeed file that is named, or the block of it in accelerate's YAML."""
-    now = knobs_of(foreign)
-    if foreign.deepspeed is not None:
+    now = knobs_of(external)
+    if external.deepspeed is not None:
         settings = deepspeed_file.read_deepspeed(
-            foreign.deepspeed.path, hidden_size=shape.hidden_size, version=levers.deepspeed_version
+            external.deepspeed.path, hidden_size=shape.hidden_size, version=levers.deepspeed_version
         )
         return deepspeed_file.to_levers(settings, levers, world=machine.world)
     if now.stage is None:
@@ -230,22 +229,22 @@ def _with_engine(foreign: Foreign, levers: Levers, shape: ModelShape, machine: H
     )
 
 
-def _script(foreign: Foreign, machine: Hardware, said: Said) -> tuple[Job, ModelShape, Levers] | str:
+def _script(external: ExternalTraining, machine: Hardware, said: Said) -> tuple[Job, ModelShape, Levers] | str:
     """A script with the usual flags: transformers' own, and the usual names of model and length."""
-    model = said.model or _first(foreign, MODELS, str)
+    model = said.model or _first(external, MODELS, str)
     if model is None:
         return "the command does not say which model it trains: add --model before the --"
-    length = said.sequence or _first(foreign, LENGTHS, int)
+    length = said.sequence or _first(external, LENGTHS, int)
     if length is None:
         return "the command does not say how long its sequences are: add --seq before the --"
-    if any(foreign.said(name) for name in ADAPTERS):
+    if any(external.said(name) for name in ADAPTERS):
         return "the script trains adapters in a way of its own"
-    now, batch = knobs_of(foreign), batch_of(foreign)
-    in_file = foreign.deepspeed.values if foreign.deepspeed is not None else {}
-    micro = said.micro_batch or batch.micro or _first(foreign, BATCHES, int)
+    now, batch = knobs_of(external), batch_of(external)
+    in_file = external.deepspeed.values if external.deepspeed is not None else {}
+    micro = said.micro_batch or batch.micro or _first(external, BATCHES, int)
     if micro is None and not isinstance(in_file.get("train_micro_batch_size_per_gpu"), int):
         return f"the micro batch is not known ({batch.because}): add --micro-batch before the --"
-    optimizer = foreign.said("optim") or "adamw_torch"
+    optimizer = external.said("optim") or "adamw_torch"
     if optimizer not in llamafactory_file.OPTIMIZERS:
         return f"optim {optimizer} is not priced"
     shape = load_model(model)
@@ -253,37 +252,37 @@ def _script(foreign: Foreign, machine: Hardware, said: Said) -> tuple[Job, Model
         Levers(),
         sequence=length,
         micro_batch=micro or 1,
-        accumulation=batch.accumulation or _first(foreign, (ACCUMULATION,), int) or 1,
-        precision=_precision(foreign),
+        accumulation=batch.accumulation or _first(external, (ACCUMULATION,), int) or 1,
+        precision=_precision(external),
         optimizer=llamafactory_file.OPTIMIZERS[optimizer],
-        loss="fused" if foreign.said("use_liger_kernel") is True else "plain",
+        loss="fused" if external.said("use_liger_kernel") is True else "plain",
         checkpointing=Checkpointing(layers=None if now.checkpointing else 0),
         deepspeed_version=deepspeed_version(machine)[0],
     )
-    levers = _with_engine(foreign, levers, shape, machine)
+    levers = _with_engine(external, levers, shape, machine)
     if said.micro_batch is not None:
         levers = replace(levers, micro_batch=said.micro_batch)
     job = Job(model=model, sequence=length, precision=levers.precision, lora=Adapters())
     return job, shape, levers
 
 
-def _precision(foreign: Foreign) -> Precision:
+def _precision(external: ExternalTraining) -> Precision:
     for half in ("bf16", "fp16"):
-        if foreign.said(half) is True:
+        if external.said(half) is True:
             return half
-    accelerates = _mixed_precision(foreign)
+    accelerates = _mixed_precision(external)
     return accelerates if accelerates in ("bf16", "fp16") else "fp32"
 
 
 T = TypeVar("T", str, int)
 
 
-def _first(foreign: Foreign, names: Iterable[str], kind: type[T]) -> T | None:
+def _first(external: ExternalTraining, names: Iterable[str], kind: type[T]) -> T | None:
     """The first of these settings that is said: by the command, else in a config that the script reads itself."""
     for name in names:
-        if isinstance(value := foreign.said(name), kind) and not isinstance(value, bool):
+        if isinstance(value := external.said(name), kind) and not isinstance(value, bool):
             return value
-    hints: Mapping[str, Any] = foreign.hints.values if foreign.hints is not None else {}
+    hints: Mapping[str, Any] = external.hints.values if external.hints is not None else {}
     blocks = [hints, *(block for block in hints.values() if isinstance(block, dict))]
     found = (block[name] for name in names for block in blocks if name in block)
     return next((value for value in found if isinstance(value, kind) and not isinstance(value, bool)), None)
@@ -322,17 +321,17 @@ class Planner:
         self._tried: list[Tried] = []
         self._last: Tried | None = None
 
-    def known(self, foreign: Foreign) -> Known | str:
+    def known(self, external: ExternalTraining) -> Known | str:
         setting = self._setting
-        return known_of(foreign, setting.hardware, setting.allow, self._calibration, setting.said)
+        return known_of(external, setting.hardware, setting.allow, self._calibration, setting.said)
 
-    def warning(self, foreign: Foreign) -> str | None:
-        return warning_of(foreign, self._setting.hardware)
+    def warning(self, external: ExternalTraining) -> str | None:
+        return warning_of(external, self._setting.hardware)
 
-    def learn(self, foreign: Foreign, peak: Peak) -> None:
+    def learn(self, external: ExternalTraining, peak: Peak) -> None:
         """More than was predicted is a lesson. Less is none: the longest samples may not have come, and what a program
         holds is looked at from time to time only."""
-        known = self.known(foreign)
+        known = self.known(external)
         if self._calibration is None or isinstance(known, str) or not peak.own_bytes:
             return
         gpu = known.priced.footprint.gpu
@@ -345,15 +344,17 @@ class Planner:
             self._calibration = known.after_failure(entry) if failed else known.with_entry(entry)
             self._setting.keep(entry)
 
-    def wait_for_room(self, foreign: Foreign, give_up: Callable[[], bool]) -> bool:
+    def wait_for_room(self, external: ExternalTraining, give_up: Callable[[], bool]) -> bool:
         if self._setting.wait is None:
             return False
-        known = self.known(foreign)
+        known = self.known(external)
         need = None if isinstance(known, str) else known.priced.footprint.gpu.required_bytes
-        return self._setting.wait(need, machine_of(foreign, self._setting.hardware).gpus_per_node, give_up)
+        return self._setting.wait(need, machine_of(external, self._setting.hardware).gpus_per_node, give_up)
 
-    def smaller(self, foreign: Foreign, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool) -> Step | None:
-        known = self.known(foreign)
+    def smaller(
+        self, external: ExternalTraining, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool
+    ) -> Step | None:
+        known = self.known(external)
         if isinstance(known, str):
             return None
         now = _plan(known)
@@ -366,10 +367,10 @@ class Planner:
             last = _plan(replace(known, job=job))
             assert last.chosen is not None
             try:
-                found = step_down(last, shortfall, bounds=_bounds(foreign, known), before=tuple(self._tried))
+                found = step_down(last, shortfall, bounds=_bounds(external, known), before=tuple(self._tried))
             except UserError:  # pins that this batch or this engine cannot have
                 continue
-            step = None if isinstance(found, NoWay) else _step(foreign, known, found)
+            step = None if isinstance(found, NoWay) else _step(external, known, found)
             if step is not None:
                 self._last = Tried(way=last.chosen, shortfall=shortfall)
                 return step
@@ -433,21 +434,21 @@ def _plan(known: Known) -> Plan:
     )
 
 
-def _bounds(foreign: Foreign, known: Known) -> Bounds:
+def _bounds(external: ExternalTraining, known: Known) -> Bounds:
     """What this command could start with another config, on as many GPUs as it takes now."""
     engines = DEEPSPEED
-    if foreign.deepspeed is None and not foreign.accelerate:
-        adds = foreign.is_llamafactory and known.hardware.world > 1
+    if external.deepspeed is None and not external.accelerate:
+        adds = external.is_llamafactory and known.hardware.world > 1
         engines = DEEPSPEED if adds else frozenset({known.levers.engine})
     else:
         engines = DEEPSPEED - {"zero0"} if known.levers.engine != "zero0" else DEEPSPEED
     return Bounds(partial=False, engines=engines, every_gpu=True, calibration=known.calibration)
 
 
-def _step(foreign: Foreign, known: Known, found: StepDown) -> Step | None:
+def _step(external: ExternalTraining, known: Known, found: StepDown) -> Step | None:
     way = found.plan.chosen
     assert way is not None
-    old, new, now = known.levers, way.levers, knobs_of(foreign)
+    old, new, now = known.levers, way.levers, knobs_of(external)
     if new.checkpointing.offload:  # Unsloth's, which nobody has run here
         return None
     if now.micro_batch is None and (new.micro_batch, new.accumulation) != (old.micro_batch, old.accumulation):
@@ -504,6 +505,6 @@ def scheme_of(new: Levers, old: Levers) -> str | None:
     return None
 
 
-def file_of(foreign: Foreign) -> Path | None:
+def file_of(external: ExternalTraining) -> Path | None:
     """The file that a plan for this training would begin with."""
-    return foreign.settings.path if foreign.is_llamafactory and foreign.settings is not None else None
+    return external.settings.path if external.is_llamafactory and external.settings is not None else None

@@ -1,7 +1,7 @@
 """Whose command is it? What stands on a command line that starts somebody else's trainer.
 
 Nothing is run and no file is opened here: from words to the launcher, the script and the places of the config files
-that it names. `foreign_config.py` reads those.
+that it names. `config.py` reads those.
 """
 
 from __future__ import annotations

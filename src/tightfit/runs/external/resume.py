@@ -13,8 +13,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.runs.foreign_config import Foreign
-from tightfit.runs.foreign_script import RESUME, Resumes
+from tightfit.runs.external.config import ExternalTraining
+from tightfit.runs.external.script import RESUME, Resumes
 
 _FOLDER = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
@@ -34,9 +34,9 @@ class Kept:
     """It holds adapters, and not a whole model."""
 
 
-def kept_by(foreign: Foreign) -> Kept | None:
+def kept_by(external: ExternalTraining) -> Kept | None:
     """The newest whole checkpoint; None: there is none that is known."""
-    folder = output_of(foreign)
+    folder = output_of(external)
     if folder is None or not folder.is_dir():
         return None
     numbered = [(int(found[1]), path) for path in folder.iterdir() if (found := _FOLDER.search(path.name))]
@@ -47,25 +47,25 @@ def kept_by(foreign: Foreign) -> Kept | None:
     return None
 
 
-def output_of(foreign: Foreign) -> Path | None:
-    named = next((value for name in _PLACES if isinstance(value := foreign.said(name), str)), None)
+def output_of(external: ExternalTraining) -> Path | None:
+    named = next((value for name in _PLACES if isinstance(value := external.said(name), str)), None)
     return None if named is None else Path(named).expanduser()
 
 
-def saves_itself(foreign: Foreign) -> Path | None:
+def saves_itself(external: ExternalTraining) -> Path | None:
     """A folder of DeepSpeed's own checkpoints, which only the script knows how to read."""
-    folder = output_of(foreign)
+    folder = output_of(external)
     return folder if folder is not None and (folder / _LATEST).is_file() else None
 
 
-def means_of(foreign: Foreign) -> Resumes:
+def means_of(external: ExternalTraining) -> Resumes:
     """How the trainer goes on from a checkpoint. A flag that its script does not hand on tells it nothing."""
-    if foreign.is_llamafactory:
+    if external.is_llamafactory:
         return "told"
-    found = foreign.script.resumes
-    if found == "none" and not foreign.script.calls_plain_train and foreign.command.flag(RESUME) is not None:
+    found = external.script.resumes
+    if found == "none" and not external.script.calls_plain_train and external.command.flag(RESUME) is not None:
         return "told"
-    return "none" if found == "told" and not foreign.takes(RESUME) else found
+    return "none" if found == "told" and not external.takes(RESUME) else found
 
 
 def _whole(path: Path, step: int) -> Kept | None:

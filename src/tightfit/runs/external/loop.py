@@ -26,11 +26,11 @@ from tightfit.runs.attempts import AttemptRecord, Next
 from tightfit.runs.build_lock import left_locks, remove
 from tightfit.runs.cause import is_suspicion, recorded, waits_for_a_build
 from tightfit.runs.decide import LONGEST_WAIT_S, NUMBERS, Decision, Policy, decide, without_smaller
-from tightfit.runs.foreign_config import Edits, Foreign, Knobs, batch_of, edits_of, knobs_of, written
-from tightfit.runs.foreign_group import Gone, Peak, Start, Streams, start_and_stay
-from tightfit.runs.foreign_hang import Stuck
-from tightfit.runs.foreign_ladder import rungs, would_help
-from tightfit.runs.foreign_resume import Kept, kept_by, means_of, output_of, saves_itself
+from tightfit.runs.external.config import Edits, ExternalTraining, Knobs, batch_of, edits_of, knobs_of, written
+from tightfit.runs.external.hang import Stuck
+from tightfit.runs.external.ladder import rungs, would_help
+from tightfit.runs.external.process import Gone, Peak, Start, Streams, start_and_stay
+from tightfit.runs.external.resume import Kept, kept_by, means_of, output_of, saves_itself
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError, UserError
 
@@ -59,7 +59,9 @@ class Step:
 class Advisor(Protocol):
     """Who knows the model, and finds the next way by its prices."""
 
-    def smaller(self, foreign: Foreign, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool) -> Step | None:
+    def smaller(
+        self, external: ExternalTraining, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool
+    ) -> Step | None:
         """A way that is predicted to need enough less; None: there is none, or nothing is known."""
         ...
 
@@ -67,11 +69,11 @@ class Advisor(Protocol):
         """That one is tried next."""
         ...
 
-    def learn(self, foreign: Foreign, peak: Peak) -> None:
+    def learn(self, external: ExternalTraining, peak: Peak) -> None:
         """An attempt that did not run out of memory has held this much."""
         ...
 
-    def wait_for_room(self, foreign: Foreign, give_up: Callable[[], bool]) -> bool:
+    def wait_for_room(self, external: ExternalTraining, give_up: Callable[[], bool]) -> bool:
         """Until the GPUs have room again; False: nobody asked to wait for that, so it is not known."""
         ...
 
@@ -99,7 +101,7 @@ class Ended:
     """Why there is no further attempt, where one failed."""
     files: tuple[Path, ...]
     """Configs that were written."""
-    foreign: Foreign
+    external: ExternalTraining
     """As it was started last."""
     peak: Peak
 
@@ -108,14 +110,14 @@ class Ended:
 class Rescue:
     """Changes with every attempt."""
 
-    foreign: Foreign
+    external: ExternalTraining
     folder: Path
     streams: Streams
     say: Callable[[str], None]
     advisor: Advisor
     orders: Orders
     signals: Signals
-    begun: Callable[[Foreign], None] = lambda foreign: None
+    begun: Callable[[ExternalTraining], None] = lambda external: None
     """Told of every start, before it."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     """By which the program's processes are known."""
@@ -131,7 +133,7 @@ class Rescue:
             state = _state(gone)
             self._clear_locks(began)
             if state != "failed":
-                self.advisor.learn(self.foreign, gone.peak)
+                self.advisor.learn(self.external, gone.peak)
                 found = judge(self._evidence(gone, number)).verdict if state == "done" else None
                 if found is not None and found.kind in NUMBERS:
                     state = "failed"  # a model of NaNs is no result, whatever the program thinks of it
@@ -148,15 +150,15 @@ class Rescue:
             self._wait(decision.wait_s)
             if self.signals.caught:
                 return self._ended(gone, "interrupted", verdict, "it was asked to stop")
-            self.foreign = following
+            self.external = following
             self.say(f"attempt {number + 1}: {following.command.words_shown}")
 
     def go_on(self) -> str:
         """Begin where a run before this one was when it was killed; where that is."""
-        kept = kept_by(self.foreign)
+        kept = kept_by(self.external)
         if lost := self._lost(kept):
             raise ConfigError(f"the run before this one was killed, and {lost}")
-        self.foreign, files, where = self._resumed(self.foreign, Edits(), kept)
+        self.external, files, where = self._resumed(self.external, Edits(), kept)
         self.files += files
         return where
 
@@ -165,16 +167,16 @@ class Rescue:
     def _attempt(self, number: int) -> Gone:
         place = attempts.record_path(self.folder, number).with_suffix("")
         place.mkdir(parents=True, exist_ok=True)
-        known = knobs_of(self.foreign)
+        known = knobs_of(self.external)
         record = AttemptRecord(
-            number=number, started=attempts.now(), plan=self.foreign.command.words_shown, ranks=1,
+            number=number, started=attempts.now(), plan=self.external.command.words_shown, ranks=1,
             effective_batch=None if known.micro_batch is None else known.micro_batch * (known.accumulation or 1),
         )  # fmt: skip
         self._write(record)
-        self.begun(self.foreign)
+        self.begun(self.external)
         start = Start(
-            words=self.foreign.command.words,
-            changes=self.foreign.environment,
+            words=self.external.command.words,
+            changes=self.external.environment,
             mark=self.mark,
             log=place / LOG,
             hang_timeout_s=self.orders.hang_timeout_s,
@@ -187,12 +189,12 @@ class Rescue:
 
     def _clear_locks(self, began: float) -> None:
         """A process that was killed while it compiled would keep every later start waiting."""
-        if left := left_locks(inherited(self.foreign.environment), ours_since=began):
+        if left := left_locks(inherited(self.external.environment), ours_since=began):
             self.say(remove(left))
 
     def _judged(self, gone: Gone, number: int) -> Verdict:
         if gone.stuck is not None:
-            return _hung(gone.stuck, left_locks(inherited(self.foreign.environment), ours_since=0.0))
+            return _hung(gone.stuck, left_locks(inherited(self.external.environment), ours_since=0.0))
         found = judge(self._evidence(gone, number)).verdict
         if found is None:
             said = f"The command ended with exit code {gone.code}, and nothing in its output says why."
@@ -208,11 +210,11 @@ class Rescue:
             logs=(LogSource(name=str(log.relative_to(self.folder)), path=log),),
             exits=(RankExit(rank=None, code=gone.code, at=gone.at),),
             kernel=gone.kernel.lines,
-            config=known_config(self.foreign),
+            config=known_config(self.external),
         )
 
     def _close(self, gone: Gone, state: str, verdict: Verdict | None) -> None:
-        kept = kept_by(self.foreign)
+        kept = kept_by(self.external)
         last = _last_step(attempts.record_path(self.folder, self.records[-1].number).with_suffix("") / LOG)
         self._write(
             replace(
@@ -228,7 +230,7 @@ class Rescue:
 
     # --- what follows ---------------------------------------------------------------------------
 
-    def _next(self, verdict: Verdict) -> tuple[Decision, Foreign | None, tuple[str, ...]]:
+    def _next(self, verdict: Verdict) -> tuple[Decision, ExternalTraining | None, tuple[str, ...]]:
         """What is done, the next command, and what changes; no command: it ends here."""
         if verdict.kind in NUMBERS:
             return _stop(_SAME_NUMBERS)
@@ -237,7 +239,7 @@ class Rescue:
             if decision.action == "smaller plan" and decision.shortfall is not None:
                 return self._smaller(decision, decision.shortfall, verdict)
             if decision.action == "wait":
-                waited = self.advisor.wait_for_room(self.foreign, lambda: bool(self.signals.caught))
+                waited = self.advisor.wait_for_room(self.external, lambda: bool(self.signals.caught))
                 decision = replace(decision, action="same plan", wait_s=0.0 if waited else LONGEST_WAIT_S)
             if decision.action == "same plan":
                 return self._again(decision)
@@ -247,9 +249,9 @@ class Rescue:
             return _stop("tightfit removes nothing of another program: make room on the disk, and start it again")
         return decision, None, ()
 
-    def _again(self, decision: Decision) -> tuple[Decision, Foreign | None, tuple[str, ...]]:
+    def _again(self, decision: Decision) -> tuple[Decision, ExternalTraining | None, tuple[str, ...]]:
         """The same command, from where it can go on."""
-        kept, means = kept_by(self.foreign), means_of(self.foreign)
+        kept, means = kept_by(self.external), means_of(self.external)
         if lost := self._lost(kept):
             return _stop(f"the cause may pass, but {lost}")
         if means == "none" and not self.orders.retry_anyway:
@@ -257,23 +259,23 @@ class Rescue:
                 "the cause may pass, but the program is not known to go on from a checkpoint: start it again, or say "
                 "--retry-anyway"
             )
-        following, files, where = self._resumed(self.foreign, Edits(), kept)
+        following, files, where = self._resumed(self.external, Edits(), kept)
         self.files += files
         return replace(decision, because=f"{decision.because}; {where}"), following, ()
 
     def _smaller(
         self, decision: Decision, shortfall: Shortfall, verdict: Verdict
-    ) -> tuple[Decision, Foreign | None, tuple[str, ...]]:
-        kept = kept_by(self.foreign)
+    ) -> tuple[Decision, ExternalTraining | None, tuple[str, ...]]:
+        kept = kept_by(self.external)
         step = self._step(shortfall, verdict, kept)
         if step is None:
             other = without_smaller(verdict, self.records, self._nothing_left())
             return self._again(other) if other.action == "same plan" else (other, None, ())
-        edits = edits_of(self.foreign, knobs_of(self.foreign), step.knobs)
+        edits = edits_of(self.external, knobs_of(self.external), step.knobs)
         if lost := self._lost(kept):
             return _stop(f"{'; '.join(step.changed)} may fit, but {lost}")
-        place = saves_itself(self.foreign) if kept is None else kept.path
-        if step.crosses and place is not None and not (self.foreign.is_llamafactory and kept and kept.adapter):
+        place = saves_itself(self.external) if kept is None else kept.path
+        if step.crosses and place is not None and not (self.external.is_llamafactory and kept and kept.adapter):
             if not self.orders.retry_anyway:
                 what = "; ".join(step.changed)
                 return _stop(
@@ -281,7 +283,7 @@ class Rescue:
                     "anew in another folder, or say --retry-anyway to begin again"
                 )
             kept, edits = None, replace(edits, trainer={**edits.trainer, "resume_from_checkpoint": None})
-        following, files, where = self._resumed(self.foreign, edits, kept, crosses=step.crosses)
+        following, files, where = self._resumed(self.external, edits, kept, crosses=step.crosses)
         self.files += files
         self.advisor.took(step)
         costs = f"; as allowed, {', '.join(step.costs)}" if step.costs else ""
@@ -290,23 +292,23 @@ class Rescue:
 
     def _lost(self, kept: Kept | None) -> str | None:
         """What a new start would throw away, and how to prevent it; None: nothing, or the user wants it so."""
-        if kept is None or means_of(self.foreign) != "none" or self.orders.retry_anyway:
+        if kept is None or means_of(self.external) != "none" or self.orders.retry_anyway:
             return None
         why = "is not known to go on from a checkpoint"
-        if self.foreign.script.calls_plain_train:
+        if self.external.script.calls_plain_train:
             why = "calls trainer.train() without resume_from_checkpoint and would begin at step 0"
         return (
-            f"{self.foreign.name} {why}, and the {kept.step} steps in {kept.path} would be trained anew: hand "
+            f"{self.external.name} {why}, and the {kept.step} steps in {kept.path} would be trained anew: hand "
             "args.resume_from_checkpoint to trainer.train() there, or say --retry-anyway to begin again"
         )
 
     def _step(self, shortfall: Shortfall, verdict: Verdict, kept: Kept | None) -> Step | None:
         """The planner's, where it knows the model; else a rung down. Those first that a checkpoint survives."""
-        foreign, now = self.foreign, knobs_of(self.foreign)
+        external, now = self.external, knobs_of(self.external)
         found: list[Step] = []
         for same_engine in (True, False) if kept is not None else (False,):
-            step = self.advisor.smaller(foreign, shortfall, verdict, same_engine=same_engine)
-            found += [step] if step is not None and _changes(edits_of(foreign, now, step.knobs)) else []
+            step = self.advisor.smaller(external, shortfall, verdict, same_engine=same_engine)
+            found += [step] if step is not None and _changes(edits_of(external, now, step.knobs)) else []
         if not found:
             allow, host = self.orders.policy.allow, shortfall.where == "host"
             found = [
@@ -317,27 +319,27 @@ class Rescue:
                     crosses=rung.crosses,
                     costs=() if rung.cost is None else (rung.cost,),
                 )
-                for rung in rungs(foreign, now, allow, host=host)
-                if _changes(edits_of(foreign, now, rung.knobs))
+                for rung in rungs(external, now, allow, host=host)
+                if _changes(edits_of(external, now, rung.knobs))
             ]
-        if kept is None and saves_itself(foreign) is None:
+        if kept is None and saves_itself(external) is None:
             return next(iter(found), None)
         return next((step for step in found if not step.crosses), next(iter(found), None))
 
     def _resumed(
-        self, foreign: Foreign, edits: Edits, kept: Kept | None, *, crosses: bool = False
-    ) -> tuple[Foreign, tuple[Path, ...], str]:
+        self, external: ExternalTraining, edits: Edits, kept: Kept | None, *, crosses: bool = False
+    ) -> tuple[ExternalTraining, tuple[Path, ...], str]:
         """The next command with its config written, the files, and where it goes on."""
         trainer = dict(edits.trainer)
-        means = means_of(foreign)
+        means = means_of(external)
         if kept is None or means == "none":
             where = "it begins again, since there is no checkpoint to go on from"
             if kept is not None:
-                where = f"it begins again, as you asked: {foreign.name} does not go on from {kept.path.name}"
-            if foreign.said("resume_from_checkpoint") is not None and "resume_from_checkpoint" not in trainer:
-                where = f"it goes on from {foreign.said('resume_from_checkpoint')}, as before"
+                where = f"it begins again, as you asked: {external.name} does not go on from {kept.path.name}"
+            if external.said("resume_from_checkpoint") is not None and "resume_from_checkpoint" not in trainer:
+                where = f"it goes on from {external.said('resume_from_checkpoint')}, as before"
         elif crosses:
-            trainer |= _carried(foreign, kept)
+            trainer |= _carried(external, kept)
             where = (
                 f"the adapter of step {kept.step} is kept (results go to {trainer['output_dir']}), and optimizer, "
                 "schedule and data start afresh"
@@ -349,18 +351,18 @@ class Rescue:
             where = f"it goes on from {kept.path.name}"
         if kept is None and means == "by itself":
             where = "it goes on from what its script finds by itself"
-        following, files = written(foreign, replace(edits, trainer=trainer))
+        following, files = written(external, replace(edits, trainer=trainer))
         return following, files, where
 
     def _nothing_left(self) -> str:
-        now, policy = knobs_of(self.foreign), self.orders.policy
-        said = "; ".join(would_help(self.foreign, now, policy.allow))
-        if (unknown := batch_of(self.foreign).because) and (self.foreign.is_hugging_face or self.foreign.files):
+        now, policy = knobs_of(self.external), self.orders.policy
+        said = "; ".join(would_help(self.external, now, policy.allow))
+        if (unknown := batch_of(self.external).because) and (self.external.is_hugging_face or self.external.files):
             said = "; ".join(part for part in (said, f"the batch is left alone, since {unknown}") if part)
             return f"nothing else is left that tightfit could change ({said}): make one of the changes below by hand"
-        if not self.foreign.files:
+        if not self.external.files:
             return "there is no config that tightfit could change: make one of the changes below, and start it again"
-        return f"nothing is left to change in {self.foreign.files[0].name}{f' without leave: {said}' if said else ''}"
+        return f"nothing is left to change in {self.external.files[0].name}{f' without leave: {said}' if said else ''}"
 
     # --- telling --------------------------------------------------------------------------------
 
@@ -388,7 +390,7 @@ class Rescue:
             verdict=verdict,
             because=because,
             files=tuple(self.files),
-            foreign=self.foreign,
+            external=self.external,
             peak=self.peak,
         )
 
@@ -434,9 +436,9 @@ def _changes(edits: Edits) -> bool:
     return bool(edits.trainer or edits.deepspeed or edits.accelerate)
 
 
-def _carried(foreign: Foreign, kept: Kept) -> dict[str, Any]:
+def _carried(external: ExternalTraining, kept: Kept) -> dict[str, Any]:
     """The adapter goes on in a folder of its own: what lies in the old one belongs to another way to compute."""
-    folder = output_of(foreign)
+    folder = output_of(external)
     assert folder is not None
     base, number = re.sub(r"\.tightfit-\d+$", "", str(folder).rstrip("/")), 2
     while Path(f"{base}.tightfit-{number}").exists():
@@ -444,14 +446,14 @@ def _carried(foreign: Foreign, kept: Kept) -> dict[str, Any]:
     made: dict[str, Any] = {"adapter_name_or_path": str(kept.path), "output_dir": f"{base}.tightfit-{number}"}
     if kept.max_steps is not None and kept.max_steps > kept.step:
         made["max_steps"] = kept.max_steps - kept.step
-    if foreign.said("resume_from_checkpoint") is not None:
+    if external.said("resume_from_checkpoint") is not None:
         made["resume_from_checkpoint"] = None
     return made
 
 
-def known_config(foreign: Foreign) -> KnownConfig:
+def known_config(external: ExternalTraining) -> KnownConfig:
     """What the fixes of a diagnosis should fit."""
-    now = knobs_of(foreign)
+    now = knobs_of(external)
     known = KnownConfig(
         stage=now.stage,
         offload_optimizer=now.offload_optimizer,
@@ -461,9 +463,9 @@ def known_config(foreign: Foreign) -> KnownConfig:
         accumulation=now.accumulation,
         sequence=now.sequence,
         checkpointing=now.checkpointing,
-        trainer="huggingface" if foreign.is_hugging_face and not foreign.files else None,
+        trainer="huggingface" if external.is_hugging_face and not external.files else None,
     )
-    for path in foreign.files:
+    for path in external.files:
         try:
             known = completed(known, known_from_file(path))
         except UserError:

@@ -21,7 +21,7 @@ from tightfit.inputs.llamafactory_file import TRAINING_ARGUMENTS
 from tightfit.inputs.spelling import as_number
 from tightfit.lint.document import Document, read_document
 from tightfit.render.beside import beside, json_with, write_beside, yaml_text_with, yaml_tree_with
-from tightfit.runs.foreign import (
+from tightfit.runs.external.command import (
     CONFIG,
     CONFIG_ENDS,
     NAMES,
@@ -32,7 +32,7 @@ from tightfit.runs.foreign import (
     with_settings,
     without_flag,
 )
-from tightfit.runs.foreign_script import ACCUMULATION, MICRO, Script
+from tightfit.runs.external.script import ACCUMULATION, MICRO, Script
 from tightfit.types import ConfigError, UserError
 
 USUAL_MICRO, USUAL_ACCUMULATION = 8, 1
@@ -66,7 +66,7 @@ class Knobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class ExternalTraining:
     """A command with the files that it names."""
 
     command: Command
@@ -117,7 +117,7 @@ class Foreign:
         return self.takes_arguments or self.command.flag(name) is not None or self.script.mentions(f"--{name}")
 
 
-def read_foreign(command: Command) -> Foreign:
+def read_training(command: Command) -> ExternalTraining:
     """The files that the command names. One that cannot be read is an error: its program would stumble over it too."""
     script = Script(_source(_script_file(command)))
     settings = hints = None
@@ -130,38 +130,38 @@ def read_foreign(command: Command) -> Foreign:
     accelerate = None
     if command.starter == "accelerate" and (flag := command.launcher_flag("config_file")) and flag.value is not None:
         accelerate = read_document(Path(flag.value))
-    made = Foreign(command=command, settings=settings, hints=hints, accelerate=accelerate, script=script)
+    made = ExternalTraining(command=command, settings=settings, hints=hints, accelerate=accelerate, script=script)
     named = deepspeed_name(made)
     if named is None:
         return made
     return replace(made, deepspeed=read_document(_found(named, made)))
 
 
-def _deepspeed_flag(foreign: Foreign) -> Flag | None:
+def _deepspeed_flag(external: ExternalTraining) -> Flag | None:
     """The flag that names the DeepSpeed JSON; `--deepspeed` may stand beside it as a switch."""
-    named = [flag for flag in foreign.command.flags if flag.value is not None and flag.value.endswith(_JSON)]
+    named = [flag for flag in external.command.flags if flag.value is not None and flag.value.endswith(_JSON)]
     found = next((flag for flag in reversed(named) if flag.name in DEEPSPEED_FLAGS), None)
-    if found is None and foreign.hints is not None and "zero_optimization" in foreign.hints.values:
+    if found is None and external.hints is not None and "zero_optimization" in external.hints.values:
         return next((flag for flag in reversed(named) if flag.name == CONFIG), None)
     return found
 
 
-def deepspeed_name(foreign: Foreign) -> str | None:
+def deepspeed_name(external: ExternalTraining) -> str | None:
     """The DeepSpeed JSON as the user wrote it; None: there is none."""
-    flag = _deepspeed_flag(foreign)
-    own = foreign.command.launcher_flag("deepspeed_config_file")
-    block = foreign.accelerate.values.get("deepspeed_config") if foreign.accelerate is not None else None
+    flag = _deepspeed_flag(external)
+    own = external.command.launcher_flag("deepspeed_config_file")
+    block = external.accelerate.values.get("deepspeed_config") if external.accelerate is not None else None
     inside = block.get("deepspeed_config_file") if isinstance(block, dict) else None
-    in_file = foreign.settings.values.get("deepspeed") if foreign.settings is not None else None
+    in_file = external.settings.values.get("deepspeed") if external.settings is not None else None
     for place in (flag and flag.value, own and own.value, in_file, inside):
         if isinstance(place, str) and place.endswith(_JSON):
             return place
     return None
 
 
-def _found(named: str, foreign: Foreign) -> Path:
+def _found(named: str, external: ExternalTraining) -> Path:
     """From here, as the trainer looks for it, or from where the file lies that names it."""
-    by = foreign.settings or foreign.accelerate
+    by = external.settings or external.accelerate
     places: list[Path] = [Path(named).expanduser()]
     places += [] if by is None else [by.path.parent / named]
     found = next((place for place in places if place.is_file()), None)
@@ -217,32 +217,32 @@ def _value(value: Any) -> Any:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def knobs_of(foreign: Foreign) -> Knobs:
+def knobs_of(external: ExternalTraining) -> Knobs:
     """How the training is computed now."""
-    batch = batch_of(foreign)
-    known = replace(_engine(foreign), micro_batch=batch.micro, accumulation=batch.accumulation)
-    if not foreign.takes_arguments:
+    batch = batch_of(external)
+    known = replace(_engine(external), micro_batch=batch.micro, accumulation=batch.accumulation)
+    if not external.takes_arguments:
         return known
-    off, on = foreign.said("disable_gradient_checkpointing"), foreign.said("gradient_checkpointing")
+    off, on = external.said("disable_gradient_checkpointing"), external.said("gradient_checkpointing")
     checkpointing = (
-        off is not True if foreign.is_llamafactory else on is not False if foreign.script.is_trl else bool(on)
+        off is not True if external.is_llamafactory else on is not False if external.script.is_trl else bool(on)
     )
     known = replace(known, checkpointing=checkpointing)
-    if not foreign.is_llamafactory:
+    if not external.is_llamafactory:
         return known
-    adapters = foreign.said("finetuning_type") in (None, "lora")
-    sequence = foreign.said("cutoff_len")
+    adapters = external.said("finetuning_type") in (None, "lora")
+    sequence = external.said("cutoff_len")
     return replace(
         known,
         checkpointing=off is not True,
-        quantised=bool(foreign.said("quantization_bit")) if adapters else None,
+        quantised=bool(external.said("quantization_bit")) if adapters else None,
         sequence=sequence if isinstance(sequence, int) else 2048,
     )
 
 
-def _engine(foreign: Foreign) -> Knobs:
-    if foreign.deepspeed is not None:
-        zero = _block(foreign.deepspeed.values, "zero_optimization")
+def _engine(external: ExternalTraining) -> Knobs:
+    if external.deepspeed is not None:
+        zero = _block(external.deepspeed.values, "zero_optimization")
         optimizer, weights = _block(zero, "offload_optimizer"), _block(zero, "offload_param")
         pinned = [block["pin_memory"] for block in (optimizer, weights) if isinstance(block.get("pin_memory"), bool)]
         return Knobs(
@@ -251,7 +251,7 @@ def _engine(foreign: Foreign) -> Knobs:
             offload_param=str(weights.get("device") or "none"),
             pin_memory=any(pinned) if pinned else None,
         )
-    block = _block(foreign.accelerate.values, "deepspeed_config") if foreign.accelerate is not None else {}
+    block = _block(external.accelerate.values, "deepspeed_config") if external.accelerate is not None else {}
     if block:
         return Knobs(
             stage=2 if (stage := _whole(block.get("zero_stage"))) is None else stage,
@@ -271,35 +271,35 @@ class Batch:
     """Why it is not known, as the end of a sentence; empty: it is."""
 
 
-def batch_of(foreign: Foreign) -> Batch:
+def batch_of(external: ExternalTraining) -> Batch:
     """The batch, where all that decides it can be read; otherwise why not."""
-    doubt = _doubt(foreign)
+    doubt = _doubt(external)
     if doubt is not None:
         return Batch(because=doubt)
-    values: Mapping[str, Any] = foreign.deepspeed.values if foreign.deepspeed is not None else {}
-    said = {name: foreign.said(name) for name in (MICRO, ACCUMULATION)}
+    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
+    said = {name: external.said(name) for name in (MICRO, ACCUMULATION)}
     for name, value in said.items():
         if value is not None and _whole(value) is None:
             return Batch(because=f"{name} is {value!r}, which is no whole number")
     micro, accumulation = _whole(said[MICRO]), _whole(said[ACCUMULATION])
     in_file = _whole(values.get("train_micro_batch_size_per_gpu")), _whole(values.get(ACCUMULATION))
-    if foreign.takes_arguments:
+    if external.takes_arguments:
         return Batch(
             micro=micro or in_file[0] or USUAL_MICRO,
             accumulation=accumulation
             or in_file[1]
-            or _whole(_accelerate_block(foreign).get(ACCUMULATION))
+            or _whole(_accelerate_block(external).get(ACCUMULATION))
             or USUAL_ACCUMULATION,
         )
-    if foreign.takes(MICRO) or foreign.takes(ACCUMULATION):
+    if external.takes(MICRO) or external.takes(ACCUMULATION):
         if micro is None or accumulation is None:
             missing = MICRO if micro is None else ACCUMULATION
-            return Batch(because=f"the command does not say {missing}, and {foreign.name} may have any default")
+            return Batch(because=f"the command does not say {missing}, and {external.name} may have any default")
         return Batch(micro=micro, accumulation=accumulation)
     if in_file[0] is None:
-        return Batch(because=f"no config that can be read says the batch of {foreign.name}")
-    if not foreign.script.uses_deepspeeds_batch:
-        return Batch(because=f"{foreign.name} does not take its batch from the DeepSpeed file")
+        return Batch(because=f"no config that can be read says the batch of {external.name}")
+    if not external.script.uses_deepspeeds_batch:
+        return Batch(because=f"{external.name} does not take its batch from the DeepSpeed file")
     if values.get(ACCUMULATION, values.get("train_batch_size")) is None:
         return Batch(micro=in_file[0], accumulation=1)  # DeepSpeed's own
     if in_file[1] is None:
@@ -307,17 +307,17 @@ def batch_of(foreign: Foreign) -> Batch:
     return Batch(micro=in_file[0], accumulation=in_file[1])
 
 
-def _doubt(foreign: Foreign) -> str | None:
+def _doubt(external: ExternalTraining) -> str | None:
     """What could make the batch another one than the settings say, or a smaller micro batch another training."""
-    script, name = foreign.script, foreign.name
-    if foreign.said("auto_find_batch_size") is True:
+    script, name = external.script, external.name
+    if external.said("auto_find_batch_size") is True:
         return "auto_find_batch_size looks for the batch itself"
-    if foreign.is_llamafactory:
-        stage = foreign.said("stage")
+    if external.is_llamafactory:
+        stage = external.said("stage")
         return f"with stage {stage} the loss depends on the micro batch" if stage in _ACROSS_STAGES else None
-    if unread := _unread(foreign):
+    if unread := _unread(external):
         return f"{name} reads {unread} in a way of its own"
-    beside_it = None if foreign.command.script is None else Path(foreign.command.script).with_suffix(".args")
+    beside_it = None if external.command.script is None else Path(external.command.script).with_suffix(".args")
     if script.takes_arguments and beside_it is not None and beside_it.is_file():
         return f"{name} also takes what stands in {beside_it.name}"
     if key := script.sets(MICRO, ACCUMULATION, "auto_find_batch_size"):
@@ -326,21 +326,21 @@ def _doubt(foreign: Foreign) -> str | None:
         return f"{name} has a loss of its own, which may depend on the micro batch"
     if script.across_the_batch is not None:
         return f"the loss of {script.across_the_batch} depends on the micro batch"
-    if script.generates and (foreign.said("steps_per_generation") is not None or foreign.said("loss_type") == "bnpo"):
+    if script.generates and (external.said("steps_per_generation") is not None or external.said("loss_type") == "bnpo"):
         return "what is generated, or the loss, depends on the micro batch"
     return None
 
 
-def _unread(foreign: Foreign) -> str | None:
+def _unread(external: ExternalTraining) -> str | None:
     """A config that the command names, and that may say more than we have read."""
-    for flag in foreign.command.flags:
+    for flag in external.command.flags:
         of_ours = flag.name in DEEPSPEED_FLAGS or flag.name in TRAINING_ARGUMENTS
-        of_ours = of_ours or (flag.name == CONFIG and flag.value == foreign.command.settings)
+        of_ours = of_ours or (flag.name == CONFIG and flag.value == external.command.settings)
         if not of_ours and flag.value and flag.value.endswith(CONFIG_ENDS) and _CONFIGS.search(flag.name):
             return flag.value
-    named = foreign.command.settings
-    is_deepspeeds = foreign.deepspeed is not None and named is not None and foreign.deepspeed.path == Path(named)
-    return named if foreign.settings is None and not is_deepspeeds else None
+    named = external.command.settings
+    is_deepspeeds = external.deepspeed is not None and named is not None and external.deepspeed.path == Path(named)
+    return named if external.settings is None and not is_deepspeeds else None
 
 
 def _block(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -365,7 +365,7 @@ class Edits:
     accelerate: Mapping[str, Any] = field(default_factory=dict)
 
 
-def edits_of(foreign: Foreign, now: Knobs, new: Knobs) -> Edits:
+def edits_of(external: ExternalTraining, now: Knobs, new: Knobs) -> Edits:
     """The keys that lead from one way to compute to another."""
     trainer: dict[str, Any] = {}
     engine: dict[str, Any] = {}
@@ -373,34 +373,34 @@ def edits_of(foreign: Foreign, now: Knobs, new: Knobs) -> Edits:
     if new.stage != now.stage and new.stage is not None:
         engine["zero_optimization.stage"] = new.stage
         yaml_block["deepspeed_config.zero_stage"] = new.stage
-        if new.stage == 3 and foreign.accelerate is not None:
+        if new.stage == 3 and external.accelerate is not None:
             yaml_block["deepspeed_config.zero3_init_flag"] = True
     for kind in ("offload_optimizer", "offload_param"):
         place = getattr(new, kind)
         if place == getattr(now, kind) or place is None:
             continue
-        engine[f"zero_optimization.{kind}"] = None if place == "none" else _offload(foreign, kind, place, new)
+        engine[f"zero_optimization.{kind}"] = None if place == "none" else _offload(external, kind, place, new)
         yaml_block[f"deepspeed_config.{kind}_device"] = place
-    engine |= _details(foreign, now, new)
+    engine |= _details(external, now, new)
     if (new.micro_batch, new.accumulation) != (now.micro_batch, now.accumulation):
         trainer |= {MICRO: new.micro_batch, ACCUMULATION: new.accumulation}
-        engine |= _numbers(foreign, new)
-        if _whole(_accelerate_block(foreign).get(ACCUMULATION)) is not None:
+        engine |= _numbers(external, new)
+        if _whole(_accelerate_block(external).get(ACCUMULATION)) is not None:
             yaml_block[f"deepspeed_config.{ACCUMULATION}"] = new.accumulation
     if new.checkpointing and not now.checkpointing:
-        key = "disable_gradient_checkpointing" if foreign.is_llamafactory else "gradient_checkpointing"
-        trainer[key] = not foreign.is_llamafactory
+        key = "disable_gradient_checkpointing" if external.is_llamafactory else "gradient_checkpointing"
+        trainer[key] = not external.is_llamafactory
     if new.quantised and not now.quantised:
         trainer["quantization_bit"] = 4
     if new.sequence != now.sequence and new.sequence is not None:
         trainer["cutoff_len"] = new.sequence
-    if foreign.deepspeed is not None or not yaml_block:
+    if external.deepspeed is not None or not yaml_block:
         yaml_block = {key: value for key, value in yaml_block.items() if key.endswith(ACCUMULATION)}
     return Edits(trainer=trainer, deepspeed=engine, accelerate=yaml_block)
 
 
-def _offload(foreign: Foreign, kind: str, place: str, new: Knobs) -> dict[str, Any]:
-    values: Mapping[str, Any] = foreign.deepspeed.values if foreign.deepspeed is not None else {}
+def _offload(external: ExternalTraining, kind: str, place: str, new: Knobs) -> dict[str, Any]:
+    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
     there = dict(_block(_block(values, "zero_optimization"), kind))
     made = {**there, "device": place}
     if "pin_memory" not in there or new.pin_memory is False:
@@ -408,9 +408,9 @@ def _offload(foreign: Foreign, kind: str, place: str, new: Knobs) -> dict[str, A
     return made
 
 
-def _details(foreign: Foreign, now: Knobs, new: Knobs) -> dict[str, Any]:
+def _details(external: ExternalTraining, now: Knobs, new: Knobs) -> dict[str, Any]:
     """Locked memory and buckets, under the spelling that the file has."""
-    values: Mapping[str, Any] = foreign.deepspeed.values if foreign.deepspeed is not None else {}
+    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
     zero = _block(values, "zero_optimization")
     made: dict[str, Any] = {}
     if now.pin_memory is not False and new.pin_memory is False:
@@ -421,58 +421,58 @@ def _details(foreign: Foreign, now: Knobs, new: Knobs) -> dict[str, Any]:
         short = key.removeprefix("stage3_")
         made[f"zero_optimization.{short if short in zero else key}"] = value
     if not now.offload_optimizer or now.offload_optimizer == "none":
-        own = foreign.is_hugging_face or "optimizer" in values
+        own = external.is_hugging_face or "optimizer" in values
         if new.offload_optimizer == "cpu" and not own:
             made["zero_force_ds_cpu_optimizer"] = False  # or DeepSpeed refuses an optimizer that the script makes
     return made
 
 
-def _numbers(foreign: Foreign, new: Knobs) -> dict[str, Any]:
+def _numbers(external: ExternalTraining, new: Knobs) -> dict[str, Any]:
     """The batch in the DeepSpeed file, where it stands there as a number."""
-    values: Mapping[str, Any] = foreign.deepspeed.values if foreign.deepspeed is not None else {}
+    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
     pairs = {"train_micro_batch_size_per_gpu": new.micro_batch, ACCUMULATION: new.accumulation}
     written = {key: value for key, value in pairs.items() if _whole(values.get(key)) is not None}
-    if written and not foreign.is_hugging_face:
+    if written and not external.is_hugging_face:
         return pairs
     return written
 
 
-def _accelerate_block(foreign: Foreign) -> Mapping[str, Any]:
-    return _block(foreign.accelerate.values, "deepspeed_config") if foreign.accelerate is not None else {}
+def _accelerate_block(external: ExternalTraining) -> Mapping[str, Any]:
+    return _block(external.accelerate.values, "deepspeed_config") if external.accelerate is not None else {}
 
 
-def written(foreign: Foreign, edits: Edits) -> tuple[Foreign, tuple[Path, ...]]:
+def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining, tuple[Path, ...]]:
     """The next command, and the files that were written for it beside the old ones."""
     files: list[Path] = []
-    trainer = {key: value for key, value in edits.trainer.items() if foreign.takes(key)}
+    trainer = {key: value for key, value in edits.trainer.items() if external.takes(key)}
     if edits.deepspeed:
-        foreign, trainer, made = _with_deepspeed(foreign, edits.deepspeed, trainer)
+        external, trainer, made = _with_deepspeed(external, edits.deepspeed, trainer)
         files += made
-    command = foreign.command
+    command = external.command
     in_file: dict[str, Any] = {}
     for key, value in trainer.items():
         if value is None and command.flag(key) is not None:
             command = without_flag(command, key)
-        elif command.flag(key) is not None or (foreign.settings is None and value is not None):
+        elif command.flag(key) is not None or (external.settings is None and value is not None):
             command = with_flag(command, key, str(value))
         else:
             in_file[key] = value
-    if in_file and foreign.settings is not None:
-        name = _written_settings(foreign.settings, in_file)
+    if in_file and external.settings is not None:
+        name = _written_settings(external.settings, in_file)
         files.append(name)
         command = with_settings(command, _as_named(str(command.settings), name))
     accelerate = dict(edits.accelerate)
-    if accelerate and foreign.accelerate is not None:
-        name = beside(foreign.accelerate.path)
-        files.append(write_beside(name, yaml_tree_with(foreign.accelerate.values, accelerate)))
+    if accelerate and external.accelerate is not None:
+        name = beside(external.accelerate.path)
+        files.append(write_beside(name, yaml_tree_with(external.accelerate.values, accelerate)))
         flag = command.launcher_flag("config_file")
         assert flag is not None
         command = with_launcher_flag(command, flag, _as_named(str(flag.value), name))
     try:
-        again = replace(read_foreign(command), environment=foreign.environment)
+        again = replace(read_training(command), environment=external.environment)
     except UserError as error:
         raise ConfigError(f"the next config cannot be read back: {error}") from None
-    before, after = batch_of(foreign), batch_of(again)
+    before, after = batch_of(external), batch_of(again)
     if (before.micro or 0) * (before.accumulation or 0) != (after.micro or 0) * (after.accumulation or 0):
         raise ConfigError("the next config would change the effective batch: set the batch by hand, and start it again")
     return again, tuple(files)
@@ -486,43 +486,43 @@ def _written_settings(settings: Document, changes: Mapping[str, Any]) -> Path:
 
 
 def _with_deepspeed(
-    foreign: Foreign, changes: Mapping[str, Any], trainer: dict[str, Any]
-) -> tuple[Foreign, dict[str, Any], list[Path]]:
+    external: ExternalTraining, changes: Mapping[str, Any], trainer: dict[str, Any]
+) -> tuple[ExternalTraining, dict[str, Any], list[Path]]:
     """The DeepSpeed file with these changes; a new one, where LLaMA-Factory had none."""
-    if foreign.deepspeed is None:
-        if not foreign.is_llamafactory or foreign.settings is None:
-            return foreign, trainer, []
-        made = beside(foreign.settings.path, ".json")
+    if external.deepspeed is None:
+        if not external.is_llamafactory or external.settings is None:
+            return external, trainer, []
+        made = beside(external.settings.path, ".json")
         write_beside(made, json_with(_PLAIN_DEEPSPEED, changes))
         # LLaMA-Factory starts DeepSpeed under torchrun alone, which it does not take by itself for one GPU.
-        forced = {**foreign.environment, "FORCE_TORCHRUN": "1"}
-        return replace(foreign, environment=forced), {**trainer, "deepspeed": str(made)}, [made]
-    name = beside(foreign.deepspeed.path)
-    write_beside(name, json_with(foreign.deepspeed.values, changes))
-    command = foreign.command
-    flag = _deepspeed_flag(foreign)
+        forced = {**external.environment, "FORCE_TORCHRUN": "1"}
+        return replace(external, environment=forced), {**trainer, "deepspeed": str(made)}, [made]
+    name = beside(external.deepspeed.path)
+    write_beside(name, json_with(external.deepspeed.values, changes))
+    command = external.command
+    flag = _deepspeed_flag(external)
     if flag is not None and flag.value is not None:
-        return replace(foreign, command=with_flag(command, flag.name, _as_named(flag.value, name))), trainer, [name]
+        return replace(external, command=with_flag(command, flag.name, _as_named(flag.value, name))), trainer, [name]
     own = command.launcher_flag("deepspeed_config_file")
     if own is not None and own.value is not None:
         command = with_launcher_flag(command, own, _as_named(own.value, name))
-        return replace(foreign, command=command), trainer, [name]
-    old = str(deepspeed_name(foreign))
-    if foreign.settings is not None and isinstance(foreign.settings.values.get("deepspeed"), str):
-        return foreign, {**trainer, "deepspeed": _as_named(old, name)}, [name]
-    return _accelerate_names(foreign, _as_named(old, name)), trainer, [name]
+        return replace(external, command=command), trainer, [name]
+    old = str(deepspeed_name(external))
+    if external.settings is not None and isinstance(external.settings.values.get("deepspeed"), str):
+        return external, {**trainer, "deepspeed": _as_named(old, name)}, [name]
+    return _accelerate_names(external, _as_named(old, name)), trainer, [name]
 
 
-def _accelerate_names(foreign: Foreign, name: str) -> Foreign:
+def _accelerate_names(external: ExternalTraining, name: str) -> ExternalTraining:
     """accelerate's YAML names the JSON: a YAML beside it names the new one."""
-    assert foreign.accelerate is not None
-    made = beside(foreign.accelerate.path)
-    text = yaml_tree_with(foreign.accelerate.values, {"deepspeed_config.deepspeed_config_file": name})
+    assert external.accelerate is not None
+    made = beside(external.accelerate.path)
+    text = yaml_tree_with(external.accelerate.values, {"deepspeed_config.deepspeed_config_file": name})
     write_beside(made, text)
-    flag = foreign.command.launcher_flag("config_file")
+    flag = external.command.launcher_flag("config_file")
     assert flag is not None
-    command = with_launcher_flag(foreign.command, flag, _as_named(str(flag.value), made))
-    return replace(foreign, command=command, accelerate=read_document(made))
+    command = with_launcher_flag(external.command, flag, _as_named(str(flag.value), made))
+    return replace(external, command=command, accelerate=read_document(made))
 
 
 _PLAIN_DEEPSPEED: dict[str, Any] = {

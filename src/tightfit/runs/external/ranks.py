@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tightfit.runs.foreign_config import Foreign
+from tightfit.runs.external.config import ExternalTraining
 from tightfit.types import ConfigError, Hardware
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
@@ -21,21 +21,21 @@ class Ranks(NamedTuple):
     on_each: int
 
 
-def ranks_of(foreign: Foreign, hardware: Hardware, environment: Mapping[str, str]) -> Ranks:
+def ranks_of(external: ExternalTraining, hardware: Hardware, environment: Mapping[str, str]) -> Ranks:
     """What the command starts. `environment`: what it will see."""
     there = visible_gpus(hardware, environment)
-    command = foreign.command
+    command = external.command
     if command.starter == "llamafactory":
         there = 1 if hardware.gpu.vendor == "cpu" else there
         return Ranks(_count(environment.get("NNODES")) or 1, _count(environment.get("NPROC_PER_NODE")) or there)
     if command.starter == "torchrun":
-        word = _launcher_word(foreign, "nproc_per_node") or environment.get("PET_NPROC_PER_NODE")
-        nodes = (_launcher_word(foreign, "nnodes") or environment.get("PET_NNODES") or "1").partition(":")[0]
+        word = _launcher_word(external, "nproc_per_node") or environment.get("PET_NPROC_PER_NODE")
+        nodes = (_launcher_word(external, "nnodes") or environment.get("PET_NNODES") or "1").partition(":")[0]
         return Ranks(_count(nodes) or 1, there if word in ("gpu", "auto") else _count(word) or 1)
     if command.starter == "deepspeed":
-        return _deepspeed(foreign, there)
+        return _deepspeed(external, there)
     if command.starter in ("accelerate", "trl"):
-        return _accelerate(foreign, there)
+        return _accelerate(external, there)
     return Ranks(1, 1 if command.starter == "python" else there)
 
 
@@ -50,14 +50,14 @@ def visible_gpus(hardware: Hardware, environment: Mapping[str, str]) -> int:
     return hardware.gpus_per_node
 
 
-def _deepspeed(foreign: Foreign, there: int) -> Ranks:
-    include = _launcher_word(foreign, "include", "i")
+def _deepspeed(external: ExternalTraining, there: int) -> Ranks:
+    include = _launcher_word(external, "include", "i")
     if include is not None and ":" in include:
         hosts = [host.partition(":")[2] for host in include.split("@")]
         return Ranks(len(hosts), max(gpus.count(",") + 1 for gpus in hosts))
-    slots = _hostfile(_launcher_word(foreign, "hostfile", "H"))
-    nodes = _count(_launcher_word(foreign, "num_nodes")) or (len(slots) or 1)
-    return Ranks(nodes, _count(_launcher_word(foreign, "num_gpus")) or min(slots, default=there))
+    slots = _hostfile(_launcher_word(external, "hostfile", "H"))
+    nodes = _count(_launcher_word(external, "num_nodes")) or (len(slots) or 1)
+    return Ranks(nodes, _count(_launcher_word(external, "num_gpus")) or min(slots, default=there))
 
 
 def _hostfile(name: str | None) -> list[int]:
@@ -68,22 +68,22 @@ def _hostfile(name: str | None) -> list[int]:
     return [int(slots) for _, slots in _SLOTS.findall(path.read_text(encoding="utf-8", errors="replace"))]
 
 
-def _accelerate(foreign: Foreign, there: int) -> Ranks:
+def _accelerate(external: ExternalTraining, there: int) -> Ranks:
     """`num_processes` counts those of all machines."""
     said = {}
     for name in ("num_machines", "num_processes"):
-        value = _launcher_word(foreign, name)
-        if value is None and foreign.command.starter == "trl":
-            value = foreign.said(name)
-        if value is None and foreign.accelerate is not None:
-            value = foreign.accelerate.values.get(name)
+        value = _launcher_word(external, name)
+        if value is None and external.command.starter == "trl":
+            value = external.said(name)
+        if value is None and external.accelerate is not None:
+            value = external.accelerate.values.get(name)
         said[name] = _count(str(value))
     machines = said["num_machines"] or 1
     return Ranks(machines, max(1, (said["num_processes"] or there * machines) // machines))
 
 
-def _launcher_word(foreign: Foreign, *names: str) -> str | None:
-    flag = foreign.command.launcher_flag(*names)
+def _launcher_word(external: ExternalTraining, *names: str) -> str | None:
+    flag = external.command.launcher_flag(*names)
     return None if flag is None else flag.value
 
 

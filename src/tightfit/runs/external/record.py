@@ -29,6 +29,7 @@ from tightfit.types import ConfigError
 
 FOLDER = "tightfit-run"
 KIND = "foreign"
+"""As `run.json` has said it from the first release on."""
 _MOST_FOLDERS = 10_000
 
 

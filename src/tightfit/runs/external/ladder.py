@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tightfit.runs.foreign_config import Foreign, Knobs
+from tightfit.runs.external.config import ExternalTraining, Knobs
 
 SHORTEST = 128
 FRUGAL: tuple[tuple[str, int | bool], ...] = (
@@ -39,15 +39,15 @@ class Rung:
         return any(word.startswith(("ZeRO stage", "4-bit", "optimizer on", "weights on")) for word in self.changed)
 
 
-def rungs(foreign: Foreign, now: Knobs, allow: frozenset[str], *, host: bool = False) -> Iterator[Rung]:
+def rungs(external: ExternalTraining, now: Knobs, allow: frozenset[str], *, host: bool = False) -> Iterator[Rung]:
     """Every next way that this config can be changed to, the cheapest first; `host`: it is RAM that was missing."""
     if host:
         yield from _on_the_host(now)
         return
-    yield from _batch(foreign, now)
-    yield from _recompute(foreign, now)
-    yield from _engine(foreign, now)
-    yield from _costly(foreign, now, allow)
+    yield from _batch(external, now)
+    yield from _recompute(external, now)
+    yield from _engine(external, now)
+    yield from _costly(external, now, allow)
 
 
 def _on_the_host(now: Knobs) -> Iterator[Rung]:
@@ -56,7 +56,7 @@ def _on_the_host(now: Knobs) -> Iterator[Rung]:
         yield Rung(knobs=replace(now, pin_memory=False), changed=("offloaded memory is not locked any more",))
 
 
-def _batch(foreign: Foreign, now: Knobs) -> Iterator[Rung]:
+def _batch(external: ExternalTraining, now: Knobs) -> Iterator[Rung]:
     micro, accumulation = now.micro_batch, now.accumulation
     if micro is None or accumulation is None or micro < 2:
         return
@@ -66,12 +66,12 @@ def _batch(foreign: Foreign, now: Knobs) -> Iterator[Rung]:
     yield Rung(knobs=new, changed=(word,))
 
 
-def _recompute(foreign: Foreign, now: Knobs) -> Iterator[Rung]:
+def _recompute(external: ExternalTraining, now: Knobs) -> Iterator[Rung]:
     if now.checkpointing is False:
         yield Rung(knobs=replace(now, checkpointing=True), changed=("activations are computed again (checkpointing)",))
 
 
-def _engine(foreign: Foreign, now: Knobs) -> Iterator[Rung]:
+def _engine(external: ExternalTraining, now: Knobs) -> Iterator[Rung]:
     if now.stage is None:
         return
     if now.stage < 2:
@@ -83,25 +83,25 @@ def _engine(foreign: Foreign, now: Knobs) -> Iterator[Rung]:
         yield Rung(knobs=replace(now, stage=3), changed=("ZeRO stage 2 → 3",))
     elif now.offload_param == "none":
         yield Rung(knobs=replace(now, offload_param="cpu"), changed=("weights on the host",))
-    elif foreign.deepspeed is not None and not _is_frugal(foreign):
+    elif external.deepspeed is not None and not _is_frugal(external):
         yield Rung(knobs=replace(now, buckets=FRUGAL), changed=("little gathered at a time (optimized)",))
 
 
-def _is_frugal(foreign: Foreign) -> bool:
-    assert foreign.deepspeed is not None
-    zero = foreign.deepspeed.values.get("zero_optimization")
+def _is_frugal(external: ExternalTraining) -> bool:
+    assert external.deepspeed is not None
+    zero = external.deepspeed.values.get("zero_optimization")
     said = zero.get("stage3_max_live_parameters") if isinstance(zero, dict) else None
     return isinstance(said, int | float) and said <= dict(FRUGAL)["stage3_max_live_parameters"]
 
 
-def _costly(foreign: Foreign, now: Knobs, allow: frozenset[str]) -> Iterator[Rung]:
+def _costly(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> Iterator[Rung]:
     if "quantize" in allow and now.quantised is False:
         new = replace(now, quantised=True)
         yield Rung(
             knobs=new, changed=("4-bit weights (quantized)",), cost="the frozen weights have 4 bits (NF4) instead of 16"
         )
     length = now.sequence
-    if "shorter-seq" in allow and foreign.is_llamafactory and length is not None and length // 2 >= SHORTEST:
+    if "shorter-seq" in allow and external.is_llamafactory and length is not None and length // 2 >= SHORTEST:
         shorter = length // 2
         name = " (limit)" if now.quantised and shorter <= LIMIT_TOKENS else ""
         yield Rung(
@@ -111,11 +111,11 @@ def _costly(foreign: Foreign, now: Knobs, allow: frozenset[str]) -> Iterator[Run
         )
 
 
-def would_help(foreign: Foreign, now: Knobs, allow: frozenset[str]) -> tuple[str, ...]:
+def would_help(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> tuple[str, ...]:
     """What was not allowed, or cannot be written here."""
     said = []
     if now.quantised is False and "quantize" not in allow:
         said.append("--allow quantize would train the adapters on 4-bit weights")
-    if foreign.is_llamafactory and "shorter-seq" not in allow and (now.sequence or 0) >= 2 * SHORTEST:
+    if external.is_llamafactory and "shorter-seq" not in allow and (now.sequence or 0) >= 2 * SHORTEST:
         said.append("--allow shorter-seq would cut the sequences")
     return tuple(said)

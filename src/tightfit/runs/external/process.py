@@ -22,7 +22,7 @@ from typing import IO, BinaryIO
 from tightfit.hardware.occupancy import Occupancy, occupancy
 from tightfit.inputs.surroundings import inherited
 from tightfit.owned import open_own
-from tightfit.runs.foreign_hang import Stillness, Stuck, asked
+from tightfit.runs.external.hang import Stillness, Stuck, asked
 from tightfit.runs.kernel import KernelRecord, KernelSaid
 from tightfit.runs.marked import MARK, Guard, members
 from tightfit.runs.processes import PROC, tell, tell_one
