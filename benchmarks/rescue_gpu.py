@@ -48,8 +48,9 @@ PHASES: tuple[PhaseName, ...] = ("init", "forward", "loss", "backward", "step")
 LIMIT_S = 540
 DESK = (
     "import sys\n"
-    "from tightfit import cli, cli_train\n"
-    "cli_train.WORKER = (*cli_train.WORKER, '--cap-bytes', sys.argv[1])\n"
+    "from tightfit import cli\n"
+    "from tightfit.cli import train\n"
+    "train.WORKER = (*train.WORKER, '--cap-bytes', sys.argv[1])\n"
     "sys.exit(cli.main(['train', *sys.argv[2:]]))\n"
 )
 """The worker's own switch of rehearsals makes the card a smaller one."""

@@ -16,8 +16,9 @@ LINGERING = Path(__file__).with_name("lingering.py")
 TINY = ("--model", "tiny_mamba", "--seq", "64", "--max-steps", "6")
 DESK = (
     "import sys\n"
-    "from tightfit import cli, cli_train\n"
-    "cli_train.WORKER = (sys.executable, sys.argv[1], sys.argv[2])\n"
+    "from tightfit import cli\n"
+    "from tightfit.cli import train\n"
+    "train.WORKER = (sys.executable, sys.argv[1], sys.argv[2])\n"
     "sys.exit(cli.main(['train', *sys.argv[3:]]))\n"
 )
 
