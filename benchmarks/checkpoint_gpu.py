@@ -49,9 +49,10 @@ def large() -> Situations:
 
 def prepare(folder: Path, only: str = "", situations: Situations | None = None) -> None:
     """A plan for each situation, as the desk writes it."""
+    from tightfit.formats.render import render
+    from tightfit.formats.target import Target
     from tightfit.job.file import hardware_of, job_from_flags, model_of
     from tightfit.planner import plan
-    from tightfit.render import Target, render
     from tightfit.types import Gpu, Hardware
 
     processes = Hardware(

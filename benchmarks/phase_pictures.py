@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tightfit
-from tightfit.render.svg_bars import bars_of_phases, bars_svg, key_svg
+from tightfit.desk.svg_bars import bars_of_phases, bars_svg, key_svg
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 WIDTH, EDGE, ROW, COLUMN, COLUMNS = 760, 16, 20, 182, 4

@@ -31,13 +31,13 @@ from typing import Any
 from tightfit.cli import train_flags as cli_train_flags
 from tightfit.desk.plan_files import startable_of
 from tightfit.desk.plan_request import Request, request_of
+from tightfit.formats.target import Target
 from tightfit.memory import estimate
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Entry, Measured, data_mark, training_of, way_mark
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, step_down
 from tightfit.priced import strategy_name
-from tightfit.render.target import Target
 from tightfit.runs.attempts import read_records
 from tightfit.runs.calibration import Calibrations, learned_from_failure
 from tightfit.types import Checkpointing, Engine, Levers, Phase, PhaseName

@@ -154,9 +154,10 @@ def main() -> None:
 def prepare(folder: Path, only: str) -> None:
     from rehearse_plans import scenario
 
+    from tightfit.formats.render import render
+    from tightfit.formats.target import Target
     from tightfit.job.file import hardware_of, job_from_flags, model_of
     from tightfit.planner import plan
-    from tightfit.render import Target, render
 
     for name, situation in SITUATIONS.items():
         place = folder / name.replace(" ", "_").replace(",", "")

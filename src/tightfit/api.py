@@ -19,6 +19,7 @@ from tightfit.desk import estimate as estimates
 from tightfit.desk import estimate_report, plan_report
 from tightfit.desk import plan as plans
 from tightfit.desk.plan_files import files_of, plan_of
+from tightfit.formats.target import Original
 from tightfit.inputs.flags import Flags
 from tightfit.inputs.spelling import nearest
 from tightfit.job import Job
@@ -28,7 +29,6 @@ from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.tiers import Tiered
 from tightfit.priced import Priced
-from tightfit.render.target import Original
 from tightfit.types import ConfigError, Footprint
 
 OTHER_WORD = {"trainer": "for"}
@@ -85,7 +85,7 @@ class Planned:
 
     def write(self, folder: str | Path, *, force: bool = False) -> list[Path]:
         """Configs, launch script and reasons into a folder, as `--write` does."""
-        from tightfit.render.write import write
+        from tightfit.formats.plan_folder import write
 
         if self.plan.chosen is None:
             raise ConfigError("nothing fits, so there is nothing to write: see .remedies")
@@ -108,7 +108,7 @@ class Planned:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from tightfit.render.svg_bars import plan_bars
+        from tightfit.desk.svg_bars import plan_bars
 
         return plan_bars(self.plan)
 
@@ -144,7 +144,7 @@ class Estimated:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from tightfit.render.svg_bars import phase_bars
+        from tightfit.desk.svg_bars import phase_bars
 
         return phase_bars(self.priced)
 

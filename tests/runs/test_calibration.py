@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rows import levers_of, shape_of
 
+from tightfit.formats.worker.write import _milestones, worker_json
 from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job
 from tightfit.memory import estimate
@@ -31,7 +32,6 @@ from tightfit.planner.calibration import (
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import Shortfall
 from tightfit.planner.way_up import room_above, unused_share
-from tightfit.render.worker import _milestones, worker_json
 from tightfit.runs.calibration import FILE, MOST_ENTRIES, Calibrations, learned, learned_from_failure
 from tightfit.runs.events import Event, MemoryMark, event_of
 from tightfit.runs.worker_file import worker_file

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tightfit.render.beside import beside, json_with, write_beside, yaml_text_with
+from tightfit.formats.beside import beside, json_with, write_beside, yaml_text_with
 from tightfit.runs.external.command import recognise, with_flag
 from tightfit.runs.external.config import Edits, ExternalTraining, batch_of, edits_of, knobs_of, read_training, written
 from tightfit.runs.external.ladder import rungs

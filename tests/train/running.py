@@ -15,9 +15,10 @@ from typing import Any
 
 from warm import Rank, Warm
 
+from tightfit.formats.render import render
+from tightfit.formats.target import Target
 from tightfit.job.file import job_from_flags
 from tightfit.planner import plan
-from tightfit.render import Target, render
 from tightfit.types import Gpu, Hardware
 
 GIB = 2**30

@@ -26,9 +26,10 @@ from small_models import config_of
 from test_resume import cut_off
 
 from compiling import compile_part
+from tightfit.formats.render import render
+from tightfit.formats.target import Target
 from tightfit.job.file import job_from_flags
 from tightfit.planner import plan
-from tightfit.render import Target, render
 from tightfit.types import Gpu, Hardware
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}

@@ -15,10 +15,10 @@ import pytest
 from running import write_plan
 
 import patience
+from tightfit.formats.launch.slurm import slurm_sbatch
+from tightfit.formats.target import Target
 from tightfit.job.file import job_from_flags
 from tightfit.planner import plan
-from tightfit.render import Target
-from tightfit.render.slurm import slurm_sbatch
 from tightfit.train.__main__ import STOPPED, _code_of, _options
 from tightfit.train.loop import Ending
 from tightfit.types import Gpu, Hardware

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_colours import DARK, LIGHT, contrast, rgb
 
-from tightfit.render.svg_bars import LOOKS
+from tightfit.desk.svg_bars import LOOKS
 
 PLAN = (Path(__file__).parents[2] / "src/tightfit/web/static/plan.css").read_text(encoding="utf-8")
 EYES = {

@@ -21,11 +21,11 @@ ASKED = (
     *("inputs/flags.py", "hardware/words.py", "hardware/machine.py", "web/plan_question.py", "web/diagnose_view.py"),
     *("web/plan_most.py", "planner/tier_values.py"),
     *(
-        "render/deepspeed.py",
-        "render/deepspeed_versions.py",
+        "formats/deepspeed/write.py",
+        "formats/deepspeed/versions.py",
         "inputs/versions.py",
-        "inputs/trainers.py",
-        "render/worker.py",
+        "planner/trainers.py",
+        "formats/worker/write.py",
     ),
 )
 WORKER = sorted(str(path.relative_to(PACKAGE)) for path in (PACKAGE / "train").rglob("*.py"))

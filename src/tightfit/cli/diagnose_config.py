@@ -13,8 +13,8 @@ from typing import Any
 
 from tightfit.desk.estimate import estimated
 from tightfit.diagnose.evidence import KnownConfig
-from tightfit.lint.document import read_document
-from tightfit.lint.kinds import kind_of
+from tightfit.formats.document import read_document
+from tightfit.formats.kinds import kind_of
 from tightfit.model.presets import PRESETS, checkpoint_named
 from tightfit.priced import Priced
 from tightfit.types import ConfigError, UserError

@@ -52,7 +52,7 @@ class JobCheck:
 
 def read(path: str, output: str | None) -> JobCheck:
     """A job file or a LLaMA-Factory YAML; what is wrong in it is the user's to mend."""
-    from tightfit.desk.llamafactory_job import is_llamafactory
+    from tightfit.formats.llamafactory.job import is_llamafactory
 
     args = argparse.Namespace(file=path, **({"output": output} if output is not None else {}))
     args = next(iter(each_stage(args)), args)  # of several, the one that comes first
@@ -136,7 +136,7 @@ def _on_path(tool: str) -> bool:
 
 
 def _data(request: Request) -> Row:
-    from tightfit.render.llamafactory import names_a_file
+    from tightfit.formats.llamafactory.write import names_a_file
 
     path = request.job.data.path
     if path is None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import get_args
 
 from tightfit.cli.flags import CHANGE, Parser, whole_number
-from tightfit.lint import examine
-from tightfit.lint.finding import Finding, Kind, Report
-from tightfit.render.target import Target
+from tightfit.formats.finding import Finding, Kind, Report
+from tightfit.formats.lint import examine
+from tightfit.formats.target import Target
 from tightfit.types import ConfigError
 
 FOUND_ERRORS = 1

@@ -152,7 +152,7 @@ def _folder(args: argparse.Namespace) -> Iterator[RunFolder]:
 
 def _played(ready: Ready, folder: RunFolder, steps: int, *, quiet: bool) -> tuple[Outcome, Probe | None]:
     """How the worker ended, and what the trial of the largest batch found."""
-    from tightfit.render.write import write
+    from tightfit.formats.plan_folder import write
 
     files = {**ready.files, WORKER_FILE: placed(ready.files[WORKER_FILE], folder.path)}
     write(files, folder.plan, force=True)

@@ -91,7 +91,7 @@ def prepare(args: argparse.Namespace) -> Ready:
 
 def _planned(args: argparse.Namespace, cap: int | None) -> tuple[Plan, dict[str, str]]:
     """The plan for the capped card, and its files."""
-    from tightfit.render.target import Target
+    from tightfit.formats.target import Target
 
     def smaller(job: Job, hardware: Hardware) -> Hardware:
         if cap is None or cap >= hardware.gpu.memory_bytes:

@@ -10,13 +10,15 @@ from typing import Any, TypeVar
 
 import yaml
 
-from tightfit.desk.llamafactory_job import read_llamafactory_job
 from tightfit.desk.plan_files import DEEPSPEED, deepspeed_version
 from tightfit.diagnose.verdict import Verdict
-from tightfit.inputs import deepspeed_file, llamafactory_file
+from tightfit.formats.deepspeed import read as deepspeed_file
+from tightfit.formats.llamafactory import read as llamafactory_file
+from tightfit.formats.llamafactory.job import read_llamafactory_job
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.inputs.surroundings import inherited
 from tightfit.job import Adapters, Allowance, Job
+from tightfit.job.training_arguments import OPTIMIZERS
 from tightfit.memory import estimate
 from tightfit.model.load import load_model
 from tightfit.pace import pace
@@ -245,7 +247,7 @@ def _script(external: ExternalTraining, machine: Hardware, said: Said) -> tuple[
     if micro is None and not isinstance(in_file.get("train_micro_batch_size_per_gpu"), int):
         return f"the micro batch is not known ({batch.because}): add --micro-batch before the --"
     optimizer = external.said("optim") or "adamw_torch"
-    if optimizer not in llamafactory_file.OPTIMIZERS:
+    if optimizer not in OPTIMIZERS:
         return f"optim {optimizer} is not priced"
     shape = load_model(model)
     levers = replace(
@@ -254,7 +256,7 @@ def _script(external: ExternalTraining, machine: Hardware, said: Said) -> tuple[
         micro_batch=micro or 1,
         accumulation=batch.accumulation or _first(external, (ACCUMULATION,), int) or 1,
         precision=_precision(external),
-        optimizer=llamafactory_file.OPTIMIZERS[optimizer],
+        optimizer=OPTIMIZERS[optimizer],
         loss="fused" if external.said("use_liger_kernel") is True else "plain",
         checkpointing=Checkpointing(layers=None if now.checkpointing else 0),
         deepspeed_version=deepspeed_version(machine)[0],

@@ -15,6 +15,7 @@ from tightfit.cli.train_written import written_plan
 from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_files import startable_of, target_of
 from tightfit.diagnose.verdict import Verdict
+from tightfit.formats.plan_folder import write
 from tightfit.hardware.catalogue import native_bf16
 from tightfit.hardware.occupancy import occupancy
 from tightfit.inputs.surroundings import cache_folder
@@ -24,7 +25,6 @@ from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
 from tightfit.priced import strategy_name
-from tightfit.render.write import write
 from tightfit.runs.calibration import Calibrations, learned_from_failure
 from tightfit.runs.cause import known_config
 from tightfit.runs.folder import RunFolder
@@ -36,7 +36,7 @@ from tightfit.runs.worker_file import WORKER_FILE, worker_file
 from tightfit.types import UserError
 
 if TYPE_CHECKING:
-    from tightfit.render.target import Target
+    from tightfit.formats.target import Target
 
 WAITS_S = 60.0
 """For room on a GPU, where nobody said --wait-for-gpu."""
@@ -225,7 +225,7 @@ def _puzzling(way: Way, shortfall: Shortfall) -> bool:
 
 def _target(args: argparse.Namespace, nodes: Nodes) -> Target:
     """What the first plan was rendered for."""
-    from tightfit.render.target import Target
+    from tightfit.formats.target import Target
 
     hosts = None if nodes.hostfile is None else argparse.Namespace(launcher="deepspeed", hostfile=args.hostfile)
     found = Target() if hosts is None else target_of(hosts)

@@ -88,7 +88,7 @@ def nodes_of(args: argparse.Namespace) -> Nodes:
     port = getattr(args, "port", None)
     if hasattr(args, "hostfile"):
         from tightfit.desk.plan_files import target_of
-        from tightfit.render.hostfile import parse_hostfile
+        from tightfit.formats.launch.hostfile import parse_hostfile
 
         target = target_of(argparse.Namespace(hostfile=args.hostfile))
         text = None if target is None else target.hostfile

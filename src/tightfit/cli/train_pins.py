@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.desk.plan_request import Request
+from tightfit.formats.worker.write import seeded
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
 from tightfit.model.presets import PRESETS, checkpoint_of
-from tightfit.render.worker import seeded
 from tightfit.types import Buckets, Mamba1, Mamba2, ModelError
 
 
 def pinned_by_deepspeed(request: Request, path: str) -> Request:
     """The request with what a DeepSpeed file says, wherever neither flag nor job file says it."""
-    from tightfit.inputs.deepspeed_file import read_deepspeed
+    from tightfit.formats.deepspeed.read import read_deepspeed
 
     version = str(request.job.levers.get("deepspeed_version"))
     settings = read_deepspeed(path, hidden_size=request.shape.hidden_size, version=version)

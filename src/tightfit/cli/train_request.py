@@ -18,18 +18,18 @@ from tightfit.cli.train_pins import check_weights, pinned_by_deepspeed, with_a_s
 from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out
 from tightfit.desk.plan_request import Request, request_of
+from tightfit.formats.worker.write import without_data
 from tightfit.hardware.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
 from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
 from tightfit.planner.tiers import tiered
-from tightfit.render.worker import without_data
 from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, placed, read_plan_folder, worker_file
 from tightfit.types import ConfigError, HardwareError
 
 if TYPE_CHECKING:
-    from tightfit.render.target import Target
+    from tightfit.formats.target import Target
 
 LEAST_TORCH = (2, 5)
 """The oldest that the worker is written for."""
@@ -135,7 +135,7 @@ def answer_of(args: argparse.Namespace, request: Request, startable: Startable, 
 
 def _target(args: argparse.Namespace, nodes: Nodes) -> Target:
     from tightfit.desk.plan_files import target_of
-    from tightfit.render.target import Target
+    from tightfit.formats.target import Target
 
     plain = argparse.Namespace(launcher="deepspeed", hostfile=args.hostfile) if nodes.hostfile is not None else None
     found = target_of(plain) if plain is not None else Target()
@@ -144,7 +144,7 @@ def _target(args: argparse.Namespace, nodes: Nodes) -> Target:
 
 
 def rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
-    from tightfit.render import render
+    from tightfit.formats.render import render
 
     assert answer.chosen is not None
     return render(answer, target_for(answer, job, target))
@@ -204,7 +204,7 @@ def _check_nodes(nodes: Nodes, worker: WorkerFile) -> None:
 
 
 def check_data(job: Job) -> None:
-    from tightfit.render.llamafactory import DATASET_INFO, listed, names_a_file
+    from tightfit.formats.llamafactory.write import DATASET_INFO, listed, names_a_file
 
     path = job.data.path
     if path is None or not names_a_file(path):

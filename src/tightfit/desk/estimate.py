@@ -14,7 +14,7 @@ from tightfit.types import ConfigError, Engine, Hardware, HardwareError, Levers,
 
 if TYPE_CHECKING:
     from tightfit.desk.estimate_job import JobInput
-    from tightfit.inputs.deepspeed_file import DeepSpeedSettings
+    from tightfit.formats.deepspeed.read import DeepSpeedSettings
 
 STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     ("zero0", "none", "none"),
@@ -192,7 +192,7 @@ def _inputs(
         shape, base, said = _model(args.model, args), usual, ()
     if not hasattr(args, "deepspeed"):
         return shape, base, said
-    from tightfit.inputs.deepspeed_file import to_levers
+    from tightfit.formats.deepspeed.read import to_levers
 
     settings = _read_deepspeed(args.deepspeed, args, shape)
     return shape, to_levers(settings, base, world=world), (*said, *settings.because)
@@ -200,7 +200,8 @@ def _inputs(
 
 def _from_llamafactory(args: argparse.Namespace, world: int) -> tuple[ModelShape, Levers, tuple[str, ...]]:
     from tightfit.desk.plan_files import deepspeed_version
-    from tightfit.inputs import deepspeed_file, llamafactory_file
+    from tightfit.formats.deepspeed import read as deepspeed_file
+    from tightfit.formats.llamafactory import read as llamafactory_file
 
     if args.file.endswith(".json"):
         raise ConfigError(f"{args.file} should be a LLaMA-Factory YAML: a DeepSpeed JSON goes after --deepspeed")
@@ -227,7 +228,7 @@ def _model(word: str, args: argparse.Namespace) -> ModelShape:
 
 
 def _read_deepspeed(path: str | Path, args: argparse.Namespace, shape: ModelShape) -> DeepSpeedSettings:
-    from tightfit.inputs.deepspeed_file import read_deepspeed
+    from tightfit.formats.deepspeed.read import read_deepspeed
 
     version: str = getattr(args, "deepspeed_version", Levers().deepspeed_version)
     return read_deepspeed(path, hidden_size=shape.hidden_size, version=version)

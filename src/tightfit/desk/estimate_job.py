@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tightfit.desk.plan_request import fields_of, names_in
 from tightfit.desk.stages import stage_asked
-from tightfit.inputs.llamafactory_file import KNOWN
+from tightfit.formats.llamafactory.keys import KNOWN
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS, JobFile, hardware_of, job_from_flags, levers_of, model_of, read_job
 from tightfit.job.text import read_tree

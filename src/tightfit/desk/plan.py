@@ -26,7 +26,7 @@ from tightfit.planner.tiers import all_tiers, tiered
 from tightfit.types import ConfigError
 
 if TYPE_CHECKING:
-    from tightfit.render.target import Original
+    from tightfit.formats.target import Original
 
 MOST_MARGIN = 90
 """Percent: what is below this may be meant as a percentage."""
@@ -52,7 +52,7 @@ def original_for(args: argparse.Namespace) -> Original | None:
     """The LLaMA-Factory file that is to be written anew; None: there is none."""
     if not hasattr(args, "file"):
         return None
-    from tightfit.desk.llamafactory_job import is_llamafactory, original_of
+    from tightfit.formats.llamafactory.job import is_llamafactory, original_of
 
     path = Path(args.file)
     return original_of(path, lambda job: place_job(job, path)) if is_llamafactory(path) else None

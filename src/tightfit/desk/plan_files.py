@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from tightfit.inputs.flags import meant, spelt
-from tightfit.inputs.trainers import LLAMAFACTORY_VERSION, NAMES, STARTS, newest_deepspeed
 from tightfit.inputs.versions import release
 from tightfit.job import Job
 from tightfit.planner import plan_within, question_of
@@ -20,11 +19,12 @@ from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.search import search, something_fits
 from tightfit.planner.tiers import Tiered
+from tightfit.planner.trainers import LLAMAFACTORY_VERSION, NAMES, STARTS, newest_deepspeed
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import ConfigError, Engine, Hardware, Levers, Trainer
 
 if TYPE_CHECKING:
-    from tightfit.render.target import Original, Target
+    from tightfit.formats.target import Original, Target
 
 DTK_DEEPSPEED = "0.14.2"
 """What Hygon's own stack ships."""
@@ -102,7 +102,7 @@ def target_of(args: argparse.Namespace) -> Target | None:
     """What the flags say about the readers of the files; None: nothing. DeepSpeed's version is the job's."""
     if not ABOUT_FILES & set(vars(args)):
         return None
-    from tightfit.render.target import Launcher, Target
+    from tightfit.formats.target import Launcher, Target
 
     usual, launcher = Target(), getattr(args, "launcher", None)
     if launcher is not None and launcher not in get_args(Launcher):
@@ -131,8 +131,8 @@ def _version(args: argparse.Namespace, name: str, usual: str) -> str:
 def _hostfile(args: argparse.Namespace) -> str | None:
     if not hasattr(args, "hostfile"):
         return None
+    from tightfit.formats.launch.hostfile import parse_hostfile
     from tightfit.inputs.spelling import read_text
-    from tightfit.render.hostfile import parse_hostfile
 
     text = read_text(Path(args.hostfile), "a hostfile")
     parse_hostfile(text)
@@ -195,7 +195,7 @@ def write_plan(
     answer = _each(answer, _settled)
     if target is None or not hasattr(args, "write"):
         return answer, None
-    from tightfit.render.write import write
+    from tightfit.formats.plan_folder import write
 
     answered = plan_of(answer)
     if answered.chosen is None:
@@ -229,7 +229,7 @@ def _with_other_trainers(plan: Plan, target: Target) -> Plan:
 
 def _instead(plan: Plan, trainer: Trainer, target: Target) -> str | None:
     """What `--for` would give; None: the trainer's own file does, or it cannot train this at all."""
-    from tightfit.render.under import runs_under
+    from tightfit.formats.under import runs_under
 
     if runs_under(trainer, plan, target):
         return None
@@ -254,7 +254,7 @@ def _instead(plan: Plan, trainer: Trainer, target: Target) -> str | None:
 
 
 def _rendered(plan: Plan, target: Target) -> dict[str, str]:
-    from tightfit.render import render
+    from tightfit.formats.render import render
 
     return render(plan, target_for(plan, plan.job, target))
 
@@ -282,7 +282,7 @@ def _with_what_it_trains(plan: Plan, target: Target) -> Plan:
     """Whoever starts the files has to know on what they would train."""
     if plan.job.trainer != "tightfit":
         return plan
-    from tightfit.render.worker import untrained
+    from tightfit.formats.worker.write import untrained
 
     return replace(plan, because=(*plan.because, *untrained(plan.job)))
 

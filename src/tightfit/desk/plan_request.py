@@ -16,10 +16,10 @@ from tightfit.desk.lever_flags import without_effect
 from tightfit.desk.plan_files import deepspeed_version
 from tightfit.desk.stages import named_model, stage_asked
 from tightfit.inputs.flags import spelt
-from tightfit.inputs.trainers import NAMES, STARTS
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS, adapter_dtype_of, hardware_of, job_from_flags, model_of, read_job
 from tightfit.model.presets import PRESETS
+from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.types import ConfigError, Hardware, HardwareError, ModelShape
 
 COUNTS = {"gpus", "num_gpus", "world"}
@@ -113,7 +113,7 @@ def request_of(
 def _file(args: argparse.Namespace, given: Mapping[str, Any], launcher: str | None) -> FileSays | None:
     if not hasattr(args, "file"):
         return None
-    from tightfit.desk.llamafactory_job import is_llamafactory, read_llamafactory_job  # brings yaml
+    from tightfit.formats.llamafactory.job import is_llamafactory, read_llamafactory_job  # brings yaml
 
     path = Path(args.file)
     model = named_model(args)

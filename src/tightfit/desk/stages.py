@@ -82,7 +82,7 @@ def each_stage(args: argparse.Namespace) -> list[argparse.Namespace]:
     """The same question for every stage of a job; empty: it has none, or one was picked."""
     if not hasattr(args, "file") or hasattr(args, "only_stage"):
         return []
-    from tightfit.desk.llamafactory_job import is_llamafactory  # brings yaml
+    from tightfit.formats.llamafactory.job import is_llamafactory  # brings yaml
 
     if is_llamafactory(Path(args.file)):
         return []

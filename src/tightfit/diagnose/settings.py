@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.diagnose.evidence import KnownConfig, completed
-from tightfit.lint.document import Document, read_document
-from tightfit.lint.kinds import kind_of
+from tightfit.formats.document import Document, read_document
+from tightfit.formats.kinds import kind_of
 from tightfit.types import UserError
 
 

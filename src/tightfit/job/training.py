@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any
 
 from tightfit.hardware.words import MAX_GPUS_PER_NODE, parse_hardware
 from tightfit.inputs.spelling import Fields, nearest, shown
 from tightfit.job import Job
 from tightfit.job.saving import settled
+from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, OPTIMIZERS, TRAINING_ARGUMENTS
 from tightfit.types import ConfigError, HardwareError
 
 MARKS = ("training", "model_type", "num_gpus", "preset")
@@ -175,12 +175,12 @@ class _Translation:
                 continue  # Hugging Face's word for: as the epochs say
             if key in _WARM_UPS and value == 0 and all(other in self.training.values for other in _WARM_UPS):
                 continue  # transformers writes both, and the one that is not 0 counts
-            if key == "optim" and value in _optimizers():
-                self._put("optimizer", _optimizers()[value], self.prefix + key)
+            if key == "optim" and value in OPTIMIZERS:
+                self._put("optimizer", OPTIMIZERS[value], self.prefix + key)
                 continue
             if key in _FIELD_OF:
                 self._put(_FIELD_OF[key], value, self.prefix + key)
-            elif key in _NO_MATTER or (key not in KNOWN and key in _trainers_own()):
+            elif key in _NO_MATTER or (key not in KNOWN and key in TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS):
                 aside.append(self.prefix + key)
             elif key not in KNOWN:
                 close = nearest(key, KNOWN)
@@ -297,18 +297,3 @@ class _Translation:
             raise ConfigError(f"{self.names.get(path, path)} and {name} in {self.file} say the same thing: keep one")
         inside[key] = value
         self.names[path] = name
-
-
-def _optimizers() -> Mapping[Any, str]:
-    """transformers' names for the optimizers that we know."""
-    from tightfit.inputs.llamafactory_file import OPTIMIZERS  # brings yaml
-
-    return OPTIMIZERS
-
-
-@cache
-def _trainers_own() -> frozenset[str]:
-    """What transformers' trainer has beside, and a job does not."""
-    from tightfit.inputs.llamafactory_file import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS  # brings yaml
-
-    return TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS

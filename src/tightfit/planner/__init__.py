@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 from time import perf_counter
 
-from tightfit.inputs.trainers import Abilities, check_pins
 from tightfit.job import Job
 from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
 from tightfit.planner import costly, reasons
@@ -20,6 +19,7 @@ from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.search import Found, search
 from tightfit.planner.tier_values import STANDS_IN, TIERS, applied, from_card_down
+from tightfit.planner.trainers import Abilities, check_pins
 from tightfit.types import ConfigError, Hardware, Lora, ModelShape
 
 __all__ = ["Bounds", "Plan", "Remedy", "Way", "answered", "plan", "plan_within", "question_of"]

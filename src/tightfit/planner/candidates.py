@@ -13,9 +13,9 @@ from itertools import product
 from typing import Any
 
 from tightfit.inputs.flags import check_levers, released_at_once
-from tightfit.inputs.trainers import Abilities
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.pace import Choice
+from tightfit.planner.trainers import Abilities
 from tightfit.types import (
     Attention,
     AttentionKernel,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple
 
-from tightfit.inputs.trainers import Abilities
 from tightfit.memory import Scale, Totals, estimate, required_bytes, totals_of
 from tightfit.memory.overhead import ALLOCATOR_SLACK
 from tightfit.planner.calibration import Calibration, Correction, Place, corrected, phase_bytes
 from tightfit.planner.candidates import Pinned
 from tightfit.planner.plan import Bounds
+from tightfit.planner.trainers import Abilities
 from tightfit.types import Checkpointing, Footprint, Hardware, Levers, Lora, ModelShape, PhaseName
 
 AT_ANY_DEPTH: tuple[PhaseName, ...] = ("init", "step", "save")

@@ -10,13 +10,13 @@ from dataclasses import replace
 from math import ceil
 
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.inputs.trainers import NAMES
 from tightfit.job import Job
 from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.question import Question, excess_share, needed_bytes, weigh
+from tightfit.planner.trainers import NAMES
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import Checkpointing, Hardware
 

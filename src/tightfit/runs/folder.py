@@ -29,8 +29,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tightfit.formats.plan_folder import write
 from tightfit.owned import NotOurs, Ours, find_strangers, move_file, remove_file, remove_folder, replace_file
-from tightfit.render.write import write
 from tightfit.runs.checkpoints import CHECKPOINTS, newest_first, step_of
 from tightfit.runs.layout import EARLIER, EVENTS, HALF, NEIGHBOURS, RECORD, SCHEMA, RunFiles, is_run
 from tightfit.runs.lock import FolderLock, check_unlocked, is_lock

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tightfit.formats.plan_folder import LIST, PLAN_FILES, STAGING
 from tightfit.owned import FRESH, Listed, Ours, Patterns
-from tightfit.render.write import LIST, PLAN_FILES, STAGING
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, STAGED
 

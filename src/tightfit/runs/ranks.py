@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tightfit.formats.launch.environment import HIP, allocator, host
 from tightfit.inputs.surroundings import cores, inherited
-from tightfit.render.environment import HIP, allocator, host
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.launch import RankStart
 from tightfit.runs.worker_file import WORKER_FILE, WorkerFile

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from tightfit.formats.plan_folder import PLAN_FILES
+from tightfit.formats.worker.write import SCHEMA
 from tightfit.inputs.spelling import read_text
-from tightfit.render.worker import SCHEMA
-from tightfit.render.write import PLAN_FILES
 from tightfit.types import ConfigError, Vendor
 
 WORKER_FILE = "worker.json"

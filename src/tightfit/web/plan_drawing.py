@@ -8,11 +8,11 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tightfit.desk.svg_bars import Bar, Line, bars_svg, fullest, gpu_parts, key_svg, parts_of, scale_of
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import further, hours, lacking_bytes, missing
 from tightfit.priced import GIB, amounts, billions, strategy_name
-from tightfit.render.svg_bars import Bar, Line, bars_svg, fullest, gpu_parts, key_svg, parts_of, scale_of
 from tightfit.types import Phase, PhaseName
 from tightfit.web.plan_answer import Answered
 from tightfit.web.sentences import Sentence, said_in

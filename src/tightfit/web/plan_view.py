@@ -22,13 +22,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from tightfit.desk.plan_report import report
+from tightfit.formats.worker.write import untrained
 from tightfit.hardware.catalogue import CARDS
 from tightfit.hardware.machine import this_machine
 from tightfit.inputs.flags import WORDS as CHOICES
 from tightfit.job import Allowance
 from tightfit.model.presets import CHECKPOINTS, PRESETS
 from tightfit.planner.tiers import TIERS
-from tightfit.render.worker import untrained
 from tightfit.types import Trainer, UserError
 from tightfit.web.bodies import body_of
 from tightfit.web.pages import page, part

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.llamafactory_file import TRAINING_ARGUMENTS
+from tightfit.formats.beside import beside, json_with, write_beside, yaml_text_with, yaml_tree_with
+from tightfit.formats.document import Document, read_document
 from tightfit.inputs.spelling import as_number
-from tightfit.lint.document import Document, read_document
-from tightfit.render.beside import beside, json_with, write_beside, yaml_text_with, yaml_tree_with
+from tightfit.job.training_arguments import TRAINING_ARGUMENTS
 from tightfit.runs.external.command import (
     CONFIG,
     CONFIG_ENDS,

@@ -1,0 +1,190 @@
+"""A plan as an accelerate YAML: how many processes on which GPUs, and who shards.
+
+Two shapes. For DeepSpeed's engines the file points at the DeepSpeed JSON, and then says nothing that stands
+there as well: accelerate refuses a stage, an offload, an accumulation, a clipping or a `mixed_precision` beside
+`deepspeed_config_file`. For FSDP2 everything stands here.
+
+On several machines DeepSpeed's part says `deepspeed_multinode_launcher: standard`: `accelerate launch` is then
+started on each machine, as it is for FSDP2, instead of being sent over ssh from a hostfile.
+
+`gpu_ids` stands there only where GPUs were chosen by number: it overrules CUDA_VISIBLE_DEVICES, and without it
+accelerate takes the first of those that are visible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from tightfit.formats.deepspeed.write import pure_16bit
+from tightfit.formats.launch.environment import gpu_ids_of
+from tightfit.formats.launch.hostfile import hosts_for
+from tightfit.formats.target import Target
+from tightfit.formats.worker.write import LOW_SCALE_TIERS, chosen_way
+from tightfit.inputs.versions import release
+from tightfit.planner.plan import Plan, Way
+from tightfit.types import ConfigError, Moe, Precision
+
+Block = dict[str, Any]
+
+# The class of one decoder layer, by model_type: what transformers' modelling file of that family builds its
+# list of layers from. A test asks the installed transformers.
+LAYER_CLASSES = {
+    "falcon_mamba": "FalconMambaBlock",
+    "gemma": "GemmaDecoderLayer",
+    "gemma2": "Gemma2DecoderLayer",
+    "gemma3_text": "Gemma3DecoderLayer",
+    "gpt2": "GPT2Block",
+    "gpt_neox": "GPTNeoXLayer",
+    "granite": "GraniteDecoderLayer",
+    "llama": "LlamaDecoderLayer",
+    "mamba": "MambaBlock",
+    "mamba2": "Mamba2Block",
+    "ministral": "MinistralDecoderLayer",
+    "ministral3": "Ministral3DecoderLayer",
+    "mistral": "MistralDecoderLayer",
+    "mixtral": "MixtralDecoderLayer",
+    "olmo2": "Olmo2DecoderLayer",
+    "olmo3": "Olmo3DecoderLayer",
+    "phi3": "Phi3DecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+    "qwen2_moe": "Qwen2MoeDecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
+    "smollm3": "SmolLM3DecoderLayer",
+    "stablelm": "StableLmDecoderLayer",
+    "starcoder2": "Starcoder2DecoderLayer",
+}
+
+EXPERT_CLASSES = {
+    "mixtral": "MixtralSparseMoeBlock",
+    "qwen2_moe": "Qwen2MoeSparseMoeBlock",
+    "qwen3_moe": "Qwen3MoeSparseMoeBlock",
+}
+EXPERTS_FUSED_SINCE = (5,)
+"""Before this transformers each expert was a module of its own, which ZeRO-3 must gather together or hang."""
+
+MIXED: dict[Precision, str] = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
+
+
+def accelerate_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
+    """The file for `accelerate launch --config_file`. `deepspeed_file` is the JSON's name; None: FSDP2."""
+    way = chosen_way(plan)
+    if (way.levers.engine == "fsdp2") != (deepspeed_file is None):
+        need = "has no DeepSpeed file" if way.levers.engine == "fsdp2" else "needs the name of its DeepSpeed file"
+        raise ConfigError(f"engine {way.levers.engine} {need}: give deepspeed_file accordingly")
+    values = {"compute_environment": "LOCAL_MACHINE", "debug": False}
+    values |= _fsdp(way) if deepspeed_file is None else _deepspeed(way, target, deepspeed_file)
+    values |= _machines(plan, way, target)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def accelerate_notes(plan: Plan, target: Target) -> tuple[str, ...]:
+    """What differs from the plan, or has to be known, a sentence each."""
+    way = chosen_way(plan)
+    notes = []
+    if way.levers.engine == "fsdp2":
+        notes += _fsdp_notes(plan, way)
+    elif way.levers.engine == "zero3" and way.levers.method == "qlora":
+        notes.append(
+            "zero3_init_flag is off: a 4-bit model is loaded whole by every process and sharded afterwards, as priced."
+        )
+    if way.hardware.nodes > 1 and target.hostfile is None:
+        notes.append("main_process_ip in accelerate.yaml is a placeholder: write the address of the first machine.")
+    return tuple(notes)
+
+
+def layer_class(way: Way) -> str | None:
+    """The class of the model's layers; None: not known, and accelerate asks the model."""
+    return LAYER_CLASSES.get(way.shape.model_type)
+
+
+def all_or_none(way: Way) -> bool:
+    """Whether trainers that recompute all layers or none should recompute: none would need more than was priced."""
+    return way.levers.checkpointing.layers != 0
+
+
+# --- the two shapes -----------------------------------------------------------------------------
+
+
+def _deepspeed(way: Way, target: Target, deepspeed_file: str) -> Block:
+    block: Block = {
+        "deepspeed_config_file": deepspeed_file,
+        "zero3_init_flag": way.levers.engine == "zero3" and way.levers.method != "qlora",
+    }
+    experts = any(isinstance(kind.mlp, Moe) for kind in way.shape.blocks)
+    if experts and way.levers.engine == "zero3":
+        classes = EXPERT_CLASSES.get(way.shape.model_type)
+        if classes and release(target.transformers_version) < EXPERTS_FUSED_SINCE:
+            block["deepspeed_moe_layer_cls_names"] = classes
+    if way.hardware.nodes > 1:
+        block["deepspeed_multinode_launcher"] = "standard"
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": block}
+
+
+def _fsdp(way: Way) -> Block:
+    levers = way.levers
+    block: Block = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": layer_class(way),
+        "fsdp_reshard_after_forward": True,
+        "fsdp_offload_params": levers.offload_param == "cpu",
+        "fsdp_cpu_ram_efficient_loading": loads_once(way),
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_activation_checkpointing": all_or_none(way),
+    }
+    if block["fsdp_transformer_layer_cls_to_wrap"] is None:
+        del block["fsdp_transformer_layer_cls_to_wrap"]
+    if levers.checkpointing.offload:
+        block["fsdp_activation_checkpointing_offload"] = True
+    precision = "no" if pure_16bit(levers) else MIXED[levers.precision]
+    return {"distributed_type": "FSDP", "mixed_precision": precision, "fsdp_config": block}
+
+
+def loads_once(way: Way) -> bool:
+    """One process reads the weights and hands them out; packed 4-bit weights cannot be handed out."""
+    return way.levers.method != "qlora"
+
+
+def _machines(plan: Plan, way: Way, target: Target) -> Block:
+    hardware, on_cpu = way.hardware, way.hardware.gpu.vendor == "cpu"
+    ids = gpu_ids_of(plan, target)
+    values: Block = {
+        "num_machines": hardware.nodes,
+        "num_processes": hardware.world,
+        "machine_rank": 0,
+        "main_process_port": target.port,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "main_training_function": "main",
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "use_cpu": on_cpu,
+    }
+    if not on_cpu and target.gpu_ids is not None:
+        values["gpu_ids"] = ",".join(map(str, ids))
+    if hardware.nodes > 1:
+        values["main_process_ip"] = hosts_for(target.hostfile, hardware.nodes, ids)[0][0]
+    return values
+
+
+def _fsdp_notes(plan: Plan, way: Way) -> list[str]:
+    levers = way.levers
+    notes = ["fsdp_state_dict_type is SHARDED_STATE_DICT: `accelerate merge-weights` makes one model of the parts."]
+    if levers.checkpointing.layers:
+        notes.append(
+            f"The plan recomputes {levers.checkpointing.layers} layers, accelerate all or none: it recomputes all, "
+            "which needs less memory and is slower."
+        )
+    if levers.checkpointing.offload:
+        notes.append("fsdp_activation_checkpointing_offload needs accelerate 1.15 or later; older ones ignore it.")
+    if levers.precision == "fp16" and plan.job.tier in LOW_SCALE_TIERS and not pure_16bit(levers):
+        notes.append(
+            f"The tier {plan.job.tier} starts fp16's loss scale low; under FSDP2 accelerate starts it at 65,536, and "
+            "skips the first steps until it has come down."
+        )
+    if pure_16bit(levers):
+        notes.append(f"mixed_precision is no: load the model in {levers.precision}, and it trains in that alone.")
+    return notes

@@ -1,0 +1,392 @@
+"""The door for an existing DeepSpeed config: what its JSON means for memory, or one clear sentence.
+
+DeepSpeed forgives too much. A misspelt key is refused in the blocks that pydantic reads and ignored
+without a word everywhere else, so `zero_optimisation` trains unsharded. `KEYS` therefore lists every
+key of every block that DeepSpeed reads, and a test holds it against the installed DeepSpeed by
+watching which keys its own config classes ask for.
+
+`auto` is not DeepSpeed's word: the Hugging Face layer replaces it, three buckets by the model's hidden
+size and the rest by the trainer's flags. What is left as `auto` after that, DeepSpeed drops and takes
+its default. Both are done here the same way. Values that tightfit cannot price yet stay readable;
+each is named in `because`, so that no estimate hides what it left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from tightfit.formats.deepspeed.keys import KEYS, LOUD, PREFIXED, REMOVED, REMOVED_FROM_ZERO, REMOVED_IN, SCHEDULERS
+from tightfit.inputs.spelling import Fields, listed, nearest, read_text, shown, unknown_key
+from tightfit.types import Buckets, ConfigError, Engine, Levers, Offload, Optimizer, Precision
+
+_ENGINES: tuple[Engine, ...] = ("zero0", "zero1", "zero2", "zero3")
+
+
+_PINNED_SINCE = "0.19.5"
+"""From here on offloaded memory is pinned unless the file says otherwise."""
+
+_ZERO_BLOCKS = frozenset(path for path in KEYS if path.startswith("zero_optimization."))
+_NULL_BLOCKS = _ZERO_BLOCKS.union(("aio", "bf16", "optimizer.params", "scheduler.params"))
+"""Blocks that may be null."""
+
+_OPTIMIZERS: dict[str, Optimizer] = {"adam": "adamw", "adamw": "adamw", "SGD": "sgd", "Adafactor": "adafactor"}
+"""DeepSpeed's own in any case of letters, torch.optim's by their exact names."""
+
+_UNPRICED = """zero_optimization.zenflow zero_optimization.zero_hpz_partition_size
+    zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_nontrainable_weights
+    zero_optimization.zero_quantized_gradients zero_optimization.offload_optimizer.ratio
+    zero_optimization.offload_optimizer.super_offload zero_optimization.model_persistence_threshold
+    zero_optimization.stage3_model_persistence_threshold bf16.bf16_optimizer_states data_types.grad_accum_dtype
+    communication_data_type torch_autocast.enabled tensor_parallel.autotp_size expert_parallel.enabled
+    sequence_parallel_size compile.deepcompile zero_optimization.stage3_gather_16bit_weights_on_model_save""".split()
+"""Settings that move memory and that Levers cannot say. Off, or one: they change nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedSettings:
+    """What a DeepSpeed file says. None: the file leaves it to the trainer's flags, or says `auto`."""
+
+    file: str
+    engine: Engine
+    offload_optimizer: Offload
+    offload_param: Offload
+    buckets: Buckets
+    precision: Precision | None
+    micro_batch: int | None
+    accumulation: int | None
+    train_batch: int | None
+    """Samples a step over all GPUs."""
+    gradient_clipping: float | None
+    optimizer: Optimizer | None
+    master_weights: bool
+    cpu_checkpointing: bool
+    """`activation_checkpointing.cpu_checkpointing`; acts only on models that call DeepSpeed's own checkpointing."""
+    because: tuple[str, ...]
+
+
+def read_deepspeed(
+    path: str | Path, *, hidden_size: int | None, version: str = Levers().deepspeed_version
+) -> DeepSpeedSettings:
+    """Read a DeepSpeed JSON or Hjson file; `hidden_size` is what the Hugging Face layer fills `auto` with."""
+    file = Path(path).name
+    values, because = _load(Path(path))
+    _check_keys(values, file, "", version)
+    top = Fields(values=values, file=file, silent=(None, "auto"))
+    zero = _block(top, "zero_optimization")
+    stage = _stage(zero)
+    offload_param = _offload(zero, "offload_param", stage)
+    offload_optimizer = _offload(zero, "offload_optimizer", stage)
+    because += _unpriced(values, file)
+    cpu_checkpointing = bool(_block(top, "activation_checkpointing").switch("cpu_checkpointing"))
+    if "activation_checkpointing" in values:
+        because.append(
+            f"activation_checkpointing in {file} acts through deepspeed.checkpointing, which Hugging Face models never "
+            "call: checkpointing is taken from the flags"
+        )
+    return DeepSpeedSettings(
+        file=file,
+        engine=_ENGINES[stage],
+        offload_optimizer=offload_optimizer,
+        offload_param=offload_param,
+        buckets=_buckets(zero, stage, hidden_size, version, because),
+        precision=_precision(top, because),
+        micro_batch=top.integer("train_micro_batch_size_per_gpu", least=1),
+        accumulation=top.integer("gradient_accumulation_steps", least=1),
+        train_batch=top.integer("train_batch_size", least=1),
+        gradient_clipping=top.number("gradient_clipping"),
+        optimizer=_optimizer(top),
+        master_weights=_master_weights(top, stage, offload_optimizer),
+        cpu_checkpointing=cpu_checkpointing,
+        because=tuple(because),
+    )
+
+
+def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = None) -> Levers:
+    """The base with what the file says; what the file leaves open stays as it is.
+
+    With `world` the batch sizes are completed and checked as DeepSpeed does. Below zero.Init DeepSpeed
+    casts every parameter to the training precision, adapters included, whatever the trainer did before.
+    """
+    precision = settings.precision or base.precision
+    lora = base.lora
+    if lora is not None and settings.engine != "zero3" and precision != "fp32":
+        lora = replace(lora, adapter_dtype="bf16")
+    micro_batch, accumulation = _batch(settings, world)
+    clipping = settings.gradient_clipping
+    return replace(
+        base,
+        engine=settings.engine,
+        offload_optimizer=settings.offload_optimizer,
+        offload_param=settings.offload_param,
+        buckets=settings.buckets,
+        precision=precision,
+        micro_batch=micro_batch or base.micro_batch,
+        accumulation=accumulation or base.accumulation,
+        gradient_clipping=base.gradient_clipping if clipping is None else clipping > 0,
+        optimizer=settings.optimizer or base.optimizer,
+        master_weights=settings.master_weights and base.master_weights,
+        lora=lora,
+    )
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The object in the file, read as plain JSON if it is that and as Hjson if it is not."""
+    text = read_text(path, "JSON")
+    because: list[str] = []
+    try:
+        values = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        values = _load_hjson(text, path.name, error)
+        because.append(
+            f"{path.name} is Hjson: DeepSpeed reads it, but the Hugging Face layer takes plain JSON and would refuse it"
+        )
+    if not isinstance(values, dict) or not text.strip():
+        raise ConfigError(f"{path.name} is not JSON: a DeepSpeed config is one object in braces")
+    return values, because
+
+
+def _load_hjson(text: str, file: str, plain: Exception) -> object:
+    """Hjson forgives so much that its complaint about a missing comma is no help: then JSON's is given."""
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=_no_duplicates)
+    except hjson.HjsonDecodeError as error:
+        cause = str(error if re.search(r"//|/\*|#", text) else plain)
+    except (ValueError, OverflowError, RecursionError) as error:  # int() refuses thousands of digits with a ValueError
+        cause = str(error)
+    raise ConfigError(f"{file} is not JSON: {cause[:1].lower()}{cause[1:]}")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """DeepSpeed refuses duplicates; plain JSON readers keep the last and say nothing."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ConfigError(f"the key '{twice}' stands twice in one block of the DeepSpeed file: keep one")
+    return values
+
+
+def _check_keys(values: Mapping[str, Any], file: str, path: str, version: str) -> None:
+    """Raise at the first key that DeepSpeed does not know, in any block."""
+    for key, value in values.items():
+        child = f"{path}.{key}" if path else key
+        if key not in KEYS[path]:
+            if not path and key.startswith(("_", "#", "//")):
+                continue  # the usual way to leave a comment in plain JSON
+            removed = REMOVED if not path else REMOVED_FROM_ZERO if path == "zero_optimization" else frozenset()
+            if key not in removed:
+                raise _unknown(key, file, path)
+            if _release(version) >= _release(REMOVED_IN):
+                raise ConfigError(f"{child} in {file} was removed from DeepSpeed, and {version} refuses it: delete it")
+        elif child in KEYS and isinstance(value, Mapping):
+            if child != "scheduler.params" or values.get("type") in SCHEDULERS:
+                _check_keys(value, file, child, version)
+        elif child in KEYS and not (value is None and child in _NULL_BLOCKS) and not (value == "auto" and path):
+            raise ConfigError(f"{child} in {file} must be a block in braces, not {shown(value)}")
+
+
+def _unknown(key: str, file: str, path: str) -> ConfigError:
+    where = f"{path} of {file}" if path else file
+    aside = "DeepSpeed would refuse it" if path in LOUD else "DeepSpeed itself would ignore it silently"
+    homes = [home for home, keys in KEYS.items() if key in keys and home != "bfloat16"]
+    if len(homes) == 1 and not nearest(key, KEYS[path], cutoff=0.9):
+        home = f"in '{homes[0]}'" if homes[0] else "at the top level"
+        return ConfigError(f"unknown key '{key}' in {where}; it belongs {home} ({aside})")
+    return unknown_key(key, KEYS[path], where, aside=aside)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def _unpriced(values: Mapping[str, Any], file: str) -> list[str]:
+    """A sentence for each setting that moves memory in a way that Levers cannot say."""
+    sentences = []
+    for path in _UNPRICED:
+        value: Any = values
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        changes_nothing = value is None or value is False or value == "auto" or (value == 1 and value is not True)
+        if not changes_nothing:
+            sentences.append(f"{path} in {file} is not priced yet: the estimate is as if it were not there")
+    return sentences
+
+
+# --- the blocks ---------------------------------------------------------------------------------
+
+
+def _block(parent: Fields, key: str) -> Fields:
+    """A block of the file, empty where there is none. Below the top level null is a value, and a wrong one."""
+    value = parent.values.get(key)
+    values = value if isinstance(value, Mapping) else {}
+    return Fields(values=values, file=parent.file, path=parent.name(key), silent=("auto",))
+
+
+def _stage(zero: Fields) -> int:
+    if zero.values.get("stage") == "auto":
+        raise ConfigError(f"zero_optimization.stage in {zero.file} is 'auto', and nobody fills it: write 0, 1, 2 or 3")
+    stage = zero.integer("stage") or 0
+    if stage >= len(_ENGINES):
+        raise zero.wrong("stage", "0, 1, 2 or 3")
+    return stage
+
+
+def _offload(zero: Fields, kind: str, stage: int) -> Offload:
+    old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[kind]
+    block = _block(zero, kind)
+    word = block.word("device", get_args(Offload)) or "none"
+    if old in zero.values and zero.values[old] is not None:
+        if isinstance(zero.values.get(kind), Mapping):
+            raise ConfigError(f"{zero.name(old)} and {kind} in {zero.file} say the same thing: keep {kind}")
+        word = "cpu" if zero.switch(old) else "none"
+    ratio = block.number("ratio", most=1.0)
+    partial = "ratio" if ratio is not None and ratio < 1 else "super_offload" if block.switch("super_offload") else None
+    if partial and stage < 3:
+        raise ConfigError(f"{block.name(partial)} in {block.file} needs stage 3, not stage {stage}")
+    device = cast(Offload, word)
+    if device == "none":
+        return "none"
+    named = f"{zero.name(kind)} {device} in {zero.file}"
+    if kind == "offload_param" and stage < 3:
+        raise ConfigError(f"{named} needs stage 3: stage {stage} keeps whole weights on every GPU and ignores it")
+    if stage == 0:
+        raise ConfigError(f"{named} needs stage 1, 2 or 3: stage 0 has no sharded optimizer to offload")
+    if device == "nvme" and stage < 3:
+        raise ConfigError(f"{named} needs stage 3: stage {stage} would put it into host memory without a word")
+    if device == "nvme" and block.text("nvme_path") is None:
+        raise ConfigError(f"{named} needs nvme_path, the folder on the disk")
+    return device
+
+
+def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, because: list[str]) -> Buckets:
+    filled = _hidden_sizes(zero, stage, hidden_size, because)
+    plain = Buckets()
+    used = {key: _spelling_used(zero, key) for key in PREFIXED}
+    param, optimizer = _block(zero, "offload_param"), _block(zero, "offload_optimizer")
+
+    def size(key: str, default: int, *, block: Fields = zero, least: int = 0) -> int:
+        key = used.get(key, key)
+        value = block.integer(key, least=least)
+        return filled.get(key, default) if value is None else value
+
+    sequential = zero.switch(used["allgather_sequential"])
+    prefetch = size("prefetch_bucket_size", plain.prefetch_bucket)
+    return Buckets(
+        reduce_bucket=size("reduce_bucket_size", plain.reduce_bucket, least=1),
+        allgather_bucket=size("allgather_bucket_size", plain.allgather_bucket),
+        prefetch_bucket=1 if sequential else prefetch,  # as the engine sets it
+        persistence_threshold=size("param_persistence_threshold", plain.persistence_threshold),
+        max_live_parameters=size("max_live_parameters", plain.max_live_parameters),
+        max_reuse_distance=size("max_reuse_distance", plain.max_reuse_distance),
+        sub_group_size=size("sub_group_size", plain.sub_group_size),
+        overlap_comm=None if zero.values.get("overlap_comm") is None else zero.switch("overlap_comm"),
+        contiguous_gradients=zero.switch("contiguous_gradients") is not False,
+        pin_memory=_pinned(optimizer, param, version),
+        param_buffer_count=size("buffer_count", plain.param_buffer_count, block=param),
+        param_buffer_size=size("buffer_size", 100_000_000, block=param) if param.values else None,
+        optimizer_buffer_count=size("buffer_count", plain.optimizer_buffer_count, block=optimizer),
+    )
+
+
+def _pinned(optimizer: Fields, param: Fields, version: str) -> bool:
+    """DeepSpeed pins each kind apart and Levers both together: the optimizer's word, being the larger, counts."""
+    said = [block.switch("pin_memory") for block in (optimizer, param) if block.says("pin_memory")]
+    return said[0] is True if said else _release(version) >= _release(_PINNED_SINCE)
+
+
+def _spelling_used(zero: Fields, key: str) -> str:
+    """The one of `key` and `stage3_key` that the file has; the one that Hugging Face fills in if neither."""
+    if key in zero.values and f"stage3_{key}" in zero.values:
+        raise ConfigError(f"{key} and stage3_{key} in {zero.file} are the same key: keep one")
+    return key if key in zero.values else f"stage3_{key}"
+
+
+def _hidden_sizes(zero: Fields, stage: int, hidden_size: int | None, because: list[str]) -> dict[str, int]:
+    """What `auto` becomes in the three keys that Hugging Face fills from the model (transformers' own formulas)."""
+    keys = ["reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"]
+    asked = [key for key in keys if zero.values.get(key) == "auto"]
+    if asked and hidden_size is None:
+        raise ConfigError(f"{asked[0]} in {zero.file} is 'auto', which needs the model's hidden size: name a model")
+    if not asked or hidden_size is None:
+        return {}
+    sizes = (hidden_size * hidden_size, int(0.9 * hidden_size * hidden_size), 10 * hidden_size)
+    filled = dict(zip(keys, sizes, strict=True))
+    mine = {key: filled[key] for key in asked if stage == 3 or not key.startswith("stage3_")}
+    source = f"from the hidden size {hidden_size}, as the Hugging Face layer fills it"
+    because += [f"{key} in {zero.file} is auto: {value:,} {source}" for key, value in mine.items()]
+    return mine
+
+
+def _precision(top: Fields, because: list[str]) -> Precision | None:
+    if "bf16" in top.values and "bfloat16" in top.values:
+        raise ConfigError(f"bf16 and bfloat16 in {top.file} are the same block: keep bf16")
+    bf16 = _block(top, "bf16" if "bf16" in top.values else "bfloat16")
+    fp16 = _block(top, "fp16")
+    if bf16.switch("enabled") and fp16.switch("enabled"):
+        raise ConfigError(f"bf16 and fp16 are both enabled in {top.file}: keep one")
+    if bf16.switch("enabled"):
+        return "bf16"
+    if fp16.switch("enabled"):
+        return "fp16"
+    if "auto" in (bf16.values.get("enabled"), fp16.values.get("enabled")):
+        return None
+    if fp16.values or bf16.values:
+        return "fp32"
+    because.append(f"{top.file} has neither bf16 nor fp16: the trainer's precision holds (DeepSpeed alone: fp32)")
+    return None
+
+
+def _optimizer(top: Fields) -> Optimizer | None:
+    block = _block(top, "optimizer")
+    kind = block.text("type")
+    if kind is None:
+        return None
+    if found := _OPTIMIZERS.get(kind.lower()) or _OPTIMIZERS.get(kind):
+        return found
+    names = ("AdamW", "Adam", "SGD", "Adafactor")
+    close = nearest(kind, names, cutoff=0.8)
+    hint = f"did you mean '{close}'?" if close else f"it takes {listed(names)}"
+    raise ConfigError(f"optimizer.type {shown(kind)} in {top.file} is unknown or not priced yet; {hint}")
+
+
+def _master_weights(top: Fields, stage: int, offload: Offload) -> bool:
+    """False where the file keeps the master weights in 16 bits; DeepSpeed has conditions for that."""
+    for name in ("bf16", "bfloat16", "fp16"):
+        block = _block(top, name)
+        key = f"{'fp16' if name == 'fp16' else 'bf16'}_master_weights_and_grads"
+        if not block.switch(key):
+            if name != "fp16" and block.switch("bf16_optimizer_states"):
+                raise ConfigError(f"{block.name('bf16_optimizer_states')} in {top.file} needs {key} as well")
+            continue
+        if stage == 0:
+            raise ConfigError(f"{block.name(key)} in {top.file} needs stage 1, 2 or 3")
+        if offload == "none" and (name == "fp16" or not block.switch("bf16_optimizer_states")):
+            raise ConfigError(f"{block.name(key)} in {top.file} needs offload_optimizer: only DeepSpeedCPUAdam has it")
+        return False
+    return True
+
+
+def _batch(settings: DeepSpeedSettings, world: int | None) -> tuple[int | None, int | None]:
+    """Micro batch and accumulation, the missing one worked out from the whole batch as DeepSpeed does."""
+    micro, accumulation, total = settings.micro_batch, settings.accumulation, settings.train_batch
+    if total is None or world is None:
+        return micro, accumulation
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = total // (world * accumulation)
+    elif accumulation is None:
+        accumulation = total // (micro * world)
+    if micro * accumulation * world != total:
+        product = f"{micro} × {accumulation} × {world} GPUs = {micro * accumulation * world}"
+        raise ConfigError(f"train_batch_size {total} in {settings.file} is not micro batch × accumulation: {product}")
+    return micro, accumulation

@@ -1,0 +1,255 @@
+"""A plan as a DeepSpeed JSON: every value that was priced and is not DeepSpeed's default already.
+
+A key at its default is not written: `zero_optimization` refuses keys that a release does not know, so each that says
+nothing new only ties the file to a release. Defaults that moved between releases (`gradient_clipping`, `pin_memory`,
+bf16's `check_grad_overflow`) are always written, and nothing is left to `auto`, which is filled in by one trainer and
+not by another. Which keys a release knows is asked of `deepspeed_versions`. Left out on purpose:
+
+- `optimizer`. Hugging Face's Trainer, LLaMA-Factory and our worker each make the optimizer themselves, with the
+  weight decay of norms and biases as they see fit. With the block in the file, the Trainer hands all parameters
+  to DeepSpeed as one group, ignores its own `optim`, and refuses to start once its learning rate differs from
+  the file's. A script that calls `deepspeed.initialize` without an optimizer needs the block: `with_optimizer`.
+  Offloading stays right either way: with `zero_force_ds_cpu_optimizer` accelerate swaps AdamW for DeepSpeed's
+  host Adam, and DeepSpeed refuses any other. One training cannot do without the block: pure 16-bit with the
+  optimizer offloaded, where only DeepSpeed makes a host Adam whose moments are 16-bit as well.
+- `activation_checkpointing`. It acts on models that call `deepspeed.checkpointing`, which Hugging Face's never do.
+- `leaf_module`, `zenflow`. Absent, the first is DeepSpeed's list of expert layers and the second is off.
+- `stage3_model_persistence_threshold`, which is unbounded; `aio`, whose defaults are those that we would write.
+- `communication_data_type`: accelerate sets it to fp32 for bf16 on ROCm, to keep an overflow from the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tightfit.formats.deepspeed.versions import check_version, knows, newer_than_known, without_defaults
+from tightfit.formats.target import Target
+from tightfit.formats.worker.write import chosen_way, clip, first_scale_power, learning_rate
+from tightfit.job import Job
+from tightfit.memory.host import swap_buffer_numel
+from tightfit.planner.plan import Plan, Way
+from tightfit.priced import GIB
+from tightfit.types import ConfigError, Levers
+
+STEPS_PER_PRINT = 100
+HOST_ADAM = "adamw"
+"""The one optimizer of ours that DeepSpeed has a host version of."""
+ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
+"""AdamW's usual ones, which every trainer here shares; a job has no field for them."""
+
+Block = dict[str, Any]
+
+
+def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) -> str:
+    """The file for the chosen way. `with_optimizer`: for a script that leaves the optimizer to DeepSpeed."""
+    way = chosen_way(plan)
+    check_version(target.deepspeed_version)
+    _check_engine(way.levers)
+    values = _known(_values(plan, way, with_optimizer), target.deepspeed_version)
+    return json.dumps(without_defaults(values), indent=2) + "\n"
+
+
+def deepspeed_notes(plan: Plan, target: Target) -> tuple[str, ...]:
+    """What a reader of the file should know, a sentence each."""
+    way = chosen_way(plan)
+    levers, vendor = way.levers, way.hardware.gpu.vendor
+    if levers.engine == "fsdp2":
+        return ()
+    notes = [
+        "The DeepSpeed file has no activation_checkpointing block: Hugging Face models never call DeepSpeed's own "
+        "checkpointing, so the trainer's setting decides.",
+        "It has no optimizer block, since the trainer makes the optimizer; a script that leaves that to DeepSpeed "
+        "needs one."
+        if not _needs_block(levers)
+        else "It has an optimizer block, since only DeepSpeed makes a host AdamW with 16-bit moments.",
+    ]
+    if newer := newer_than_known(target.deepspeed_version):
+        notes.append(newer)
+    if levers.engine == "zero3" and not _can_gather(way):
+        notes.append(
+            "stage3_gather_16bit_weights_on_model_save is off: a whole 16-bit model would not fit the host's RAM "
+            f"beside the training ({_whole_bytes(way) / GIB:.1f} GiB more); join the parts later with zero_to_fp32.py."
+        )
+    if vendor in ("amd", "hygon") and levers.precision == "bf16":
+        extra = 4 * levers.buckets.reduce_bucket / GIB
+        notes.append(
+            "On ROCm recent versions of accelerate reduce bf16 gradients in fp32, which takes up to "
+            f"{extra:.1f} GiB more than was priced; communication_data_type in the file overrules that."
+        )
+    return tuple(notes)
+
+
+def pure_16bit(levers: Levers) -> bool:
+    """No fp32 copy of the weights anywhere."""
+    return not levers.master_weights and levers.precision != "fp32"
+
+
+# --- the blocks ---------------------------------------------------------------------------------
+
+
+def _values(plan: Plan, way: Way, with_optimizer: bool) -> Block:
+    levers, job = way.levers, plan.job
+    values: Block = {
+        "train_batch_size": way.effective_batch,
+        "train_micro_batch_size_per_gpu": levers.micro_batch,
+        "gradient_accumulation_steps": levers.accumulation,
+        "gradient_clipping": clip(job, levers),
+        "bf16": _bf16(levers),
+        "fp16": _fp16(job, levers),
+        "zero_optimization": _zero(way, job.hardware.nvme_path),
+        "zero_allow_untested_optimizer": levers.optimizer != HOST_ADAM,
+        "zero_force_ds_cpu_optimizer": levers.optimizer == HOST_ADAM,
+    }
+    if _needs_block(levers) or with_optimizer:
+        values["optimizer"] = _optimizer(job, levers)
+    return values | {"steps_per_print": STEPS_PER_PRINT}
+
+
+def _zero(way: Way, nvme_path: str | None) -> Block:
+    levers, buckets = way.levers, way.levers.buckets
+    stage = int(levers.engine.removeprefix("zero"))
+    block: Block = {
+        "stage": stage,
+        "contiguous_gradients": buckets.contiguous_gradients,
+        "reduce_bucket_size": buckets.reduce_bucket,
+        "allgather_bucket_size": buckets.allgather_bucket,
+    }
+    if buckets.overlap_comm is not None and buckets.overlap_comm != (stage == 3):
+        block["overlap_comm"] = buckets.overlap_comm
+    if stage == 3:
+        block |= _stage3(way)
+    return block | _offload(way, nvme_path)
+
+
+def _stage3(way: Way) -> Block:
+    """What stage 3 alone reads."""
+    buckets = way.levers.buckets
+    return {
+        "sub_group_size": buckets.sub_group_size,
+        "stage3_prefetch_bucket_size": buckets.prefetch_bucket,
+        "stage3_param_persistence_threshold": buckets.persistence_threshold,
+        "stage3_max_live_parameters": buckets.max_live_parameters,
+        "stage3_max_reuse_distance": buckets.max_reuse_distance,
+        "stage3_gather_16bit_weights_on_model_save": _can_gather(way),
+    }
+
+
+def _offload(way: Way, nvme_path: str | None) -> Block:
+    levers, buckets = way.levers, way.levers.buckets
+    blocks: Block = {}
+    if levers.offload_optimizer != "none":
+        blocks["offload_optimizer"] = {
+            "device": levers.offload_optimizer,
+            "nvme_path": nvme_path,
+            "pin_memory": buckets.pin_memory,
+            "buffer_count": buckets.optimizer_buffer_count,
+        }
+    if levers.offload_param != "none":
+        blocks["offload_param"] = {
+            "device": levers.offload_param,
+            "nvme_path": nvme_path,
+            "pin_memory": buckets.pin_memory,
+            "buffer_count": buckets.param_buffer_count,
+            "buffer_size": swap_buffer_numel(way.shape, levers, way.world),
+            "max_in_cpu": 0,  # what is on NVMe is there: host RAM was priced without it
+        }
+    for block in blocks.values():
+        if block["device"] != "nvme":
+            del block["nvme_path"]
+        elif nvme_path is None:
+            raise ConfigError(
+                "hardware.nvme_path is missing, and the plan offloads to NVMe: name a folder on it (--nvme-path DIR)"
+            )
+    return blocks
+
+
+def _bf16(levers: Levers) -> Block:
+    if levers.precision != "bf16":
+        return {"enabled": False} if levers.precision == "fp32" else {}  # that it is fp32 stands nowhere else
+    pure = pure_16bit(levers)
+    return {
+        "enabled": True,
+        "immediate_grad_update": False,
+        "check_grad_overflow": True,
+        "bf16_master_weights_and_grads": pure,
+        "bf16_optimizer_states": pure,
+    }
+
+
+def _fp16(job: Job, levers: Levers) -> Block:
+    if levers.precision != "fp16":
+        return {}
+    return {
+        "enabled": True,
+        "initial_scale_power": first_scale_power(job),
+        "fp16_master_weights_and_grads": pure_16bit(levers),
+    }
+
+
+def _optimizer(job: Job, levers: Levers) -> Block:
+    rate, decay = learning_rate(job, levers), float(job.weight_decay)
+    if levers.optimizer == "sgd":
+        return {"type": "SGD", "params": {"lr": rate, "weight_decay": decay}}
+    if levers.optimizer != HOST_ADAM:
+        raise ConfigError(
+            f"optimizer {levers.optimizer} is not one that DeepSpeed makes itself: let the script make it, or use adamw"
+        )
+    params: Block = {"lr": rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPS, "weight_decay": decay}
+    if levers.offload_optimizer != "none":
+        params["fp32_optimizer_states"] = not pure_16bit(levers)
+    else:
+        # torch's fused AdamW: as frugal as DeepSpeed's own, and no CUDA compiler is needed to build it
+        params |= {"torch_adam": True, "fused": True}
+    return {"type": "AdamW", "params": params}
+
+
+# --- what cannot be written ---------------------------------------------------------------------
+
+
+def _known(values: Block, version: str, path: str = "") -> Block:
+    """The same without what this release does not know."""
+    kept: Block = {}
+    for name, value in values.items():
+        where = f"{path}.{name}" if path else name
+        if knows(version, where):
+            kept[name] = _known(value, version, where) if isinstance(value, dict) else value
+        elif value is True and name.startswith("bf16_"):
+            raise ConfigError(
+                f"master_weights false with bf16 needs DeepSpeed 0.18.3 or later, not {version}: use fp16"
+            )
+    return kept
+
+
+def _check_engine(levers: Levers) -> None:
+    if levers.engine == "fsdp2":
+        raise ConfigError("engine fsdp2 has no DeepSpeed file: write the accelerate YAML instead")
+    if not pure_16bit(levers):
+        return
+    if levers.engine == "zero0":
+        raise ConfigError(
+            "master_weights false needs engine zero1, zero2 or zero3: unsharded, DeepSpeed keeps fp32 copies"
+        )
+    if levers.precision == "fp16" and not _needs_block(levers):
+        raise ConfigError(
+            "master_weights false with fp16 needs offload_optimizer cpu: only DeepSpeed's host Adam has it"
+        )
+    if levers.offload_optimizer != "none" and levers.optimizer != HOST_ADAM:
+        raise ConfigError(
+            "master_weights false with an offloaded optimizer needs optimizer adamw, DeepSpeed's host Adam"
+        )
+
+
+def _needs_block(levers: Levers) -> bool:
+    """Moments in 16 bits on the host: nobody but DeepSpeed makes that optimizer."""
+    return pure_16bit(levers) and levers.offload_optimizer != "none"
+
+
+def _whole_bytes(way: Way) -> int:
+    return way.shape.parameters * (4 if way.levers.precision == "fp32" else 2)
+
+
+def _can_gather(way: Way) -> bool:
+    """Saving gathers the whole model on the first rank's host, beside what the training keeps there."""
+    ram = way.hardware.host_ram_bytes
+    return ram is None or way.footprint.host.peak_bytes_per_node + _whole_bytes(way) <= ram

@@ -1,0 +1,308 @@
+"""A plan as a file of Hugging Face `TrainingArguments`, for `HfArgumentParser.parse_json_file`.
+
+The parser refuses a name that it does not know, and names changed between 4.40 and 5.22. Each change was read
+in `training_args.py` of the releases on both sides of it; `_NAMES` has those that matter here. Some memory
+hangs on values that look harmless: `prediction_loss_only` keeps an evaluation from collecting all logits on the
+GPU, and `optim` without `fused` takes temporaries of the size of the weights.
+
+What must agree with the DeepSpeed file (batch sizes, clipping, precision) comes from the same place; the Trainer
+compares them and refuses to start otherwise.
+
+What the Trainer cannot do of a plan (our scan, a fused loss for every model, layer inputs on the host) is said in
+PLAN.md with what it then needs: the same levers, as the Trainer would run them, are priced again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from tightfit.formats.accelerate.write import all_or_none, layer_class, loads_once
+from tightfit.formats.deepspeed.write import ADAM_BETAS, ADAM_EPS, pure_16bit
+from tightfit.formats.huggingface import liger
+from tightfit.formats.target import Target
+from tightfit.formats.worker.write import chosen_way, clip, epochs, learning_rate, logging_steps, save_steps
+from tightfit.inputs.versions import release
+from tightfit.job import Job
+from tightfit.memory import estimate
+from tightfit.planner.plan import Plan, Way
+from tightfit.planner.trainers import LIGER_UNDER_THE_TRAINER
+from tightfit.priced import amounts
+from tightfit.types import Checkpointing, ConfigError, Levers, Mamba1, Mamba2, Optimizer
+
+OLDEST, NEWEST = "4.40.0", "5.22.2"
+"""The range whose sources were read."""
+
+_NAMES: dict[str, tuple[str, str | None]] = {
+    "evaluation_strategy": ("4.0.0", "4.41.0"),  # gone in 4.51 only, but the new name is there from 4.41 on
+    "eval_strategy": ("4.41.0", None),
+    "use_liger_kernel": ("4.45.0", None),
+    "average_tokens_across_devices": ("4.47.0", None),
+    "save_safetensors": ("4.0.0", "5.0.0"),
+    "warmup_ratio": ("4.0.0", "5.0.0"),  # from 5.0 on `warmup_steps` below one is the share
+    "group_by_length": ("4.0.0", "5.2.0"),
+    "train_sampling_strategy": ("5.2.0", None),
+}
+"""The first release to write a name for, and the first that must not see it."""
+
+FSDP2_SINCE = "5.0.0"
+"""Before, the Trainer took FSDP2 from `accelerate launch` alone."""
+FSDP_SWITCH_SINCE = "5.10.0"
+"""From here on `fsdp` is true, and the rest stands in `fsdp_config`; before, it was a list of words."""
+
+OPTIM: dict[Optimizer, str] = {
+    "adamw": "adamw_torch_fused",
+    "adamw8bit": "adamw_bnb_8bit",
+    "paged_adamw8bit": "paged_adamw_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+
+Values = dict[str, Any]
+
+
+def training_args_json(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
+    """The file; `deepspeed_file` is the JSON's name, as the training's working folder sees it, or None for FSDP2."""
+    way, job, version = chosen_way(plan), plan.job, target.transformers_version
+    _check_version(version)
+    values = _training(job, way.levers) | _watching(job, way.levers) | _memory(way, version)
+    values |= _sharding(way, target, deepspeed_file)
+    if way.hardware.gpu.vendor == "cpu":
+        values["use_cpu"] = True
+    if not _knows(version, "warmup_ratio"):
+        values["warmup_steps"] = values["warmup_steps"] or values["warmup_ratio"]
+    known = {name: value for name, value in values.items() if _knows(version, name)}
+    return json.dumps(known, indent=2, ensure_ascii=False) + "\n"
+
+
+def training_args_notes(plan: Plan, target: Target) -> tuple[str, ...]:
+    """What differs from the plan, or has to be known, a sentence each."""
+    way = chosen_way(plan)
+    levers, version = way.levers, target.transformers_version
+    notes = []
+    if release(version) > release(NEWEST):
+        notes.append(
+            f"transformers {version} is newer than any that we have read: TrainingArguments are as for {NEWEST}."
+        )
+    notes += _loss_notes(way, version)
+    if levers.checkpointing.layers and levers.engine != "fsdp2":
+        notes.append(
+            f"The plan recomputes {levers.checkpointing.layers} layers, the Trainer all or none: it recomputes all, "
+            "which needs less memory and is slower."
+        )
+    if levers.trains != "all":
+        notes.append(
+            f"The plan trains the {levers.trains} alone, the Trainer whatever requires a gradient: freeze the rest."
+        )
+    notes += _offload_notes(way)
+    notes += _scan_notes(way)
+    notes += _needs(way, version)
+    if levers.engine == "fsdp2" and release(version) < release(FSDP2_SINCE):
+        notes.append(f"With transformers {version} FSDP2 comes from accelerate.yaml: start with `accelerate launch`.")
+    if way.skips_long:
+        notes.append(
+            f"The plan leaves out samples longer than {levers.sequence} tokens; the Trainer takes what it is given: "
+            "filter the data first."
+        )
+    if plan.job.saving.every_minutes is not None:
+        notes.append(f"The Trainer saves by steps alone: every {save_steps(plan.job)}, and not by minutes.")
+    if plan.job.saving.keep_every is not None:
+        notes.append("The Trainer keeps the newest checkpoints alone, and none for ever (saving.keep_every).")
+    if plan.job.timeout is not None:
+        notes.append(f"The Trainer has no time limit: it does not stop after {plan.job.timeout}.")
+    return tuple(notes)
+
+
+def _loss_notes(way: Way, version: str) -> list[str]:
+    if way.levers.loss != "fused":
+        return []
+    if not _knows(version, "use_liger_kernel"):
+        return [f"transformers {version} has no use_liger_kernel: its loss is the plain one, the plan's is fused."]
+    if not fuses(way, version):
+        return [f"use_liger_kernel is off: Liger has no fused loss for {way.shape.model_type}, so it is the plain one."]
+    notes = ["Under the Trainer, Liger's fused loss stands in for ours (use_liger_kernel: pip install liger-kernel)."]
+    return notes + list(filter(None, [liger.unproven(way.hardware)]))
+
+
+def _offload_notes(way: Way) -> list[str]:
+    if not way.levers.checkpointing.offload:
+        return []
+    if way.levers.engine != "fsdp2":
+        return ["The Trainer cannot keep layer inputs on the host, as the plan does."]
+    need = _required_bytes(way, replace(way.levers, checkpointing=Checkpointing(layers=None)))
+    return [
+        "fsdp_config has no key that keeps layer inputs on the host, as the plan does; accelerate.yaml has: start with "
+        "`accelerate launch --config_file accelerate.yaml`, and the Trainer takes it from there. Started otherwise, a "
+        f"GPU needs {amounts(need)[0]} GiB."
+    ]
+
+
+def _scan_notes(way: Way) -> list[str]:
+    if not _scans(way):
+        return []
+    kernels = "the official kernels where mamba-ssm and causal-conv1d are installed, else the plain path"
+    if way.levers.scan == "tightfit":
+        return [f"tightfit's scan, which the plan counts on, is in no other trainer: there Mamba takes {kernels}."]
+    return [f"Mamba takes {kernels}; the plan counts on the {way.levers.scan} one."]
+
+
+def _needs(way: Way, version: str) -> list[str]:
+    """What a GPU holds under the Trainer, where that is more than the plan says."""
+    levers, card = way.levers, way.hardware.gpu.memory_bytes
+    needs = {}
+    for scan in ("official", "torch") if _scans(way) else (levers.scan,):
+        run = replace(
+            levers,
+            loss=levers.loss if fuses(way, version) else "plain",
+            checkpointing=Checkpointing(
+                layers=None if all_or_none(way) else 0,
+                offload=levers.checkpointing.offload and levers.engine == "fsdp2",
+            ),
+            scan=scan,
+        )
+        needs[scan] = _required_bytes(way, run)
+    if max(needs.values()) <= way.footprint.gpu.required_bytes:
+        return []
+    words = {"official": " with the official kernels", "torch": " on the plain path"} if len(needs) > 1 else {}
+    each = [
+        f"{amounts(need)[0]} GiB{words.get(scan, '')}{', which does not fit' if need > card else ''}"
+        for scan, need in needs.items()
+    ]
+    planned, size = amounts(way.footprint.gpu.required_bytes, card)
+    return [f"As the Trainer runs it a GPU needs {'; '.join(each)}; planned are {planned} of {size} GiB."]
+
+
+def _required_bytes(way: Way, levers: Levers) -> int:
+    return estimate(way.shape, levers, way.world, way.hardware).gpu.required_bytes
+
+
+def _scans(way: Way) -> bool:
+    return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in way.shape.blocks)
+
+
+# --- the parts ----------------------------------------------------------------------------------
+
+
+def _training(job: Job, levers: Levers) -> Values:
+    passes = epochs(job)
+    share, steps = (job.warmup, 0) if job.warmup < 1 else (0.0, int(job.warmup))
+    return {
+        "output_dir": job.saving.folder,
+        "do_train": True,
+        "do_eval": job.evaluation.split > 0,
+        "per_device_train_batch_size": levers.micro_batch,
+        "per_device_eval_batch_size": levers.micro_batch,
+        "gradient_accumulation_steps": levers.accumulation,
+        "learning_rate": learning_rate(job, levers),
+        "lr_scheduler_type": job.schedule,
+        "warmup_ratio": share,
+        "warmup_steps": steps,
+        "num_train_epochs": 1.0 if passes is None else passes,
+        "max_steps": -1 if job.max_steps is None else job.max_steps,
+        "optim": _optim(levers),
+        "adam_beta1": ADAM_BETAS[0],
+        "adam_beta2": ADAM_BETAS[1],
+        "adam_epsilon": ADAM_EPS,
+        "weight_decay": float(job.weight_decay),
+        "max_grad_norm": clip(job, levers),
+        "average_tokens_across_devices": True,
+        "seed": job.seed,
+    }
+
+
+def _watching(job: Job, levers: Levers) -> Values:
+    every = job.evaluation.every_steps if job.evaluation.split > 0 else None
+    strategy, saved_every = "no" if every is None else "steps", save_steps(job)
+    values: Values = {
+        "evaluation_strategy": strategy,
+        "eval_strategy": strategy,
+        "prediction_loss_only": True,
+        "save_strategy": "no" if saved_every is None else "steps",
+        "save_total_limit": job.saving.keep_last,
+        "save_only_model": False,
+        "save_safetensors": True,
+        "logging_strategy": "steps",
+        "logging_steps": logging_steps(job),
+        "report_to": "none",
+        "group_by_length": False,
+        "train_sampling_strategy": "random",
+        "dataloader_num_workers": levers.dataloader_workers,
+        "dataloader_pin_memory": True,
+    }
+    if every is not None:
+        values["eval_steps"] = every
+    if saved_every is not None:
+        values["save_steps"] = saved_every
+    return values
+
+
+def fuses(way: Way, version: str) -> bool:
+    """Whether the Trainer's loss is fused too: by Liger, for the models whose loss Liger fuses."""
+    known = way.shape.model_type in LIGER_UNDER_THE_TRAINER and _knows(version, "use_liger_kernel")
+    return way.levers.loss == "fused" and known
+
+
+def _memory(way: Way, version: str) -> Values:
+    levers = way.levers
+    mixed = not (levers.engine == "fsdp2" and pure_16bit(levers))
+    recompute = levers.engine != "fsdp2" and all_or_none(way)
+    values: Values = {
+        "bf16": levers.precision == "bf16" and mixed,
+        "fp16": levers.precision == "fp16" and mixed,
+        "use_liger_kernel": fuses(way, version),
+        "gradient_checkpointing": recompute,
+    }
+    if recompute:
+        values["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    return values
+
+
+def _sharding(way: Way, target: Target, deepspeed_file: str | None) -> Values:
+    if way.levers.engine != "fsdp2":
+        if deepspeed_file is None:
+            raise ConfigError(f"engine {way.levers.engine} needs the name of its DeepSpeed file: give deepspeed_file")
+        return {"deepspeed": deepspeed_file}
+    if deepspeed_file is not None:
+        raise ConfigError("engine fsdp2 has no DeepSpeed file: leave deepspeed_file out")
+    asked, offloaded = release(target.transformers_version), way.levers.offload_param == "cpu"
+    if asked < release(FSDP2_SINCE):
+        return {}
+    config: Values = {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "reshard_after_forward": True,
+        "cpu_ram_efficient_loading": loads_once(way),
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "activation_checkpointing": all_or_none(way),
+    }
+    if layer := layer_class(way):
+        config["transformer_layer_cls_to_wrap"] = [layer]
+    if asked >= release(FSDP_SWITCH_SINCE):
+        return {"fsdp": True, "fsdp_config": config | {"cpu_offload": offloaded}}
+    del config["auto_wrap_policy"]
+    return {"fsdp": "full_shard auto_wrap" + (" offload" if offloaded else ""), "fsdp_config": config}
+
+
+def _optim(levers: Levers) -> str:
+    """Without `fused` where the step runs on the host: there DeepSpeed's own takes the place of torch's."""
+    if levers.optimizer == "adamw" and levers.offload_optimizer != "none":
+        return "adamw_torch"
+    return OPTIM[levers.optimizer]
+
+
+# --- versions -----------------------------------------------------------------------------------
+
+
+def _knows(version: str, name: str) -> bool:
+    since, gone = _NAMES.get(name, (OLDEST, None))
+    return release(since) <= release(version) and (gone is None or release(version) < release(gone))
+
+
+def _check_version(version: str) -> None:
+    if release(version) < release(OLDEST):
+        raise ConfigError(
+            f"--transformers-version {version} is too old: files are written for {OLDEST} and later, so upgrade"
+        )
+    if release(version)[0] > release(NEWEST)[0]:
+        raise ConfigError(f"--transformers-version {version} is unknown: name one up to {NEWEST}")

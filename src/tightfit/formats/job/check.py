@@ -1,0 +1,34 @@
+"""Rules for our own job files: whatever their reader refuses or has understood in its own way."""
+
+from __future__ import annotations
+
+from tightfit.formats.kinds import is_workers
+from tightfit.formats.sentences import begun, parted, place_in
+from tightfit.formats.sheet import Sheet
+from tightfit.job.fields import job_fields
+from tightfit.job.file import job_faults, read_job
+
+
+def check_job(sheet: Sheet) -> None:
+    """Ask the door for job files."""
+    if is_workers(sheet.document.values):
+        what = "this is the config of our worker, written by `tightfit plan --write` and checked there: nothing to lint"
+        sheet.say("job-generated", "", what, "nothing; to change it, change the job file and write it again")
+        return
+    for place in sheet.document.doubles:
+        sheet.say("key-twice", place, "a job file may say a thing once only, and is refused", "keep one")
+    if sheet.document.doubles or sheet.document.syntax == "hjson":
+        return
+    faults = job_faults(sheet.document.path)
+    for sentence in faults:
+        place = place_in(sentence, sheet.document)
+        what, fix = parted(sentence)
+        field = job_fields().get(place)
+        fix = fix or (f"write {field.phrase}" if field else "see `tightfit schema --table` for what it takes")
+        sheet.say("job-refused", place, begun(what, sheet.document), fix)
+    if faults:
+        return
+    for sentence in read_job(sheet.document.path).said:
+        place = place_in(sentence, sheet.document)
+        what = begun(sentence.rstrip("."), sheet.document)
+        sheet.say("job-said", place, what, "nothing, if it is what you meant")

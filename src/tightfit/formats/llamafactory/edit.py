@@ -1,0 +1,217 @@
+"""The user's own LLaMA-Factory YAML with what a plan changes in it, and a head that says each change with its reason.
+
+The text is kept, with its comments and the order of its keys: values are replaced where they stand, and keys that were
+not there come at the end. A key is changed only where what it means, be it by LLaMA-Factory's default, differs from the
+plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import yaml
+
+from tightfit.formats.llamafactory.keys import FIELD_OF
+from tightfit.formats.target import Original
+from tightfit.formats.worker.write import chosen_way
+from tightfit.job.file import field_at
+from tightfit.planner.plan import Plan, Way
+from tightfit.priced import amounts, strategy_name
+
+HEAD = "# tightfit: "
+"""How each line of ours begins, so that those of an earlier plan are known."""
+UNFUSED, FUSED = ("adamw_torch", "adamw_hf"), "adamw_torch_fused"
+PAIRS = (("warmup_steps", "warmup_ratio"), ("num_train_epochs", "max_steps"))
+"""Two keys for one thing: where one is written, the other goes."""
+
+
+class Edit(NamedTuple):
+    key: str
+    value: Any
+    """None: the key goes."""
+    reason: str
+
+
+def edited(plan: Plan, original: Original, values: Mapping[str, Any], head: Sequence[str]) -> str:
+    """The file; `values`: what a file written from nothing would say; `head`: what stands at its top."""
+    edits = edits_of(plan, original, values)
+    lines = [*head, f"Made from {original.name}; what is not named here is as it was there."]
+    for edit in edits:
+        before = original.written.get(edit.key)
+        was = "was not there" if edit.key not in original.written else f"was {scalar(before)}"
+        lines.append(f"{edit.key} {was}: {edit.reason}.")
+    text = "\n".join(line for line in original.text.splitlines() if not line.startswith(HEAD)).strip("\n")
+    wanted = {**original.written, **{edit.key: edit.value for edit in edits}}
+    wanted = {key: value for key, value in wanted.items() if value is not None or key not in {e.key for e in edits}}
+    body = _spliced(text, edits)
+    if body is None or yaml.safe_load(body) != wanted:  # a form that cannot be changed in place
+        body = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=10**6).rstrip("\n")
+    return "\n".join([*(HEAD + " ".join(line.split()) for line in lines), "", body]) + "\n"
+
+
+def keeps_data(plan: Plan, original: Original) -> bool:
+    """Whether it trains on what the file names."""
+    return plan.job.data.path == original.job.data.path
+
+
+# --- what changes -------------------------------------------------------------------------------
+
+
+def edits_of(plan: Plan, original: Original, values: Mapping[str, Any]) -> list[Edit]:
+    """Every key that has to change, in the order in which they are said."""
+    way = chosen_way(plan)
+    found: dict[str, Edit] = {}
+    for edit in (
+        *_asked(plan, original, values),
+        *_meant(plan, way, original, values),
+        *_computed(plan, way, original, values),
+        *_placed(plan, original),
+    ):
+        if edit.value is None and edit.key not in original.written:
+            continue
+        if edit.key not in original.written or original.written[edit.key] != edit.value:
+            found.setdefault(edit.key, edit)
+    return list(found.values())
+
+
+def _asked(plan: Plan, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
+    """What the command line says instead of the file."""
+    said = "as you said"
+    before = original.job
+    if plan.job.model != before.model:
+        yield Edit("model_name_or_path", values["model_name_or_path"], said)
+    for key, field in FIELD_OF.items():
+        if field_at(plan.job, field) == field_at(before, field):
+            continue
+        if key in values:
+            yield Edit(key, values[key], said)
+            for pair in PAIRS:
+                yield from (Edit(other, None, said) for other in pair if key in pair and other != key)
+    if plan.job.clip != before.clip:
+        yield Edit("max_grad_norm", values["max_grad_norm"], said)
+    if not keeps_data(plan, original):
+        yield Edit("dataset", values["dataset"], said)
+        yield Edit("dataset_dir", values["dataset_dir"], said)
+
+
+def _meant(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
+    """What changes the result: because it was asked for, or allowed and needed."""
+    levers, settings = way.levers, original.settings
+    why = "; ".join(way.changes) if way.changes else "as you said"
+    if levers.sequence != settings.sequence:
+        yield Edit("cutoff_len", levers.sequence, why)
+    if levers.method != settings.method:
+        quantised = ("quantization_bit", "quantization_method", "quantization_type", "double_quantization")
+        for key in ("finetuning_type", *quantised):
+            yield Edit(key, values.get(key), why)
+    adapters, before = levers.lora, settings.lora
+    if adapters is not None and (before is None or adapters.rank != before.rank):
+        yield Edit("lora_rank", values["lora_rank"], why)
+        yield Edit("lora_alpha", values["lora_alpha"], why)
+    if adapters is not None and adapters.targets != (before.targets if before else None):
+        yield Edit("lora_target", values["lora_target"], why)
+    if levers.master_weights != settings.master_weights:
+        yield Edit("pure_bf16", not levers.master_weights, why)
+    if levers.optimizer != settings.optimizer:
+        yield Edit("optim", values["optim"], why)
+    for name in ("bf16", "fp16"):
+        wanted = levers.precision == name
+        if bool(original.written.get(name)) != wanted:
+            same = levers.precision == settings.precision
+            yield Edit(
+                name, wanted, f"deepspeed.json computes in {levers.precision}, and both must say so" if same else why
+            )
+
+
+def _computed(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
+    """How it is computed, which is what the plan is for."""
+    levers, settings = way.levers, original.settings
+    each = f"{levers.micro_batch} × {levers.accumulation}"
+    split = f"{plan.effective_batch} sequences a step over {way.world} GPUs are {each} on each"
+    if levers.micro_batch != settings.micro_batch:
+        yield Edit("per_device_train_batch_size", levers.micro_batch, split)
+    if levers.accumulation != settings.accumulation:
+        yield Edit("gradient_accumulation_steps", levers.accumulation, split)
+    if "deepspeed" in values:
+        yield Edit("deepspeed", values["deepspeed"], f"{strategy_name(levers)}, with the sizes of the plan")
+    room = f"{amounts(way.footprint.gpu.required_bytes)[0]} GiB are needed of each GPU"
+    depth, before = levers.checkpointing, settings.checkpointing
+    if (depth.layers == 0) != (before.layers == 0):
+        what = "every activation is kept" if depth.layers == 0 else "activations are computed again"
+        yield Edit("disable_gradient_checkpointing", depth.layers == 0, f"{what}, and {room}")
+    if depth.offload != before.offload:
+        what = "layer inputs wait on the host" if depth.offload else "layer inputs stay on the GPU"
+        yield Edit("use_unsloth_gc", depth.offload, f"{what}, and {room}")
+    if levers.loss != settings.loss:
+        said = "Liger's fused loss never holds all logits (pip install liger-kernel)"
+        yield Edit("enable_liger_kernel", levers.loss == "fused", said if levers.loss == "fused" else "the plain loss")
+    if levers.attention != settings.attention:
+        yield Edit("flash_attn", values["flash_attn"], f"the plan counts on {levers.attention} attention")
+    if levers.dataloader_workers != settings.dataloader_workers:
+        yield Edit("dataloader_num_workers", levers.dataloader_workers, "as you said")
+    yield from _optimizer(way, original)
+
+
+def _optimizer(way: Way, original: Original) -> Iterator[Edit]:
+    """Which of torch's AdamWs: those that are not fused make two copies of what they step, if there is room."""
+    levers, named = way.levers, original.written.get("optim", UNFUSED[0])
+    if levers.optimizer != "adamw" or original.settings.optimizer != "adamw":
+        return
+    if levers.offload_optimizer != "none":
+        if named == FUSED:
+            yield Edit("optim", UNFUSED[0], "on the host DeepSpeed's own Adam takes its place")
+        return
+    ranks = way.world if levers.engine != "zero0" else 1
+    copies = 2 * 4 * way.footprint.trainable_parameters // ranks
+    if named in UNFUSED and way.footprint.gpu.required_bytes + copies > way.gpu_limit_bytes:
+        yield Edit(
+            "optim",
+            FUSED,
+            f"{named} would take {amounts(copies)[0]} GiB of copies at each step; the result is the same",
+        )
+
+
+def _placed(plan: Plan, original: Original) -> Iterator[Edit]:
+    """This file lies elsewhere than the one that it was made from."""
+    for key, path in original.paths.items():
+        if key != "dataset_dir" or keeps_data(plan, original):
+            yield Edit(key, path, "this file lies in another folder")
+
+
+# --- the text -----------------------------------------------------------------------------------
+
+
+def _spliced(text: str, edits: Sequence[Edit]) -> str | None:
+    """The text with the edits; None: it is no plain list of keys."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+        return None
+    nodes = {key.value: (key, value) for key, value in root.value}
+    new = {edit.key: edit.value for edit in edits}
+    for name in sorted(set(new) & set(nodes), key=lambda name: -nodes[name][0].start_mark.index):
+        key, value = nodes[name]
+        start, end = key.end_mark.index, max(_end(value), key.end_mark.index)
+        if new[name] is None:
+            begins = text.rfind("\n", 0, key.start_mark.index) + 1
+            ends = text.find("\n", end)
+            text = text[:begins] + ("" if ends < 0 else text[ends + 1 :])
+        else:
+            colon = text.index(":", start) + 1
+            text = f"{text[:colon]} {scalar(new[name])}{text[max(end, colon) :]}"
+    added = [f"{key}: {scalar(value)}" for key, value in new.items() if key not in nodes and value is not None]
+    return "\n".join([text.rstrip("\n"), *(["", *added] if added else [])])
+
+
+def _end(node: yaml.Node) -> int:
+    """Where the last word of a value ends: PyYAML counts the blank lines after a list as the list's."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(last, tuple) else last)
+    return int(node.end_mark.index)
+
+
+def scalar(value: object) -> str:
+    """A value as YAML: 1.0e-05, which is read as a number, and 'no', which is not read as false."""
+    plain: str = yaml.safe_dump(value, allow_unicode=True, width=10**6, default_flow_style=True)
+    return plain.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,381 @@
+"""The door for a LLaMA-Factory YAML: what it would train, in tightfit's words, or one clear sentence.
+
+LLaMA-Factory is a trainer of its own: it takes every field of transformers' TrainingArguments beside
+its own, brings defaults that differ from both (LoRA on every linear layer, gradient checkpointing on),
+and casts what trains to fp32 unless `pure_bf16` says no. Those defaults are applied here, so that the
+estimate is of the run that `llamafactory-cli train` would start.
+
+A key that is almost a known one is refused, as LLaMA-Factory would do. A key that resembles nothing is
+kept in `ignored`: it may belong to a newer release. Numbers are read as OmegaConf reads them, so
+`1e-4`, which plain YAML takes for text, is a number. What would change the memory and cannot be priced
+yet is an error; what changes it a little is a sentence in `because`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tightfit.formats.deepspeed.read import DeepSpeedSettings
+from tightfit.formats.llamafactory.keys import KNOWN
+from tightfit.inputs.flags import MOST
+from tightfit.inputs.spelling import Fields, listed, nearest, read_text, shown, unknown_key
+from tightfit.job.training_arguments import (
+    OPTIMIZERS,
+    UNPRICED_OPTIMIZERS,
+)
+from tightfit.types import (
+    AttentionKernel,
+    Checkpointing,
+    ConfigError,
+    Levers,
+    Lora,
+    Loss,
+    Method,
+    Optimizer,
+    Precision,
+)
+
+_ATTENTION: dict[str, AttentionKernel] = {
+    "auto": "sdpa",
+    "sdpa": "sdpa",
+    "fa2": "flash",
+    "fa3": "flash",
+    "disabled": "eager",
+    "off": "eager",
+}
+_UNPRICED_SWITCHES = """use_dora use_galore use_apollo use_badam use_adam_mini use_muon use_unsloth use_llama_pro
+    use_mca use_hyper_parallel use_kt use_asft_loss shift_attn fp8""".split()
+"""Each changes the memory by much and in a way of its own."""
+_UNPRICED_TEXTS = ("additional_target", "mixture_of_depths")
+_SMALL_SWITCHES = ("upcast_layernorm", "upcast_lmhead_output", "resize_vocab", "torch_compile", "pissa_init")
+"""Each changes the memory by little, or only for a moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaFactorySettings:
+    """What a LLaMA-Factory file trains, its defaults applied."""
+
+    file: str
+    model: str
+    """`model_name_or_path`: a Hugging Face id or a folder."""
+    method: Method
+    lora: Lora | None
+    trainable_layers: int | None
+    """For `finetuning_type: freeze`: the uppermost layers, which alone train."""
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    precision: Precision
+    master_weights: bool
+    optimizer: Optimizer
+    attention: AttentionKernel
+    packed: bool
+    """`neat_packing`: documents in one sequence are kept apart. Those of plain `packing` see each other."""
+    padded: bool
+    """Rows are padded, and attention gets a mask for it: without packing of either kind."""
+    loss: Loss
+    checkpointing: Checkpointing
+    max_grad_norm: float
+    dataloader_workers: int
+    deepspeed: Path | None
+    ignored: tuple[str, ...]
+    """Keys that we do not know, in the order of the file."""
+    because: tuple[str, ...]
+
+
+def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
+    """Read a LLaMA-Factory YAML. Its DeepSpeed file is found, and left to `read_deepspeed`."""
+    path = Path(path)
+    values = _load(path)
+    said = Fields(values=values, file=path.name, text_numbers=True)
+    ignored = _check_keys(values, path.name)
+    because: list[str] = []
+    model = said.text("model_name_or_path")
+    if model is None:
+        raise ConfigError(f"{path.name} has no model_name_or_path: say which model to train")
+    _check_trains(said)
+    _check_priced(said, because)
+    method = _method(said, because)
+    pure = bool(said.switch("pure_bf16"))
+    deepspeed = _deepspeed(said, path)
+    if deepspeed is None:
+        because.append(f"{path.name} names no deepspeed file: plain data parallel, priced as zero0")
+    return LlamaFactorySettings(
+        file=path.name,
+        model=model,
+        method=method,
+        lora=None if method == "full" else _lora(said, pure),
+        trainable_layers=_trainable_layers(said, because),
+        sequence=said.integer("cutoff_len", least=1, most=MOST["seq"]) or 2048,
+        micro_batch=said.integer("per_device_train_batch_size", least=1, most=MOST["micro_batch"]) or 8,
+        accumulation=said.integer("gradient_accumulation_steps", least=1, most=MOST["accum"]) or 1,
+        precision=_precision(said, method, pure, because),
+        master_weights=not pure,
+        optimizer=_optimizer(said),
+        attention=_attention(said),
+        packed=bool(said.switch("neat_packing")),
+        padded=not (_packs(said) or said.switch("neat_packing")),
+        loss="fused" if said.switch("enable_liger_kernel") or said.switch("use_liger_kernel") else "plain",
+        checkpointing=_checkpointing(said, because),
+        max_grad_norm=1.0 if (norm := said.number("max_grad_norm")) is None else norm,
+        dataloader_workers=said.integer("dataloader_num_workers") or 0,
+        deepspeed=deepspeed,
+        ignored=ignored,
+        because=tuple(because),
+    )
+
+
+def to_levers(settings: LlamaFactorySettings, base: Levers, *, n_layers: int | None = None) -> Levers:
+    """The base with what the YAML says. `n_layers`, the model's depth, is needed for `freeze` only."""
+    frozen = 0
+    if settings.trainable_layers is not None:
+        if n_layers is None:
+            raise ConfigError(f"finetuning_type freeze in {settings.file} needs the model's number of layers")
+        frozen = max(0, n_layers - settings.trainable_layers)
+    return replace(
+        base,
+        method=settings.method,
+        engine="zero0",
+        sequence=settings.sequence,
+        micro_batch=settings.micro_batch,
+        accumulation=settings.accumulation,
+        precision=settings.precision,
+        optimizer=settings.optimizer,
+        master_weights=settings.master_weights,
+        offload_optimizer="none",
+        offload_param="none",
+        checkpointing=settings.checkpointing,
+        loss=settings.loss,
+        attention=settings.attention,
+        packed=settings.packed,
+        padded=settings.padded,
+        trainer="llamafactory",
+        lora=settings.lora,
+        frozen_layers=frozen,
+        gradient_clipping=settings.max_grad_norm > 0,
+        dataloader_workers=settings.dataloader_workers,
+    )
+
+
+def check_deepspeed(settings: LlamaFactorySettings, deepspeed: DeepSpeedSettings) -> None:
+    """Raise where the YAML and its DeepSpeed file contradict each other, as the Hugging Face layer would."""
+    pairs = (
+        ("per_device_train_batch_size", settings.micro_batch, "train_micro_batch_size_per_gpu", deepspeed.micro_batch),
+        ("gradient_accumulation_steps", settings.accumulation, "gradient_accumulation_steps", deepspeed.accumulation),
+        ("max_grad_norm", settings.max_grad_norm, "gradient_clipping", deepspeed.gradient_clipping),
+        ("the precision", settings.precision, "the precision", deepspeed.precision),
+    )
+    for ours, value, theirs, other in pairs:
+        if other is not None and other != value:
+            raise ConfigError(
+                f"{ours} is {value} in {settings.file} and {theirs} is {other} in {deepspeed.file}: "
+                f"write auto in {deepspeed.file}"
+            )
+    if deepspeed.engine == "zero3" and not settings.master_weights:
+        raise ConfigError(f"pure_bf16 in {settings.file} does not go with ZeRO-3 in {deepspeed.file}: take bf16")
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> dict[Any, Any]:
+    text = read_text(path, "YAML")
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path.name} is not YAML: {error.problem or error.context}{line}") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError) as error:
+        # PyYAML lets dates, numbers and keys that Python cannot hold fall through as plain errors.
+        raise ConfigError(f"{path.name} is not YAML: {(str(error) or 'unreadable').splitlines()[0]}") from None
+    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path.name} is not a LLaMA-Factory config: it should be lines of `key: value`")
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise ConfigError(f"the key {shown(key.value)} stands twice in {path.name}: keep one")
+            seen.add(key.value)
+    return values
+
+
+def _check_keys(values: Mapping[Any, Any], file: str) -> tuple[str, ...]:
+    """The keys that resemble nothing; an error for one that is almost right."""
+    ignored = []
+    for key in values:
+        if not isinstance(key, str):
+            raise ConfigError(f"{shown(key)} in {file} is not a key: write it in quotes if you mean the word")
+        if key not in KNOWN:
+            if nearest(key, KNOWN, cutoff=0.8):
+                raise unknown_key(key, KNOWN, file, aside="LLaMA-Factory would refuse it")
+            ignored.append(key)
+    return tuple(ignored)
+
+
+def _deepspeed(said: Fields, path: Path) -> Path | None:
+    """The DeepSpeed file: from here, as LLaMA-Factory looks for it, or else from where the YAML lies."""
+    if isinstance(said.values.get("deepspeed"), Mapping):
+        raise ConfigError(f"deepspeed in {said.file} is a block: put it into a JSON file and name that")
+    name = said.text("deepspeed")
+    if name is None:
+        return None
+    try:
+        places = dict.fromkeys((Path(name).expanduser().absolute(), path.absolute().parent / name))
+        found = next((place for place in places if place.is_file()), None)
+    except (ValueError, RuntimeError):  # a path that no file system can hold, a home that nobody has
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"deepspeed in {said.file} names {shown(name)}, which is neither in this folder nor beside the YAML: "
+            "correct the path, or leave the key out"
+        )
+    return found
+
+
+# --- the fields ---------------------------------------------------------------------------------
+
+
+def _check_trains(said: Fields) -> None:
+    """Refuse the files of LLaMA-Factory's other verbs, which hold no optimizer and no gradients."""
+    asked = [key for key in ("do_train", "do_eval", "do_predict") if said.switch(key)]
+    if said.says("export_dir"):
+        what = "merges or exports a model (export_dir)"
+    elif said.values.get("do_train") is False or (asked and "do_train" not in asked):
+        what = "evaluates and does not train (do_train is not on)"
+    elif said.says("infer_backend") and not said.says("dataset"):
+        what = "is for inference (infer_backend)"
+    else:
+        return
+    raise ConfigError(f"{said.file} {what}: name the file of a training")
+
+
+def _check_priced(said: Fields, because: list[str]) -> None:
+    """Refuse what would make the estimate wrong; mention what would make it a little wrong."""
+    stage = said.word("stage", ("pt", "sft", "rm", "ppo", "dpo", "kto")) or "sft"
+    if stage not in ("pt", "sft"):
+        raise ConfigError(f"stage {stage} in {said.file} is not priced yet: pt and sft are")
+    large = [key for key in _UNPRICED_SWITCHES if said.switch(key)] + [key for key in _UNPRICED_TEXTS if said.says(key)]
+    if large:
+        raise ConfigError(f"{large[0]} in {said.file} is not priced yet: leave it out for the estimate")
+    small = [key for key in _SMALL_SWITCHES if said.switch(key)]
+    if said.switch("double_quantization") is False:
+        small.append("double_quantization")
+    if said.values.get("fsdp") or said.values.get("fsdp_config"):
+        raise ConfigError(f"fsdp in {said.file} is not read yet: leave it out and say --engine fsdp2")
+    batch = said.values.get("per_device_eval_batch_size")
+    if batch is not None and batch != said.values.get("per_device_train_batch_size", 1):
+        because.append(
+            f"per_device_eval_batch_size in {said.file} is not priced: evaluation is taken to be as training"
+        )
+    because += [f"{key} in {said.file} is not priced yet: the estimate is as if it were not there" for key in small]
+
+
+def _method(said: Fields, because: list[str]) -> Method:
+    kind = said.word("finetuning_type", ("lora", "oft", "freeze", "full")) or "lora"
+    if kind == "oft":
+        raise ConfigError(f"finetuning_type oft in {said.file} is not priced yet: lora, freeze and full are")
+    bits = said.integer("quantization_bit")
+    if bits is None:
+        return "lora" if kind == "lora" else "full"
+    library = said.word("quantization_method", ("bnb", "hqq", "eetq", "bitsandbytes")) or "bnb"
+    if kind != "lora":
+        raise ConfigError(f"quantization_bit in {said.file} goes with finetuning_type lora only, not {kind}")
+    if bits != 4 or library not in ("bnb", "bitsandbytes"):
+        raise ConfigError(f"quantization_bit {bits} by {library} in {said.file} is not priced yet: 4 by bnb is")
+    return "qlora"
+
+
+def _packs(said: Fields) -> bool:
+    """Left out, pre-training packs and fine-tuning does not."""
+    asked = said.switch("packing")
+    return said.values.get("stage") == "pt" if asked is None else asked
+
+
+def _lora(said: Fields, pure: bool) -> Lora:
+    rank = said.integer("lora_rank", least=1) or 8
+    targets = _names(said, "lora_target")
+    return Lora(
+        rank=rank,
+        targets=None if targets in ((), ("all",)) else targets,
+        adapter_dtype="bf16" if pure else "fp32",
+        dropout=said.number("lora_dropout", most=1.0) or 0.0,
+    )
+
+
+def _names(said: Fields, key: str) -> tuple[str, ...]:
+    """Names with commas between them, or a YAML list of names."""
+    value = said.values.get(key)
+    names = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    if (value is not None and not names) or not all(isinstance(name, str) and name.strip() for name in names):
+        raise said.wrong(key, "names with commas between them")
+    return tuple(name.strip() for name in names)
+
+
+def _trainable_layers(said: Fields, because: list[str]) -> int | None:
+    if said.values.get("finetuning_type") != "freeze":
+        return None
+    layers = said.integer("freeze_trainable_layers", least=None)
+    if layers is not None and layers < 1:
+        raise ConfigError(
+            f"freeze_trainable_layers {layers} in {said.file} trains the lowest layers, which is not priced yet: "
+            "a positive number trains the uppermost"
+        )
+    if _names(said, "freeze_trainable_modules") not in ((), ("all",)) or said.says("freeze_extra_modules"):
+        because.append(f"{said.file} trains chosen modules only: priced as whole layers")
+    because.append(f"{said.file} freezes the final norm and the head as well: priced as if they trained")
+    return 2 if layers is None else layers
+
+
+def _precision(said: Fields, method: Method, pure: bool, because: list[str]) -> Precision:
+    bf16, fp16 = said.switch("bf16"), said.switch("fp16")
+    if fp16 and (bf16 or pure):
+        raise ConfigError(f"fp16 and {'bf16' if bf16 else 'pure_bf16'} are both on in {said.file}: keep one")
+    if fp16:
+        return "fp16"
+    if bf16 or pure:
+        return "bf16"
+    if method == "full":
+        return "fp32"
+    because.append(f"{said.file} says neither bf16 nor fp16: the frozen model keeps its own dtype, taken as bf16")
+    return "bf16"
+
+
+def _optimizer(said: Fields) -> Optimizer:
+    name = said.text("optim") or "adamw_torch"
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    close = None if name in UNPRICED_OPTIMIZERS else nearest(name, OPTIMIZERS)
+    problem = "not priced yet" if name in UNPRICED_OPTIMIZERS else "unknown"
+    hint = f"did you mean '{close}'?" if close else f"it takes {listed(OPTIMIZERS)}"
+    raise ConfigError(f"optim {shown(name)} in {said.file} is {problem}; {hint}")
+
+
+def _attention(said: Fields) -> AttentionKernel:
+    """YAML reads a bare `off` as false, and old files say true for FlashAttention."""
+    value = said.values.get("flash_attn")
+    if isinstance(value, bool):
+        return "flash" if value else "eager"
+    return _ATTENTION[said.word("flash_attn", _ATTENTION) or "auto"]
+
+
+def _checkpointing(said: Fields, because: list[str]) -> Checkpointing:
+    """On unless switched off by LLaMA-Factory's own key; Unsloth's way keeps the layer inputs on the host."""
+    off, hugging_face = said.switch("disable_gradient_checkpointing"), said.switch("gradient_checkpointing")
+    if off and hugging_face:
+        raise ConfigError(
+            f"disable_gradient_checkpointing and gradient_checkpointing are both true in {said.file}: keep one"
+        )
+    if off:
+        return Checkpointing(layers=0)
+    if hugging_face is False:
+        because.append(
+            f"gradient_checkpointing: false in {said.file} has no effect in LLaMA-Factory, which checkpoints unless "
+            "disable_gradient_checkpointing is true"
+        )
+    return Checkpointing(layers=None, offload=bool(said.switch("use_unsloth_gc")))

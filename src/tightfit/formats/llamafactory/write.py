@@ -1,0 +1,447 @@
+"""The plan as a LLaMA-Factory YAML, and the `dataset_info.json` that its `dataset` key refers to.
+
+LLaMA-Factory can do most of what a plan may ask for, by keys that moved between its releases. What it cannot
+do is decided here, case by case, by one rule: a difference that leaves the result of the training alone is
+written and said at the top of the file; anything else is refused, and the caller leaves the file out.
+
+written, and said:
+- `layers:K` checkpointing: it checkpoints all layers or none, so all; slower, and within the predicted memory;
+- `full+offload`: its `use_unsloth_gc` keeps layer inputs on the host in the same way;
+- the fused loss: Liger's, which LLaMA-Factory applies to the families that Liger knows;
+- adapters: it keeps them in fp32, which is more than bf16 ones under ZeRO-3; below, DeepSpeed casts them anyway;
+- samples that are to be left out because they are too long: it cuts them;
+- a time limit: it has none;
+- a job without data: a file name to be filled.
+
+refused:
+- FSDP2: `llamafactory-cli` starts torchrun without accelerate's FSDP settings, and would run plain data parallel;
+- Mamba: neither our scan kernels nor a checkpointing of its own;
+- the fused loss for a family without it: LLaMA-Factory would warn, go on, and run out of memory;
+- frozen layers: its `freeze` leaves the final norm and the head untrained as well;
+- embeddings alone: its `freeze` with no layer and an extra module might do it, but we have never run that;
+- pure 16-bit training under ZeRO-3, or in fp16: its own check refuses the first and has no key for the second;
+- adapters on a model in fp32: it loads the frozen model in the format of its files, whatever the YAML says;
+- ZeRO-3 on the CPU: with `use_cpu` transformers sets up DeepSpeed too late, and it counts one rank;
+- a model without weights (a block of shape fields, our Mamba presets): it loads checkpoints only;
+- a DeepSpeed newer than the release accepts.
+
+The keys, templates and limits below were read from the released packages 0.9.2 to 0.9.5; the slow test reads
+them again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from tightfit.formats.huggingface import liger
+from tightfit.formats.huggingface.write import OPTIM
+from tightfit.formats.llamafactory.edit import edited, keeps_data, scalar
+from tightfit.formats.target import Target
+from tightfit.formats.worker.write import (
+    chosen_way,
+    clip,
+    epochs,
+    learning_rate,
+    logging_steps,
+    lora_alpha,
+    save_steps,
+    time_limit_s,
+)
+from tightfit.inputs.flags import checkpointing_word
+from tightfit.inputs.versions import release
+from tightfit.job import Job
+from tightfit.memory import estimate
+from tightfit.model.presets import PRESETS, checkpoint_named, checkpoint_of
+from tightfit.planner.plan import Plan, Way
+from tightfit.planner.trainers import OLDEST_LLAMAFACTORY, check_llamafactory, fused_under_llamafactory
+from tightfit.priced import amounts, strategy_name
+from tightfit.types import ConfigError, Levers, ModelShape
+
+DATASET_INFO = "dataset_info.json"
+DATASET = "train"
+"""What the data is called in `dataset_info.json`."""
+PLACEHOLDER_DATA = "train.json"
+"""Where a job without data expects it."""
+DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+
+DEEPSPEED_LIMITS = {(0, 9, 3): "0.16.9", (0, 9, 4): "0.16.9"}
+"""The newest DeepSpeed that a release starts with; the others do not look."""
+
+TRANSFORMERS_LIMITS: dict[tuple[int, ...], str] = {
+    (0, 9, 2): "4.49.0",
+    (0, 9, 3): "4.52.4",
+    (0, 9, 4): "4.57.1",
+    (0, 9, 5): "5.6.0",
+}
+"""The newest transformers that a release starts with."""
+
+_TEMPLATES: tuple[tuple[str, str, dict[tuple[int, ...], str]], ...] = (
+    (r"deepseek-r1", r".*", {(0, 9, 2): "deepseek3", (0, 9, 3): "deepseekr1"}),
+    (r"deepseek-coder", r"llama", {(0, 9, 2): "deepseekcoder"}),
+    (r"deepseek-(llm|math)", r"llama", {(0, 9, 2): "deepseek"}),
+    (r"(^|/)yi-", r"llama", {(0, 9, 2): "yi"}),
+    (r"smollm2", r"llama", {(0, 9, 3): "smollm2"}),
+    (r"smollm-", r"llama", {(0, 9, 3): "smollm"}),
+    (r"vicuna", r"llama", {(0, 9, 2): "vicuna"}),
+    (r"llama-?3", r"llama", {(0, 9, 2): "llama3"}),
+    (r"llama-2", r"llama", {(0, 9, 2): "llama2"}),
+    (r"instruct-2507", r"qwen3(_moe)?", {(0, 9, 3): "qwen3", (0, 9, 4): "qwen3_nothink"}),
+    (r"", r"qwen3(_moe)?", {(0, 9, 3): "qwen3"}),
+    (r"", r"qwen2(_moe)?", {(0, 9, 2): "qwen"}),
+    (r"gemma-3-1b", r"gemma3_text", {(0, 9, 3): "gemma", (0, 9, 4): "gemma2"}),
+    (r"", r"gemma3(_text)?", {(0, 9, 3): "gemma3"}),
+    (r"", r"gemma2", {(0, 9, 2): "gemma", (0, 9, 4): "gemma2"}),
+    (r"", r"gemma", {(0, 9, 2): "gemma"}),
+    (r"zephyr", r"mistral", {(0, 9, 2): "zephyr"}),
+    (r"ministral|mistral-nemo", r"mistral", {(0, 9, 2): "ministral"}),
+    (r"mistral-small", r"mistral", {(0, 9, 2): "mistral_small"}),
+    (r"", r"mistral|mixtral", {(0, 9, 2): "mistral"}),
+    (r"phi-4-mini", r"phi3", {(0, 9, 5): "phi4_mini"}),
+    (r"phi-4", r"phi3", {(0, 9, 2): "phi4"}),
+    (r"", r"phi3", {(0, 9, 2): "phi"}),
+    (r"", r"granite", {(0, 9, 2): "granite3"}),
+    (r"", r"olmo2?", {(0, 9, 2): "olmo"}),
+    (r"", r"falcon", {(0, 9, 2): "falcon"}),
+)
+"""A pattern in the model's name, its type, and the template by the release that began it; the first row wins."""
+
+_ATTENTION = {"sdpa": "sdpa", "flash": "fa2", "eager": "disabled"}
+_PROCESS_GROUP_TIMEOUT_S = 180_000_000
+"""While one rank tokenises the data the others wait, far longer than torch's half hour."""
+
+
+def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
+    """The file for `llamafactory-cli train`; an error where it would train something else."""
+    way, original = chosen_way(plan), target.original
+    _refuse(plan, way, target)
+    sections: dict[str, dict[str, Any]] = {
+        "the model": _model(plan, way),
+        "the method": _method(plan.job, way.levers),
+        "the data": _data(plan, way, target),
+        "the optimizer": _optimizer(plan.job, way.levers),
+        "memory and speed": _memory(way, deepspeed_file),
+        "evaluation": _evaluation(plan.job, way.levers),
+        "saving": _saving(plan.job),
+    }
+    if original is not None:
+        values = {key: value for section in sections.values() for key, value in section.items()}
+        title = f"LLaMA-Factory {target.llamafactory_version}, {strategy_name(way.levers)} on {way.world} × "
+        return edited(plan, original, values, [f"{title}{way.hardware.gpu.name}. Start it from this folder."])
+    head = [
+        f"LLaMA-Factory {target.llamafactory_version}, written by tightfit: {strategy_name(way.levers)} on "
+        f"{way.world} × {way.hardware.gpu.name}.",
+        "Start it from this folder: the files name each other without a path.",
+        *(f"Note: {sentence}." for sentence in llamafactory_notes(plan, target)),
+    ]
+    lines = [f"# {' '.join(line.split())}" for line in head]
+    for title, values in sections.items():
+        lines += ["", f"# {title}", *(f"{key}: {scalar(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+MESSAGE_TAGS = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+}
+"""How OpenAI's layout of a conversation calls its parts."""
+
+
+def dataset_info_json(plan: Plan) -> str:
+    """Where LLaMA-Factory finds the data, and how a sample is laid out."""
+    data = plan.job.data
+    entry: dict[str, Any] = {}
+    assert listed(data.path) is None, "what is in a dataset_info.json already needs no second one"
+    if data.path is not None and not names_a_file(data.path):
+        entry["hf_hub_url"] = data.path
+    else:
+        entry["file_name"] = data.path or PLACEHOLDER_DATA
+    if data.format == "text":
+        entry["columns"] = {"prompt": "text"}
+    elif data.format == "messages":
+        entry |= {"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": MESSAGE_TAGS}
+    else:
+        entry["formatting"] = "sharegpt" if data.format == "sharegpt" else "alpaca"
+    return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"
+
+
+def names_its_data(plan: Plan, target: Target) -> bool:
+    """Whether the data is in a `dataset_info.json` already, so that no second one is needed."""
+    kept = target.original is not None and keeps_data(plan, target.original)
+    return kept or listed(plan.job.data.path) is not None
+
+
+def newest_transformers(version: str) -> str | None:
+    """The newest transformers that this LLaMA-Factory starts with; None: a release that we have not read."""
+    return TRANSFORMERS_LIMITS.get(release(version)[:3])
+
+
+def names_a_file(path: str) -> bool:
+    """Whether a job's data is a file or folder rather than a data set's name; told from the text alone."""
+    return path.startswith(("/", ".", "~")) or path.endswith(("/", *DATA_FILES)) or listed(path) is not None
+
+
+def listed(path: str | None) -> tuple[str, str] | None:
+    """Of `FOLDER/dataset_info.json:NAME` the folder and the name; None: the data is something else."""
+    folder, found, name = (path or "").rpartition(f"{DATASET_INFO}:")
+    return (folder.rstrip("/") or ("/" if folder else "."), name) if found and name else None
+
+
+def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
+    """What differs from the plan, or has to be known, a sentence each."""
+    way, job, levers = chosen_way(plan), plan.job, chosen_way(plan).levers
+    notes = []
+    if levers.checkpointing.layers:
+        word = checkpointing_word(levers.checkpointing)
+        notes.append(
+            f"the plan recomputes some layers only ({word}), LLaMA-Factory all or none: it recomputes all, "
+            "which needs less memory and is slower"
+        )
+    if levers.checkpointing.offload:
+        notes.append("use_unsloth_gc keeps the layer inputs on the host; it needs no Unsloth, and we never ran it")
+    if levers.loss == "fused":
+        notes.append("the fused loss is Liger's here: pip install liger-kernel")
+        notes += filter(None, [liger.unproven(way.hardware)])
+    notes += _adapter_notes(way)
+    if _packs_apart(job):
+        notes.append(
+            "neat_packing keeps packed samples apart, as tightfit does; packing alone lets them see each other"
+        )
+    if levers.attention == "flash":
+        notes.append("flash_attn fa2 needs the flash-attn package")
+    if way.skips_long:
+        notes.append(
+            f"the plan leaves out samples longer than {levers.sequence} tokens, LLaMA-Factory cuts them: take them out "
+            "of the data first"
+        )
+    if job.timeout is not None:
+        notes.append(f"LLaMA-Factory has no time limit: it does not stop after {job.timeout}")
+    if job.saving.every_minutes is not None:
+        notes.append(f"LLaMA-Factory saves by steps alone: every {save_steps(job)}, and not by minutes")
+    if job.saving.keep_every is not None:
+        notes.append("LLaMA-Factory keeps the newest checkpoints alone, and none for ever (saving.keep_every)")
+    if job.data.recipe is not None or (job.data.path or "").startswith("shipped:"):
+        notes.append("recipes, ablations and shipped data are tightfit's own: LLaMA-Factory needs a file of samples")
+    known = names_its_data(plan, target)
+    if job.data.path is None and not known:
+        notes.append(f"the job names no data: put samples into {PLACEHOLDER_DATA} in this folder")
+    entry = listed(job.data.path)
+    if entry is not None and not entry[0].startswith("/") and target.original is None:
+        notes.append(f"{DATASET_INFO} is looked for in {entry[0]}, as seen from this folder: correct dataset_dir")
+    if job.data.format == "auto" and not known:
+        notes.append(f"the samples are taken to be alpaca's; {DATASET_INFO} can say sharegpt instead")
+    if job.data.format != "text" and _template(plan, way, target) is None:
+        notes.append("no template is named: LLaMA-Factory parses the tokenizer's own")
+    return tuple(notes)
+
+
+def _adapter_notes(way: Way) -> list[str]:
+    """Where no DeepSpeed casts them back, its adapters are larger than those of the plan."""
+    levers, card = way.levers, way.hardware.gpu.memory_bytes
+    if levers.lora is None or levers.lora.adapter_dtype == "fp32":
+        return []
+    run = replace(levers, lora=replace(levers.lora, adapter_dtype="fp32"))
+    need, planned = (
+        estimate(way.shape, run, way.world, way.hardware).gpu.required_bytes,
+        way.footprint.gpu.required_bytes,
+    )
+    if need <= planned:
+        return []
+    needed, there = amounts(need, planned)
+    misfit = ", which does not fit" if need > card else ""
+    return [
+        f"LLaMA-Factory keeps adapters in fp32, the plan's are {levers.lora.adapter_dtype}: a GPU needs {needed} GiB"
+        f"{misfit}; planned are {there} GiB"
+    ]
+
+
+# --- what cannot be written ---------------------------------------------------------------------
+
+
+def _refuse(plan: Plan, way: Way, target: Target) -> None:
+    version, levers, shape = target.llamafactory_version, way.levers, way.shape
+    at = release(version)
+    check_llamafactory(levers, shape, version)
+    if levers.engine == "fsdp2":
+        raise ConfigError("llamafactory-cli cannot start FSDP2: take a ZeRO engine for LLaMA-Factory")
+    if levers.loss == "fused" and shape.model_type not in fused_under_llamafactory(at):
+        raise ConfigError(f"LLaMA-Factory {version} has no fused loss for {shape.model_type}: pin --loss plain for it")
+    if not levers.master_weights and (levers.engine == "zero3" or levers.precision != "bf16"):
+        where = "under ZeRO-3" if levers.engine == "zero3" else f"in {levers.precision}"
+        raise ConfigError(f"LLaMA-Factory refuses pure 16-bit training {where}: keep the master weights")
+    if way.hardware.gpu.vendor == "cpu" and levers.engine == "zero3":
+        raise ConfigError("LLaMA-Factory cannot set up ZeRO-3 without a GPU: take zero2 on the CPU")
+    limit = next((most for known, most in DEEPSPEED_LIMITS.items() if at[:3] == known), None)
+    if limit and release(target.deepspeed_version) > release(limit):
+        raise ConfigError(
+            f"LLaMA-Factory {version} refuses DeepSpeed {target.deepspeed_version}: say --deepspeed-version {limit}"
+        )
+    _name(plan, way)
+
+
+# --- the sections -------------------------------------------------------------------------------
+
+
+def _name(plan: Plan, way: Way) -> str:
+    """A Hugging Face id or a folder."""
+    model = plan.job.model if way.shape is plan.shape else way.shape.name
+    if not isinstance(model, str):
+        raise ConfigError("LLaMA-Factory loads weights: name a model that has some instead of a block of shape fields")
+    preset, path = model.strip().lower(), PurePosixPath(model)
+    if preset not in PRESETS:
+        return str(path.parent) if path.name == "config.json" else checkpoint_named(model) or model
+    weights = checkpoint_of(preset)
+    if weights is None:
+        raise ConfigError(f"LLaMA-Factory loads weights, and the preset {preset} has none: name a Hugging Face id")
+    return weights
+
+
+def _model(plan: Plan, way: Way) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "model_name_or_path": _name(plan, way),
+        "trust_remote_code": plan.job.trust_remote_code,
+        "flash_attn": _ATTENTION[way.levers.attention],
+    }
+    if way.levers.method == "qlora":
+        values |= {
+            "quantization_bit": 4,
+            "quantization_method": "bnb",
+            "quantization_type": "nf4",
+            "double_quantization": True,
+        }
+    return values
+
+
+def _method(job: Job, levers: Levers) -> dict[str, Any]:
+    stage = "pt" if job.data.format == "text" else "sft"
+    values: dict[str, Any] = {"stage": stage, "do_train": True}
+    if levers.lora is None:
+        return values | {"finetuning_type": "full"}
+    alpha = lora_alpha(job, levers)
+    assert alpha is not None
+    return values | {
+        "finetuning_type": "lora",
+        "lora_rank": levers.lora.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": job.lora.dropout,
+        "lora_target": "all" if levers.lora.targets is None else ",".join(levers.lora.targets),
+    }
+
+
+def _data(plan: Plan, way: Way, target: Target) -> dict[str, Any]:
+    job = plan.job
+    folder, name = listed(job.data.path) or (".", DATASET)
+    values: dict[str, Any] = {"dataset": name, "dataset_dir": folder}
+    if job.data.format != "text":
+        template = _template(plan, way, target)
+        values |= {"template": template} if template else {}
+    values |= {"cutoff_len": way.levers.sequence, "packing": job.data.packing}
+    if _packs_apart(job):
+        values["neat_packing"] = True
+    if job.max_samples is not None:
+        values["max_samples"] = job.max_samples
+    return values | {"dataloader_num_workers": way.levers.dataloader_workers}
+
+
+def _packs_apart(job: Job) -> bool:
+    """Its plain packing lets the samples of a sequence see each other; text of stage pt is never kept apart."""
+    return job.data.packing and job.data.format != "text"
+
+
+def _optimizer(job: Job, levers: Levers) -> dict[str, Any]:
+    # On the host DeepSpeed's own Adam takes the place of torch's, which must not be the fused one then.
+    on_host = levers.optimizer == "adamw" and levers.offload_optimizer != "none"
+    values: dict[str, Any] = {
+        "optim": "adamw_torch" if on_host else OPTIM[levers.optimizer],
+        "learning_rate": learning_rate(job, levers),
+        "lr_scheduler_type": job.schedule,
+        "weight_decay": float(job.weight_decay),
+        "max_grad_norm": clip(job, levers),
+        "per_device_train_batch_size": levers.micro_batch,
+        "gradient_accumulation_steps": levers.accumulation,
+    }
+    # Every transformers that these releases accept has warmup_ratio; only the newest take a share as warmup_steps.
+    if 0 < job.warmup < 1:
+        values["warmup_ratio"] = float(job.warmup)
+    else:
+        values["warmup_steps"] = math.ceil(job.warmup)
+    rounds = epochs(job)
+    values |= {"max_steps": job.max_steps} if rounds is None else {"num_train_epochs": rounds}
+    return values | {"seed": job.seed}
+
+
+def _memory(way: Way, deepspeed_file: str | None) -> dict[str, Any]:
+    levers = way.levers
+    values: dict[str, Any] = {"bf16": levers.precision == "bf16", "fp16": levers.precision == "fp16"}
+    if not levers.master_weights:
+        values["pure_bf16"] = True
+    values["disable_gradient_checkpointing"] = levers.checkpointing.layers == 0
+    if levers.checkpointing.offload:
+        values["use_unsloth_gc"] = True
+    values["enable_liger_kernel"] = levers.loss == "fused"
+    if deepspeed_file is not None:
+        values["deepspeed"] = deepspeed_file
+    values["ddp_timeout"] = _PROCESS_GROUP_TIMEOUT_S
+    if way.hardware.gpu.vendor == "cpu":
+        values["use_cpu"] = True
+    return values
+
+
+def _evaluation(job: Job, levers: Levers) -> dict[str, Any]:
+    if job.evaluation.split <= 0:
+        return {"eval_strategy": "no"}
+    values: dict[str, Any] = {
+        "val_size": float(job.evaluation.split),
+        "do_eval": True,
+        "per_device_eval_batch_size": levers.micro_batch,
+        "prediction_loss_only": True,
+    }
+    if job.evaluation.every_steps is None:
+        return values | {"eval_strategy": "no"}
+    return values | {"eval_strategy": "steps", "eval_steps": job.evaluation.every_steps}
+
+
+def _saving(job: Job) -> dict[str, Any]:
+    time_limit_s(job)  # a time that cannot be read is an error in every file
+    values: dict[str, Any] = {"output_dir": job.saving.folder, "logging_steps": logging_steps(job), "report_to": "none"}
+    every = save_steps(job)
+    if every is None:
+        return values | {"save_strategy": "no"}
+    return values | {"save_strategy": "steps", "save_steps": every, "save_total_limit": job.saving.keep_last}
+
+
+# --- the template -------------------------------------------------------------------------------
+
+
+def _template(plan: Plan, way: Way, target: Target) -> str | None:
+    """The job's, or the family's in this release; None: the tokenizer's own."""
+    at = release(target.llamafactory_version)
+    asked = plan.job.data.template
+    if asked is None:
+        return template_of(_name(plan, way), way.shape, at)
+    since = min(
+        (since for _, _, names in _TEMPLATES for since, name in names.items() if name == asked),
+        default=OLDEST_LLAMAFACTORY,
+    )
+    if at < since:
+        first = ".".join(map(str, since))
+        usual = template_of(_name(plan, way), way.shape, at)
+        hint = f"there it is {usual}" if usual else f"{first} is the first"
+        raise ConfigError(f"data.template {asked} is not in LLaMA-Factory {target.llamafactory_version}: {hint}")
+    return asked
+
+
+def template_of(name: str, shape: ModelShape, at: tuple[int, ...]) -> str | None:
+    """The chat template of a model's family; None: this release has none for it."""
+    for pattern, kind, names in _TEMPLATES:
+        if re.search(pattern, name.lower()) and re.fullmatch(kind, shape.model_type):
+            known = [template for since, template in sorted(names.items()) if since <= at]
+            return known[-1] if known else None
+    return None

@@ -1,0 +1,196 @@
+"""Files onto disk: all of them or none, and never half of one.
+
+Everything is first written and synced in a staging folder inside the target folder, hence on the same file
+system, and then renamed into place. What a rename replaces is kept under a second name until all are done, so
+that an error puts it back. A process that is killed leaves whole files and a staging folder, which the next
+call removes.
+
+Only the files of a plan are replaced, and only where the folder holds one of ours: its `worker.json` says so, or, in a
+plan for another trainer, a list of what was written. A script of the user's that happens to be called `launch.sh`
+stays, whatever was said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tightfit.formats.worker.write import SCHEMA
+from tightfit.owned import NotOurs, Patterns, check_ours, move_file, remove_folder
+from tightfit.types import ConfigError
+
+STAGING = ".tightfit-staging"
+RECORD, LIST = "worker.json", ".tightfit-plan.json"
+"""Only we write them, and every plan has one or the other."""
+PLAN_FILES = frozenset(
+    {
+        "accelerate.yaml",
+        "dataset_info.json",
+        "deepspeed.json",
+        "hostfile",
+        "launch.sh",
+        "llamafactory.yaml",
+        "PLAN.md",
+        "slurm.sbatch",
+        "training_args.json",
+        RECORD,
+    }
+)
+"""What a plan may consist of."""
+EXECUTABLE = (".sh", ".sbatch")
+
+
+def write(files: Mapping[str, str], folder: Path, force: bool) -> list[Path]:
+    """Write the files, by name, into the folder; existing ones are replaced with `force` only."""
+    made: list[Path] = []
+    listed = {} if RECORD in files else {LIST: json.dumps({"schema": SCHEMA, "files": sorted(files)}) + "\n"}
+    try:
+        _check({**listed, **files}, folder, force)
+        made = _make(folder)
+        _write({**listed, **files}, folder)
+        return [folder / name for name in files]
+    except OSError as error:
+        _unmake(made)
+        raise ConfigError(_sentence(error, folder)) from None
+    except ValueError as error:  # a path or a text that no file system can hold
+        _unmake(made)
+        raise ConfigError(f"cannot write to {str(folder)!r}: {error}: name another folder") from None
+    except BaseException:
+        _unmake(made)
+        raise
+
+
+def _check(files: Mapping[str, str], folder: Path, force: bool) -> None:
+    for name in files:
+        if Path(name).name != name or name in ("", ".."):
+            raise ConfigError(f"{name!r} is not a file name: leave out the folder")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file, so nothing can be written into it: name a folder")
+    ours = _own_names(folder)
+    for name in files:
+        path = folder / name
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder where a file should be written: move it away")
+        if not os.path.lexists(path):
+            continue
+        if name not in ours or path.is_symlink():
+            raise NotOurs(path, f"{path} exists and was not written by tightfit: move it away, or name another folder")
+        if not force:
+            raise ConfigError(f"{path} exists: say --force to replace it, or name another folder")
+
+
+def _own_names(folder: Path) -> frozenset[str]:
+    """What of a plan that lies there we wrote."""
+    record, listed = (_read(folder / name) for name in (RECORD, LIST))
+    if {"levers", "predicted", "saving"} <= set(record):
+        return PLAN_FILES | {LIST}
+    names = listed.get("files")
+    return frozenset(map(str, names)) | {LIST} if isinstance(names, list) else frozenset()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A record of ours; empty: it is none."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {}
+
+
+def _make(folder: Path) -> list[Path]:
+    """Create the folder; those that were missing, the innermost first."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    made: list[Path] = []
+    try:
+        for place in reversed(missing):
+            place.mkdir(exist_ok=True)
+            made.insert(0, place)
+    except OSError:
+        _unmake(made)
+        raise
+    return made
+
+
+def _unmake(made: list[Path]) -> None:
+    for place in made:
+        try:
+            place.rmdir()
+        except OSError:  # somebody else has put something there
+            return
+
+
+def _write(files: Mapping[str, str], folder: Path) -> None:
+    staging, names = folder / STAGING, "|".join(map(re.escape, {LIST, *PLAN_FILES, *files}))
+    staged = Patterns(f"(old/)?({names})", "old")
+    if os.path.lexists(staging):  # of a process that was killed
+        check_ours(staging, staged, "move it away, for files are written there first")
+        remove_folder(staging, staged)
+    staging.mkdir()
+    try:
+        (staging / "old").mkdir()
+        for name, text in files.items():
+            _stage(staging / name, text)
+        _move(files, folder, staging)
+    finally:
+        remove_folder(staging, staged)
+
+
+def _stage(path: Path, text: str) -> None:
+    with path.open("xb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    if path.suffix in EXECUTABLE:
+        mode = path.stat().st_mode
+        path.chmod(mode | (mode & 0o444) >> 2)  # executable for those who may read it
+
+
+def _move(files: Mapping[str, str], folder: Path, staging: Path) -> None:
+    moved: list[str] = []
+    known = {name for name in files if (folder / name).exists()}
+    try:
+        for name in sorted(
+            files, key=lambda name: name not in (RECORD, LIST)
+        ):  # from then on the others are known as ours
+            if name in known:
+                _keep(folder / name, staging / "old" / name)
+                os.replace(staging / name, folder / name)
+            else:
+                move_file(staging / name, folder / name)
+            moved.append(name)
+        _sync(folder)
+    except BaseException:
+        for name in reversed(moved):
+            old = staging / "old" / name
+            if old.exists():
+                os.replace(old, folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)
+        raise
+
+
+def _keep(path: Path, aside: Path) -> None:
+    """A second name for what is about to be replaced; a copy where the file system has no second names."""
+    try:
+        os.link(path, aside)
+    except OSError:
+        shutil.copy2(path, aside)
+
+
+def _sync(folder: Path) -> None:
+    """A rename is on disk when its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sentence(error: OSError, folder: Path) -> str:
+    what = (error.strerror or str(error)).lower()
+    return f"cannot write to {folder}: {what}; nothing was left there: make room or name another folder with --write"

@@ -1,0 +1,75 @@
+"""The sheet that the rules write on: one file, what it is checked against, and what was found so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightfit.formats.document import Document
+from tightfit.formats.finding import Finding
+from tightfit.formats.rules import RULES
+from tightfit.formats.target import Target
+from tightfit.inputs.spelling import as_number
+
+_LARGEST = 1e18
+"""What is larger was a slip of the finger, and is left to the tool; infinity and NaN fall under it as well."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sheet:
+    """A file under examination. The only thing in this room that changes."""
+
+    document: Document
+    target: Target
+    world: int | None = None
+    """The number of GPUs, where it is known."""
+    paired: bool = False
+    """A DeepSpeed file that a trainer's config names: the Hugging Face layer reads it and fills in `auto`."""
+    found: list[Finding] = field(default_factory=list)
+
+    def get(self, place: str) -> Any:
+        """The value at a dotted place, None where there is none."""
+        value: Any = self.document.values
+        for key in place.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def has(self, place: str) -> bool:
+        """Whether the key is written at all, if only with null."""
+        outer, _, key = place.rpartition(".")
+        return key in self.block(outer)
+
+    def block(self, place: str) -> Mapping[str, Any]:
+        """The block at a place, empty where there is none."""
+        value = self.get(place) if place else self.document.values
+        return value if isinstance(value, Mapping) else {}
+
+    def on(self, place: str) -> bool:
+        """Whether a switch is on. Text is what Python makes of it: true."""
+        value = self.get(place)
+        return bool(value) and value != "auto"
+
+    def number(self, place: str) -> float | None:
+        """A number, also where it is written as text; None for `auto`, and for anything else."""
+        value = self.get(place)
+        if isinstance(value, str):
+            value = as_number(value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
+            return None
+        return value
+
+    def say(self, rule: str, place: str, what: str, fix: str) -> None:
+        """Note a finding. `what` and `fix` are sentences without their full stops."""
+        inner = self.document.within
+        self.found.append(
+            Finding(
+                file=self.document.shown_path,
+                place=f"{inner}.{place}" if inner and place else inner or place,
+                line=self.document.line(place),
+                severity=RULES[rule].severity,
+                what=what,
+                fix=fix,
+                rule=rule,
+            )
+        )

@@ -1,0 +1,57 @@
+"""A plan for our own worker, as another trainer would run the file that lies beside it: what it then needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tightfit.formats.target import Target
+from tightfit.formats.worker.write import chosen_way
+from tightfit.job.file import adapter_dtype_of
+from tightfit.memory import estimate
+from tightfit.planner.plan import Plan
+from tightfit.planner.trainers import NAMES, Abilities, scans
+from tightfit.priced import amounts
+from tightfit.types import Checkpointing, ConfigError, Levers, Trainer
+
+
+def levers_under(trainer: Trainer, plan: Plan, target: Target) -> Levers:
+    """What its file makes the trainer do, which has not all that our worker has."""
+    way, job = chosen_way(plan), replace(plan.job, trainer=trainer)
+    levers, able = way.levers, Abilities(trainer=trainer, llamafactory_version=target.llamafactory_version)
+    offloads = levers.checkpointing.offload and able.offloads_inputs(levers.engine)
+    return replace(
+        levers,
+        trainer=trainer,
+        padded=not job.data.packing,
+        checkpointing=Checkpointing(layers=0 if levers.checkpointing.layers == 0 else None, offload=offloads),
+        loss=levers.loss if able.fuses(way.shape) else "plain",
+        scan="official" if scans(way.shape) and levers.scan == "tightfit" else levers.scan,
+        lora=levers.lora and replace(levers.lora, adapter_dtype=adapter_dtype_of(job)),
+    )
+
+
+def runs_under(trainer: Trainer, plan: Plan, target: Target) -> bool:
+    """Whether the trainer has what the plan needs, and room for it."""
+    if trainer == "llamafactory" and chosen_way(plan).levers.engine == "fsdp2":
+        return False
+    try:
+        check_fits_under(trainer, plan, target)
+    except ConfigError:
+        return False
+    return True
+
+
+def check_fits_under(trainer: Trainer, plan: Plan, target: Target) -> None:
+    """A ConfigError where the trainer would run out of what our worker has enough of."""
+    if plan.job.trainer == trainer:
+        return
+    way = chosen_way(plan)
+    found = estimate(way.shape, levers_under(trainer, plan, target), way.world, way.hardware)
+    fix = f"plan --for {trainer}"
+    if found.gpu.required_bytes > max(way.gpu_limit_bytes, way.footprint.gpu.required_bytes):
+        need, there = amounts(found.gpu.required_bytes, way.hardware.gpu.memory_bytes)
+        raise ConfigError(f"{NAMES[trainer]} would need {need} of {there} GiB for this on a GPU: {fix}")
+    ram = way.hardware.host_ram_bytes
+    if ram is not None and found.host.peak_bytes_per_node > max(ram, way.footprint.host.peak_bytes_per_node):
+        need, there = amounts(found.host.peak_bytes_per_node, ram)
+        raise ConfigError(f"{NAMES[trainer]} would need {need} of the host's {there} GiB for this: {fix}")
