@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "tightfit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = [
+    "messages",
     "types",
     "owned",
     "inputs",

@@ -20,6 +20,8 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+from tightfit.messages import Message
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -29,6 +31,10 @@ class TightfitError(Exception):
 
 class UserError(TightfitError):
     """The input is wrong. The message is one sentence and names the fix."""
+
+    def __init__(self, said: Message | str) -> None:
+        super().__init__(said)
+        self.said = said
 
 
 class ModelError(UserError):

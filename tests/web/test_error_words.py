@@ -65,12 +65,6 @@ def test_every_error_of_a_question_has_a_chinese_form(path: str) -> None:
     assert untold(filter(is_sentence, sentences_in(path, *ERRORS))) == []
 
 
-def test_every_error_of_a_model_has_a_chinese_form() -> None:
-    for path in (PACKAGE / "model/families").glob("*.py"):
-        problems = sentences_in(f"model/families/{path.name}", "fail")
-        assert untold(f"model 'a': {problem}" for problem in problems) == []
-
-
 @pytest.mark.parametrize("path", [each for each in WORKER if not NOT_ON_THE_PAGE.match(each)])
 def test_every_error_of_the_worker_has_a_chinese_form(path: str) -> None:
     """They are the causes of attempts that the user has to mend."""

@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tightfit.inputs.spelling import read_text, shown
+from tightfit.messages import Message
 from tightfit.model import families
 from tightfit.model.families import NotByName, did_you_mean
 from tightfit.model.families.reader import MAX_SIZE
@@ -72,7 +73,7 @@ def find_config(word: str) -> FoundConfig:
     """The config that `word` names: a preset wins over a path, a path over an id that is known, that over the hub."""
     name = word.strip()
     if not name:
-        raise ModelError("the model has no name: give a preset, a folder, a config.json or a Hugging Face id")
+        raise ModelError(Message("model.no-name"))
     preset = PRESETS.get(name.lower())
     if preset is not None:
         return FoundConfig(name.lower(), preset.config, (preset.source,), preset.called)
@@ -80,7 +81,7 @@ def find_config(word: str) -> FoundConfig:
     if os.path.exists(path):
         return _local(Path(path))
     if name.endswith(".json") or name.startswith((".", "/", "~")) or os.path.isabs(path):
-        raise ModelError(f"there is no file or folder {shown(name)}")
+        raise ModelError(Message("model.no-such-file", name=shown(name)))
     known = checkpoint_named(name)
     return FoundConfig(name, _read_json(_from_hub(name), name)) if known is None else _known(known)
 
@@ -103,7 +104,15 @@ def shape_from_fields(fields: Mapping[str, object], name: str) -> ModelShape:
     misspelt = [key for key in reader.unasked() if key not in ("max_seq_length", _STD)]
     if misspelt:
         hint = did_you_mean(misspelt[0], reader.asked | set(_FIELD_NAMES))
-        raise ModelError(f"model {shown(name)}: {shown(misspelt[0])} is no shape field of a {shape.model_type}{hint}")
+        raise ModelError(
+            Message(
+                "model.unknown-shape-field",
+                name=shown(name),
+                key=shown(misspelt[0]),
+                model_type=shape.model_type,
+                hint=hint,
+            )
+        )
     length = reader.optional_count("max_seq_length", None)
     return shape if length is None else replace(shape, max_positions=length)
 
@@ -135,19 +144,19 @@ def config_from_fields(fields: Mapping[str, object], name: str) -> dict[str, obj
     if family is None and "d_state" in given:
         family = "mamba"
     if family is None:
-        raise ModelError(f"model {shown(name)}: the shape fields name no family, such as mamba or llama")
+        raise ModelError(Message("model.no-family", name=shown(name)))
     config: dict[str, object] = {"model_type": family}
     names = _FIELD_NAMES if "mamba" in str(family) else {**_FIELD_NAMES, "max_seq_length": "max_position_embeddings"}
     for key, value in given.items():
         real = names.get(key, key)
         if real in config:
-            raise ModelError(f"model {shown(name)}: {shown(key)} is given twice, also under another name")
+            raise ModelError(Message("model.key-given-twice", name=shown(name), key=shown(key)))
         config[real] = value
     if family == "mamba":
         config.setdefault(_STD, DRAWN_STD)
     std = config.get(_STD, DRAWN_STD)
     if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std <= 1:
-        raise ModelError(f"model {shown(name)}: {_STD} must be a number above 0 and up to 1, not {shown(std)}")
+        raise ModelError(Message("model.bad-init-std", name=shown(name), key=_STD, value=shown(std)))
     return _without_fraction(config)
 
 
@@ -198,8 +207,8 @@ def _local(path: Path) -> FoundConfig:
     if (path / "config.json").is_file():
         return FoundConfig(name, _read_json(path / "config.json", str(path)))
     if (path / "adapter_config.json").is_file():
-        raise ModelError(f"the folder {shown(str(path))} holds a LoRA adapter: give the model that it adapts")
-    raise ModelError(f"the folder {shown(str(path))} has no config.json")
+        raise ModelError(Message("model.folder-is-an-adapter", path=shown(str(path))))
+    raise ModelError(Message("model.folder-without-config", path=shown(str(path))))
 
 
 def _read_block(path: Path) -> Mapping[str, object]:
@@ -210,12 +219,12 @@ def _read_block(path: Path) -> Mapping[str, object]:
         block = yaml.safe_load(read_text(path, "a block of shape fields"))
     except (ConfigError, ValueError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0]
-        raise ModelError(f"cannot read shape fields from {shown(str(path))}: {reason}") from error
+        raise ModelError(Message("model.unreadable-fields", path=shown(str(path)), reason=reason)) from error
     if isinstance(block, dict) and isinstance(block.get("model"), dict):
         family = {key: block[key] for key in ("family", "model_type") if key in block}
         block = {**family, **block["model"]}
     if not isinstance(block, dict):
-        raise ModelError(f"{shown(str(path))} holds no block of shape fields such as family, d_model, n_layers")
+        raise ModelError(Message("model.no-shape-fields", path=shown(str(path))))
     return {str(key): value for key, value in block.items()}
 
 
@@ -223,11 +232,11 @@ def _read_json(path: Path, name: str) -> Mapping[str, object]:
     try:
         config = json.loads(read_text(path, "JSON"))
     except ConfigError as error:
-        raise ModelError(str(error)) from error
+        raise ModelError(error.args[0]) from error
     except (ValueError, RecursionError) as error:  # not text, not JSON, or nested without end
-        raise ModelError(f"the config of {shown(name)} is not JSON: {error}") from error
+        raise ModelError(Message("model.config-not-json", name=shown(name), error=error)) from error
     if not isinstance(config, dict):
-        raise ModelError(f"the config of {shown(name)} is not a JSON object but {shown(config)}")
+        raise ModelError(Message("model.config-not-an-object", name=shown(name), config=shown(config)))
     return config
 
 
@@ -236,7 +245,7 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(_cached_or_fetched(name))
     except ImportError as error:
-        raise ModelError(f"{shown(name)} must be fetched from Hugging Face: pip install huggingface_hub") from error
+        raise ModelError(Message("model.needs-huggingface-hub", name=shown(name))) from error
     except Exception as error:  # whatever the network and its libraries raise, the user reads one sentence
         raise ModelError(_hub_problem(name, error)) from error
 
@@ -253,28 +262,19 @@ def _cached_or_fetched(name: str) -> str:
         return hf_hub_download(name, "config.json")
 
 
-def _hub_problem(name: str, error: Exception) -> str:
+def _hub_problem(name: str, error: Exception) -> Message:
     from huggingface_hub import errors as hub
 
-    nearby = did_you_mean(name.rsplit("/", maxsplit=1)[-1].lower(), PRESETS)
+    said = {"name": name, "nearby": did_you_mean(name.rsplit("/", maxsplit=1)[-1].lower(), PRESETS)}
     if isinstance(error, hub.HFValidationError):
-        return f"{shown(name)} is no preset{nearby}, file, folder or Hugging Face id"
+        return Message("model.hub-no-id", **{**said, "name": shown(name)})
     if isinstance(error, hub.GatedRepoError):
-        return (
-            f"{name} is gated: accept its licence on https://huggingface.co/{name} and log in with `hf auth login`, "
-            f"or give a preset{nearby} or a local config.json"
-        )
+        return Message("model.hub-gated", **said)
     if isinstance(error, hub.RepositoryNotFoundError):
-        return f"{name} is no preset{nearby}, file or folder, and Hugging Face has no such model that you may read"
+        return Message("model.hub-none", **said)
     if isinstance(error, hub.OfflineModeIsEnabled):
-        return (
-            f"{name} is no preset{nearby}, file or folder, and it is not in the Hugging Face cache, "
-            "which is all there is while HF_HUB_OFFLINE is set"
-        )
+        return Message("model.hub-offline", **said)
     if isinstance(error, hub.EntryNotFoundError) and not isinstance(error, hub.LocalEntryNotFoundError):
-        return f"{name} on Hugging Face has no config.json, so it is no transformers model"
+        return Message("model.hub-no-config", name=name)
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return (
-        f"{name} is no preset{nearby}, file or folder, and Hugging Face could not be asked ({reason}): "
-        "without a network, give a preset or a local config.json"
-    )
+    return Message("model.hub-unreachable", **said, reason=reason)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.spelling import shown
+from tightfit.messages import Message
 from tightfit.types import Block, ModelError, ModelShape, NormKind, Tensor, Traced
 
 LIMIT_S = 600
@@ -28,7 +29,12 @@ def trace_config(config: Mapping[str, object], name: str, *, python: str = sys.e
         path.write_text(json.dumps(dict(config)), encoding="utf-8")
         answer = _spawn(path, name, python)
     if "error" in answer:
-        raise ModelError(_problem(answer["error"], name))
+        if answer["error"]["kind"] == "missing":
+            raise ModelError(Message("model.trace-needs-torch", name=shown(name)))
+        said = answer["error"]["message"]
+        raise ModelError(
+            Message("model.not-traced", name=shown(name), said=said if len(said) <= 200 else said[:199] + "…")
+        )
     return _shape(answer, name)
 
 
@@ -52,25 +58,19 @@ def _spawn(path: Path, name: str, python: str) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ModelError(f"tracing {shown(name)} took longer than {LIMIT_S} s") from error
+        raise ModelError(Message("model.trace-too-slow", name=shown(name), limit_s=LIMIT_S)) from error
     except OSError as error:
-        raise ModelError(f"tracing {shown(name)} could not start {python}: {error.strerror or error}") from error
+        raise ModelError(
+            Message("model.trace-not-started", name=shown(name), python=python, reason=error.strerror or error)
+        ) from error
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ModelError(f"tracing {shown(name)} failed with exit code {done.returncode}: {last}") from error
+        raise ModelError(
+            Message("model.trace-failed", name=shown(name), returncode=done.returncode, last=last)
+        ) from error
     return dict(answer)
-
-
-def _problem(error: Mapping[str, str], name: str) -> str:
-    if error["kind"] == "missing":
-        return (
-            f"model {shown(name)} is not known by name and tracing it needs torch and transformers: "
-            "pip install 'tightfit[train]'"
-        )
-    message = error["message"] if len(error["message"]) <= 200 else error["message"][:199] + "…"
-    return f"model {shown(name)} cannot be traced: {message}"
 
 
 def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:

@@ -62,7 +62,8 @@ async def _home(request: Request) -> Response:
 
 
 async def _user_error(request: Request, error: Exception) -> Response:
-    said = words(language_of(request)).said(" ".join(str(error).split()))
+    assert isinstance(error, UserError)
+    said = words(language_of(request)).said(error.said)
     return failed(request, said.text, 400)
 
 

@@ -27,6 +27,7 @@ from tightfit.hardware.catalogue import CARDS
 from tightfit.hardware.machine import this_machine
 from tightfit.inputs.flags import WORDS as CHOICES
 from tightfit.job import Allowance
+from tightfit.messages import Message
 from tightfit.model.presets import CHECKPOINTS, PRESETS
 from tightfit.planner.tiers import TIERS
 from tightfit.types import Trainer, UserError
@@ -50,12 +51,13 @@ _quick, _slow = asyncio.Semaphore(1), asyncio.Semaphore(1)
 
 async def _plan(request: Request) -> Response:
     """The whole page: form, answer, map and files, also for who has no scripts."""
-    values, problem, status = {}, "", 200
+    values, status = {}, 200
+    problem: Message | str = ""
     try:
         answer = await _answered(request, advice=True)
         values = await beside(partial(_all_of, answer, language_of(request)))
     except UserError as error:
-        problem, status = _sentence(error), 400
+        problem, status = error.said, 400
     machine = await beside(_machine)
     return page(request, "plan.html", status, **_form(request, machine), **({**_NOTHING, **values}), problem=problem)
 
@@ -66,7 +68,7 @@ async def _answer(request: Request) -> Response:
     try:
         answer = await _answered(request, advice=advice)
     except UserError as error:
-        return HTMLResponse(part(request, "plan_problem.html", problem=_sentence(error)))
+        return HTMLResponse(part(request, "plan_problem.html", problem=error.said))
     found = await beside(partial(_drawn, answer, language_of(request), advice=advice))
     return HTMLResponse(part(request, "plan_answer.html", **found))
 
@@ -136,7 +138,7 @@ async def _most(request: Request) -> Response:
             await _still_there(request)
             found = await beside(partial(most_of, asked, request.query_params.get("max", "")))
     except UserError as error:
-        return JSONResponse({"problem": words(language_of(request)).said(_sentence(error)).text})
+        return JSONResponse({"problem": words(language_of(request)).said(error.said).text})
     return JSONResponse({"fields": found})
 
 
@@ -146,7 +148,7 @@ async def _config(request: Request) -> Response:
     try:
         block = await beside(partial(block_of, text))
     except UserError as error:
-        return JSONResponse({"problem": words(language_of(request)).said(_sentence(error)).text})
+        return JSONResponse({"problem": words(language_of(request)).said(error.said).text})
     return JSONResponse({"config": json.dumps(block, separators=(",", ":"), ensure_ascii=False)})
 
 
@@ -169,10 +171,6 @@ async def _answered(request: Request, *, advice: bool) -> Answered:
 async def _still_there(request: Request) -> None:
     if await request.is_disconnected():
         raise HTTPException(GONE)
-
-
-def _sentence(error: UserError) -> str:
-    return " ".join(str(error).split())
 
 
 # --- what the templates get -----------------------------------------------------------------------

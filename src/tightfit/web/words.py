@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 from starlette.requests import Request
 
+from tightfit.messages import Language, Message
 from tightfit.web.sentences import FOLDER, Sentence, said_in
 
-LANGUAGES = {"en": "English", "zh": "中文"}
+LANGUAGES: dict[Language, str] = {"en": "English", "zh": "中文"}
 """What each calls itself."""
 COOKIE = "tightfit_language"
 
@@ -22,21 +23,23 @@ COOKIE = "tightfit_language"
 class Words(dict[str, Any]):
     """All words of a language, and how it says a sentence that was made elsewhere."""
 
-    def __init__(self, language: str) -> None:
+    def __init__(self, language: Language) -> None:
         super().__init__(yaml.safe_load((FOLDER / f"{language}.yaml").read_text(encoding="utf-8")))
         self.language = language
 
-    def said(self, english: str) -> Sentence:
-        return said_in(self.language, english)
+    def said(self, english: Message | str) -> Sentence:
+        if isinstance(english, Message):
+            return Sentence(english.text(self.language), is_foreign=False)
+        return said_in(self.language, " ".join(english.split()))
 
 
 @cache
-def words(language: str) -> Words:
+def words(language: Language) -> Words:
     """Those of a language, read once."""
     return Words(language)
 
 
-def language_of(request: Request) -> str:
+def language_of(request: Request) -> Language:
     """As the address says, else as was chosen before, else as the browser wishes."""
     for said in (request.query_params.get("lang"), request.cookies.get(COOKIE)):
         if said in LANGUAGES:
@@ -44,7 +47,7 @@ def language_of(request: Request) -> str:
     return _wished(request.headers.get("accept-language", ""))
 
 
-def _wished(header: str) -> str:
+def _wished(header: str) -> Language:
     """`zh-CN,zh;q=0.9,en;q=0.8` → zh."""
     wishes = []
     for place, entry in enumerate(header[:1000].split(",")):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tightfit.inputs.spelling import shown
+from tightfit.messages import Message
 from tightfit.model.families import gpt2, gpt_neox, llama_like, mamba, moe
 from tightfit.model.families.reader import MAX_PARAMETERS, ConfigReader, NotByName, did_you_mean
 from tightfit.types import ModelError, ModelShape
@@ -39,22 +40,22 @@ def read(config: Mapping[str, object], model: str) -> tuple[ModelShape, ConfigRe
     """The shape, and the reader that knows which keys it took."""
     model_type = config.get("model_type")
     if model_type is None:
-        raise ModelError(_no_type(config, model))
+        raise ModelError(
+            Message("model.mamba-ssm-format" if "ssm_cfg" in config else "model.no-type", model=shown(model))
+        )
     if model_type == "gemma3":
         return _read_gemma3(config, model)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         hint = did_you_mean(model_type, FAMILIES)
-        raise NotByName(model, f"the model type {shown(model_type)}{hint} is")
+        raise NotByName(model, Message("model.a-type", model_type=shown(model_type), hint=hint))
     if config.get("per_layer_config") is not None:
-        raise NotByName(model, "layers that differ by per_layer_config are")
+        raise NotByName(model, Message("model.layers-that-differ"))
     family = FAMILIES[model_type]
     reader = ConfigReader(config, model=model, model_type=model_type, aliases=family.aliases)
     reader.has("model_type")
     shape = family.shape(reader)
     if shape.parameters > MAX_PARAMETERS:
-        raise reader.fail(
-            f"its sizes make {shape.parameters:.3g} parameters, but at most {MAX_PARAMETERS:.0e} are plausible"
-        )
+        raise reader.fail("model.too-many-parameters", parameters=shape.parameters, max_parameters=MAX_PARAMETERS)
     return shape, reader
 
 
@@ -63,16 +64,7 @@ def _read_gemma3(config: Mapping[str, object], model: str) -> tuple[ModelShape, 
     wrapper = ConfigReader(config, model=model, model_type="gemma3")
     text = wrapper.section("text_config")
     if text is None:
-        raise wrapper.fail("the config has no text_config, where a gemma3 keeps its language model")
+        raise wrapper.fail("model.no-text-config")
     shape, reader = read({**_GEMMA3_TEXT_SIZES, **text, "model_type": "gemma3_text"}, model)
     note = "the language model only: the vision tower and its projector are not counted"
     return replace(shape, notes=(*shape.notes, note)), reader
-
-
-def _no_type(config: Mapping[str, object], model: str) -> str:
-    if "ssm_cfg" in config:
-        return (
-            f"model {shown(model)} is in mamba-ssm's own format without a model_type: "
-            "take its Hugging Face twin, whose name ends in -hf"
-        )
-    return f"model {shown(model)}: the config has no model_type, which says how to read it"

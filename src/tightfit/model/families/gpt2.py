@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tightfit.messages import Message
 from tightfit.model.families.parts import Skeleton, conv1d_linear, layer_kinds, norm
 from tightfit.model.families.reader import MAX_HEADS, MAX_LAYERS, ConfigReader, NotByName
 from tightfit.types import Attention, Block, Mlp, ModelShape, Tensor
@@ -22,10 +23,9 @@ def shape(config: ConfigReader) -> ModelShape:
     hidden = config.count("n_embd", 768)
     heads = config.count("n_head", 12, most=MAX_HEADS)
     inner = config.optional_count("n_inner", None) or 4 * hidden
-    if hidden % heads:
-        raise config.fail(f"n_embd {hidden} is not a multiple of n_head {heads}")
+    config.check_multiple("n_embd", hidden, "n_head", heads)
     if config.flag("add_cross_attention", False):
-        raise NotByName(config.model, "a gpt2 with add_cross_attention is")
+        raise NotByName(config.model, Message("model.cross-attention"))
     activation = config.activation("activation_function", "gelu_new")
     tensors = (
         *norm("ln_1", hidden, "layer"),

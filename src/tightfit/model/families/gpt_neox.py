@@ -12,8 +12,7 @@ def shape(config: ConfigReader) -> ModelShape:
     hidden = config.count("hidden_size", 6144)
     inner = config.count("intermediate_size", 24576)
     heads = config.count("num_attention_heads", 64, most=MAX_HEADS)
-    if hidden % heads:
-        raise config.fail(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    config.check_multiple("hidden_size", hidden, "num_attention_heads", heads)
     head_dim = hidden // heads
     bias = config.flag("attention_bias", True)
     tensors = (

@@ -52,9 +52,8 @@ def shape2(config: ConfigReader) -> ModelShape:
     conv = config.count("conv_kernel", 4)
     bias = config.flag("use_bias", False)
     if heads * head_dim != inner:
-        raise config.fail(f"num_heads {heads} × head_dim {head_dim} is not expand × hidden_size, which is {inner}")
-    if heads % groups:
-        raise config.fail(f"num_heads {heads} is not a multiple of n_groups {groups}")
+        raise config.fail("model.heads-do-not-fill-width", heads=heads, head_dim=head_dim, inner=inner)
+    config.check_multiple("num_heads", heads, "n_groups", groups)
     channels = inner + 2 * groups * state
     tensors = [
         Tensor("mixer.dt_bias", (heads,)),
@@ -74,7 +73,7 @@ def _inner(config: ConfigReader, hidden: int) -> int:
     """transformers computes it from `expand`, then lets a written `intermediate_size` overrule the product."""
     expanded = int(config.number("expand", 2) * hidden)
     if not 1 <= expanded <= MAX_SIZE:
-        raise config.fail(f"expand × hidden_size is {expanded}, which is no plausible width")
+        raise config.fail("model.implausible-width", expanded=expanded)
     return config.count("intermediate_size", expanded)
 
 

@@ -121,7 +121,9 @@ def _experts(config: ConfigReader, mixture: Mixture, hidden: int) -> tuple[Moe, 
     top_k = config.count("num_experts_per_tok", mixture.top_k)
     inner = config.count(mixture.inner_key, mixture.inner)
     if top_k > experts:
-        raise config.fail(f"num_experts_per_tok {top_k} is more than {mixture.experts_key} {experts}")
+        raise config.fail(
+            "model.more-active-than-experts", top_k=top_k, experts_key=mixture.experts_key, experts=experts
+        )
     gate = [Tensor("mlp.gate.weight", (experts, hidden))]
     tensors = [
         Tensor("mlp.experts.gate_up_proj", (experts, 2 * inner, hidden)),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tightfit.messages import Message
 from tightfit.model.families.reader import MAX_HEADS, MAX_LAYERS, ConfigReader
 from tightfit.types import Block, ModelShape, NormKind, Tensor
 
@@ -73,11 +74,10 @@ def read_heads(  # the seven things that families do differently about the same 
     # Absent is transformers' default of this family; null is 'as many as heads'.
     kv_heads = config.optional_count("num_key_value_heads", kv_default) or heads
     head_dim = config.optional_count("head_dim", head_dim_default) if head_dim_readable else None
-    if (head_dim is None or must_divide) and hidden % heads:
-        raise config.fail(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    if heads % kv_heads:
-        given = "" if config.has("num_key_value_heads") else f" (transformers' default for {config.model_type})"
-        raise config.fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}{given}")
+    if head_dim is None or must_divide:
+        config.check_multiple("hidden_size", hidden, "num_attention_heads", heads)
+    given = "" if config.has("num_key_value_heads") else Message("model.default-kv", model_type=config.model_type)
+    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads, given)
     return Heads(heads, kv_heads, head_dim or hidden // heads)
 
 
@@ -91,7 +91,7 @@ def rotary_width(config: ConfigReader, head_dim: int, key: str, default: float) 
             fraction = inner.number("partial_rotary_factor", default)
             break
     if fraction > 1:
-        raise config.fail(f"{key} is {fraction:g}, but a head cannot rotate more than all of itself")
+        raise config.fail("model.rotates-too-much", key=key, fraction=fraction)
     width = int(head_dim * fraction)
     return None if width == head_dim else width
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tightfit.inputs.spelling import nearest, shown
+from tightfit.messages import Message
 from tightfit.types import ModelError
 
 MAX_SIZE = 2**31 - 1
@@ -36,17 +37,14 @@ ACTIVATIONS = frozenset(
 class NotByName(ModelError):
     """A model that may well exist but that no formula here describes; a trace can measure it."""
 
-    def __init__(self, model: str, what: str) -> None:
-        super().__init__(
-            f"model {shown(model)}: {what} not known by name; "
-            "`tightfit estimate --trace` measures it when the [train] extra is installed"
-        )
+    def __init__(self, model: str, what: Message) -> None:
+        super().__init__(Message("model.about", model=shown(model), problem=Message("model.not-by-name", what=what)))
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known: Iterable[str]) -> Message | str:
     """` (did you mean 'X'?)`, or nothing where nothing is close."""
     close = nearest(word, known) if isinstance(word, str) else None
-    return f" (did you mean {close!r}?)" if close else ""
+    return Message("model.did-you-mean", close=close) if close else ""
 
 
 class ConfigReader:
@@ -64,8 +62,12 @@ class ConfigReader:
             if alias in self._values:
                 self._values[real] = self._values[alias]
 
-    def fail(self, problem: str) -> ModelError:
-        return ModelError(f"model {shown(self.model)}: {problem}")
+    def fail(self, problem: str, **fields: object) -> ModelError:
+        return ModelError(Message("model.about", model=shown(self.model), problem=Message(problem, **fields)))
+
+    def check_multiple(self, key: str, size: int, other: str, number: int, given: Message | str = "") -> None:
+        if size % number:
+            raise self.fail("model.not-a-multiple", key=key, size=size, other=other, number=number, given=given)
 
     def has(self, key: str) -> bool:
         self.asked.add(key)
@@ -79,7 +81,7 @@ class ConfigReader:
         """Sizes without which there is no model, although transformers would fill in a checkpoint's numbers."""
         for key in keys:
             if not self.has(key) or self._values[key] is None:
-                raise self.fail(f"the config has no {key}, which a {self.model_type} needs")
+                raise self.fail("model.missing-key", key=key, model_type=self.model_type)
 
     def count(self, key: str, default: int, *, most: int | None = None) -> int:
         """A whole number of at least 1; null is read as absent."""
@@ -101,9 +103,9 @@ class ConfigReader:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fail(f"{key} must be a number, not {shown(value)}")
+            raise self.fail("model.not-a-number", key=key, value=shown(value))
         if not 0 < value <= MAX_SIZE:
-            raise self.fail(f"{key} is {shown(value)}, but must be above 0 and no more than {MAX_SIZE}")
+            raise self.fail("model.not-positive", key=key, value=shown(value), max_size=MAX_SIZE)
         return float(value)
 
     def share(self, key: str, default: float) -> float:
@@ -112,7 +114,7 @@ class ConfigReader:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise self.fail(f"{key} must be a number from 0 to 1, not {shown(value)}")
+            raise self.fail("model.not-a-share", key=key, value=shown(value))
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -120,7 +122,7 @@ class ConfigReader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.fail(f"{key} must be true or false, not {shown(value)}")
+            raise self.fail("model.not-a-switch", key=key, value=shown(value))
         return value
 
     def activation(self, key: str, default: str) -> str:
@@ -129,7 +131,7 @@ class ConfigReader:
             return default
         if not isinstance(value, str) or value not in ACTIVATIONS:
             hint = did_you_mean(value, ACTIVATIONS)
-            raise self.fail(f"{key} is {shown(value)}, which is no activation function of transformers{hint}")
+            raise self.fail("model.unknown-activation", key=key, value=shown(value), hint=hint)
         return value
 
     def is_word(self, key: str, word: str) -> bool:
@@ -142,10 +144,10 @@ class ConfigReader:
         if value is None:
             return None
         if len(value) != length:
-            raise self.fail(f"{key} has {len(value)} entries for {length} layers")
+            raise self.fail("model.entries-for-layers", key=key, entries=len(value), layers=length)
         words = [item for item in value if isinstance(item, str)]
         if len(words) != length:
-            raise self.fail(f"{key} must hold words, not {shown(value)}")
+            raise self.fail("model.not-words", key=key, value=shown(value))
         return words
 
     def whole_numbers(self, key: str) -> list[int] | None:
@@ -155,7 +157,7 @@ class ConfigReader:
             return None
         numbers = [item for item in value if isinstance(item, int) and item >= 0]
         if len(numbers) != len(value):
-            raise self.fail(f"{key} must hold whole numbers, not {shown(value)}")
+            raise self.fail("model.not-whole-numbers", key=key, value=shown(value))
         return numbers
 
     def section(self, key: str) -> Mapping[str, object] | None:
@@ -164,7 +166,7 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise self.fail(f"{key} must be an object, not {shown(value)}")
+            raise self.fail("model.not-an-object", key=key, value=shown(value))
         return value
 
     def unasked(self) -> list[str]:
@@ -177,11 +179,11 @@ class ConfigReader:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail(f"{key} must be a whole number, not {shown(value)}")
+            raise self.fail("model.not-a-whole-number", key=key, value=shown(value))
         if value < least:
-            raise self.fail(f"{key} is {shown(value)}, but must be at least {least}")
+            raise self.fail("model.too-small", key=key, value=shown(value), least=least)
         if value > most:
-            raise self.fail(f"{key} is {shown(value)}, but at most {most} is plausible")
+            raise self.fail("model.too-large", key=key, value=shown(value), most=most)
         return value
 
     def _get(self, key: str) -> object:
@@ -193,5 +195,5 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, list | tuple):
-            raise self.fail(f"{key} must be a list, not {shown(value)}")
+            raise self.fail("model.not-a-list", key=key, value=shown(value))
         return list(value)

@@ -22,7 +22,9 @@ def _typed(config: ConfigReader, layers: int, window: Window, default: Callable[
         types = [SLIDING if default(i) else FULL for i in range(layers)]
     for word in types:
         if word not in (FULL, SLIDING):
-            raise config.fail(f"layer_types holds {word!r}, but a {config.model_type} has {FULL} and {SLIDING} only")
+            raise config.fail(
+                "model.unknown-layer-type", word=word, model_type=config.model_type, full=FULL, sliding=SLIDING
+            )
     return [window if word == SLIDING else None for word in types]
 
 
@@ -105,5 +107,5 @@ def rotary_layers(config: ConfigReader, layers: int) -> list[bool]:
         every = config.count("no_rope_layer_interval", 4)
         return [(i + 1) % every != 0 for i in range(layers)]
     if len(given) != layers:
-        raise config.fail(f"no_rope_layers has {len(given)} entries for {layers} layers")
+        raise config.fail("model.entries-for-layers", key="no_rope_layers", entries=len(given), layers=layers)
     return [bool(flag) for flag in given]

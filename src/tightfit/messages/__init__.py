@@ -1,0 +1,126 @@
+"""What is said to people: a message is an id with its fields, and becomes text at the edge, in the reader's language.
+
+    raise ModelError(Message("model.no-config", folder=shown(path)))
+
+The texts stand side by side, English and Chinese, in one file for each area: the area is the first word of the id,
+so `model.no-config` is the entry `no-config` of `messages/model.py`. A text names its fields in braces, as `str.format`
+does. Three things are added:
+
+    {steps:# step|# steps}   one or many, with the number in place of #
+    a field that is a Message, or a `Choice` of words, is put into the same language
+    Chinese gets a space where it meets Latin letters or digits, and nowhere else
+
+What a program decides, it decides from the id and the fields, never from the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from string import Formatter
+from typing import Any, Literal, get_args
+
+Language = Literal["en", "zh"]
+LANGUAGES: tuple[Language, ...] = get_args(Language)
+Texts = Mapping[str, tuple[str, str]]
+"""Of one area: name → the text in each of LANGUAGES."""
+
+_spoken: Language = "en"
+
+
+def speak(language: Language) -> None:
+    """Have this process say everything in this language from now on."""
+    global _spoken  # noqa: PLW0603
+    _spoken = language
+
+
+class Message:
+    """Something to say. Equal where id and fields are; `str()` is its text in the language of this process."""
+
+    __slots__ = ("fields", "id")
+
+    def __init__(self, id: str, /, **fields: object) -> None:  # noqa: A002
+        self.id, self.fields = id, fields
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Message) and (self.id, self.fields) == (other.id, other.fields)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        return f"Message({', '.join([repr(self.id), *(f'{name}={value!r}' for name, value in self.fields.items())])})"
+
+    def __str__(self) -> str:
+        return self.text(_spoken)
+
+    def text(self, language: Language) -> str:
+        area, _, name = self.id.partition(".")
+        made = _Filler(language).vformat(_texts(area)[name][LANGUAGES.index(language)], (), self.fields)
+        return _space_chinese(made) if language == "zh" else made
+
+
+class Choice:
+    """Words of which one is to be taken: `a, b or c`."""
+
+    __slots__ = ("words",)
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = tuple(words)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Choice) and self.words == other.words
+
+    def __hash__(self) -> int:
+        return hash(self.words)
+
+    def __repr__(self) -> str:
+        return f"Choice({self.words!r})"
+
+    def __str__(self) -> str:
+        return self.text(_spoken)
+
+    def text(self, language: Language) -> str:
+        *most, last = self.words
+        comma, last_one = (", ", " or ") if language == "en" else ("、", " 或 ")
+        return f"{comma.join(most)}{last_one}{last}" if most else last
+
+
+def say(said: Message | str, language: Language) -> str:
+    """The text of a message in a language; what is text already stays as it is."""
+    return said.text(language) if isinstance(said, Message) else said
+
+
+@cache
+def _texts(area: str) -> Texts:
+    texts: Texts = import_module(f"tightfit.messages.{area}").TEXTS
+    return texts
+
+
+class _Filler(Formatter):
+    def __init__(self, language: Language) -> None:
+        self.language = language
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if "|" in format_spec:
+            one, many = format_spec.split("|")
+            return (one if value == 1 else many).replace("#", f"{value:,}")
+        if isinstance(value, Message | Choice):
+            return value.text(self.language)
+        return super().format_field(value, format_spec)
+
+
+_WIDE, _WIDE_MARK = "\u4e00-\u9fff", "\uff00-\uffef\u3000-\u303f"
+_SPACES = (
+    (re.compile(f"(?<=[{_WIDE}]) +(?=[{_WIDE}])"), ""),
+    (re.compile(f" *([{_WIDE_MARK}]) *"), r"\1"),
+    (re.compile(f"(?<=[{_WIDE}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9%])(?=[{_WIDE}])"), " "),
+)
+
+
+def _space_chinese(text: str) -> str:
+    for found, instead in _SPACES:
+        text = found.sub(instead, text)
+    return text

@@ -1,0 +1,101 @@
+"""Every message has its text in every language, with the same fields; and the code says nothing that has none."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+from tightfit.messages import LANGUAGES, Choice, Message, Texts, say, speak
+
+PACKAGE = Path(__file__).parents[2] / "src" / "tightfit"
+AREAS = sorted(path.stem for path in (PACKAGE / "messages").glob("*.py") if path.stem != "__init__")
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+def texts_of(area: str) -> Texts:
+    texts: Texts = import_module(f"tightfit.messages.{area}").TEXTS
+    return texts
+
+
+def fields_in(text: str) -> set[str]:
+    return {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+
+
+def known() -> dict[str, set[str]]:
+    return {f"{area}.{name}": fields_in(both[0]) for area in AREAS for name, both in texts_of(area).items()}
+
+
+def ids_in_the_code() -> Iterator[tuple[Path, ast.Constant, str]]:
+    """Every text that looks like the id of a message: an area that there is, a dot, words and dashes."""
+    looks = re.compile(rf"(?:{'|'.join(AREAS)})\.[a-z0-9]+(?:-[a-z0-9]+)+|(?:{'|'.join(AREAS)})\.about")
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and looks.fullmatch(node.value):
+                yield path, node, node.value
+
+
+def test_every_text_is_there_in_every_language_with_the_same_fields() -> None:
+    wrong = [
+        f"{area}.{name}"
+        for area in AREAS
+        for name, (english, chinese) in texts_of(area).items()
+        if fields_in(english) != fields_in(chinese) or CHINESE.search(english) or not CHINESE.search(chinese)
+    ]
+    assert not wrong
+
+
+def test_every_id_in_the_code_has_a_text_and_every_text_is_said() -> None:
+    said = {name for _, _, name in ids_in_the_code()}
+    assert said == set(known())
+
+
+def test_a_message_is_given_the_fields_of_its_text() -> None:
+    wrong, texts = [], known()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+                continue
+            given = {word.arg for word in node.keywords}
+            if node.args[0].value in texts and None not in given and given != texts[node.args[0].value]:
+                wrong.append((path.name, node.lineno, node.args[0].value))
+    assert not wrong
+
+
+def test_a_message_in_a_message_is_in_the_same_language() -> None:
+    close = Message("model.did-you-mean", close="mamba")
+    message = Message("model.unknown-activation", key="hidden_act", value="'x'", hint=close)
+    assert str(message) == "hidden_act is 'x', which is no activation function of transformers (did you mean 'mamba'?)"
+    assert message.text("zh") == "hidden_act 为 'x'，不是 transformers 的激活函数（是不是想写 'mamba'？）"
+    assert say(message, "zh") == message.text("zh")
+    assert say("as it is", "zh") == "as it is"
+
+
+def test_a_process_speaks_one_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.messages._spoken", "en")
+    message = Message("model.no-such-file", name="'a'")
+    assert f"{message}" == "there is no file or folder 'a'"
+    speak("zh")
+    assert f"{message}" == "没有文件或目录 'a'"
+
+
+def test_one_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"steps": ("{n:# step|# steps} and {each}", "{n} 步与{each}")}
+    monkeypatch.setattr("tightfit.messages._texts", lambda area: texts)
+    each = Choice(("a", "b", "c"))
+    assert [Message("x.steps", n=n, each=each).text("en") for n in (1, 2000)] == [
+        "1 step and a, b or c",
+        "2,000 steps and a, b or c",
+    ]
+    assert Message("x.steps", n=7, each=each).text("zh") == "7 步与 a、b 或 c"
+
+
+def test_messages_are_equal_by_id_and_fields() -> None:
+    assert Message("model.about", model="a", problem="b") == Message("model.about", problem="b", model="a")
+    assert Message("model.about", model="a", problem="b") != Message("model.about", model="a", problem="c")
+    assert len(LANGUAGES) == 2
