@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from faulty_training import train
@@ -19,7 +20,7 @@ from recorded_attempts import recorded
 
 import patience
 from tightfit.runs import build_lock
-from tightfit.runs.build_lock import build_folder, left_locks, remove, told
+from tightfit.runs.build_lock import build_folder, clear, left_locks, remove, told
 from tightfit.runs.cause import cause_of
 from tightfit.runs.hang import Hung
 from tightfit.runs.heartbeat import Beat, Quiet
@@ -118,6 +119,43 @@ def test_a_compiler_in_its_folder_still_works(lock: Path, environment: dict[str,
         finally:
             process.kill()
     assert left_locks(environment) == (lock,)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of file systems around the parts: of the root, and the one that a test adds."""
+    kinds = ["ext4"]
+    places = ["/", os.path.realpath(tmp_path)]
+    monkeypatch.setattr(
+        "psutil.disk_partitions",
+        lambda **_: [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in zip(places, kinds, strict=True)],
+    )
+    return kinds
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "9p"])
+def test_a_lock_on_a_shared_disk_may_be_another_machines(
+    lock: Path, environment: dict[str, str], disk: list[str], kind: str
+) -> None:
+    disk.append(kind)
+    lock.touch()
+    assert clear(environment) == [], "whoever made it may have only just begun"
+    aged(lock)
+    assert clear(environment) == [told([lock])]
+    assert lock.exists()
+
+
+def test_a_lock_on_a_disk_of_this_machine_is_removed(
+    lock: Path, environment: dict[str, str], disk: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.append("xfs")
+    with lock.open("w"):
+        assert clear(environment) == [], "somebody holds it"
+    with monkeypatch.context() as other:
+        other.setattr("os.geteuid", lambda: lock.stat().st_uid + 1)
+        assert clear(environment) == [], "another user's processes do not show what they hold"
+    assert clear(environment) == [f"a process that was killed while it compiled had left {lock}: removed"]
+    assert not lock.exists()
 
 
 def test_the_sentences_name_the_file_and_what_to_type(lock: Path) -> None:

@@ -1,4 +1,4 @@
-"""Torch's locks on what is compiled: one that is held is left alone, one that a killed process left is not."""
+"""What DeepSpeed compiles at its first use: where, and what is said meanwhile."""
 
 from __future__ import annotations
 
@@ -11,18 +11,7 @@ from pathlib import Path
 import pytest
 
 import patience
-from tightfit.train.compiled import compiled_parts, left_locks, remove, told_meanwhile
-
-
-def test_a_lock_is_left_when_nobody_holds_it(tmp_path: Path) -> None:
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
-    assert left_locks(tmp_path) == ()
-    with lock.open("w"):
-        assert left_locks(tmp_path) == ()
-    assert left_locks(tmp_path) == (lock,)
-    assert remove((lock,)) == f"a process that was killed while it compiled had left {lock}: removed"
-    assert not lock.exists()
+from tightfit.train.compiled import compiled_parts, told_meanwhile
 
 
 def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

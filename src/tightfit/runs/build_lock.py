@@ -2,7 +2,7 @@
 
 The lock is a file, `lock` in the part's folder, which its maker holds open until it removes it. A maker that is killed
 leaves the file, and everybody who comes later waits for it without end and without a word. Whether somebody still holds
-it is told by the open files of this user's processes; on a folder that several machines share that is not the whole
+it is told by the open files of this user's processes; on a disk that several machines share that is not the whole
 truth, so what is not known to be ours is named and never removed.
 """
 
@@ -22,6 +22,8 @@ from tightfit.runs.processes import PROC
 LOCK = "lock"
 OLD_S = 60.0
 """A lock that is younger may be somebody's who has only just begun."""
+OWN_DISKS = frozenset("apfs btrfs ext2 ext3 ext4 f2fs hfs overlay ramfs tmpfs xfs zfs".split())
+"""File systems that one machine alone can have mounted; any other may be shared."""
 _COMPILERS = re.compile(r"(ninja|nvcc|hipcc|c\+\+|g\+\+|clang(\+\+)?|cc1plus|cicc|ptxas)(-[\d.]+)?$")
 
 
@@ -57,6 +59,13 @@ def left_locks(environment: Mapping[str, str], *, ours_since: float | None = Non
         if os.path.realpath(path) not in held and os.path.realpath(path.parent) not in busy
     ]
     return tuple(path for _, path in sorted(left))
+
+
+def clear(environment: Mapping[str, str]) -> list[str]:
+    """Remove the locks that nobody can hold any more, name those that another machine or user may; the sentences."""
+    ours = [path for path in left_locks(environment, ours_since=0.0) if _can_be_seen(path)]
+    others = [path for path in left_locks(environment) if path not in ours]
+    return [*([remove(ours)] if ours else []), *([told(others)] if others else [])]
 
 
 def remove(locks: Sequence[Path]) -> str:
@@ -103,6 +112,19 @@ def _made_at(path: Path) -> float | None:
         return path.stat().st_mtime if is_lock(path) else None
     except OSError:
         return None
+
+
+def _can_be_seen(path: Path) -> bool:
+    """Whether whoever may hold it is a process of this user on this machine."""
+    import psutil
+
+    real = Path(os.path.realpath(path))
+    around = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
+    deepest = max(reversed(around), key=lambda part: len(part.mountpoint), default=None)  # the last hides the others
+    try:
+        return deepest is not None and deepest.fstype in OWN_DISKS and path.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def _open_files() -> Iterator[str]:

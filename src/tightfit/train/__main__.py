@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tightfit.inputs.surroundings import cache_folder
 from tightfit.train.stop import Stop, leave
 from tightfit.types import TightfitError, UserError
 
@@ -107,7 +108,7 @@ def _worker(argv: Sequence[str]) -> NoReturn:
         # DeepSpeed asks the environment, whoever started this process.
         os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.device_number), WORLD_SIZE=str(place.world))
         supervised = _supervised(args, config, place)
-        ending = run(config, options, place, _cache(), stop, supervised)
+        ending = run(config, options, place, cache_folder(), stop, supervised)
         stop.deaf()
         leave(_code_of(ending))
     except BaseException as error:
@@ -169,11 +170,6 @@ def _environment() -> None:
     if found is not None:
         os.environ.setdefault("MASTER_ADDR", found.address)
         os.environ.setdefault("MASTER_PORT", str(found.port))
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "tightfit"
 
 
 def _say_where_asked() -> None:

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tightfit.inputs.surroundings import inherited
+from tightfit.runs import build_lock
 from tightfit.runs.checkpoints import Keeping
 from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.runs.folder import AUTO, NONE
@@ -21,7 +23,7 @@ from tightfit.train import place as places
 from tightfit.train.assemble import Assembled, Found, assemble
 from tightfit.train.build import hf_config
 from tightfit.train.checkpoint import Habits, Saver
-from tightfit.train.compiled import compiled_parts, left_locks, remove, told_meanwhile
+from tightfit.train.compiled import told_meanwhile
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
 from tightfit.train.deepspeed_checkpoint import open_deepspeed
@@ -400,7 +402,9 @@ class Worker:
         if self.config.levers.engine != "fsdp2":
             from tightfit.train.engines.deepspeed import join
 
-            self._clear_locks()
+            if self.place.leads:
+                for text in build_lock.clear(inherited({})):
+                    self.events.write("warning", text=text)
             with told_meanwhile("loading DeepSpeed", self.events.doing):
                 join(self.place)
                 if nvme.on_nvme(self.config.levers):
@@ -412,11 +416,6 @@ class Worker:
             cache=self.cache / "weights",
         )
         return assemble(self.config, self.place, folders, self.events)
-
-    def _clear_locks(self) -> None:
-        """Nobody may wait for a process that was killed. Other machines may compile in a folder that all share."""
-        if self.place.leads and self.config.world.nodes == 1 and (left := left_locks(compiled_parts())):
-            self.events.write("warning", text=remove(left))
 
     def _steps(self, order: Order) -> int:
         if self.options.rehearse:
