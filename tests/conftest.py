@@ -27,6 +27,11 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
+# Who may not keep what Python compiles, as many a container says, compiles the package anew in every process that a
+# test starts: a second each.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Tests have caches of their own; a compilation costs a minute. One ninja for all: another would compile anew.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder(os.environ))
 if str(Path(sys.executable).parent) not in os.environ["PATH"].split(os.pathsep):
