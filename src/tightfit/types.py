@@ -32,9 +32,10 @@ class TightfitError(Exception):
 class UserError(TightfitError):
     """The input is wrong. The message is one sentence and names the fix."""
 
-    def __init__(self, said: Message | str) -> None:
+    def __init__(self, said: Message | str, *, at: str = "") -> None:
+        """`at`: the key of a file that is wrong, with the block that it stands in; empty: it is about no single one."""
         super().__init__(said)
-        self.said = said
+        self.said, self.at = said, at
 
 
 class ModelError(UserError):

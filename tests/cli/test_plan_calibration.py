@@ -14,15 +14,25 @@ import pytest
 
 from tightfit.cli import main
 from tightfit.cli import train_report as cli_train_report
+from tightfit.cli.train_again import Manner, TrainCourse
+from tightfit.cli.train_machine import Nodes
+from tightfit.cli.train_request import Ready, rendered
 from tightfit.desk.calibrated import calibration_of
+from tightfit.diagnose.verdict import OomNumbers, Verdict
+from tightfit.formats.target import Target
+from tightfit.hardware.occupancy import Occupancy
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.job import Job
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Calibration, Entry, data_mark
 from tightfit.planner.plan import Bounds, Plan
+from tightfit.planner.step_down import Shortfall
 from tightfit.runs.calibration import FILE, Calibrations
 from tightfit.runs.events import MemoryMark
+from tightfit.runs.folder import RunFolder
+from tightfit.runs.supervise import Changed
 from tightfit.runs.tally import Tally
+from tightfit.runs.worker_file import WORKER_FILE, worker_file
 
 GIB = 2**30
 TRAINING = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB", "--seq", "8192")
@@ -184,3 +194,30 @@ def test_the_json_of_a_run_has_the_way_up() -> None:
     assert told["tokens_per_s"] == faster.chosen.pace.tokens_per_s
     assert cli_train_report._way_up_report(None) is None
     assert cli_train_report._way_up_report(replace(faster, chosen=None)) is None
+
+
+def test_what_an_out_of_memory_teaches_is_kept_when_the_smaller_plan_is_taken(tmp_path: Path, own_cache: Path) -> None:
+    """Until then nothing has changed, as the supervisor was promised."""
+    plan, folder = planned(), RunFolder(tmp_path / "run")
+    assert plan.chosen is not None
+    files = rendered(plan, plan.job, Target())
+    worker = worker_file(files[WORKER_FILE], WORKER_FILE)
+    devices = Occupancy(variable="CUDA_VISIBLE_DEVICES", chosen_by_user=False, devices=())
+    ready = Ready(
+        worker=worker, files=files, folder=folder.path, nodes=Nodes(), occupancy=devices, devices=(), plan=plan
+    )
+    manner = Manner(options=(), worker=(), meet=lambda _: pytest.fail("nothing is started"))
+    course = TrainCourse(Namespace(), ready, folder, manner)
+    before = course.bounds
+    numbers = OomNumbers(asked=GIB, free=0, allocated=plan.chosen.footprint.gpu.peak_bytes)
+    verdict = Verdict(
+        id="cuda-oom", kind="device-oom", cause="", confidence="certain", evidence=(), fixes=(), oom=numbers
+    )
+    found = course.smaller(Shortfall(where="gpu", missing_bytes=GIB), verdict)
+    assert isinstance(found, Changed), found
+    assert not (own_cache / FILE).exists()
+    assert course.bounds == before
+    folder.plan.mkdir(parents=True)
+    course.take()
+    assert (own_cache / FILE).exists()
+    assert course.bounds != before

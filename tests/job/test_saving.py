@@ -82,10 +82,21 @@ def test_what_is_wrong_names_the_word_that_was_written(tmp_path: Path, block: st
     assert sentence in refusal(tmp_path, f"saving: {block}\n")
 
 
-def test_a_fault_hides_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "faults"),
+    [
+        ("sequence: x\nsaving: {every: often}", ["saving.every", "sequence"]),
+        ("num_gpus: training.epochs\ntraining: {epochs: 2}", ["num_gpus"]),
+        (
+            "training: {learning-rate: 1, foo_bar: 3}",
+            ["unknown field 'training.learning-rate'", "unknown field 'training.foo_bar'"],
+        ),
+    ],
+)
+def test_a_fault_hides_no_other_and_is_said_once(tmp_path: Path, lines: str, faults: list[str]) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("model: tiny_llama\nsequence: x\nsaving: {every: often}\n")
-    assert [fault.partition(" in ")[0] for fault in job_faults(path)] == ["saving.every", "sequence"]
+    path.write_text(f"model: tiny_llama\n{lines}\n")
+    assert [fault.partition(" in ")[0] for fault in job_faults(path)] == faults
 
 
 def test_flags_win_over_a_file_and_speak_of_themselves() -> None:

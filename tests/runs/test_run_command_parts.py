@@ -371,6 +371,16 @@ def test_the_newest_whole_checkpoint_counts(here: Path) -> None:
     assert (kept.step, kept.max_steps, kept.has_optimizer, kept.adapter) == (10, 20, True, True)
 
 
+@pytest.mark.parametrize("line", ["python t.py --output_dir 20240501", "llamafactory-cli train sft.yaml"])
+def test_a_folder_may_look_like_a_number(here: Path, line: str) -> None:
+    put(here / "t.py", "trainer.train()")
+    put(here / "sft.yaml", "output_dir: 20240501\n")
+    save(here / "20240501", 9)
+    kept = kept_by(external(line))
+    assert kept is not None
+    assert kept.path == Path("20240501/checkpoint-9")
+
+
 @pytest.mark.parametrize(
     ("source", "means"),
     [

@@ -59,7 +59,11 @@ class Found:
     """A plan that may be the next one, and what it steps down from."""
 
     plan: Plan
-    tried: Tried | None
+    tried: Tried | None = None
+    bounds: Bounds
+    """With what the failed attempt has measured."""
+    entry: Entry | None = None
+    """That measurement, for later plans."""
 
 
 class TrainCourse:
@@ -146,10 +150,8 @@ class TrainCourse:
             found, shortfall = (found, shortfall) if isinstance(elsewhere, NoWay) else (elsewhere, whole)
         if isinstance(found, NoWay):
             return Refused(because=" ".join(found.because), puzzling=_puzzling(last.chosen, shortfall))
-        if entry is not None:
-            Calibrations(cache_folder()).add(entry)
-        self.bounds = bounds
-        self._found = Found(plan=found.plan, tried=Tried(way=last.chosen, shortfall=shortfall))
+        tried = Tried(way=last.chosen, shortfall=shortfall)
+        self._found = Found(plan=found.plan, tried=tried, bounds=bounds, entry=entry)
         return self._changed(last.chosen, found)
 
     def in_bf16(self) -> Changed | Refused:
@@ -163,19 +165,23 @@ class TrainCourse:
         found = plan_within(self.bounds, job, last.shape, last.hardware)
         if found.chosen is None:
             return Refused(because="no plan in bf16 fits")
-        self._found = Found(plan=found, tried=None)
+        self._found = Found(plan=found, bounds=self.bounds)
         changed = ("precision fp16 → bf16", *lever_changes(last.chosen, found.chosen))
         return Changed(because="fp16 overflowed, and bf16 has the range of fp32", changed=changed, another_job=True)
 
     def take(self) -> None:
-        assert self._found is not None
-        plan, tried = self._found.plan, self._found.tried
+        found = self._found
+        assert found is not None
+        plan = found.plan
         files = rendered(plan, plan.job, self._target)
         worker = worker_file(files[WORKER_FILE], WORKER_FILE)
         write(files, self._folder.plan, force=True)
         devices = self.ready.devices[: worker.gpus_per_node]
         self.ready = replace(self.ready, plan=plan, files=files, worker=worker, devices=devices)
-        self._tried += [] if tried is None else [tried]
+        self._tried += [] if found.tried is None else [found.tried]
+        self.bounds = found.bounds
+        if found.entry is not None:
+            Calibrations(cache_folder()).add(found.entry)
 
     def _taught(self, last: Plan, shortfall: Shortfall, verdict: Verdict) -> tuple[Bounds, Entry | None]:
         """What was held and asked for when it failed was needed, at the least."""

@@ -185,7 +185,8 @@ class Fields:
         value = self.values.get(key)
         quoted = isinstance(value, str) and (as_number(value) is not None or value.lower() in ("true", "false"))
         hint = ": write it without quotes" if quoted else ""
-        return ConfigError(f"{self.name(key)} in {self.file} must be {must}, not {shown(value)}{hint}")
+        name = self.name(key)
+        return ConfigError(f"{name} in {self.file} must be {must}, not {shown(value)}{hint}", at=name)
 
     def says(self, key: str) -> bool:
         """Whether the key is there with a value of its own."""
@@ -242,7 +243,8 @@ class Fields:
         close = nearest(value, words) if isinstance(value, str) else None
         raise ConfigError(
             f"{self.name(key)} in {self.file} knows no {shown(value)}; "
-            + (f"did you mean '{close}'?" if close else f"it takes {listed(words)}")
+            + (f"did you mean '{close}'?" if close else f"it takes {listed(words)}"),
+            at=self.name(key),
         )
 
     def _number(self, key: str, must: str) -> int | float:

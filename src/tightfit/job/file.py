@@ -145,11 +145,11 @@ def _translate_all(tree: Mapping[str, Any], file: str) -> tuple[Translated | Non
             return translate(tree, file), tuple(found)
         except UserError as error:
             found.append(str(error))
-            named = re.search(r"(training|saving)\.(\w+)", str(error))
-            block = tree.get(named[1]) if named is not None else None
-            if named is None or not isinstance(block, Mapping) or named[2] not in block:
+            name, _, wrong_key = error.at.partition(".")
+            block = tree.get(name)
+            if name not in ("training", "saving") or not isinstance(block, Mapping) or wrong_key not in block:
                 return None, tuple(found)
-            tree = {**tree, named[1]: {key: value for key, value in block.items() if key != named[2]}}
+            tree = {**tree, name: {key: value for key, value in block.items() if key != wrong_key}}
 
 
 def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:

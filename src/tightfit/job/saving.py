@@ -41,13 +41,13 @@ def settled(
         for field in FIELDS:
             if field in block:
                 raise _twice(name, names.get(f"saving.{field}", f"saving.{field}"), file)
-        steps, minutes = every(block.pop(EVERY), f"{name} in {file}" if file else name)
+        steps, minutes = every(block.pop(EVERY), name, file)
         block |= {"every_steps": steps, "every_minutes": minutes}
         called |= dict.fromkeys(FIELDS, name)
     return block, {f"saving.{field}": name for field, name in called.items()}
 
 
-def every(value: object, name: str) -> tuple[int | None, float | None]:
+def every(value: object, name: str, file: str | None = None) -> tuple[int | None, float | None]:
     """Steps and minutes between two checkpoints, of which one is None: of `500`, `10m`, `none`."""
     if value is None or (isinstance(value, str) and value.strip().lower() in NEVER):
         return None, None
@@ -59,9 +59,11 @@ def every(value: object, name: str) -> tuple[int | None, float | None]:
         seconds = seconds_in(value)
         if seconds is not None and 1 <= seconds <= LARGEST:
             return None, seconds / 60
-    raise ConfigError(f"{name} must be a number of steps such as 500, a time such as 10m, or none, not {shown(value)}")
+    where = f" in {file}" if file else ""
+    form = "a number of steps such as 500, a time such as 10m, or none"
+    raise ConfigError(f"{name}{where} must be {form}, not {shown(value)}", at=name)
 
 
 def _twice(name: str, other: str, file: str | None) -> ConfigError:
     where = f" in {file}" if file else ""
-    return ConfigError(f"{name} and {other}{where} say the same thing: keep one")
+    return ConfigError(f"{name} and {other}{where} say the same thing: keep one", at=name)

@@ -189,7 +189,8 @@ class _Translation:
                     if close
                     else "leave it out, or see `tightfit schema --table`"
                 )
-                raise ConfigError(f"unknown field {shown(self.prefix + key)} in {self.file}; {tail}")
+                name = self.prefix + key
+                raise ConfigError(f"unknown field {shown(name)} in {self.file}; {tail}", at=name)
         if aside:
             self.said.append(f"Left aside from {self.file}, since no job has it: {', '.join(aside)}.")
         if "method" not in self.tree and any(
@@ -207,7 +208,10 @@ class _Translation:
     def _switches(self) -> None:
         formats = [key for key in ("fp16", "bf16") if self.training.switch(key)]
         if len(formats) == 2:
-            raise ConfigError(f"{self.prefix}fp16 and {self.prefix}bf16 in {self.file} are both true: keep one")
+            raise ConfigError(
+                f"{self.prefix}fp16 and {self.prefix}bf16 in {self.file} are both true: keep one",
+                at=f"{self.prefix}fp16",
+            )
         if formats:
             self._put("precision", formats[0], self.prefix + formats[0])
         recompute = self.training.switch("gradient_checkpointing")
@@ -232,7 +236,8 @@ class _Translation:
         if not given:
             return
         if "effective_batch" in self.tree:
-            raise ConfigError(f"effective_batch and {given[0][0]} in {self.file} both say the batch: keep one")
+            name = given[0][0]
+            raise ConfigError(f"effective_batch and {name} in {self.file} both say the batch: keep one", at=name)
         world, counted = self._world(num_gpus)
         if world is None:
             self._pin(parts)
@@ -273,7 +278,8 @@ class _Translation:
         given = [key for key in keys if self.training.says(key)]
         if len(given) > 1:
             raise ConfigError(
-                f"{self.prefix}{given[0]} and {self.prefix}{given[1]} in {self.file} say the same thing: keep one"
+                f"{self.prefix}{given[0]} and {self.prefix}{given[1]} in {self.file} say the same thing: keep one",
+                at=self.prefix + given[0],
             )
         if not given:
             return None
@@ -294,6 +300,7 @@ class _Translation:
         if not isinstance(inside, dict):
             return  # the check of the block will say it
         if key in inside:
-            raise ConfigError(f"{self.names.get(path, path)} and {name} in {self.file} say the same thing: keep one")
+            other = self.names.get(path, path)
+            raise ConfigError(f"{other} and {name} in {self.file} say the same thing: keep one", at=name)
         inside[key] = value
         self.names[path] = name

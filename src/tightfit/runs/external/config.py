@@ -112,6 +112,14 @@ class ExternalTraining:
         values: Mapping[str, Any] = self.settings.values if self.settings is not None else {}
         return next((_value(values[name]) for name in names if values.get(name) is not None), None)
 
+    def said_text(self, *names: str) -> str | None:
+        """Likewise a setting that is text, whatever it looks like: a folder may be called 20240501."""
+        flag = self.command.flag(*names)
+        if flag is not None:
+            return flag.value
+        values: Mapping[str, Any] = self.settings.values if self.settings is not None else {}
+        return next((str(values[name]) for name in names if values.get(name) is not None), None)
+
     def takes(self, name: str) -> bool:
         """Whether the trainer would understand this setting."""
         return self.takes_arguments or self.command.flag(name) is not None or self.script.mentions(f"--{name}")

@@ -48,7 +48,7 @@ def kept_by(external: ExternalTraining) -> Kept | None:
 
 
 def output_of(external: ExternalTraining) -> Path | None:
-    named = next((value for name in _PLACES if isinstance(value := external.said(name), str)), None)
+    named = next((text for name in _PLACES if (text := external.said_text(name)) is not None), None)
     return None if named is None else Path(named).expanduser()
 
 
