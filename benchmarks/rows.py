@@ -133,7 +133,7 @@ def levers_of(scenario: Scenario) -> Levers:
         lora = Lora(
             rank=scenario["lora"],
             targets=tuple(targets) if targets else None,
-            adapter_dtype=scenario.get("adapter_dtype", "bf16"),
+            dtype=scenario.get("adapter_dtype", "bf16"),
         )
     return Levers(
         method="qlora" if scenario.get("quant") else "lora" if lora else "full",

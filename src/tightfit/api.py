@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tightfit.desk import estimate_report, plan_report
 from tightfit.desk import plan as plans
 from tightfit.desk.plan_files import files_of, plan_of
 from tightfit.formats.target import Original
-from tightfit.inputs.flags import Flags
+from tightfit.inputs.flags import LEVERS
 from tightfit.inputs.spelling import nearest
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS
@@ -37,7 +37,7 @@ PLAN_FLAGS = (frozenset(JOB_FLAGS) - {*OTHER_WORD.values()}) | {
     *OTHER_WORD,
     *("num_gpus", "world", "max", "trace", "no_calibration", "launcher"),
 }
-ESTIMATE_FLAGS = frozenset(field.name for field in fields(Flags)) | {
+ESTIMATE_FLAGS = frozenset(LEVERS) | {
     *("model", "deepspeed", "trace", "gpus", "world", "host_ram", "nvme"),
 }
 WIDTH = 100

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from tightfit.messages import Message
 
@@ -295,6 +295,74 @@ Scan = Literal["official", "tightfit", "torch"]
 Trainer = Literal["tightfit", "llamafactory", "trainer"]
 """Who runs the training: our own worker, LLaMA-Factory, or a script around Hugging Face's Trainer."""
 
+Group = Literal["the training", "adapters", "what saves memory", "DeepSpeed's buffers", "the host"]
+"""The headings under which the help lists the levers, in its order."""
+
+DEEPSPEED_VERSION = "0.19.8"
+"""The DeepSpeed whose behaviour is priced where nobody names another."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """What a lever is to a user. It stands on the lever's field, and everything else is made from it: the flag and its
+    help, the checks, the `levers` of a job file and of `--json`, the worker's orders, the page's form.
+
+    What it takes follows from the field's type: words from a Literal, a whole number from int, a share below 1 from
+    float, on and off from `bool | None`, a switch from bool.
+    """
+
+    help: str
+    """What it means and, in brackets, its default."""
+    group: Group
+    flag: str = ""
+    """Its name on the command line, in JSON and in `levers:` of a job; empty: the field's own."""
+    free: bool = True
+    """It changes no result: the planner chooses it, and a job may pin it. Otherwise it is a field of `Job` too."""
+    least: int | None = None
+    most: int | None = None
+    """The largest that anybody can mean: no model reads longer texts, none is wider. More would only keep the search
+    busy, which tries what divides a batch, and its answer would be of no use."""
+    form: tuple[str, str, str] | None = None
+    """Of text: its metavar, the pattern it must match, and what to call that."""
+    also: tuple[str, ...] = ()
+    """What other programs call a value of the same meaning: understood as a flag, and named when misplaced."""
+    deepspeed: str = ""
+    """Its key in the `zero_optimization` of DeepSpeed's config."""
+    name: str = ""
+    """Of its field; this and what follows are filled in where the levers are listed (`inputs/flags.py`)."""
+    block: str = ""
+    """The field of `Levers` that it stands inside; empty: it is one itself."""
+    default: object = None
+    type: Any = None
+
+    @property
+    def path(self) -> str:
+        """Where it stands in `Levers` and, if it is not free, in `Job`: sequence, lora.rank, buckets.reduce_bucket."""
+        return f"{self.block}.{self.name}" if self.block else self.name
+
+
+def lever(  # noqa: PLR0913 (what can be said of one)
+    default: Value,
+    help: str,  # noqa: A002
+    group: Group,
+    *,
+    flag: str = "",
+    free: bool = True,
+    least: int | None = None,
+    most: int | None = None,
+    form: tuple[str, str, str] | None = None,
+    also: tuple[str, ...] = (),
+    deepspeed: str = "",
+) -> Value:
+    """A dataclass field that is a lever."""
+    about = Lever(
+        help=help, group=group, flag=flag, free=free, least=least, most=most, form=form, also=also, deepspeed=deepspeed
+    )
+    made: Value = field(default=default, metadata={"lever": about})
+    return made
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointing:
@@ -308,11 +376,31 @@ class Checkpointing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    rank: int = 8
-    targets: tuple[str, ...] | None = None
+    rank: int = lever(
+        8,
+        "rank of the adapters (8)",
+        "adapters",
+        flag="lora_rank",
+        free=False,
+        least=1,
+        most=65_536,
+        also=("lora_r",),
+    )
+    targets: tuple[str, ...] | None = lever(
+        None,
+        "layers that get an adapter (all linear layers but the head)",
+        "adapters",
+        flag="lora_targets",
+        free=False,
+        also=("lora_target", "lora_target_modules"),
+    )
     """Module names such as q_proj; None: every linear layer but the head."""
-    adapter_dtype: Literal["fp32", "bf16"] = "bf16"
-    dropout: float = 0.0
+    dtype: Literal["fp32", "bf16"] = lever(
+        "bf16", "number format of the adapters (bf16)", "adapters", flag="adapter_dtype", free=False
+    )
+    dropout: float = lever(
+        0.0, "share of the adapters' inputs that is dropped (0)", "adapters", flag="lora_dropout", free=False
+    )
     """Share of each adapter's input that is dropped: every adapter then keeps an input of its own, and a mask."""
 
 
@@ -320,15 +408,59 @@ class Lora:
 class Buckets:
     """DeepSpeed's buffers and thresholds, in elements, with DeepSpeed's own defaults."""
 
-    reduce_bucket: int = 500_000_000
-    allgather_bucket: int = 500_000_000
-    prefetch_bucket: int = 50_000_000
-    persistence_threshold: int = 100_000
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-    sub_group_size: int = 1_000_000_000
-    overlap_comm: bool | None = None
+    reduce_bucket: int = lever(
+        500_000_000,
+        "DeepSpeed's reduce_bucket_size, in elements",
+        "DeepSpeed's buffers",
+        least=1,
+        most=100_000_000_000,
+        deepspeed="reduce_bucket_size",
+    )
+    allgather_bucket: int = lever(
+        500_000_000,
+        "DeepSpeed's allgather_bucket_size, in elements",
+        "DeepSpeed's buffers",
+        least=1,
+        most=100_000_000_000,
+        deepspeed="allgather_bucket_size",
+    )
+    prefetch_bucket: int = lever(
+        50_000_000,
+        "DeepSpeed's stage3_prefetch_bucket_size, in elements",
+        "DeepSpeed's buffers",
+        least=0,
+        most=100_000_000_000,
+        deepspeed="stage3_prefetch_bucket_size",
+    )
+    persistence_threshold: int = lever(
+        100_000,
+        "DeepSpeed's stage3_param_persistence_threshold, in elements",
+        "DeepSpeed's buffers",
+        least=0,
+        deepspeed="stage3_param_persistence_threshold",
+    )
+    max_live_parameters: int = lever(
+        1_000_000_000,
+        "DeepSpeed's stage3_max_live_parameters, in elements",
+        "DeepSpeed's buffers",
+        least=0,
+        deepspeed="stage3_max_live_parameters",
+    )
+    max_reuse_distance: int = lever(
+        1_000_000_000,
+        "DeepSpeed's stage3_max_reuse_distance, in elements",
+        "DeepSpeed's buffers",
+        least=0,
+        deepspeed="stage3_max_reuse_distance",
+    )
+    overlap_comm: bool | None = lever(
+        None,
+        "reduce gradients beside the backward pass, with a second bucket (on at stage 3 only)",
+        "DeepSpeed's buffers",
+        deepspeed="overlap_comm",
+    )
     """None: DeepSpeed's choice, on at stage 3 only."""
+    sub_group_size: int = 1_000_000_000
     contiguous_gradients: bool = True
     pin_memory: bool = True
     param_buffer_count: int = 5
@@ -341,38 +473,98 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levers:
-    """One way to compute one training. The defaults are those of the measured rows."""
+    """One way to compute one training. The defaults are those of the measured rows.
 
-    method: Method = "full"
-    engine: Engine = "zero0"
-    sequence: int = 2048
-    micro_batch: int = 1
-    accumulation: int = 1
-    precision: Precision = "bf16"
-    optimizer: Optimizer = "adamw"
-    master_weights: bool = True
+    A field without `lever` is nobody's to say: it follows from the job, or from what is installed.
+    """
+
+    method: Method = lever(
+        "full", "train every weight, adapters, or adapters on a 4-bit model (full)", "the training", free=False
+    )
+    engine: Engine = lever("zero0", "how the training is spread over the GPUs (zero0: unsharded)", "what saves memory")
+    sequence: int = lever(
+        2048,
+        "tokens in a sequence (2048)",
+        "the training",
+        flag="seq",
+        free=False,
+        least=1,
+        most=16_777_216,
+        also=("max_seq_length", "cutoff_len", "max_length"),
+    )
+    micro_batch: int = lever(
+        1,
+        "sequences in one forward pass on one GPU (1)",
+        "the training",
+        least=1,
+        most=65_536,
+        also=("per_device_train_batch_size",),
+    )
+    accumulation: int = lever(
+        1,
+        "forward passes before a step (1)",
+        "the training",
+        flag="accum",
+        least=1,
+        most=1_000_000,
+        also=("gradient_accumulation_steps",),
+    )
+    precision: Precision = lever(
+        "bf16", "the number format of the computation (bf16; fp16 on cards without it)", "the training", free=False
+    )
+    offload_optimizer: Offload = lever(
+        "none", "where the optimizer's states live, if not on the GPU (none)", "what saves memory"
+    )
+    offload_param: Offload = lever(
+        "none", "where the weights live between uses, if not on the GPU (none)", "what saves memory"
+    )
+    checkpointing: Checkpointing = lever(
+        Checkpointing(layers=None),
+        "which layers keep no activations and compute them again (full)",
+        "what saves memory",
+    )
+    loss: Loss = lever("plain", "fused: the logits are never whole in memory (plain)", "what saves memory")
+    attention: AttentionKernel = lever("sdpa", "the attention kernel (sdpa)", "what saves memory")
+    optimizer: Optimizer = lever("adamw", "the optimizer (adamw, with fp32 states)", "the training", free=False)
+    scan: Scan = lever("official", "the selective scan of Mamba models (official)", "what saves memory")
+    frozen_layers: int = lever(
+        0, "the lowest N layers and the embedding do not train (0)", "the training", free=False, least=0
+    )
+    """The lowest N layers and the embedding do not train."""
+    trains: Trains = lever(
+        "all",
+        "what trains: everything, the embeddings alone, or all but the embeddings (all)",
+        "the training",
+        free=False,
+    )
+    """embeddings: every layer, the norms and a head of its own are frozen; a tied head is the embedding. layers: the
+    other way round, everything but the embeddings trains."""
+    master_weights: bool = lever(
+        True, "pure 16-bit training, without fp32 copies of the weights", "the training", free=False
+    )
     """False: pure 16-bit training, the optimizer works on the 16-bit weights themselves."""
-    offload_optimizer: Offload = "none"
-    offload_param: Offload = "none"
-    checkpointing: Checkpointing = Checkpointing(layers=None)
-    loss: Loss = "plain"
-    attention: AttentionKernel = "sdpa"
+    lora: Lora | None = None
+    """Set for lora and qlora."""
+    buckets: Buckets = Buckets()
+    deepspeed_version: str = lever(
+        DEEPSPEED_VERSION,
+        "the DeepSpeed whose behaviour is priced",
+        "DeepSpeed's buffers",
+        form=("V", r"\d+\.\d+(\.\d+)?([.+]?\w+)*", f"a version such as {DEEPSPEED_VERSION}"),
+    )
+    dataloader_workers: int = lever(
+        0,
+        "data loading processes of each rank (0)",
+        "the host",
+        least=0,
+        most=1_024,
+        also=("dataloader_num_workers",),
+    )
     packed: bool = False
     """A sequence holds several documents, which attention keeps apart: by a mask, unless the kernel is flash."""
     padded: bool = False
     """Rows are padded to one length, and attention is handed a mask for it. Our own worker pads without one."""
-    scan: Scan = "official"
-    lora: Lora | None = None
-    """Set for lora and qlora."""
-    frozen_layers: int = 0
-    """The lowest N layers and the embedding do not train."""
-    trains: Trains = "all"
-    """embeddings: every layer, the norms and a head of its own are frozen; a tied head is the embedding. layers: the
-    other way round, everything but the embeddings trains."""
-    buckets: Buckets = Buckets()
-    deepspeed_version: str = "0.19.8"
     gradient_clipping: bool = True
-    dataloader_workers: int = 0
     trainer: Trainer = "tightfit"
     """Whose behaviour is priced: what it loads, casts and recomputes."""
 

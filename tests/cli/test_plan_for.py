@@ -51,7 +51,7 @@ def test_the_file_that_is_written_reproduces_the_plan(question: dict[str, str], 
     found = tightfit.plan(trainer="llamafactory", **question)
     if question["method"] != "full" and found.chosen:
         assert found.chosen.levers.lora is not None
-        assert found.chosen.levers.lora.adapter_dtype == "fp32"
+        assert found.chosen.levers.lora.dtype == "fp32"
     assert found.fits, found.because
     ram = {"host_ram": question["host_ram"]} if "host_ram" in question else {}
     check_written(found, question["gpus"], tmp_path, **ram)

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tightfit.inputs.flags import WORDS, spelt
+from tightfit.inputs.flags import LEVERS, spelt, words_of
 from tightfit.job import Adapters, Data, Evaluation, Job, Limits, Machine, Saving
 from tightfit.job.fields import COSTLY, FREE_LEVERS, job_fields
 from tightfit.job.file import (
@@ -634,8 +634,9 @@ def test_every_flag_has_its_field() -> None:
     short = {"saving.every"}  # for every_steps and every_minutes
     assert set(JOB_FLAGS.values()) <= set(job_fields()) | short
     assert {name for name in JOB_FLAGS if JOB_FLAGS[name].startswith("levers.")} == set(FREE_LEVERS)
-    for flag in set(WORDS) & set(JOB_FLAGS):
-        assert job_fields()[JOB_FLAGS[flag]].takes.words == WORDS[flag], spelt(flag)
+    for flag, lever in LEVERS.items():
+        takes = job_fields()[JOB_FLAGS[flag]].takes
+        assert not words_of(lever) or takes.words == words_of(lever), flag
 
 
 # --- dumping ------------------------------------------------------------------------------------
@@ -685,7 +686,9 @@ JOBS = st.builds(
         gpu_ids=st.none() | st.sets(st.integers(0, 7), min_size=1).map(tuple),
     ),
     limits=st.builds(Limits, margin=st.floats(0, 0.89), allow=st.sampled_from([(), ("lora",), ("quantize", "lora")])),
-    levers=st.fixed_dictionaries({}, optional={"engine": st.sampled_from(WORDS["engine"]), "loss": st.just("fused")}),
+    levers=st.fixed_dictionaries(
+        {}, optional={"engine": st.sampled_from(words_of(LEVERS["engine"])), "loss": st.just("fused")}
+    ),
 )
 
 
@@ -724,7 +727,7 @@ def test_the_users_part_of_the_levers() -> None:
     )
     assert levers_of(job, LLAMA) == Levers(
         method="qlora",
-        lora=Lora(rank=4, targets=("q_proj",), adapter_dtype="fp32", dropout=0.1),
+        lora=Lora(rank=4, targets=("q_proj",), dtype="fp32", dropout=0.1),
         sequence=512,
         precision="fp16",
         optimizer="sgd",

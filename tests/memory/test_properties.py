@@ -106,7 +106,7 @@ def levers(
     ample: bool = False,
 ) -> Levers:
     method = draw(st.sampled_from(methods))
-    lora = st.builds(Lora, rank=st.sampled_from([1, 8, 64]), adapter_dtype=st.sampled_from(["bf16", "fp32"]))
+    lora = st.builds(Lora, rank=st.sampled_from([1, 8, 64]), dtype=st.sampled_from(["bf16", "fp32"]))
     return Levers(
         method=method,
         engine=draw(st.sampled_from(engines)),
@@ -299,7 +299,7 @@ def test_offloaded_weights_leave_the_gpu(shape: ModelShape, lever: Levers, world
 @given(shapes(), levers(), worlds)
 def test_each_stage_shards_more(shape: ModelShape, lever: Levers, world: int) -> None:
     """ZeRO-3 pads every parameter, not the sum. (fp32 adapters stay fp32 under ZeRO-3 alone.)"""
-    lora = replace(lever.lora, adapter_dtype="bf16") if lever.lora else None
+    lora = replace(lever.lora, dtype="bf16") if lever.lora else None
     alike = replace(lever, lora=lora, offload_optimizer="none", offload_param="none")
     one, two, three = priced(shape, world, *(replace(alike, engine=engine) for engine in ("zero1", "zero2", "zero3")))
     padding = len(shape.tensors) * 3 * 3 * FP32

@@ -34,7 +34,7 @@ def model(family: str, layers: int, tied: bool, style: Style, threshold: int) ->
 def steps(draw: st.DrawFn) -> tuple[Model, Passes, Limits]:
     trains = draw(st.booleans())
     style = Style(
-        lora=None if trains else Lora(rank=draw(st.sampled_from([1, 64])), adapter_dtype="bf16"),
+        lora=None if trains else Lora(rank=draw(st.sampled_from([1, 64])), dtype="bf16"),
         method="full" if trains else draw(st.sampled_from(["lora", "qlora"])),
         frozen=not trains,
         scan_kernel=draw(st.booleans()),

@@ -12,7 +12,7 @@ from rich.console import Console
 from tightfit.cli.advice import RULES, advise
 from tightfit.hardware.catalogue import CARDS
 from tightfit.hardware.words import parse_hardware
-from tightfit.inputs.flags import Flags, levers_from_flags
+from tightfit.inputs.flags import levers_from_flags
 from tightfit.model.load import load_model
 from tightfit.priced import GIB, Priced, Share, amounts, billions, strategy_name, verdict
 from tightfit.screen import FILLS, bar, draw_comparison, draw_estimate, draw_gpus, draw_models, draw_shares
@@ -182,7 +182,7 @@ def test_the_three_largest_parts_each_with_a_lever() -> None:
         ("logits", Levers(loss="fused"), "--seq", "--loss"),
         (
             "activations",
-            levers_from_flags(Flags(checkpointing="none"), load_model("7b_mamba")),
+            levers_from_flags({"checkpointing": "none"}, load_model("7b_mamba")),
             "--checkpointing full",
             "+",
         ),

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from tightfit.cli.flags import ANSWERED, Parser
-from tightfit.inputs.flags import LEAST, WORDS, meant
-from tightfit.types import ConfigError
+from tightfit.inputs.flags import LEVERS, meant, words_of
+from tightfit.types import Checkpointing, ConfigError
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 EXAMPLE = "tightfit completion bash > ~/.local/share/bash-completion/completions/tightfit"
@@ -60,8 +60,9 @@ def _everything() -> argparse.ArgumentParser:
         part = verbs.add_parser(verb, help=what, add_help=False)
         for action in _parser_of(verb, module)._actions:
             part._add_action(action)
-            if action.dest in WORDS and action.dest not in LEAST:
-                action.choices = WORDS[action.dest]
+            lever = LEVERS.get(action.dest)
+            if lever is not None and words_of(lever) and lever.type is not Checkpointing:
+                action.choices = words_of(lever)
             elif not action.option_strings or {"FILE", "DIR"} & {str(action.metavar)}:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     return whole

@@ -1,6 +1,6 @@
 """What the verbs share: a parser that answers in one sentence, and the flags of the levers.
 
-The flags are made from the tables in `inputs/flags.py`, so that the help and the check cannot differ.
+The flags are made from what stands on the levers' own fields, so that the help and the check cannot differ.
 None has a default here: what was not said stays unsaid until `levers_from_flags`.
 """
 
@@ -10,67 +10,11 @@ import argparse
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, get_args
 
-from tightfit.inputs.flags import LEAST, SHARES, WORDS, spelt
+from tightfit.inputs.flags import LEVERS, spelt, words_of
 from tightfit.inputs.spelling import nearest
-from tightfit.types import ConfigError
-
-HELP = {
-    "method": "train every weight, adapters, or adapters on a 4-bit model (full)",
-    "engine": "how the training is spread over the GPUs (zero0: unsharded)",
-    "seq": "tokens in a sequence (2048)",
-    "micro_batch": "sequences in one forward pass on one GPU (1)",
-    "accum": "forward passes before a step (1)",
-    "precision": "the number format of the computation (bf16; fp16 on cards without it)",
-    "offload_optimizer": "where the optimizer's states live, if not on the GPU (none)",
-    "offload_param": "where the weights live between uses, if not on the GPU (none)",
-    "checkpointing": "which layers keep no activations and compute them again (full)",
-    "loss": "fused: the logits are never whole in memory (plain)",
-    "attention": "the attention kernel (sdpa)",
-    "optimizer": "the optimizer (adamw, with fp32 states)",
-    "lora_rank": "rank of the adapters (8)",
-    "lora_targets": "layers that get an adapter (all linear layers but the head)",
-    "adapter_dtype": "number format of the adapters (bf16)",
-    "lora_dropout": "share of the adapters' inputs that is dropped (0)",
-    "scan": "the selective scan of Mamba models (official)",
-    "reduce_bucket": "DeepSpeed's reduce_bucket_size, in elements",
-    "allgather_bucket": "DeepSpeed's allgather_bucket_size, in elements",
-    "prefetch_bucket": "DeepSpeed's stage3_prefetch_bucket_size, in elements",
-    "persistence_threshold": "DeepSpeed's stage3_param_persistence_threshold, in elements",
-    "max_live_parameters": "DeepSpeed's stage3_max_live_parameters, in elements",
-    "max_reuse_distance": "DeepSpeed's stage3_max_reuse_distance, in elements",
-    "overlap_comm": "reduce gradients beside the backward pass, with a second bucket (on at stage 3 only)",
-    "deepspeed_version": "the DeepSpeed whose behaviour is priced",
-    "frozen_layers": "the lowest N layers and the embedding do not train (0)",
-    "trains": "what trains: everything, the embeddings alone, or all but the embeddings (all)",
-    "dataloader_workers": "data loading processes of each rank (0)",
-}
-"""What each flag means, and in brackets its default."""
-
-METAVARS = {
-    "checkpointing": "none|full|full+offload|layers:K",
-    "lora_targets": "all|a,b,c",
-    "deepspeed_version": "V",
-}
-
-GROUPS = {
-    "the training": ("method", "seq", "micro_batch", "accum", "precision", "optimizer", "frozen_layers", "trains"),
-    "adapters": ("lora_rank", "lora_targets", "adapter_dtype", "lora_dropout"),
-    "what saves memory": ("engine", "offload_optimizer", "offload_param", "checkpointing", "loss", "attention", "scan"),
-    "DeepSpeed's buffers": (
-        "reduce_bucket",
-        "allgather_bucket",
-        "prefetch_bucket",
-        "persistence_threshold",
-        "max_live_parameters",
-        "max_reuse_distance",
-        "overlap_comm",
-        "deepspeed_version",
-    ),
-    "the host": ("dataloader_workers",),
-}
-
+from tightfit.types import ConfigError, Group, Lever
 
 OTHER_NAMES = {
     "batch-size": "micro_batch",
@@ -87,20 +31,12 @@ ALIASES = {
     "preset": "model",
     "load_checkpoint": "resume",
     "output_dir": "output",
-    "max_seq_length": "seq",
     "ablation_config": "ablation",
     "lr": "learning_rate",
     "lr_scheduler_type": "lr_scheduler",
     "num_train_epochs": "epochs",
-    "cutoff_len": "seq",
-    "max_length": "seq",
-    "per_device_train_batch_size": "micro_batch",
-    "gradient_accumulation_steps": "accum",
-    "lora_r": "lora_rank",
-    "lora_target": "lora_targets",
-    "lora_target_modules": "lora_targets",
-    "dataloader_num_workers": "dataloader_workers",
     "save_total_limit": "keep_last",
+    **{other: lever.flag for lever in LEVERS.values() for other in lever.also},
 }
 """Names that people know from other training scripts, and what they are here."""
 
@@ -178,27 +114,29 @@ class Parser(argparse.ArgumentParser):
 
 def add_lever_flags(parser: argparse.ArgumentParser, only: Iterable[str] | None = None) -> None:
     """Every flag of the levers, or those named."""
-    wanted = set(HELP) if only is None else set(only)
-    for title, flags in GROUPS.items():
-        chosen = [flag for flag in flags if flag in wanted]
-        if not chosen:
-            continue
-        group = parser.add_argument_group(title)
-        for flag in chosen:
-            if flag in LEAST:
-                group.add_argument(spelt(flag), metavar="N", type=whole_number(flag), help=HELP[flag])
-            elif flag in SHARES:
-                group.add_argument(spelt(flag), metavar="SHARE", type=share(flag), help=HELP[flag])
-            else:
-                metavar = METAVARS.get(flag) or "|".join(WORDS[flag])
-                group.add_argument(spelt(flag), metavar=metavar, help=HELP[flag])
-        if "optimizer" in chosen and only is None:
-            group.add_argument(
-                "--no-master-weights",
-                dest="master_weights",
-                action="store_false",
-                help="pure 16-bit training, without fp32 copies of the weights",
-            )
+    wanted = set(LEVERS if only is None else only)
+    for title in get_args(Group):
+        chosen = [lever for lever in LEVERS.values() if lever.group == title and lever.flag in wanted]
+        if chosen:
+            group = parser.add_argument_group(title)
+            for lever in chosen:
+                _add_lever_flag(group, lever)
+
+
+def _add_lever_flag(group: argparse._ArgumentGroup, lever: Lever) -> None:
+    flag, words = spelt(lever.flag), words_of(lever)
+    if lever.type is bool:
+        off = spelt(f"no_{lever.flag}")
+        name, action = (off, "store_false") if lever.default else (flag, "store_true")
+        group.add_argument(name, dest=lever.flag, action=action, help=lever.help)
+        return
+    taken: dict[Any, tuple[str, Callable[[str], Any]]] = {
+        int: ("N", whole_number(lever.flag)),
+        float: ("SHARE", share(lever.flag)),
+        str: (lever.form[0] if lever.form else "TEXT", str),
+    }
+    metavar, read = taken.get(lever.type, ("|".join(words) or "all|a,b,c", str))
+    group.add_argument(flag, metavar=metavar, type=read, help=lever.help)
 
 
 def whole_number(flag: str) -> Callable[[str], int]:

@@ -20,7 +20,7 @@ from tightfit.cli.flags import CHANGE, Parser, whole_number
 from tightfit.cli.run_plan import Known, Planner, Said, Setting, file_of, prediction
 from tightfit.cli.run_wait import wait_for_gpus
 from tightfit.cli.train_flags import hang_timeout_s
-from tightfit.inputs.flags import MOST, meant
+from tightfit.inputs.flags import LEVERS, meant
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
 from tightfit.planner.calibration import Entry
@@ -215,8 +215,9 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     _allow(args)
     hang_timeout_s(args)
     for name in ("seq", "micro_batch"):
-        if not 1 <= getattr(args, name, 1) <= MOST[name]:
-            raise ConfigError(f"--{name.replace('_', '-')} takes 1 to {MOST[name]}, not {getattr(args, name)}")
+        most = LEVERS[name].most or 0
+        if not 1 <= getattr(args, name, 1) <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} takes 1 to {most}, not {getattr(args, name)}")
     return args, tuple(words[cut + 1 :])
 
 

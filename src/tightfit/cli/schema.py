@@ -1,7 +1,7 @@
 """`tightfit schema`: what a job file may say, for programs and for people.
 
 Both forms are made from `Job` itself, so that neither can say what the door does not check. The free levers,
-which `Job` keeps as one mapping, are described from the tables of the flags.
+which `Job` keeps as one mapping, are described from what stands on their fields.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightfit.cli.flags import ANSWERED, HELP, Parser
+from tightfit.cli.flags import ANSWERED, Parser
 from tightfit.job.fields import FREE_LEVERS, JobField, Takes, job_fields, meanings
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -100,6 +100,8 @@ def _levers_schema() -> dict[str, Any]:
 
 
 def _lever_schema(takes: Takes) -> dict[str, Any]:
+    if takes.kind == "switch":
+        return {"type": "boolean"}
     if takes.kind == "integer":
         return {"type": "integer", "minimum": takes.least} | ({} if takes.most is None else {"maximum": takes.most})
     if "layers:K" in takes.words:
@@ -109,7 +111,7 @@ def _lever_schema(takes: Takes) -> dict[str, Any]:
 
 def _lever_meaning(name: str) -> str:
     """The help of the flag, without its default: a lever that is not pinned is the plan's to choose."""
-    text = re.sub(r" \([^()]*\)$", "", HELP[name])
+    text = re.sub(r" \([^()]*\)$", "", FREE_LEVERS[name].help)
     first, _, rest = text.partition(" ")
     return f"{text}." if first.endswith(":") else f"{first.capitalize() if first.islower() else first} {rest}."
 

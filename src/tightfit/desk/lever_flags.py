@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import fields
+from typing import Any
 
-from tightfit.inputs.flags import Flags
+from tightfit.inputs.flags import LEVERS
 from tightfit.types import Attention, Mamba1, Mamba2, ModelShape, Traced
 
 
-def flags_of(namespace: argparse.Namespace) -> Flags:
+def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:
     """The lever flags among what was parsed."""
-    names = {field.name for field in fields(Flags)}
-    return Flags(**{name: value for name, value in vars(namespace).items() if name in names})
+    return {name: value for name, value in vars(namespace).items() if name in LEVERS}
 
 
 def without_effect(named: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:

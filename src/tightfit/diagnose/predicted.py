@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tightfit.diagnose.evidence import KnownConfig
 from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.diagnose.wording import fixes_of
-from tightfit.inputs.flags import Flags, levers_from_flags
+from tightfit.inputs.flags import LEVERS, levers_from_flags
 from tightfit.memory import estimate
 from tightfit.model.load import shape_from_config
 from tightfit.priced import GIB
@@ -111,9 +111,8 @@ def foretold_verdict(told: Predicted, card_bytes: int, config: KnownConfig, file
 
 def _footprint(tree: Mapping[str, Any]) -> Footprint:
     shape = shape_from_config(tree["model"]["config"], str(tree["model"]["name"]))
-    known = {field.name for field in fields(Flags)}
-    flags = Flags(**{name: value for name, value in tree["levers"].items() if name in known and value is not None})
-    return estimate(shape, levers_from_flags(flags, shape), int(tree["world"]["ranks"]))
+    said = {name: value for name, value in tree["levers"].items() if name in LEVERS}
+    return estimate(shape, levers_from_flags(said, shape), int(tree["world"]["ranks"]))
 
 
 def _of_phase(footprint: Footprint, phase: Phase, verdict: Verdict) -> Predicted:

@@ -26,7 +26,7 @@ def levers_under(trainer: Trainer, plan: Plan, target: Target) -> Levers:
         checkpointing=Checkpointing(layers=0 if levers.checkpointing.layers == 0 else None, offload=offloads),
         loss=levers.loss if able.fuses(way.shape) else "plain",
         scan="official" if scans(way.shape) and levers.scan == "tightfit" else levers.scan,
-        lora=levers.lora and replace(levers.lora, adapter_dtype=adapter_dtype_of(job)),
+        lora=levers.lora and replace(levers.lora, dtype=adapter_dtype_of(job)),
     )
 
 

@@ -1,201 +1,135 @@
 """The door for levers: words and numbers from a command line become `Levers`, or one clear sentence.
 
-A flag that was not given is None here, never its default: an explicit `--lora-rank 64` beside
-`--method full` is a mistake, the usual rank is not. What a file said comes in as `base`
-and an explicit flag wins over it. The rules about which levers go together live in `check_levers`,
-apart from the words, so that whoever makes Levers in another way can ask the same question.
+All that is known of a lever stands on its field in `types.py`; here it is read. What a user said is a mapping of
+flag → value, and what is not in it was not said: an explicit `--lora-rank 64` beside `--method full` is a mistake, the
+usual rank is not. What a file said comes in as `base` and an explicit flag wins over it. The rules about which levers
+go together live in `check_levers`, apart from the words, so that whoever makes Levers in another way can ask the same
+question.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tightfit.inputs.spelling import listed, nearest
-from tightfit.types import (
-    AttentionKernel,
-    Buckets,
-    Checkpointing,
-    ConfigError,
-    Engine,
-    Levers,
-    Lora,
-    Loss,
-    Method,
-    ModelShape,
-    Offload,
-    Optimizer,
-    Precision,
-    Scan,
-    Trains,
-)
+from tightfit.types import Buckets, Checkpointing, ConfigError, Lever, Levers, Lora, ModelShape
 
-ADAPTER_DTYPES = ("fp32", "bf16")
-
-WORDS: dict[str, tuple[str, ...]] = {
-    "method": get_args(Method),
-    "engine": get_args(Engine),
-    "precision": get_args(Precision),
-    "offload_optimizer": get_args(Offload),
-    "offload_param": get_args(Offload),
-    "loss": get_args(Loss),
-    "attention": get_args(AttentionKernel),
-    "optimizer": get_args(Optimizer),
-    "adapter_dtype": ADAPTER_DTYPES,
-    "scan": get_args(Scan),
-    "trains": get_args(Trains),
-    "overlap_comm": ("on", "off"),
-}
-"""The flags that take one of a few words. The command line's help is made from this."""
-
-LEAST: dict[str, int] = {
-    "seq": 1,
-    "micro_batch": 1,
-    "accum": 1,
-    "lora_rank": 1,
-    "reduce_bucket": 1,
-    "allgather_bucket": 1,
-    "prefetch_bucket": 0,
-    "persistence_threshold": 0,
-    "max_live_parameters": 0,
-    "max_reuse_distance": 0,
-    "frozen_layers": 0,
-    "dataloader_workers": 0,
-}
-"""The flags that take a whole number, and the smallest that makes sense."""
-
-SHARES = ("lora_dropout",)
-"""The flags that take a number from 0 to below 1."""
-
-MOST: dict[str, int] = {
-    "seq": 16_777_216,
-    "effective_batch": 1_000_000,
-    "micro_batch": 65_536,
-    "accum": 1_000_000,
-    "lora_rank": 65_536,
-    "reduce_bucket": 100_000_000_000,
-    "allgather_bucket": 100_000_000_000,
-    "prefetch_bucket": 100_000_000_000,
-    "dataloader_workers": 1_024,
-}
-"""The largest that anybody can mean: no model reads longer texts, none is wider. More would only keep the search busy,
-which tries what divides a batch, and its answer would be of no use."""
-
+MOST_BATCH = 1_000_000
+"""Sequences a step, over all GPUs."""
 MOST_TOKENS = 2**30
 """In one forward pass on one GPU."""
 
-_LEVER_OF_FLAG = {
-    "method": "method",
-    "engine": "engine",
-    "seq": "sequence",
-    "micro_batch": "micro_batch",
-    "accum": "accumulation",
-    "precision": "precision",
-    "offload_optimizer": "offload_optimizer",
-    "offload_param": "offload_param",
-    "loss": "loss",
-    "attention": "attention",
-    "optimizer": "optimizer",
-    "scan": "scan",
-    "deepspeed_version": "deepspeed_version",
-    "master_weights": "master_weights",
-    "frozen_layers": "frozen_layers",
-    "trains": "trains",
-    "dataloader_workers": "dataloader_workers",
-}
-_BUCKET_FLAGS = (
-    "reduce_bucket",
-    "allgather_bucket",
-    "prefetch_bucket",
-    "persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-)
-LORA_FLAGS = {
-    "lora_rank": Lora().rank,
-    "lora_targets": "all",
-    "adapter_dtype": Lora().adapter_dtype,
-    "lora_dropout": Lora().dropout,
-}
-"""With their defaults, which a program may pass whatever the method is."""
+CHECKPOINTING = ("none", "full", "full+offload", "layers:K")
+"""How a `Checkpointing` is said."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flags:
-    """What the user said about the levers, a field a flag; None: not said."""
-
-    method: str | None = None
-    engine: str | None = None
-    seq: int | None = None
-    micro_batch: int | None = None
-    accum: int | None = None
-    precision: str | None = None
-    offload_optimizer: str | None = None
-    offload_param: str | None = None
-    checkpointing: str | None = None
-    loss: str | None = None
-    attention: str | None = None
-    optimizer: str | None = None
-    lora_rank: int | None = None
-    lora_targets: str | None = None
-    adapter_dtype: str | None = None
-    lora_dropout: float | None = None
-    scan: str | None = None
-    reduce_bucket: int | None = None
-    allgather_bucket: int | None = None
-    prefetch_bucket: int | None = None
-    persistence_threshold: int | None = None
-    max_live_parameters: int | None = None
-    max_reuse_distance: int | None = None
-    overlap_comm: str | None = None
-    deepspeed_version: str | None = None
-    master_weights: bool | None = None
-    frozen_layers: int | None = None
-    trains: str | None = None
-    dataloader_workers: int | None = None
-
-    def given(self) -> dict[str, Any]:
-        """The flags that were said, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+def _levers_in(record: type, block: str) -> Iterator[Lever]:
+    hints = get_type_hints(record)
+    for each in fields(record):
+        if "lever" in each.metadata:
+            about: Lever = each.metadata["lever"]
+            yield replace(
+                about,
+                flag=about.flag or each.name,
+                name=each.name,
+                block=block,
+                default=each.default,
+                type=hints[each.name],
+            )
+            continue
+        inside = next((part for part in (hints[each.name], *get_args(hints[each.name])) if is_dataclass(part)), None)
+        if isinstance(inside, type):
+            yield from _levers_in(inside, each.name)
 
 
-def levers_from_flags(flags: Flags, shape: ModelShape, base: Levers | None = None) -> Levers:
-    """The levers that these flags mean for this model, on top of what a file said."""
+LEVERS: Mapping[str, Lever] = {lever.flag: lever for lever in _levers_in(Levers, "")}
+"""Every lever that can be said, by the name of its flag, in the order of the fields."""
+
+
+def words_of(lever: Lever) -> tuple[str, ...]:
+    """The few words that it takes; empty: it takes something else."""
+    if lever.type is Checkpointing:
+        return CHECKPOINTING
+    if is_on_or_off(lever):
+        return ("on", "off")
+    return get_args(lever.type) if get_origin(lever.type) is Literal else ()
+
+
+def is_on_or_off(lever: Lever) -> bool:
+    """Whether it is left to the engine where it is not said."""
+    return get_args(lever.type) == (bool, type(None))
+
+
+def _is_names(lever: Lever) -> bool:
+    return any(get_origin(part) is tuple for part in get_args(lever.type))
+
+
+def levers_from_flags(said: Mapping[str, Any], shape: ModelShape, base: Levers | None = None) -> Levers:
+    """The levers that these flags mean for this model, on top of what a file said. None: not said."""
     base = base or Levers()
-    given = _checked_words(flags.given())
-    changes = {lever: given[flag] for flag, lever in _LEVER_OF_FLAG.items() if flag in given}
-    buckets = {flag: given[flag] for flag in _BUCKET_FLAGS if flag in given}
-    if "overlap_comm" in given:
-        buckets["overlap_comm"] = given["overlap_comm"] == "on"
-    if buckets:
-        changes["buckets"] = replace(base.buckets, **buckets)
-    if "checkpointing" in given:
-        changes["checkpointing"] = checkpointing_from_word(given["checkpointing"])
-    changes["lora"] = _lora(given, changes.get("method", base.method), base.lora)
-    levers = replace(base, **changes)
-    levers = _imply(levers, reuses="max_reuse_distance" in given)
+    given: dict[str, dict[str, Any]] = {}
+    for flag, value in said.items():
+        if value is not None:
+            lever = LEVERS[flag]
+            given.setdefault(lever.block, {})[lever.name] = read_lever(lever, value)
+    changes, adapters, buckets = (given.get(block, {}) for block in ("", "lora", "buckets"))
+    if changes.get("method", base.method) != "full":
+        changes["lora"] = replace(base.lora or Lora(), **adapters)
+    else:
+        changes["lora"] = None
+        unusual = {name for name, value in adapters.items() if value != getattr(Lora(), name)}
+        for lever in LEVERS.values():
+            if lever.block == "lora" and lever.name in unusual:
+                raise ConfigError(f"{spelt(lever.flag)} needs --method lora or qlora: full training has no adapters")
+    levers = replace(base, **changes, buckets=replace(base.buckets, **buckets))
+    levers = _imply(levers, reuses="max_reuse_distance" in buckets)
     check_levers(levers, shape)
     return levers
 
 
+def read_lever(lever: Lever, said: Any) -> Any:
+    """The value of its field, from a word in any spelling or from a number in its range."""
+    flag, words = spelt(lever.flag), words_of(lever)
+    if lever.type is Checkpointing:
+        return checkpointing_from_word(said)
+    if words:
+        word = said.lower()
+        if word not in words:
+            raise ConfigError(f"{flag} knows no {said!r}{meant(said, words)}")
+        return word == "on" if is_on_or_off(lever) else word
+    if lever.least is not None and said < lever.least:
+        raise ConfigError(f"{flag} must be at least {lever.least}, not {said}")
+    if lever.type is float and not 0 <= said < 1:
+        raise ConfigError(f"{flag} must be from 0 to below 1, not {said:g}")
+    if lever.form is not None and not re.fullmatch(lever.form[1], said):
+        raise ConfigError(f"{flag} takes {lever.form[2]}, not {said!r}")
+    if _is_names(lever):
+        names = tuple(name.strip() for name in said.split(",") if name.strip())
+        if not names:
+            raise ConfigError(f"{flag} takes `all` or names such as q_proj,v_proj")
+        return None if names == ("all",) else names
+    return said
+
+
 def check_levers(levers: Levers, shape: ModelShape) -> None:
     """Raise the first contradiction among the levers, or between them and the model."""
-    for flag, value in _bounded(levers).items():
-        if value > MOST[flag]:
-            raise ConfigError(f"{spelt(flag)} must be at most {MOST[flag]}, not {value}")
+    for lever in _BOUNDED:
+        value = lever_value(levers, lever)
+        if value is not None and value > lever.most:
+            raise ConfigError(f"{spelt(lever.flag)} must be at most {lever.most}, not {value}")
     _check_offload(levers)
     if levers.micro_batch * levers.sequence > MOST_TOKENS:
         raise ConfigError(
             f"--micro-batch {levers.micro_batch} × --seq {levers.sequence} must be at most {MOST_TOKENS} tokens in a "
             "forward pass: lower one"
         )
-    if levers.micro_batch * levers.accumulation > MOST["effective_batch"]:
+    if levers.micro_batch * levers.accumulation > MOST_BATCH:
         raise ConfigError(
             f"--micro-batch {levers.micro_batch} × --accum {levers.accumulation} must be at most "
-            f"{MOST['effective_batch']} sequences a step: lower one"
+            f"{MOST_BATCH} sequences a step: lower one"
         )
     depth = shape.n_layers
     recomputed = levers.checkpointing.layers
@@ -217,20 +151,6 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
             f"--lora-dropout cannot drop inputs of experts, which {shape.name} has: leave it out, or name other layers "
             "with --lora-targets"
         )
-
-
-def _bounded(levers: Levers) -> dict[str, int]:
-    """What a file or a flag can have made larger than anybody means."""
-    return {
-        "seq": levers.sequence,
-        "micro_batch": levers.micro_batch,
-        "accum": levers.accumulation,
-        "lora_rank": 0 if levers.lora is None else levers.lora.rank,
-        "reduce_bucket": levers.buckets.reduce_bucket,
-        "allgather_bucket": levers.buckets.allgather_bucket,
-        "prefetch_bucket": levers.buckets.prefetch_bucket,
-        "dataloader_workers": levers.dataloader_workers,
-    }
 
 
 def _check_trains(levers: Levers) -> None:
@@ -259,7 +179,7 @@ def checkpointing_from_word(word: str) -> Checkpointing:
         return plain[word]
     if found := re.fullmatch(r"layers:(\d+)", word):
         return Checkpointing(layers=int(found[1]))
-    raise ConfigError(f"--checkpointing knows no {word!r}{meant(word, [*plain, 'layers:K'])}")
+    raise ConfigError(f"--checkpointing knows no {word!r}{meant(word, CHECKPOINTING)}")
 
 
 def checkpointing_word(checkpointing: Checkpointing) -> str:
@@ -276,54 +196,9 @@ def meant(word: str, known: Iterable[str]) -> str:
     return f": did you mean {close}?" if close else f": it takes {listed(words)}"
 
 
-def _checked_words(given: dict[str, Any]) -> dict[str, Any]:
-    """The same flags with words in their one spelling and numbers in their range."""
-    checked = dict(given)
-    for flag, words in WORDS.items():
-        if flag in given:
-            checked[flag] = given[flag].lower()
-            if checked[flag] not in words:
-                raise ConfigError(f"{spelt(flag)} knows no {given[flag]!r}{meant(given[flag], words)}")
-    for flag, least in LEAST.items():
-        if flag in given and given[flag] < least:
-            raise ConfigError(f"{spelt(flag)} must be at least {least}, not {given[flag]}")
-    for flag in SHARES:
-        if not 0 <= given.get(flag, 0) < 1:
-            raise ConfigError(f"{spelt(flag)} must be from 0 to below 1, not {given[flag]:g}")
-    version = given.get("deepspeed_version")
-    if version is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)?([.+]?\w+)*", version):
-        raise ConfigError(f"--deepspeed-version takes a version such as {Levers().deepspeed_version}, not {version!r}")
-    return checked
-
-
 def spelt(flag: str) -> str:
     """The flag as it is typed."""
     return "--" + flag.replace("_", "-")
-
-
-def _lora(given: dict[str, Any], method: Method, base: Lora | None) -> Lora | None:
-    if method == "full":
-        said = next((flag for flag, usual in LORA_FLAGS.items() if given.get(flag, usual) != usual), None)
-        if said:
-            raise ConfigError(f"{spelt(said)} needs --method lora or qlora: full training has no adapters")
-        return None
-    lora = base or Lora()
-    if "lora_rank" in given:
-        lora = replace(lora, rank=given["lora_rank"])
-    if "adapter_dtype" in given:
-        lora = replace(lora, adapter_dtype=given["adapter_dtype"])
-    if "lora_dropout" in given:
-        lora = replace(lora, dropout=given["lora_dropout"])
-    if "lora_targets" in given:
-        lora = replace(lora, targets=_targets(given["lora_targets"]))
-    return lora
-
-
-def _targets(words: str) -> tuple[str, ...] | None:
-    names = tuple(name.strip() for name in words.split(",") if name.strip())
-    if not names:
-        raise ConfigError("--lora-targets takes `all` or names such as q_proj,v_proj")
-    return None if names == ("all",) else names
 
 
 def _check_targets(targets: tuple[str, ...], shape: ModelShape) -> None:
@@ -364,7 +239,7 @@ def _check_swapped(levers: Levers) -> None:
         )
     if levers.method == "qlora":
         raise ConfigError("--offload-param nvme swaps no 4-bit weights: use --offload-param cpu, or --method lora")
-    if levers.lora is not None and levers.lora.adapter_dtype == "fp32" and levers.precision != "fp32":
+    if levers.lora is not None and levers.lora.dtype == "fp32" and levers.precision != "fp32":
         raise ConfigError(
             "--adapter-dtype fp32 with --offload-param nvme: DeepSpeed would swap the adapters in 16 bits, so use "
             "--adapter-dtype bf16 or --offload-param cpu"
@@ -388,30 +263,40 @@ def _check_offload(levers: Levers) -> None:
     _check_swapped(levers)
 
 
-def flags_from_levers(levers: Levers) -> dict[str, object]:
-    """The levers in the words of the command line, for a reader of JSON."""
-    plain: dict[str, object] = {flag: getattr(levers, lever) for flag, lever in _LEVER_OF_FLAG.items()}
-    plain["checkpointing"] = checkpointing_word(levers.checkpointing)
-    if levers.lora is not None:
-        plain["lora_rank"] = levers.lora.rank
-        plain["lora_targets"] = ",".join(levers.lora.targets) if levers.lora.targets else "all"
-        plain["adapter_dtype"] = levers.lora.adapter_dtype
-        if levers.lora.dropout:
-            plain["lora_dropout"] = levers.lora.dropout
-    if levers.buckets.overlap_comm is not None:
-        plain["overlap_comm"] = "on" if levers.buckets.overlap_comm else "off"
-    return plain | {flag: getattr(levers.buckets, flag) for flag in _BUCKET_FLAGS}
+def flags_from_levers(levers: Levers) -> dict[str, Any]:
+    """The levers in the words of the command line, for a reader of JSON; what is left to the engine is not there."""
+    plain: dict[str, Any] = {}
+    for flag, lever in LEVERS.items():
+        if lever.block and getattr(levers, lever.block) is None:
+            continue
+        value = lever_value(levers, lever)
+        if lever.type is Checkpointing:
+            value = checkpointing_word(value)
+        elif _is_names(lever):
+            value = ",".join(value) if value else "all"
+        elif is_on_or_off(lever) and value is not None:
+            value = "on" if value else "off"
+        if value is not None and not (lever.type is float and value == 0):
+            plain[flag] = value
+    return plain
+
+
+def lever_value(levers: Levers, lever: Lever) -> Any:
+    """What its field holds; None also where there is no block for it."""
+    block = getattr(levers, lever.block) if lever.block else levers
+    return None if block is None else getattr(block, lever.name)
+
+
+_BOUNDED = tuple(lever for lever in LEVERS.values() if lever.most is not None)
+"""What a file or a flag can have made larger than anybody means."""
 
 
 def levers_as_written(words: Mapping[str, Any], buckets: Mapping[str, Any], lora: Mapping[str, Any] | None) -> Levers:
     """The levers of a plan's `worker.json`, whose sense was checked when it was written."""
     adapters = None
     if lora is not None:
-        targets = None if lora["targets"] == "all" else tuple(lora["targets"])
-        adapters = Lora(rank=lora["rank"], targets=targets, adapter_dtype=lora["dtype"], dropout=lora["dropout"])
-    return Levers(
-        **{lever: words[flag] for flag, lever in _LEVER_OF_FLAG.items()},
-        checkpointing=checkpointing_from_word(words["checkpointing"]),
-        lora=adapters,
-        buckets=Buckets(**buckets),
-    )
+        named = {each.name: lora[each.name] for each in fields(Lora)}
+        adapters = Lora(**named | {"targets": None if lora["targets"] == "all" else tuple(lora["targets"])})
+    own = {lever.name: words[flag] for flag, lever in LEVERS.items() if not lever.block}
+    own["checkpointing"] = checkpointing_from_word(words["checkpointing"])
+    return Levers(**own, lora=adapters, buckets=Buckets(**buckets))

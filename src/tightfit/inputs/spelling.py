@@ -193,14 +193,14 @@ class Fields:
         value = self.values.get(key)
         return key in self.values and not any(value is word or value == word for word in self.silent)
 
-    def integer(self, key: str, *, least: int | None = 0, most: int = LARGEST) -> int | None:
+    def integer(self, key: str, *, least: int | None = 0, most: int | None = LARGEST) -> int | None:
         """A whole number; `5e8` is one, `true` is not."""
         if not self.says(key):
             return None
         value = self._number(key, "a whole number")
         if not float(value).is_integer():
             raise self.wrong(key, "a whole number")
-        if abs(value) > most:
+        if most is not None and abs(value) > most:
             raise self.wrong(key, f"at most {most}")
         if least is not None and value < least:
             raise self.wrong(key, f"at least {least}")

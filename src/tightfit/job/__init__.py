@@ -60,7 +60,7 @@ Steps = Annotated[int, Ge(1), Le(1_000_000_000)]
 Samples = Annotated[int, Ge(1), Le(1_000_000_000_000)]
 Share = Annotated[float, Ge(0), Lt(1)]
 """Ranges, which the door checks and the schema shows. What is larger than any training was a slip of the finger, and
-an answer to it would be one nobody can use. Levers have theirs in `inputs/flags.py`."""
+an answer to it would be one nobody can use. Levers have theirs on their own fields."""
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
 """For pydantic, which validates job files against these classes: an unknown field is an error."""

@@ -9,7 +9,7 @@ Before pydantic looks, what can only mean one thing is put right: YAML reads `1e
 `BF16` or `q_proj,v_proj`. Where that was a guess about a number, it is said.
 
 The free levers are fields too (`levers.engine` …), though `Job` keeps them as a mapping: their words and ranges
-stand in `inputs/flags.py` already.
+stand on the fields of `Levers` already.
 """
 
 from __future__ import annotations
@@ -26,66 +26,50 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from tightfit.inputs.flags import LEAST, MOST, WORDS, checkpointing_from_word
+from tightfit.inputs.flags import LEVERS, checkpointing_from_word, words_of
 from tightfit.inputs.spelling import LARGEST, as_number, listed, nearest, shown
 from tightfit.job import Job
 from tightfit.job.training import MARKS
-from tightfit.types import ConfigError
+from tightfit.types import ConfigError, Group, Lever
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-FREE_LEVERS = tuple(
-    """engine offload_optimizer offload_param checkpointing loss attention scan micro_batch accum reduce_bucket
-    allgather_bucket prefetch_bucket persistence_threshold max_live_parameters max_reuse_distance overlap_comm
-    deepspeed_version dataloader_workers""".split()
-)
-"""What `levers` may pin, under the names of the `estimate` flags: what changes no result."""
-
-COSTLY = {
-    "method": "method",
-    "seq": "sequence",
-    "sequence": "sequence",
-    "precision": "precision",
-    "optimizer": "optimizer",
-    "lora_rank": "lora.rank",
-    "lora_targets": "lora.targets",
-    "adapter_dtype": "lora.dtype",
-    "lora_dropout": "lora.dropout",
-    "master_weights": "master_weights",
-    "frozen_layers": "frozen_layers",
-    "trains": "trains",
+FREE_LEVERS: Mapping[str, Lever] = {
+    lever.flag: lever
+    for group in sorted(get_args(Group), key=lambda group: group != "what saves memory")
+    for lever in LEVERS.values()
+    if lever.free and lever.group == group
 }
-"""Levers that change the result, and the field of the job that each is."""
+"""What `levers` may pin, under the names of the `estimate` flags: what changes no result. What saves memory first."""
+
+COSTLY = {name: lever.path for lever in LEVERS.values() if not lever.free for name in (lever.flag, lever.path)}
+"""Levers that change the result, by either name, and the field of the job that each is."""
+
+_FIELD_OF_LEVER = {flag: f"levers.{flag}" if lever.free else lever.path for flag, lever in LEVERS.items()}
 
 OTHER_NAMES = {
-    **{flag: field for flag, field in COSTLY.items() if flag.startswith("lora_")},
+    **{lever.path: _FIELD_OF_LEVER[flag] for flag, lever in LEVERS.items() if flag != lever.path},
+    **{flag: field for flag, field in _FIELD_OF_LEVER.items() if not field.endswith(flag)},
+    **{other: _FIELD_OF_LEVER[lever.flag] for lever in LEVERS.values() for other in lever.also},
     "ablation_config": "data.ablation",
-    "accumulation": "levers.accum",
     "batch_size": "effective_batch",
     "bf16": "precision",
     "checkpoint_dir": "saving.folder",
-    "cutoff_len": "sequence",
     "dataset": "data.path",
     "fp16": "precision",
-    "gradient_accumulation_steps": "levers.accum",
     "gradient_checkpointing": "levers.checkpointing",
     "lora_alpha": "lora.alpha",
-    "lora_target": "lora.targets",
     "lr": "learning_rate",
     "lr_scheduler": "schedule",
     "lr_scheduler_type": "schedule",
     "max_grad_norm": "clip",
-    "max_length": "sequence",
-    "max_seq_length": "sequence",
     "num_train_epochs": "epochs",
     "output_dir": "saving.folder",
-    "per_device_train_batch_size": "levers.micro_batch",
     "rank": "lora.rank",
     "save_every": "saving.every",
     "save_steps": "saving.every_steps",
     "save_total_limit": "saving.keep_last",
-    "seq": "sequence",
     "scheduler": "schedule",
     "stage": "levers.engine",
     "warmup_ratio": "warmup",
@@ -166,7 +150,7 @@ class Source:
 @cache
 def job_fields() -> Mapping[str, JobField]:
     """Every field by its dotted path, blocks before what is in them."""
-    levers = (JobField(name=f"levers.{name}", takes=_lever_takes(name)) for name in FREE_LEVERS)
+    levers = (JobField(name=f"levers.{name}", takes=_lever_takes(lever)) for name, lever in FREE_LEVERS.items())
     return {each.name: each for each in (*_fields_in(Job, ""), *levers)}
 
 
@@ -240,12 +224,10 @@ def _within(takes: Takes, bounds: tuple[object, ...]) -> Takes:
     return replace(takes, **found)
 
 
-def _lever_takes(name: str) -> Takes:
-    if name in LEAST:
-        return Takes(kind="integer", least=LEAST[name], most=MOST.get(name))
-    if name == "checkpointing":
-        return Takes(kind="words", words=("none", "full", "full+offload", "layers:K"))
-    return Takes(kind="words", words=WORDS[name]) if name in WORDS else Takes(kind="text")
+def _lever_takes(lever: Lever) -> Takes:
+    if words := words_of(lever):
+        return Takes(kind="words", words=words)
+    return replace(_takes(lever.type), least=lever.least, most=lever.most)
 
 
 def _phrase(takes: Takes) -> str:
@@ -425,6 +407,8 @@ def _levers_faults(levers: object, source: Source) -> Iterator[Fault]:
 
 def _is_taken(value: object, takes: Takes) -> bool:
     """Whether a lever takes this."""
+    if takes.kind == "switch":
+        return isinstance(value, bool)
     if takes.kind == "integer":
         return isinstance(value, int) and not isinstance(value, bool) and value >= (takes.least or 0)
     if not isinstance(value, str) or not value.strip():

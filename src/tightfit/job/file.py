@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tightfit.hardware.words import parse_hardware, parse_size
-from tightfit.inputs.flags import LORA_FLAGS, MOST, Flags, levers_from_flags, spelt
+from tightfit.inputs.flags import LEVERS, MOST_BATCH, levers_from_flags, spelt
 from tightfit.inputs.spelling import LARGEST, as_number, nearest, shown
 from tightfit.inputs.times import seconds_in
 from tightfit.job import Adapters, Job
 from tightfit.job.fields import (
-    COSTLY,
     FREE_LEVERS,
     Source,
     default_of,
@@ -36,11 +35,11 @@ from tightfit.job.stages import check_stages, merge_stage
 from tightfit.job.text import is_json, read_tree
 from tightfit.job.training import Translated, translate
 from tightfit.model.load import load_model, shape_from_fields
-from tightfit.types import Buckets, ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
+from tightfit.types import ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
 
 JOB_FLAGS: Mapping[str, str] = {
     "model": "model",
-    **{flag: field for flag, field in COSTLY.items() if flag != "sequence"},  # whose flag is --seq
+    **{lever.flag: lever.path for lever in LEVERS.values() if not lever.free},
     "effective_batch": "effective_batch",
     "gpus": "hardware.gpus",
     "host_ram": "hardware.host_ram",
@@ -178,7 +177,7 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
     source = Source(names=names)
     job, _ = job_from_tree(tree, source)
     _check(job, source)
-    adapters = next((name for name in (*LORA_FLAGS, "lora_alpha") if name in given), None)
+    adapters = next((name for name in given if JOB_FLAGS[name].startswith("lora.")), None)
     if adapters and _adapters_idle(job):
         raise ConfigError(f"{spelt(adapters)} needs --method lora or qlora: full training has no adapters")
     return job
@@ -221,30 +220,15 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
     The rest has its defaults, for the planner to change. Where the engine is not pinned but an offload is, it
     stands at zero3, which does every kind. With `file`, sentences name its fields instead of flags.
     """
-    lora: dict[str, Any] = {}
+    said = {lever.flag: field_at(job, lever.path) for lever in LEVERS.values() if not (lever.free or lever.block)}
     if job.method != "full":
-        targets = job.lora.targets if isinstance(job.lora.targets, str) else ",".join(job.lora.targets)
-        lora = {
-            "lora_rank": job.lora.rank,
-            "lora_targets": targets,
-            "adapter_dtype": adapter_dtype_of(job),
-            "lora_dropout": job.lora.dropout,
-        }
-    flags = Flags(
-        method=job.method,
-        seq=job.sequence,
-        precision=job.precision,
-        optimizer=job.optimizer,
-        master_weights=job.master_weights,
-        frozen_layers=job.frozen_layers,
-        trains=job.trains,
-        **lora,
-        **job.levers,
-    )
+        said |= {lever.flag: getattr(job.lora, lever.name) for lever in LEVERS.values() if lever.block == "lora"}
+        said["lora_targets"] = job.lora.targets if isinstance(job.lora.targets, str) else ",".join(job.lora.targets)
+        said["adapter_dtype"] = adapter_dtype_of(job)
     offloads = {job.levers.get(name, "none") for name in ("offload_optimizer", "offload_param")}
     base = Levers(engine="zero0" if offloads == {"none"} else "zero3")
     try:
-        levers = levers_from_flags(flags, shape, base)
+        levers = levers_from_flags({**said, **job.levers}, shape, base)
     except ConfigError as error:
         if file is None:
             raise
@@ -270,9 +254,7 @@ def adapter_dtype_of(job: Job) -> Literal["fp32", "bf16"]:
 
 def pinned(job: Job) -> frozenset[str]:
     """The fields of `Levers` that the user fixed and the planner leaves alone."""
-    buckets = {each.name for each in fields(Buckets)}
-    names = {"accum": "accumulation"} | dict.fromkeys(buckets, "buckets")
-    return frozenset(names.get(lever, lever) for lever in job.levers)
+    return frozenset(LEVERS[flag].block or LEVERS[flag].name for flag in job.levers)
 
 
 def hardware_of(job: Job, num_gpus: int | None = None) -> Hardware:
@@ -416,8 +398,8 @@ def _check_words(job: Job, source: Source) -> Iterator[UserError]:
 
 
 def _check_counts(job: Job, source: Source) -> Iterator[UserError]:
-    for flag, most in MOST.items():
-        path = JOB_FLAGS[flag]
+    bounds = {JOB_FLAGS[flag]: lever.most for flag, lever in LEVERS.items() if lever.most is not None}
+    for path, most in {**bounds, "effective_batch": MOST_BATCH}.items():
         value = field_at(job, path)
         if value is not None and value > most:
             yield ConfigError(f"{source.called(path)} must be at most {most}, not {value}")

@@ -74,7 +74,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         lora_rank=lora.rank if lora else 0,
         lora_targets=lora.targets if lora else None,
         lora_drops=lora is not None and lora.dropout > 0,
-        adapter_width=4 if width == 4 or (lora and lora.adapter_dtype == "fp32") else 2,
+        adapter_width=4 if width == 4 or (lora and lora.dtype == "fp32") else 2,
         quantised=levers.method == "qlora",
         attention=levers.attention,
         packed=levers.packed,

@@ -73,7 +73,7 @@ def weights(
         (trainable if base_trains else frozen).append(tensor.numel)
     scales = sum(-(-numel // NF4_BLOCK) + 4 * -(-numel // (NF4_BLOCK * NF4_NESTED_BLOCK)) for numel in quantised)
     packed_bytes = sum(quantised) // 2 + scales
-    adapter_width = {"bf16": min(2, width), "fp32": 4}[lora.adapter_dtype] if lora else width
+    adapter_width = {"bf16": min(2, width), "fp32": 4}[lora.dtype] if lora else width
     return Weights(
         trainable=tuple(trainable),
         frozen=tuple(frozen),
@@ -102,7 +102,7 @@ def effective_lora(levers: Levers) -> Lora | None:
     lora = levers.lora
     if lora is None or levers.precision == "fp32" or levers.engine == "zero3":
         return lora
-    return replace(lora, adapter_dtype="bf16")
+    return replace(lora, dtype="bf16")
 
 
 def _layer_parameters(block: Block, method: str, lora: Lora | None) -> tuple[list[int], list[int], list[int]]:

@@ -151,7 +151,7 @@ def _adapters(job: Job) -> Lora:
     return Lora(
         rank=lora.rank,
         targets=None if isinstance(lora.targets, str) else lora.targets,
-        adapter_dtype=adapter_dtype_of(job),
+        dtype=adapter_dtype_of(job),
         dropout=lora.dropout,
     )
 

@@ -66,7 +66,7 @@ def adapter_dtype(levers: Levers) -> torch.dtype:
         return torch.float32
     if levers.engine == "fsdp2":
         return torch.float32 if levers.master_weights else DTYPES[levers.precision]
-    if levers.lora.adapter_dtype == "fp32" and levers.engine == "zero3" and levers.method != "qlora":
+    if levers.lora.dtype == "fp32" and levers.engine == "zero3" and levers.method != "qlora":
         return torch.float32
     return DTYPES[levers.precision]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tightfit.desk.calibrated import calibration_of
-from tightfit.inputs.flags import MOST
+from tightfit.inputs.flags import MOST_BATCH
 from tightfit.job.file import pinned
 from tightfit.planner import SEQUENCES_A_GPU
 from tightfit.planner.plan import Way
@@ -119,7 +119,7 @@ def _edge(
 def _otherwise(question: Question, length: int, size: int) -> bool:
     """A step is as many sequences as `plan` would take where none were asked for."""
     batch = question.hardware.world * size * -(-SEQUENCES_A_GPU // size)
-    if batch > MOST["effective_batch"]:
+    if batch > MOST_BATCH:
         return False
     base = replace(question.base, sequence=length, micro_batch=size, accumulation=1)
     fixed = question.pinned - {"accumulation"}

@@ -25,7 +25,7 @@ from tightfit.desk.plan_report import report
 from tightfit.formats.worker.write import untrained
 from tightfit.hardware.catalogue import CARDS
 from tightfit.hardware.machine import this_machine
-from tightfit.inputs.flags import WORDS as CHOICES
+from tightfit.inputs.flags import LEVERS, words_of
 from tightfit.job import Allowance
 from tightfit.messages import Message
 from tightfit.model.presets import CHECKPOINTS, PRESETS
@@ -263,7 +263,7 @@ def _form(request: Request, machine: str) -> dict[str, object]:
         "allowances": get_args(Allowance),
         "tiers": TIERS,
         "trainers": get_args(Trainer),
-        "choices": CHOICES,
+        "choices": {name: words_of(lever) for name, lever in LEVERS.items()},
         "models": [*PRESETS, *CHECKPOINTS],
         "cards": _cards(),
         "machine": machine,

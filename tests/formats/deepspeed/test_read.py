@@ -253,11 +253,11 @@ def test_levers_take_what_the_file_says() -> None:
 
 
 def test_deepspeed_casts_adapters_unless_zero_init_holds_them() -> None:
-    base = Levers(method="lora", lora=Lora(adapter_dtype="fp32"))
+    base = Levers(method="lora", lora=Lora(dtype="fp32"))
     for stage, dtype in ((0, "bf16"), (2, "bf16"), (3, "fp32")):
         lora = to_levers(read({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}), base).lora
         assert lora is not None
-        assert lora.adapter_dtype == dtype
+        assert lora.dtype == dtype
 
 
 def test_batch_sizes_that_do_not_multiply() -> None:

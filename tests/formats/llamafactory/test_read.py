@@ -90,7 +90,7 @@ def test_the_usual_file(tmp_path: Path) -> None:
     (tmp_path / "ds_z3_config.json").write_text(ZERO3)
     said = read_llamafactory(tmp_path / "train.yaml")
     assert said.model == "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"
-    assert said.lora == Lora(rank=16, targets=("q_proj", "v_proj"), adapter_dtype="fp32")
+    assert said.lora == Lora(rank=16, targets=("q_proj", "v_proj"), dtype="fp32")
     assert said.deepspeed == tmp_path / "ds_z3_config.json"
     assert said.ignored == ()
     assert said.because == ()
@@ -107,7 +107,7 @@ def test_the_usual_file(tmp_path: Path) -> None:
 
 def test_what_is_not_said_is_llamafactorys_default() -> None:
     said = read()
-    assert (said.method, said.lora) == ("lora", Lora(rank=8, targets=None, adapter_dtype="fp32"))
+    assert (said.method, said.lora) == ("lora", Lora(rank=8, targets=None, dtype="fp32"))
     assert (said.sequence, said.micro_batch, said.accumulation) == (2048, 8, 1)
     assert (said.optimizer, said.attention, said.loss) == ("adamw", "sdpa", "plain")
     assert said.checkpointing == Checkpointing(layers=None)
@@ -126,12 +126,12 @@ def test_what_is_not_said_is_llamafactorys_default() -> None:
         ({"finetuning_type": "full", "fp16": True}, "precision", "fp16"),
         ({"pure_bf16": True}, "master_weights", False),
         ({"pure_bf16": True}, "precision", "bf16"),
-        ({"pure_bf16": True}, "lora", Lora(adapter_dtype="bf16")),
-        ({"lora_target": ["q_proj", "k_proj"]}, "lora", Lora(targets=("q_proj", "k_proj"), adapter_dtype="fp32")),
-        ({"lora_target": "all"}, "lora", Lora(adapter_dtype="fp32")),
+        ({"pure_bf16": True}, "lora", Lora(dtype="bf16")),
+        ({"lora_target": ["q_proj", "k_proj"]}, "lora", Lora(targets=("q_proj", "k_proj"), dtype="fp32")),
+        ({"lora_target": "all"}, "lora", Lora(dtype="fp32")),
         ({"neat_packing": True}, "packed", True),
         ({"packing": True}, "packed", False),
-        ({"lora_dropout": 0.05}, "lora", Lora(adapter_dtype="fp32", dropout=0.05)),
+        ({"lora_dropout": 0.05}, "lora", Lora(dtype="fp32", dropout=0.05)),
         ({"quantization_bit": 4}, "method", "qlora"),
         ({"optim": "adamw_bnb_8bit"}, "optimizer", "adamw8bit"),
         ({"optim": "adamw_8bit"}, "optimizer", "adamw8bit"),

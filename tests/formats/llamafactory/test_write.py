@@ -297,7 +297,7 @@ def test_our_own_reader_finds_the_levers_again(plan_of: MakePlan, grid: tuple[Le
             offload_optimizer="none",
             offload_param="none",
             checkpointing=Checkpointing(layers=layers),
-            lora=levers.lora and replace(levers.lora, adapter_dtype="fp32"),
+            lora=levers.lora and replace(levers.lora, dtype="fp32"),
             trainer="llamafactory",
             padded=True,
         )
@@ -427,7 +427,7 @@ def test_adapters_are_fp32_there_and_larger_ones_are_said(plan_of: MakePlan, met
     said = {}
     for engine in ("zero2", "zero3"):
         for dtype in ("bf16", "fp32"):
-            levers = Levers(engine=engine, method=method, lora=Lora(rank=64, adapter_dtype=dtype))
+            levers = Levers(engine=engine, method=method, lora=Lora(rank=64, dtype=dtype))
             text = llamafactory_yaml(plan_of(levers), target_of(), "deepspeed.json")
             assert "pure_bf16" not in yaml.safe_load(text)
             said[engine, dtype] = "keeps adapters in fp32, the plan's are bf16: a GPU needs" in text

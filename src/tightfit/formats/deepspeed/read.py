@@ -115,7 +115,7 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
     precision = settings.precision or base.precision
     lora = base.lora
     if lora is not None and settings.engine != "zero3" and precision != "fp32":
-        lora = replace(lora, adapter_dtype="bf16")
+        lora = replace(lora, dtype="bf16")
     micro_batch, accumulation = _batch(settings, world)
     clipping = settings.gradient_clipping
     return replace(

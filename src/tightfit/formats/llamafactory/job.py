@@ -105,7 +105,7 @@ def _tree(settings: LlamaFactorySettings, written: Mapping[str, Any]) -> tuple[d
         tree["levers"] = {"dataloader_workers": settings.dataloader_workers}
     if settings.lora is not None:
         targets = list(settings.lora.targets) if settings.lora.targets else "all"
-        tree["lora"] = {"rank": settings.lora.rank, "targets": targets, "dtype": settings.lora.adapter_dtype}
+        tree["lora"] = {"rank": settings.lora.rank, "targets": targets, "dtype": settings.lora.dtype}
     names = {}
     for key, field in FIELD_OF.items():
         value = written.get(key)

@@ -22,7 +22,7 @@ import yaml
 
 from tightfit.formats.deepspeed.read import DeepSpeedSettings
 from tightfit.formats.llamafactory.keys import KNOWN
-from tightfit.inputs.flags import MOST
+from tightfit.inputs.flags import LEVERS
 from tightfit.inputs.spelling import Fields, listed, nearest, read_text, shown, unknown_key
 from tightfit.job.training_arguments import (
     OPTIMIZERS,
@@ -111,9 +111,9 @@ def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
         method=method,
         lora=None if method == "full" else _lora(said, pure),
         trainable_layers=_trainable_layers(said, because),
-        sequence=said.integer("cutoff_len", least=1, most=MOST["seq"]) or 2048,
-        micro_batch=said.integer("per_device_train_batch_size", least=1, most=MOST["micro_batch"]) or 8,
-        accumulation=said.integer("gradient_accumulation_steps", least=1, most=MOST["accum"]) or 1,
+        sequence=said.integer("cutoff_len", least=1, most=LEVERS["seq"].most) or 2048,
+        micro_batch=said.integer("per_device_train_batch_size", least=1, most=LEVERS["micro_batch"].most) or 8,
+        accumulation=said.integer("gradient_accumulation_steps", least=1, most=LEVERS["accum"].most) or 1,
         precision=_precision(said, method, pure, because),
         master_weights=not pure,
         optimizer=_optimizer(said),
@@ -303,7 +303,7 @@ def _lora(said: Fields, pure: bool) -> Lora:
     return Lora(
         rank=rank,
         targets=None if targets in ((), ("all",)) else targets,
-        adapter_dtype="bf16" if pure else "fp32",
+        dtype="bf16" if pure else "fp32",
         dropout=said.number("lora_dropout", most=1.0) or 0.0,
     )
 

@@ -245,9 +245,9 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
 def _adapter_notes(way: Way) -> list[str]:
     """Where no DeepSpeed casts them back, its adapters are larger than those of the plan."""
     levers, card = way.levers, way.hardware.gpu.memory_bytes
-    if levers.lora is None or levers.lora.adapter_dtype == "fp32":
+    if levers.lora is None or levers.lora.dtype == "fp32":
         return []
-    run = replace(levers, lora=replace(levers.lora, adapter_dtype="fp32"))
+    run = replace(levers, lora=replace(levers.lora, dtype="fp32"))
     need, planned = (
         estimate(way.shape, run, way.world, way.hardware).gpu.required_bytes,
         way.footprint.gpu.required_bytes,
@@ -257,7 +257,7 @@ def _adapter_notes(way: Way) -> list[str]:
     needed, there = amounts(need, planned)
     misfit = ", which does not fit" if need > card else ""
     return [
-        f"LLaMA-Factory keeps adapters in fp32, the plan's are {levers.lora.adapter_dtype}: a GPU needs {needed} GiB"
+        f"LLaMA-Factory keeps adapters in fp32, the plan's are {levers.lora.dtype}: a GPU needs {needed} GiB"
         f"{misfit}; planned are {there} GiB"
     ]
 

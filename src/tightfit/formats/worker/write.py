@@ -181,7 +181,7 @@ def _lora(job: Job, levers: Levers) -> dict[str, Any] | None:
         "alpha": lora_alpha(job, levers),
         "dropout": job.lora.dropout,
         "targets": "all" if levers.lora.targets is None else list(levers.lora.targets),
-        "dtype": levers.lora.adapter_dtype,
+        "dtype": levers.lora.dtype,
     }
 
 
