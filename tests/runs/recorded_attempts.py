@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 
 from tightfit.runs.cause import Known, known_config
-from tightfit.runs.failure import LastWords, first_failure
+from tightfit.runs.failure import first_failure
 from tightfit.runs.heartbeat import Beat
 from tightfit.runs.kernel import KernelSaid
+from tightfit.runs.last_words import LastWords
 from tightfit.runs.launch import Exit, RankStart
 from tightfit.runs.run import Outcome
 from tightfit.runs.tally import Tally

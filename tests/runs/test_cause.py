@@ -13,9 +13,10 @@ from tightfit.diagnose.verdict import RETRYABLE
 from tightfit.runs.cause import _placed, cause_of, is_suspicion, known_config
 from tightfit.runs.cause import recorded as record_of
 from tightfit.runs.events import MemoryMark
-from tightfit.runs.failure import Failure, LastWords
+from tightfit.runs.failure import Failure
 from tightfit.runs.hang import Hung
 from tightfit.runs.heartbeat import DISK_FULL, Beat, Quiet
+from tightfit.runs.last_words import LastWords
 from tightfit.runs.stacks import Frame, Stand
 from tightfit.runs.tally import Tally
 
@@ -95,11 +96,12 @@ def test_the_worst_batch_that_is_tried_before_the_first_step(
 
 def test_numbers_that_are_none_are_the_ranks_own_words() -> None:
     known = recorded("bug")
-    words = LastWords(rank=0, kind="diverged", text="the loss of step 7 is nan: look at samples 1, 2", at=1.0)
+    words = LastWords(rank=0, kind="not-finite", text="the loss of step 7 is nan: look at samples 1, 2", at=1.0, step=7)
     verdict = cause_of(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, words=(words,))))
     assert (verdict.kind, verdict.cause) == ("not-finite", "The loss of step 7 is nan: look at samples 1, 2.")
+    assert verdict.step == 7
     assert verdict.fixes
-    words = dataclasses.replace(words, text="step 7 overflowed at a loss scale of 0.5, so the scale is not why")
+    words = dataclasses.replace(words, kind="loss-scale")
     verdict = cause_of(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, words=(words,))))
     assert verdict.kind == "loss-scale"
 
@@ -113,7 +115,7 @@ def test_numbers_that_are_none_are_the_ranks_own_words() -> None:
 )
 def test_a_full_disk_that_a_rank_could_name(sentence: str) -> None:
     known = recorded("bug")
-    failure = Failure(rank=1, is_users=True, sentence=sentence, tail=(), log=None)
+    failure = Failure(rank=1, is_users=True, sentence=sentence, tail=(), log=None, is_disk_full=True)
     verdict = cause_of(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, failure=failure)))
     assert (verdict.kind, verdict.id) == ("disk-full", "disk-full")
 

@@ -140,7 +140,7 @@ def test_a_kill_without_a_reason_is_believed_once() -> None:
 
 # --- numbers that are none ------------------------------------------------------------------------
 
-NAN = verdict("not-finite", "The loss of step 7 is nan: look at samples 3, 1, 4 of the data.")
+NAN = verdict("not-finite", "The loss of step 7 is nan: look at samples 3, 1, 4 of the data.", step=7)
 SKIP = frozenset({"skip-data"})
 SKIPPED = Next(action="skip data", because="")
 
@@ -169,9 +169,9 @@ def test_fp16_gives_way_to_bf16_where_that_is_allowed() -> None:
 def test_a_checkpoint_whose_every_next_step_fails_is_not_gone_on_from() -> None:
     first = attempt(1, "not-finite", last=5, kept=4, following=SKIPPED)
     second = attempt(2, "not-finite", last=6, kept=4)
-    nan = verdict("not-finite", "The loss of step 6 is nan.")
+    nan = verdict("not-finite", step=6)
     assert decided(nan, first, second, allow=SKIP).action == "older checkpoint"
-    later = verdict("not-finite", "The loss of step 9 is nan.")  # another bad window, further on
+    later = verdict("not-finite", step=9)  # another bad window, further on
     assert decided(later, first, attempt(2, "not-finite", last=9, kept=4), allow=SKIP).action == "skip data"
 
 

@@ -22,6 +22,7 @@ from stored import store
 
 from tightfit.runs.checkpoints import newest_first, step_of
 from tightfit.runs.heartbeat import DISK_FULL, Heartbeat, read_beat
+from tightfit.runs.last_words import LastWords, write_last_words
 from tightfit.runs.parent import PARENT_FD, end_with_parent
 from tightfit.runs.stacks import DUMP
 from tightfit.train.stop import Stop, leave
@@ -118,7 +119,7 @@ class Worker:
             leave(2)
         elif self.fault == "nan":
             self.write("step", step=step, steps=STEPS, loss=None)
-            self.end("diverged", f"the loss of step {step} is nan: look at samples 3, 1, 4 of the data", 1)
+            self.end("not-finite", f"the loss of step {step} is nan: look at samples 3, 1, 4 of the data", 1, step)
         elif self.fault == "user":
             self.end("user", "line 17 of data.jsonl is not JSON: mend it", 2)
         else:
@@ -144,10 +145,8 @@ class Worker:
         while True:
             time.sleep(0.05)
 
-    def end(self, kind: str, text: str, code: int) -> NoReturn:
-        (self.run / "errors").mkdir(exist_ok=True)
-        record = {"kind": kind, "text": text, "time": time.time()}
-        (self.run / f"errors/rank-{RANK}.json").write_text(json.dumps(record))
+    def end(self, kind: str, text: str, code: int, step: int | None = None) -> NoReturn:
+        write_last_words(self.run, LastWords(rank=RANK, kind=kind, text=text, at=time.time(), step=step))
         leave(code)
 
 

@@ -19,8 +19,8 @@ from tightfit.runs.attempts import ATTEMPTS
 from tightfit.runs.cause import known_config
 from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
 from tightfit.runs.external.record import KIND as EXTERNAL
-from tightfit.runs.failure import last_words
 from tightfit.runs.folder import RunFolder
+from tightfit.runs.last_words import USERS, read_last_words
 from tightfit.runs.watching import read_record
 from tightfit.types import ConfigError
 
@@ -101,9 +101,9 @@ def _exits(path: Path) -> tuple[RankExit, ...]:
 
 
 def _words(errors: Path, path: Path) -> Iterator[LogSource]:
-    for words in last_words(errors, 0.0):
+    for words in read_last_words(errors, 0.0):
         name = str((errors / f"rank-{words.rank}.json").relative_to(path))
-        text = f"tightfit: {words.text}" if words.kind == "user" else words.text
+        text = f"tightfit: {words.text}" if words.kind in USERS else words.text
         yield LogSource(name=name, text=text, rank=words.rank)
 
 

@@ -14,14 +14,19 @@ from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
 from tightfit.diagnose.exits import exit_cases
 from tightfit.diagnose.hints import merged
-from tightfit.diagnose.ordering import KERNEL, in_order
+from tightfit.diagnose.ordering import KERNEL, Case, in_order
 from tightfit.diagnose.scan import scan
-from tightfit.diagnose.verdict import Diagnosis
+from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import verdict_of
 
-__all__ = ["Evidence", "KnownConfig", "LogSource", "RankExit", "judge"]
+__all__ = ["Evidence", "KnownConfig", "LogSource", "RankExit", "judge", "known_symptom"]
 
 MOST_BESIDE = 5
+
+
+def known_symptom(name: str, config: KnownConfig) -> Verdict:
+    """What the catalogue says of a symptom that is known without a log."""
+    return verdict_of(Case(symptom=catalogue().by_id[name], source=None, order=0), (), config)
 
 
 def judge(evidence: Evidence) -> Diagnosis:

@@ -98,6 +98,8 @@ class Verdict:
     rank: int | None = None
     """The one that fell first."""
     phase: PhaseName | None = None
+    step: int | None = None
+    """The one that was being made, from 1; None: none was, or nobody can tell."""
     oom: OomNumbers | None = None
 
 

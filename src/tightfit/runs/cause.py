@@ -1,43 +1,47 @@
 """Why an attempt failed: everything that is known about it, judged once.
 
-Our own ranks say more than their logs: a rank that hangs was watched, and one whose numbers are none says so itself.
-What they cannot say (exceptions of libraries, exit codes, the kernel's record) is judged as any other log is, by
-`diagnose/`. A process that was killed is taken to have run out of memory only where the kernel says so, or where this
-user may not read what it says.
+Our own ranks say more than their logs: a rank that hangs was watched, and one that fails leaves its last words, whose
+values are believed. What they do not say (exceptions of libraries, exit codes, the kernel's record) is judged as any
+other log is, by `diagnose/`. A process that was killed is taken to have run out of memory only where the kernel says
+so, or where this user may not read what it says.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
-from tightfit.diagnose.judge import judge
-from tightfit.diagnose.verdict import Fix, Line, Verdict
+from tightfit.diagnose.judge import judge, known_symptom
+from tightfit.diagnose.verdict import Fix, Kind, Line, OomNumbers, Verdict
 from tightfit.runs import build_lock
 from tightfit.runs.attempts import Cause
-from tightfit.runs.failure import Failure, LastWords
+from tightfit.runs.failure import Failure
 from tightfit.runs.hang import Hung
-from tightfit.runs.heartbeat import DISK_FULL, Beat
+from tightfit.runs.heartbeat import DISK_FULL, PHASES, Beat
 from tightfit.runs.kernel import KernelSaid
+from tightfit.runs.last_words import BUG, LastWords
 from tightfit.runs.launch import RankStart
 from tightfit.runs.run import Outcome
 from tightfit.runs.tally import Tally
 from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import PhaseName
 
-DIVERGED = "diverged"
-"""The kind of a rank's last words whose loss or gradients are no numbers."""
-BUG = "bug"
-"""That of an exception which the worker does not know."""
+NUMBERS: tuple[Kind, ...] = ("not-finite", "loss-scale")
+"""Kinds of a training whose loss or gradients were NaN or infinite."""
+_SYMPTOMS = {"device-oom": "device-oom", "host-oom": "host-alloc", "pinned-memory": "pinned-memory"}
+"""Kinds of last words that need no log, and where the catalogue tells more about them."""
+_FINER: dict[str, tuple[Kind, ...]] = {
+    "device-oom": ("device-oom", "fragmentation", "other-process", "pinned-memory"),
+    "host-oom": ("host-oom", "pinned-memory"),
+    "pinned-memory": ("pinned-memory",),
+}
+"""What the catalogue may make of such words by the rank's log."""
 _SILENT = ("silent-exit", "error-line", "child-failed")
 """Symptoms that say no more than that something ended."""
-_FULL = re.compile(r"disk is full|no room to write|no space left|quota exceeded", re.IGNORECASE)
-_SCALE = re.compile(r"loss scale", re.IGNORECASE)
 _MOST_LINES = 12
 _VAGUE = ("communication", "unknown")
 """Kinds of which another rank may know more."""
@@ -62,19 +66,22 @@ def cause_of(known: Known) -> Verdict:
     outcome, failure = known.outcome, known.outcome.failure
     if outcome.hung is not None:
         return _at_a_build(_hung(outcome.hung, known.config), outcome.hung, known.starts)
-    words = next((each for each in outcome.words if each.kind == DIVERGED), None)
-    if words is not None:
-        return _own(words, known.config)
+    diverged = next((each for each in outcome.words if each.kind in NUMBERS), None)
+    if diverged is not None:
+        return _diverged(diverged, known.config)
     full = next((beat for beat in known.beats if beat.last_word == DISK_FULL), None)
     if full is not None:
         return _full(full, failure)
-    if failure is not None and (failure.is_users or _FULL.search(failure.sentence)):
+    if failure is not None and (failure.is_users or failure.is_disk_full):
         return _of_the_user(failure)
+    words = None if failure is None else next((each for each in outcome.words if each.rank == failure.rank), None)
     found = _judged(known) or _unknown(failure)
-    found = _named(found, outcome)
+    if words is not None:
+        found = _named(found, words)
     if found.rank is None and failure is not None:  # the kernel's record knows no ranks
         found = replace(found, rank=failure.rank)
-    return _placed(_killed(found, known), known)
+    found = _placed(_killed(found, known), known)
+    return found if words is None else _believed(found, words, known.config)
 
 
 def _judged(known: Known) -> Verdict | None:
@@ -110,8 +117,6 @@ def _evidence(known: Known) -> Evidence:
 
 
 def _hung(hung: Hung, config: KnownConfig) -> Verdict:
-    told = f"rank {hung.rank} gave no sign of life for {hung.quiet.silent_s:.0f} s"
-    known = judge(Evidence(logs=(LogSource(name="heartbeats", text=told),), config=config)).verdict
     lines = [
         Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {beat.words}") for beat in hung.quiet.beats
     ]
@@ -120,15 +125,14 @@ def _hung(hung: Hung, config: KnownConfig) -> Verdict:
         for stand in hung.stands
         if stand.place is not None
     ]
-    return Verdict(
-        id="stuck" if known is None else known.id,
-        kind="hang",
+    return replace(
+        known_symptom("stuck", config),
         cause=f"{hung.sentence[0].upper()}{hung.sentence[1:]}.",
         confidence="certain" if hung.place is not None else "likely",
         evidence=tuple(lines),
-        fixes=() if known is None else known.fixes,
         rank=hung.rank,
-        phase=_phase(hung.beat),
+        phase=PHASES.get(hung.beat.stage),
+        step=hung.beat.step or None,
     )
 
 
@@ -152,25 +156,39 @@ def waits_for_a_build(verdict: Verdict, who: str, locks: Sequence[Path]) -> Verd
     return replace(verdict, cause=f"{said}: {build_lock.command(locks)}.", fixes=(fix, *verdict.fixes))
 
 
-def _own(words: LastWords, config: KnownConfig) -> Verdict:
-    """A rank knows that its numbers are none; what helps against that is in the catalogue."""
-    text = "RuntimeError: Loss is nan, stopping training"
-    known = judge(Evidence(logs=(LogSource(name="words", text=text),), config=config)).verdict
-    return Verdict(
-        id="not-finite-stop" if known is None else known.id,
-        kind="loss-scale" if _SCALE.search(words.text) else "not-finite",
+def _diverged(words: LastWords, config: KnownConfig) -> Verdict:
+    """A rank knows that its loss or gradients are NaN; what helps against that is in the catalogue."""
+    return replace(
+        known_symptom("not-finite-stop", config),
+        kind="loss-scale" if words.kind == "loss-scale" else "not-finite",
         cause=f"{words.text[0].upper()}{words.text[1:]}.",
         confidence="certain",
-        evidence=(Line(source=f"errors/rank-{words.rank}.json", number=None, text=words.text),),
-        fixes=() if known is None else known.fixes,
+        evidence=(_line(words),),
         rank=words.rank,
         phase="step",
+        step=words.step,
     )
+
+
+def _believed(found: Verdict, words: LastWords, config: KnownConfig) -> Verdict:
+    """The rank's own record goes before what its log seems to say: kind, phase, step and bytes are its values."""
+    if words.kind in _FINER:
+        if found.kind not in _FINER[words.kind]:
+            evidence = (_line(words), *found.evidence)
+            found = replace(known_symptom(_SYMPTOMS[words.kind], config), evidence=evidence, rank=words.rank)
+        said = {name: getattr(words, name) for name in ("asked", "allocated", "free")}
+        numbers = {name: value for name, value in said.items() if value is not None}
+        found = replace(found, oom=replace(found.oom or OomNumbers(), **numbers) if numbers else found.oom)
+    return replace(found, phase=words.phase or found.phase, step=words.step)
+
+
+def _line(words: LastWords) -> Line:
+    return Line(source=f"errors/rank-{words.rank}.json", number=None, text=words.text)
 
 
 def _full(beat: Beat, failure: Failure | None) -> Verdict:
     """All that a rank could say on a disk that took nothing else. Another's words may name the place."""
-    said = "" if failure is None or not _FULL.search(failure.sentence) else failure.sentence
+    said = failure.sentence if failure is not None and failure.is_disk_full else ""
     return Verdict(
         id="disk-full",
         kind="disk-full",
@@ -179,15 +197,14 @@ def _full(beat: Beat, failure: Failure | None) -> Verdict:
         evidence=(Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {DISK_FULL} {beat.words}"),),
         fixes=(),
         rank=beat.rank,
-        phase=_phase(beat),
+        phase=PHASES.get(beat.stage),
     )
 
 
 def _of_the_user(failure: Failure) -> Verdict:
-    full = _FULL.search(failure.sentence) is not None
     return Verdict(
-        id="disk-full" if full else "tightfit-user",
-        kind="disk-full" if full else "config",
+        id="disk-full" if failure.is_disk_full else "tightfit-user",
+        kind="disk-full" if failure.is_disk_full else "config",
         cause=f"{failure.sentence.rstrip('.')}.",
         confidence="certain",
         evidence=(Line(source=f"rank {failure.rank}", number=None, text=failure.sentence),),
@@ -207,17 +224,13 @@ def _unknown(failure: Failure | None) -> Verdict:
 # --- what is known beside the logs --------------------------------------------------------------
 
 
-def _named(verdict: Verdict, outcome: Outcome) -> Verdict:
+def _named(verdict: Verdict, words: LastWords) -> Verdict:
     """An exception that no symptom knows, and that its rank has named: a bug, until somebody knows better."""
-    failure = outcome.failure
-    words = next((each for each in outcome.words if failure is not None and each.rank == failure.rank), None)
-    if verdict.id not in _SILENT or words is None or words.kind != BUG:
+    if verdict.id not in _SILENT or words.kind != BUG:
         return verdict
-    line = Line(source=f"errors/rank-{words.rank}.json", number=None, text=words.text)
     cause = f"The program raised {words.text.rstrip('.')}, which nothing caught."
-    return replace(
-        verdict, id="exception", kind="code", cause=cause, evidence=(line, *verdict.evidence), fixes=(), rank=words.rank
-    )
+    evidence = (_line(words), *verdict.evidence)
+    return replace(verdict, id="exception", kind="code", cause=cause, evidence=evidence, fixes=(), rank=words.rank)
 
 
 def is_suspicion(verdict: Verdict) -> bool:
@@ -237,7 +250,7 @@ def _placed(verdict: Verdict, known: Known) -> Verdict:
     """The rank knows its phase better than its traceback does, save for the loss, which is a part of its forward, and
     for the worst batch that is tried before the first step."""
     beat = next((beat for beat in known.beats if beat.rank == verdict.rank), None)
-    own = None if beat is None else _phase(beat)
+    own = None if beat is None else PHASES.get(beat.stage)
     if own == "init" and (tried := _tried(known.outcome.tally)) is not None:
         own = verdict.phase if verdict.phase in ("forward", "loss", "backward", "step") else tried
     if own is None or (own == "forward" and verdict.phase == "loss"):
@@ -251,11 +264,6 @@ def _tried(tally: Tally) -> PhaseName | None:
     if "init" not in passed:
         return None
     return "step" if "backward" in passed else "backward" if "forward" in passed else "forward"
-
-
-def _phase(beat: Beat) -> PhaseName | None:
-    stage = "step" if beat.stage == "vote" else beat.stage
-    return stage if stage in get_args(PhaseName) else None  # type: ignore[return-value]
 
 
 def known_config(plan: Path) -> KnownConfig:

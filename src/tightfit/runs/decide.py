@@ -6,20 +6,18 @@ that it cannot be done, and then the run stops with the reason.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tightfit.diagnose.oom import read_oom
 from tightfit.diagnose.verdict import RETRYABLE, Kind, Verdict
 from tightfit.planner.step_down import Reason, Shortfall
 from tightfit.runs.attempts import Action, AttemptRecord
-from tightfit.runs.cause import is_suspicion
+from tightfit.runs.cause import NUMBERS, is_suspicion
 
 MAX_ATTEMPTS = 5
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
-NUMBERS: tuple[Kind, ...] = ("not-finite", "loss-scale")
-_STEP = re.compile(r"\bstep (\d+)\b")
 _REASONS: dict[Kind, Reason] = {
     "device-oom": "memory",
     "fragmentation": "fragmentation",
@@ -27,7 +25,6 @@ _REASONS: dict[Kind, Reason] = {
     "pinned-memory": "pinned",
 }
 """Kinds that a plan can do something about, and how the planner calls them."""
-_ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +79,6 @@ def _same_plan(records: Sequence[AttemptRecord], because: str) -> Decision:
     return Decision(action="same plan", because=because, wait_s=wait_s)
 
 
-def skipped_step(verdict: Verdict) -> int | None:
-    """The step whose numbers are none."""
-    found = _STEP.search(verdict.cause)
-    return int(found[1]) if found else None
-
-
 def _again(verdict: Verdict, records: Sequence[AttemptRecord]) -> bool:
     """Whether the attempt before, with the same plan, ended at the same step for the same cause, and kept nothing."""
     if len(records) < 2:
@@ -103,7 +94,7 @@ def _again(verdict: Verdict, records: Sequence[AttemptRecord]) -> bool:
 
 def _numbers(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy, precision: str) -> Decision:
     """What ruined the numbers would do so again: the same plan alone cannot help."""
-    step, last = skipped_step(verdict), records[-1]
+    step, last = verdict.step, records[-1]
     if precision == "fp16" and "precision" in policy.allow:
         return Decision(
             action="precision", because="fp16 overflows where bf16 does not, and --allow precision was said"
@@ -147,7 +138,8 @@ def without_smaller(
 def _missing(verdict: Verdict) -> Shortfall:
     reason, numbers = _REASONS.get(verdict.kind, "memory"), verdict.oom
     if verdict.kind not in ("device-oom", "fragmentation"):
-        asked = next((int(found[1]) for line in verdict.evidence if (found := _ASKED.search(line.text))), 0)
+        said = (numbers, *(read_oom(line.text).numbers for line in verdict.evidence))  # torch's words, where no rank's
+        asked = next((each.asked for each in said if each is not None and each.asked is not None), 0)
         return Shortfall(where="host", missing_bytes=asked, phase=verdict.phase, reason=reason)
     if numbers is None:
         return Shortfall(where="gpu", phase=verdict.phase, reason=reason)

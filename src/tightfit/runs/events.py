@@ -423,11 +423,11 @@ def _rest(values: Mapping[str, Any]) -> str:
     if text:
         return text
     parts = [f"{key} {value}" for key, value in values.items() if key not in ("event", "at")]
-    return _clean(", ".join(parts))
+    return clean(", ".join(parts))
 
 
 def _text(value: object) -> str | None:
-    return _clean(value) or None if isinstance(value, str) else None
+    return clean(value) or None if isinstance(value, str) else None
 
 
 def _texts(values: object) -> tuple[str, ...]:
@@ -435,7 +435,7 @@ def _texts(values: object) -> tuple[str, ...]:
     return tuple(text for text in found if text)
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """One line that a terminal cannot be steered by."""
     plain = "".join(letter if letter.isprintable() else " " for letter in text[:_MOST_TEXT])
     return " ".join(plain.split())

@@ -7,7 +7,6 @@ was found ended stands for it. Words about a lost neighbour come last, whenever 
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -15,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.runs.events import Failed as FailedEvent
-from tightfit.runs.events import event_of
+from tightfit.runs.heartbeat import DISK_FULL
+from tightfit.runs.last_words import USERS, LastWords
 from tightfit.runs.launch import LOOK_S, Exit, RankStart
 
 USER = 2
@@ -45,22 +44,8 @@ class Failure:
     """The last lines of that rank's log."""
     log: Path | None
     """None: it ran on another machine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastWords:
-    """What a rank wrote before it left."""
-
-    rank: int
-    kind: str
-    text: str
-    at: float
-
-
-def last_words(errors: Path, since: float) -> tuple[LastWords, ...]:
-    """The records of all ranks, of this run alone. Read them before ranks are ended: being ended is no failure."""
-    found = (_said(path) for path in sorted(errors.glob("rank-*.json")))
-    return tuple(words for words in found if words is not None and words.at >= since)
+    is_disk_full: bool = False
+    """A disk took nothing any more."""
 
 
 def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Sequence[LastWords]) -> Failure:
@@ -72,22 +57,35 @@ def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Seq
     told = min(said or words, key=lambda each: each.at, default=None)
     fell = min(killed, key=lambda gone: gone.at, default=None)
     if told is not None and (fell is None or (said and told.at <= fell.at - LOOK_S)):
-        return _failure(told.rank, start_of.get(told.rank), told.text, is_users=told.kind == "user")
+        start = start_of.get(told.rank)
+        return _failure(told.rank, start, told.text, is_users=told.kind in USERS, is_disk_full=told.kind == DISK_FULL)
     # One that was killed had no time for words; one that left with a code and without words has seen others fail.
     gone = fell or min(silent or [each for each in exits if each.code], key=lambda each: each.at)
-    is_users = gone.code == USER
-    tail = tail_of(gone.start.log)
-    return _failure(gone.start.rank, gone.start, _sentence(gone, tail, is_users=is_users), is_users=is_users)
+    is_users, tail = gone.code == USER, tail_of(gone.start.log)
+    is_disk_full = gone.code >= 0 and _is_full(gone.start.log.parent)  # nothing that it said could be written
+    who = gone.start.name.replace("-", " ")
+    if is_disk_full:
+        sentence = f"{who} could not go on, as the disk of {gone.start.log.parent.parent} is full: make room"
+    else:
+        sentence = tail[-1] if is_users and tail else _end_in_words(who, gone.code)
+    return _failure(gone.start.rank, gone.start, sentence, is_users=is_users, is_disk_full=is_disk_full)
 
 
 def _is_echo(words: LastWords) -> bool:
     """Words about a lost neighbour, which are about another rank's failure."""
-    return words.kind == "peer" or (words.kind != "user" and _PEER.search(words.text) is not None)
+    return words.kind == "peer" or (words.kind not in USERS and _PEER.search(words.text) is not None)
 
 
-def _failure(rank: int, start: RankStart | None, sentence: str, *, is_users: bool) -> Failure:
+def _failure(rank: int, start: RankStart | None, sentence: str, *, is_users: bool, is_disk_full: bool) -> Failure:
     log = None if start is None else start.log
-    return Failure(rank=rank, is_users=is_users, sentence=sentence, tail=() if log is None else tail_of(log), log=log)
+    return Failure(
+        rank=rank,
+        is_users=is_users,
+        sentence=sentence,
+        tail=() if log is None else tail_of(log),
+        log=log,
+        is_disk_full=is_disk_full,
+    )
 
 
 def tail_of(log: Path) -> tuple[str, ...]:
@@ -115,17 +113,12 @@ def _last_lines(log: Path, most_bytes: int) -> tuple[str, ...]:
     return tuple(line[:400] for line in plain if line)
 
 
-def _sentence(gone: Exit, tail: tuple[str, ...], *, is_users: bool) -> str:
+def _end_in_words(who: str, code: int) -> str:
     """For a rank that left without a word of its own."""
-    who = gone.start.name.replace("-", " ")
-    if gone.code >= 0 and _is_full(gone.start.log.parent):  # nothing that it said could be written
-        return f"{who} could not go on, as the disk of {gone.start.log.parent.parent} is full: make room"
-    if is_users and tail:
-        return tail[-1]
-    if gone.code >= 0:
-        return f"{who} ended with exit code {gone.code}"
-    name = _signal_name(-gone.code)
-    if -gone.code == signal.SIGKILL:
+    if code >= 0:
+        return f"{who} ended with exit code {code}"
+    name = _signal_name(-code)
+    if -code == signal.SIGKILL:
         return f"{who} was killed from outside ({name}): most often the machine had run out of RAM"
     return f"{who} crashed ({name})"
 
@@ -142,19 +135,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _said(path: Path) -> LastWords | None:
-    """One record; a torn file says nothing."""
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        rank = int(path.stem.removeprefix("rank-"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(plain, dict) or not isinstance(plain.get("text"), str):
-        return None
-    event = event_of(json.dumps({**plain, "event": "error"}))
-    at: object = plain.get("time")
-    if not isinstance(event, FailedEvent) or isinstance(at, bool) or not isinstance(at, int | float):
-        return None
-    return LastWords(rank=rank, kind=event.kind, text=event.text, at=float(at))

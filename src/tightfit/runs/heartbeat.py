@@ -16,17 +16,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from tightfit.owned import open_own
+from tightfit.types import PhaseName
 
 Stage = Literal["prepare", "init", "forward", "backward", "step", "vote", "save", "eval", "end"]
 """Where a rank may stand, in the order in which it gets there within a step."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
+PHASES: Mapping[Stage, PhaseName] = {
+    "init": "init", "forward": "forward", "backward": "backward", "step": "step", "vote": "step", "save": "save",
+    "eval": "eval",
+}  # fmt: skip
+"""The phase of the memory model in which a rank stands; the others are in none."""
 HEARTBEATS = "heartbeats"
 DISK_FULL = "disk-full"
 """A last word."""

@@ -18,11 +18,12 @@ from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from tightfit.runs.events import Event, Stopping
-from tightfit.runs.failure import USER, Failure, LastWords, first_failure, last_words, tail_of
+from tightfit.runs.failure import USER, Failure, first_failure, tail_of
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.follow import Follower
 from tightfit.runs.hang import Hung, looked_at
 from tightfit.runs.heartbeat import Watch
+from tightfit.runs.last_words import LastWords, read_last_words
 from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, Ranks, RankStart
 from tightfit.runs.tally import Tally
 
@@ -150,7 +151,7 @@ def run(
     listening = signals if company is None else nullcontext()
     with listening, Ranks(starts, cwd or folder.plan) as ranks:
         _stay(ranks, signals, look, ask, patience_s)
-        before, words = list(ranks.exits), last_words(folder.errors, began)
+        before, words = list(ranks.exits), read_last_words(folder.errors, began)
         wishes = max(1, signals.times)
         ranks.end(grace_s, hurry=lambda: signals.times > wishes)
         pass_on(follower.rest())

@@ -11,7 +11,6 @@ user's mistake is said by one rank alone.
 from __future__ import annotations
 
 import argparse
-import errno
 import faulthandler
 import os
 import sys
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from tightfit.train.place import Place
     from tightfit.train.pulse import Supervised
 
-BUG, USER_ERROR, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 4
+USER_ERROR, STOPPED = 2, 4
 BEFORE_THE_END = ("stopped", "timeout")
 """How a run ends that can go on from its checkpoint."""
 TASKS = ("preview", "export")
@@ -81,9 +80,11 @@ def _worker(argv: Sequence[str]) -> NoReturn:
     _leave_with_parent()
     _environment()
     from tightfit.runs.heartbeat import DISK_FULL
+    from tightfit.runs.last_words import USERS, write_last_words
     from tightfit.runs.lock import InUse
     from tightfit.train.config import Options, read_worker_config
-    from tightfit.train.events import leave_error
+    from tightfit.train.distress import is_disk_full, last_words
+    from tightfit.train.pulse import Pulse
 
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     folder, supervised = None, None
@@ -112,49 +113,23 @@ def _worker(argv: Sequence[str]) -> NoReturn:
         stop.deaf()
         leave(_code_of(ending))
     except BaseException as error:
-        code, kind, text = _verdict(error)
-        if supervised is not None and _is_full(error):
-            supervised.pulse.beat(DISK_FULL)  # such a disk takes no other word
-        if folder is not None and text and not isinstance(error, InUse):  # or another run would take it for its own
-            leave_error(folder, rank, kind, text)
+        pulse = Pulse() if supervised is None else supervised.pulse
+        code, words = last_words(error, rank, pulse.stage, pulse.step)
+        if is_disk_full(error):
+            pulse.beat(DISK_FULL)  # such a disk takes no other word
+        if folder is not None and words.text and not isinstance(error, InUse):  # or another run would take it
+            write_last_words(folder, words)
         with suppress(OSError):  # the log's disk may be what is full; the exit code says it then
-            if kind in ("bug", "out_of_memory"):
+            if words.kind not in USERS and not isinstance(error, TightfitError):
                 traceback.print_exc()
-            elif text and (rank == 0 or kind != "user"):
-                print(f"tightfit: {text}", file=sys.stderr)  # noqa: T201
+            elif words.text and (rank == 0 or words.kind not in USERS):
+                print(f"tightfit: {words.text}", file=sys.stderr)  # noqa: T201
         # No orderly farewell: the others may wait in a collective that never comes.
         leave(code)
 
 
 def _code_of(ending: str) -> int:
     return STOPPED if ending in BEFORE_THE_END else 0
-
-
-def _verdict(error: BaseException) -> tuple[int, str, str]:
-    """Exit code, kind and one sentence."""
-    sentence = " ".join(str(error).split())
-    if isinstance(error, UserError):
-        return USER_ERROR, "user", sentence
-    if type(error).__name__ == "OthersFailed":
-        return USER_ERROR, "user", ""
-    if (
-        type(error).__name__ == "OutOfMemoryError"
-        or isinstance(error, MemoryError)
-        or "CUDA error: out of mem" in sentence
-    ):
-        return OUT_OF_MEMORY, "out_of_memory", sentence.partition(" If reserved but unallocated")[0]
-    if isinstance(error, OSError) and _is_full(error):
-        where = f" ({error.filename})" if error.filename else ""
-        return USER_ERROR, "user", f"the disk is full{where}: make room, or name another folder with --output"
-    if isinstance(error, TightfitError):
-        return BUG, type(error).__name__.lower(), sentence
-    return BUG, "bug", f"{type(error).__name__}: {sentence}"
-
-
-def _is_full(error: BaseException) -> bool:
-    """Whether it is, or follows from, a disk that takes nothing any more."""
-    found = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(found, OSError) and found.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _environment() -> None:

@@ -18,13 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tightfit.owned import open_own, replace_file
+from tightfit.owned import open_own
 from tightfit.runs.events import event_of
 from tightfit.runs.lines import Lines
 from tightfit.train.place import Place
 from tightfit.train.watchers import Watcher
 
-EVENTS, ERRORS = "events.jsonl", "errors"
+EVENTS = "events.jsonl"
 NEWLINE = b"\n"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -133,13 +133,3 @@ def _torn(path: Path) -> bool:
     """Whether the last line was not finished by its writer: the next would be lost with it."""
     with path.open("rb") as file:
         return bool(file.seek(0, os.SEEK_END)) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != NEWLINE
-
-
-def leave_error(folder: Path, rank: int, kind: str, text: str) -> None:
-    """Why this rank ends, for whoever started it."""
-    try:
-        (folder / ERRORS).mkdir(parents=True, exist_ok=True)
-        record = {"kind": kind, "text": text, "rank": rank, "time": time.time()}
-        replace_file(folder / ERRORS / f"rank-{rank}.json", (json.dumps(record) + "\n").encode())
-    except OSError:
-        return  # the disk may be what has failed; the exit code and the log remain

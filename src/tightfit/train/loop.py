@@ -14,7 +14,7 @@ import torch
 from tightfit.train.checkpoint import Saver
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
-from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Engine, Stepped
+from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Engine, ScaleExhausted, Stepped
 from tightfit.train.evaluate import evaluate
 from tightfit.train.events import Events
 from tightfit.train.meter import Meter
@@ -194,7 +194,7 @@ class Loop:
     def _check(self, step: int, loss: float, stepped: Stepped, window: Window) -> None:
         """A loss that is no number will not become one again; under fp16 an overflow of the loss is only skipped."""
         if stepped.skipped and stepped.loss_scale is not None and stepped.loss_scale < SMALLEST_SCALE:
-            raise Diverged(
+            raise ScaleExhausted(
                 f"step {step + 1} overflowed at a loss scale of {stepped.loss_scale:g}, so the scale is not why: "
                 f"{AGAINST_OVERFLOWS}"
             )

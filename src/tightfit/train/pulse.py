@@ -17,9 +17,12 @@ class Pulse:
 
     def __init__(self, heartbeat: Heartbeat | None = None, faults: Faults | None = None) -> None:
         self._heartbeat, self._faults = heartbeat, faults
+        self.stage: Stage = "prepare"
+        self.step = 0
 
     def at(self, stage: Stage, step: int = 0, micro: int = 0, model: Any = None) -> None:
         """This begins now. `step` counts from 1."""
+        self.stage, self.step = stage, step
         if self._heartbeat is not None:
             self._heartbeat.at(stage, step, micro)
         if self._faults is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit, completed
-from tightfit.diagnose.judge import judge
+from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.inputs.surroundings import inherited
@@ -24,8 +24,8 @@ from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord, Next
 from tightfit.runs.build_lock import left_locks, remove
-from tightfit.runs.cause import is_suspicion, recorded, waits_for_a_build
-from tightfit.runs.decide import LONGEST_WAIT_S, NUMBERS, Decision, Policy, decide, without_smaller
+from tightfit.runs.cause import NUMBERS, is_suspicion, recorded, waits_for_a_build
+from tightfit.runs.decide import LONGEST_WAIT_S, Decision, Policy, decide, without_smaller
 from tightfit.runs.external.config import Edits, ExternalTraining, Knobs, batch_of, edits_of, knobs_of, written
 from tightfit.runs.external.hang import Stuck
 from tightfit.runs.external.ladder import rungs, would_help
@@ -403,18 +403,14 @@ def _state(gone: Gone) -> str:
 
 def _hung(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
     """What was seen from outside, in the words of the catalogue's own hang."""
-    told = f"rank 0 gave no sign of life for {stuck.silent_s:.0f} s"
-    known = judge(Evidence(logs=(LogSource(name="processes", text=told),))).verdict
     lines = [Line(source=f"process {pid}", number=None, text=place) for pid, place in stuck.stands]
-    found = Verdict(
-        id="stuck" if known is None else known.id,
-        kind="hang",
+    found = replace(
+        known_symptom("stuck", KnownConfig()),
         cause=(
             f"The command printed nothing for {stuck.silent_s:.0f} s, and none of its processes used the CPU or a GPU."
         ),
         confidence="likely",
         evidence=(*lines, Line(source="stacks", number=None, text=stuck.how)),
-        fixes=() if known is None else known.fixes,
     )
     if stuck.waits_for_a_build or (locks and not stuck.told):
         named = waits_for_a_build(found, "The command", locks)

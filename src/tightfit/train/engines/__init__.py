@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,15 @@ from tightfit.types import TightfitError
 
 class Diverged(TightfitError):
     """The loss, or the gradients, are no numbers any more."""
+
+    kind: Literal["not-finite", "loss-scale"] = "not-finite"
+    """As the last words have it."""
+
+
+class ScaleExhausted(Diverged):
+    """Under fp16 gradients overflow at the smallest loss scale too."""
+
+    kind = "loss-scale"
 
 
 AGAINST_OVERFLOWS = (

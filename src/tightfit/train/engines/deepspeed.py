@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tightfit.mamba.install import whole_mixers
 from tightfit.train import optimizers
-from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Held, Stepped, precisions
+from tightfit.train.engines import AGAINST_OVERFLOWS, Held, ScaleExhausted, Stepped, precisions
 from tightfit.train.engines.deepspeed_states import (
     deepspeed_shapes,
     deepspeed_states,
@@ -118,7 +118,7 @@ class DeepSpeed:
         except Exception as error:
             if "loss scale already at minimum" not in str(error):
                 raise
-            raise Diverged(
+            raise ScaleExhausted(
                 f"gradients overflow at the smallest loss scale, so the scale is not why: {AGAINST_OVERFLOWS}"
             ) from None
 

@@ -1,0 +1,88 @@
+"""Why a rank ends: what its exception and the place where it stood say, as its last words.
+
+What torch and the kernel say in English is read here once, beside the exception itself, whose type and frames say more
+than any log does.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+import traceback
+
+from tightfit.diagnose.oom import read_oom
+from tightfit.diagnose.phases import phase_of
+from tightfit.diagnose.verdict import OomNumbers
+from tightfit.runs.heartbeat import DISK_FULL, PHASES, Stage
+from tightfit.runs.last_words import BUG, USER, LastWords
+from tightfit.types import PhaseName, TightfitError, UserError
+
+FAILED, USER_ERROR, OUT_OF_MEMORY = 1, 2, 3
+_PROBE = "/train/probe.py"
+_IN_A_STEP: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
+
+
+def last_words(error: BaseException, rank: int, stage: Stage, step: int) -> tuple[int, LastWords]:
+    """The exit code, and what is left behind; empty words: another rank has said it."""
+    at, text = time.time(), " ".join(str(error).split())
+    kind, code, numbers = BUG, FAILED, OomNumbers()
+    if isinstance(error, UserError):
+        kind, code = DISK_FULL if is_disk_full(error) else USER, USER_ERROR
+    elif isinstance(error, OSError) and is_disk_full(error):
+        kind, code = DISK_FULL, USER_ERROR
+        where = f" ({error.filename})" if error.filename else ""
+        text = f"the disk is full{where}: make room, or name another folder with --output"
+    elif type(error).__name__ == "OthersFailed":
+        kind, code, text = USER, USER_ERROR, ""
+    elif isinstance(error, TightfitError):
+        kind = getattr(error, "kind", type(error).__name__.lower())
+    elif (where_short := _short_of_memory(error, text)) is not None:
+        kind, numbers = where_short, read_oom(text).numbers
+        code = FAILED if "DefaultCPUAllocator" in text or "ALLOC_FAILED" in text else OUT_OF_MEMORY
+        text = text.partition(" If reserved but unallocated")[0] or type(error).__name__
+        if code == FAILED:
+            text = f"{type(error).__name__}: {text}"
+    else:
+        text = f"{type(error).__name__}: {text}"
+    return code, LastWords(
+        rank=rank,
+        kind=kind,
+        text=text,
+        at=at,
+        phase=_phase(error, stage),
+        step=step or None,
+        asked=numbers.asked,
+        allocated=numbers.allocated,
+        free=numbers.left,
+    )
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether it is, or follows from, a disk that takes nothing any more."""
+    found = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(found, OSError) and found.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _short_of_memory(error: BaseException, text: str) -> str | None:
+    """Whose memory ran out; None: none did."""
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+        return "host-oom"
+    if "CUDA error: out of mem" in text and any(
+        frame.f_code.co_name == "pin_memory" for frame, _ in traceback.walk_tb(error.__traceback__)
+    ):
+        return "pinned-memory"
+    is_device = type(error).__name__ == "OutOfMemoryError" or "CUDA error: out of mem" in text or "ALLOC_FAILED" in text
+    return "device-oom" if is_device else None
+
+
+def _phase(error: BaseException, stage: Stage) -> PhaseName | None:
+    """Where the rank stood. The loss is a part of its forward; the worst batch is tried before the first step, and only
+    the frames tell how far it came."""
+    told = phase_of(traceback.format_tb(error.__traceback__))
+    if stage == "init" and any(
+        frame.f_code.co_filename.endswith(_PROBE) for frame, _ in traceback.walk_tb(error.__traceback__)
+    ):
+        return told if told in _IN_A_STEP else None
+    if stage == "forward" and told == "loss":
+        return "loss"
+    return PHASES.get(stage)
