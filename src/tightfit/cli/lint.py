@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from tightfit.cli.flags import CHANGE, Parser, whole_number
 from tightfit.formats.finding import Finding, Kind, Report
 from tightfit.formats.lint import examine
 from tightfit.formats.target import Target
+from tightfit.inputs.versions import is_version
 from tightfit.types import ConfigError
 
 FOUND_ERRORS = 1
@@ -65,7 +65,7 @@ def parser() -> Parser:
 def _target(args: argparse.Namespace) -> Target:
     given = {name: getattr(args, name) for name in _VERSIONS if hasattr(args, name)}
     for name, version in given.items():
-        if not re.fullmatch(r"\d+\.\d+(\.\d+)?([.+]?\w+)*", version):
+        if not is_version(version):
             raise ConfigError(
                 f"--{name.replace('_', '-')} takes a version such as {getattr(Target(), name)}, not {version!r}"
             )

@@ -6,7 +6,6 @@ Everything that a user can have got wrong is said here, before anything is writt
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -21,6 +20,7 @@ from tightfit.desk.plan_request import Request, request_of
 from tightfit.formats.worker.write import without_data
 from tightfit.hardware.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
+from tightfit.inputs.versions import is_version, release
 from tightfit.job import Job
 from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
@@ -231,8 +231,7 @@ def check_packages(worker: WorkerFile) -> None:
 
 def check_torch(found: str) -> None:
     """A vendor's build is never replaced for the user, so an old one has to be named."""
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers is not None and (int(numbers[1]), int(numbers[2])) < LEAST_TORCH:
+    if is_version(found) and release(found) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
         raise ConfigError(
             f"torch {found} is older than our worker, which needs {least}: get a newer one from whoever built it, "

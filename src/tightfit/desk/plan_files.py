@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from tightfit.inputs.flags import meant, spelt
-from tightfit.inputs.versions import release
+from tightfit.inputs.versions import is_version, release
 from tightfit.job import Job
 from tightfit.planner import plan_within, question_of
 from tightfit.planner.calibration import Calibration
@@ -37,7 +36,6 @@ FOR_US = "--for tightfit"
 ABOUT_FILES = {"write", "launcher", "port", "hostfile", "transformers_version", "llamafactory_version"}
 """The flags that need the renderers, which a plan alone does without."""
 
-_VERSION = re.compile(r"\d+\.\d+(\.\d+)?([.+]?\w+)*")
 _MOST_PORT = 65_535
 
 Answer = Plan | Tiered | Limit | list[Tiered]
@@ -95,7 +93,7 @@ def _installed(package: str) -> str | None:
         found = version(package)
     except PackageNotFoundError:
         return None
-    return found if found and _VERSION.fullmatch(found) else None
+    return found if found and is_version(found) else None
 
 
 def target_of(args: argparse.Namespace) -> Target | None:
@@ -123,7 +121,7 @@ def _version(args: argparse.Namespace, name: str, usual: str) -> str:
     said: str | None = getattr(args, name, None)
     if said is None:
         return _installed(name.removesuffix("_version")) or usual
-    if not _VERSION.fullmatch(said):
+    if not is_version(said):
         raise ConfigError(f"{spelt(name)} takes a version such as {usual}, not {said!r}")
     return said
 

@@ -7,9 +7,8 @@ in between is never accused.
 
 from __future__ import annotations
 
-import re
-
 from tightfit.formats.deepspeed.versions import OLDEST, TABLE
+from tightfit.inputs.versions import release
 
 _LIVES = {key.path: key for key in TABLE}
 
@@ -122,12 +121,6 @@ EVALUATION_STRATEGY_GONE = "4.46"
 
 OLDER_ARGUMENTS_GONE = "5.22"
 """A release of transformers that takes none of the older fields any more; some left earlier."""
-
-
-def release(version: str) -> tuple[int, ...]:
-    """`0.14.2+das.dtk` → (0, 14, 2)."""
-    numbers = [int(part) for part in re.findall(r"\d+", version)[:3]]
-    return tuple(numbers + [0] * (3 - len(numbers)))
 
 
 def templates(version: str) -> frozenset[str] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import Activations, activations, activations_at
@@ -143,9 +142,3 @@ def _upcast(job: Job) -> Components:
 def packing_of(weights: Weights) -> int:
     """One matrix in 16 bits on the GPU while it is packed into 4, with the scales of its blocks still in fp32."""
     return weights.largest_quantised * 2 + 4 * (weights.largest_quantised // NF4_BLOCK)
-
-
-@lru_cache(maxsize=64)
-def version(word: str) -> tuple[int, ...]:
-    """DeepSpeed's, for comparisons."""
-    return tuple(int(part) for part in word.split(".")[:3] if part.isdigit())

@@ -14,8 +14,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from tightfit.inputs.versions import release
 from tightfit.memory.backward import Owners, accumulated, bucketed
-from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, version, worst
+from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.overhead import CONTEXT_BYTES, beside
@@ -252,7 +253,7 @@ def _step(job: Job, part: Partition) -> Components:
 
 def _offloaded_step(job: Job, part: Partition) -> Components:
     """Older versions copied the updated partition back in fp32 and cast it on the GPU."""
-    return {"temporaries": 4 * part.numel if version(job.levers.deepspeed_version) < CASTS_ON_HOST_SINCE else 0}
+    return {"temporaries": 4 * part.numel if release(job.levers.deepspeed_version) < CASTS_ON_HOST_SINCE else 0}
 
 
 def initialise(job: Job) -> Components:
@@ -285,7 +286,7 @@ def flattens_on_gpu(job: Job) -> bool:
     breaks nothing, whichever way it goes, and is counted on the host alone: a job must not cease to fit because the
     card became a little larger.
     """
-    if version(job.levers.deepspeed_version) < FLATTENS_ON_GPU_SINCE:
+    if release(job.levers.deepspeed_version) < FLATTENS_ON_GPU_SINCE:
         return False
     if job.free_bytes is None:
         return True

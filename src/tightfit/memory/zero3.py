@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.inputs.versions import release
 from tightfit.memory.activations import Activations, Moment
 from tightfit.memory.backward import bucketed, fullest, turns_of
 from tightfit.memory.gathered import EMPTY, Called, Gathered, Limits, Model, Module, Node, Param, Passes, stretches
-from tightfit.memory.job import Components, Job, building, combine, kept, passing, share, version, worst
+from tightfit.memory.job import Components, Job, building, combine, kept, passing, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.replay import Replay, nothing_gathered, replay, replay_between, settled_layers
@@ -183,7 +184,7 @@ def _persistent(job: Job) -> Components:
 
 def _bucket_width(job: Job) -> int:
     """In the precision that is sent, which is the working one; before, in that of what trains."""
-    sent = version(job.levers.deepspeed_version) >= BUCKETS_AS_SENT_SINCE
+    sent = release(job.levers.deepspeed_version) >= BUCKETS_AS_SENT_SINCE
     return job.weights.width if sent else job.weights.trainable_width
 
 
@@ -242,7 +243,7 @@ LEAF_EXPERTS_SINCE = (0, 18, 0)
 
 def _leaf_experts(job: Job) -> bool:
     """Adapters on experts are priced as if nothing were a leaf."""
-    recent = version(job.levers.deepspeed_version) >= LEAF_EXPERTS_SINCE
+    recent = release(job.levers.deepspeed_version) >= LEAF_EXPERTS_SINCE
     return recent and job.shape.model_type in LEAF_EXPERTS and job.levers.method == "full"
 
 

@@ -11,7 +11,7 @@ from tightfit.hardware.doctor import building, packages
 from tightfit.hardware.doctor.building import Toolkit, building_rows, collectives
 from tightfit.hardware.doctor.environment import environment_rows
 from tightfit.hardware.doctor.gpus import gpu_rows
-from tightfit.hardware.doctor.packages import BAD_PAIRS, TorchBuild, installed, package_rows, release_of
+from tightfit.hardware.doctor.packages import BAD_PAIRS, TorchBuild, installed, package_rows
 from tightfit.hardware.doctor.row import Row
 from tightfit.hardware.probes.card import Card, CardProcess, Cards, Driver
 from tightfit.hardware.probes.readings import GIB
@@ -105,11 +105,6 @@ def test_versions_are_read_without_importing() -> None:
 @pytest.mark.parametrize("text", ["", "cuda = None\nhip: str | None = None\n", "cuda = 'rm -rf'\n"])
 def test_a_version_file_that_says_little(text: str) -> None:
     assert packages._said(text, "cuda") is None
-
-
-def test_releases() -> None:
-    assert release_of("2.4.1+das.opt1.dtk25041") == (2, 4, 1)
-    assert release_of("12.8") == (12, 8)
 
 
 # --- driver and torch ---------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from tightfit.formats.deepspeed.read import read_deepspeed
 from tightfit.formats.document import Document, read_document
 from tightfit.formats.sentences import begun, parted, place_in
 from tightfit.formats.sheet import Sheet
-from tightfit.formats.versions import MOVED_DEFAULTS, release
+from tightfit.formats.versions import MOVED_DEFAULTS
 from tightfit.inputs.spelling import nearest, shown
+from tightfit.inputs.versions import release
 from tightfit.types import ConfigError
 
 _MATCHED: tuple[tuple[str, float, str], ...] = (

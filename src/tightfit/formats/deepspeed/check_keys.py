@@ -13,8 +13,9 @@ from typing import Any
 from tightfit.formats.deepspeed.check_kinds import TAKES
 from tightfit.formats.deepspeed.keys import KEYS, LOUD, REMOVED, REMOVED_FROM_ZERO, REMOVED_IN, SCHEDULERS
 from tightfit.formats.sheet import Sheet
-from tightfit.formats.versions import ARRIVED, GONE, LEARNT_AFTER, MOVED_DEFAULTS, PYDANTIC_BF16, release
+from tightfit.formats.versions import ARRIVED, GONE, LEARNT_AFTER, MOVED_DEFAULTS, PYDANTIC_BF16
 from tightfit.inputs.spelling import as_number, nearest, shown
+from tightfit.inputs.versions import release
 
 FILLED = frozenset(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer.params.lr

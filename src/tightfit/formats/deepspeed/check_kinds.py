@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from tightfit.formats.deepspeed.keys import LOUD, PREFIXED
 from tightfit.formats.sheet import Sheet
-from tightfit.formats.versions import PYDANTIC_BF16, WARMUP_CHECKED_SINCE, release
+from tightfit.formats.versions import PYDANTIC_BF16, WARMUP_CHECKED_SINCE
 from tightfit.inputs.spelling import as_number, listed, nearest, shown
+from tightfit.inputs.versions import release
 
 _ZERO, _PARAM, _OPTIMIZER = (
     "zero_optimization",

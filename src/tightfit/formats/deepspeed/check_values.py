@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from tightfit.formats.deepspeed.keys import PREFIXED, REMOVED_IN, SCHEDULERS
 from tightfit.formats.sheet import Sheet
-from tightfit.formats.versions import release
 from tightfit.inputs.spelling import nearest, shown
+from tightfit.inputs.versions import release
 
 DEEPSPEED_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
 TORCH_OPTIMIZERS = tuple(

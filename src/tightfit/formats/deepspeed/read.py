@@ -22,6 +22,7 @@ from typing import Any, cast, get_args
 
 from tightfit.formats.deepspeed.keys import KEYS, LOUD, PREFIXED, REMOVED, REMOVED_FROM_ZERO, REMOVED_IN, SCHEDULERS
 from tightfit.inputs.spelling import Fields, listed, nearest, read_text, shown, unknown_key
+from tightfit.inputs.versions import release
 from tightfit.types import Buckets, ConfigError, Engine, Levers, Offload, Optimizer, Precision
 
 _ENGINES: tuple[Engine, ...] = ("zero0", "zero1", "zero2", "zero3")
@@ -186,7 +187,7 @@ def _check_keys(values: Mapping[str, Any], file: str, path: str, version: str) -
             removed = REMOVED if not path else REMOVED_FROM_ZERO if path == "zero_optimization" else frozenset()
             if key not in removed:
                 raise _unknown(key, file, path)
-            if _release(version) >= _release(REMOVED_IN):
+            if release(version) >= release(REMOVED_IN):
                 raise ConfigError(f"{child} in {file} was removed from DeepSpeed, and {version} refuses it: delete it")
         elif child in KEYS and isinstance(value, Mapping):
             if child != "scheduler.params" or values.get("type") in SCHEDULERS:
@@ -203,10 +204,6 @@ def _unknown(key: str, file: str, path: str) -> ConfigError:
         home = f"in '{homes[0]}'" if homes[0] else "at the top level"
         return ConfigError(f"unknown key '{key}' in {where}; it belongs {home} ({aside})")
     return unknown_key(key, KEYS[path], where, aside=aside)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _unpriced(values: Mapping[str, Any], file: str) -> list[str]:
@@ -301,7 +298,7 @@ def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, be
 def _pinned(optimizer: Fields, param: Fields, version: str) -> bool:
     """DeepSpeed pins each kind apart and Levers both together: the optimizer's word, being the larger, counts."""
     said = [block.switch("pin_memory") for block in (optimizer, param) if block.says("pin_memory")]
-    return said[0] is True if said else _release(version) >= _release(_PINNED_SINCE)
+    return said[0] is True if said else release(version) >= release(_PINNED_SINCE)
 
 
 def _spelling_used(zero: Fields, key: str) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from tightfit.formats.dialects import TRL_ARGUMENTS, is_trls
 from tightfit.formats.huggingface.other_names import meant_by_arguments
 from tightfit.formats.sheet import Sheet
-from tightfit.formats.versions import EVALUATION_STRATEGY_GONE, OLDER_ARGUMENTS_GONE, release
+from tightfit.formats.versions import EVALUATION_STRATEGY_GONE, OLDER_ARGUMENTS_GONE
 from tightfit.inputs.spelling import as_number, misspelt, shown
+from tightfit.inputs.versions import release
 from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
 
 WHOLE = frozenset(

@@ -15,10 +15,10 @@ from tightfit.formats.versions import (
     LLAMAFACTORY_ADDED,
     LLAMAFACTORY_GONE,
     OMEGACONF_SINCE,
-    release,
     templates,
 )
 from tightfit.inputs.spelling import listed, misspelt, nearest, shown
+from tightfit.inputs.versions import release
 
 OWN_WHOLE = frozenset(
     """cutoff_len max_samples preprocessing_batch_size preprocessing_num_workers buffer_size lora_rank lora_alpha

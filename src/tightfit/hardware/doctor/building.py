@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from tightfit.hardware.doctor.packages import TorchBuild, release_of
+from tightfit.hardware.doctor.packages import TorchBuild
 from tightfit.hardware.doctor.row import Light, Row
 from tightfit.hardware.probes.tools import Silent, ask, place_of, run
+from tightfit.inputs.versions import release
 
 _LIBRARIES = ("usr/lib", "usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/local/lib")
 _ROCM = ("opt/rocm/lib", "opt/dtk/lib", "opt/dtk/rccl/lib")
@@ -98,13 +99,13 @@ def _cuda(found: Toolkit, build: TorchBuild | None, env: Mapping[str, str], card
         ]
     if build is None or build.cuda is None:
         return []
-    wants = release_of(build.cuda)[:2]
+    wants = release(build.cuda)[:2]
     words = f"torch is built for CUDA {build.cuda}"
     if found.nvcc is None:
         what = f"{words}, and no nvcc is found: kernels that are built here cannot be (DeepSpeed's fused Adam, for one)"
         fix = f"install the CUDA {wants[0]} toolkit and set CUDA_HOME"
         return [Row(id="nvcc", group="building", light="yellow" if cards else "green", what=what, fix=fix)]
-    has = release_of(found.nvcc)[:2]
+    has = release(found.nvcc)[:2]
     what = f"nvcc {found.nvcc}; {words}"
     if has == wants or (has[0] == wants[0] and has[0] in _SAME_ENOUGH):
         return [Row(id="nvcc", group="building", light="green", what=what)]
@@ -154,8 +155,8 @@ def _hip(build: TorchBuild | None, root: Path = Path("/")) -> list[Row]:
         rocm = re.match(r"[0-9]+\.[0-9]+", _read(root / "opt/rocm/.info/version"))
         if rocm is None:
             return []
-        same, has = release_of(rocm[0]) == release_of(build.hip)[:2], f"ROCm {rocm[0]}"
-        wants = f"ROCm {'.'.join(map(str, release_of(build.hip)[:2]))}"
+        same, has = release(rocm[0])[:2] == release(build.hip)[:2], f"ROCm {rocm[0]}"
+        wants = f"ROCm {'.'.join(map(str, release(build.hip)[:2]))}"
     what = f"{has} is installed, and torch is built for {wants}"
     if same:
         return [Row(id="hip-toolkit", group="building", light="green", what=what)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightfit.hardware.doctor.packages import TorchBuild, release_of
+from tightfit.hardware.doctor.packages import TorchBuild
 from tightfit.hardware.doctor.row import Light, Row, gib
 from tightfit.hardware.probes.card import Card, CardProcess, Cards
+from tightfit.inputs.versions import release
 
 _HOT_C = 87
 _MINE = 0.05
@@ -167,7 +168,7 @@ def _runtime_row(made: str, driver: str, build: TorchBuild, runtime: str | None)
         return _build("green", f"{made} for ROCm {build.hip}, {driver}")
     if runtime is None:
         return _build("green", f"{made} for CUDA {build.cuda}, {driver}")
-    has, wants = release_of(runtime), release_of(build.cuda)
+    has, wants = release(runtime), release(build.cuda)
     what = f"{made} for CUDA {build.cuda}, {driver} runs CUDA up to {runtime}"
     if wants[:1] > has[:1]:
         return _build("red", what, f"update the driver, or install a torch built for CUDA {has[0]}")
@@ -181,7 +182,7 @@ def _arch_rows(cards: Sequence[Card], build: TorchBuild) -> list[Row]:
     for arch in sorted({card.arch for card in cards if card.arch in _NEEDS}, key=str):
         assert arch is not None
         torch, cuda = _NEEDS[arch]
-        if release_of(build.version)[:2] < torch or (build.cuda and release_of(build.cuda)[:2] < cuda):
+        if release(build.version)[:2] < torch or (build.cuda and release(build.cuda)[:2] < cuda):
             wanted = f"torch {torch[0]}.{torch[1]} for CUDA {cuda[0]}.{cuda[1]}"
             what = f"{arch} cards need {wanted} or later, and torch {build.version} for CUDA {build.cuda} is installed"
             rows.append(Row(id=f"arch-{arch}", group="GPUs", light="red", what=what, fix=_HOW))

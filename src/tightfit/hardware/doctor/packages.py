@@ -14,14 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tightfit.hardware.doctor.row import Light, Row
+from tightfit.inputs.versions import release
 
 NEEDED = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets", "safetensors")
 OPTIONAL = ("bitsandbytes", "flash-attn", "mamba-ssm", "causal-conv1d", "triton", "liger-kernel")
 FROM_VENDOR = ("torch", "triton", "flash-attn", "deepspeed", "mamba-ssm", "causal-conv1d", "bitsandbytes")
 """What Hygon builds itself, and pip would replace by something that its cards cannot run."""
 _BUILT_FOR = re.compile(r"torch(\d+)\.(\d+)")
-
-Release = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +43,9 @@ class BadPair:
 
     id: str
     package: str
-    below: Release | None
+    below: tuple[int, ...] | None
     other: str | None
-    other_from: Release | None
+    other_from: tuple[int, ...] | None
     light: Light
     what: str
     fix: str
@@ -167,11 +166,6 @@ BAD_PAIRS: tuple[BadPair, ...] = (
 )
 
 
-def release_of(version: str) -> Release:
-    """`2.4.1+das.opt1.dtk25041` → (2, 4, 1)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
 def installed(names: tuple[str, ...] = (*NEEDED, *OPTIONAL, "numpy", "tightfit")) -> dict[str, str]:
     """Package → version, of those that are there."""
     found = {}
@@ -234,11 +228,11 @@ def _listed(found: Mapping[str, str]) -> Row:
 
 
 def _applies(pair: BadPair, found: Mapping[str, str]) -> bool:
-    if pair.package not in found or (pair.below and release_of(found[pair.package]) >= pair.below):
+    if pair.package not in found or (pair.below and release(found[pair.package]) >= pair.below):
         return False
     if pair.other is None:
         return True
-    return pair.other in found and (pair.other_from is None or release_of(found[pair.other]) >= pair.other_from)
+    return pair.other in found and (pair.other_from is None or release(found[pair.other]) >= pair.other_from)
 
 
 def _bad(pair: BadPair, found: Mapping[str, str]) -> Row:
@@ -248,10 +242,8 @@ def _bad(pair: BadPair, found: Mapping[str, str]) -> Row:
 
 def _unmet(found: Mapping[str, str]) -> list[Row]:
     """What the packages themselves ask of each other, as pip knows it."""
-    try:
-        from packaging.requirements import InvalidRequirement, Requirement
-    except ImportError:  # pip's own library; without it the table above has to do
-        return []
+    from packaging.requirements import InvalidRequirement, Requirement
+
     rows = []
     for name, version in found.items():
         for text in _requirements(name):
@@ -294,7 +286,7 @@ def _built_for_another(found: Mapping[str, str]) -> list[Row]:
     for name in ("flash-attn", "mamba-ssm", "causal-conv1d"):
         tag = _BUILT_FOR.search(found.get(name, ""))
         has = found.get("torch")
-        if tag and has and release_of(has)[:2] != (int(tag[1]), int(tag[2])):
+        if tag and has and release(has)[:2] != (int(tag[1]), int(tag[2])):
             rows.append(
                 Row(
                     id=f"built-for-{name}",
