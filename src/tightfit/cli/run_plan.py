@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 import yaml
 
-from tightfit.desk.plan_files import DEEPSPEED, deepspeed_version
+from tightfit.desk.plan_files import DEEPSPEED
 from tightfit.diagnose.verdict import Verdict
 from tightfit.formats.deepspeed import read as deepspeed_file
 from tightfit.formats.llamafactory import read as llamafactory_file
 from tightfit.formats.llamafactory.job import read_llamafactory_job
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.inputs.surroundings import inherited
+from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Adapters, Allowance, Job
 from tightfit.job.training_arguments import OPTIMIZERS
 from tightfit.memory import estimate
@@ -198,7 +199,7 @@ def _llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[Job, M
         settings = llamafactory_file.read_llamafactory(path)
         job = replace(read_llamafactory_job(path, None).job, trainer="llamafactory")
     shape = load_model(settings.model)
-    version = deepspeed_version(machine)[0]
+    version = choose_deepspeed(machine)[0]
     levers = llamafactory_file.to_levers(
         settings, replace(Levers(), deepspeed_version=version), n_layers=shape.n_layers
     )
@@ -259,7 +260,7 @@ def _script(external: ExternalTraining, machine: Hardware, said: Said) -> tuple[
         optimizer=OPTIMIZERS[optimizer],
         loss="fused" if external.said("use_liger_kernel") is True else "plain",
         checkpointing=Checkpointing(layers=None if now.checkpointing else 0),
-        deepspeed_version=deepspeed_version(machine)[0],
+        deepspeed_version=choose_deepspeed(machine)[0],
     )
     levers = _with_engine(external, levers, shape, machine)
     if said.micro_batch is not None:

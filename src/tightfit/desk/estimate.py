@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from tightfit.desk.lever_flags import flags_of, without_effect
 from tightfit.inputs.flags import levers_from_flags, spelt
+from tightfit.inputs.versions import choose_deepspeed
 from tightfit.priced import Priced, strategy_name
-from tightfit.types import ConfigError, Engine, Hardware, HardwareError, Levers, ModelShape, Offload, UserError
+from tightfit.types import ConfigError, Engine, Hardware, HardwareError, Levers, ModelShape, Offload, Trainer, UserError
 
 if TYPE_CHECKING:
     from tightfit.desk.estimate_job import JobInput
-    from tightfit.formats.deepspeed.read import DeepSpeedSettings
 
 STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     ("zero0", "none", "none"),
@@ -90,9 +90,12 @@ def _asked(args: argparse.Namespace) -> Asked:
     job = _job(args)
     hardware = job.hardware if job else hardware_of(args)
     world = world_of(args, hardware, job.world if job else 1)
+    version, version_said = _version(args, job, hardware)
     usual, chosen = _precision(args, job, hardware)
-    shape, base, said = _inputs(args, world, job, usual)
+    shape, base, said = _inputs(args, world, job, replace(usual, deepspeed_version=version))
     levers = levers_from_flags(flags_of(args), shape, base)
+    if levers.engine != "fsdp2":
+        said += version_said
     said += (*chosen, *_chosen(args, levers, world, hardware, job), *_idle(args, shape))
     return Asked(shape=shape, levers=levers, world=world, hardware=hardware, said=said)
 
@@ -114,6 +117,16 @@ def _chosen(
 
 def _idle(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]:
     return without_effect({name: spelt(name) for name in vars(args)}, shape)
+
+
+def _version(args: argparse.Namespace, job: JobInput | None, hardware: Hardware | None) -> tuple[str, tuple[str, ...]]:
+    """The DeepSpeed that is priced: what was said, or the one that a plan would be for."""
+    if hasattr(args, "deepspeed_version"):
+        return args.deepspeed_version, ()
+    if job is not None and "levers.deepspeed_version" in job.explicit:
+        return job.levers.deepspeed_version, ()
+    other: Trainer = "llamafactory" if hasattr(args, "file") else "tightfit"
+    return choose_deepspeed(hardware, job.levers.trainer if job else other)
 
 
 def _precision(
@@ -181,25 +194,27 @@ def _inputs(
     if getattr(args, "deepspeed", None) and getattr(args, "engine", "").lower() == "fsdp2":
         raise ConfigError("--deepspeed and --engine fsdp2 are two engines: leave one out")
     if job is not None:
-        shape, base, said = job.shape, job.levers, (*job.said, *job.batch_said)
+        base = replace(job.levers, deepspeed_version=usual.deepspeed_version)
+        shape, said = job.shape, (*job.said, *job.batch_said)
         if usual.precision != Levers().precision:
             base = replace(base, precision=usual.precision)
     elif hasattr(args, "file"):
-        return _from_llamafactory(args, world)
+        return _from_llamafactory(args, world, usual)
     elif not hasattr(args, "model"):
         raise ConfigError("say which model: --model with a preset (`tightfit models`), a Hugging Face id or a folder")
     else:
         shape, base, said = _model(args.model, args), usual, ()
     if not hasattr(args, "deepspeed"):
         return shape, base, said
-    from tightfit.formats.deepspeed.read import to_levers
+    from tightfit.formats.deepspeed.read import read_deepspeed, to_levers
 
-    settings = _read_deepspeed(args.deepspeed, args, shape)
+    settings = read_deepspeed(args.deepspeed, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
     return shape, to_levers(settings, base, world=world), (*said, *settings.because)
 
 
-def _from_llamafactory(args: argparse.Namespace, world: int) -> tuple[ModelShape, Levers, tuple[str, ...]]:
-    from tightfit.desk.plan_files import deepspeed_version
+def _from_llamafactory(
+    args: argparse.Namespace, world: int, usual: Levers
+) -> tuple[ModelShape, Levers, tuple[str, ...]]:
     from tightfit.formats.deepspeed import read as deepspeed_file
     from tightfit.formats.llamafactory import read as llamafactory_file
 
@@ -210,13 +225,11 @@ def _from_llamafactory(args: argparse.Namespace, world: int) -> tuple[ModelShape
     if settings.ignored:
         said += (f"not known to us and so not priced: {', '.join(settings.ignored)}",)
     shape = _model(getattr(args, "model", settings.model), args)
-    version = getattr(args, "deepspeed_version", None) or deepspeed_version(hardware_of(args), "llamafactory")[0]
-    usual = replace(Levers(), deepspeed_version=version)
     levers = llamafactory_file.to_levers(settings, usual, n_layers=shape.n_layers)
     file = getattr(args, "deepspeed", settings.deepspeed)
     if file is None or getattr(args, "engine", "").lower() == "fsdp2":
         return shape, levers, said
-    deepspeed = deepspeed_file.read_deepspeed(file, hidden_size=shape.hidden_size, version=version)
+    deepspeed = deepspeed_file.read_deepspeed(file, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
     llamafactory_file.check_deepspeed(settings, deepspeed)
     return shape, deepspeed_file.to_levers(deepspeed, levers, world=world), (*said, *deepspeed.because)
 
@@ -225,10 +238,3 @@ def _model(word: str, args: argparse.Namespace) -> ModelShape:
     from tightfit.model.load import load_model
 
     return load_model(word, trust_trace=getattr(args, "trace", False))
-
-
-def _read_deepspeed(path: str | Path, args: argparse.Namespace, shape: ModelShape) -> DeepSpeedSettings:
-    from tightfit.formats.deepspeed.read import read_deepspeed
-
-    version: str = getattr(args, "deepspeed_version", Levers().deepspeed_version)
-    return read_deepspeed(path, hidden_size=shape.hidden_size, version=version)

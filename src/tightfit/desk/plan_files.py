@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from tightfit.inputs.flags import meant, spelt
-from tightfit.inputs.versions import is_version, release
+from tightfit.inputs.versions import LLAMAFACTORY_VERSION, choose_deepspeed, find_installed, is_version
 from tightfit.job import Job
 from tightfit.planner import plan_within, question_of
 from tightfit.planner.calibration import Calibration
@@ -18,15 +17,12 @@ from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.search import search, something_fits
 from tightfit.planner.tiers import Tiered
-from tightfit.planner.trainers import LLAMAFACTORY_VERSION, NAMES, STARTS, newest_deepspeed
+from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.priced import amounts, strategy_name
-from tightfit.types import ConfigError, Engine, Hardware, Levers, Trainer
+from tightfit.types import ConfigError, Engine, Trainer
 
 if TYPE_CHECKING:
     from tightfit.formats.target import Original, Target
-
-DTK_DEEPSPEED = "0.14.2"
-"""What Hygon's own stack ships."""
 
 DEEPSPEED = frozenset(get_args(Engine)) - {"fsdp2"}
 STARTS_ANY = "torchrun"
@@ -65,37 +61,6 @@ class Startable:
         )
 
 
-def deepspeed_version(
-    hardware: Hardware | None, trainer: Trainer = "tightfit", llamafactory: str | None = None
-) -> tuple[str, tuple[str, ...]]:
-    """The DeepSpeed that will run the plan, where nobody named one, and a sentence if that may surprise.
-
-    `llamafactory`: the release that was named; None: the one that is installed, or the newest that we know.
-    """
-    if hardware is not None and hardware.gpu.vendor == "hygon":
-        said = (
-            f"DeepSpeed {DTK_DEEPSPEED}, which Hygon's stack ships, is planned for (--deepspeed-version for another)."
-        )
-        return DTK_DEEPSPEED, (said,)
-    here, usual = _installed("deepspeed"), Levers().deepspeed_version
-    factory = llamafactory or _installed("llamafactory") or LLAMAFACTORY_VERSION
-    newest = newest_deepspeed(trainer, factory)
-    if newest is not None and release(here or usual) > release(newest):
-        said = f"DeepSpeed {newest}, the newest that LLaMA-Factory {factory} asks for, is planned for"
-        return newest, (f"{said} (--deepspeed-version for another).",)
-    if here in (None, usual):
-        return usual, ()
-    return str(here), (f"DeepSpeed {here}, which is installed here, is planned for (--deepspeed-version for another).",)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        found = version(package)
-    except PackageNotFoundError:
-        return None
-    return found if found and is_version(found) else None
-
-
 def target_of(args: argparse.Namespace) -> Target | None:
     """What the flags say about the readers of the files; None: nothing. DeepSpeed's version is the job's."""
     if not ABOUT_FILES & set(vars(args)):
@@ -120,7 +85,7 @@ def target_of(args: argparse.Namespace) -> Target | None:
 def _version(args: argparse.Namespace, name: str, usual: str) -> str:
     said: str | None = getattr(args, name, None)
     if said is None:
-        return _installed(name.removesuffix("_version")) or usual
+        return find_installed(name.removesuffix("_version")) or usual
     if not is_version(said):
         raise ConfigError(f"{spelt(name)} takes a version such as {usual}, not {said!r}")
     return said
@@ -233,7 +198,7 @@ def _instead(plan: Plan, trainer: Trainer, target: Target) -> str | None:
         return None
     job = replace(plan.job, trainer=trainer, effective_batch=plan.effective_batch, tier=None)
     free = {"engine", "offload_optimizer", "offload_param", "checkpointing", "loss", "scan", "deepspeed_version"}
-    version, _ = deepspeed_version(plan.hardware, trainer, target.llamafactory_version)
+    version, _ = choose_deepspeed(plan.hardware, trainer, target.llamafactory_version)
     pins = {name: value for name, value in job.levers.items() if name not in free}
     job = replace(job, levers={**pins, "deepspeed_version": version})
     bounds = Bounds(llamafactory_version=target.llamafactory_version, advice=False)

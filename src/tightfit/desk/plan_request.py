@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.desk.lever_flags import without_effect
-from tightfit.desk.plan_files import deepspeed_version
 from tightfit.desk.stages import named_model, stage_asked
 from tightfit.inputs.flags import spelt
+from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS, adapter_dtype_of, hardware_of, job_from_flags, model_of, read_job
 from tightfit.model.presets import PRESETS
@@ -215,7 +215,7 @@ def _versioned(job: Job, hardware: Hardware, llamafactory: str | None) -> tuple[
     """The job with the DeepSpeed that will run it: what it holds in memory differs between versions."""
     if "deepspeed_version" in job.levers:
         return job, ()
-    version, said = deepspeed_version(hardware, job.trainer, llamafactory)
+    version, said = choose_deepspeed(hardware, job.trainer, llamafactory)
     return replace(job, levers={**job.levers, "deepspeed_version": version}), said
 
 

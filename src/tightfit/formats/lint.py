@@ -23,7 +23,7 @@ from tightfit.formats.llamafactory.check import check_llamafactory
 from tightfit.formats.sheet import Sheet
 from tightfit.formats.target import Target
 from tightfit.inputs.spelling import walk
-from tightfit.planner.trainers import newest_deepspeed
+from tightfit.inputs.versions import newest_deepspeed
 from tightfit.types import UserError
 
 

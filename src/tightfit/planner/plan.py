@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tightfit.inputs.versions import LLAMAFACTORY_VERSION
 from tightfit.job import Allowance, Job
 from tightfit.planner.calibration import Calibration, Correction
-from tightfit.planner.trainers import LLAMAFACTORY_VERSION
 from tightfit.types import Footprint, Hardware, Levers, ModelShape, Pace
 
 

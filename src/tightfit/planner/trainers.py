@@ -13,11 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tightfit.inputs.versions import release
+from tightfit.inputs.versions import LLAMAFACTORY_VERSION, release
 from tightfit.types import ConfigError, Engine, Hardware, Levers, Mamba1, Mamba2, ModelShape, Trainer
-
-LLAMAFACTORY_VERSION = "0.9.5"
-"""The newest release that we have read."""
 
 OLDEST_LLAMAFACTORY = (0, 9, 2)
 _TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
@@ -44,9 +41,6 @@ _LIGER_UNDER_LLAMAFACTORY = {
     (0, 9, 5): "glm qwen3_next qwen3_5",
 }
 """The same for LLaMA-Factory, which has a list of its own, by the release that began it."""
-
-_NEWEST_DEEPSPEED = {(0, 9, 2): "0.16.4", (0, 9, 3): "0.16.9", (0, 9, 4): "0.16.9", (0, 9, 5): "0.18.4"}
-"""The newest DeepSpeed that LLaMA-Factory asks for (`requirements/deepspeed.txt`), by the release that began it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +77,6 @@ class Abilities:
 def fused_under_llamafactory(at: tuple[int, ...]) -> set[str]:
     """The model types whose loss is fused in this release."""
     return {kind for since, kinds in _LIGER_UNDER_LLAMAFACTORY.items() if since <= at for kind in kinds.split()}
-
-
-def newest_deepspeed(trainer: Trainer, llamafactory_version: str = LLAMAFACTORY_VERSION) -> str | None:
-    """The newest DeepSpeed that the trainer asks for; None: any."""
-    if trainer != "llamafactory":
-        return None
-    at = release(llamafactory_version)
-    known = [newest for since, newest in _NEWEST_DEEPSPEED.items() if since <= at]
-    return known[-1] if known else None
 
 
 def check_llamafactory(levers: Levers, shape: ModelShape, version: str) -> None:

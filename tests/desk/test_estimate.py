@@ -1,0 +1,76 @@
+"""`estimate` and `plan` are two doors to one model: asked for what a plan chose, an estimate gives the plan's bytes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tightfit
+from tightfit.desk.plan import answered
+from tightfit.inputs.flags import flags_from_levers
+from tightfit.model.presets import PRESETS
+from tightfit.planner.plan import Plan
+
+THE_MACHINES = ("precision", "deepspeed_version")
+"""Where nobody says it, the machine decides."""
+MACHINES = ("1x24GB", "2x8xA100-80GB", "4xRTX2080Ti", "8xK100-64GB", "8xMI300X")
+
+
+@pytest.mark.parametrize("gpus", MACHINES)
+def test_what_a_plan_chose_is_estimated_as_the_plan_says(gpus: str) -> None:
+    compared = 0
+    for model in PRESETS:
+        machine = {"model": model, "gpus": gpus, "host_ram": "512GB"}
+        answer, _ = answered(argparse.Namespace(**machine, no_calibration=True), advice=False)
+        assert isinstance(answer, Plan)
+        chosen = answer.chosen
+        if chosen is None:
+            continue
+        said = {flag: value for flag, value in flags_from_levers(chosen.levers).items() if flag not in THE_MACHINES}
+        priced = tightfit.estimate(**machine, world=chosen.world, **said).priced
+        assert priced.levers == chosen.levers, model
+        assert (priced.footprint.gpu, priced.footprint.host) == (chosen.footprint.gpu, chosen.footprint.host), model
+        compared += 1
+    assert compared >= 4
+
+
+def deepspeed_installed(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    info = folder / f"deepspeed-{version}.dist-info"
+    info.mkdir()
+    text = f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n"
+    (info / "METADATA").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+@pytest.mark.parametrize("machine", [{"gpus": "8x80GB"}, {"world": 8}])
+def test_the_installed_deepspeed_is_estimated(
+    machine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"model": "qwen2.5-7b", "engine": "zero2", **machine}
+    newest = tightfit.estimate(**asked).footprint.gpu.init_peak_bytes
+    deepspeed_installed(tmp_path, monkeypatch, "0.16.4")
+    estimated = tightfit.estimate(**asked)
+    assert estimated.priced.levers.deepspeed_version == "0.16.4"
+    assert estimated.footprint.gpu.init_peak_bytes < newest
+    assert any("DeepSpeed 0.16.4, which is installed here" in sentence for sentence in estimated.priced.said)
+    assert tightfit.estimate(**asked, deepspeed_version="0.19.8").footprint.gpu.init_peak_bytes == newest
+
+
+@pytest.mark.parametrize("engine", ["", "levers: {engine: zero2}\n"])
+def test_a_job_file_on_hygons_cards_is_estimated_for_their_deepspeed(engine: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(f"model: qwen1.5-1.8b\nhardware: {{gpus: 8xK100-64GB}}\n{engine}")
+    assert tightfit.estimate(job).priced.levers.deepspeed_version == "0.14.2"
+
+
+def test_a_deepspeed_json_is_read_as_the_machines_deepspeed_reads_it(tmp_path: Path) -> None:
+    """Host memory is pinned by default since 0.19.5; Hygon's is older."""
+    config = tmp_path / "ds.json"
+    config.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
+    asked = {"model": "qwen1.5-1.8b", "deepspeed": str(config)}
+    on_hygon = tightfit.estimate(**asked, gpus="8xK100-64GB").priced.levers
+    assert (on_hygon.deepspeed_version, on_hygon.buckets.pin_memory) == ("0.14.2", False)
+    assert tightfit.estimate(**asked, gpus="8xA100-80GB").priced.levers.buckets.pin_memory
