@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import tightfit
+from tightfit.job.file import JOB_FLAGS
 from tightfit.types import ConfigError, UserError
 
 MAMBA = {"model": "7b_mamba", "gpus": "6x32GB", "host_ram": "256GB"}
@@ -79,6 +81,19 @@ def test_a_notebook_draws_it_and_a_terminal_says_it(answer: str) -> None:
     assert "style=" not in made._repr_html_()
     assert "7b_mamba" in str(made)
     assert repr(made) == str(made)
+
+
+def test_no_is_an_answer_too(tmp_path: Path) -> None:
+    """A field of a job that is true or false, in the file and over it."""
+    asked = {"packing": False, "async_save": False, "master_weights": False}
+    fields = {each: attrgetter(JOB_FLAGS[each]) for each in asked}
+    (tmp_path / "job.yaml").write_text(
+        "model: tiny_llama\nhardware: {gpus: 2x24GB, host_ram: 64GB}\ndata: {packing: true}\n"
+        "saving: {async_save: true}\nmaster_weights: true\n"
+    )
+    for flags, wanted in (({}, True), (asked, False), (dict.fromkeys(asked), True)):
+        job = tightfit.plan(tmp_path / "job.yaml", **flags).plan.job
+        assert {each: of(job) for each, of in fields.items()} == dict.fromkeys(asked, wanted)
 
 
 @pytest.mark.parametrize(

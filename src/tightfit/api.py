@@ -170,18 +170,27 @@ def estimate(file: str | Path | None = None, /, **flags: Any) -> Estimated:
 
 
 def _asked(file: str | Path | None, flags: dict[str, Any], known: frozenset[str], verb: str) -> argparse.Namespace:
-    """The question: what is None, or False for a switch, was not said."""
+    """The question. What is None was not said, nor is what is False, unless that is a value of a job's field."""
     for name in flags:
         if name not in known:
             close = nearest(name, sorted(known))
             raise ConfigError(f"tightfit.{verb} has no {name}" + (f": did you mean {close}?" if close else ""))
-    said = {name: value for name, value in flags.items() if value is not None and value is not False}
-    given = {OTHER_WORD.get(name, name): value for name, value in said.items()}
-    if flags.get("master_weights") is False:
-        given["master_weights"] = False
+    given = {
+        OTHER_WORD.get(name, name): value
+        for name, value in flags.items()
+        if value is not None and (value is not False or _is_yes_or_no(name))
+    }
     if file is not None:
         given["file"] = str(file)
     return argparse.Namespace(**given)
+
+
+def _is_yes_or_no(flag: str) -> bool:
+    """Whether the field of the job that it sets is true or false."""
+    value: object = Job(model="")
+    for name in JOB_FLAGS.get(flag, "").split("."):
+        value = getattr(value, name, None)
+    return isinstance(value, bool)
 
 
 def _text(console: Any) -> str:

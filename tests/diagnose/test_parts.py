@@ -301,9 +301,14 @@ def test_settings_of_a_trainers_file_and_the_file_that_it_names(tmp_path: Path) 
         ),
         ("output_dir: x\ngradient_checkpointing: true\nfp16: true", "a.yaml", {"checkpointing": True}),
         (
-            "model: 7b_mamba\nmethod: full\nlevers: {engine: zero2, micro_batch: 4}",
+            "model: 7b_mamba\nmethod: full\nsequence: 512\nprecision: fp16\nlevers: {engine: zero2, micro_batch: 4}",
             "a.yaml",
-            {"stage": 2, "micro_batch": 4},
+            {"stage": 2, "micro_batch": 4, "sequence": 512, "precision": "fp16", "method": "full"},
+        ),
+        (
+            "preset: 7b_mamba\ntraining: {max_seq_length: 512, deepspeed_stage: 2, batch_size: 4}",
+            "a.yaml",
+            {"stage": 2, "sequence": 512, "micro_batch": 4},
         ),
     ],
 )

@@ -293,6 +293,14 @@ def test_an_accelerate_file_with_a_block(here: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("said", "stage"), [("zero_stage: 0", 0), ("zero_stage: 1", 1), ("gradient_clipping: 1.0", 2)])
+def test_the_stage_of_an_accelerate_file_is_as_it_says(here: Path, said: str, stage: int) -> None:
+    """Only where it says nothing is it accelerate's own default."""
+    put(here / "t.py", "from transformers import TrainingArguments\n")
+    put(here / "a.yaml", f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  {said}\n")
+    assert knobs_of(external("accelerate launch --config_file a.yaml t.py")).stage == stage
+
+
 def test_an_accelerate_file_that_names_a_deepspeed_file(here: Path) -> None:
     put(here / "t.py", "")
     put(here / "c/a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: c/d.json\n")

@@ -31,7 +31,7 @@ def written_plan(folder: Path) -> Plan:
     """The plan in a run's folder, on this machine; ConfigError: why it cannot be read back."""
     try:
         tree = json.loads((folder / WORKER_FILE).read_text(encoding="utf-8"))
-        job, levers = _job(tree), _levers(tree)
+        job, levers = _job(tree), levers_as_written(tree)
         hardware = _hardware(tree)
         shape = model_of(job)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -113,11 +113,6 @@ def _adapters(tree: Mapping[str, Any] | None) -> Adapters:
     return Adapters(
         rank=tree["rank"], alpha=tree["alpha"], dropout=tree["dropout"], targets=targets, dtype=tree["dtype"]
     )
-
-
-def _levers(tree: Mapping[str, Any]) -> Levers:
-    levers = levers_as_written(tree["levers"], tree["buckets"], tree["lora"])
-    return replace(levers, gradient_clipping=tree["training"]["clip"] > 0, packed=tree["data"]["packing"])
 
 
 def _hardware(tree: Mapping[str, Any]) -> Hardware:

@@ -221,7 +221,7 @@ def _from_llamafactory(
     if args.file.endswith(".json"):
         raise ConfigError(f"{args.file} should be a LLaMA-Factory YAML: a DeepSpeed JSON goes after --deepspeed")
     settings = llamafactory_file.read_llamafactory(args.file)
-    said = settings.because
+    said = (*settings.because, *settings.computing_because)
     if settings.ignored:
         said += (f"not known to us and so not priced: {', '.join(settings.ignored)}",)
     shape = _model(getattr(args, "model", settings.model), args)

@@ -13,11 +13,11 @@ from tightfit.diagnose.evidence import KnownConfig
 from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.diagnose.wording import fixes_of
-from tightfit.inputs.flags import LEVERS, levers_from_flags
+from tightfit.inputs.flags import levers_as_written
 from tightfit.memory import estimate
-from tightfit.model.load import shape_from_config
+from tightfit.model.load import load_model, shape_from_config
 from tightfit.priced import GIB
-from tightfit.types import Footprint, Hardware, Phase, PhaseName, UserError
+from tightfit.types import Footprint, Gpu, Hardware, Phase, PhaseName, UserError
 
 _MEMORY = ("device-oom", "fragmentation", "other-process")
 _MOST = 3
@@ -110,9 +110,12 @@ def foretold_verdict(told: Predicted, card_bytes: int, config: KnownConfig, file
 
 
 def _footprint(tree: Mapping[str, Any]) -> Footprint:
-    shape = shape_from_config(tree["model"]["config"], str(tree["model"]["name"]))
-    said = {name: value for name, value in tree["levers"].items() if name in LEVERS}
-    return estimate(shape, levers_from_flags(said, shape), int(tree["world"]["ranks"]))
+    model, world = tree["model"], tree["world"]
+    found = model["config"]  # None: it lies beside the weights
+    shape = load_model(model["weights"]) if found is None else shape_from_config(found, str(model["name"]))
+    card = Gpu(name=world["vendor"], vendor=world["vendor"], memory_bytes=world["gpu_memory_bytes"])
+    hardware = Hardware(gpu=card, nodes=world["nodes"], gpus_per_node=world["gpus_per_node"])
+    return estimate(shape, levers_as_written(tree), world["ranks"], hardware)
 
 
 def _of_phase(footprint: Footprint, phase: Phase, verdict: Verdict) -> Predicted:

@@ -6,6 +6,7 @@ Nothing is checked here; `tightfit lint` does that. A value that cannot be read 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from tightfit.diagnose.evidence import KnownConfig, completed
 from tightfit.formats.document import Document, read_document
 from tightfit.formats.kinds import kind_of
+from tightfit.job.training import translate
 from tightfit.types import UserError
 
 
@@ -93,6 +95,8 @@ def _trainer(values: Mapping[str, Any]) -> KnownConfig:
 
 
 def _job(values: Mapping[str, Any]) -> KnownConfig:
+    with suppress(UserError):  # what is wrong in it is the job's own reader's to say
+        values = translate(values, "").tree
     levers = _block(values, "levers")
     engine = _word(levers.get("engine")) or ""
     recompute = levers.get("checkpointing")
@@ -102,8 +106,8 @@ def _job(values: Mapping[str, Any]) -> KnownConfig:
         offload_param=_word(levers.get("offload_param")),
         micro_batch=_number(levers.get("micro_batch")),
         accumulation=_number(levers.get("accum")),
-        sequence=_number(values.get("seq", levers.get("seq"))),
-        precision=_word(levers.get("precision", values.get("precision"))),
+        sequence=_number(values.get("sequence")),
+        precision=_word(values.get("precision")),
         method=_word(values.get("method")),
         checkpointing=None if recompute is None else recompute != "none",
         attention=_word(levers.get("attention")),

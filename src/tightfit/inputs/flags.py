@@ -291,12 +291,13 @@ _BOUNDED = tuple(lever for lever in LEVERS.values() if lever.most is not None)
 """What a file or a flag can have made larger than anybody means."""
 
 
-def levers_as_written(words: Mapping[str, Any], buckets: Mapping[str, Any], lora: Mapping[str, Any] | None) -> Levers:
+def levers_as_written(tree: Mapping[str, Any]) -> Levers:
     """The levers of a plan's `worker.json`, whose sense was checked when it was written."""
-    adapters = None
+    words, lora, adapters = tree["levers"], tree["lora"], None
     if lora is not None:
         named = {each.name: lora[each.name] for each in fields(Lora)}
         adapters = Lora(**named | {"targets": None if lora["targets"] == "all" else tuple(lora["targets"])})
     own = {lever.name: words[flag] for flag, lever in LEVERS.items() if not lever.block}
     own["checkpointing"] = checkpointing_from_word(words["checkpointing"])
-    return Levers(**own, lora=adapters, buckets=Buckets(**buckets))
+    own |= {"packed": tree["data"]["packing"], "gradient_clipping": tree["training"]["clip"] > 0}
+    return Levers(**own, lora=adapters, buckets=Buckets(**tree["buckets"]))

@@ -159,7 +159,7 @@ def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
     lora, world = tree["lora"], tree["world"]
     return WorkerConfig(
         model=ModelSource(**{key: tree["model"][key] for key in ModelSource.__slots__}),
-        levers=levers_as_written(tree["levers"], tree["buckets"], lora),
+        levers=levers_as_written(tree),
         adapters=None if lora is None else AdapterSettings(alpha=lora["alpha"], dropout=lora["dropout"]),
         world=World(**{key: world[key] for key in World.__slots__}),
         effective_batch=tree["effective_batch"],

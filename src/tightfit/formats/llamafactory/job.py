@@ -85,7 +85,7 @@ def read_llamafactory_job(path: Path, model: str | None, *, stays: bool = False)
     return LlamaFactoryJob(
         job=job,
         tree=tree,
-        said=(*_kept(settings.because), *aside),
+        said=(*(f"{sentence.removesuffix('.')}." for sentence in settings.because), *aside),
         batch_per_gpu=settings.micro_batch * settings.accumulation,
     )
 
@@ -177,12 +177,6 @@ def _is_ours(key: str, value: object) -> bool:
     if key in ("val_size", "save_steps", "eval_steps"):  # a share or a count, as its size tells
         return not isinstance(value, int | float) or (0 <= value < 1 if key == "val_size" else value >= 1)
     return True
-
-
-def _kept(because: tuple[str, ...]) -> list[str]:
-    """The reader's sentences, without those about the engine, which the plan chooses."""
-    kept = [sentence for sentence in because if "zero0" not in sentence and "checkpoint" not in sentence]
-    return [f"{sentence.removesuffix('.')}." for sentence in kept]
 
 
 def _aside(written: Mapping[str, Any], taken: set[str], file: str) -> list[str]:

@@ -86,6 +86,9 @@ class LlamaFactorySettings:
     ignored: tuple[str, ...]
     """Keys that we do not know, in the order of the file."""
     because: tuple[str, ...]
+    """What is to be said of the training that it describes."""
+    computing_because: tuple[str, ...]
+    """Likewise of how it is computed, which a plan chooses anew."""
 
 
 def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
@@ -95,6 +98,7 @@ def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
     said = Fields(values=values, file=path.name, text_numbers=True)
     ignored = _check_keys(values, path.name)
     because: list[str] = []
+    computing_because: list[str] = []
     model = said.text("model_name_or_path")
     if model is None:
         raise ConfigError(f"{path.name} has no model_name_or_path: say which model to train")
@@ -104,7 +108,7 @@ def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
     pure = bool(said.switch("pure_bf16"))
     deepspeed = _deepspeed(said, path)
     if deepspeed is None:
-        because.append(f"{path.name} names no deepspeed file: plain data parallel, priced as zero0")
+        computing_because.append(f"{path.name} names no deepspeed file: plain data parallel, priced as zero0")
     return LlamaFactorySettings(
         file=path.name,
         model=model,
@@ -121,12 +125,13 @@ def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
         packed=bool(said.switch("neat_packing")),
         padded=not (_packs(said) or said.switch("neat_packing")),
         loss="fused" if said.switch("enable_liger_kernel") or said.switch("use_liger_kernel") else "plain",
-        checkpointing=_checkpointing(said, because),
+        checkpointing=_checkpointing(said, computing_because),
         max_grad_norm=1.0 if (norm := said.number("max_grad_norm")) is None else norm,
         dataloader_workers=said.integer("dataloader_num_workers") or 0,
         deepspeed=deepspeed,
         ignored=ignored,
         because=tuple(because),
+        computing_because=tuple(computing_because),
     )
 
 

@@ -1,0 +1,20 @@
+"""A LLaMA-Factory file as a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tightfit.formats.llamafactory.job import read_llamafactory_job
+
+
+@pytest.mark.parametrize("name", ["train.yaml", "from-checkpoint-500.yaml", "zero0.yaml"])
+def test_what_is_not_priced_is_said_whatever_the_file_is_called(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-7B\nfinetuning_type: lora\nbf16: true\nupcast_layernorm: true\n"
+        "gradient_checkpointing: false\n"
+    )
+    said = read_llamafactory_job(path, None, stays=True).said
+    assert said == (f"upcast_layernorm in {name} is not priced yet: the estimate is as if it were not there.",)
