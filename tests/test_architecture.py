@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import tightfit
@@ -108,6 +109,25 @@ def test_imports_go_one_way() -> None:
         (path, name) for path, name in our_imports() if ORDER.index(room_of_name(name)) > ORDER.index(room_of(path))
     ]
     assert not wrong, "a room imports one that stands below it in ORDER"
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """`import_module` of a name that is computed shows nowhere; everything else does, inside functions too."""
+    modules = {
+        ".".join(("tightfit", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in FILES
+    }
+    graph = {}
+    for name, path in modules.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= inside if inside <= modules.keys() else {*inside, str(node.module)}
+        graph[name] = (found & modules.keys()) - {name}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which lists the modules
 
 
 def test_the_worker_is_spawned_and_never_imported() -> None:

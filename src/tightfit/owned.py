@@ -198,15 +198,27 @@ def flock(file: int) -> bool:
     return True
 
 
+@contextmanager
+def name_errors(path: Path) -> Iterator[None]:
+    """An error of writing to an open file says nothing of which: it gets this name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Put a file of ours in place whole or not at all: others may read it at any moment. OSError: it is as it was."""
     fresh = fresh_beside(path)
     file = open_new(fresh)
     try:
         try:
-            _write(file, data)
-            if sync:
-                os.fsync(file)
+            with name_errors(path):
+                _write(file, data)
+                if sync:
+                    os.fsync(file)
         finally:
             os.close(file)
         fresh.replace(path)

@@ -462,13 +462,41 @@ def test_a_disk_too_small_for_the_swap_files() -> None:
     assert found["host"]["nvme_bytes_per_node"] == pytest.approx(16 * found["model"]["parameters"], rel=0.01)
 
 
-def test_a_full_disk_is_no_bug() -> None:
+@pytest.mark.parametrize("buffering", [[], ["-u"]])
+def test_a_full_disk_is_no_bug(buffering: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    command = [sys.executable, *buffering, "-m", "tightfit", "gpus"]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "tightfit", "gpus"], check=False, stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert done.stderr.strip() == "tightfit: the output could not be written: the disk is full"
+
+
+FULL = """
+import errno, os, sys
+from pathlib import Path
+from tightfit.cli import lists, main
+from tightfit.owned import replace_file
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+os.write = full
+lists.gpus = full if sys.argv[1] == "unnamed" else lambda _: replace_file(Path(sys.argv[1]), b"x")
+sys.exit(main(["gpus"]))
+"""
+
+
+def test_a_full_disk_under_another_file_is_not_the_outputs(tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    named, unnamed = (
+        subprocess.run([sys.executable, "-c", FULL, word], check=False, capture_output=True, text=True)
+        for word in (str(file), "unnamed")
+    )
+    assert named.returncode == 2
+    assert named.stderr == f"tightfit: {file} could not be written: the disk is full\n"
+    assert unnamed.returncode == 1
+    assert unnamed.stderr.endswith("OSError: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "40", "200"])

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from small_adapters import adapter_of, base_of, loaded, merged_by_peft
 
-from tightfit.train.export import Spec, export
+from tightfit.train.export import export
+from tightfit.train.export_source import Spec
 from tightfit.types import UserError
 
 Config = dict[str, Any]

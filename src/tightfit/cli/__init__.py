@@ -72,13 +72,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            if error.errno != errno.ENOSPC:
+        reader_left = isinstance(error, BrokenPipeError)
+        if not reader_left:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full or (error.filename is None and not _output_is_stuck()):
                 raise
-            print("tightfit: the output could not be written: the disk is full", file=sys.stderr)
-        # The reader has gone (`| head`): nothing is wrong, and Python must not try to flush again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0 if isinstance(error, BrokenPipeError) else USER_ERROR
+            what = "the output" if error.filename is None else error.filename
+            print(f"tightfit: {what} could not be written: the disk is full", file=sys.stderr)
+        if error.filename is None:
+            # The reader has gone (`| head`): nothing is wrong, and Python must not try to flush again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0 if reader_left else USER_ERROR
+
+
+def _output_is_stuck() -> bool:
+    """Whether standard output takes nothing, so that the error was its own."""
+    try:
+        sys.stdout.write("\n")  # of what failed it need not have kept anything back
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _check_letters(words: Sequence[str]) -> None:

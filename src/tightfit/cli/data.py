@@ -23,6 +23,7 @@ from tightfit.inputs.spelling import nearest
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS, job_from_flags, model_of, read_job
 from tightfit.model.presets import PRESETS
+from tightfit.owned import replace_file
 from tightfit.screen.data import Preview, draw_preview
 from tightfit.types import ConfigError
 
@@ -120,7 +121,7 @@ def _ask(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The lines that the worker prints for a spec."""
     with tempfile.TemporaryDirectory(prefix="tightfit-preview-") as folder:
         path = Path(folder) / "preview.json"
-        path.write_text(json.dumps(spec), encoding="utf-8")
+        replace_file(path, json.dumps(spec).encode())
         done = subprocess.run(
             [sys.executable, "-m", "tightfit.train", "preview", str(path)],
             capture_output=True,

@@ -29,6 +29,7 @@ from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import fixes_of
 from tightfit.inputs.spelling import nearest
+from tightfit.owned import name_errors
 from tightfit.runs.watching import damaged
 from tightfit.types import ConfigError
 
@@ -241,7 +242,7 @@ def _kept(stack: ExitStack) -> Path:
     kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tightfit-"))) / "stdin.log"
     source = LogSource(name="standard input", path=kept)
     copied = 0
-    with kept.open("wb", buffering=0) as file:
+    with name_errors(kept), kept.open("wb", buffering=0) as file:
         while portion := sys.stdin.buffer.read(COPIED_BYTES):
             file.write(portion)
             if copied == 0:

@@ -14,6 +14,7 @@ from time import monotonic
 from typing import IO, Any
 
 from tightfit.cli.flags import CHANGE, Parser
+from tightfit.owned import replace_file
 from tightfit.runs.checkpoints import written_first
 from tightfit.types import ConfigError, ModelError, UserError
 
@@ -49,7 +50,7 @@ def export(argv: Sequence[str]) -> int:
     }
     with tempfile.TemporaryDirectory(prefix="tightfit-export-") as folder:
         path = Path(folder, "export.json")
-        path.write_text(json.dumps(spec), encoding="utf-8")
+        replace_file(path, json.dumps(spec).encode())
         code, end = _follow([*WORKER, str(path)], quiet=as_json)
     if end is not None:
         print(json.dumps(end, indent=2, ensure_ascii=False) if as_json else _as_text(end))

@@ -22,6 +22,7 @@ from tightfit.job import Adapters, Allowance, Job
 from tightfit.job.training_arguments import OPTIMIZERS
 from tightfit.memory import estimate
 from tightfit.model.load import load_model
+from tightfit.owned import replace_file
 from tightfit.pace import pace
 from tightfit.planner.calibration import COMPONENT, Calibration, Entry, corrected
 from tightfit.planner.plan import Bounds, Plan, Way
@@ -195,7 +196,7 @@ def _llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[Job, M
     name = external.settings.path.name if external.settings is not None else "the command line"
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         path = Path(folder) / name
-        path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        replace_file(path, yaml.safe_dump(values, sort_keys=False).encode())
         settings = llamafactory_file.read_llamafactory(path)
         job = replace(read_llamafactory_job(path, None).job, trainer="llamafactory")
     shape = load_model(settings.model)

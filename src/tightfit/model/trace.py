@@ -16,6 +16,7 @@ from typing import Any
 
 from tightfit.inputs.spelling import shown
 from tightfit.messages import Message
+from tightfit.owned import replace_file
 from tightfit.types import Block, ModelError, ModelShape, NormKind, Tensor, Traced
 
 LIMIT_S = 600
@@ -26,7 +27,7 @@ def trace_config(config: Mapping[str, object], name: str, *, python: str = sys.e
     """Build and measure the model of this config on the meta device, with the given interpreter."""
     with tempfile.TemporaryDirectory(prefix="tightfit-trace-") as folder:
         path = Path(folder) / "config.json"
-        path.write_text(json.dumps(dict(config)), encoding="utf-8")
+        replace_file(path, json.dumps(dict(config)).encode())
         answer = _spawn(path, name, python)
     if "error" in answer:
         if answer["error"]["kind"] == "missing":

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from tightfit.inputs.spelling import read_text
-from tightfit.train.export import Exported, Found, Spec, Told
 from tightfit.train.export_model import Output, Skeleton, model_on_meta, stored_or, write
+from tightfit.train.export_source import Exported, Found, Spec, Told
 from tightfit.train.safetensors_files import Files, read_header
 from tightfit.train.shards import plain_name
 from tightfit.train.sources import find_weights, open_weights

@@ -13,8 +13,8 @@ import torch
 
 from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.train.build import DTYPES
-from tightfit.train.export import Exported, Found, Spec, Told
 from tightfit.train.export_model import Output, model_on_meta, write
+from tightfit.train.export_source import Exported, Found, Spec, Told
 from tightfit.train.safetensors_files import Stored
 from tightfit.train.sources import find_weights
 from tightfit.train.sources_names import map_names, wrong_shape

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tightfit.train.build import DTYPES, quiet_transformers, skeleton
-from tightfit.train.export import Exported, Found, Kind, Spec, Told
+from tightfit.train.export_source import Exported, Found, Kind, Spec, Told
 from tightfit.train.saved_model import Piece, Style, write_model
 from tightfit.train.saved_names import model_files, names_of, saved_parts, saved_pieces
 from tightfit.train.sources import Safetensors, open_weights

@@ -1,0 +1,78 @@
+"""What can be exported, and how it is recognised: all that is known of it before torch is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tightfit.runs.deepspeed_folder import deepspeed_checkpoint
+from tightfit.types import ConfigError, ModelError
+
+Kind = Literal["model", "adapter", "deepspeed"]
+
+Told = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, of how much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What to export."""
+
+    source: str
+    """A run's folder, a model, an adapter or a DeepSpeed checkpoint."""
+    to: str
+    dtype: str | None = None
+    """None: as it is stored."""
+    merge: bool = False
+    """There must be an adapter to merge."""
+    base: str | None = None
+    """The model that the adapter is for; None: the one that it names."""
+    config: str | None = None
+    """Where the config of a DeepSpeed checkpoint's model is; None: beside it."""
+    trust_pickle: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What `source` is."""
+
+    kind: Kind
+    folder: Path
+    run: Path | None = None
+    """The run's folder, where it is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    kind: Kind
+    folder: Path
+    bytes: int
+    dtype: str
+    notes: tuple[str, ...] = ()
+
+
+def recognise(spec: Spec) -> Found:
+    """A run's folder, a model, an adapter, or a DeepSpeed checkpoint; anything else is an error that says so."""
+    source = Path(spec.source).expanduser()
+    if not source.is_dir():
+        raise ModelError(f"there is no folder {spec.source}: give a run, an adapter or a checkpoint")
+    run = source if (source / "run.json").exists() or (source / "plan").is_dir() else None
+    folder = source / "model" if run is not None and not (source / "config.json").exists() else source
+    if run is not None and not folder.is_dir():
+        raise ModelError(f"the run in {source} has saved no model yet: let it end first")
+    if (folder / "adapter_config.json").exists():
+        return Found(kind="adapter", folder=folder, run=run)
+    checkpoint = deepspeed_checkpoint(folder)
+    if checkpoint is not None:
+        return Found(kind="deepspeed", folder=checkpoint)
+    if not (folder / "config.json").exists():
+        raise ModelError(
+            f"{folder} is no run, model, adapter or DeepSpeed checkpoint: it has no config.json, adapter_config.json "
+            "or global_step folder"
+        )
+    if spec.merge:
+        raise ConfigError(f"there is nothing to merge: {folder} holds a whole model and no adapter, so drop --merge")
+    return Found(kind="model", folder=folder, run=run)
