@@ -54,20 +54,24 @@ demo: $(VENV)/.train  ## plan, train a tiny Mamba on this machine through real D
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+# mypy computes in one process for as long as a good part of the tests: it runs beside them, and either may fail.
+define typed_and_tested
+$(BIN)/mypy & types=$$!; $(PYTEST) $(1); tests=$$?; wait $$types && exit $$tests
+endef
 
 test: lint  ## lint, types and every test that is not slow
-	$(PYTEST) -m "not slow"
+	@$(call typed_and_tested,-m "not slow")
 
 test-busy: lint  ## the same beside eight processes that take whatever they get of the processors
 	@for each in 1 2 3 4 5 6 7 8; do (while :; do :; done) & others="$$others $$!"; done; \
-	trap "kill $$others" EXIT INT TERM; $(PYTEST) -m "not slow"
+	trap "kill $$others" EXIT INT TERM; $(call typed_and_tested,-m "not slow")
 
 check: lint  ## lint, types and the quick tests: what to run before a commit
-	$(PYTEST) -m "not slow and not thorough"
+	@$(call typed_and_tested,-m "not slow and not thorough")
 
-test-all: lint  ## the slow tests as well
-	$(PYTEST)
+test-all: lint  ## the slow tests as well, and every property with all its examples
+	@$(call typed_and_tested)
 
 format: $(VENV)/.ready  ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix .

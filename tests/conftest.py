@@ -49,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # what torch and DeepSpeed go by, in every process
 
 
+def pytest_collection_finish() -> None:
+    """Each worker of pytest has a processor, not all of them: threads that wait for one another would only spin."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if any(item.get_closest_marker(name) for name in ("thorough", "slow")):
         compile_part("deepspeed_shm_comm", "ShareMemCommBuilder")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import warm_desk
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -66,14 +67,7 @@ def test_its_commands_in_its_order(folder: Path) -> None:
         begins = " ".join(["tightfit", *words[:1]])
         if len(words) == 1 and begins in ENDS:
             words.append(ENDS[begins])
-        done = subprocess.run(
-            [sys.executable, "-m", "tightfit", *words],
-            cwd=folder,
-            env=surroundings,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = warm_desk.run(*words, cwd=folder, env=surroundings)
         if begins in NEEDS_A_GPU and done.returncode == 2:
             assert NEEDS_A_GPU[begins] in done.stderr, command
             continue

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import warm_desk
+
 VERBS = ("estimate", "models", "gpus")
 
 LLAMA = {
@@ -25,16 +27,7 @@ LLAMA = {
 
 
 def tightfit(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    offline = {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", **env}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tightfit", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=os.environ | offline,
-        timeout=60,
-    )
+    return warm_desk.run(*words, cwd=cwd, env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80"} | env)
 
 
 def answer(*words: str, cwd: Path | None = None) -> Any:

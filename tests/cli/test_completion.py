@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import warm_desk
 from tightfit.cli import VERBS
 from tightfit.cli.completion import SHELLS
 
@@ -21,8 +21,9 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def script(shell: str) -> str:
-    command = [sys.executable, "-m", "tightfit", "completion", shell]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    done = warm_desk.run("completion", shell)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,6 @@ def test_every_shell_is_told_every_verb(shell: str) -> None:
 
 
 def test_a_shell_that_is_not_known() -> None:
-    command = [sys.executable, "-m", "tightfit", "completion", "bsh"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm_desk.run("completion", "bsh")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "tightfit: completion knows no shell 'bsh': did you mean bash?\n"

@@ -11,19 +11,14 @@ from typing import Any
 
 import pytest
 
+import warm_desk
+
 pytestmark = pytest.mark.thorough
 
 
 def preview(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tightfit", "data", "preview", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80"},
-        timeout=60,
-    )
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
+    return warm_desk.run("data", "preview", *words, cwd=cwd, env=env)
 
 
 def shown(*words: str, cwd: Path | None = None) -> str:
@@ -100,11 +95,10 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
 
 
 def test_the_verb_alone_helps_and_a_wrong_word_is_named() -> None:
-    words = [sys.executable, "-m", "tightfit", "data"]
-    alone = subprocess.run(words, capture_output=True, text=True, check=False)
+    alone = warm_desk.run("data")
     assert alone.returncode == 0
     assert "example:\n  tightfit data preview" in alone.stdout
-    wrong = subprocess.run([*words, "preveiw"], capture_output=True, text=True, check=False)
+    wrong = warm_desk.run("data", "preveiw")
     assert wrong.returncode == 2
     assert wrong.stderr == "tightfit: tightfit data has no 'preveiw': did you mean preview?\n"
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import patience
+import warm_desk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hardware" / "probes"))
 
@@ -58,10 +59,7 @@ class Bench:
         path.chmod(0o755)
 
     def doctor(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tightfit", "doctor", *words]
-        return subprocess.run(
-            command, cwd=self.folder, env=self.env | env, capture_output=True, text=True, timeout=60, check=False
-        )
+        return warm_desk.run("doctor", *words, cwd=self.folder, env=self.env | env)
 
     def tree(self, *words: str, **env: str) -> dict[str, Any]:
         done = self.doctor(*words, "--json", **env)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import warm_desk
 from tightfit.cli import main
 from tightfit.cli.plan import parser
 from tightfit.desk.plan_request import request_of
@@ -81,15 +82,7 @@ def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 def process(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tightfit", "plan", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80"} | env,
-        timeout=60,
-    )
+    return warm_desk.run("plan", *words, cwd=cwd, env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80"} | env)
 
 
 # --- the answer ---------------------------------------------------------------------------------

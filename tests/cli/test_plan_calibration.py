@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import warm_desk
 from tightfit.cli import main
 from tightfit.cli import train_report as cli_train_report
 from tightfit.cli.train_again import Manner, TrainCourse
@@ -134,8 +133,7 @@ def test_what_nothing_fits_with_is_said_as_well(capsys: pytest.CaptureFixture[st
 def test_a_torn_file_is_no_trouble(own_cache: Path) -> None:
     own_cache.mkdir(parents=True)
     (own_cache / FILE).write_text('{"schema": 1, "tight')
-    words = [sys.executable, "-m", "tightfit", "plan", *TRAINING, "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    done = warm_desk.run("plan", *TRAINING, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["chosen"]["calibration"] is None
 

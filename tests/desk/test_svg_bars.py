@@ -69,7 +69,8 @@ def test_what_is_far_too_long_is_cut_and_marked() -> None:
 
 @pytest.mark.parametrize("bars", [[], [Bar(parts=())]])
 def test_nothing_can_be_drawn_too(bars: list[Bar]) -> None:
-    read(bars_svg(bars, title="bars", ids="x"))
+    root = read(bars_svg(bars, title="bars", ids="x"))
+    assert not [each for each in root.iter(f"{SVG}svg") if each.get("class", "").startswith("part ")]
 
 
 def test_no_two_kinds_look_alike() -> None:

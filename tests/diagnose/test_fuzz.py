@@ -18,12 +18,13 @@ from sample_logs import CAPTURED, CORPUS, HEALTHY
 
 from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
+from tightfit.diagnose.verdict import Diagnosis
 
 LOGS = [path.read_bytes() for folder in (CAPTURED, CORPUS, HEALTHY) for path in sorted(folder.glob("*.log"))]
 MIB = 2**20
 
 
-def judged(data: bytes, folder: Path) -> None:
+def judged(data: bytes, folder: Path) -> Diagnosis:
     path = folder / "fuzz.log"
     path.write_bytes(data)
     found = judge(Evidence(logs=(LogSource(name="fuzz.log", path=path),)))
@@ -31,6 +32,7 @@ def judged(data: bytes, folder: Path) -> None:
         if verdict is not None:
             assert verdict.cause
             assert all(len(line.text) < 1000 for line in verdict.evidence)
+    return found
 
 
 def relaxed() -> settings:
@@ -40,7 +42,7 @@ def relaxed() -> settings:
 @relaxed()
 @given(st.binary(max_size=5000))
 def test_random_bytes(tmp_path: Path, data: bytes) -> None:
-    judged(data, tmp_path)
+    assert judged(data, tmp_path) == judged(data, tmp_path)
 
 
 @relaxed()
@@ -49,10 +51,10 @@ def test_true_logs_torn_and_shuffled(tmp_path: Path, log: bytes, chance: random.
     lines = log.splitlines(keepends=True)
     cut = chance.randrange(len(log) + 1)
     chance.shuffle(lines)
-    judged(log[:cut], tmp_path)
-    judged(log[cut:], tmp_path)
-    judged(b"".join(lines), tmp_path)
-    judged(bytes(byte ^ (chance.random() < 0.01) * 32 for byte in log), tmp_path)
+    flipped = bytes(byte ^ (chance.random() < 0.01) * 32 for byte in log)
+    for damaged in (log[:cut], log[cut:], b"".join(lines), flipped):
+        found = judged(damaged, tmp_path)
+        assert found.verdict is not None or not found.also
 
 
 @pytest.mark.parametrize("digits", [20, 400, 5000])
@@ -64,7 +66,9 @@ def test_numbers_that_no_machine_has(tmp_path: Path, digits: int) -> None:
         f"capacity; {number} GiB already allocated)\nfailed (exitcode: 1) local_rank: {number} (pid: 1)\n"
         f"vocab_size: {number}\nInstantaneous batch size per device = {number}\n{number}-13-01 10:00:00\n"
     )
-    judged(text.encode(), tmp_path)
+    verdict = judged(text.encode(), tmp_path).verdict
+    assert verdict is not None
+    assert verdict.kind == "device-oom"
 
 
 def test_the_same_answer_each_time() -> None:

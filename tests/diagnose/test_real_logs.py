@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from sample_logs import REAL
 
+from tables import table
 from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.masks import masked
@@ -27,7 +28,7 @@ THREADS: dict[str, dict[str, Any]] = {
 PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"
 
 
-@pytest.mark.parametrize("thread", THREADS.values(), ids=THREADS)
+@table("thread", THREADS.values(), ids=lambda thread: thread["cause"])
 def test_a_retold_log_gets_the_cause_that_its_thread_established(thread: dict[str, Any]) -> None:
     found = judge(Evidence(logs=(LogSource(name="log", text=thread["log"]),))).verdict
     assert (found and found.id) == thread["symptom"], thread["cause"]

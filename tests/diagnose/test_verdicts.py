@@ -7,9 +7,9 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from sample_logs import CAPTURED, CORPUS, FIXTURES, HEALTHY, REAL, Section, evidence_of, sections
 
+from tables import table
 from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
@@ -24,7 +24,7 @@ def found_in(section: Section) -> tuple[str | None, list[str]]:
     return found.verdict and found.verdict.id, [verdict.id for verdict in found.also]
 
 
-@pytest.mark.parametrize("section", [each for each in SECTIONS if each.is_it], ids=str)
+@table("section", [each for each in SECTIONS if each.is_it])
 def test_a_symptom_is_found(section: Section) -> None:
     verdict, also = found_in(section)
     assert section.is_note == (section.symptom in WORTH_KNOWING)
@@ -35,7 +35,7 @@ def test_a_symptom_is_found(section: Section) -> None:
         assert verdict == section.symptom
 
 
-@pytest.mark.parametrize("section", [each for each in SECTIONS if not each.is_it], ids=str)
+@table("section", [each for each in SECTIONS if not each.is_it])
 def test_what_only_looks_alike_is_something_else(section: Section) -> None:
     verdict, also = found_in(section)
     assert verdict == section.other
@@ -48,7 +48,7 @@ def test_every_symptom_has_both() -> None:
     assert {each.symptom for each in SECTIONS if not each.is_it} == known
 
 
-@pytest.mark.parametrize("log", sorted(CAPTURED.glob("*.log")), ids=lambda log: log.stem)
+@table("log", sorted(CAPTURED.glob("*.log")), ids=lambda log: log.stem)
 def test_failures_that_were_provoked(log: Path) -> None:
     expected = re.sub(r"-\d+$", "", log.stem)
     found = judge(evidence_of(log))
@@ -73,7 +73,7 @@ def test_half_of_what_is_found_was_provoked_or_met() -> None:
     assert len(provoked & without_gpu) >= len(without_gpu) / 2
 
 
-@pytest.mark.parametrize("log", sorted(CORPUS.iterdir()), ids=lambda log: log.name.removesuffix(".log"))
+@table("log", sorted(CORPUS.iterdir()), ids=lambda log: log.name)
 def test_the_first_cause_and_not_the_cascade(log: Path) -> None:
     found = judge(evidence_of(log))
     assert found.verdict is not None
@@ -82,7 +82,7 @@ def test_the_first_cause_and_not_the_cascade(log: Path) -> None:
     assert found.verdict.fixes
 
 
-@pytest.mark.parametrize("log", sorted(HEALTHY.glob("*.log")), ids=lambda log: log.stem)
+@table("log", sorted(HEALTHY.glob("*.log")), ids=lambda log: log.stem)
 def test_healthy_logs_with_words_that_scare(log: Path) -> None:
     found = judge(evidence_of(log))
     assert found.verdict is None
@@ -92,7 +92,7 @@ def test_healthy_logs_with_words_that_scare(log: Path) -> None:
 HARMLESS = (Path(__file__).parent / "harmless_lines.txt").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("line", HARMLESS, ids=range(len(HARMLESS)))
+@table("line", HARMLESS)
 def test_a_harmless_line_is_harmless_wherever_the_log_ends(line: str) -> None:
     source = LogSource(name="x", text=f"Loading the model\n{line}\n")
     assert judge(Evidence(logs=(source,))) == Diagnosis(verdict=None)

@@ -12,6 +12,7 @@ import accuracy
 import pytest
 from rows import GIVEN, OWN, PACE, Rehearsed, Row, levers_of, predict, read_rehearsed, read_rows, shape_of
 
+from tables import table
 from tightfit.types import Checkpointing, Levers
 
 PEAK, HALF_OF_PEAKS, INIT, HOST = 0.05, 0.02, 0.07, 0.15
@@ -19,7 +20,7 @@ ROUNDING_BYTES = 2**20
 """Rows are rounded to a thousandth of a GiB; an empty start reads as nothing at all."""
 
 ROWS = read_rows()
-every_row = pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
+every_row = table("row", ROWS, ids=lambda row: row.id)
 
 
 def off(predicted: int, measured: int) -> float:
@@ -64,7 +65,7 @@ def test_half_of_the_peaks_are_close(path: Path) -> None:
 REHEARSED = read_rehearsed()
 
 
-@pytest.mark.parametrize("row", REHEARSED, ids=[row.id for row in REHEARSED])
+@table("row", REHEARSED, ids=lambda row: row.id)
 def test_what_our_worker_held(row: Rehearsed) -> None:
     """Windows, capped attention scores, experts, fp16 after an overflow, weights on the host, packed matrices."""
     gpu = row.footprint.gpu

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tables import table
 from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.model.load import load_model, shape_from_config
@@ -82,7 +83,7 @@ def model(name: str) -> ModelShape:
 
 
 MODELS = (*PRESETS, *FAMILIES, "traced")
-every_model = pytest.mark.parametrize("name", MODELS)
+every_model = table("name", MODELS)
 
 
 @cache
@@ -156,7 +157,7 @@ def test_odd_settings_have_a_pace(name: str, changed: dict[str, Any]) -> None:
 
 
 @every_model
-@pytest.mark.parametrize("method", METHODS)
+@table("method", METHODS)
 def test_all_depths_at_once_are_each_depth_alone(name: str, method: Method) -> None:
     shape = model(name)
     depths = range(shape.n_layers + 1)
@@ -176,10 +177,8 @@ def test_all_depths_at_once_are_each_depth_alone(name: str, method: Method) -> N
 
 # --- what a user would expect -------------------------------------------------------------------
 
-some_models = pytest.mark.parametrize(
-    "name", ["qwen2.5-7b", "7b_mamba", "gemma-3-27b", "tiny_llama", "qwen3_moe", "mamba2", "traced"]
-)
-every_machine = pytest.mark.parametrize("word", MACHINES)
+some_models = table("name", ["qwen2.5-7b", "7b_mamba", "gemma-3-27b", "tiny_llama", "qwen3_moe", "mamba2", "traced"])
+every_machine = table("word", MACHINES)
 LORA = {"method": "lora", "lora": Lora()}
 
 
@@ -206,7 +205,7 @@ def test_accumulation_saves_optimizer_steps_and_larger_micro_batches_save_passes
 
 
 @some_models
-@pytest.mark.parametrize("rate", ["bf16_flops", "memory_bytes_per_s", "link_bytes_per_s"])
+@table("rate", ["bf16_flops", "memory_bytes_per_s", "link_bytes_per_s"])
 def test_a_faster_card_is_not_slower(name: str, rate: str) -> None:
     shape, hardware = model(name), machine("4xA100-80GB")
     faster = replace(hardware, gpu=replace(hardware.gpu, **{rate: 2 * getattr(hardware.gpu, rate)}))

@@ -9,6 +9,7 @@ import pytest
 from pace_accuracy import PUBLISHED, Published, Timed, all_runs, job_of, jobs, pairs
 from rows import PACE, read_rows
 
+from tables import table
 from tightfit.pace import rates
 
 RUNS = all_runs()
@@ -16,7 +17,7 @@ COUNTED = [run for run in RUNS if run.counts]
 ERROR, MEDIAN_ERROR, MEDIAN_FIRST_ERROR = 0.5, 0.15, 0.2
 LEAST_PAIRS = 12
 
-every_run = pytest.mark.parametrize("run", COUNTED, ids=[run.row.id for run in COUNTED])
+every_run = table("run", COUNTED, ids=lambda run: run.row.id)
 
 
 @every_run
@@ -68,7 +69,7 @@ def test_a_wrong_order_is_noticed() -> None:
     assert not next(pairs(swapped)).right
 
 
-@pytest.mark.parametrize("figure", PUBLISHED, ids=[figure.what for figure in PUBLISHED])
+@table("figure", PUBLISHED, ids=lambda figure: figure.what)
 def test_others_measured_about_the_same(figure: Published) -> None:
     assert 0.5 <= figure.predicted / figure.tokens_per_s <= 2
 

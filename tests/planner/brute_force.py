@@ -22,12 +22,11 @@ def best(question: Question) -> Chosen | None:
     found: Chosen | None = None
     for asked, levers in candidates(question):
         hardware = asked.hardware
-        footprint = estimate(asked.shape, levers, hardware.world, hardware)
-        if excess_bytes(asked, footprint):
-            continue
         step_s = pace(asked.shape, levers, hardware).step_s
         rank = (round(step_s, 9), complexity(levers, hardware.world))
-        if found is None or rank < found[0]:
+        if found is not None and rank >= found[0]:
+            continue  # nobody asks whether the slower one would fit
+        if not excess_bytes(asked, estimate(asked.shape, levers, hardware.world, hardware)):
             found = (rank, levers, hardware.world)
     return found
 

@@ -320,11 +320,11 @@ def best_by_trying(question: Question) -> tuple[object, ...] | None:
     """Everything weighed, with calibration and caps."""
     found = None
     for asked, levers in candidates(question):
-        if excess_bytes(asked, weigh(asked, levers)):
-            continue
         step_s = pace(asked.shape, levers, asked.hardware).step_s
         rank = (round(step_s, 9), complexity(levers, asked.hardware.world))
-        if found is None or rank < found[0]:
+        if found is not None and rank >= found[0]:
+            continue
+        if not excess_bytes(asked, weigh(asked, levers)):
             found = (rank, levers, asked.hardware.world)
     return found
 

@@ -189,6 +189,7 @@ def test_pieces_may_stand_in_any_order_and_overlap(tmp_path: Path) -> None:
     spans = (*reversed(stored_file(data, 4).spans), Span(0, len(data), checkpoints.digest(data)))
     files = {**checked_files(folder), WEIGHTS: StoredFile(len(data), spans)}
     (folder / MANIFEST).write_text(Manifest(step=5, written="now", files=files).text())
+    assert checked(folder).files[WEIGHTS].spans == spans
     wholly_verified(folder)
 
 

@@ -67,7 +67,9 @@ def test_a_lock_of_another_machine_is_believed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", '{"pid": ', '{"pid": "x"}', "\x00\x00"])
 def test_a_torn_lock_is_nobodys(tmp_path: Path, text: str) -> None:
     (tmp_path / LOCK).write_text(text)
-    FolderLock.take(tmp_path).release()
+    lock = FolderLock.take(tmp_path)
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    lock.release()
 
 
 def finished(folder: Path) -> None:

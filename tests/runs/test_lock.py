@@ -161,7 +161,9 @@ def test_a_run_of_this_machine_that_was_killed_is_followed_at_once(
         with monkeypatch.context() as patch:
             if number:
                 without_flock(patch, number)
-            FolderLock.take(tmp_path).release()
+            lock = FolderLock.take(tmp_path)
+            assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+            lock.release()
 
 
 def test_the_same_name_after_another_boot_may_be_another_machine(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import patience
+import warm_desk
 
 ASSETS = Path(__file__).parents[1] / "assets"
 OOM = (
@@ -34,8 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def started(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tightfit", "run", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        return warm_desk.run("run", *words)
 
     return started
 
@@ -145,9 +145,7 @@ def test_memory_without_a_config_stops_with_what_helps(run: Run, tmp_path: Path,
     assert "  - " in done.stderr or "tightfit run: - " in done.stderr
     found = record(tmp_path / "tightfit-run-1")
     assert (found["cause"]["kind"], found["next"]["action"]) == ("device-oom", "stop")
-    told = subprocess.run(
-        [sys.executable, "-m", "tightfit", "diagnose", "tightfit-run-1"], capture_output=True, text=True, check=False
-    )
+    told = warm_desk.run("diagnose", "tightfit-run-1")
     assert told.returncode == 1
     assert "ran out of memory" in told.stdout
 
@@ -177,8 +175,7 @@ def test_a_loss_that_is_nan_to_the_end_is_not_done(run: Run, tmp_path: Path) -> 
     assert "The loss became nan and did not recover" in done.stderr
     assert "tightfit run: done" not in done.stderr
     assert record(tmp_path / "a")["state"] == "failed"
-    told = [sys.executable, "-m", "tightfit", "diagnose", "a", "--json"]
-    found = json.loads(subprocess.run(told, capture_output=True, text=True, check=False).stdout)
+    found = json.loads(warm_desk.run("diagnose", "a", "--json").stdout)
     assert found["verdict"]["id"] == "loss-nan"
 
 
@@ -189,8 +186,7 @@ def test_a_loss_that_recovers_is_done(run: Run, tmp_path: Path) -> None:
     assert "tightfit run: done at the first attempt" in done.stderr
     (tmp_path / "all.log").write_text(done.stdout + done.stderr, encoding="utf-8")
     for what in ("a", "all.log"):
-        told = [sys.executable, "-m", "tightfit", "diagnose", what, "--json"]
-        found = json.loads(subprocess.run(told, capture_output=True, text=True, check=False).stdout)
+        found = json.loads(warm_desk.run("diagnose", what, "--json").stdout)
         assert found["verdict"] is None
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import warm_desk
+
 ASSETS = Path(__file__).parents[1] / "assets"
 HF = ("--max_steps", "8", "--save_steps", "2", "--output_dir", "out", "--report_to", "none", "--use_cpu", "True")
 
@@ -24,8 +26,7 @@ def run(folder: Path, *words: str, path: Path | None = None) -> subprocess.Compl
         "PATH": os.pathsep.join([*places, os.environ["PATH"]]),
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-m", "tightfit", "run", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=env, timeout=540)
+    return warm_desk.run("run", *words, cwd=folder, env=env, timeout=540)
 
 
 def free_port() -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import patience
+import warm_desk
 from tightfit.runs.external.hang import Stillness
 from tightfit.runs.watching import read_record
 
@@ -38,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TIGHTFIT, "run", *words], capture_output=True, text=True, check=False, timeout=300)
+    return warm_desk.run("run", *words, timeout=300)
 
 
 @contextmanager
@@ -100,11 +101,9 @@ def test_its_record_is_that_of_every_run_from_the_start_on(here: Path) -> None:
         assert seen is not None
         assert (seen.state, seen.pid, seen.lives) == ("running", process.pid, True)
         assert seen.command == (sys.executable, "train.py")
-        told = subprocess.run(
-            [*TIGHTFIT, "watch", "tightfit-run-1", "--once"], capture_output=True, text=True, check=False
-        )
+        told = warm_desk.run("watch", "tightfit-run-1", "--once")
         assert told.returncode == 0, told.stderr
-        cleaned = subprocess.run([*TIGHTFIT, "clean", "."], capture_output=True, text=True, check=False)
+        cleaned = warm_desk.run("clean", ".")
         assert cleaned.returncode == 0, cleaned.stderr
         assert (here / "tightfit-run-1/lock").exists(), "it lives, and nothing of it is a leftover"
         (here / "go").touch()

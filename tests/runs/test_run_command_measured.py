@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from test_wait_for_gpu import UUID, Card, later
 
+import warm_desk
 from tightfit.cli import train_machine as cli_train_machine
 from tightfit.cli.run_plan import Known, Planner, Setting, prediction
 from tightfit.cli.run_wait import wait_for_gpus
@@ -117,8 +118,7 @@ def test_the_numbers_of_an_out_of_memory_are_a_lesson_too(external: ExternalTrai
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tightfit", "run", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=folder)
+    return warm_desk.run("run", *words, cwd=folder)
 
 
 HOLDS = """

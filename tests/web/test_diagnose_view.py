@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import html
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tables import table
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import HTML, client
 
+import warm_desk
 from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.web import diagnose_view
@@ -33,12 +34,11 @@ def asked(log: bytes, tmp_path: Path, path: str = "/diagnose/answer", **headers:
     return answer.status_code, answer.text
 
 
-@pytest.mark.parametrize("path", CAPTURED[::7], ids=lambda path: path.stem)
+@table("path", CAPTURED[::7], ids=lambda path: path.stem)
 def test_the_page_says_what_the_command_line_says(path: Path, tmp_path: Path) -> None:
     status, text = asked(path.read_bytes(), tmp_path)
     assert status == 200
-    command = [sys.executable, "-m", "tightfit", "diagnose", str(path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "80"})
+    done = warm_desk.run("diagnose", str(path), "--json")
     found, shown = json.loads(done.stdout), html.unescape(text)
     told = found["verdict"] or found["also"][0]
     assert told["cause"] in shown
@@ -47,7 +47,7 @@ def test_the_page_says_what_the_command_line_says(path: Path, tmp_path: Path) ->
     assert all(line["text"][:400] in shown for line in told["evidence"][:12])
 
 
-@pytest.mark.parametrize("path", CAPTURED, ids=lambda path: path.stem)
+@table("path", CAPTURED, ids=lambda path: path.stem)
 def test_every_captured_log_gets_the_verdict_of_its_file(path: Path) -> None:
     found = diagnose_view.diagnosed(path.read_bytes(), path.name).verdict
     wanted = judge(Evidence(logs=(LogSource(name=path.name, path=path),))).verdict

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tables import table
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import HTML, client, step_line, written
@@ -37,7 +39,7 @@ def grounds(tmp_path: Path) -> Path:
         "0/./../other", "0/~", "0/%2e%2e/other", "0/..\\other",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("view", ["view", "stream", "log"])
+@table("view", ["view", "stream", "log"])
 def test_what_is_not_below_the_roots_is_not_there(word: str, view: str, grounds: Path) -> None:
     answer = client(grounds).get(f"/runs/{view}", params={"run": word, "name": "logs/rank-0.log"}, headers=HTML)
     assert answer.status_code == 404

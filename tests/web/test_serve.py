@@ -22,6 +22,7 @@ import pytest
 from ui_load import READERS, drain, reader, spent_s
 
 import patience
+import warm_desk
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,7 +32,7 @@ UI = [sys.executable, "-W", "error", "-m", "tightfit", "ui", "--no-open"]
 
 
 def refused(*words: str, cwd: Path) -> str:
-    done = subprocess.run([*UI, *words], capture_output=True, text=True, check=False, cwd=cwd, timeout=30)
+    done = warm_desk.run("ui", "--no-open", *words, cwd=cwd)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

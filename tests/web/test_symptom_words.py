@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-import pytest
 import yaml
+
+from tables import table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -89,7 +90,7 @@ def causes(symptom: Symptom) -> Iterator[str]:
     yield f"{filled(symptom.cause, {'where': ''})}."
 
 
-@pytest.mark.parametrize("symptom", catalogue().symptoms, ids=lambda symptom: symptom.id)
+@table("symptom", catalogue().symptoms, ids=lambda symptom: symptom.id)
 def test_a_verdict_is_told_whatever_the_log_fills_in(symptom: Symptom) -> None:
     if symptom.cause != "{sentence}":
         assert untold(causes(symptom)) == []
@@ -97,7 +98,7 @@ def test_a_verdict_is_told_whatever_the_log_fills_in(symptom: Symptom) -> None:
     assert is_told(symptom.title)
 
 
-@pytest.mark.parametrize("path", CAPTURED, ids=lambda path: path.stem)
+@table("path", CAPTURED, ids=lambda path: path.stem)
 def test_the_verdict_of_every_captured_log_is_told(path: Path) -> None:
     found = diagnose_view.diagnosed(path.read_bytes(), path.name)
     for verdict in (*((found.verdict,) if found.verdict else ()), *found.also):
