@@ -70,7 +70,7 @@ test-busy: lint  ## the same beside eight processes that take whatever they get 
 check: lint  ## lint, types and the quick tests: what to run before a commit
 	@$(call typed_and_tested,-m "not slow and not thorough")
 
-test-all: lint  ## the slow tests as well, and every property with all its examples
+test-all: lint  ## the slow tests as well
 	@$(call typed_and_tested)
 
 format: $(VENV)/.ready  ## rewrite the code as the linter wants it

@@ -1,10 +1,14 @@
-"""`tightfit …` as a process of its own, without the second in which one imports what it needs.
+"""`tightfit …` as a process of its own, without the seconds in which one imports what it needs.
 
     done = warm_desk.run("estimate", "--model", "tiny_llama", env={...})
+    process = warm_desk.Process("train", "--model", "tiny_llama", ranks=True)
 
 One process has every verb's modules loaded and nothing else done; it forks a child for each command line. The child
 has its own environment, folder, streams and exit code, as `python -W error -m tightfit` would. What Python itself reads
 when it starts (`PYTHON…`, the locale) cannot be told to a fork: then a process is started from scratch.
+
+With `ranks` it is another process that forks, which has torch and the worker loaded too. Workers that its children
+start are forked from them in turn: real processes and children of their desk, but with what they import there already.
 
 As a script this file is that process: requests come in as lines of JSON, and answers go out the same way.
 """
@@ -17,68 +21,121 @@ import gc
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-sys.path.append(str(Path(__file__).parent))  # a script of another folder imports this
+sys.path.append(str(Path(__file__).parent))  # a script has only its own folder
+sys.path.append(str(Path(__file__).parent / "train"))
 
 import patience
 
 LIMIT_S = 120.0
+READ_AT_START = ("PYTHON", "LC_", "LANG")
 
 
 def run(
-    *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = LIMIT_S
+    *words: str,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = LIMIT_S,
+    ranks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """One command line, to its end. `env`: all of it; None: this process's."""
-    given = dict(os.environ if env is None else env)
-    if read_at_start(given) != read_at_start(os.environ):
+    if any(name.startswith(READ_AT_START) and os.environ.get(name) != env[name] for name in env or ()):
         command = [sys.executable, "-W", "error", "-m", "tightfit", *words]
-        return subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, check=False, timeout=timeout)
-    with tempfile.TemporaryDirectory() as folder:
-        request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": given, "into": folder, "limit_s": timeout}
-        code = server().ask(request)
-        out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("out", "err"))
-    if code is None:
-        raise subprocess.TimeoutExpired(words, timeout, out, err)
-    return subprocess.CompletedProcess(words, code, out, err)
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=timeout)
+    process = Process(*words, cwd=cwd, env=env, ranks=ranks)
+    try:
+        out, err = process.communicate(timeout)
+    finally:
+        process.kill()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
-def read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(("PYTHON", "LC_", "LANG"))}
+class Process:
+    """A command line that runs, with what tests use of `subprocess.Popen`."""
+
+    def __init__(
+        self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, ranks: bool = False
+    ) -> None:
+        self.words, self.returncode, self._server = words, None, server(ranks)
+        self._folder = tempfile.mkdtemp(prefix="tightfit-desk-")
+        given = dict(os.environ if env is None else env)
+        request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": given, "into": self._folder}
+        self.pid: int = self._server.ask(request)
+        self.returncode: int | None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._server.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float = LIMIT_S) -> int:
+        end = patience.now() + timeout
+        while (code := self.poll()) is None:
+            if patience.now() > end:
+                raise subprocess.TimeoutExpired(self.words, timeout)
+            time.sleep(0.005)
+        return code
+
+    def communicate(self, timeout: float = LIMIT_S) -> tuple[str, str]:
+        """What it said, once it has ended."""
+        self.wait(timeout)
+        out, err = (Path(self._folder, name).read_text(encoding="utf-8") for name in ("out", "err"))
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it, and forget what it said."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Server:
-    def __init__(self) -> None:
-        command = [sys.executable, "-W", "error", __file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, ranks: bool) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if ranks else {}
+        self._process = subprocess.Popen(
+            [sys.executable, *([] if ranks else ["-W", "error"]), __file__, *(["ranks"] if ranks else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environment, **threads},
+        )
 
-    def ask(self, request: Mapping[str, object]) -> int | None:
-        """The exit code; None: it did not end in time."""
+    def ask(self, request: Mapping[str, object]) -> Any:
+        """Start a command line and get its number; or poll one, for its exit code."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the process that forks has ended"
-        code: int | None = json.loads(answer)
-        return code
+        return json.loads(answer)
 
     def end(self) -> None:
         self._process.communicate()
 
 
 @functools.cache
-def server() -> Server:
-    """One for all tests of this process."""
-    started = Server()
+def server(ranks: bool) -> Server:
+    """One of each for all tests of this process."""
+    started = Server(ranks)
     atexit.register(started.end)
     return started
 
@@ -86,65 +143,132 @@ def server() -> Server:
 # --- the process that forks -----------------------------------------------------------------------
 
 
-def serve() -> None:
+def serve(ranks: bool) -> None:
     from tightfit.cli import VERBS
 
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # what libraries print while they are loaded is no answer
+    if ranks:
+        import warm
+
+        warm.load()
     for module, _ in VERBS.values():
         import_module(module)
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
-        request = json.loads(line)
+    with open(requests, encoding="utf-8") as lines:
+        for line in lines:
+            request = json.loads(line)
+            if "poll" in request:
+                ended, status = os.waitpid(request["poll"], os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if ended else None
+            else:
+                answer = fork(functools.partial(become, request, ranks))
+            os.write(answers, (json.dumps(answer) + "\n").encode())
+    os._exit(0)  # libraries have much to say when they are taken down
+
+
+def fork(work: Callable[[], int | str | None]) -> int:
+    """A child that does this and ends as a Python script does; its number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a desk that forks has threads; none of them holds a lock
         child = os.fork()
-        if child == 0:
-            become(request)
-        sys.stdout.write(json.dumps(wait(child, request["limit_s"])) + "\n")
-        sys.stdout.flush()
-
-
-def wait(child: int, limit_s: float) -> int | None:
-    end = patience.now() + limit_s
-    while patience.now() < end:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
-
-
-def become(request: Mapping[str, object]) -> None:
-    """The command line, in this child; never comes back."""
-    code: object = 1
+    if child:
+        return child
+    code: int | str | None = 1
     try:
-        into = Path(str(request["into"]))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(into / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-        sys.stdin = io.TextIOWrapper(io.FileIO(0))
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w")), encoding="utf-8")
-        sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, "w")), encoding="utf-8", line_buffering=True)
-        os.environ.clear()
-        os.environ.update(request["env"])  # type: ignore[call-overload]
-        os.chdir(str(request["cwd"]))
-        sys.argv = ["tightfit", *request["words"]]  # type: ignore[misc]
-        from tightfit.cli import main
-
-        code = main()
+        gc.freeze()  # what is left of the parent would close files of the child when it is collected
+        code = work()
     except SystemExit as end:
         code = end.code
-        if isinstance(code, str):
-            sys.stderr.write(f"{code}\n")
-            code = 1
     except BaseException:
         traceback.print_exc()
     finally:
-        atexit._run_exitfuncs()
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0)
+        os._exit(code if isinstance(code, int) else code is not None)
+    raise AssertionError
+
+
+def take_streams(streams: Sequence[int], kept: Sequence[int] = ()) -> None:
+    """Standard input, output and error; every other file of the parent is closed, but for those that are kept."""
+    tempfile.tempdir = None  # a child may be told another one
+    for number, file in enumerate([os.dup(file) for file in streams]):
+        os.dup2(file, number)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            try:
+                os.close(int(name))
+            except OSError:
+                continue  # it was the listing itself
+    sys.stdin = io.TextIOWrapper(io.FileIO(0))
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w")), encoding="utf-8")
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(2, "w")), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+def become(request: Mapping[str, Any], ranks: bool) -> int:
+    """The command line, in this child."""
+    writes = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    take_streams([nothing, *(os.open(Path(request["into"], name), writes) for name in ("out", "err"))])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = ["tightfit", *request["words"]]
+    if ranks:
+        subprocess.Popen = Forking  # type: ignore[misc]
+    from tightfit.cli import main
+
+    code = main()
+    atexit._run_exitfuncs()
+    return code
+
+
+class Forking(subprocess.Popen):  # type: ignore[type-arg]
+    """Forks a worker, and starts anything else as ever."""
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any,
+        start_new_session: bool, *more: Any,
+    ) -> None:  # fmt: skip
+        pipes = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        if list(args[:3]) != [sys.executable, "-m", "tightfit.train"]:
+            given = (executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *pipes)
+            rest = (restore_signals, gid, gids, uid, umask, start_new_session, *more)
+            super()._execute_child(args, *given, *rest)  # type: ignore[misc]
+            return
+
+        def work() -> int | str | None:
+            if start_new_session:
+                os.setsid()
+            given = enumerate((p2cread, c2pwrite, errwrite))
+            take_streams([number if file == -1 else file for number, file in given], pass_fds)
+            for number in signal.valid_signals():
+                if signal.getsignal(number) not in (signal.SIG_DFL, None):
+                    signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            subprocess.Popen = Forking.__bases__[0]  # type: ignore[misc]
+            if env is not None:
+                os.environ.clear()
+                os.environ.update(env)
+            os.chdir(cwd or Path.cwd())
+            sys.argv = list(args[2:])
+            from tightfit.train.__main__ import main
+
+            return main(args[3:])
+
+        self.pid = fork(work)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
-    serve()
+    serve("ranks" in sys.argv)

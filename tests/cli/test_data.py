@@ -18,7 +18,7 @@ pytestmark = pytest.mark.thorough
 
 def preview(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
-    return warm_desk.run("data", "preview", *words, cwd=cwd, env=env)
+    return warm_desk.run("data", "preview", *words, cwd=cwd, env=env, ranks=True)
 
 
 def shown(*words: str, cwd: Path | None = None) -> str:

@@ -129,6 +129,7 @@ def test_torch_is_never_imported(bench: Bench) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.thorough
 def test_where_only_the_desk_is_installed(bench: Bench) -> None:
     """A search path with the desk's own dependencies and nothing else."""
     site = bench.folder / "site"
@@ -174,6 +175,7 @@ def test_a_job_on_a_machine_whose_driver_hangs(bench: Bench) -> None:
 # --- machines that are not here -----------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_two_h200s_of_nvidia(bench: Bench) -> None:
     h200s(bench)
     tree = bench.tree()
@@ -190,6 +192,7 @@ def test_two_h200s_of_nvidia(bench: Bench) -> None:
     assert "NVLink" in found["links"]["what"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("answer", "total"),
     [
@@ -240,6 +243,7 @@ def test_a_broken_driver_is_red(bench: Bench) -> None:
     assert "Driver/library version mismatch" in found["gpu-tool"]["what"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", ["", "\x00\x01", "{", "[[[[", "0, 1\n", "card0\n" * 50])
 def test_tools_that_talk_nonsense(bench: Bench, text: str) -> None:
     for name in TOOLS:

@@ -14,29 +14,30 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 from small_adapters import adapter_of, base_of, loaded
 
+import warm_desk
 from tightfit.cli.export import export
 from tightfit.types import UserError
 
 pytestmark = pytest.mark.thorough
 
 
-def test_a_run_and_its_default_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_its_default_place(tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", "llama")
     run = tmp_path / "run"
     (run / "plan").mkdir(parents=True)
     (run / "plan" / "worker.json").write_text('{"levers": {"method": "qlora"}}', encoding="utf-8")
     adapter_of(run / "model", base, {"target_modules": ["q_proj"]})
-    assert export([str(run), "--dtype", "bf16"]) == 0
-    said = capsys.readouterr().out
+    done = warm_desk.run("export", str(run), "--dtype", "bf16", ranks=True)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     assert f"the adapter, merged: {run / 'export'}" in said
     assert "the base was quantised while the adapter was trained" in said
     assert all(tensor.dtype == torch.bfloat16 for tensor in loaded(run / "export").values())
 
 
-def test_a_whole_model_in_another_dtype_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_model_in_another_dtype_and_as_json(tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", "qwen2")
-    assert export([str(base), "--dtype", "fp16", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(warm_desk.run("export", str(base), "--dtype", "fp16", "--json", ranks=True).stdout)
     assert (told["kind"], told["dtype"], told["folder"]) == ("model", "fp16", str(tmp_path / "base-export"))
     theirs = loaded(base)
     ours = loaded(tmp_path / "base-export")
@@ -92,7 +93,7 @@ def test_a_deepspeed_checkpoint_of_another_program(tmp_path: Path, checkpoint: t
     with pytest.raises(UserError, match="--config"):
         export([str(folder), "--to", str(tmp_path / "out"), "--trust-pickle"])
     words = [str(folder), "--to", str(tmp_path / "out"), "--trust-pickle", "--config", str(tmp_path / "base")]
-    assert export(words) == 0
+    assert warm_desk.run("export", *words, ranks=True).returncode == 0
     state = loaded(tmp_path / "out")
     del state["lm_head.weight"]  # tied
     assert sum(tensor.double().sum().item() for tensor in state.values()) == pytest.approx(total, abs=1e-4)

@@ -295,6 +295,7 @@ def test_without_a_gpu_the_cpu_stands_in(shell: Shell, monkeypatch: pytest.Monke
 # --- nothing fits -------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_nothing_fits_is_an_answer_with_what_would(shell: Shell) -> None:
     text = " ".join(shell.run(*HOPELESS).split())
     assert "Nothing fits that keeps the training as it is." in text
@@ -460,6 +461,7 @@ def test_a_flag_about_layers_that_are_not_there(shell: Shell, model: str, flag: 
     assert said not in shell.json(*asked)["because"]
 
 
+@pytest.mark.thorough
 def test_allowed_changes_that_do_not_help_say_why(shell: Shell) -> None:
     text = " ".join(shell.run(*HOPELESS, "--allow", "quantize,8bit-optimizer").split())
     assert "Nothing fits, even with what was allowed." in text
@@ -478,11 +480,13 @@ def test_slower_is_told_in_time(shell: Shell) -> None:
     assert "slower" not in text
 
 
+@pytest.mark.thorough
 def test_a_tier_that_does_not_fit_says_so(shell: Shell) -> None:
     text = shell.run("--model", "7b_mamba", "--gpus", "2x24GB", "--host-ram", "32GB", "--tier", "stage3")
     assert "The tier stage3 does not fit: it needs " in text
 
 
+@pytest.mark.thorough
 def test_a_tier_that_does_not_fit_names_those_that_do(shell: Shell) -> None:
     asked = ("--model", "7b_mamba", "--gpus", "2x24GB", "--host-ram", "256GB")
     fitting = [each["tier"] for each in shell.json(*asked, "--tier", "all")["tiers"] if each["fits"]]
@@ -504,6 +508,7 @@ def test_the_longest_sequence(shell: Shell) -> None:
     assert f"The longest sequence that fits: {longest} tokens." in shell.run(*asked, "--max", "seq")
 
 
+@pytest.mark.thorough
 def test_the_largest_micro_batch_and_model(shell: Shell) -> None:
     answer = shell.json("--model", "qwen1.5-0.5b", "--gpus", "1x12GB", "--max", "micro_batch")
     most = answer["max"]["value"]
@@ -573,6 +578,7 @@ ONLY_FSDP2 = ("--model", "qwen2.5-7b", "--gpus", "8xRTX4090", "--host-ram", "20G
 WAY_OUT = "As it is, nothing fits that --launcher deepspeed starts: with --launcher torchrun FSDP2 would."
 
 
+@pytest.mark.thorough
 def test_where_only_fsdp2_fits_another_launcher_is_named(shell: Shell, tmp_path: Path) -> None:
     assert shell.json(*ONLY_FSDP2, "--launcher", "torchrun")["chosen"]["levers"]["engine"] == "fsdp2"
     answer = shell.json(*ONLY_FSDP2, "--launcher", "deepspeed")
@@ -590,6 +596,7 @@ def test_where_only_fsdp2_fits_another_launcher_is_named(shell: Shell, tmp_path:
     assert not any("torchrun" in sentence for sentence in hopeless["because"]), "that would not help"
 
 
+@pytest.mark.thorough
 def test_the_most_that_fits_is_what_the_launcher_can_start(shell: Shell) -> None:
     assert shell.json(*ONLY_FSDP2, "--max", "seq")["max"]["value"] > 0
     answer = shell.json(*ONLY_FSDP2, "--max", "seq", "--launcher", "deepspeed")

@@ -46,6 +46,7 @@ def check_written(found: tightfit.api.Planned, gpus: str, folder: Path, **ram: s
     assert "exec llamafactory-cli train llamafactory.yaml" in launch
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 def test_the_file_that_is_written_reproduces_the_plan(question: dict[str, str], tmp_path: Path) -> None:
     found = tightfit.plan(trainer="llamafactory", **question)
@@ -67,6 +68,7 @@ def test_every_preset_on_every_size_of_card(model: str, method: str, tmp_path: P
             check_written(found, gpus, tmp_path / str(number), host_ram="512GB")
 
 
+@pytest.mark.thorough
 def test_without_for_a_file_that_does_not_fit_is_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import patience
+import warm_desk
 from tightfit.cli import main
 from tightfit.cli.rehearse_request import _device, rehearsed
 from tightfit.hardware.occupancy import Device
@@ -28,9 +29,7 @@ SMALL = ("--model", "tiny_llama", "--seq", "64", "--world", "2")
 
 
 def rehearse(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        (*TIGHTFIT, "rehearse", *words), capture_output=True, text=True, timeout=240, check=False, **more
-    )
+    return warm_desk.run("rehearse", *words, timeout=240, ranks=True, **more)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -67,6 +67,7 @@ def test_every_entry_reads_well() -> None:
         assert all(remedy.text.endswith(".") for remedy in symptom.remedies), symptom.id
 
 
+@pytest.mark.thorough
 def test_no_line_that_fits_is_sieved_out() -> None:
     """Whatever an expression matches has its word as a whole word, and all of its runs."""
     texts = [section.evidence.logs[0].text or "" for path in FIXTURES.glob("*.txt") for section in sections(path)]

@@ -45,6 +45,7 @@ def test_random_bytes(tmp_path: Path, data: bytes) -> None:
     assert judged(data, tmp_path) == judged(data, tmp_path)
 
 
+@pytest.mark.thorough
 @relaxed()
 @given(st.sampled_from(LOGS), st.randoms(use_true_random=False))
 def test_true_logs_torn_and_shuffled(tmp_path: Path, log: bytes, chance: random.Random) -> None:
@@ -71,6 +72,7 @@ def test_numbers_that_no_machine_has(tmp_path: Path, digits: int) -> None:
     assert verdict.kind == "device-oom"
 
 
+@pytest.mark.thorough
 def test_the_same_answer_each_time() -> None:
     """Whatever order a process keeps its sets in."""
     log = str(CORPUS / "oom-logits--eight-ranks-and-a-watchdog.log")

@@ -476,6 +476,7 @@ KEYS = sorted(
 SMALL = st.integers(min_value=-1, max_value=64)
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     family=st.sampled_from([*sorted(FAMILIES), "gemma3"]) | JSON,

@@ -71,6 +71,7 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_the_choice_is_that_of_trying_everything(name: str) -> None:
     question = QUESTIONS[name]()

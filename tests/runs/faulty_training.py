@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import warm_desk
 from tightfit.runs.attempts import AttemptRecord, read_records
 from tightfit.runs.processes import PROC
 
@@ -65,11 +66,11 @@ class Trained:
         found += map(str, (self.folder.parent / "cache").rglob("reservations/*.json"))
         for entry in PROC.glob("[0-9]*"):
             try:
-                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                held = [os.readlink(entry / "cwd"), *(os.readlink(each) for each in (entry / "fd").iterdir())]
             except OSError:
                 continue
-            if str(self.folder) in command:
-                found.append(command.replace("\0", " "))
+            if any(each.startswith(f"{self.folder}/") or each == str(self.folder) for each in held):
+                found.append(f"{entry.name}: {(entry / 'cmdline').read_bytes().decode(errors='replace')}")
         return found
 
 
@@ -81,10 +82,11 @@ def train(folder: Path, *words: str, faults: str = "", place: Path | None = None
         out, err = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
+    assert process.returncode is not None
     return Trained(output, process.returncode, out, err)
 
 
-def begin(folder: Path, *words: str, faults: str = "") -> subprocess.Popen[str]:
+def begin(folder: Path, *words: str, faults: str = "") -> warm_desk.Process:
     """With a cache of its own."""
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
@@ -92,12 +94,8 @@ def begin(folder: Path, *words: str, faults: str = "") -> subprocess.Popen[str]:
         "TIGHTFIT_FAULTS": faults,
         "COLUMNS": "100",
     }
-    command = [sys.executable, "-m", "tightfit", "train", *JOB]
-    if "--max-steps" not in words:
-        command += ["--max-steps", str(STEPS)]
-    return subprocess.Popen(
-        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=env
-    )
+    steps = () if "--max-steps" in words else ("--max-steps", str(STEPS))
+    return warm_desk.Process("train", *JOB, *steps, *words, cwd=folder, env=env, ranks=True)
 
 
 def same_course(trained: Trained, reference: Trained) -> None:

@@ -13,29 +13,36 @@ from pathlib import Path
 import pytest
 
 import patience
+import warm_desk
 
 pytestmark = pytest.mark.thorough
 
 SMALL = ("--model", "tiny_llama", "--seq", "32", "--micro-batch", "1", "--accum", "1")
 
 
-def command(folder: Path, *words: str) -> subprocess.Popen[str]:
+def surroundings(folder: Path) -> dict[str, str]:
     """The run has a cache of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tightfit", "train", *SMALL, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"},
-    )
+    return os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+
+
+def command(folder: Path, *words: str) -> warm_desk.Process:
+    return warm_desk.Process("train", *SMALL, *words, cwd=folder, env=surroundings(folder), ranks=True)
 
 
 def test_a_training_from_end_to_end(tmp_path: Path) -> None:
-    process = command(tmp_path, "--data", "shipped:text", "--max-steps", "3", "--json")
-    out, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err
-    told = json.loads(out)
+    """Every process is one of its own from its start, as a user has them."""
+    words = ("--data", "shipped:text", "--max-steps", "3", "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "tightfit", "train", *SMALL, *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=surroundings(tmp_path),
+        check=False,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
     assert (told["state"], told["steps"]) == ("done", 3)
     assert (tmp_path / "output/model/config.json").exists()
     assert not (tmp_path / "output/lock").exists()

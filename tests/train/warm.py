@@ -78,14 +78,14 @@ class Warm:
 def serve() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what libraries print while they are loaded is no answer
-    _load()
+    load()
     for line in sys.stdin:
         request = json.loads(line)
         children = [_fork(request["argv"], Rank(**rank)) for rank in request["ranks"]]
         os.write(answers, (json.dumps(_wait(children)) + "\n").encode())
 
 
-def _load() -> None:
+def load() -> None:
     """All that every child would do alike, short of what starts threads: those do not live on in a fork."""
     import deepspeed  # noqa: F401
     import torch
