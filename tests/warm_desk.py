@@ -67,12 +67,19 @@ class Process:
     """A command line that runs, with what tests use of `subprocess.Popen`."""
 
     def __init__(
-        self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, ranks: bool = False
+        self,
+        *words: str,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        ranks: bool = False,
+        worker: bool = False,
     ) -> None:
-        self.words, self.returncode, self._server = words, None, server(ranks)
+        """`worker`: it is no command line of the desk's, but one of `python -m tightfit.train`."""
+        self.words, self.returncode, self._server = words, None, server(ranks or worker)
         self._folder = tempfile.mkdtemp(prefix="tightfit-desk-")
         given = dict(os.environ if env is None else env)
-        request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": given, "into": self._folder}
+        request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": given}
+        request |= {"into": self._folder, "worker": worker}
         self.pid: int = self._server.ask(request)
         self.returncode: int | None
 
@@ -219,6 +226,10 @@ def become(request: Mapping[str, Any], ranks: bool) -> int:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.argv = ["tightfit", *request["words"]]
+    if request["worker"]:
+        from tightfit.train.__main__ import main as work
+
+        return work(request["words"])
     if ranks:
         subprocess.Popen = Forking  # type: ignore[misc]
     from tightfit.cli import main

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from plain import write_examples
-from running import LIMIT_S, Ran, run_ranks, start_ranks, write_plan
+from running import Ran, run_ranks, write_plan
 from torch import Tensor
 
 from tightfit.train.deepspeed_checkpoint import MASTER, MOMENTS, WEIGHT, open_deepspeed
@@ -60,14 +59,10 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Any:
             plan = write_plan(folder / "plan", 2, **flags, engine="zero2", micro_batch=2)
             saved = folder / "saved"
             program = Path(__file__).with_name("other_program.py")
-            command = [sys.executable, str(program), str(plan), str(stage), str(SAVED), str(saved)]
-            started = start_ranks(command, 2, folder / "cache")
-            try:
-                said = [process.communicate(timeout=LIMIT_S) for process in started]
-            finally:
-                for process in started:
-                    process.kill()
-            assert [process.returncode for process in started] == [0, 0], said
+            words = [str(each) for each in (program, plan, stage, SAVED, saved)]
+            instead = f"import os, runpy, sys\nsys.argv = {words!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+            ran = run_ranks(plan, cache=folder / "cache", first=f"{instead}\nsys.stdout.flush()\nos._exit(0)")
+            assert ran.codes == [0, 0], ran.stderr
             _begun[stage, precision, method] = Begun(saved, json.loads((saved / "losses.json").read_text()), data)
         return _begun[stage, precision, method]
 

@@ -15,6 +15,7 @@ import pytest
 from running import write_plan
 
 import patience
+import warm_desk
 from tightfit.formats.launch.slurm import slurm_sbatch
 from tightfit.formats.target import Target
 from tightfit.job.file import job_from_flags
@@ -57,10 +58,7 @@ def test_a_rank_that_waits_for_another_leaves_at_once(tmp_path: Path, number: si
     """In a call of torch's that lasts for half an hour."""
     folder = write_plan(tmp_path, 2, **SMALL)
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json")]
-    process = subprocess.Popen(
-        command, env={**os.environ, **told}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    process = warm_desk.Process(str(folder / "worker.json"), env={**os.environ, **told}, worker=True)
     deadline = patience.now() + 60
     events = tmp_path / "run" / "events.jsonl"
     while not events.exists() or '"start"' not in events.read_text():
@@ -69,6 +67,7 @@ def test_a_rank_that_waits_for_another_leaves_at_once(tmp_path: Path, number: si
     time.sleep(1)  # it is in the store's wait by now
     process.send_signal(number)
     _, err = process.communicate(timeout=5)
+    process.kill()
     assert process.returncode == 128 + number, err
     assert "Traceback" not in err
     assert not (tmp_path / "run" / "errors").exists(), "to be asked is no failure"

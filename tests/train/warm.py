@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,6 +114,8 @@ def _fork(argv: list[str], rank: Rank) -> int:
             code = _child(argv, rank)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return child
