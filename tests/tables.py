@@ -35,7 +35,7 @@ def table(
 
         signature = inspect.signature(test)
         rest = [each for name, each in signature.parameters.items() if name not in listed]
-        ask_each.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        ask_each.__signature__ = signature.replace(parameters=rest)
         return ask_each
 
     return decorate

@@ -231,7 +231,7 @@ def become(request: Mapping[str, Any], ranks: bool) -> int:
 
         return work(request["words"])
     if ranks:
-        subprocess.Popen = Forking  # type: ignore[misc]
+        subprocess.Popen = Forking
     from tightfit.cli import main
 
     code = main()
@@ -239,7 +239,7 @@ def become(request: Mapping[str, Any], ranks: bool) -> int:
     return code
 
 
-class Forking(subprocess.Popen):  # type: ignore[type-arg]
+class Forking(subprocess.Popen):
     """Forks a worker, and starts anything else as ever."""
 
     def _execute_child(
@@ -252,7 +252,7 @@ class Forking(subprocess.Popen):  # type: ignore[type-arg]
         if list(args[:3]) != [sys.executable, "-m", "tightfit.train"]:
             given = (executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *pipes)
             rest = (restore_signals, gid, gids, uid, umask, start_new_session, *more)
-            super()._execute_child(args, *given, *rest)  # type: ignore[misc]
+            super()._execute_child(args, *given, *rest)
             return
 
         def work() -> int | str | None:
@@ -266,7 +266,7 @@ class Forking(subprocess.Popen):  # type: ignore[type-arg]
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGPIPE, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            subprocess.Popen = Forking.__bases__[0]  # type: ignore[misc]
+            subprocess.Popen = Forking.__bases__[0]
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)
@@ -278,7 +278,7 @@ class Forking(subprocess.Popen):  # type: ignore[type-arg]
 
         self.pid = fork(work)
         self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*pipes)
 
 
 if __name__ == "__main__":
