@@ -320,6 +320,8 @@ class Lever:
     """Its name on the command line, in JSON and in `levers:` of a job; empty: the field's own."""
     free: bool = True
     """It changes no result: the planner chooses it, and a job may pin it. Otherwise it is a field of `Job` too."""
+    kept: bool = False
+    """What is installed decides it, or the user alone: the next plan of the same training has it as well."""
     least: int | None = None
     most: int | None = None
     """The largest that anybody can mean: no model reads longer texts, none is wider. More would only keep the search
@@ -350,6 +352,7 @@ def lever(  # noqa: PLR0913 (what can be said of one)
     *,
     flag: str = "",
     free: bool = True,
+    kept: bool = False,
     least: int | None = None,
     most: int | None = None,
     form: tuple[str, str, str] | None = None,
@@ -358,7 +361,16 @@ def lever(  # noqa: PLR0913 (what can be said of one)
 ) -> Value:
     """A dataclass field that is a lever."""
     about = Lever(
-        help=help, group=group, flag=flag, free=free, least=least, most=most, form=form, also=also, deepspeed=deepspeed
+        help=help,
+        group=group,
+        flag=flag,
+        free=free,
+        kept=kept,
+        least=least,
+        most=most,
+        form=form,
+        also=also,
+        deepspeed=deepspeed,
     )
     made: Value = field(default=default, metadata={"lever": about})
     return made
@@ -524,9 +536,9 @@ class Levers:
         "what saves memory",
     )
     loss: Loss = lever("plain", "fused: the logits are never whole in memory (plain)", "what saves memory")
-    attention: AttentionKernel = lever("sdpa", "the attention kernel (sdpa)", "what saves memory")
+    attention: AttentionKernel = lever("sdpa", "the attention kernel (sdpa)", "what saves memory", kept=True)
     optimizer: Optimizer = lever("adamw", "the optimizer (adamw, with fp32 states)", "the training", free=False)
-    scan: Scan = lever("official", "the selective scan of Mamba models (official)", "what saves memory")
+    scan: Scan = lever("official", "the selective scan of Mamba models (official)", "what saves memory", kept=True)
     frozen_layers: int = lever(
         0, "the lowest N layers and the embedding do not train (0)", "the training", free=False, least=0
     )
@@ -550,12 +562,14 @@ class Levers:
         DEEPSPEED_VERSION,
         "the DeepSpeed whose behaviour is priced",
         "DeepSpeed's buffers",
+        kept=True,
         form=("V", r"\d+\.\d+(\.\d+)?([.+]?\w+)*", f"a version such as {DEEPSPEED_VERSION}"),
     )
     dataloader_workers: int = lever(
         0,
         "data loading processes of each rank (0)",
         "the host",
+        kept=True,
         least=0,
         most=1_024,
         also=("dataloader_num_workers",),

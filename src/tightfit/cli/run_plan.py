@@ -15,7 +15,7 @@ from tightfit.diagnose.verdict import Verdict
 from tightfit.formats.deepspeed import read as deepspeed_file
 from tightfit.formats.llamafactory import read as llamafactory_file
 from tightfit.formats.llamafactory.job import read_llamafactory_job
-from tightfit.inputs.flags import flags_from_levers
+from tightfit.inputs.flags import LEVERS, flags_from_levers
 from tightfit.inputs.surroundings import inherited
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Adapters, Allowance, Job
@@ -51,21 +51,12 @@ LENGTHS = (
     "max_seq_len",
     "sequence_length",
 )
-PINS = ("loss", "attention", "scan", "dataloader_workers", "deepspeed_version")
+PINS = ("loss", *(flag for flag, lever in LEVERS.items() if lever.kept))
 """What a config cannot be told to change without knowing which packages are installed there."""
 STAYS = ("engine", "offload_optimizer", "offload_param")
-_KEYS = {
-    "reduce_bucket": "reduce_bucket_size",
-    "allgather_bucket": "allgather_bucket_size",
-    "prefetch_bucket": "stage3_prefetch_bucket_size",
-    "persistence_threshold": "stage3_param_persistence_threshold",
-    "max_live_parameters": "stage3_max_live_parameters",
-    "max_reuse_distance": "stage3_max_reuse_distance",
-    "sub_group_size": "sub_group_size",
-    "overlap_comm": "overlap_comm",
-}
-BUCKETS = tuple(name for name in _KEYS if name != "sub_group_size")
-_BELOW_3 = ("reduce_bucket", "allgather_bucket", "overlap_comm")
+BUCKETS = tuple(flag for flag, lever in LEVERS.items() if lever.block == "buckets")
+_KEYS = {LEVERS[flag].name: LEVERS[flag].deepspeed for flag in BUCKETS} | {"sub_group_size": "sub_group_size"}
+_BELOW_3 = tuple(flag for flag in BUCKETS if not LEVERS[flag].deepspeed.startswith("stage3_"))
 SCHEME_TOKENS = 256
 
 

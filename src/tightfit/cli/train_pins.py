@@ -9,10 +9,11 @@ from typing import Any
 
 from tightfit.desk.plan_request import Request
 from tightfit.formats.worker.write import seeded
+from tightfit.inputs.flags import LEVERS, flags_from_levers
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
 from tightfit.model.presets import PRESETS, checkpoint_of
-from tightfit.types import Buckets, Mamba1, Mamba2, ModelError
+from tightfit.types import Buckets, Levers, Mamba1, Mamba2, ModelError
 
 
 def pinned_by_deepspeed(request: Request, path: str) -> Request:
@@ -28,14 +29,10 @@ def pinned_by_deepspeed(request: Request, path: str) -> Request:
         "micro_batch": settings.micro_batch,
         "accum": settings.accumulation,
     }
-    buckets = settings.buckets
-    for name in ("reduce_bucket", "allgather_bucket", "prefetch_bucket", "persistence_threshold"):
-        levers[name] = getattr(buckets, name)
-    levers["max_live_parameters"] = buckets.max_live_parameters
-    if settings.offload_param != "nvme":  # where it must be 0, whatever the file says
-        levers["max_reuse_distance"] = buckets.max_reuse_distance
-    if buckets.overlap_comm is not None:
-        levers["overlap_comm"] = "on" if buckets.overlap_comm else "off"
+    in_words = flags_from_levers(Levers(buckets=settings.buckets))
+    levers |= {flag: value for flag, value in in_words.items() if LEVERS[flag].block == "buckets"}
+    if settings.offload_param == "nvme":  # where it must be 0, whatever the file says
+        del levers["max_reuse_distance"]
     named = {name: value for name, value in levers.items() if value is not None}
     values: dict[str, Any] = {
         "precision": settings.precision,
@@ -47,7 +44,7 @@ def pinned_by_deepspeed(request: Request, path: str) -> Request:
     job = _filled(request.job, values, request.explicit)
     job = replace(job, levers={**named, **request.job.levers})
     kept = f"{settings.file} says {', '.join(f'{name} {value}' for name, value in list(named.items())[:3])}: kept."
-    said = (kept, *settings.because, *_chosen_anew(buckets, settings.file))
+    said = (kept, *settings.because, *_chosen_anew(settings.buckets, settings.file))
     return replace(request, job=job, said=(*request.said, *said))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.hardware.machine import this_machine
-from tightfit.inputs.flags import levers_as_written
+from tightfit.inputs.flags import LEVERS, TRAINING, flags_from_levers, levers_as_written
 from tightfit.job import Adapters, Data, Evaluation, Job, Limits, Machine, Saving
 from tightfit.job.file import model_of
 from tightfit.memory import estimate
@@ -22,8 +22,6 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError, Hardware, Levers, ModelShape
 
-STAYS = ("attention", "scan", "deepspeed_version", "dataloader_workers")
-"""Levers that the next plan has as well: what is installed here decided them, or the user."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.0, 0.89
 
 
@@ -31,7 +29,8 @@ def written_plan(folder: Path) -> Plan:
     """The plan in a run's folder, on this machine; ConfigError: why it cannot be read back."""
     try:
         tree = json.loads((folder / WORKER_FILE).read_text(encoding="utf-8"))
-        job, levers = _job(tree), levers_as_written(tree)
+        levers = levers_as_written(tree)
+        job = _job(tree, levers)
         hardware = _hardware(tree)
         shape = model_of(job)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -64,21 +63,15 @@ def _plan(job: Job, shape: ModelShape, levers: Levers, hardware: Hardware) -> Pl
     )
 
 
-def _job(tree: Mapping[str, Any]) -> Job:
-    levers, model, training, data = tree["levers"], tree["model"], tree["training"], dict(tree["data"])
+def _job(tree: Mapping[str, Any], levers: Levers) -> Job:
+    model, training, data = tree["model"], tree["training"], dict(tree["data"])
     most = data.pop("max_samples")
     data.pop("overlong")
     return Job(
         model=model["weights"] or model["source"],
-        method=levers["method"],
+        **{name: getattr(levers, name) for name in TRAINING if name != "lora"},
         lora=_adapters(tree["lora"]),
-        sequence=levers["seq"],
         effective_batch=tree["effective_batch"],
-        precision=levers["precision"],
-        optimizer=levers["optimizer"],
-        master_weights=levers["master_weights"],
-        frozen_layers=levers["frozen_layers"],
-        trains=levers["trains"],
         data=Data(**data),
         max_samples=most,
         learning_rate=training["learning_rate"],
@@ -95,7 +88,7 @@ def _job(tree: Mapping[str, Any]) -> Job:
         timeout=None if tree["timeout_s"] is None else f"{tree['timeout_s']}s",
         hardware=Machine(nvme_path=tree["nvme_path"]),
         limits=Limits(margin=_margin(tree)),
-        levers={name: levers[name] for name in STAYS},
+        levers={flag: value for flag, value in flags_from_levers(levers).items() if LEVERS[flag].kept},
         tier=tree["tier"],
         trust_remote_code=model["trust_remote_code"],
     )

@@ -48,6 +48,9 @@ def _levers_in(record: type, block: str) -> Iterator[Lever]:
 LEVERS: Mapping[str, Lever] = {lever.flag: lever for lever in _levers_in(Levers, "")}
 """Every lever that can be said, by the name of its flag, in the order of the fields."""
 
+TRAINING = tuple(dict.fromkeys(lever.block or lever.name for lever in LEVERS.values() if not lever.free))
+"""The fields of `Levers` that change the result."""
+
 
 def words_of(lever: Lever) -> tuple[str, ...]:
     """The few words that it takes; empty: it takes something else."""
@@ -292,12 +295,13 @@ _BOUNDED = tuple(lever for lever in LEVERS.values() if lever.most is not None)
 
 
 def levers_as_written(tree: Mapping[str, Any]) -> Levers:
-    """The levers of a plan's `worker.json`, whose sense was checked when it was written."""
+    """The levers of a plan's `worker.json`, whose sense was checked when it was written. What an older version did not
+    know has its default."""
     words, lora, adapters = tree["levers"], tree["lora"], None
     if lora is not None:
         named = {each.name: lora[each.name] for each in fields(Lora)}
         adapters = Lora(**named | {"targets": None if lora["targets"] == "all" else tuple(lora["targets"])})
-    own = {lever.name: words[flag] for flag, lever in LEVERS.items() if not lever.block}
+    own = {lever.name: words[flag] for flag, lever in LEVERS.items() if not lever.block and flag in words}
     own["checkpointing"] = checkpointing_from_word(words["checkpointing"])
     own |= {"packed": tree["data"]["packing"], "gradient_clipping": tree["training"]["clip"] > 0}
     return Levers(**own, lora=adapters, buckets=Buckets(**tree["buckets"]))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from tightfit.inputs.flags import checkpointing_word
+from tightfit.inputs.flags import LEVERS, flags_from_levers
 from tightfit.planner.plan import Way
 from tightfit.priced import strategy_name
 from tightfit.types import Buckets
+
+_STRATEGY = ("engine", "offload_optimizer", "offload_param")
+_SAVING = [flag for flag, lever in LEVERS.items() if lever.group == "what saves memory" and flag not in _STRATEGY]
 
 
 def lever_changes(before: Way, after: Way) -> tuple[str, ...]:
@@ -18,17 +21,14 @@ def lever_changes(before: Way, after: Way) -> tuple[str, ...]:
 
 
 def _words(way: Way) -> dict[str, str]:
-    levers = way.levers
+    levers, said = way.levers, flags_from_levers(way.levers)
     has_buckets = levers.engine not in ("zero0", "fsdp2")
     buckets = [each.name for each in fields(Buckets) if has_buckets or each.name == "pin_memory"]
     return {
         "": strategy_name(levers),
         "GPUs": str(way.world),
         "micro batch × accumulation": f"{levers.micro_batch} × {levers.accumulation}",
-        "checkpointing": checkpointing_word(levers.checkpointing),
-        "loss": levers.loss,
-        "attention": levers.attention,
-        "scan": levers.scan,
+        **{flag: str(said[flag]) for flag in _SAVING},
         **{name.replace("_", " "): _value(getattr(levers.buckets, name)) for name in buckets},
     }
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tightfit.inputs.flags import spelt
+from tightfit.inputs.flags import TRAINING, spelt
 from tightfit.job import Job
 from tightfit.job.fields import FREE_LEVERS
 from tightfit.planner import answered, question_of
@@ -174,12 +174,7 @@ def same_training_question(last: Plan, bounds: Bounds) -> Question:
     question = question_of(_asked(last), shape, last.hardware).within(bounds)
     base = replace(
         question.base,
-        method=now.method,
-        lora=now.lora,
-        sequence=now.sequence,
-        precision=now.precision,
-        optimizer=now.optimizer,
-        master_weights=now.master_weights,
+        **{name: getattr(now, name) for name in TRAINING},
         buckets=replace(question.base.buckets, pin_memory=now.buckets.pin_memory),
     )
     return replace(question, base=base)

@@ -6,11 +6,11 @@ One estimate takes milliseconds and a search some tenths of a second, and whoeve
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_request import request_of
-from tightfit.inputs.flags import check_levers
+from tightfit.inputs.flags import LEVERS, check_levers
 from tightfit.pace import pace
 from tightfit.planner import question_of
 from tightfit.planner.plan import Bounds, Way
@@ -19,11 +19,9 @@ from tightfit.types import Checkpointing, Levers, UserError
 from tightfit.web.plan_answer import Answered
 from tightfit.web.plan_question import Asked
 
-TRAINING = (
-    *("method", "lora", "sequence", "precision", "optimizer", "master_weights", "frozen_layers", "trains"),
-    *("gradient_clipping", "packed", "deepspeed_version"),
-)
-"""The levers that are the user's."""
+_FREE = {lever.block or lever.name for lever in LEVERS.values() if lever.free}
+_OWN = tuple(each.name for each in fields(Levers) if each.name not in _FREE - {"deepspeed_version"})
+"""The levers that the question decides: the user's, and what follows from the job and what is installed."""
 
 
 def guessed(asked: Asked, last: Answered) -> Answered:
@@ -70,7 +68,7 @@ def _priced(question: Question, last: Levers) -> Way:
 
 def _levers(question: Question, last: Levers) -> Levers:
     own = question.base
-    named = {name: getattr(own, name) for name in (*TRAINING, *question.pinned)}
+    named = {name: getattr(own, name) for name in (*_OWN, *question.pinned)}
     levers = replace(last, **named)
     if (levers.checkpointing.layers or 0) > question.shape.n_layers:
         levers = replace(levers, checkpointing=Checkpointing(layers=None))

@@ -18,17 +18,29 @@ from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
 from tightfit.inputs.flags import spelt
+from tightfit.job.fields import FREE_LEVERS
 from tightfit.model import families
 from tightfit.model.presets import PRESETS, checkpoint_named
 from tightfit.types import ConfigError, ModelError
 
 DEFAULTS: dict[str, str] = {"model": "7b_mamba", "gpus": "6", "card": "32GB", "host_ram": "256GB", "seq": "2048"}
 """What is asked where the address says nothing at all."""
-WORDS = (
-    *("for", "method", "precision", "optimizer", "host_ram", "nvme", "margin", "engine", "offload_optimizer"),
-    *("offload_param", "checkpointing", "loss", "attention", "scan", "lora_targets", "epochs", "tier"),
+PINS = tuple(
+    lever
+    for lever in FREE_LEVERS.values()
+    if lever.group in ("the training", "what saves memory") and lever.type is not bool
 )
-NUMBERS = ("lora_rank", "seq", "effective_batch", "micro_batch", "accum", "max_steps", "samples")
+"""The free levers that the form shows; what DeepSpeed's buffers are is for the command line."""
+WORDS = (
+    *("for", "method", "precision", "optimizer", "host_ram", "nvme", "margin"),
+    *(lever.flag for lever in PINS if lever.type is not int),
+    *("lora_targets", "epochs", "tier"),
+)
+NUMBERS = (
+    *("lora_rank", "seq", "effective_batch"),
+    *(lever.flag for lever in PINS if lever.type is int),
+    *("max_steps", "samples"),
+)
 FIELDS = (*dict.fromkeys(("for", "model", "config", "gpus", "card", "nodes", *WORDS, *NUMBERS, "allow")),)
 """All that an address can say."""
 THIS = "this"

@@ -30,7 +30,7 @@ from tightfit.job import Allowance
 from tightfit.messages import Message
 from tightfit.model.presets import CHECKPOINTS, PRESETS
 from tightfit.planner.tiers import TIERS
-from tightfit.types import Trainer, UserError
+from tightfit.types import Checkpointing, Trainer, UserError
 from tightfit.web.bodies import body_of
 from tightfit.web.pages import page, part
 from tightfit.web.plan_answer import Answered, answer_to, check_model, is_at_hand, remembered
@@ -38,7 +38,7 @@ from tightfit.web.plan_drawing import Drawn, drawn, gib
 from tightfit.web.plan_guess import guessed
 from tightfit.web.plan_heat import Heat, heat_of
 from tightfit.web.plan_most import most_of
-from tightfit.web.plan_question import DEFAULTS, MOST_CONFIG_BYTES, asked_of, block_of, filled
+from tightfit.web.plan_question import DEFAULTS, MOST_CONFIG_BYTES, PINS, asked_of, block_of, filled
 from tightfit.web.threads import beside
 from tightfit.web.words import language_of, words
 
@@ -257,13 +257,17 @@ def before_the_start(answer: Answered) -> tuple[str, ...]:
 
 def _form(request: Request, machine: str) -> dict[str, object]:
     pairs = request.query_params.multi_items()
+    values = filled(pairs)
+    more = (*(lever.flag for lever in PINS), "margin", "max_steps", "samples")
     return {
-        "values": filled(pairs),
+        "values": values,
+        "pins": PINS,
+        "is_more_said": any(values[name] for name in more),
         "allowed": {each for name, value in pairs if name == "allow" for each in value.split(",")},
         "allowances": get_args(Allowance),
         "tiers": TIERS,
         "trainers": get_args(Trainer),
-        "choices": {name: words_of(lever) for name, lever in LEVERS.items()},
+        "choices": {name: words_of(lever) for name, lever in LEVERS.items() if lever.type is not Checkpointing},
         "models": [*PRESETS, *CHECKPOINTS],
         "cards": _cards(),
         "machine": machine,

@@ -26,6 +26,7 @@ from typing import Any
 from tightfit.formats.deepspeed.versions import check_version, knows, newer_than_known, without_defaults
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way, clip, first_scale_power, learning_rate
+from tightfit.inputs.flags import LEVERS
 from tightfit.job import Job
 from tightfit.memory.host import swap_buffer_numel
 from tightfit.planner.plan import Plan, Way
@@ -127,10 +128,7 @@ def _stage3(way: Way) -> Block:
     buckets = way.levers.buckets
     return {
         "sub_group_size": buckets.sub_group_size,
-        "stage3_prefetch_bucket_size": buckets.prefetch_bucket,
-        "stage3_param_persistence_threshold": buckets.persistence_threshold,
-        "stage3_max_live_parameters": buckets.max_live_parameters,
-        "stage3_max_reuse_distance": buckets.max_reuse_distance,
+        **{each.deepspeed: getattr(buckets, each.name) for each in LEVERS.values() if each.deepspeed[:6] == "stage3"},
         "stage3_gather_16bit_weights_on_model_save": _can_gather(way),
     }
 
