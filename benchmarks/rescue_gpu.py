@@ -38,7 +38,7 @@ from tightfit.planner.calibration import Entry, Measured, data_mark, training_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, step_down
 from tightfit.priced import strategy_name
-from tightfit.runs.attempts import read_records
+from tightfit.runs.attempts import read_attempts
 from tightfit.runs.calibration import Calibrations, learned_from_failure
 from tightfit.types import Checkpointing, Engine, Levers, Phase, PhaseName
 
@@ -287,7 +287,7 @@ def run(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-c", DESK, str(CARD_GIB * GIB), *words, "--json"]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT_S)
-    records = read_records(folder / "run")
+    records = read_attempts(folder / "run")
     for record in records:
         plain = asdict(record)
         cause, following = plain.pop("cause"), plain.pop("next")

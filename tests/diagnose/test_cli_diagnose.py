@@ -18,7 +18,9 @@ from sample_logs import CORPUS, HEALTHY
 
 from tightfit.cli import main
 from tightfit.cli.diagnose_run import rank_of
+from tightfit.runs.attempts import AttemptRecord, write_attempt
 from tightfit.runs.processes import this_host
+from tightfit.runs.record import RunRecord
 
 OOM = CORPUS / "oom-logits--eight-ranks-and-a-watchdog.log"
 CALM = HEALTHY / "hf-trainer.log"
@@ -146,8 +148,15 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         "and 5.00 MiB is reserved "
         "by PyTorch but unallocated.\n"
     )
-    (folder / "run.json").write_text(json.dumps({"state": "failed", "exit_code": 1}))
+    RunRecord.begin(("tightfit", "train")).write(folder, state="failed", exit_code=1)
     return folder
+
+
+def attempted(run: Path, number: int, *exit_codes: int) -> None:
+    record = AttemptRecord(
+        number=number, started="2026-01-01T00:00:00+00:00", plan="", ranks=2, effective_batch=8, exit_codes=exit_codes
+    )
+    assert write_attempt(run, record)
 
 
 def test_a_run_is_held_against_its_plan(capsys: pytest.CaptureFixture[str], run: Path) -> None:
@@ -160,7 +169,7 @@ def test_a_run_is_held_against_its_plan(capsys: pytest.CaptureFixture[str], run:
 
 
 def test_a_run_that_is_done(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    (run / "run.json").write_text(json.dumps({"state": "done", "exit_code": 0}))
+    RunRecord.begin(("tightfit", "train")).write(run, state="done", exit_code=0)
     assert as_tree(capsys, str(run))["verdict"] is None
 
 
@@ -175,9 +184,8 @@ def test_the_last_words_of_a_rank(capsys: pytest.CaptureFixture[str], run: Path)
 
 
 def test_the_exit_codes_of_the_last_attempt(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    (run / "attempts").mkdir()
-    (run / "attempts" / "001.json").write_text(json.dumps({"number": 1, "exit_codes": [0, 0]}))
-    (run / "attempts" / "002.json").write_text(json.dumps({"number": 2, "exit_codes": [1, -9]}))
+    attempted(run, 1, 0, 0)
+    attempted(run, 2, 1, -9)
     lost = "RuntimeError: [gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:7841"
     (run / "logs" / "rank-0.log").write_text(f"step 1 loss 2.0\n{lost}\n")
     (run / "logs" / "rank-1.log").write_text("ready\n")
@@ -313,8 +321,7 @@ def ended(run: Path, state: str, pid: int, code: int | None) -> None:
     """Beside logs without a fault and one checkpoint, the record of such an end."""
     for log in (run / "logs").iterdir():
         log.write_text("step 1 loss 2.0\n")
-    (run / "attempts").mkdir()
-    (run / "attempts" / "001.json").write_text(json.dumps({"number": 1, "exit_codes": [code or 1, code or 1]}))
+    attempted(run, 1, code or 1, code or 1)
     checkpoint = run / "checkpoints" / "step-00000040"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")

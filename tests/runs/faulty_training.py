@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import warm_desk
-from tightfit.runs.attempts import AttemptRecord, read_records
+from tightfit.runs.attempts import AttemptRecord, read_attempts
 from tightfit.runs.processes import PROC
 
 EVERY, STEPS = 2, 6
@@ -35,7 +35,7 @@ class Trained:
 
     @property
     def records(self) -> tuple[AttemptRecord, ...]:
-        return read_records(self.folder)
+        return read_attempts(self.folder)
 
     @property
     def actions(self) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from tightfit.cli import main
 from tightfit.runs import attempts
-from tightfit.runs.attempts import AttemptRecord, Cause, Next, read_records, record_path, write_record
+from tightfit.runs.attempts import AttemptRecord, Cause, Next, attempt_path, read_attempts, write_attempt
 from tightfit.runs.events import AttemptBegan, AttemptFailed, event_of
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.lines import line_of
@@ -53,38 +53,45 @@ FAILED = AttemptFailed(
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert write_record(tmp_path, RECORD)
-    assert read_records(tmp_path) == (RECORD,)
+    assert write_attempt(tmp_path, RECORD)
+    assert read_attempts(tmp_path) == (RECORD,)
     assert RECORD.lost_steps == 7
     assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == ["001.json"]
 
 
 def test_a_record_of_an_attempt_that_runs(tmp_path: Path) -> None:
     running = AttemptRecord(number=2, started="now", plan="p", ranks=1, effective_batch=None)
-    write_record(tmp_path, RECORD)
-    write_record(tmp_path, running)
-    assert read_records(tmp_path) == (RECORD, running)
+    write_attempt(tmp_path, RECORD)
+    write_attempt(tmp_path, running)
+    assert read_attempts(tmp_path) == (RECORD, running)
     assert running.state == "running"
     assert running.lost_steps == 0
 
 
 def test_what_is_no_record_is_left_out(tmp_path: Path) -> None:
-    write_record(tmp_path, RECORD)
+    write_attempt(tmp_path, RECORD)
     place = tmp_path / "attempts"
-    whole = json.loads(record_path(tmp_path, 1).read_text())
+    whole = json.loads(attempt_path(tmp_path, 1).read_text())
     for number, text in enumerate(
-        ["", "[1]", "{}", json.dumps({**whole, "schema": 99}), json.dumps({**whole, "more": 1}), "{" * 99], start=2
+        ["", "[1]", "{}", json.dumps({**whole, "schema": 99}), json.dumps({**whole, "ranks": "1"}), "{" * 99], start=2
     ):
         (place / f"{number:03d}.json").write_text(text)
     (place / "notes.json").write_text("{}")
     (place / "001").mkdir()
-    assert read_records(tmp_path) == (RECORD,)
-    assert read_records(tmp_path / "nowhere") == ()
+    assert read_attempts(tmp_path) == (RECORD,)
+    assert read_attempts(tmp_path / "nowhere") == ()
+
+
+def test_what_a_newer_version_adds_is_passed_over(tmp_path: Path) -> None:
+    write_attempt(tmp_path, RECORD)
+    path = attempt_path(tmp_path, 1)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "more": 1}))
+    assert read_attempts(tmp_path) == (RECORD,)
 
 
 def test_a_disk_that_takes_nothing_costs_the_record_alone(tmp_path: Path) -> None:
     (tmp_path / "attempts").write_text("in the way")
-    assert not write_record(tmp_path, RECORD)
+    assert not write_attempt(tmp_path, RECORD)
     attempts.put_aside(RunFolder(tmp_path), 1, [])
     attempts.append_event(RunFolder(tmp_path / "nowhere"), FAILED)
 

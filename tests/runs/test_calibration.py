@@ -373,7 +373,6 @@ def test_a_file_that_is_not_ours_counts_for_nothing_and_stays(tmp_path: Path, te
         (("sequence",), True),
         (("sequence",), 0),
         (("training", "gpu"), 3),
-        (("training", "more"), "x"),
         (("way", "checkpointing"), "perhaps"),
         (("measured", 0, "phase"), "lunch"),
         (("measured", 0, "where"), "cloud"),

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from stored import MOMENTS, WEIGHTS, flip, left_behind, store, stored_file
 
+from tightfit.inputs import records
 from tightfit.owned import Listed, NotOurs, Ours
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import (
@@ -240,10 +241,10 @@ def test_later_ones_that_were_passed_over_never_displace_the_new_one(tmp_path: P
 def test_a_state_that_cannot_be_read_now_is_not_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = store(tmp_path, 1)
 
-    def unreadable(self: Path, *args: object, **kwargs: object) -> str:
+    def unreadable(path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(Path, "read_text", unreadable)
+    monkeypatch.setattr(records, "open_regular", unreadable)
     with pytest.raises(Unknown, match="cannot be read"):
         read_state(folder)
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
+from tightfit.runs.folder import ClaimedFolder, check_folder
 from tightfit.runs.lock import LOCK, FolderLock
 from tightfit.runs.processes import this_host
+from tightfit.runs.record import RunRecord
 from tightfit.types import ConfigError
 
 HOLD = (
@@ -76,7 +77,7 @@ def finished(folder: Path) -> None:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     (folder / "events.jsonl").write_text("old")
-    RunRecord.begin(("tightfit", "train")).write(RunFolder(folder), state="done", exit_code=0)
+    RunRecord.begin(("tightfit", "train")).write(folder, state="done", exit_code=0)
 
 
 def test_a_finished_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_what_an_unfinished_run_left_is_kept_aside(tmp_path: Path) -> None:
     for number in (1, 2):
         claimed = ClaimedFolder.claim(tmp_path, overwrite=False)
         claimed.begin({"worker.json": f"{number}"}, RunRecord.begin(("x",)))
-        RunRecord.begin(("tightfit", "train")).write(claimed.folder)
+        RunRecord.begin(("tightfit", "train")).write(claimed.folder.path)
         claimed.release()
     claimed = ClaimedFolder.claim(tmp_path, overwrite=False)
     claimed.release()
@@ -149,7 +150,7 @@ def test_a_discarded_run_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_a_discarded_run_leaves_what_was_there(tmp_path: Path) -> None:
     claimed = ClaimedFolder.claim(tmp_path, overwrite=False)
-    RunRecord.begin(("x",)).write(claimed.folder)
+    RunRecord.begin(("x",)).write(claimed.folder.path)
     claimed.release()
     again = ClaimedFolder.claim(tmp_path, overwrite=False)
     again.begin({"worker.json": "{}"}, RunRecord.begin(("x",)))
@@ -160,10 +161,10 @@ def test_a_discarded_run_leaves_what_was_there(tmp_path: Path) -> None:
 def test_the_record_says_how_it_ended(tmp_path: Path) -> None:
     claimed = ClaimedFolder.claim(tmp_path / "run", overwrite=False)
     record = RunRecord.begin(("tightfit", "train", "--model", "tiny_mamba"))
-    record.write(claimed.folder)
+    record.write(claimed.folder.path)
     told = json.loads(claimed.folder.record.read_text())
     assert (told["state"], told["ended"], told["exit_code"]) == ("running", None, None)
-    record.write(claimed.folder, state="failed", exit_code=3)
+    record.write(claimed.folder.path, state="failed", exit_code=3)
     told = json.loads(claimed.folder.record.read_text())
     assert (told["state"], told["exit_code"], told["pid"]) == ("failed", 3, os.getpid())
     assert told["ended"] >= told["started"]
@@ -213,7 +214,7 @@ def test_a_full_disk_at_the_end_is_written_down_in_the_room_that_there_is(tmp_pa
     record = RunRecord.begin(("x",))
     claimed.begin({}, record)
     with full_disk():
-        record.close(claimed.folder, state="failed", exit_code=3)
+        record.close(claimed.folder.path, state="failed", exit_code=3)
     told = json.loads(claimed.folder.record.read_text())
     assert (told["state"], told["exit_code"]) == ("failed", 3)
     assert sorted(os.listdir(claimed.folder.path)) == [LOCK, "plan", "run.json"]
@@ -226,7 +227,7 @@ def test_a_full_disk_at_the_end_hides_nothing(tmp_path: Path) -> None:
     record = RunRecord.begin(("x" * 5000,))
     claimed.begin({}, record)
     with full_disk():
-        record.close(claimed.folder, state="failed", exit_code=3)
+        record.close(claimed.folder.path, state="failed", exit_code=3)
     assert json.loads(claimed.folder.record.read_text())["state"] == "running"
     claimed.release()
 

@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from stored import left_behind, store
 
 from tightfit.runs.events import Step
-from tightfit.runs.folder import AUTO, NONE, ClaimedFolder, RunFolder, RunRecord, check_folder, goes_on
+from tightfit.runs.folder import AUTO, NONE, ClaimedFolder, check_folder, goes_on
 from tightfit.runs.follow import Follower
 from tightfit.runs.lock import LOCK
+from tightfit.runs.record import RunRecord
 from tightfit.types import ConfigError
 
 OLD = '{"event": "step", "step": 1}\n{"event": "step", "step": 2}\n'
@@ -29,7 +30,7 @@ def unfinished(run: Path, *steps: int) -> Path:
     for name in ("plan/worker.json", "logs/rank-0.log", "errors/rank-0.json"):
         (run / name).parent.mkdir()
         (run / name).write_text(name)
-    RunRecord.begin(("tightfit", "train")).write(RunFolder(run))
+    RunRecord.begin(("tightfit", "train")).write(run)
     (run / "loss.png").write_text("picture")
     (run / "events.jsonl").write_text(OLD)
     return run

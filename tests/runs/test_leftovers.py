@@ -18,7 +18,7 @@ from stored import left_behind
 from tightfit.runs.leftovers import Leftover, end, leftovers, remove, runs_below
 from tightfit.runs.lock import FolderLock
 from tightfit.runs.processes import is_alive, mark_of, this_host
-from tightfit.runs.watching import read_record
+from tightfit.runs.record import read_run
 
 GONE = 2**22 + 7
 """No process has this number."""
@@ -49,12 +49,12 @@ def test_a_loop_of_links_is_not_followed(tmp_path: Path) -> None:
 def test_a_number_that_was_given_out_again_is_not_the_run(tmp_path: Path) -> None:
     """The process of this test is far younger than the record."""
     run = a_run(tmp_path / "run", pid=os.getpid())
-    record = read_record(run)
+    record = read_run(run)
     assert record is not None
     assert record.lives is False
     now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     (run / "run.json").write_text((run / "run.json").read_text().replace("2026-02-03T04:05:06+00:00", now))
-    record = read_record(run)
+    record = read_run(run)
     assert record is not None
     assert record.lives is True
 
@@ -100,7 +100,7 @@ def test_a_process_that_does_not_listen_is_ended_all_the_same() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": 1}', "\x00", '{"pid": "x"}'])
 def test_records_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
-    assert read_record(tmp_path) is None
+    assert read_run(tmp_path) is None
     assert leftovers([tmp_path], tmp_path / "cache").leftovers == ()
 
 

@@ -20,7 +20,7 @@ import pytest
 import patience
 import warm_desk
 from tightfit.runs.external.hang import Stillness
-from tightfit.runs.watching import read_record
+from tightfit.runs.record import read_run
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TIGHTFIT = (sys.executable, "-m", "tightfit")
@@ -97,7 +97,7 @@ def test_its_record_is_that_of_every_run_from_the_start_on(here: Path) -> None:
     with running("--", sys.executable, script(here, SLEEPS)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        seen = read_record(here / "tightfit-run-1")
+        seen = read_run(here / "tightfit-run-1")
         assert seen is not None
         assert (seen.state, seen.pid, seen.lives) == ("running", process.pid, True)
         assert seen.command == (sys.executable, "train.py")
@@ -109,7 +109,7 @@ def test_its_record_is_that_of_every_run_from_the_start_on(here: Path) -> None:
         (here / "go").touch()
         process.communicate(timeout=60)
     assert process.returncode == 0
-    seen = read_record(here / "tightfit-run-1")
+    seen = read_run(here / "tightfit-run-1")
     assert seen is not None
     assert (seen.state, seen.exit_code, seen.lives) == ("done", 0, False)
     assert seen.ended is not None

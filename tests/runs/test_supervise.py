@@ -19,7 +19,7 @@ from train_shell import DESK, TINY, Shell, shell
 import patience
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
-from tightfit.runs.attempts import AttemptRecord, read_records
+from tightfit.runs.attempts import AttemptRecord, read_attempts
 from tightfit.runs.processes import is_alive
 
 __all__ = ["shell"]
@@ -41,7 +41,7 @@ class Unsteady:
 
     @property
     def records(self) -> tuple[AttemptRecord, ...]:
-        return read_records(self.folder)
+        return read_attempts(self.folder)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -347,7 +347,7 @@ def test_a_desk_that_is_killed_takes_its_ranks_along_and_another_takes_over(unst
     code, _, err = unsteady.train("good")
     assert (code, err) == (0, "")
     assert [(record.state, record.first_step) for record in unsteady.records] == [("done", 4)]
-    assert [record.state for record in read_records(unsteady.folder / "earlier/1")] == ["failed", "running"]
+    assert [record.state for record in read_attempts(unsteady.folder / "earlier/1")] == ["failed", "running"]
     assert unsteady.left_nothing()
 
 

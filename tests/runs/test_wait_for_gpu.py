@@ -21,7 +21,7 @@ from tightfit.cli import main
 from tightfit.cli import train as cli_train
 from tightfit.cli import train_again as cli_train_again
 from tightfit.cli import train_machine as cli_train_machine
-from tightfit.runs.attempts import read_records
+from tightfit.runs.attempts import read_attempts
 from tightfit.runs.reservations import Reservation, Reservations
 
 __all__ = ["shell"]
@@ -151,7 +151,7 @@ def test_somebody_who_comes_in_the_middle_is_waited_for_too(shell: Shell, card: 
     assert code == 0, err + out
     assert time.monotonic() - began > 5
     assert "! waiting: GPU 0 has 0.8 GiB free" in out
-    first, second = read_records(Path("output"))
+    first, second = read_attempts(Path("output"))
     assert first.cause is not None
     assert (first.cause.kind, first.next and first.next.action) == ("other-process", "wait")
     assert second.first_step == 4

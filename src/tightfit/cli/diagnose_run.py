@@ -6,22 +6,20 @@ its ranks left with a code; one whose own process was killed had nobody left to 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
 from tightfit.diagnose.predicted import planned_footprint
-from tightfit.runs.attempts import ATTEMPTS
+from tightfit.inputs.records import find_record
+from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths
 from tightfit.runs.cause import known_config
 from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
-from tightfit.runs.external.record import KIND as EXTERNAL
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.last_words import USERS, read_last_words
-from tightfit.runs.watching import read_record
+from tightfit.runs.record import RunRecord, read_run
 from tightfit.types import ConfigError
 
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker|proc|local_rank)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)
@@ -67,14 +65,15 @@ def of_run(path: Path) -> Question:
         raise ConfigError(f"{path} is no run's folder: {hint}")
     folder = RunFolder(path)
     newest = _newest_attempt(path)
-    state, code = _ended(folder.record)
+    record = read_run(path)
+    code = None if record is None else record.exit_code
     # Another trainer's logs lie with its attempts, also when it ended well; ours are moved there after a failure.
-    in_attempts = state != "done" or _read(folder.record).get("kind") == EXTERNAL
+    in_attempts = record is None or record.state != "done" or record.kind != "train"
     failed = newest if in_attempts and newest is not None and not any((path / "logs").glob("*.log")) else None
-    logs = sorted((failed or path / "logs").rglob("*.log"))
+    logs = sorted(log for log in (failed or path / "logs").rglob("*.log") if log.is_file())
     sources = [LogSource(name=str(log.relative_to(path)), path=log, rank=rank_of(log)) for log in logs]
     sources += list(_words(failed / "errors" if failed else folder.errors, path))
-    ending = _ending(path)
+    ending = _ending(path, record)
     exits = _exits(path) or ((RankExit(rank=None, code=code, at=0.0),) if code is not None else ())
     if ending is not None:  # the codes of ranks that were told to end, or of an attempt before, prove nothing
         exits = (RankExit(rank=None, code=0, at=0.0),) if ending.well else ()
@@ -92,11 +91,9 @@ def _newest_attempt(path: Path) -> Path | None:
 
 def _exits(path: Path) -> tuple[RankExit, ...]:
     """How the ranks of the last attempt ended. Nobody kept the time; those that a signal ended had not been told to."""
-    records = [each for each in (path / ATTEMPTS).glob("*.json") if each.stem.isdigit()]
-    newest = max(records, key=lambda each: int(each.stem), default=None)
-    codes = _read(newest).get("exit_codes") if newest is not None else None
-    if not isinstance(codes, list) or not all(isinstance(code, int) for code in codes):
-        return ()
+    newest = attempt_paths(path)[-1:]
+    record = find_record(newest[0], AttemptRecord) if newest else None
+    codes = () if record is None else record.exit_codes
     return tuple(RankExit(rank=rank, code=code, at=float(code >= 0)) for rank, code in enumerate(codes))
 
 
@@ -107,26 +104,8 @@ def _words(errors: Path, path: Path) -> Iterator[LogSource]:
         yield LogSource(name=name, text=text, rank=words.rank)
 
 
-def _ended(record: Path) -> tuple[str | None, int | None]:
-    """How `run.json` says that the run ended."""
-    tree = _read(record)
-    state, code = tree.get("state"), tree.get("exit_code")
-    is_number = isinstance(code, int) and not isinstance(code, bool)
-    return (state if isinstance(state, str) else None), (code if is_number else None)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A record of a run; a torn one says nothing."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
-def _ending(path: Path) -> Ending | None:
+def _ending(path: Path, record: RunRecord | None) -> Ending | None:
     """None: it is done or has failed, which the logs and exit codes tell in full, or there is no record."""
-    record = read_record(path)
     if record is None or record.state not in ("stopped", "running"):
         return None
     kept = written_first(path)

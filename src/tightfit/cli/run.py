@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,7 +31,7 @@ from tightfit.runs.external.command import NAMES, recognise
 from tightfit.runs.external.config import ExternalTraining, read_training
 from tightfit.runs.external.loop import Ended, Orders, Rescue
 from tightfit.runs.external.process import Streams
-from tightfit.runs.external.record import FOLDER, Identity, Place, claim, write_run
+from tightfit.runs.external.record import FOLDER, ExternalRecord, Place, begin_record, claim
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError, Hardware, UserError
 
@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace, place: Place, external: ExternalTraining, pla
             signals=signals,
         )
         words = external.command.words if place.before is None else place.before.command
-        note = _Note(folder, Identity.begin(words, rescue.mark), external, known)
+        note = _Note(folder, begin_record(words, rescue.mark), external, known)
         rescue.begun = note.begun
         if place.before is not None:
             _say(rescue.go_on())
@@ -363,18 +363,20 @@ def _report(folder: Path, external: ExternalTraining, known: Known | str, ended:
 class _Note:
     """`run.json`, written anew with every start and at the end."""
 
-    def __init__(self, folder: Path, identity: Identity, external: ExternalTraining, known: Known | str) -> None:
-        self._folder, self._identity = folder, identity
+    def __init__(self, folder: Path, record: ExternalRecord, external: ExternalTraining, known: Known | str) -> None:
+        self._folder, self._record = folder, record
         self._first, self._known = external, known
 
     def begun(self, external: ExternalTraining) -> None:
-        self._write("running", None, {"last_command": list(external.command.words)})
+        self._record = replace(self._record, last_command=external.command.words)
+        more = _without_said(_start_report(self._first, self._known))
+        self._record.write_report(self._folder, more, state="running", exit_code=None)
 
     def ended(self, ended: Ended) -> None:
-        found = _report(self._folder, self._first, self._known, ended)
-        more = {key: value for key, value in found.items() if key not in ("attempts", "state", "exit_code", "command")}
-        self._write(ended.state, ended.code, more)
+        more = _without_said(_report(self._folder, self._first, self._known, ended))
+        self._record.write_report(self._folder, more, state=ended.state, exit_code=ended.code)
 
-    def _write(self, state: str, exit_code: int | None, more: dict[str, Any]) -> None:
-        start = {key: value for key, value in _start_report(self._first, self._known).items() if key != "command"}
-        write_run(self._folder, {**self._identity.values(state, exit_code), **start, **more})
+
+def _without_said(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without what the record or the attempts' records say."""
+    return {key: value for key, value in report.items() if key not in ("attempts", "state", "exit_code", "command")}

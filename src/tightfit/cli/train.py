@@ -30,10 +30,11 @@ from tightfit.hardware.occupancy import Holder
 from tightfit.planner.plan import Plan
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.events import Event
-from tightfit.runs.folder import ClaimedFolder, RunFolder, RunRecord, check_folder
+from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
 from tightfit.runs.heartbeat import clear_beats
 from tightfit.runs.ports import check_port, free_port
 from tightfit.runs.ranks import WORKER, Meeting
+from tightfit.runs.record import RunRecord
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.run import Outcome, run
 from tightfit.runs.supervise import Ended, Orders, supervise
@@ -233,7 +234,7 @@ def _run(args: argparse.Namespace, ready: Ready, asked: Asked) -> int:
         claimed.discard()
         raise
     except BaseException:
-        record.close(claimed.folder, state="failed", exit_code=1)
+        record.close(claimed.folder.path, state="failed", exit_code=1)
         claimed.release()
         raise
     return _ended(course, asked, ended, claimed, record)
@@ -242,7 +243,7 @@ def _run(args: argparse.Namespace, ready: Ready, asked: Asked) -> int:
 def _ended(course: TrainCourse, asked: Asked, ended: Ended, claimed: ClaimedFolder, record: RunRecord) -> int:
     """Leave what is worth keeping, and say how it went."""
     folder, outcome, ready = claimed.folder, ended.outcome, course.ready
-    record.close(folder, state=outcome.state, exit_code=outcome.exit_code)
+    record.close(folder.path, state=outcome.state, exit_code=outcome.exit_code)
     in_vain = outcome.state in ("user error", "interrupted") and ended.in_vain
     if in_vain or (ready.nodes.rank and outcome.state == "done"):
         claimed.discard()

@@ -13,7 +13,7 @@ from pathlib import Path
 from tightfit.desk.stages import Stage, stage_asked
 from tightfit.job.file import read_job
 from tightfit.job.stages import merged_folder, model_left_by
-from tightfit.runs.watching import read_record
+from tightfit.runs.record import read_run
 from tightfit.types import ConfigError
 
 
@@ -21,7 +21,7 @@ def train_stages(stages: Sequence[argparse.Namespace], train: Callable[[argparse
     """Every stage that is not done yet; the exit code of the last that ran."""
     for args in stages:
         stage = _stage(args)
-        record = read_record(stage.folder)
+        record = read_run(stage.folder)
         again = hasattr(args, "overwrite")
         if record is not None and record.state == "done" and not again:
             _say(args, f"{stage.words} is done already, in {stage.folder}.")

@@ -6,7 +6,6 @@ lever may change, but for those that depend on what is installed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from tightfit.hardware.machine import this_machine
 from tightfit.inputs.flags import LEVERS, TRAINING, flags_from_levers, levers_as_written
+from tightfit.inputs.records import find_json
 from tightfit.job import Adapters, Data, Evaluation, Job, Limits, Machine, Saving
 from tightfit.job.file import model_of
 from tightfit.memory import estimate
@@ -28,12 +28,12 @@ _LEAST_MARGIN, _MOST_MARGIN = 0.0, 0.89
 def written_plan(folder: Path) -> Plan:
     """The plan in a run's folder, on this machine; ConfigError: why it cannot be read back."""
     try:
-        tree = json.loads((folder / WORKER_FILE).read_text(encoding="utf-8"))
+        tree = find_json(folder / WORKER_FILE)
         levers = levers_as_written(tree)
         job = _job(tree, levers)
         hardware = _hardware(tree)
         shape = model_of(job)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError("the plan's worker.json does not say all that another plan needs") from None
     return _plan(job, shape, levers, hardware)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.diagnose.wording import fixes_of
 from tightfit.inputs.flags import levers_as_written
+from tightfit.inputs.records import find_json
 from tightfit.memory import estimate
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.priced import GIB
@@ -59,8 +59,8 @@ def predicted(footprint: Footprint, verdict: Verdict) -> Predicted | None:
 def planned_footprint(plan: Path) -> Footprint | None:
     """What the plan of a run of ours takes; None: there is none, or none that can be read."""
     try:
-        return _footprint(json.loads((plan / "worker.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError):
+        return _footprint(find_json(plan / "worker.json"))
+    except (ValueError, KeyError, TypeError, AttributeError, UserError):
         return None
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.formats.worker.write import SCHEMA
+from tightfit.inputs.records import find_json
 from tightfit.owned import NotOurs, Patterns, check_ours, move_file, remove_folder
 from tightfit.types import ConfigError
 
@@ -95,10 +96,7 @@ def _own_names(folder: Path) -> frozenset[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     """A record of ours; empty: it is none."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    tree = find_json(path)
     return tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {}
 
 

@@ -9,23 +9,21 @@ the run.
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal
 
-from tightfit.owned import NotOurs, open_own, replace_file
+from tightfit.inputs.records import find_record, write_record
+from tightfit.owned import NotOurs, open_own
 from tightfit.runs.events import AttemptBegan, AttemptFailed, attempt_line
 from tightfit.runs.folder import RunFolder
 
 ATTEMPTS = "attempts"
-SCHEMA = 1
 
 Action = Literal["same plan", "smaller plan", "wait", "make room", "skip data", "precision", "older checkpoint", "stop"]
 """What follows from a failure."""
@@ -60,6 +58,8 @@ class Next:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
     """One start of the ranks."""
+
+    SCHEMA: ClassVar[int] = 1
 
     number: int
     started: str
@@ -97,81 +97,38 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def record_path(run: Path, number: int) -> Path:
+def attempt_path(run: Path, number: int) -> Path:
     return run / ATTEMPTS / f"{number:03d}.json"
 
 
-def write_record(run: Path, record: AttemptRecord) -> bool:
+def attempt_paths(run: Path) -> list[Path]:
+    """Where the records of the run's last start are, in order; whatever they say."""
+    try:
+        found = [path for path in (run / ATTEMPTS).glob("*.json") if path.stem.isdecimal()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: int(path.stem))
+
+
+def write_attempt(run: Path, record: AttemptRecord) -> bool:
     """Whole or not at all; False: the disk did not take it."""
-    path = record_path(run, record.number)
-    text = json.dumps({"schema": SCHEMA, **asdict(record)}, indent=2, ensure_ascii=False, allow_nan=False)
+    path = attempt_path(run, record.number)
     try:
         path.parent.mkdir(exist_ok=True)
-        replace_file(path, f"{text}\n".encode())
+        write_record(path, record)
     except OSError:
         return False
     return True
 
 
-def read_records(run: Path) -> tuple[AttemptRecord, ...]:
+def read_attempts(run: Path) -> tuple[AttemptRecord, ...]:
     """Those of the run's last start, in order; what is no record of ours is left out."""
-    try:
-        paths = sorted(path for path in (run / ATTEMPTS).glob("*.json") if path.stem.isdigit())
-    except OSError:
-        return ()
-    return tuple(record for record in map(_read, paths) if record is not None)
-
-
-def _read(path: Path) -> AttemptRecord | None:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        if tree.pop("schema") != SCHEMA:
-            return None
-        cause, following = tree.pop("cause"), tree.pop("next")
-        record = AttemptRecord(
-            **{**tree, "exit_codes": tuple(tree["exit_codes"])},
-            cause=None if cause is None else Cause(**_with_tuple(cause, "evidence")),
-            next=None if following is None else Next(**_with_tuple(following, "changed")),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    parts = [each for each in (record, record.cause, record.next) if each is not None]
-    return record if all(_is_typed(each) for each in parts) else None
-
-
-def damaged_records(run: Path) -> tuple[Path, ...]:
-    """Those that are there and say what none of ours says."""
-    try:
-        paths = sorted(path for path in (run / ATTEMPTS).glob("*.json") if path.stem.isdigit())
-    except OSError:
-        return ()
-    return tuple(path for path in paths if _read(path) is None)
-
-
-def _is_typed(part: AttemptRecord | Cause | Next) -> bool:
-    """Whether every field is of its own type, as nobody has looked at them yet."""
-    return all(_fits(getattr(part, name), kind) for name, kind in get_type_hints(type(part)).items())
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    origin, inside = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(each, inside[0]) for each in value)
-    if origin is Literal:
-        return isinstance(value, str) and value in inside
-    if origin is not None:  # one of several
-        return any(_fits(value, each) for each in inside)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return type(value) is kind
-
-
-def _with_tuple(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {**tree, name: tuple(tree[name])}
+    found = (find_record(path, AttemptRecord) for path in attempt_paths(run))
+    return tuple(record for record in found if record is not None)
 
 
 def _place(folder: RunFolder, number: int) -> Path:
-    place = record_path(folder.path, number).with_suffix("")
+    place = attempt_path(folder.path, number).with_suffix("")
     place.mkdir(parents=True, exist_ok=True)
     return place
 

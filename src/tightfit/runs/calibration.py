@@ -7,29 +7,25 @@ needed. What is done with it stands in `planner/calibration.py`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar
 
+from tightfit.inputs.records import as_record, find_json, find_record, write_record
 from tightfit.inputs.surroundings import faults_are_injected
 from tightfit.job import Job
-from tightfit.owned import flock, replace_file
+from tightfit.owned import flock
 from tightfit.planner.calibration import (
     COMPONENT,
     Calibration,
     Entry,
     Measured,
-    Place,
-    Recomputes,
-    Training,
-    WayMark,
     data_mark,
     training_of,
     uncorrected_bytes,
@@ -41,11 +37,8 @@ from tightfit.runs.events import Event, MemoryMark, Step
 from tightfit.types import PhaseName
 
 FILE = "calibration.json"
-SCHEMA = 1
 MOST_ENTRIES = 256
 """The newest that are kept."""
-MOST_BYTES = 2**22
-"""Of a file that is read at all."""
 
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
@@ -68,8 +61,7 @@ class Calibrations:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._alone():
                 entries = self.read().with_entry(entry).entries[-MOST_ENTRIES:]
-                tree = {"schema": SCHEMA, "tightfit": _version(), "entries": [asdict(each) for each in entries]}
-                replace_file(self._path, (json.dumps(tree, indent=1) + "\n").encode(), sync=True)
+                write_record(self._path, CalibrationFile(tightfit=_version(), entries=entries), sync=True)
         except OSError:
             return False
         return True
@@ -88,71 +80,41 @@ class Calibrations:
 # --- reading ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationFile:
+    SCHEMA: ClassVar[int] = 1
+
+    tightfit: str
+    """The version whose predictions these are held against."""
+    entries: tuple[Any, ...]
+    """Each an `Entry`; one that is none counts for nothing, and the others stay."""
+
+
 def _is_ours(path: Path) -> bool:
     """A file of that name in somebody's folder stays as it is."""
-    try:
-        tree = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    tree = find_json(path)
+    if tree is None:
         return path.is_file() and not path.is_symlink() and path.stat().st_size == 0
     return isinstance(tree, dict) and {"schema", "entries"} <= set(tree)
 
 
 def _entries(path: Path) -> tuple[Entry, ...]:
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            return ()
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        if (tree["schema"], tree["tightfit"]) != (SCHEMA, _version()):
-            return ()
-        return tuple(entry for each in tree["entries"] if (entry := _entry(each)) is not None)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    kept = find_record(path, CalibrationFile)
+    if kept is None or kept.tightfit != _version():
         return ()
+    return tuple(entry for tree in kept.entries if (entry := _entry(tree)) is not None)
 
 
-def _entry(tree: Any) -> Entry | None:
+def _entry(tree: object) -> Entry | None:
     """None: not one of ours."""
     try:
-        way = _texts(WayMark, tree["way"])
-        if way.checkpointing not in get_args(Recomputes) or not _DAY.fullmatch(tree["day"]):
-            return None
-        return Entry(
-            training=_texts(Training, tree["training"]),
-            way=way,
-            data=_text(tree["data"]),
-            sequence=_count(tree["sequence"]),
-            day=tree["day"],
-            measured=tuple(map(_measured, tree["measured"])),
-        )
-    except (AttributeError, KeyError, TypeError, ValueError):
+        entry = as_record(tree, Entry)
+    except ValueError:
         return None
-
-
-def _measured(tree: Mapping[str, Any]) -> Measured:
-    if tree["where"] not in get_args(Place) or tree["phase"] not in get_args(PhaseName):
-        raise ValueError
-    return Measured(
-        where=tree["where"],
-        phase=tree["phase"],
-        predicted_bytes=_count(tree["predicted_bytes"]),
-        measured_bytes=_count(tree["measured_bytes"]),
-        runs=_count(tree.get("runs", 1)),
-    )
-
-
-def _texts(kind: type[Any], tree: Mapping[str, Any]) -> Any:
-    return kind(**{name: _text(value) for name, value in tree.items()})
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError
-    return value
+    counts = [entry.sequence]
+    for each in entry.measured:
+        counts += [each.predicted_bytes, each.measured_bytes, each.runs]
+    return entry if min(counts) >= 1 and _DAY.fullmatch(entry.day) else None
 
 
 def _version() -> str:

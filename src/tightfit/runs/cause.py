@@ -8,7 +8,6 @@ so, or where this user may not read what it says.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Fix, Kind, Line, OomNumbers, Verdict
+from tightfit.inputs.records import find_json
 from tightfit.runs import build_lock
 from tightfit.runs.attempts import Cause
 from tightfit.runs.failure import Failure
@@ -269,8 +269,8 @@ def _tried(tally: Tally) -> PhaseName | None:
 def known_config(plan: Path) -> KnownConfig:
     """The settings that a plan's folder tells; what it does not tell stays unknown."""
     try:
-        found = _config(json.loads((plan / WORKER_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        found = _config(find_json(plan / WORKER_FILE))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return KnownConfig()
     plain = all(getattr(found, each.name) is None or _is_plain(getattr(found, each.name)) for each in fields(found))
     return found if plain else KnownConfig()

@@ -23,6 +23,8 @@ from typing import Any
 
 import xxhash
 
+from tightfit.inputs.records import read_json
+from tightfit.inputs.spelling import open_regular
 from tightfit.owned import Listed, NotOurs, Ours, Patterns, check_ours
 from tightfit.runs import disk
 from tightfit.types import TightfitError
@@ -31,6 +33,8 @@ CHECKPOINTS = "checkpoints"
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer"
 SCHEMA = 1
 READ_BYTES = 8 * 2**20
+_MOST_MANIFEST_BYTES = 2**28
+"""A model of a trillion parameters has some million spans."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGING, _OLD, _GONE = ".partial", ".old", ".gone"
@@ -154,12 +158,12 @@ def replaced_of(folder: Path) -> Path:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest, or Torn."""
     try:
-        tree = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        tree = read_json(folder / MANIFEST, most_bytes=_MOST_MANIFEST_BYTES)
     except FileNotFoundError:
         raise Torn(f"it has no {MANIFEST}: its writing did not come to an end") from None
     except OSError as error:
         raise Unknown(f"its {MANIFEST} cannot be read ({_why(error)})") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise Torn(f"its {MANIFEST} is no JSON") from None
     if not isinstance(tree, dict) or tree.pop("itself", None) != _own_digest(tree):
         raise Torn(f"its {MANIFEST} was changed after it was written")
@@ -219,7 +223,7 @@ def verify(folder: Path, spans: Iterable[tuple[str, Span]], progress: Callable[[
 def _hashed(path: Path, span: Span, progress: Callable[[int], None]) -> str:
     state, left = xxhash.xxh3_128(), span.stop - span.start
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             file.seek(span.start)
             while left and (data := file.read(min(left, READ_BYTES))):
                 state.update(data)
@@ -239,21 +243,17 @@ def _why(error: OSError) -> str:
 def read_state(folder: Path) -> dict[str, Any]:
     """`state.json`, or Torn."""
     try:
-        tree = json.loads((folder / STATE).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        tree = read_json(folder / STATE, finite=True)
     except FileNotFoundError:
         raise Torn(f"its {STATE} is missing") from None
     except OSError as error:
         raise Unknown(f"its {STATE} cannot be read ({_why(error)})") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise Torn(f"its {STATE} cannot be read") from None
     if not isinstance(tree, dict):
         raise Torn(f"its {STATE} cannot be read")
     _check_numbers(tree, step_of(folder))
     return tree
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)
 
 
 def _check_numbers(state: Mapping[str, Any], named: int | None) -> None:

@@ -20,28 +20,23 @@ that has to make way, or any where a finished run is to be replaced, is a reason
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from tightfit.formats.plan_folder import write
-from tightfit.owned import NotOurs, Ours, find_strangers, move_file, remove_file, remove_folder, replace_file
+from tightfit.owned import NotOurs, Ours, find_strangers, move_file, remove_file, remove_folder
 from tightfit.runs.checkpoints import CHECKPOINTS, newest_first, step_of
-from tightfit.runs.layout import EARLIER, EVENTS, HALF, NEIGHBOURS, RECORD, SCHEMA, RunFiles, is_run
+from tightfit.runs.layout import EARLIER, EVENTS, HALF, NEIGHBOURS, RunFiles, is_run
 from tightfit.runs.lock import FolderLock, check_unlocked, is_lock
-from tightfit.runs.processes import this_host
+from tightfit.runs.record import RECORD, RunRecord
 from tightfit.types import ConfigError
 
 AUTO, NONE = "auto", "none"
 """Words for where to begin: at the newest checkpoint of the folder, where there is one; at the beginning. Anything else
 is the path of a checkpoint, or of a run's folder."""
-_BLOCK_BYTES = 4096
-"""What a small file takes of a disk: up to here it grows without more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +107,8 @@ def _check_contents(path: Path, *, overwrite: bool, goes_on: bool) -> None:
             f"{path} holds a finished run: name another --output, say --overwrite, or ask for more steps or epochs to "
             "go on from its newest checkpoint"
         )
-    links = [path / name for name in names if (path / name).is_symlink() and name != CHECKPOINTS]
-    strangers = _strangers(path, RunFiles(path)) if overwrite else [link for link in links if _is_written(link.name)]
+    there = [path / name for name in sorted(names)]
+    strangers = _strangers(path, RunFiles(path)) if overwrite else list(filter(_is_stranger, there))
     if strangers:
         raise _not_ours(strangers[0])
 
@@ -131,8 +126,12 @@ def _numbered(earlier: Path) -> bool:
     )
 
 
-def _is_written(name: str) -> bool:
-    return name in (RECORD, EVENTS, "logs", "errors", "plan", "heartbeats", "attempts", "model", *HALF)
+def _is_stranger(place: Path) -> bool:
+    """Whether something else stands where we write: a link, a pipe, a folder in a file's place."""
+    if place.name in (RECORD, EVENTS):
+        return place.is_symlink() or not place.is_file()
+    folders = ("logs", "errors", "plan", "heartbeats", "attempts", "model", *HALF)
+    return place.name in folders and (place.is_symlink() or not place.is_dir())
 
 
 def _strangers(path: Path, files: RunFiles) -> list[Path]:
@@ -209,7 +208,7 @@ class ClaimedFolder:
         """Write down what is to run."""
         try:
             write(files, self.folder.plan, force=True)
-            record.write(self.folder)
+            record.write(self.folder.path)
         except OSError as error:
             raise _unwritable(self.folder.path, error) from None
         except ConfigError as error:  # `write` speaks of the flag of `tightfit plan`
@@ -378,57 +377,3 @@ def _unmake(made: list[Path]) -> None:
     with suppress(OSError):  # somebody else has put something there
         for place in made:
             place.rmdir()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
-    """`run.json`: who ran what, and how it ended."""
-
-    command: tuple[str, ...]
-    pid: int
-    started: str
-    host: str
-
-    @classmethod
-    def begin(cls, command: tuple[str, ...]) -> RunRecord:
-        return cls(command=command, pid=os.getpid(), started=_now(), host=this_host())
-
-    def write(self, folder: RunFolder, *, state: str = "running", exit_code: int | None = None) -> None:
-        """Whole or not at all: others may read it at any moment."""
-        plain: dict[str, Any] = {
-            "schema": SCHEMA,
-            "kind": "train",
-            "command": list(self.command),
-            "pid": self.pid,
-            "host": self.host,
-            "started": self.started,
-            "ended": None if state == "running" else _now(),
-            "state": state,
-            "exit_code": exit_code,
-        }
-        text = (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
-        try:
-            replace_file(folder.record, text)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _written_over(folder.record, text):
-                raise
-
-    def close(self, folder: RunFolder, *, state: str, exit_code: int) -> None:
-        """The last word. A full disk may be why it ended, and must not hide what is to be said about that."""
-        with suppress(OSError):
-            self.write(folder, state=state, exit_code=exit_code)
-
-
-def _written_over(path: Path, text: bytes) -> bool:
-    """Write into the block that the file has already, where a full disk has no other; whether that went well."""
-    if path.is_symlink() or not path.is_file() or len(text) > _BLOCK_BYTES:
-        return False
-    with suppress(OSError), path.open("r+b", buffering=0) as file:
-        if file.write(text) == len(text):
-            file.truncate()
-            return True
-    return False
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tightfit.inputs.spelling import open_regular
 from tightfit.runs.events import Event, event_of
 
 _CHUNK = 1 << 20
@@ -28,7 +29,7 @@ class Follower:
     def poll(self) -> list[Event]:
         """The events that have come since the last look."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 size = file.seek(0, 2)
                 if size < self._offset:
                     self._offset, self._torn = 0, b""

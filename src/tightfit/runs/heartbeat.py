@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from tightfit.inputs.spelling import open_regular
 from tightfit.owned import open_own
 from tightfit.types import PhaseName
 
@@ -115,7 +116,8 @@ def beat_path(run: Path, rank: int) -> Path:
 def read_beat(run: Path, rank: int) -> Beat | None:
     """None: it has not begun to give any."""
     try:
-        words = beat_path(run, rank).read_text(encoding="ascii", errors="replace").split()
+        with open_regular(beat_path(run, rank)) as file:
+            words = file.read(_LENGTH).decode("ascii", errors="replace").split()
         count, stage, step, micro, *said = words
         if stage not in STAGES:
             return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.inputs.records import find_json
 from tightfit.job import Saving
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, MANIFEST, Keeping, Torn, Unknown, step_of
@@ -162,9 +162,9 @@ def _hashed(found: Found, progress: Callable[[Found, int], None]) -> Found | Non
 def keeping_of(run: Path) -> Keeping:
     """What the run itself was told to keep; two, where that cannot be found out."""
     try:
-        saving = json.loads((run / "plan" / WORKER_FILE).read_text(encoding="utf-8"))["saving"]
+        saving = find_json(run / "plan" / WORKER_FILE)["saving"]
         said = {"keep_last": saving.get("keep_last", saving.get("keep")), "keep_every": saving.get("keep_every")}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         said = {}
     last, every = _count(said.get("keep_last")), _count(said.get("keep_every"))
     return Keeping(last=last or Saving().keep_last, every_steps=every)

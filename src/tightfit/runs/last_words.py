@@ -8,11 +8,11 @@ well.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from tightfit.inputs.records import find_json, json_text
 from tightfit.owned import replace_file
 from tightfit.runs.events import clean
 from tightfit.runs.heartbeat import DISK_FULL
@@ -59,7 +59,7 @@ def write_last_words(run: Path, words: LastWords) -> None:
     }
     try:
         (run / ERRORS).mkdir(parents=True, exist_ok=True)
-        replace_file(run / ERRORS / f"rank-{words.rank}.json", (json.dumps(record) + "\n").encode())
+        replace_file(run / ERRORS / f"rank-{words.rank}.json", json_text(record).encode())
     except OSError:
         return  # the disk may be what has failed; the exit code and the log remain
 
@@ -72,19 +72,15 @@ def read_last_words(errors: Path, since: float) -> tuple[LastWords, ...]:
 
 def _read(path: Path) -> LastWords | None:
     """None: a torn file, or none of ours."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        rank = int(path.stem.removeprefix("rank-"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(tree, dict):
+    tree, rank = find_json(path), path.stem.removeprefix("rank-")
+    if not isinstance(tree, dict) or not rank.isdecimal():
         return None
     kind, text, at, phase = tree.get("kind"), tree.get("text"), tree.get("time"), tree.get("phase")
     if not isinstance(text, str) or isinstance(at, bool) or not isinstance(at, int | float):
         return None
     counts = {name: tree.get(name) for name in ("step", "asked", "allocated", "free")}
     return LastWords(
-        rank=rank,
+        rank=int(rank),
         kind=clean(kind) if isinstance(kind, str) and kind else "crash",
         text=clean(text) or "no reason was given",
         at=float(at),

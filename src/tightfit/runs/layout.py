@@ -12,21 +12,20 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tightfit.formats.plan_folder import LIST, PLAN_FILES, STAGING
+from tightfit.inputs.records import find_json
+from tightfit.inputs.spelling import open_regular
 from tightfit.owned import FRESH, Listed, Ours, Patterns
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, STAGED
+from tightfit.runs.record import read_run
 
-EVENTS, RECORD, MODEL, EARLIER = "events.jsonl", "run.json", "model", "earlier"
+EVENTS, MODEL, EARLIER = "events.jsonl", "model", "earlier"
 HALF = (".model.partial", ".model.old")
 """What a process leaves that is killed while it writes the model; the last checkpoint makes it again."""
 NEIGHBOURS = frozenset({"wandb"})
 """What a library keeps in the folder at the user's wish; it stays where it is."""
-OLD_KEYS = frozenset({"command", "pid", "host", "started", "ended", "state", "exit_code"})
-"""Of a record that was written before records had a schema."""
-SCHEMA = 1
 _FIRST = {"start": {"at", "model", "engine", "world", "launcher"}, "attempt": {"at", "number", "plan"}}
 """How events begin, and what such a line says at least."""
 _READ_BYTES = 65_536
@@ -142,7 +141,7 @@ def model_files(run: Path) -> Ours:
 def _lines_backwards(path: Path) -> Iterator[bytes]:
     """The last line first."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             left, rest = file.seek(0, os.SEEK_END), b""
             while left:
                 size = min(left, _READ_BYTES)
@@ -159,45 +158,21 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
 def is_run(path: Path) -> bool:
     """Whether a folder holds a record that only a run of ours writes: its own, its events, its checkpoints, or the
     last words of a rank, which another node may have left before the first one began."""
-    if is_record(read_tree(path / RECORD)) or _has_events(path / EVENTS):
+    if read_run(path) is not None or _has_events(path / EVENTS):
         return True
     if any(checkpoints.own_files(folder) is not None for folder in checkpoints.newest_first(path)):
         return True
-    errors = [read_tree(each) for each in sorted((path / "errors").glob("rank-*.json"))]
+    errors = [find_json(each) for each in sorted((path / "errors").glob("rank-*.json"))]
     return bool(errors) and all(isinstance(each, dict) and {"kind", "text", "rank"} <= set(each) for each in errors)
-
-
-def is_record(tree: Any) -> bool:
-    """Whether this is what a `run.json` of ours says."""
-    return (
-        isinstance(tree, dict)
-        and (tree.get("schema") == SCHEMA or frozenset(tree) == OLD_KEYS)
-        and isinstance(tree.get("command"), list)
-        and all(isinstance(word, str) for word in tree["command"])
-        and type(tree.get("pid")) is int
-        and all(isinstance(tree.get(key), str) for key in ("host", "state"))
-        and all(tree.get(key) is None or isinstance(tree[key], str) for key in ("started", "ended"))
-        and (tree.get("exit_code") is None or type(tree["exit_code"]) is int)
-    )
 
 
 def _has_events(path: Path) -> bool:
     """Whether the first line is one that our worker, or its supervisor, begins with."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             tree = json.loads(file.readline(_MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(tree, dict) and any(
         tree.get("event") == event and needed <= set(tree) for event, needed in _FIRST.items()
     )
-
-
-def read_tree(path: Path) -> Any:
-    """A small JSON file; None: there is none, or nobody can read it."""
-    try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None

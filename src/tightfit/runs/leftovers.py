@@ -9,7 +9,6 @@ user's) is left alone, and said.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -21,13 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tightfit.inputs.records import find_json, find_record
 from tightfit.owned import Ours, check_ours, find_strangers, flock, open_own, remove_file, remove_folder
 from tightfit.runs.checkpoints import MANIFEST, STAGED, checked, newest_first, orphans, own_files, size_of
 from tightfit.runs.folder import RunFolder
-from tightfit.runs.layout import DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE, read_tree
+from tightfit.runs.layout import DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE
 from tightfit.runs.lock import LOCK, FolderLock, InUse, check_unlocked
-from tightfit.runs.processes import PROC, is_alive, mark_of, this_host
-from tightfit.runs.watching import began_at, processes_of, read_record
+from tightfit.runs.processes import PROC, began_at, is_alive, mark_of, this_host
+from tightfit.runs.record import read_run
+from tightfit.runs.reservations import Reservation
+from tightfit.runs.watching import processes_of
 from tightfit.types import ConfigError, TightfitError
 
 Kind = Literal["process", "shared memory", "staging", "lock", "reservation", "cache"]
@@ -117,7 +119,7 @@ def runs_below(places: Iterable[Path]) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return read_record(folder) is not None
+    return read_run(folder) is not None
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -185,18 +187,14 @@ def _no_file(path: Path) -> list[Path]:
 
 def _reserved(cache: Path) -> list[Path]:
     """Runs that have reserved something, wherever they lie."""
-    found = []
-    for path in _glob(cache / "reservations", "*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            folder = Path(json.loads(path.read_text(encoding="utf-8"))["folder"])
-            if folder.is_absolute() and _is_run(folder):
-                found.append(Path(os.path.realpath(folder)))
-    return found
+    entries = (find_record(path, Reservation) for path in _glob(cache / "reservations", "*.json"))
+    folders = [Path(entry.folder) for entry in entries if entry is not None]
+    return [Path(os.path.realpath(folder)) for folder in folders if folder.is_absolute() and _is_run(folder)]
 
 
 def _dead(run: Path) -> DeadRun | None:
     """None: it lives. InUse: somebody holds its lock."""
-    record = read_record(run)
+    record = read_run(run)
     assert record is not None
     check_unlocked(run)
     if record.host != this_host():
@@ -213,7 +211,7 @@ def _dead(run: Path) -> DeadRun | None:
 
 
 def _lives_elsewhere(run: Path) -> bool:
-    record = read_record(run)
+    record = read_run(run)
     return record is not None and record.host != this_host()
 
 
@@ -384,16 +382,13 @@ def cached_things(cache: Path) -> list[Path]:
 
 
 def _is_calibration(path: Path) -> bool:
-    tree = read_tree(path)
+    tree = find_json(path)
     return isinstance(tree, dict) and {"schema", "tightfit", "entries"} <= set(tree)
 
 
 def _is_dead_reservation(path: Path) -> bool:
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return said["host"] == this_host() and not is_alive(int(said["pid"]), said["mark"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+    entry = find_record(path, Reservation)
+    return entry is not None and entry.host == this_host() and not is_alive(entry.pid, entry.mark)
 
 
 def _glob(folder: Path, pattern: str) -> list[Path]:

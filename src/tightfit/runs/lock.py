@@ -28,8 +28,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from tightfit.inputs.records import as_record, parse_json
 from tightfit.owned import NO_FLOCK, NotOurs, fresh_beside, open_new
 from tightfit.runs.processes import PROC, boot_id, is_alive, mark_of, this_host
 from tightfit.types import ConfigError
@@ -342,17 +343,8 @@ def _read_path(path: Path) -> Owner | None:
 
 def _parsed(text: bytes) -> Owner | None:
     try:
-        said: dict[str, Any] = json.loads(text)
-        optional = {key: said[key] for key in ("job", "id", "boot", "space", "mark") if isinstance(said.get(key), str)}
-        beat = said.get("beat", 0)
-        return Owner(
-            pid=int(said["pid"]),
-            host=str(said["host"]),
-            since=str(said["since"]),
-            beat=beat if type(beat) is int else 0,
-            **optional,
-        )
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # a run that was killed while it wrote
+        return as_record(parse_json(text), Owner)
+    except ValueError:  # a run that was killed while it wrote
         return None
 
 

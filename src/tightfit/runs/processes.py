@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def is_alive(pid: int, mark: str | None) -> bool:
     if found is None:
         return not PROC.joinpath("self").exists()  # where there is no /proc, the number has to do
     return found[0] not in _ENDED and (mark is None or mark_of(pid) == mark)
+
+
+def began_at(pid: int) -> float | None:
+    """When a process began, in seconds since the epoch; None: nobody says."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        up = float((PROC / "uptime").read_bytes().split()[0])
+        return time.time() - up + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def members_of(sessions: frozenset[int]) -> list[int]:

@@ -7,15 +7,14 @@ processes count for nothing and are removed.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tightfit.owned import flock, replace_file
+from tightfit.inputs.records import find_record, write_record
+from tightfit.owned import flock
 from tightfit.runs.processes import is_alive, mark_of, this_host
 
 
@@ -68,7 +67,7 @@ class Reservations:
         except OSError:
             return ()
         for path in paths:
-            entry = _read(path)
+            entry = find_record(path, Reservation)
             if entry is None or entry.host != this_host():
                 continue
             if is_alive(entry.pid, entry.mark):
@@ -96,7 +95,7 @@ class Reservations:
     def add(self, entry: Reservation) -> bool:
         """Write an entry down; False: there is no place to write it to."""
         try:
-            replace_file(self._path(entry), (json.dumps(asdict(entry), indent=2) + "\n").encode())
+            write_record(self._path(entry), entry)
         except OSError:
             return False
         return True
@@ -107,20 +106,3 @@ class Reservations:
 
     def _path(self, entry: Reservation) -> Path:
         return self._folder / f"{entry.host}-{entry.pid}.json"
-
-
-def _read(path: Path) -> Reservation | None:
-    """An entry; None: a file that is none of ours, or of another version."""
-    try:
-        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Reservation(
-            pid=int(said["pid"]),
-            mark=None if said["mark"] is None else str(said["mark"]),
-            host=str(said["host"]),
-            folder=str(said["folder"]),
-            host_bytes=max(0, int(said["host_bytes"])),
-            gpus=tuple(map(str, said["gpus"])),
-            port=None if said["port"] is None else int(said["port"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None

@@ -349,7 +349,7 @@ class Supervisor:
 
     def _write(self, record: AttemptRecord) -> None:
         self.records[record.number - 1 :] = [record]
-        attempts.write_record(self.folder.path, record)
+        attempts.write_attempt(self.folder.path, record)
 
     def _tell(self, event: AttemptBegan | AttemptFailed) -> None:
         attempts.append_event(self.folder, event)

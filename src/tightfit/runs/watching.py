@@ -13,17 +13,18 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
-from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, damaged_records, read_records
+from tightfit.inputs.records import find_record
+from tightfit.inputs.spelling import read_text
+from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths, read_attempts
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Failed, Progress, Resumed, Started, Step
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.follow import Follower
 from tightfit.runs.health import OOM_KINDS, Planned
-from tightfit.runs.layout import is_record, read_tree
 from tightfit.runs.lines import line_of
-from tightfit.runs.processes import PROC, is_alive, this_host
+from tightfit.runs.processes import PROC
+from tightfit.runs.record import RunRecord, read_run
 from tightfit.runs.tally import Tally
 from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, worker_file
 from tightfit.types import ConfigError
@@ -34,81 +35,20 @@ LINES = 200
 """What is kept of a run's past."""
 AGAIN_S = 10.0
 """Between two searches for the processes of the ranks."""
-BEGAN_S = 5.0
-"""What the clock of a record and that of a process may differ by."""
 _LOG = re.compile(r"(rank-\d+|launcher)\.log")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """`run.json` as others read it; None: it does not say."""
-
-    state: str
-    pid: int | None
-    host: str | None
-    started: datetime | None
-    ended: datetime | None
-    exit_code: int | None
-    command: tuple[str, ...] = ()
-
-    @property
-    def lives(self) -> bool | None:
-        """Whether its process runs; None: that cannot be seen from here."""
-        if self.state != "running":
-            return False
-        if self.host != this_host() or self.pid is None:
-            return None
-        if not is_alive(self.pid, None):
-            return False
-        began = began_at(self.pid)
-        return began is None or self.started is None or began <= self.started.timestamp() + BEGAN_S
-
-
-def read_record(run: Path) -> Record | None:
-    """None: there is none, or it is not ours."""
-    try:
-        tree = read_tree(RunFolder(run).record)
-        if not is_record(tree):
-            return None
-        return Record(
-            state=tree["state"],
-            pid=tree["pid"],
-            host=tree["host"],
-            started=_moment(tree["started"]),
-            ended=_moment(tree["ended"]),
-            exit_code=tree["exit_code"],
-            command=tuple(tree["command"]),
-        )
-    except (OSError, ValueError):
-        return None
 
 
 def damaged(run: Path) -> tuple[Path, ...]:
     """The records of a run that are there and cannot be read: whoever passes them over names them."""
     folder = RunFolder(run)
-    found = [folder.record] if folder.record.exists() and read_record(run) is None else []
+    found = [folder.record] if folder.record.exists() and read_run(run) is None else []
     plan = folder.plan / WORKER_FILE
-    try:
-        worker_file(plan.read_text(encoding="utf-8", errors="replace"), str(plan))
-    except FileNotFoundError:
-        pass
-    except (OSError, ConfigError):
-        found.append(plan)
-    return (*found, *damaged_records(run))
-
-
-def _moment(text: object) -> datetime | None:
-    return datetime.fromisoformat(text) if isinstance(text, str) else None
-
-
-def began_at(pid: int) -> float | None:
-    """When a process began, in seconds since the epoch; None: nobody says."""
-    try:
-        fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-        up = float((PROC / "uptime").read_bytes().split()[0])
-        return time.time() - up + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
+    if plan.exists():
+        try:
+            worker_file(read_text(plan, "JSON"), str(plan))
+        except ConfigError:
+            found.append(plan)
+    return (*found, *(path for path in attempt_paths(run) if find_record(path, AttemptRecord) is None))
 
 
 # --- the processes of a run ---------------------------------------------------------------------
@@ -204,7 +144,7 @@ class RunSeen:
     folder: Path
     worker: WorkerFile | None
     """None: its plan cannot be read."""
-    record: Record | None
+    record: RunRecord | None
     attempts: tuple[AttemptRecord, ...]
     step: Step | None
     doing: Progress | None
@@ -272,7 +212,7 @@ class RunEye:
         self._oom_is_last = False
         self._failed: Failed | None = None
         self._plan: tuple[int, WorkerFile | None] | None = None
-        self._record: tuple[int, Record | None] | None = None
+        self._record: tuple[int, RunRecord | None] | None = None
         self._tried: int | None = None
         """When an attempt's record was last written."""
         self._attempts: tuple[AttemptRecord, ...] = ()
@@ -290,7 +230,7 @@ class RunEye:
         tried = _mark(self.folder / ATTEMPTS)
         if self._tried != tried:
             self._tried = tried
-            self._attempts = read_records(self.folder)
+            self._attempts = read_attempts(self.folder)
             self._judge_attempts()
         ended, well = self._ending(record, lives)
         worker = self._read_plan()
@@ -347,11 +287,11 @@ class RunEye:
             self._oom = causes[-1].sentence
             self._oom_is_last = self._attempts[-1].cause is causes[-1]
 
-    def _read_record(self) -> Record | None:
+    def _read_record(self) -> RunRecord | None:
         """Read again where the file has changed."""
         mark = _mark(RunFolder(self.folder).record)
         if self._record is None or self._record[0] != mark:
-            self._record = mark, read_record(self.folder)
+            self._record = mark, read_run(self.folder)
         return self._record[1]
 
     def _read_plan(self) -> WorkerFile | None:
@@ -360,8 +300,8 @@ class RunEye:
         mark = _mark(path)
         if self._plan is None or self._plan[0] != mark:
             found = None
-            with suppress(OSError, ConfigError):
-                found = worker_file(path.read_text(encoding="utf-8", errors="replace"), str(path))
+            with suppress(ConfigError):
+                found = worker_file(read_text(path, "JSON"), str(path))
             self._plan = mark, found
         return self._plan[1]
 
@@ -380,7 +320,7 @@ class RunEye:
             return f"its last attempt ended: {state}", state in ("done", "stopped")
         return None, True
 
-    def _ending(self, record: Record | None, lives: bool | None) -> tuple[str | None, bool]:
+    def _ending(self, record: RunRecord | None, lives: bool | None) -> tuple[str | None, bool]:
         """How it ended, and whether that is well."""
         if record is None:
             return self._ending_unrecorded()

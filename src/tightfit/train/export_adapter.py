@@ -6,7 +6,6 @@ biases of B, other methods than LoRA) is refused by name rather than left out.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -17,13 +16,13 @@ from typing import Any
 
 import torch
 
-from tightfit.inputs.spelling import read_text
+from tightfit.inputs.records import find_json, read_json
 from tightfit.train.export_model import Output, Skeleton, model_on_meta, stored_or, write
 from tightfit.train.export_source import Exported, Found, Spec, Told
 from tightfit.train.safetensors_files import Files, read_header
 from tightfit.train.shards import plain_name
 from tightfit.train.sources import find_weights, open_weights
-from tightfit.types import ConfigError, ModelError
+from tightfit.types import ModelError
 
 HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """`init_lora_weights` that leave the base as it is; PiSSA and its kin change it before training starts."""
@@ -105,8 +104,8 @@ def export_merged(found: Found, spec: Spec, told: Told) -> Exported:
 def read_adapter(folder: Path) -> Adapter:
     """Check that it is one that can be merged, and read it."""
     try:
-        config = json.loads(read_text(folder / "adapter_config.json", "JSON"))
-    except (ConfigError, ValueError) as error:
+        config = read_json(folder / "adapter_config.json")
+    except (OSError, ValueError) as error:
         raise ModelError(f"the adapter_config.json in {folder} cannot be read: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
@@ -241,7 +240,6 @@ def _run_method(run: Path | None) -> str | None:
     if run is None:
         return None
     try:
-        worker = json.loads((run / "plan" / "worker.json").read_text(encoding="utf-8"))
-        return "nf4" if worker["levers"]["method"] == "qlora" else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return "nf4" if find_json(run / "plan" / "worker.json")["levers"]["method"] == "qlora" else None
+    except (KeyError, TypeError):
         return None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.diagnose.masks import masked
+from tightfit.inputs.spelling import open_regular
 from tightfit.runs.events import AttemptBegan, Ended, Event, Progress, Resumed, Started, Step, event_of
 from tightfit.runs.lines import line_of
 from tightfit.web.series import Bucket, Series, single
@@ -92,7 +93,7 @@ class History:
         """Read for so long at most; whether something was new."""
         deadline = time.monotonic() + patience_s
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < self._offset:
                     self._begin()
@@ -223,7 +224,7 @@ def sampled(path: Path) -> Series:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         for number in range(SAMPLES):
             file.seek(size * number // SAMPLES)
@@ -236,7 +237,7 @@ def _samples(path: Path) -> Iterator[bytes]:
 def last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[bytes]:
     """The whole lines at the end of a file."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - most_bytes))
             data = file.read(most_bytes)

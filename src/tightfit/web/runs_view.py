@@ -15,10 +15,10 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from tightfit.diagnose.masks import masked
-from tightfit.runs.attempts import read_records
+from tightfit.runs.attempts import read_attempts
 from tightfit.runs.events import Ended, Step, event_of
 from tightfit.runs.folder import RunFolder
-from tightfit.runs.watching import read_record
+from tightfit.runs.record import read_run
 from tightfit.web.history import last_lines
 from tightfit.web.pages import page, part
 from tightfit.web.places import NO_RUN, FoundRun, FoundRuns, file_at, run_at
@@ -64,7 +64,7 @@ def _row(run: FoundRun, roots: tuple[Path, ...]) -> Row:
     return Row(
         word=run.word,
         name=_name(run, roots),
-        state=state_of(read_record(run.path), ended, read_records(run.path)),
+        state=state_of(read_run(run.path), ended, read_attempts(run.path)),
         step=None if last is None else last.step,
         steps=None if last is None else last.steps,
         loss=None if last is None else last.loss,

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.diagnose.masks import masked
-from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_records
+from tightfit.inputs.spelling import read_text
+from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_attempts
 from tightfit.runs.checkpoints import CHECKPOINTS, Torn, checked, newest_first, step_of
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.health import OOM_KINDS, Held, Planned, Seen, judged
 from tightfit.runs.lines import duration
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.processes import this_host
-from tightfit.runs.watching import Rank, RankEye, Record, read_record
+from tightfit.runs.record import RunRecord, read_run
+from tightfit.runs.watching import Rank, RankEye
 from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, worker_file
 from tightfit.types import ConfigError
 from tightfit.web.history import History
@@ -35,7 +37,7 @@ QUIET_S = 60.0
 Section = dict[str, Any]
 
 
-def state_of(record: Record | None, history_ended: bool, attempts: tuple[AttemptRecord, ...]) -> str:
+def state_of(record: RunRecord | None, history_ended: bool, attempts: tuple[AttemptRecord, ...]) -> str:
     """A key of `states` in the words."""
     if record is None:
         if history_ended:
@@ -60,9 +62,9 @@ class Sight:
     def look(self, eye: MachineEye | None) -> dict[str, Section | list[Section]]:
         """All sections. OSError: the folder cannot be read at all, now."""
         os.stat(self.run / ".")
-        record = read_record(self.run)
+        record = read_run(self.run)
         attempts: tuple[AttemptRecord, ...] = self._unless_same(
-            "attempts", _marks(self.run / ATTEMPTS), lambda: read_records(self.run)[-MOST_ATTEMPTS:]
+            "attempts", _marks(self.run / ATTEMPTS), lambda: read_attempts(self.run)[-MOST_ATTEMPTS:]
         )
         state = state_of(record, self.history.ended is not None, attempts)
         worker, card_bytes = self._plan()
@@ -92,7 +94,7 @@ class Sight:
 
         def read() -> tuple[WorkerFile | None, int | None]:
             with suppress(OSError, ConfigError, ValueError, KeyError, TypeError, RecursionError):
-                text = path.read_text(encoding="utf-8", errors="replace")
+                text = read_text(path, "JSON")
                 card = json.loads(text)["world"].get("gpu_memory_bytes")
                 return worker_file(text, str(path)), card if isinstance(card, int) else None
             return None, None
@@ -101,7 +103,7 @@ class Sight:
         return found
 
     def _head(
-        self, state: str, record: Record | None, worker: WorkerFile | None, attempts: tuple[AttemptRecord, ...]
+        self, state: str, record: RunRecord | None, worker: WorkerFile | None, attempts: tuple[AttemptRecord, ...]
     ) -> Section:
         history = self.history
         steps = history.steps()

@@ -165,7 +165,7 @@ class Rescue:
     # --- one attempt ----------------------------------------------------------------------------
 
     def _attempt(self, number: int) -> Gone:
-        place = attempts.record_path(self.folder, number).with_suffix("")
+        place = attempts.attempt_path(self.folder, number).with_suffix("")
         place.mkdir(parents=True, exist_ok=True)
         known = knobs_of(self.external)
         record = AttemptRecord(
@@ -205,7 +205,7 @@ class Rescue:
         return found
 
     def _evidence(self, gone: Gone, number: int) -> Evidence:
-        log = attempts.record_path(self.folder, number).with_suffix("") / LOG
+        log = attempts.attempt_path(self.folder, number).with_suffix("") / LOG
         return Evidence(
             logs=(LogSource(name=str(log.relative_to(self.folder)), path=log),),
             exits=(RankExit(rank=None, code=gone.code, at=gone.at),),
@@ -215,7 +215,7 @@ class Rescue:
 
     def _close(self, gone: Gone, state: str, verdict: Verdict | None) -> None:
         kept = kept_by(self.external)
-        last = _last_step(attempts.record_path(self.folder, self.records[-1].number).with_suffix("") / LOG)
+        last = _last_step(attempts.attempt_path(self.folder, self.records[-1].number).with_suffix("") / LOG)
         self._write(
             replace(
                 self.records[-1],
@@ -368,7 +368,7 @@ class Rescue:
 
     def _write(self, record: AttemptRecord) -> None:
         self.records[record.number - 1 :] = [record]
-        attempts.write_record(self.folder, record)
+        attempts.write_attempt(self.folder, record)
 
     def _note(self, decision: Decision, changed: tuple[str, ...]) -> None:
         following = Next(action=decision.action, because=decision.because, changed=changed, wait_s=decision.wait_s)

@@ -8,41 +8,56 @@ earlier/N/       the attempts of a `tightfit run` that was killed, when another 
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tightfit.owned import replace_file
-from tightfit.runs.attempts import ATTEMPTS, now
+from tightfit.inputs.records import find_record, write_record
+from tightfit.runs.attempts import ATTEMPTS
 from tightfit.runs.folder import set_aside
-from tightfit.runs.layout import RECORD, SCHEMA
 from tightfit.runs.lock import FolderLock, InUse
 from tightfit.runs.marked import end_members
 from tightfit.runs.processes import this_host
-from tightfit.runs.watching import read_record
+from tightfit.runs.record import RECORD, RunRecord, now, read_run
 from tightfit.types import ConfigError
 
 FOLDER = "tightfit-run"
-KIND = "foreign"
-"""As `run.json` has said it from the first release on."""
 _MOST_FOLDERS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abandoned:
-    """A run whose `tightfit run` was killed."""
+class ExternalRecord(RunRecord):
+    """In the words of every run's `run.json`, so that whoever looks for runs finds this one."""
 
-    pid: int | None
-    command: tuple[str, ...]
-    last_command: tuple[str, ...]
-    """As it was started last: after a rescue with another config."""
+    kind: Literal["foreign"] = "foreign"
+    """As it has said from the first release on."""
     mark: str | None
     """By which its processes are known."""
+    last_command: tuple[str, ...]
+    """As it was started last: after a rescue with another config."""
+
+    def write_report(self, folder: Path, more: Mapping[str, Any], *, state: str, exit_code: int | None) -> None:
+        """Whole or not at all. `more`: what was predicted and found."""
+        ended = None if state == "running" else now()
+        with suppress(OSError):  # a full disk costs the record and never the run
+            write_record(folder / RECORD, replace(self, state=state, exit_code=exit_code, ended=ended), more)
+
+
+def begin_record(command: Sequence[str], mark: str) -> ExternalRecord:
+    words = tuple(command)
+    return ExternalRecord(
+        command=words,
+        pid=os.getpid(),
+        host=this_host(),
+        started=now(),
+        state="running",
+        mark=mark,
+        last_command=words,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +66,8 @@ class Place:
 
     path: Path
     lock: FolderLock
-    before: Abandoned | None = None
-    """What it takes over; None: it is new."""
+    before: ExternalRecord | None = None
+    """The killed run that it takes over; None: it is new."""
 
 
 def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False) -> Place:
@@ -73,64 +88,18 @@ def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False
     raise ConfigError(f"there are {_MOST_FOLDERS} folders {FOLDER}-N here: remove some, or name one with --output")
 
 
-def abandoned(path: Path) -> Abandoned | None:
-    """None: there is no such run, or its process lives, or it ended with a word. Of one on another machine its lock
-    tells more."""
-    record = read_record(path)
-    if record is None or record.state != "running" or record.lives:
-        return None
-    try:
-        tree = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        if tree["kind"] != KIND:
-            return None
-        last, mark = tuple(map(str, tree["last_command"])), tree["mark"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return Abandoned(pid=record.pid, command=record.command, last_command=last, mark=str(mark) if mark else None)
-
-
-def write_run(folder: Path, values: Mapping[str, Any]) -> None:
-    """The run's own record, whole or not at all. `values` go before what every run's record says."""
-    path = folder / RECORD
-    try:
-        replace_file(path, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
-    except OSError:  # a full disk costs the record and never the run
-        return
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """What a record says from the first start on."""
-
-    command: tuple[str, ...]
-    mark: str
-    started: str
-
-    @classmethod
-    def begin(cls, command: Sequence[str], mark: str) -> Identity:
-        return cls(command=tuple(command), mark=mark, started=now())
-
-    def values(self, state: str, exit_code: int | None) -> dict[str, Any]:
-        """In the words of every run's `run.json`, so that whoever looks for runs finds this one."""
-        return {
-            "schema": SCHEMA,
-            "kind": KIND,
-            "command": list(self.command),
-            "pid": os.getpid(),
-            "host": this_host(),
-            "started": self.started,
-            "ended": None if state == "running" else now(),
-            "state": state,
-            "exit_code": exit_code,
-            "mark": self.mark,
-        }
+def abandoned(path: Path) -> ExternalRecord | None:
+    """A run whose `tightfit run` was killed; None: there is none, or its process lives, or it ended with a word. Of one
+    on another machine its lock tells more."""
+    record = find_record(path / RECORD, ExternalRecord)
+    return record if record is not None and record.state == "running" and not record.lives else None
 
 
 def _named(path: Path, command: tuple[str, ...], *, take_over: bool) -> Place:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         before = abandoned(path)
         if before is None:
-            record = read_record(path) if path.is_dir() else None
+            record = read_run(path) if path.is_dir() else None
             if record is not None and record.lives:
                 raise ConfigError(f"--output {path} is in use by process {record.pid}: wait for it, or name another")
             raise ConfigError(f"--output {path} is there already: name a new folder, for old logs are never replaced")
@@ -155,7 +124,7 @@ def _made(path: Path, *, exist_ok: bool = False) -> Place | None:
         raise ConfigError(f"{path} cannot be made ({what}): name another folder with --output") from None
 
 
-def _taken_over(path: Path, before: Abandoned, *, take_over: bool) -> Place:
+def _taken_over(path: Path, before: ExternalRecord, *, take_over: bool) -> Place:
     """Its processes have been ended by their guard, or are about to be; its records make way."""
     lock = FolderLock.take(path, take_over=take_over)
     if before.mark is not None:
