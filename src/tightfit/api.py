@@ -72,7 +72,7 @@ class Planned:
 
     @property
     def because(self) -> tuple[str, ...]:
-        return self.plan.because
+        return tuple(map(str, self.plan.because))
 
     @property
     def remedies(self) -> tuple[Remedy, ...]:

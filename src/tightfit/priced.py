@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.types import Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape
+from tightfit.messages import Message, Said
+from tightfit.types import Engine, Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape
 
 GIB = 2**30
 
@@ -178,16 +179,26 @@ def training_words(levers: Levers) -> str:
     return " · ".join(parts)
 
 
-def strategy_name(levers: Levers) -> str:
+ENGINES: dict[Engine, Said] = {
+    "zero0": Message("plan.zero0"),
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "fsdp2": "FSDP2",
+}
+
+
+def strategy_name(levers: Levers) -> Said:
     """`ZeRO-3, optimizer + weights on CPU`."""
-    names = {"zero0": "unsharded", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
-    name = names[levers.engine]
-    optimizer, param = levers.offload_optimizer, levers.offload_param
+    engine, optimizer, param = ENGINES[levers.engine], levers.offload_optimizer, levers.offload_param
     places = {"cpu": "CPU", "nvme": "NVMe"}
-    if param != "none" and param == optimizer:
-        return f"{name}, optimizer + weights on {places[param]}"
-    moved = [f"{what} on {places[to]}" for what, to in (("optimizer", optimizer), ("weights", param)) if to != "none"]
-    return ", ".join([name, *moved])
+    if param == optimizer:
+        return engine if param == "none" else Message("plan.one-place", engine=engine, place=places[param])
+    if param == "none":
+        return Message("plan.optimizer-away", engine=engine, place=places[optimizer])
+    if optimizer == "none":
+        return Message("plan.weights-away", engine=engine, place=places[param])
+    return Message("plan.two-places", engine=engine, place=places[optimizer], other=places[param])
 
 
 def trained(priced: Priced) -> str:

@@ -8,6 +8,7 @@ import pytest
 from small_questions import ask, fits, machine, preset
 
 from tightfit.job import Adapters, Allowance, Job, Limits, Machine
+from tightfit.messages import Message
 from tightfit.model.presets import PRESETS
 from tightfit.planner import costly, plan
 from tightfit.planner.plan import Plan
@@ -43,7 +44,7 @@ def test_nothing_costly_is_done_unasked(refused: Plan) -> None:
 def test_the_cheapest_change_is_named_first(refused: Plan) -> None:
     places = [ORDER.index(remedy.allowance) for remedy in refused.remedies]
     assert places == sorted(places)
-    said = " ".join(refused.because)
+    said = " ".join(map(str, refused.because))
     assert f"The mildest change that would fit is --allow {refused.remedies[0].allowance}" in said
     assert f"{refused.gpus_needed} of these GPUs would do" in said
     assert "The nearest is" in said
@@ -54,7 +55,7 @@ def test_changes_are_ranked_by_what_they_do_to_the_result() -> None:
     answer = planned("qwen1.5-1.8b", machine("1x24GB", "8GB"))
     named = [remedy.allowance for remedy in answer.remedies]
     assert named == ["8bit-optimizer", "lora", "pure-16bit", "smaller-model"]
-    said = " ".join(answer.because)
+    said = " ".join(map(str, answer.because))
     assert all(f"{remedy.cost}; {remedy.effect} (" in said for remedy in answer.remedies)
     assert "updates below its precision are lost" in said
     assert ORDER[-2:] == ("pure-16bit", "smaller-model")
@@ -67,7 +68,7 @@ def test_each_remedy_fits_when_it_is_allowed(refused: Plan) -> None:
         assert answer.chosen.levers == remedy.way.levers
         assert answer.chosen.changes == (remedy.cost,)
         assert answer.chosen.effective_batch == 16
-        assert f"It changes the training: {remedy.cost}." in answer.because
+        assert Message("plan.changes-training", change=remedy.cost) in answer.because
 
 
 def test_what_would_not_help_alone_is_not_named(refused: Plan) -> None:
@@ -103,7 +104,7 @@ def test_4_bit_weights_need_adapters_as_well() -> None:
 def test_where_no_single_change_helps_a_pair_is_named() -> None:
     (found,) = costly.remedies(ask("gemma-3-27b", machine("1x24GB", "32GB")))
     assert found.allowance == "lora"
-    assert found.cost == (
+    assert str(found.cost) == (
         "trains adapters of rank 8 instead of every weight, "
         "together with --allow quantize: the frozen weights have 4 bits (NF4) instead of 16"
     )
@@ -115,7 +116,7 @@ def test_adapters_are_those_of_the_job() -> None:
     assert answer.chosen is not None
     assert answer.chosen.levers.lora is not None
     assert (answer.chosen.levers.lora.rank, answer.chosen.levers.lora.targets) == (32, ("in_proj",))
-    assert "rank 32" in answer.chosen.changes[0]
+    assert "rank 32" in str(answer.chosen.changes[0])
 
 
 def test_embeddings_alone_are_not_turned_into_adapters() -> None:
@@ -133,11 +134,11 @@ def test_the_longest_sequence_that_fits_is_kept() -> None:
     assert sequence < 32768
     assert fits("qwen1.5-0.5b", hardware, method="lora", sequence=sequence)
     assert not fits("qwen1.5-0.5b", hardware, method="lora", sequence=sequence + 128)
-    assert f"cut at {sequence} tokens instead of 32768" in answer.chosen.changes[0]
+    assert f"cut at {sequence} tokens instead of 32768" in str(answer.chosen.changes[0])
     skipped = planned("qwen1.5-0.5b", hardware, "skip-data", method="lora", sequence=32768)
     assert skipped.chosen is not None
     assert skipped.chosen.levers.sequence == sequence
-    assert f"longer than {sequence} tokens are left out" in skipped.chosen.changes[0]
+    assert f"longer than {sequence} tokens are left out" in str(skipped.chosen.changes[0])
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("tiny")])
@@ -232,7 +233,7 @@ def test_pins_that_no_engine_runs_are_said_so() -> None:
     """The host's optimizer is AdamW; an 8-bit one cannot go there."""
     answer = planned("tiny_llama", machine("2x24GB"), optimizer="adamw8bit", levers={"offload_optimizer": "cpu"})
     assert not answer.fits
-    assert any(sentence.startswith("No engine runs what was asked for") for sentence in answer.because)
+    assert Message("plan.no-engine") in answer.because
 
 
 def test_skipped_data_is_told_from_cut_data() -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tightfit.job.file import hardware_of, job_from_flags, model_of
+from tightfit.messages import id_of
 from tightfit.planner import plan
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
@@ -149,24 +150,24 @@ def test_each_row_above_the_chosen_one_has_its_sentence(model: str, gpus: str, h
     chosen = chosen_of(answer)
     above = [way for way in worth_showing(answer) if way.pace.step_s < chosen.pace.step_s]
     assert any(lacks in lacking_bytes(way) for way in above), "or this shows nothing"
-    faster = [sentence for sentence in answer.because if "would be faster but" in sentence]
+    faster = [str(said) for said in answer.because if id_of(said) == "plan.faster-but"]
     assert len(faster) == len(above)
     for way in above:
-        name, why = strategy_name(way.levers).lower(), f" would be faster but {missing(way)}."
+        name, why = str(strategy_name(way.levers)).lower(), f" would be faster but {missing(way)}."
         assert any(each.lower().startswith(name) and each.endswith(why) for each in faster)
-    slower = [sentence for sentence in answer.because if "fits too" in sentence]
-    shown = tuple(strategy_name(way.levers).lower() for way in worth_showing(answer) if way.fits)
+    slower = [str(said) for said in answer.because if id_of(said) == "plan.fits-too"]
+    shown = tuple(str(strategy_name(way.levers)).lower() for way in worth_showing(answer) if way.fits)
     assert all(sentence.lower().startswith(shown) for sentence in slower)
 
 
 def test_what_is_missing_is_told_for_the_card_and_for_the_host() -> None:
     way = chosen_of(planned())
-    assert missing(needing(way, 30)).startswith("needs 6.0 GiB more than the card has ")
+    assert str(missing(needing(way, 30))).startswith("needs 6.0 GiB more than the card has ")
     poor = replace(way, hardware=replace(way.hardware, host_ram_bytes=2**29), fits=False)
-    assert re.fullmatch(r"needs \d+\.\d GiB more host RAM than there is", missing(poor))
+    assert re.fullmatch(r"needs \d+\.\d GiB more host RAM than there is", str(missing(poor)))
     both = replace(needing(way, 30), hardware=poor.hardware)
-    assert re.search(r"the card has .*, and \d+\.\d GiB more host RAM than there is$", missing(both))
-    tight = missing(needing(way, 23.5))
+    assert re.search(r"the card has .*, and \d+\.\d GiB more host RAM than there is$", str(missing(both)))
+    tight = str(missing(needing(way, 23.5)))
     assert tight.startswith("would leave only 0.5 GiB of the card free ")
 
 

@@ -11,6 +11,7 @@ import pytest
 import patience
 from tightfit.desk.plan import answered
 from tightfit.hardware.words import parse_hardware
+from tightfit.messages import Said
 from tightfit.planner.plan import Plan
 from tightfit.planner.reasons import missing
 from tightfit.planner.tier_values import TIERS, by_memory
@@ -42,7 +43,7 @@ def jobs(count: int) -> list[argparse.Namespace]:
     ]
 
 
-def sentences(plan: Plan) -> list[str]:
+def sentences(plan: Plan) -> list[Said]:
     """All that the page may have to say of a plan."""
     ways = [*([plan.chosen] if plan.chosen else []), *plan.alternatives]
     return [
@@ -58,17 +59,17 @@ def sentences(plan: Plan) -> list[str]:
 
 @pytest.mark.thorough
 def test_nearly_all_that_the_planner_says_has_a_chinese_form() -> None:
-    said: set[str] = set()
+    said: set[Said] = set()
     for args in jobs(20):
         plan, _ = answered(args)
         assert isinstance(plan, Plan)
         said.update(sentences(plan))
     told = {each: said_in("zh", each) for each in said}
-    foreign = sorted(each for each, sentence in told.items() if sentence.is_foreign)
+    foreign = sorted(str(each) for each, sentence in told.items() if sentence.is_foreign)
     assert len(said) > 100
     assert len(foreign) <= (1 - ENOUGH) * len(said), foreign
     for english, sentence in told.items():
-        assert sorted(NUMBER.findall(english)) == sorted(NUMBER.findall(sentence.text)), (english, sentence.text)
+        assert sorted(NUMBER.findall(str(english))) == sorted(NUMBER.findall(sentence.text)), (english, sentence.text)
 
 
 @pytest.mark.parametrize(

@@ -292,8 +292,8 @@ def test_what_a_smaller_plan_changes_and_why_is_told() -> None:
         assert isinstance(plan, Plan)
         for shortfall, size in product(shortfalls, (0, GIB)):
             found = step_down(plan, Shortfall(**shortfall, missing_bytes=size))
-            said.append(" ".join(found.because))
-            changed.update(found.changed if isinstance(found, StepDown) else ())
+            said.append(" ".join(map(str, found.because)))
+            changed.update(map(str, found.changed) if isinstance(found, StepDown) else ())
     assert len(set(said)) > 10
     assert untold(iter(said)) == []
     assert changed

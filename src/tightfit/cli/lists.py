@@ -131,7 +131,7 @@ def _model_report(shape: ModelShape) -> dict[str, Any]:
 def _share_report(share: Share) -> dict[str, Any]:
     priced = share.priced
     return _model_report(priced.shape) | {
-        "strategy": strategy_name(priced.levers),
+        "strategy": str(strategy_name(priced.levers)),
         "weights_bytes": share.weights_bytes,
         "gradients_bytes": share.gradients_bytes,
         "optimizer_bytes": share.optimizer_bytes,

@@ -471,11 +471,11 @@ def _step(external: ExternalTraining, known: Known, found: StepDown) -> Step | N
         sequence=new.sequence if now.sequence is not None else None,
         buckets=_buckets(old, new),
     )
-    because = " ".join(sentence for sentence in found.because if not sentence.startswith("What changes"))
+    because = " ".join(str(said) for said in found.because if said.id != "plan.what-changes")
     crosses = moved or (new.method != old.method)
     scheme = scheme_of(new, old)
-    changed = (*found.changed, *((f"the scheme {scheme}",) if scheme else ()))
-    return Step(knobs=knobs, changed=changed, because=because, crosses=crosses, costs=way.changes)
+    changed = (*map(str, found.changed), *((f"the scheme {scheme}",) if scheme else ()))
+    return Step(knobs=knobs, changed=changed, because=because, crosses=crosses, costs=tuple(map(str, way.changes)))
 
 
 def _buckets(old: Levers, new: Levers) -> tuple[tuple[str, int | bool], ...]:

@@ -149,7 +149,7 @@ class TrainCourse:
             elsewhere = step_down(last, whole, bounds=bounds, before=tuple(self._tried))
             found, shortfall = (found, shortfall) if isinstance(elsewhere, NoWay) else (elsewhere, whole)
         if isinstance(found, NoWay):
-            return Refused(because=" ".join(found.because), puzzling=_puzzling(last.chosen, shortfall))
+            return Refused(because=" ".join(map(str, found.because)), puzzling=_puzzling(last.chosen, shortfall))
         tried = Tried(way=last.chosen, shortfall=shortfall)
         self._found = Found(plan=found.plan, tried=tried, bounds=bounds, entry=entry)
         return self._changed(last.chosen, found)
@@ -198,8 +198,10 @@ class TrainCourse:
         same_states = (before.levers.method, before.levers.lora, before.levers.optimizer, before.shape) == (
             after.levers.method, after.levers.lora, after.levers.optimizer, after.shape
         )  # fmt: skip
-        because = " ".join(sentence for sentence in found.because if not sentence.startswith("What changes"))
-        return Changed(because=because, changed=found.changed, another_job=another, carries=same_states)
+        because = " ".join(str(said) for said in found.because if said.id != "plan.what-changes")
+        return Changed(
+            because=because, changed=tuple(map(str, found.changed)), another_job=another, carries=same_states
+        )
 
     # --- others ---------------------------------------------------------------------------------
 

@@ -70,9 +70,9 @@ def compare(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | 
     for engine, optimizer, param in STRATEGIES:
         tried = replace(levers, engine=engine, offload_optimizer=optimizer, offload_param=param)
         try:
-            rows.append((strategy_name(tried), price(shape, tried, world, hardware)))
+            rows.append((str(strategy_name(tried)), price(shape, tried, world, hardware)))
         except UserError as error:
-            rows.append((strategy_name(tried), str(error)))
+            rows.append((str(strategy_name(tried)), str(error)))
     return [*rows, ("model parallel", "not run by us")]
 
 

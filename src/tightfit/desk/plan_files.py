@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 from tightfit.inputs.flags import meant, spelt
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, choose_deepspeed, find_installed, is_version
 from tightfit.job import Job
+from tightfit.messages import Message
 from tightfit.planner import plan_within, question_of
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.limits import Limit
@@ -286,5 +287,5 @@ def _settled(answer: Plan) -> Plan:
         ways = (answer.chosen.levers.offload_optimizer, answer.chosen.levers.offload_param)
     if "nvme" not in ways:
         return answer
-    said = "NVMe offload on a GPU: our tests train with it on CPU ranks alone."
+    said = Message("plan.unproven-nvme")
     return replace(answer, unproven=(*answer.unproven, said), because=(*answer.because, said))

@@ -47,10 +47,10 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "search_s": plan.search_s,
         "effective_batch": plan.effective_batch,
         "hours": plan.hours,
-        "because": list(plan.because),
+        "because": list(map(str, plan.because)),
         "remedies": [_remedy_report(remedy) for remedy in plan.remedies],
         "gpus_needed": plan.gpus_needed,
-        "unproven": list(plan.unproven),
+        "unproven": list(map(str, plan.unproven)),
         "model": {"name": plan.shape.name, "parameters": plan.shape.parameters, "notes": list(plan.shape.notes)},
         "hardware": {
             "name": hardware.gpu.name,
@@ -69,7 +69,7 @@ def way_report(way: Way) -> dict[str, Any]:
     priced = Priced(shape=way.shape, levers=way.levers, world=way.world, hardware=way.hardware, footprint=way.footprint)
     plain = estimate_report(priced)
     return {
-        "strategy": strategy_name(way.levers),
+        "strategy": str(strategy_name(way.levers)),
         "model": way.shape.name,
         "fits": way.fits,
         "levers": plain["levers"],
@@ -82,8 +82,8 @@ def way_report(way: Way) -> dict[str, Any]:
             "causes": dict(way.pace.causes),
             "because": list(way.pace.because),
         },
-        "because": list(way.because),
-        "changes": list(way.changes),
+        "because": list(map(str, way.because)),
+        "changes": list(map(str, way.changes)),
         "calibration": _calibration_report(way),
     }
 
@@ -109,7 +109,7 @@ def _errors(phases: Mapping[PhaseName, Phase]) -> dict[str, int]:
 
 
 def _remedy_report(remedy: Remedy) -> dict[str, Any]:
-    return {"allow": remedy.allowance, "cost": remedy.cost, "effect": remedy.effect} | way_report(remedy.way)
+    return {"allow": remedy.allowance, "cost": str(remedy.cost), "effect": str(remedy.effect)} | way_report(remedy.way)
 
 
 def _tier_report(tiered: Tiered) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way, time_limit_s, untrained
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.versions import release
+from tightfit.messages import Said, id_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import is_cut_off, time_words
 from tightfit.planner.tiers import TIERS
@@ -238,11 +239,10 @@ def _environment(plan: Plan, target: Target) -> Iterator[str]:
         yield f"| `{variable.name}` | {value} | {_cell(variable.reason)} |"
 
 
-def _reasons(plan: Plan) -> list[str]:
+def _reasons(plan: Plan) -> list[Said]:
     """What is said nowhere else on the page."""
     elsewhere = {*_assumed(plan), *plan.unproven, *untrained(plan.job)}
-    elsewhere |= {f"It changes the training: {change}." for change in chosen_way(plan).changes}
-    return [sentence for sentence in plan.because if sentence not in elsewhere]
+    return [said for said in plan.because if said not in elsewhere and id_of(said) != "plan.changes-training"]
 
 
 def _assumed(plan: Plan) -> Iterable[str]:
@@ -258,19 +258,19 @@ def _largest(way: Way) -> str:
     return " and ".join(shown(name) for name in sorted(held, key=lambda name: -held[name])[:2])
 
 
-def _bullets(title: str, sentences: Iterable[str]) -> list[str]:
+def _bullets(title: str, sentences: Iterable[Said]) -> list[str]:
     points = [f"- {_sentence(sentence)}" for sentence in sentences]
     return [f"## {title}", "", *points] if points else []
 
 
-def _cell(text: str) -> str:
+def _cell(text: Said) -> str:
     """Text that cannot end a cell or a line."""
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(str(text).split()).replace("|", "\\|")
 
 
-def _sentence(text: str) -> str:
+def _sentence(text: Said) -> str:
     """As prose: a capital, unless it begins with a name, and a full stop."""
-    plain = " ".join(text.split())
+    plain = " ".join(str(text).split())
     first = plain.partition(" ")[0]
     capital = plain[:1].upper() + plain[1:] if first.isalpha() and first.islower() else plain
     return capital if capital.endswith((".", "!", "?")) else capital + "."

@@ -4,9 +4,10 @@
 
 The texts stand side by side, English and Chinese, in one file for each area: the area is the first word of the id,
 so `model.no-config` is the entry `no-config` of `messages/model.py`. A text names its fields in braces, as `str.format`
-does. Three things are added:
+does. Four things are added:
 
     {steps:# step|# steps}   one or many, with the number in place of #
+    {way:capital}            with a capital letter, at the beginning of a sentence
     a field that is a Message, or a `Choice` of words, is put into the same language
     Chinese gets a space where it meets Latin letters or digits, and nowhere else
 
@@ -56,6 +57,9 @@ class Message:
     def __str__(self) -> str:
         return self.text(_spoken)
 
+    def __format__(self, format_spec: str) -> str:
+        return format(str(self), format_spec)
+
     def text(self, language: Language) -> str:
         area, _, name = self.id.partition(".")
         made = _Filler(language).vformat(_texts(area)[name][LANGUAGES.index(language)], (), self.fields)
@@ -88,7 +92,16 @@ class Choice:
         return f"{comma.join(most)}{last_one}{last}" if most else last
 
 
-def say(said: Message | str, language: Language) -> str:
+Said = Message | str
+"""A message, or text that was made elsewhere: by a user, a log, another program."""
+
+
+def id_of(said: Said) -> str | None:
+    """Which message it is; None: text that was made elsewhere."""
+    return said.id if isinstance(said, Message) else None
+
+
+def say(said: Said, language: Language) -> str:
     """The text of a message in a language; what is text already stays as it is."""
     return said.text(language) if isinstance(said, Message) else said
 
@@ -108,7 +121,9 @@ class _Filler(Formatter):
             one, many = format_spec.split("|")
             return (one if value == 1 else many).replace("#", f"{value:,}")
         if isinstance(value, Message | Choice):
-            return value.text(self.language)
+            value = value.text(self.language)
+        if format_spec == "capital":
+            return value[:1].upper() + value[1:]
         return super().format_field(value, format_spec)
 
 

@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import get_args
 
 from tightfit.job import Allowance
+from tightfit.messages import Message
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS
 from tightfit.planner.plan import Remedy
@@ -29,23 +30,23 @@ MOST_GPUS = 1024
 FULL_NODE = 8
 """GPUs that one machine takes."""
 
-EFFECTS: dict[Allowance, str] = {
-    "precision": "fp32 weights are kept, so no update is lost",
-    "8bit-optimizer": "weights and updates keep their precision, and losses stay close to those of fp32 states",
-    "lora-rank": "the adapters can express less, which shows where there is much to learn",
-    "quantize": "the frozen weights are rounded, and the adapters learn to make up for it",
-    "lora-targets": "the MLPs stay as they are, and less is learned than with adapters everywhere",
-    "shorter-seq": "what stands behind the cut is never learned",
-    "lora": "only what adapters can express is learned",
-    "skip-data": "the longest samples are never seen",
-    "pure-16bit": "at the learning rates of a fine-tuning most updates are that small",
-    "smaller-model": "it is another model",
+EFFECTS: dict[Allowance, Message] = {
+    "precision": Message("plan.effect-precision"),
+    "8bit-optimizer": Message("plan.effect-8bit"),
+    "lora-rank": Message("plan.effect-rank"),
+    "quantize": Message("plan.effect-quantize"),
+    "lora-targets": Message("plan.effect-targets"),
+    "shorter-seq": Message("plan.effect-shorter"),
+    "lora": Message("plan.effect-lora"),
+    "skip-data": Message("plan.effect-skip"),
+    "pure-16bit": Message("plan.effect-pure"),
+    "smaller-model": Message("plan.effect-model"),
 }
 """What each does to the result. States of 8 bits: block-wise quantisation (Dettmers et al., 2022); 4-bit weights and
 adapters everywhere against attention alone: QLoRA (Dettmers et al., 2023). Pure bf16: between 0.0156 and 0.0312, where
 most weights are, two neighbours lie 2^-13 apart, and an AdamW step of 1e-5 is less than half of that."""
 
-Change = tuple[Question, str]
+Change = tuple[Question, Message]
 """The question with the change made, and what it changes in the result."""
 
 
@@ -57,9 +58,11 @@ def remedies(question: Question) -> tuple[Remedy, ...]:
     for group in _groups(ORDER, 2):
         if made := _together(question, group):
             first, *others = made
-            also = "".join(f", together with --allow {other.allowance}: {other.cost}" for other in others)
+            cost = first.cost
+            for other in others:
+                cost = Message("plan.together-with", cost=cost, allowance=other.allowance, other=other.cost)
             worst = max(made, key=lambda remedy: ORDER.index(remedy.allowance))
-            return (replace(first, cost=first.cost + also, effect=worst.effect),)
+            return (replace(first, cost=cost, effect=worst.effect),)
     return ()
 
 
@@ -90,7 +93,7 @@ def _groups(names: Sequence[Allowance], size: int) -> list[tuple[Allowance, ...]
 
 def _together(question: Question, group: tuple[Allowance, ...]) -> tuple[Remedy, ...]:
     *others, last = group
-    made: list[tuple[Allowance, str]] = []
+    made: list[tuple[Allowance, Message]] = []
     now = question
     for name in others:
         strongest = list(CHANGES[name](now))[-1:]
@@ -124,20 +127,20 @@ def _with(question: Question, **changes: object) -> Question:
 
 def _precision(question: Question) -> Iterator[Change]:
     if question.base.precision == "fp32":
-        yield _with(question, precision="bf16"), "computes in bf16 instead of fp32"
+        yield _with(question, precision="bf16"), Message("plan.cost-precision")
 
 
 def _pure(question: Question) -> Iterator[Change]:
     if question.base.precision != "fp32" and question.base.master_weights:
         yield (
             _with(question, master_weights=False),
-            f"pure {question.base.precision}: updates below its precision are lost, since no fp32 weights are kept",
+            Message("plan.cost-pure", precision=question.base.precision),
         )
 
 
 def _eight_bit(question: Question) -> Iterator[Change]:
     if question.base.optimizer == "adamw":
-        yield _with(question, optimizer="adamw8bit"), "the optimizer's states have 8 bits instead of 32"
+        yield _with(question, optimizer="adamw8bit"), Message("plan.cost-8bit")
 
 
 def _fewer_targets(question: Question) -> Iterator[Change]:
@@ -147,7 +150,7 @@ def _fewer_targets(question: Question) -> Iterator[Change]:
     }
     if lora is not None and lora.targets is None and set(ATTENTION) <= names:
         fewer = replace(lora, targets=ATTENTION)
-        yield _with(question, lora=fewer), "adapters on the attention projections only, not on the MLPs"
+        yield _with(question, lora=fewer), Message("plan.cost-targets")
 
 
 def _lower_rank(question: Question) -> Iterator[Change]:
@@ -155,15 +158,13 @@ def _lower_rank(question: Question) -> Iterator[Change]:
     rank = lora.rank if lora else 0
     while lora is not None and rank > LEAST_RANK:
         rank //= 2
-        yield _with(question, lora=replace(lora, rank=rank)), f"adapters of rank {rank} instead of {lora.rank}"
+        yield _with(question, lora=replace(lora, rank=rank)), Message("plan.cost-rank", rank=rank, before=lora.rank)
 
 
 def _shorter(question: Question) -> Iterator[Change]:
     for sequence in shorter_sequences(question):
-        yield (
-            _with(question, sequence=sequence),
-            f"sequences are cut at {sequence} tokens instead of {question.base.sequence}",
-        )
+        cost = Message("plan.cost-shorter", tokens=sequence, before=question.base.sequence)
+        yield _with(question, sequence=sequence), cost
 
 
 @lru_cache(maxsize=64)
@@ -185,25 +186,25 @@ def shorter_sequences(question: Question) -> tuple[int, ...]:
 
 def _quantised(question: Question) -> Iterator[Change]:
     if question.base.method == "lora":
-        yield _with(question, method="qlora"), "the frozen weights have 4 bits (NF4) instead of 16"
+        yield _with(question, method="qlora"), Message("plan.cost-quantize")
 
 
 def _adapters(question: Question) -> Iterator[Change]:
     base = question.base
     if base.method == "full" and base.frozen_layers == 0 and base.trains == "all":
         lora = question.adapters
-        yield _with(question, method="lora", lora=lora), f"trains adapters of rank {lora.rank} instead of every weight"
+        yield _with(question, method="lora", lora=lora), Message("plan.cost-lora", rank=lora.rank)
 
 
 def _skipped(question: Question) -> Iterator[Change]:
     for sequence in shorter_sequences(question):
-        yield _with(question, sequence=sequence), f"samples longer than {sequence} tokens are left out"
+        yield _with(question, sequence=sequence), Message("plan.cost-skip", tokens=sequence)
 
 
 def _smaller(question: Question) -> Iterator[Change]:
     for shape in smaller_models(question.shape):
         changed = replace(question, shape=shape)
-        yield changed, f"trains {shape.name} instead of {question.shape.name}"
+        yield changed, Message("plan.cost-model", model=shape.name, before=question.shape.name)
 
 
 def smaller_models(shape: ModelShape) -> list[ModelShape]:

@@ -25,7 +25,7 @@ def _words(way: Way) -> dict[str, str]:
     has_buckets = levers.engine not in ("zero0", "fsdp2")
     buckets = [each.name for each in fields(Buckets) if has_buckets or each.name == "pin_memory"]
     return {
-        "": strategy_name(levers),
+        "": str(strategy_name(levers)),
         "GPUs": str(way.world),
         "micro batch × accumulation": f"{levers.micro_batch} × {levers.accumulation}",
         **{flag: str(said[flag]) for flag in _SAVING},

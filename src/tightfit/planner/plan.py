@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION
 from tightfit.job import Allowance, Job
+from tightfit.messages import Said
 from tightfit.planner.calibration import Calibration, Correction
 from tightfit.types import Footprint, Hardware, Levers, ModelShape, Pace
 
@@ -25,9 +26,9 @@ class Way:
     """Within the card less its margin, the host's RAM and the NVMe."""
     gpu_limit_bytes: int
     """What may be used of each card: its size less the margin."""
-    because: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
-    """What it changes in the result of the training, a sentence each; empty: nothing."""
+    because: tuple[Said, ...] = ()
+    changes: tuple[Said, ...] = ()
+    """What it changes in the result of the training; empty: nothing."""
     skips_long: bool = False
     """Samples longer than the sequence are left out, not cut."""
     correction: Correction | None = None
@@ -70,9 +71,9 @@ class Remedy:
     """A costly change that would make the job fit, with the way that it opens."""
 
     allowance: Allowance
-    cost: str
-    """What it changes in the result, in a sentence."""
-    effect: str
+    cost: Said
+    """What it changes in the result."""
+    effect: Said
     """What that does to the result, and so why it stands where it stands among the changes."""
     way: Way
 
@@ -93,16 +94,16 @@ class Plan:
     considered: int
     """Candidates priced."""
     search_s: float
-    because: tuple[str, ...]
-    """Why this one, in plain sentences; or why none."""
+    because: tuple[Said, ...]
+    """Why this one; or why none."""
     remedies: tuple[Remedy, ...] = ()
     """When nothing free fits: costly changes that would, first what does least to the result."""
     gpus_needed: int | None = None
     """When nothing free fits: the smallest number of these GPUs that would do; None: not known or none."""
     hours: float | None = None
     """Hours to finish with the chosen way, where steps or epochs are known."""
-    unproven: tuple[str, ...] = ()
-    """What of this was only rendered and never run by us (several nodes, DCUs), a sentence each."""
+    unproven: tuple[Said, ...] = ()
+    """What of this was only rendered and never run by us (several nodes, DCUs)."""
 
     @property
     def fits(self) -> bool:

@@ -13,12 +13,13 @@ from tightfit.inputs.flags import checkpointing_word
 from tightfit.job import Job
 from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
+from tightfit.messages import Message, Said, id_of
 from tightfit.planner.calibration import COMPONENT
-from tightfit.planner.plan import Plan, Way
+from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.question import Question, excess_share, needed_bytes, weigh
 from tightfit.planner.trainers import NAMES
 from tightfit.priced import amounts, strategy_name
-from tightfit.types import Checkpointing, Hardware
+from tightfit.types import Cause, Checkpointing, Hardware, PhaseName
 
 MOST_SLOWER = 3
 """Sentences about ways that fit and are slower."""
@@ -27,13 +28,33 @@ MOST_TEMPTING = 3
 MOST_HOPELESS = 6
 """Ways of each kind to show: the chosen one with the next best, those that were faster and do not fit, and, where
 nothing fits, those that are nearest to it."""
+CAUSES: dict[Cause, Message] = {
+    "arithmetic": Message("plan.cause-arithmetic"),
+    "memory traffic": Message("plan.cause-memory-traffic"),
+    "recomputation": Message("plan.cause-recomputation"),
+    "dequantisation": Message("plan.cause-dequantisation"),
+    "optimizer": Message("plan.cause-optimizer"),
+    "communication": Message("plan.cause-communication"),
+    "host link": Message("plan.cause-host-link"),
+    "host optimizer": Message("plan.cause-host-optimizer"),
+    "launch overhead": Message("plan.cause-launch-overhead"),
+}
+PLACES: dict[PhaseName, Message] = {
+    "init": Message("plan.at-init"),
+    "forward": Message("plan.at-forward"),
+    "loss": Message("plan.at-loss"),
+    "backward": Message("plan.at-backward"),
+    "step": Message("plan.at-step"),
+    "eval": Message("plan.at-eval"),
+    "save": Message("plan.at-save"),
+}
 NO_LEVER = {"deepspeed_version", "dataloader_workers"}
 """What a job may pin without narrowing the choice."""
 
 
 def in_order(ways: Iterable[Way]) -> tuple[Way, ...]:
     """Those that fit first, each group the fastest first."""
-    return tuple(sorted(ways, key=lambda way: (not way.fits, way.pace.step_s, strategy_name(way.levers))))
+    return tuple(sorted(ways, key=lambda way: (not way.fits, way.pace.step_s, str(strategy_name(way.levers)))))
 
 
 def worth_showing(plan: Plan) -> tuple[Way, ...]:
@@ -74,48 +95,43 @@ def _distance(plan: Plan, way: Way) -> tuple[float, float]:
     return excess_share(question, way.footprint), way.pace.step_s
 
 
-def of_choice(question: Question, way: Way) -> tuple[str, ...]:
+def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     """What decided the levers of one way."""
-    said = [_margin(way), *calibrated(way)]
+    said: list[Said] = [_margin(way), *calibrated(way)]
     depth, total = way.levers.checkpointing.layers, question.shape.n_layers
     if "checkpointing" not in question.pinned:
         if depth is not None and 0 < depth < total:
             fewer = replace(way.levers, checkpointing=Checkpointing(layers=depth - 1))
             need = weigh(replace(question, shape=way.shape, hardware=way.hardware), fewer).gpu.required_bytes
-            said.append(
-                f"{depth} of {total} layers recompute their activations: with {depth - 1} "
-                f"{'a' if way.world > 1 else 'the'} GPU would need {amounts(need)[0]} GiB."
-            )
+            where = Message("plan.a-gpu") if way.world > 1 else Message("plan.the-gpu")
+            numbers = {"depth": depth, "total": total, "fewer": depth - 1, "need": amounts(need)[0]}
+            said.append(Message("plan.some-layers-recompute", where=where, **numbers))
         elif depth == 0:
-            said.append("No layer recomputes: there is room for all activations.")
+            said.append(Message("plan.no-layer-recomputes"))
     if way.levers.loss == "fused" and "loss" not in question.pinned:
-        said.append("The fused loss never holds all logits at once; the result is the same.")
+        said.append(Message("plan.fused-loss"))
         if not question.trainer.is_ours:
-            said.append(f"{NAMES[question.trainer.trainer]} takes it from Liger: pip install liger-kernel.")
+            said.append(Message("plan.loss-from-liger", trainer=NAMES[question.trainer.trainer]))
     if way.levers.attention == "flash" and "attention" not in question.pinned:
-        said.append(
-            "The layers' windows are cut by flash attention, a package of its own: --attention sdpa does without."
-        )
+        said.append(Message("plan.flash-windows"))
     if way.world < question.hardware.world:
-        used = f"{way.world} of the {question.hardware.world} GPUs {'is' if way.world == 1 else 'are'} used"
-        said.append(
-            f"{used}: with all of them, what they exchange takes longer than what they save, or the host runs short."
-        )
+        said.append(Message("plan.fewer-gpus", used=way.world, all=question.hardware.world))
     largest = next(iter(way.pace.causes), None)
     if largest is not None:
         share = way.pace.causes[largest] / way.pace.step_s
-        said.append(f"Of each step's {way.pace.step_s:.2f} s, {share:.0%} is {largest}.")
+        said.append(Message("plan.largest-cause", step_s=way.pace.step_s, share=share, cause=CAUSES[largest]))
     return tuple(said)
 
 
-def _margin(way: Way) -> str:
+def _margin(way: Way) -> Message:
     card, need = way.hardware.gpu.memory_bytes, way.footprint.gpu.required_bytes
     needed, size, spare = amounts(need, card, max(card - need, 1))
-    where = "each GPU" if way.world > 1 else "the GPU"
-    return f"Needs {needed} of {size} GiB on {where}: {spare} GiB ({(card - need) / card:.1%} of the card) stays free."
+    where = Message("plan.each-gpu") if way.world > 1 else Message("plan.the-gpu")
+    share = (card - need) / card
+    return Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
 
 
-def calibrated(way: Way) -> tuple[str, ...]:
+def calibrated(way: Way) -> tuple[Message, ...]:
     """By how much, and from which run."""
     if way.correction is None:
         return ()
@@ -123,87 +139,77 @@ def calibrated(way: Way) -> tuple[str, ...]:
     phase = "init" if gpu.init_peak_bytes > gpu.peak_bytes else gpu.peak_phase
     card = gpu.phases[phase].components.get(COMPONENT, 0)
     ram = max(each.components.get(COMPONENT, 0) for each in host.phases.values())
-    parts = [_signed(card)] if card else []
-    parts += [f"{_signed(ram)} of host RAM a rank"] if ram else []
-    if not parts:
+    if not (card or ram):
         return ()
-    entry = way.correction.entry
-    how = "" if way.correction.same_way else ", which ran another way"
-    by = " and ".join(parts)
-    return (f"Calibrated by {by} from a run on {entry.day}{how} (--no-calibration leaves it out).",)
+    on_card, on_host = (f"{'+' if size > 0 else '-'}{amounts(max(abs(size), 1))[0]}" for size in (card, ram))
+    by = Message("plan.card-and-ram", gpu=on_card, ram=on_host)
+    if not (card and ram):
+        by = Message("plan.card-alone", gpu=on_card) if card else Message("plan.ram-alone", ram=on_host)
+    how = "plan.calibrated-by" if way.correction.same_way else "plan.calibrated-otherwise"
+    return (Message(how, by=by, day=way.correction.entry.day),)
 
 
-def _signed(size_bytes: int) -> str:
-    return f"{'+' if size_bytes > 0 else '-'}{amounts(abs(size_bytes))[0]} GiB"
+def further(plan: Plan) -> list[Said]:
+    """Of a plan's messages what is left where its choice, its changes and its doubts have places of their own."""
+    elsewhere = ("plan.chosen-way", "plan.changes-training")
+    return [said for said in plan.because if said not in plan.unproven and id_of(said) not in elsewhere]
 
 
-def further(plan: Plan) -> list[str]:
-    """Of a plan's sentences what is left where its choice, its changes and its doubts have places of their own."""
-    said = set(plan.unproven)
-    if plan.chosen is not None:
-        said.add(f"Chosen: {strategy_name(plan.chosen.levers)}.")
-        said |= {f"It changes the training: {change}." for change in plan.chosen.changes}
-    return [sentence for sentence in plan.because if sentence not in said]
-
-
-def of_plan(plan: Plan, question: Question, said: tuple[str, ...]) -> tuple[str, ...]:
-    """Every sentence under the table."""
-    sentences = [*said, *_batch(plan), *question.hardware.because]
+def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Said, ...]:
+    """Every message under the table."""
+    sentences: list[Said] = [*said, *_batch(plan), *question.hardware.because]
     chosen = plan.chosen
     if chosen is not None:
-        sentences += [f"Chosen: {strategy_name(chosen.levers)}.", *chosen.because, *_kept_apart(question, chosen)]
-        sentences += [f"It changes the training: {change}." for change in chosen.changes]
+        sentences += [Message("plan.chosen-way", way=strategy_name(chosen.levers)), *chosen.because]
+        sentences += _kept_apart(question, chosen)
+        sentences += [Message("plan.changes-training", change=change) for change in chosen.changes]
         sentences += [*_unchanged(plan, chosen), *_against(plan, chosen), *_cut_off(plan)]
         sentences += chosen.pace.because
     else:
         sentences += [*_nothing(plan), *(calibrated(worth_showing(plan)[0]) if plan.alternatives else ())]
     if question.hardware.host_ram_bytes is None:
-        sentences.append("The host's RAM is not known (--host-ram 256GB, say): every way is taken to have enough.")
+        sentences.append(Message("plan.host-ram-unknown"))
     return tuple(dict.fromkeys((*sentences, *plan.unproven)))
 
 
-def _batch(plan: Plan) -> list[str]:
+def _batch(plan: Plan) -> list[Message]:
     if plan.job.effective_batch is not None or {"micro_batch", "accum"} <= set(plan.job.levers):
         return []
-    return [
-        f"No --effective-batch was named: {plan.effective_batch} sequences a step, "
-        f"{plan.effective_batch // plan.hardware.world} a GPU."
-    ]
+    per_gpu = plan.effective_batch // plan.hardware.world
+    return [Message("plan.default-batch", batch=plan.effective_batch, per_gpu=per_gpu)]
 
 
-def _kept_apart(question: Question, chosen: Way) -> list[str]:
+def _kept_apart(question: Question, chosen: Way) -> list[Message]:
     if chosen.levers.optimizer not in EIGHT_BIT or not question.ours:
         return []
-    return [
-        "ZeRO's stages are left out: only FSDP2 and the unsharded engine keep 8-bit states parameter by parameter, as "
-        "a checkpoint needs them."
-    ]
+    return [Message("plan.zero-left-out")]
 
 
-def _unchanged(plan: Plan, chosen: Way) -> list[str]:
+def _unchanged(plan: Plan, chosen: Way) -> list[Message]:
     """What there was without the changes; or that none of those allowed was needed."""
     if not chosen.changes:
-        return ["This fits as it is: none of the allowed changes was made."] if plan.job.limits.allow else []
+        return [Message("plan.no-change-needed")] if plan.job.limits.allow else []
     others = [way for way in plan.alternatives if _training(way) != _training(chosen)]
     if not others:
         return []
-    return [f"Without a change nothing fits. {_nearest(min(others, key=lambda way: _distance(plan, way)))}"]
+    nearest = _nearest(min(others, key=lambda way: _distance(plan, way)))
+    return [Message("plan.nothing-without-change", nearest=nearest)]
 
 
-def _against(plan: Plan, chosen: Way) -> list[str]:
+def _against(plan: Plan, chosen: Way) -> list[Message]:
     """The others that are shown: what was faster and does not fit, what fits and is slower."""
     faster, slower = [], []
     for way in worth_showing(plan):
         name = strategy_name(way.levers)
-        name = name[:1].upper() + name[1:]
         if way.world != chosen.world:
-            name += f" on {way.world} GPUs" if way.world > 1 else " on one GPU"
+            more = way.world > 1
+            name = Message("plan.on-gpus", way=name, count=way.world) if more else Message("plan.on-one-gpu", way=name)
         if not way.fits and way.pace.step_s < chosen.pace.step_s:
-            faster.append(f"{name} would be faster but {missing(way)}.")
+            faster.append(Message("plan.faster-but", way=name, missing=missing(way)))
         elif way.fits and way is not chosen:
             share = way.pace.step_s / chosen.pace.step_s - 1
-            much = f"{share:.0%}" if share >= 0.005 else "less than 1%"
-            slower.append(f"{name} fits too and takes {much} longer, mostly by {_main_cause(way, chosen)}.")
+            much = f"{share:.0%}" if share >= 0.005 else Message("plan.less-than-a-percent")
+            slower.append(Message("plan.fits-too", way=name, much=much, cause=CAUSES[_main_cause(way, chosen)]))
     return [*faster, *slower[:MOST_SLOWER]]
 
 
@@ -224,107 +230,100 @@ def lacking_bytes(way: Way) -> dict[str, int]:
     return {place: size for place, size in lacking.items() if size > 0}
 
 
-def missing(way: Way) -> str:
+def missing(way: Way) -> Message:
     """`needs 2.1 GiB more than the card has at the optimizer step, and 32.0 GiB more host RAM than there is`."""
     lacking = lacking_bytes(way)
-    said = [_missing_on_card(way)] if "GPU" in lacking else []
     more = [
-        f"{amounts(lacking[place])[0]} GiB more {what} than there is"
-        for place, what in (("RAM", "host RAM"), ("NVMe", "NVMe"))
+        Message(what, size=amounts(lacking[place])[0])
+        for place, what in (("RAM", "plan.more-ram"), ("NVMe", "plan.more-nvme"))
         if place in lacking
     ]
-    if more:
-        said.append(f"{'' if said and said[0].startswith('needs') else 'needs '}{' and '.join(more)}")
-    return ", and ".join(said) or "does not fit"
-
-
-def _missing_on_card(way: Way) -> str:
+    host = Message("plan.more-ram-and-nvme", ram=more[0], nvme=more[1]) if len(more) == 2 else next(iter(more), None)
+    if "GPU" not in lacking:
+        return Message("plan.does-not-fit") if host is None else Message("plan.lacks-host", more=host)
     card, gpu = way.hardware.gpu.memory_bytes, way.footprint.gpu
-    places = {"step": "at the optimizer step", "init": "while it is set up", "loss": "at the loss"}
     if gpu.required_bytes > card:
         phase = "init" if gpu.init_peak_bytes > gpu.peak_bytes else gpu.peak_phase
-        place = places.get(phase, f"in the {phase} pass")
-        return f"needs {amounts(gpu.required_bytes - card)[0]} GiB more than the card has {place}"
-    place = places.get(gpu.peak_phase, f"in the {gpu.peak_phase} pass")
+        said = Message("plan.lacks-card", size=amounts(gpu.required_bytes - card)[0], place=PLACES[phase])
+        return said if host is None else Message("plan.lacks-card-and-host", card=said, more=host)
     left = amounts(max(card - needed_bytes(way.footprint, way.hardware), 1))[0]
-    return f"would leave only {left} GiB of the card free {place}"
+    said = Message("plan.leaves-little", size=left, place=PLACES[gpu.peak_phase])
+    return said if host is None else Message("plan.leaves-little-and-host", card=said, more=host)
 
 
-def _main_cause(way: Way, chosen: Way) -> str:
+def _main_cause(way: Way, chosen: Way) -> Cause:
     more = {cause: seconds - chosen.pace.causes.get(cause, 0.0) for cause, seconds in way.pace.causes.items()}
     return max(more, key=lambda cause: more[cause])
 
 
-def _nothing(plan: Plan) -> list[str]:
+def _nothing(plan: Plan) -> list[Message]:
     """Nothing fits: how far it is, what would fit, how many GPUs would do."""
     shown = worth_showing(plan)
-    if shown:
-        sentences = [f"Nothing free fits. {_nearest(shown[0])}"]
-    else:
-        sentences = ["No engine runs what was asked for: fewer pinned levers would leave a choice."]
+    sentences = [Message("plan.nothing-free", nearest=_nearest(shown[0])) if shown else Message("plan.no-engine")]
     sentences += _allowed_in_vain(plan)
     if plan.remedies:
         first, *rest = plan.remedies
-        sentences.append(
-            f"The mildest change that would fit is --allow {first.allowance}: {first.cost}; {first.effect} "
-            f"({strategy_name(first.way.levers)}, {first.way.pace.tokens_per_s:,.0f} tokens/s)."
-        )
-        sentences += [
-            f"--allow {other.allowance} would do as well: {other.cost}; {other.effect} "
-            f"({strategy_name(other.way.levers)}, {other.way.pace.tokens_per_s:,.0f} tokens/s)."
-            for other in rest
-        ]
+        sentences += [remedy_message("plan.mildest-change", first)]
+        sentences += [remedy_message("plan.other-change", other) for other in rest]
     else:
-        sentences.append("None of the changes that can be allowed would make it fit, and no two of them together.")
-    pins = " and with the pinned levers" if set(plan.job.levers) - NO_LEVER else ""
+        sentences.append(Message("plan.no-change-fits"))
+    is_pinned = bool(set(plan.job.levers) - NO_LEVER)
     if plan.gpus_needed is not None:
-        sentences.append(f"Without any change{pins}, {plan.gpus_needed} of these GPUs would do.")
+        said = "plan.gpus-would-do-pinned" if is_pinned else "plan.gpus-would-do"
+        sentences.append(Message(said, gpus=plan.gpus_needed))
     else:
-        sentences.append(f"No number of these GPUs would do without a change{pins}.")
+        sentences.append(Message("plan.no-gpus-would-do-pinned" if is_pinned else "plan.no-gpus-would-do"))
     return sentences
 
 
-def _nearest(way: Way) -> str:
-    return (
-        f"The nearest is {strategy_name(way.levers)} with checkpointing "
-        f"{checkpointing_word(way.levers.checkpointing)}: it {missing(way)}."
-    )
+def remedy_message(said: str, remedy: Remedy) -> Message:
+    """What one costly change would do, in one of several messages that say it."""
+    way, pace = strategy_name(remedy.way.levers), remedy.way.pace.tokens_per_s
+    return Message(said, allowance=remedy.allowance, cost=remedy.cost, effect=remedy.effect, way=way, pace=pace)
 
 
-def _allowed_in_vain(plan: Plan) -> list[str]:
+def _nearest(way: Way) -> Message:
+    word: Said = checkpointing_word(way.levers.checkpointing)
+    if word in ("none", "full"):
+        word = Message("plan.checkpointing-none" if word == "none" else "plan.checkpointing-full")
+    return Message("plan.nearest-way", way=strategy_name(way.levers), word=word, missing=missing(way))
+
+
+def _allowed_in_vain(plan: Plan) -> list[Message]:
     """What was allowed and did not help: because it means nothing here, or because it is not enough."""
     job, idle = plan.job, {}
     for name in job.limits.allow:
         if why := _idle(name, job):
             idle[name] = why
     tried = [name for name in job.limits.allow if name not in idle]
-    said = [f"--allow {name} is without effect: {why}." for name, why in idle.items()]
+    said = [Message("plan.allowed-idle", name=name, why=why) for name, why in idle.items()]
     if tried:
         together = " and ".join(tried) if len(tried) < 3 else ", ".join(tried)
-        said.append(f"--allow {together}: not enough{', alone or together' if len(tried) > 1 else ''}.")
+        vain = "plan.allowed-together-in-vain" if len(tried) > 1 else "plan.allowed-in-vain"
+        said.append(Message(vain, names=together))
     return said
 
 
-def _idle(allowance: str, job: Job) -> str | None:
+def _idle(allowance: str, job: Job) -> Message | None:
     """Why a change that was allowed cannot be made on this job; None: it can."""
     full = job.method == "full" and "lora" not in job.limits.allow
     if allowance in ("quantize", "lora-rank", "lora-targets") and full:
-        what = "only frozen weights can have 4 bits" if allowance == "quantize" else "full training has no adapters"
-        return f"{what}, so it needs lora beside it (--allow lora,{allowance})"
+        what = Message("plan.only-frozen-quantised" if allowance == "quantize" else "plan.full-without-adapters")
+        return Message("plan.needs-lora-beside", what=what, allowance=allowance)
     if allowance == "quantize" and job.method == "qlora":
-        return "the weights have 4 bits already"
+        return Message("plan.four-bits-already")
     if allowance == "lora" and job.method != "full":
-        return "adapters are trained already"
+        return Message("plan.adapters-already")
     if allowance == "lora-targets" and job.lora.targets != "all":
-        return "the adapters' layers were named"
+        return Message("plan.targets-named")
     if allowance == "lora-rank" and job.lora.rank == 1:
-        return "no rank is lower than 1"
+        return Message("plan.rank-lowest")
     if allowance == "8bit-optimizer" and job.optimizer != "adamw":
-        return f"it is for adamw, and the optimizer is {job.optimizer}"
+        return Message("plan.only-for-adamw", optimizer=job.optimizer)
     if allowance == "precision" and job.precision != "fp32":
-        return f"{job.precision} is computed in already"
+        return Message("plan.precision-already", precision=job.precision)
     if allowance == "pure-16bit" and not job.master_weights:
-        return f"it is pure {job.precision} already"
+        return Message("plan.pure-already", precision=job.precision)
     return None
 
 
@@ -349,12 +348,11 @@ def steps_of(job: Job, effective_batch: int) -> int | None:
     return max(1, ceil(trained * (job.epochs or 1.0) / effective_batch))
 
 
-def time_words(hours: float) -> str:
+def time_words(hours: float) -> Message:
     """In the unit that people would use."""
     if hours < 1:
-        minutes = max(1, round(60 * hours))
-        return f"{minutes} minute{'' if minutes == 1 else 's'}"
-    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
+        return Message("plan.in-minutes", count=max(1, round(60 * hours)))
+    return Message("plan.in-hours", count=hours) if hours < 48 else Message("plan.in-days", count=hours / 24)
 
 
 def is_cut_off(plan: Plan) -> bool:
@@ -363,25 +361,19 @@ def is_cut_off(plan: Plan) -> bool:
     return plan.hours is not None and limit is not None and 3600 * plan.hours > timeout_s(limit)
 
 
-def _cut_off(plan: Plan) -> list[str]:
+def _cut_off(plan: Plan) -> list[Message]:
     if not is_cut_off(plan) or plan.hours is None or plan.job.timeout is None:
         return []
     share = timeout_s(plan.job.timeout) / (3600 * plan.hours)
-    return [
-        f"The timeout of {plan.job.timeout} cuts it off: all steps take about {time_words(plan.hours)}, so about "
-        f"{share:.0%} of them are done when it stops."
-    ]
+    return [Message("plan.cut-off", limit=plan.job.timeout, time=time_words(plan.hours), share=share)]
 
 
-def unproven(hardware: Hardware) -> tuple[str, ...]:
+def unproven(hardware: Hardware) -> tuple[Message, ...]:
     said = []
     if hardware.nodes > 1:
-        said.append("Several nodes: these files were rendered and never run by us.")
+        said.append(Message("plan.unproven-nodes"))
     if hardware.gpu.vendor in ("hygon", "amd"):
-        said.append(f"{hardware.gpu.name}: planned and rendered from documentation, never run by us.")
+        said.append(Message("plan.unproven-card", card=hardware.gpu.name))
     if hardware.gpu.vendor == "hygon":
-        said.append(
-            "PyTorch's memory segments cannot grow on this stack, so fragmentation may take more than is priced: "
-            "--margin 10% leaves room for it."
-        )
+        said.append(Message("plan.segments-fixed"))
     return tuple(said)

@@ -21,14 +21,16 @@ from typing import Literal
 from tightfit.inputs.flags import TRAINING, spelt
 from tightfit.job import Job
 from tightfit.job.fields import FREE_LEVERS
+from tightfit.messages import Message, Said
 from tightfit.planner import answered, question_of
 from tightfit.planner.calibration import Place, corrected, phase_bytes
 from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Cap, Question
+from tightfit.planner.reasons import remedy_message
 from tightfit.planner.search import something_fits
 from tightfit.planner.tier_values import TIERS
-from tightfit.priced import amounts, strategy_name
+from tightfit.priced import amounts
 from tightfit.types import PhaseName
 
 __all__ = ["Bounds", "NoWay", "Shortfall", "StepDown", "Tried", "located", "step_down"]
@@ -42,14 +44,14 @@ MARGIN = 0.02
 NARROWING = frozenset(FREE_LEVERS) - {"scan", "deepspeed_version", "dataloader_workers"}
 """Pins without which there would be more to choose from."""
 
-PLACES: dict[PhaseName, str] = {
-    "init": "while the model was set up",
-    "forward": "in the forward pass",
-    "loss": "at the loss",
-    "backward": "in the backward pass",
-    "step": "at the optimizer step",
-    "eval": "in an evaluation",
-    "save": "while saving",
+PLACES: dict[PhaseName, Message] = {
+    "init": Message("plan.failed-init"),
+    "forward": Message("plan.failed-forward"),
+    "loss": Message("plan.failed-loss"),
+    "backward": Message("plan.failed-backward"),
+    "step": Message("plan.failed-step"),
+    "eval": Message("plan.failed-eval"),
+    "save": Message("plan.failed-save"),
 }
 
 
@@ -82,9 +84,9 @@ class StepDown:
 
     plan: Plan
     """Its `chosen` is never None; its `because` begins with the sentences below."""
-    because: tuple[str, ...]
+    because: tuple[Message, ...]
     """What was missing, how much less is held, what changes, what it costs in time."""
-    changed: tuple[str, ...]
+    changed: tuple[Said, ...]
     """`micro batch × accumulation 4 × 1 → 2 × 2`, lever by lever."""
     less_bytes: int
     """How much less it predicts than the last plan where it was missing."""
@@ -94,7 +96,7 @@ class StepDown:
 class NoWay:
     """No plan with what is allowed would do."""
 
-    because: tuple[str, ...]
+    because: tuple[Message, ...]
     """What was missing, and what would help."""
     remedies: tuple[Remedy, ...] = ()
     """Costly changes that would help, first what does least to the result."""
@@ -219,10 +221,10 @@ def _stepped(last: Plan, answer: Plan, bounds: Bounds, tried: tuple[Tried, ...])
     way = replace(way, changes=(*failed.way.changes, *new), skips_long=way.skips_long or failed.way.skips_long)
     held, now = _held_bytes(failed.way, failed.shortfall, bounds), _held_bytes(way, failed.shortfall, bounds)
     changed = (*lever_changes(failed.way, way), *new)
-    because = (
+    because: tuple[Message, ...] = (
         _missing(failed.shortfall),
         *_less(failed.shortfall, margin_bytes(failed, tried[:-1], bounds), held, now),
-        f"What changes: {'; '.join(changed)}.",
+        Message("plan.what-changes", changes="; ".join(map(str, changed))),
         _slower(failed.way, way),
         *_pageable(failed.way, way),
     )
@@ -230,64 +232,66 @@ def _stepped(last: Plan, answer: Plan, bounds: Bounds, tried: tuple[Tried, ...])
     return StepDown(plan=plan, because=because, changed=changed, less_bytes=held - now)
 
 
-def _missing(shortfall: Shortfall) -> str:
-    where = "GPU memory" if shortfall.where == "gpu" else "host RAM"
-    if shortfall.reason == "pinned":
-        where = "host RAM that may be locked"
-    place = "" if shortfall.phase is None else f" {PLACES[shortfall.phase]}"
+def _missing(shortfall: Shortfall) -> Message:
+    place = "" if shortfall.phase is None else PLACES[shortfall.phase]
     size = amounts(max(shortfall.missing_bytes, 1))[0]
     if shortfall.reason == "fragmentation":
-        many = f"{size} GiB in one piece" if shortfall.missing_bytes else "a piece large enough"
-        return f"The last attempt found no {many} of GPU memory{place}: it was there, but in smaller pieces."
-    lacked = f": {size} GiB were missing" if shortfall.missing_bytes else ""
-    return f"The last attempt ran out of {where}{place}{lacked}."
+        if not shortfall.missing_bytes:
+            return Message("plan.no-large-piece", place=place)
+        return Message("plan.no-piece", size=size, place=place)
+    lacked = Message("plan.was-missing", size=size) if shortfall.missing_bytes else ""
+    if shortfall.reason == "pinned":
+        return Message("plan.ran-out-of-locked", place=place, lacked=lacked)
+    where = "plan.ran-out-of-gpu" if shortfall.where == "gpu" else "plan.ran-out-of-host"
+    return Message(where, place=place, lacked=lacked)
 
 
-def _less(shortfall: Shortfall, margin_bytes: int, held: int, now: int) -> list[str]:
+def _less(shortfall: Shortfall, margin_bytes: int, held: int, now: int) -> list[Message]:
     if held - now <= 0:  # the same pages, not locked any more
         return []
     less, before, after, margin = amounts(held - now, held, now, max(1, margin_bytes))
-    where = {"gpu": "on a GPU", "host": "on a node"}[shortfall.where]
-    what = f"what was missing and a margin of {margin} GiB" if shortfall.missing_bytes else f"{margin} GiB"
-    enough = f"; at least {what} was asked for" if held - now >= shortfall.missing_bytes + margin_bytes else ""
-    return [f"The next plan predicts {less} GiB less {where} there: {after} instead of {before}{enough}."]
+    enough: Said = ""
+    if held - now >= shortfall.missing_bytes + margin_bytes:
+        asked = "plan.missing-and-margin" if shortfall.missing_bytes else "plan.margin-alone"
+        enough = Message(asked, margin=margin)
+    where = Message("plan.on-a-gpu" if shortfall.where == "gpu" else "plan.on-a-node")
+    return [Message("plan.predicts-less", less=less, where=where, after=after, before=before, enough=enough)]
 
 
-def _slower(before: Way, after: Way) -> str:
+def _slower(before: Way, after: Way) -> Message:
     share = after.pace.step_s / before.pace.step_s - 1
     if abs(share) < 0.005:
-        return "A step is predicted to take as long as before."
-    return f"A step is predicted to take {abs(share):.0%} {'longer' if share > 0 else 'less time'}."
+        return Message("plan.as-fast")
+    return Message("plan.step-slower" if share > 0 else "plan.step-faster", share=abs(share))
 
 
-def _pageable(before: Way, after: Way) -> list[str]:
+def _pageable(before: Way, after: Way) -> list[Message]:
     if not before.levers.buckets.pin_memory or after.levers.buckets.pin_memory:
         return []
-    return ["Host memory is not locked any more: copies to and from the GPUs are slower, which is not priced."]
+    return [Message("plan.not-locked")]
 
 
-def _rest(because: tuple[str, ...]) -> Iterator[str]:
-    """The sentences under the plan; what only a failure rules out is said so."""
-    for sentence in because:
-        yield sentence.replace(" but does not fit.", " but predicts too much where memory ran out.")
+def _rest(because: tuple[Said, ...]) -> Iterator[Said]:
+    """What is said under the plan; what only a failure rules out is said so."""
+    for said in because:
+        if isinstance(said, Message) and said.fields.get("missing") == Message("plan.does-not-fit"):
+            yield Message("plan.faster-but-too-much", way=said.fields["way"])
+        else:
+            yield said
 
 
 def _no_way(last: Plan, answer: Plan, question: Question, failed: Tried, margin: int) -> NoWay:
     needed = max(1, failed.shortfall.missing_bytes + margin)
     said = [
         _missing(failed.shortfall),
-        f"No other way to compute the same training predicts to use {amounts(needed)[0]} GiB less there.",
+        Message("plan.no-other-way", size=amounts(needed)[0]),
         *_without_pins(last, question),
-        *(
-            f"--allow {remedy.allowance} would help: {remedy.cost}; {remedy.effect} "
-            f"({strategy_name(remedy.way.levers)}, {remedy.way.pace.tokens_per_s:,.0f} tokens/s)."
-            for remedy in answer.remedies
-        ),
+        *(remedy_message("plan.change-would-help", remedy) for remedy in answer.remedies),
     ]
     if not answer.remedies:
-        said.append("None of the changes that can be allowed would help, and no two of them together.")
+        said.append(Message("plan.no-change-helps"))
     if answer.gpus_needed is not None:
-        said.append(f"Without any change, {answer.gpus_needed} of these GPUs would do.")
+        said.append(Message("plan.gpus-would-do", gpus=answer.gpus_needed))
     return NoWay(because=tuple(said), remedies=answer.remedies, gpus_needed=answer.gpus_needed)
 
 
@@ -296,10 +300,10 @@ def unpinned(question: Question) -> Question:
     return replace(question, pinned=question.pinned - {*NARROWING, "accumulation", "buckets"})
 
 
-def _without_pins(last: Plan, question: Question) -> list[str]:
+def _without_pins(last: Plan, question: Question) -> list[Message]:
     """What the user pinned, where that is all that is in the way."""
     pins = [name for name in _asked(last).levers if name in NARROWING]
     if not pins or not something_fits(unpinned(question)):
         return []
     names = " and ".join(spelt(name) for name in pins) if len(pins) < 3 else ", ".join(map(spelt, pins))
-    return [f"Without {names}, which {'is' if len(pins) == 1 else 'are'} pinned, there would be one."]
+    return [Message("plan.without-pins", names=names, count=len(pins))]

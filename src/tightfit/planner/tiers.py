@@ -43,7 +43,7 @@ class Tiered:
         if self.fits or way is None:
             return None
         needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
-        changes = "; ".join(way.changes) or "the training stays as it is"
+        changes = "; ".join(map(str, way.changes)) or "the training stays as it is"
         return f"leave --tier out, and {strategy_name(way.levers)} fits in {needed} of {size} GiB ({changes})"
 
 

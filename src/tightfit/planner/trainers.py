@@ -14,16 +14,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, release
+from tightfit.messages import Message
 from tightfit.types import ConfigError, Engine, Hardware, Levers, Mamba1, Mamba2, ModelShape, Trainer
 
 OLDEST_LLAMAFACTORY = (0, 9, 2)
 _TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
 """Model types that the transformers of an older LLaMA-Factory cannot load."""
 
-NAMES: dict[Trainer, str] = {
-    "tightfit": "tightfit's own worker",
-    "llamafactory": "LLaMA-Factory",
-    "trainer": "Hugging Face's Trainer",
+NAMES: dict[Trainer, Message] = {
+    "tightfit": Message("plan.trainer-ours"),
+    "llamafactory": Message("plan.trainer-llamafactory"),
+    "trainer": Message("plan.trainer-hugging-face"),
 }
 
 STARTS: dict[Trainer, str] = {"llamafactory": "llamafactory", "trainer": "accelerate"}

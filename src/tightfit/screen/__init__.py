@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.hardware.catalogue import Card
+from tightfit.messages import Said
 from tightfit.priced import (
     GIB,
     Priced,
@@ -191,7 +192,7 @@ def _host_line(priced: Priced) -> str:
     return f"Host RAM: {node}{have} GiB a node{each}."
 
 
-def draw_list(console: Console, title: str, sentences: Sequence[str]) -> None:
+def draw_list(console: Console, title: str, sentences: Sequence[Said]) -> None:
     """A title and a sentence a line; nothing, where there is none."""
     if not sentences:
         return
@@ -201,10 +202,10 @@ def draw_list(console: Console, title: str, sentences: Sequence[str]) -> None:
         say(console, sentence, first="  - ", indent="    ")
 
 
-def say(console: Console, sentence: str, *, first: str | None = None, indent: str = "", style: str = "") -> None:
+def say(console: Console, sentence: Said, *, first: str | None = None, indent: str = "", style: str = "") -> None:
     """Prose, wrapped here and not by the console, which leaves blanks at the ends of lines."""
     wrapped = textwrap.fill(
-        sentence,
+        str(sentence),
         max(console.width, NARROWEST),
         initial_indent=indent if first is None else first,
         subsequent_indent=indent,

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.inputs.flags import checkpointing_word
+from tightfit.messages import id_of
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
@@ -104,7 +105,7 @@ def draw_tier(console: Console, tiered: Tiered) -> None:
     if plan.chosen is None:  # otherwise the verdict has said it
         draw_list(console, "The tier brings, where you said nothing:", [f"{cost}." for cost in tiered.costs])
     lines = [*tiered.because, *reason_lines(plan)]
-    draw_list(console, "Because:", [line for line in lines if not line.startswith("The nearest is ")])
+    draw_list(console, "Because:", [line for line in lines if id_of(line) != "plan.nearest-way"])
     draw_list(console, "Never run by us:", plan.unproven)
 
 

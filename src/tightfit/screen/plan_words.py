@@ -7,10 +7,13 @@ command set otherwise, since people put the line behind that.
 
 from __future__ import annotations
 
+from typing import cast
+
 from tightfit.hardware.catalogue import native_bf16
 from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import flags_from_levers, spelt
 from tightfit.job.file import levers_of
+from tightfit.messages import Message, Said
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import further, is_cut_off, steps_of, time_words, worth_showing
 from tightfit.priced import billions
@@ -93,6 +96,13 @@ def _usual_world(plan: Plan) -> int:
     return 1 if word is None or word.strip().lower() == "this" else parse_hardware(word).world
 
 
-def reason_lines(plan: Plan) -> list[str]:
-    """The sentences that say something which was not said above or will be said below."""
-    return [sentence.removeprefix("Nothing free fits. ") for sentence in further(plan)]
+def reason_lines(plan: Plan) -> list[Said]:
+    """What was not said above and will not be said below."""
+    return [_after_the_verdict(said) for said in further(plan)]
+
+
+def _after_the_verdict(said: Said) -> Said:
+    """The verdict has said already that nothing fits."""
+    if isinstance(said, Message) and said.id == "plan.nothing-free":
+        return cast(Message, said.fields["nearest"])
+    return said

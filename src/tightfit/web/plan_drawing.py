@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from tightfit.desk.svg_bars import Bar, Line, bars_svg, fullest, gpu_parts, key_svg, parts_of, scale_of
 from tightfit.inputs.flags import checkpointing_word
+from tightfit.messages import Said, id_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import further, hours, lacking_bytes, missing
 from tightfit.priced import GIB, amounts, billions, strategy_name
@@ -17,8 +18,11 @@ from tightfit.types import Phase, PhaseName
 from tightfit.web.plan_answer import Answered
 from tightfit.web.sentences import Sentence, said_in
 
-ADVICE = ("The mildest change that would fit", "None of the changes that can", "No number of", "Without any change")
-"""How the sentences begin that the page says as what would make it fit."""
+ADVICE = {
+    *("plan.mildest-change", "plan.other-change", "plan.no-change-fits"),
+    *("plan.gpus-would-do", "plan.gpus-would-do-pinned", "plan.no-gpus-would-do", "plan.no-gpus-would-do-pinned"),
+}
+"""The messages that the page shows as what would make it fit."""
 
 Words = Mapping[str, Any]
 
@@ -124,11 +128,11 @@ def drawn(answer: Answered, words: Words, language: str, *, advice: bool) -> Dra
     )
 
 
-def reason_lines(plan: Plan) -> list[str]:
+def reason_lines(plan: Plan) -> list[Said]:
     """The sentences that say something which the page does not say elsewhere."""
     if plan.chosen is not None:
         return further(plan)
-    return [each for each in further(plan) if not (each.startswith(ADVICE) or " would do as well: " in each)]
+    return [each for each in further(plan) if id_of(each) not in ADVICE]
 
 
 def gib(size_bytes: int) -> str:
@@ -142,7 +146,7 @@ class _Pen:
     words: Words
     language: str
 
-    def said(self, sentences: Sequence[str]) -> tuple[Sentence, ...]:
+    def said(self, sentences: Sequence[Said]) -> tuple[Sentence, ...]:
         return tuple(said_in(self.language, each) for each in sentences)
 
     def remedies(self) -> tuple[DrawnRemedy, ...]:

@@ -26,6 +26,8 @@ from typing import Any
 
 import yaml
 
+from tightfit.messages import Language, Message, Said
+
 FOLDER = Path(__file__).with_name("words")
 FILES = ("sentences.runs", "sentences", "sentences.errors", "sentences.worker")
 """In which order patterns are tried: who asks about a run has many sentences at once."""
@@ -108,7 +110,9 @@ class _Known:
 
 
 @lru_cache(maxsize=4096)
-def said_in(language: str, english: str) -> Sentence:
+def said_in(language: Language, english: Said) -> Sentence:
+    if isinstance(english, Message):
+        return Sentence(english.text(language), is_foreign=False)
     if language == "en":
         return Sentence(english, is_foreign=False)
     teller = _Teller(_known(language))

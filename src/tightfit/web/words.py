@@ -28,9 +28,7 @@ class Words(dict[str, Any]):
         self.language = language
 
     def said(self, english: Message | str) -> Sentence:
-        if isinstance(english, Message):
-            return Sentence(english.text(self.language), is_foreign=False)
-        return said_in(self.language, " ".join(english.split()))
+        return said_in(self.language, english if isinstance(english, Message) else " ".join(english.split()))
 
 
 @cache

@@ -98,7 +98,7 @@ def _asked(plan: Plan, original: Original, values: Mapping[str, Any]) -> Iterato
 def _meant(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
     """What changes the result: because it was asked for, or allowed and needed."""
     levers, settings = way.levers, original.settings
-    why = "; ".join(way.changes) if way.changes else "as you said"
+    why = "; ".join(map(str, way.changes)) if way.changes else "as you said"
     if levers.sequence != settings.sequence:
         yield Edit("cutoff_len", levers.sequence, why)
     if levers.method != settings.method:

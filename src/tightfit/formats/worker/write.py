@@ -69,7 +69,7 @@ def worker_json(plan: Plan) -> str:
         "logging_steps": job.logging_steps,
         "timeout_s": time_limit_s(job),
         "tier": job.tier,
-        "changes": list(way.changes),
+        "changes": list(map(str, way.changes)),
         "predicted": _predicted(way),
     }
     return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
