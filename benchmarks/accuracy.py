@@ -259,7 +259,7 @@ def rehearsed_table() -> str:
 
 
 def _way_words(levers: Levers, world: int) -> str:
-    words = [strategy_name(levers), f"checkpointing {checkpointing_word(levers.checkpointing)}", f"{levers.loss} loss"]
+    words = [str(strategy_name(levers)), f"checkpointing {checkpointing_word(levers.checkpointing)}", f"{levers.loss} loss"]
     batch = f"{levers.micro_batch} × {levers.accumulation} × {levers.sequence} tokens"
     return ", ".join([*words, batch if world == 1 else f"{batch}, rank of {world}"])
 

@@ -248,7 +248,7 @@ def way_of(plan: Plan) -> Way:
 def told(way: Way) -> dict[str, Any]:
     levers = way.levers
     return {
-        "strategy": strategy_name(levers),
+        "strategy": str(strategy_name(levers)),
         "micro_batch": levers.micro_batch,
         "accumulation": levers.accumulation,
         "believed_peak_gib": round(way.footprint.gpu.peak_bytes / GIB, 2),

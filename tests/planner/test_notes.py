@@ -149,7 +149,7 @@ def compact(answer: Plan) -> dict[str, Any]:
         return told | {"gpus_needed": answer.gpus_needed}
     way = answer.chosen
     return told | {
-        "strategy": strategy_name(way.levers),
+        "strategy": str(strategy_name(way.levers)),
         "gpus": way.world,
         "checkpointing": checkpointing_word(way.levers.checkpointing),
         "loss": way.levers.loss,
@@ -158,7 +158,7 @@ def compact(answer: Plan) -> dict[str, Any]:
         "gpu_gib": round(way.footprint.gpu.required_bytes / GIB, 2),
         "host_gib": round(way.footprint.host.peak_bytes_per_node / GIB, 1),
         "step_s": float(f"{way.pace.step_s:.3g}"),
-        "fits_too": sorted(strategy_name(other.levers) for other in answer.alternatives if other.fits),
+        "fits_too": sorted(str(strategy_name(other.levers)) for other in answer.alternatives if other.fits),
     }
 
 
