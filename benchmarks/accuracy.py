@@ -259,7 +259,8 @@ def rehearsed_table() -> str:
 
 
 def _way_words(levers: Levers, world: int) -> str:
-    words = [str(strategy_name(levers)), f"checkpointing {checkpointing_word(levers.checkpointing)}", f"{levers.loss} loss"]
+    recomputed = f"checkpointing {checkpointing_word(levers.checkpointing)}"
+    words = [str(strategy_name(levers)), recomputed, f"{levers.loss} loss"]
     batch = f"{levers.micro_batch} × {levers.accumulation} × {levers.sequence} tokens"
     return ", ".join([*words, batch if world == 1 else f"{batch}, rank of {world}"])
 
