@@ -24,7 +24,7 @@ from tightfit.planner.calibration import Calibration, Entry
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs.external.command import recognise
 from tightfit.runs.external.config import ExternalTraining, read_training
-from tightfit.runs.external.process import Peak
+from tightfit.runs.external.process import MemoryPeak
 from tightfit.runs.reservations import Reservation, Reservations
 
 GIB = 2**30
@@ -70,7 +70,7 @@ def test_more_than_was_predicted_is_counted_in_the_next_time(external: ExternalT
     kept: list[Entry] = []
     first = planner(kept, Calibration())
     gpu = known_by(first, external).priced.footprint.gpu
-    first.learn(external, Peak(own_bytes=gpu.required_bytes + 3 * GIB))
+    first.learn(external, MemoryPeak(own_bytes=gpu.required_bytes + 3 * GIB))
     assert len(kept) == 1
     assert kept[0].measured[0].error_bytes == 3 * GIB
     second = known_by(planner([], Calibration(entries=tuple(kept))), external)
@@ -81,13 +81,13 @@ def test_more_than_was_predicted_is_counted_in_the_next_time(external: ExternalT
 @pytest.mark.parametrize("held", [0, 2 * GIB])
 def test_less_proves_nothing(external: ExternalTraining, held: int) -> None:
     kept: list[Entry] = []
-    planner(kept, Calibration()).learn(external, Peak(own_bytes=held))
+    planner(kept, Calibration()).learn(external, MemoryPeak(own_bytes=held))
     assert kept == []
 
 
 def test_without_calibration_nothing_is_kept(external: ExternalTraining) -> None:
     kept: list[Entry] = []
-    planner(kept, None).learn(external, Peak(own_bytes=70 * GIB))
+    planner(kept, None).learn(external, MemoryPeak(own_bytes=70 * GIB))
     assert kept == []
 
 

@@ -229,7 +229,17 @@ def test_sentences_of_ranks_that_left_without_a_word_are_told() -> None:
     assert untold(text.replace("7 ", "rank 7 ", 1) for text in said) == []
 
 
-@pytest.mark.parametrize("path", ["runs/decide.py", "runs/supervise.py", "runs/external/loop.py", "cli/train_again.py"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "runs/decide.py",
+        "runs/own.py",
+        "runs/supervise.py",
+        "runs/external/trainer.py",
+        "runs/external/ladder.py",
+        "cli/train_again.py",
+    ],
+)
 def test_what_follows_is_told(path: str) -> None:
     """Why something is done, as the code says it: parts of a sentence are put together below."""
     tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
@@ -237,7 +247,7 @@ def test_what_follows_is_told(path: str) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "because":
             said += samples(node.value)
-    said += [text for callee in ("_stop", "_same_plan") for text in sentences_in(path, callee)]
+    said += [text for callee in ("stop", "_same_plan") for text in sentences_in(path, callee)]
     parts = ("7", "to go on would", "no plan needs", "7: make room", "what would fit (7)", "what may fit (7)")
     whole = [text for text in said if not text.startswith(parts)]
     assert untold(iter(whole)) == []

@@ -29,10 +29,11 @@ from tightfit.runs.calibration import Calibrations
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.external.command import NAMES, recognise
 from tightfit.runs.external.config import ExternalTraining, read_training
-from tightfit.runs.external.loop import Ended, Orders, Rescue
 from tightfit.runs.external.process import Streams
 from tightfit.runs.external.record import FOLDER, ExternalRecord, Place, begin_record, claim
+from tightfit.runs.external.trainer import ExternalTrainer
 from tightfit.runs.run import Signals
+from tightfit.runs.supervise import Ended, Orders, Supervisor
 from tightfit.types import ConfigError, Hardware, UserError
 
 EXAMPLE = """tightfit run -- llamafactory-cli train qwen32b_lora.yaml
@@ -82,26 +83,32 @@ def _run(args: argparse.Namespace, place: Place, external: ExternalTraining, pla
         _say(warning)
     out = sys.stderr if as_json else sys.stdout
     with Signals() as signals:
-        rescue = Rescue(
+        orders = Orders(
+            policy=Policy(max_attempts=_attempts(args), allow=frozenset(_allow(args))),
+            hang_timeout_s=hang_timeout_s(args),
+        )
+        trainer = ExternalTrainer(
             external=external,
             folder=folder,
             streams=Streams(out=out.buffer, err=sys.stderr.buffer),
             say=_say,
             advisor=planner,
-            orders=_orders(args),
+            orders=orders,
             signals=signals,
+            retry_anyway=hasattr(args, "retry_anyway"),
         )
         words = external.command.words if place.before is None else place.before.command
-        note = _Note(folder, begin_record(words, rescue.mark), external, known)
-        rescue.begun = note.begun
+        note = _Note(folder, begin_record(words, trainer.mark), external, known)
+        trainer.begun = note.begun
         if place.before is not None:
-            _say(rescue.go_on())
-        ended = rescue.run()
-    note.ended(ended)
-    _say_end(ended, folder)
+            _say(trainer.go_on())
+        ended = Supervisor(trainer=trainer, folder=folder, policy=orders.policy, signals=signals).run()
+    report = {**_start_report(external, known), **_end_report(folder, trainer, ended)}
+    note.ended(report)
+    _say_end(trainer, ended)
     if as_json:
-        print(json.dumps(_report(folder, external, known, ended), indent=2, ensure_ascii=False))
-    return ended.code
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    return trainer.exit_code
 
 
 def _as_last(external: ExternalTraining, place: Place) -> ExternalTraining:
@@ -112,14 +119,6 @@ def _as_last(external: ExternalTraining, place: Place) -> ExternalTraining:
         return read_training(recognise(place.before.last_command))
     except UserError:
         return external
-
-
-def _orders(args: argparse.Namespace) -> Orders:
-    return Orders(
-        policy=Policy(max_attempts=_attempts(args), allow=frozenset(_allow(args))),
-        retry_anyway=hasattr(args, "retry_anyway"),
-        hang_timeout_s=hang_timeout_s(args),
-    )
 
 
 def _setting(args: argparse.Namespace) -> Setting:
@@ -294,23 +293,24 @@ def _dry_run(args: argparse.Namespace, external: ExternalTraining, known: Known 
     return 0
 
 
-def _say_end(ended: Ended, folder: Path) -> None:
-    gpus = "".join(f", GPU {word} {size / 2**30:.1f} GiB" for word, size in sorted(ended.peak.gpu_bytes.items()))
-    peak = f"most memory seen: host {ended.peak.host_bytes / 2**30:.1f} GiB{gpus}"
+def _say_end(trainer: ExternalTrainer, ended: Ended) -> None:
+    most = trainer.peak
+    gpus = "".join(f", GPU {word} {size / 2**30:.1f} GiB" for word, size in sorted(most.gpu_bytes.items()))
+    peak = f"most memory seen: host {most.host_bytes / 2**30:.1f} GiB{gpus}"
     many = len(ended.records)
     times = "at the first attempt" if many == 1 else f"after {many} attempts"
-    if ended.state == "done":
+    if ended.outcome.state == "done":
         _say(f"done {times}; {peak}")
         if ended.verdict is not None:
             _say(f"but look at it: {ended.verdict.cause}")
-    elif ended.state == "interrupted":
+    elif ended.outcome.state == "interrupted":
         _say(f"stopped as asked; {peak}")
     else:
         own = ended.records[-1].exit_codes
         said = "it ended as if all were well" if own and not any(own) else "it failed"
-        _say_failure(ended, folder, f"{said} {times}; {peak}")
-    if ended.files:
-        _say(f"configs written: {', '.join(str(path) for path in ended.files)}")
+        _say_failure(ended, trainer.folder, f"{said} {times}; {peak}")
+    if trainer.files:
+        _say(f"configs written: {', '.join(str(path) for path in trainer.files)}")
 
 
 def _say_failure(ended: Ended, folder: Path, first: str) -> None:
@@ -345,17 +345,16 @@ def _start_report(external: ExternalTraining, known: Known | str) -> dict[str, A
     }
 
 
-def _report(folder: Path, external: ExternalTraining, known: Known | str, ended: Ended) -> dict[str, Any]:
+def _end_report(folder: Path, trainer: ExternalTrainer, ended: Ended) -> dict[str, Any]:
     return {
-        **_start_report(external, known),
         "folder": str(folder),
-        "state": ended.state,
-        "exit_code": ended.code,
-        "last_command": list(ended.external.command.words),
-        "written": [str(path) for path in ended.files],
+        "state": ended.outcome.state,
+        "exit_code": trainer.exit_code,
+        "last_command": list(trainer.external.command.words),
+        "written": [str(path) for path in trainer.files],
         "because": ended.because or None,
         "verdict": None if ended.verdict is None else asdict(ended.verdict),
-        "peak": {"host_bytes": ended.peak.host_bytes, "gpu_bytes": dict(ended.peak.gpu_bytes)},
+        "peak": {"host_bytes": trainer.peak.host_bytes, "gpu_bytes": dict(trainer.peak.gpu_bytes)},
         "attempts": [asdict(record) for record in ended.records],
     }
 
@@ -372,9 +371,9 @@ class _Note:
         more = _without_said(_start_report(self._first, self._known))
         self._record.write_report(self._folder, more, state="running", exit_code=None)
 
-    def ended(self, ended: Ended) -> None:
-        more = _without_said(_report(self._folder, self._first, self._known, ended))
-        self._record.write_report(self._folder, more, state=ended.state, exit_code=ended.code)
+    def ended(self, report: dict[str, Any]) -> None:
+        more = _without_said(report)
+        self._record.write_report(self._folder, more, state=report["state"], exit_code=report["exit_code"])
 
 
 def _without_said(report: dict[str, Any]) -> dict[str, Any]:

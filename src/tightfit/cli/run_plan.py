@@ -30,8 +30,8 @@ from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, locate
 from tightfit.priced import GIB, Priced, strategy_name, verdict
 from tightfit.runs.calibration import learned_from_failure
 from tightfit.runs.external.config import ExternalTraining, batch_of, knobs_of
-from tightfit.runs.external.loop import Step
-from tightfit.runs.external.process import Peak
+from tightfit.runs.external.ladder import NextConfig
+from tightfit.runs.external.process import MemoryPeak
 from tightfit.runs.external.ranks import ranks_of, visible_gpus
 from tightfit.runs.external.script import ACCUMULATION, MICRO
 from tightfit.types import Buckets, Checkpointing, Hardware, Levers, Mamba1, ModelShape, Precision, UserError
@@ -323,7 +323,7 @@ class Planner:
     def warning(self, external: ExternalTraining) -> str | None:
         return warning_of(external, self._setting.hardware)
 
-    def learn(self, external: ExternalTraining, peak: Peak) -> None:
+    def learn(self, external: ExternalTraining, peak: MemoryPeak) -> None:
         """More than was predicted is a lesson. Less is none: the longest samples may not have come, and what a program
         holds is looked at from time to time only."""
         known = self.known(external)
@@ -348,7 +348,7 @@ class Planner:
 
     def smaller(
         self, external: ExternalTraining, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool
-    ) -> Step | None:
+    ) -> NextConfig | None:
         known = self.known(external)
         if isinstance(known, str):
             return None
@@ -371,7 +371,7 @@ class Planner:
                 return step
         return None
 
-    def took(self, step: Step) -> None:
+    def took(self, step: NextConfig) -> None:
         self._tried += [] if self._last is None else [self._last]
         self._last = None
 
@@ -440,7 +440,7 @@ def _bounds(external: ExternalTraining, known: Known) -> Bounds:
     return Bounds(partial=False, engines=engines, every_gpu=True, calibration=known.calibration)
 
 
-def _step(external: ExternalTraining, known: Known, found: StepDown) -> Step | None:
+def _step(external: ExternalTraining, known: Known, found: StepDown) -> NextConfig | None:
     way = found.plan.chosen
     assert way is not None
     old, new, now = known.levers, way.levers, knobs_of(external)
@@ -475,7 +475,9 @@ def _step(external: ExternalTraining, known: Known, found: StepDown) -> Step | N
     crosses = moved or (new.method != old.method)
     scheme = scheme_of(new, old)
     changed = (*map(str, found.changed), *((f"the scheme {scheme}",) if scheme else ()))
-    return Step(knobs=knobs, changed=changed, because=because, crosses=crosses, costs=tuple(map(str, way.changes)))
+    return NextConfig(
+        knobs=knobs, changed=changed, because=because, crosses=crosses, costs=tuple(map(str, way.changes))
+    )
 
 
 def _buckets(old: Levers, new: Levers) -> tuple[tuple[str, int | bool], ...]:

@@ -22,7 +22,7 @@ from tightfit.cli.train_again import Manner, TrainCourse
 from tightfit.cli.train_machine import Busy, Machine, machine_for, nodes_of, reservations, wait_while_busy
 from tightfit.cli.train_report import report, say_way_up, way_up
 from tightfit.cli.train_request import NothingFits, Ready, prepare
-from tightfit.cli.train_resume import Resume, asks_for_more, resume_of
+from tightfit.cli.train_resume import asks_for_more, how_to_go_on, resume_of, sentence_of
 from tightfit.cli.train_stages import train_stages
 from tightfit.desk.plan import check_flags
 from tightfit.desk.stages import each_stage
@@ -32,12 +32,13 @@ from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
 from tightfit.runs.heartbeat import clear_beats
+from tightfit.runs.own import OwnTrainer, Resume
 from tightfit.runs.ports import check_port, free_port
 from tightfit.runs.ranks import WORKER, Meeting
 from tightfit.runs.record import RunRecord
 from tightfit.runs.reservations import Reservation
-from tightfit.runs.run import Outcome, run
-from tightfit.runs.supervise import Ended, Orders, supervise
+from tightfit.runs.run import Outcome, Signals, run
+from tightfit.runs.supervise import Ended, Orders, Supervisor
 from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError, UserError
 
@@ -91,9 +92,6 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         orders=Orders(
             policy=Policy(max_attempts=getattr(args, "max_attempts", MAX_ATTEMPTS)),
             hang_timeout_s=cli_train_flags.hang_timeout_s(args),
-            resume=resume.place,
-            anyway=resume.anyway,
-            trust_pickle=resume.trust_pickle,
         ),
     )
     try:
@@ -105,7 +103,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
     more = not asked.overwrite and asks_for_more(ready.folder, ready.files[WORKER_FILE])
     asked = replace(asked, more=more)
     check_folder(ready.own_folder, overwrite=asked.overwrite, resume=resume.place, more=more)
-    ready = replace(ready, said=(*ready.said, *filter(None, [resume.sentence(ready.folder, more=more)])))
+    ready = replace(ready, said=(*ready.said, *filter(None, [sentence_of(resume, ready.folder, more=more)])))
     if hasattr(args, "port") and ready.nodes.rank == 0:
         check_port(args.port)
     if hasattr(args, "dry_run"):
@@ -289,7 +287,7 @@ def _stopped(asked: Asked, outcome: Outcome) -> str:
     tally = outcome.tally
     done = "before the first step" if tally.last is None else f"after step {tally.last.step:,}"
     if outcome.state == "stopped":
-        return f"stopped {done} and saved a checkpoint: {asked.resume.how_to_go_on(wrote=True)}"
+        return f"stopped {done} and saved a checkpoint: {how_to_go_on(asked.resume, wrote=True)}"
     return "; ".join(filter(None, [f"interrupted {done}", _safe(asked, outcome), "every process has ended"]))
 
 
@@ -298,7 +296,7 @@ def _safe(asked: Asked, outcome: Outcome) -> str:
     step, wrote = outcome.tally.safe_step, outcome.tally.checkpoint is not None
     if step is None:
         return ""
-    return f"there is a checkpoint of step {step:,}, and {asked.resume.how_to_go_on(wrote=wrote)}"
+    return f"there is a checkpoint of step {step:,}, and {how_to_go_on(asked.resume, wrote=wrote)}"
 
 
 def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> Ended:
@@ -324,18 +322,27 @@ def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> Ended:
 
 
 def _supervised(course: TrainCourse, asked: Asked, folder: RunFolder, show: Callable[[Event], None]) -> Ended:
-    ready, orders = course.ready, replace(asked.orders, cwd=folder.plan)
+    ready, orders = course.ready, asked.orders
     run_folder = RunFolder(ready.folder)
     if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
-        switches = {"--resume-anyway": orders.anyway, "--trust-pickle": orders.trust_pickle}
-        starts = course.starts(("--resume", orders.resume, *(name for name, given in switches.items() if given)))
+        starts = course.starts(asked.resume.options)
         outcome = run(starts, run_folder, show, cwd=folder.plan)
         clear_beats(run_folder.path, [start.rank for start in starts])
         return Ended(outcome=outcome)
     if ready.plan is not None:
         allow = frozenset[str](ready.plan.job.limits.allow)
         orders = replace(orders, policy=replace(orders.policy, allow=allow))
-    return supervise(course, run_folder, show, orders)
+    with Signals() as signals:
+        trainer = OwnTrainer(
+            course=course,
+            folder=run_folder,
+            show=show,
+            orders=orders,
+            resume=asked.resume,
+            signals=signals,
+            cwd=folder.plan,
+        )
+        return Supervisor(trainer=trainer, folder=run_folder.path, policy=orders.policy, signals=signals).run()
 
 
 def _nothing(event: Event) -> None:

@@ -29,9 +29,9 @@ from tightfit.runs.calibration import Calibrations, learned_from_failure
 from tightfit.runs.cause import known_config
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.launch import RankStart
+from tightfit.runs.own import Changed, Refused
 from tightfit.runs.ranks import Meeting, Sight, launcher_start, rank_starts, worker_command
 from tightfit.runs.run import Outcome
-from tightfit.runs.supervise import Changed, Refused
 from tightfit.runs.worker_file import WORKER_FILE, worker_file
 from tightfit.types import UserError
 

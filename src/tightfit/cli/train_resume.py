@@ -7,7 +7,6 @@ nothing: whether there is a checkpoint at a path that was named.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.inputs.records import find_json, parse_json
@@ -23,42 +22,33 @@ from tightfit.runs.checkpoints import (
 )
 from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.runs.folder import AUTO, NONE, goes_on
+from tightfit.runs.own import Resume
 from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
-    """What the command line says about it."""
+def sentence_of(resume: Resume, folder: Path, *, more: bool = False) -> str | None:
+    """What a start in this folder does that its user may not expect; None: it begins at the beginning. `more`: it
+    asks for more than a finished run there made."""
+    if resume.place not in (AUTO, NONE):
+        return f"The run goes on from {resume.place}."
+    step = goes_on(folder, resume.place, more=more)
+    if step is None:
+        return None
+    if (folder / "model").exists():
+        return (
+            f"{folder} holds a finished run with checkpoints up to step {step:,}, and more is asked for: the run "
+            "goes on from the newest whole one, and the old model moves to earlier/."
+        )
+    held = f"{folder} holds checkpoints up to step {step:,}"
+    return f"{held}: the run goes on from the newest whole one; --resume none begins anew."
 
-    place: str = AUTO
-    """`auto`, `none`, or the absolute path of a checkpoint or of a run's folder."""
-    anyway: bool = False
-    """Go on although the job has changed."""
-    trust_pickle: bool = False
-    """Open a checkpoint of another program that cannot be read safely."""
 
-    def sentence(self, folder: Path, *, more: bool = False) -> str | None:
-        """What a start in this folder does that its user may not expect; None: it begins at the beginning. `more`: it
-        asks for more than a finished run there made."""
-        if self.place not in (AUTO, NONE):
-            return f"The run goes on from {self.place}."
-        step = goes_on(folder, self.place, more=more)
-        if step is None:
-            return None
-        if (folder / "model").exists():
-            return (
-                f"{folder} holds a finished run with checkpoints up to step {step:,}, and more is asked for: the run "
-                "goes on from the newest whole one, and the old model moves to earlier/."
-            )
-        held = f"{folder} holds checkpoints up to step {step:,}"
-        return f"{held}: the run goes on from the newest whole one; --resume none begins anew."
-
-    def how_to_go_on(self, *, wrote: bool) -> str:
-        """After a run from which there is a checkpoint; `wrote`: it is one of its own."""
-        if self.place == AUTO or not wrote:
-            return "the same command goes on from there"
-        return f"the same command without --resume {self.place} goes on from there"
+def how_to_go_on(resume: Resume, *, wrote: bool) -> str:
+    """After a run from which there is a checkpoint; `wrote`: it is one of its own."""
+    if resume.place == AUTO or not wrote:
+        return "the same command goes on from there"
+    return f"the same command without --resume {resume.place} goes on from there"
 
 
 def resume_of(args: argparse.Namespace) -> Resume:

@@ -80,7 +80,7 @@ def cause_of(known: Known) -> Verdict:
         found = _named(found, words)
     if found.rank is None and failure is not None:  # the kernel's record knows no ranks
         found = replace(found, rank=failure.rank)
-    found = _placed(_killed(found, known), known)
+    found = _placed(rule_out_memory(found, known.kernel), known)
     return found if words is None else _believed(found, words, known.config)
 
 
@@ -238,8 +238,9 @@ def is_suspicion(verdict: Verdict) -> bool:
     return verdict.id.startswith("killed") and verdict.confidence != "certain"
 
 
-def _killed(verdict: Verdict, known: Known) -> Verdict:
-    if not is_suspicion(verdict) or not known.kernel.readable or known.kernel.lines:
+def rule_out_memory(verdict: Verdict, kernel: KernelSaid) -> Verdict:
+    """A process that was killed had the memory, where the kernel's record can be read and says nothing of it."""
+    if not is_suspicion(verdict) or not kernel.readable or kernel.lines:
         return verdict
     who = "A process" if verdict.rank is None else f"Rank {verdict.rank}"
     said = "was killed from outside (SIGKILL), and not by the kernel for want of memory: its record says nothing of it"

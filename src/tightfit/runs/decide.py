@@ -51,10 +51,10 @@ class Decision:
 def decide(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy, precision: str) -> Decision:
     """`records`: of all attempts, the failed one last, without its `next` as yet; `precision`: of its plan."""
     if verdict.kind not in RETRYABLE:
-        return _stop("the same would happen again")
+        return stop("the same would happen again")
     tries = tries_in_a_row(records)
     if tries >= policy.max_attempts:
-        return _stop(_given_up(policy.max_attempts))
+        return stop(_given_up(policy.max_attempts))
     if verdict.kind in NUMBERS:
         return _numbers(verdict, records, policy, precision)
     if verdict.kind in _REASONS and not (is_suspicion(verdict) and not _again(verdict, records)):
@@ -64,7 +64,7 @@ def decide(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy, p
     if verdict.kind == "disk-full" and not _again(verdict, records):
         return Decision(action="make room", because="what checkpoints need not keep is removed")
     if _again(verdict, records):
-        return _stop("it failed twice in the same way and at the same step")
+        return stop("it failed twice in the same way and at the same step")
     return _same_plan(records, "it may not happen again")
 
 
@@ -103,7 +103,7 @@ def _numbers(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy,
         ways = "--allow skip-data leaves these samples out"
         if precision == "fp16":
             ways += ", --allow precision goes on in bf16"
-        return _stop(f"to go on would change the training: {ways}")
+        return stop(f"to go on would change the training: {ways}")
     before = records[-2] if len(records) > 1 else None
     at_once = step == (last.kept_step or 0) + 1 + _left_out_since(records)
     if at_once and before is not None and before.next is not None and before.next.action == "skip data":
@@ -132,7 +132,7 @@ def without_smaller(
     if (shared or puzzling) and not _again(verdict, records):
         whose = " of the host, which others use too" if shared else ", and this one was predicted to need far less"
         return _same_plan(records, f"no plan needs less{whose}: it is tried once more")
-    return _stop(because)
+    return stop(because)
 
 
 def _missing(verdict: Verdict) -> Shortfall:
@@ -149,7 +149,7 @@ def _missing(verdict: Verdict) -> Shortfall:
     return Shortfall(where="gpu", missing_bytes=max(0, missing), phase=verdict.phase, reason=reason, room_bytes=room)
 
 
-def _stop(because: str) -> Decision:
+def stop(because: str) -> Decision:
     return Decision(action="stop", because=because)
 
 

@@ -25,66 +25,66 @@ LIMIT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
-    """The next way, in words."""
+class NextConfig:
+    """Another way to compute the training."""
 
     knobs: Knobs
     changed: tuple[str, ...]
-    cost: str | None = None
-    """What it changes in the training; None: nothing."""
-
-    @property
-    def crosses(self) -> bool:
-        """Whether a trainer's own checkpoint cannot be gone on from."""
-        return any(word.startswith(("ZeRO stage", "4-bit", "optimizer on", "weights on")) for word in self.changed)
+    because: str = "memory was missing, and the next scheme is tried"
+    crosses: bool = False
+    """A checkpoint of the last way cannot be resumed with its optimizer."""
+    costs: tuple[str, ...] = ()
+    """What it changes in the training, as the user allowed."""
 
 
-def rungs(external: ExternalTraining, now: Knobs, allow: frozenset[str], *, host: bool = False) -> Iterator[Rung]:
+_LAID_OUT_BY = ("stage", "offload_optimizer", "offload_param", "quantised")
+"""Knobs by which a trainer lays out its checkpoint: its optimizer cannot be resumed with others."""
+
+
+def rungs(external: ExternalTraining, now: Knobs, allow: frozenset[str], *, host: bool = False) -> Iterator[NextConfig]:
     """Every next way that this config can be changed to, the cheapest first; `host`: it is RAM that was missing."""
     if host:
         yield from _on_the_host(now)
         return
-    yield from _batch(external, now)
-    yield from _recompute(external, now)
-    yield from _engine(external, now)
-    yield from _costly(external, now, allow)
+    yield from _batch(now)
+    if now.checkpointing is False:
+        again = "activations are computed again (checkpointing)"
+        yield NextConfig(knobs=replace(now, checkpointing=True), changed=(again,))
+    for step in (*_engine(external, now), *_costly(external, now, allow)):
+        crosses = any(getattr(step.knobs, name) != getattr(now, name) for name in _LAID_OUT_BY)
+        yield replace(step, crosses=crosses)
 
 
-def _on_the_host(now: Knobs) -> Iterator[Rung]:
+def _on_the_host(now: Knobs) -> Iterator[NextConfig]:
     offloads = {now.offload_optimizer, now.offload_param} & {"cpu", "nvme"}
     if offloads and now.pin_memory is not False:
-        yield Rung(knobs=replace(now, pin_memory=False), changed=("offloaded memory is not locked any more",))
+        yield NextConfig(knobs=replace(now, pin_memory=False), changed=("offloaded memory is not locked any more",))
 
 
-def _batch(external: ExternalTraining, now: Knobs) -> Iterator[Rung]:
+def _batch(now: Knobs) -> Iterator[NextConfig]:
     micro, accumulation = now.micro_batch, now.accumulation
     if micro is None or accumulation is None or micro < 2:
         return
     smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
     new = replace(now, micro_batch=smaller, accumulation=accumulation * (micro // smaller))
     word = f"micro batch × accumulation {micro} × {accumulation} → {new.micro_batch} × {new.accumulation}"
-    yield Rung(knobs=new, changed=(word,))
+    yield NextConfig(knobs=new, changed=(word,))
 
 
-def _recompute(external: ExternalTraining, now: Knobs) -> Iterator[Rung]:
-    if now.checkpointing is False:
-        yield Rung(knobs=replace(now, checkpointing=True), changed=("activations are computed again (checkpointing)",))
-
-
-def _engine(external: ExternalTraining, now: Knobs) -> Iterator[Rung]:
+def _engine(external: ExternalTraining, now: Knobs) -> Iterator[NextConfig]:
     if now.stage is None:
         return
     if now.stage < 2:
         word = f"ZeRO stage {now.stage} → 2"
-        yield Rung(knobs=replace(now, stage=2), changed=(word,))
+        yield NextConfig(knobs=replace(now, stage=2), changed=(word,))
     elif now.offload_optimizer == "none":
-        yield Rung(knobs=replace(now, offload_optimizer="cpu"), changed=("optimizer on the host",))
+        yield NextConfig(knobs=replace(now, offload_optimizer="cpu"), changed=("optimizer on the host",))
     elif now.stage == 2:
-        yield Rung(knobs=replace(now, stage=3), changed=("ZeRO stage 2 → 3",))
+        yield NextConfig(knobs=replace(now, stage=3), changed=("ZeRO stage 2 → 3",))
     elif now.offload_param == "none":
-        yield Rung(knobs=replace(now, offload_param="cpu"), changed=("weights on the host",))
+        yield NextConfig(knobs=replace(now, offload_param="cpu"), changed=("weights on the host",))
     elif external.deepspeed is not None and not _is_frugal(external):
-        yield Rung(knobs=replace(now, buckets=FRUGAL), changed=("little gathered at a time (optimized)",))
+        yield NextConfig(knobs=replace(now, buckets=FRUGAL), changed=("little gathered at a time (optimized)",))
 
 
 def _is_frugal(external: ExternalTraining) -> bool:
@@ -94,20 +94,22 @@ def _is_frugal(external: ExternalTraining) -> bool:
     return isinstance(said, int | float) and said <= dict(FRUGAL)["stage3_max_live_parameters"]
 
 
-def _costly(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> Iterator[Rung]:
+def _costly(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> Iterator[NextConfig]:
     if "quantize" in allow and now.quantised is False:
         new = replace(now, quantised=True)
-        yield Rung(
-            knobs=new, changed=("4-bit weights (quantized)",), cost="the frozen weights have 4 bits (NF4) instead of 16"
+        yield NextConfig(
+            knobs=new,
+            changed=("4-bit weights (quantized)",),
+            costs=("the frozen weights have 4 bits (NF4) instead of 16",),
         )
     length = now.sequence
     if "shorter-seq" in allow and external.is_llamafactory and length is not None and length // 2 >= SHORTEST:
         shorter = length // 2
         name = " (limit)" if now.quantised and shorter <= LIMIT_TOKENS else ""
-        yield Rung(
+        yield NextConfig(
             knobs=replace(now, sequence=shorter),
             changed=(f"sequence {length} → {shorter}{name}",),
-            cost=f"sequences are cut at {shorter} tokens instead of {length}",
+            costs=(f"sequences are cut at {shorter} tokens instead of {length}",),
         )
 
 

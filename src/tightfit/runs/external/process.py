@@ -48,7 +48,7 @@ class Streams:
 
 
 @dataclass(slots=True)
-class Peak:
+class MemoryPeak:
     """The most that was seen of memory."""
 
     host_bytes: int = 0
@@ -67,14 +67,14 @@ class Gone:
     at: float
     asked: int | None
     """The signal with which the user asked it to end; None: nobody did."""
-    peak: Peak
+    peak: MemoryPeak
     kernel: KernelSaid
     stuck: Stuck | None = None
     """It was ended because it did not move any more; None: not for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class CommandStart:
     """What is started, and how it is watched."""
 
     words: Sequence[str]
@@ -87,14 +87,14 @@ class Start:
     """None: nobody asked whether it hangs."""
 
 
-def start_and_stay(start: Start, streams: Streams, signals: Signals) -> Gone:
+def start_and_stay(start: CommandStart, streams: Streams, signals: Signals) -> Gone:
     """Run it to its end, to the user's second signal, or until it hangs."""
     mark, log = start.mark, start.log
     kernel = KernelRecord()
     try:
         with open_own(log, "wb") as kept, Guard(mark):
             process = _spawn(start.words, {**start.changes, MARK: mark, "PYTHONUNBUFFERED": "1"})
-            watch = Watch(mark, log, start.hang_timeout_s)
+            watch = ProcessWatch(mark, log, start.hang_timeout_s)
             pumps = _pumps(process, kept, streams)
             try:
                 wish = _stay(process, mark, signals, watch)
@@ -130,7 +130,7 @@ def _spawn(words: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen
         raise ConfigError(f"{words[0]} cannot be started ({what}): name a program, as in `python train.py`") from None
 
 
-def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: Watch) -> int | None:
+def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: ProcessWatch) -> int | None:
     """Until the program has ended or hangs; a signal is passed on, a second one ends the wait."""
     wish: int | None = None
     deadline = 0.0
@@ -222,7 +222,7 @@ def _pump(source: IO[bytes], sink: BinaryIO, log: BinaryIO, lock: threading.Lock
 # --- its memory ---------------------------------------------------------------------------------
 
 
-class Watch:
+class ProcessWatch:
     """What the program's processes hold, looked at from time to time."""
 
     def __init__(self, mark: str, log: Path, hang_timeout_s: float | None = None) -> None:
@@ -231,7 +231,7 @@ class Watch:
         self.stuck: Stuck | None = None
         self._host_at = self._gpu_at = 0.0
         self._has_gpus: bool | None = None
-        self.peak = Peak()
+        self.peak = MemoryPeak()
         self.pids: set[int] = set()
         """All that were seen."""
 

@@ -1,0 +1,306 @@
+"""Our own worker as a trainer: a group of ranks whose events are followed and whose heartbeats are watched.
+
+Its checkpoint is portable, so an attempt may resume under the same plan or another one; the effective batch stays.
+What has to be known of plans and machines is asked of a `Course`, which the verb brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from tightfit.diagnose.verdict import Verdict
+from tightfit.planner.step_down import Shortfall
+from tightfit.runs import attempts, disk
+from tightfit.runs.attempts import AttemptRecord
+from tightfit.runs.cause import Known, cause_of, known_config
+from tightfit.runs.checkpoints import Torn, checked, newest_first, read_manifest, step_of, written_first
+from tightfit.runs.decide import Decision, stop, without_smaller
+from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Resumed, Step, Warned
+from tightfit.runs.folder import AUTO, RunFolder
+from tightfit.runs.heartbeat import Watch, clear_beats
+from tightfit.runs.inventory import goners, inventory, keeping_of
+from tightfit.runs.inventory import remove as remove_goner
+from tightfit.runs.kernel import KernelRecord, KernelSaid
+from tightfit.runs.launch import RankStart
+from tightfit.runs.run import Company, Outcome, Signals, run
+from tightfit.runs.supervise import Attempt, Orders
+from tightfit.runs.tally import Tally
+
+LEAST_ROOM_BYTES = 64 * 2**20
+"""What a disk must have left before a run is started again on it, where no checkpoint tells how large they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """The next attempt is computed in another way."""
+
+    because: str
+    changed: tuple[str, ...]
+    another_job: bool = False
+    """As the user allowed, it changes what is trained, so that a checkpoint has to be resumed all the same."""
+    carries: bool = True
+    """Whether it can resume from a checkpoint at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """That is not to be had."""
+
+    because: str
+    puzzling: bool = False
+    """By far less was predicted than there is: something else may have held the memory."""
+
+
+class Course(Protocol):
+    """How the training is computed at present, and how else it could be."""
+
+    @property
+    def words(self) -> str:
+        """The plan in a line."""
+        ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def effective_batch(self) -> int | None: ...
+
+    @property
+    def precision(self) -> str: ...
+
+    def starts(self, options: Sequence[str]) -> Sequence[RankStart]:
+        """The ranks of the next attempt, with these options beside those that every attempt has."""
+        ...
+
+    def learn(self, outcome: Outcome) -> None:
+        """An attempt has measured something."""
+        ...
+
+    def smaller(self, shortfall: Shortfall, verdict: Verdict) -> Changed | Refused:
+        """A plan that needs less; nothing has changed until it is taken."""
+        ...
+
+    def in_bf16(self) -> Changed | Refused:
+        """Likewise, in another precision."""
+        ...
+
+    def take(self) -> None:
+        """Go on with what was found last."""
+        ...
+
+    def wait_for_room(self, say: Callable[[str], None], give_up: Callable[[], bool]) -> Refused | None:
+        """Until the GPUs have room for the plan; None: they have."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Where and how the first attempt begins. The others resume from what there is."""
+
+    place: str = AUTO
+    """`auto`, `none`, or the absolute path of a checkpoint or of a run's folder."""
+    anyway: bool = False
+    """Although the job has changed."""
+    trust_pickle: bool = False
+    """Open a checkpoint of another program that cannot be read safely."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of the worker."""
+        switches = {"--resume-anyway": self.anyway, "--trust-pickle": self.trust_pickle}
+        return ("--resume", self.place, *(name for name, given in switches.items() if given))
+
+
+@dataclass(kw_only=True)
+class OwnTrainer:
+    """Changes with every attempt."""
+
+    course: Course
+    folder: RunFolder
+    show: Callable[[Event], None]
+    """Gets every event as it comes."""
+    orders: Orders
+    resume: Resume
+    signals: Signals
+    cwd: Path | None = None
+    skips: set[int] = field(default_factory=set)
+    older: Path | None = None
+    """A checkpoint behind the newest one, to go back to."""
+    tally: Tally = field(default_factory=Tally)
+    logs: Sequence[Path] = ()
+    """Of the last attempt."""
+
+    @property
+    def words(self) -> str:
+        return self.course.words
+
+    @property
+    def ranks(self) -> int:
+        return self.course.ranks
+
+    @property
+    def effective_batch(self) -> int | None:
+        return self.course.effective_batch
+
+    @property
+    def precision(self) -> str:
+        return self.course.precision
+
+    @property
+    def kept_step(self) -> int | None:
+        newest = written_first(self.folder.path)
+        return None if newest is None else step_of(newest)
+
+    # --- one attempt ----------------------------------------------------------------------------
+
+    def attempt(self, number: int) -> Attempt:
+        starts = self.course.starts(self._options(number))
+        self.logs = [start.log for start in starts]
+        before, steps = self.tally, _Steps(self.show)
+        self.tally = Tally(first_loss=before.first_loss, checkpoint=before.checkpoint, resumed=before.resumed)
+        known = self._run(starts, steps.note)
+        outcome = self._finished(known.outcome)
+        self.course.learn(outcome)
+        self.tally.last = self.tally.last or before.last  # how far the run has come, whichever attempt brought it there
+        codes = {gone.start.rank: gone.code for gone in outcome.every}
+        return Attempt(
+            outcome=outcome,
+            exit_codes=tuple(codes[rank] for rank in sorted(codes)),
+            verdict=cause_of(known) if outcome.state in ("failed", "user error") else None,
+            first_step=steps.first,
+            last_step=steps.last,
+        )
+
+    def _options(self, number: int) -> list[str]:
+        resume = self.resume
+        if self.older is not None:
+            resume, self.older = replace(resume, place=str(self.older)), None
+        elif number > 1 and self.kept_step is not None:
+            resume = replace(resume, place=AUTO)  # what was there before has made way, or is what this run began with
+        skipped = ["--skip-steps", ",".join(map(str, sorted(self.skips)))] if self.skips else []
+        return [*resume.options, *skipped]
+
+    def _run(self, starts: Sequence[RankStart], show: Callable[[Event], None]) -> Known:
+        ranks = [start.rank for start in starts]
+        clear_beats(self.folder.path, ranks)  # what a desk that was killed has left
+        watch = Watch(self.folder.path, ranks, self.orders.hang_timeout_s)
+        company = Company(signals=self.signals, watch=watch, tally=self.tally)
+        kernel = KernelRecord()
+        try:
+            outcome = run(starts, self.folder, show, cwd=self.cwd, company=company)
+            said = kernel.said(outcome.pids) if outcome.state == "failed" else KernelSaid()
+            beats = watch.beats()
+        finally:
+            kernel.close()
+            clear_beats(self.folder.path, ranks)
+        config = known_config(self.cwd or self.folder.plan)
+        return Known(outcome=outcome, starts=starts, kernel=said, beats=beats, config=config)
+
+    def _finished(self, outcome: Outcome) -> Outcome:
+        """A rank that fails when the model stands already takes nothing away from it."""
+        if outcome.state != "failed" or outcome.tally.saved is None or not self.folder.model.is_dir():
+            return outcome
+        sentence = "" if outcome.failure is None else f": {outcome.failure.sentence}"
+        self.show(Warned(text=f"the model is saved, and then not every rank left in order{sentence}"))
+        return replace(outcome, state="done", exit_code=0, failure=None)
+
+    # --- what follows ---------------------------------------------------------------------------
+
+    def carry_out(
+        self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
+    ) -> tuple[Decision, tuple[str, ...]]:
+        if decision.action in ("smaller plan", "precision"):
+            return self._change_plan(decision, verdict, records)
+        if decision.action == "wait":
+            refused = self.course.wait_for_room(
+                lambda text: self.show(Warned(text=text)), lambda: bool(self.signals.caught)
+            )
+            return (decision if refused is None else stop(refused.because)), ()
+        if decision.action == "make room":
+            return self._make_room(decision), ()
+        if decision.action == "older checkpoint":
+            return self._go_back(decision), ()
+        if decision.step is not None:
+            self.skips.add(decision.step)
+        return decision, ()
+
+    def _change_plan(
+        self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
+    ) -> tuple[Decision, tuple[str, ...]]:
+        if decision.shortfall is not None:
+            found = self.course.smaller(decision.shortfall, verdict)
+            if isinstance(found, Refused):
+                return without_smaller(verdict, records, found.because, puzzling=found.puzzling), ()
+        else:
+            found = self.course.in_bf16()
+            if isinstance(found, Refused):
+                return stop(found.because), ()
+        kept = self.kept_step
+        if not found.carries and kept is not None:
+            what = "; ".join(found.changed)
+            return stop(f"what would fit ({what}) cannot go on from the checkpoint of step {kept:,}"), ()
+        attempts.keep_plan(self.folder, records[-1].number)
+        self.course.take()
+        self.resume = replace(self.resume, anyway=self.resume.anyway or found.another_job)
+        return replace(decision, because=found.because), found.changed
+
+    def _make_room(self, decision: Decision) -> Decision:
+        run = self.folder.path
+        freed = 0
+        for goner in goners(inventory(run), keeping_of(run)):
+            remove_goner(goner)
+            freed += goner.bytes
+        newest = written_first(run)
+        try:
+            needed = LEAST_ROOM_BYTES if newest is None else read_manifest(newest).bytes
+        except Torn:
+            needed = LEAST_ROOM_BYTES
+        room = disk.room(run)
+        if room < needed:
+            left = f"{run} has {room / 1e6:,.0f} MB left and needs {needed / 1e6:,.0f} MB"
+            return stop(f"{left}: make room, and the same command goes on")
+        done = f"{freed / 1e6:,.0f} MB of leftovers were removed" if freed else "there is room again"
+        return replace(decision, because=done)
+
+    def _go_back(self, decision: Decision) -> Decision:
+        for folder in newest_first(self.folder.path)[1:]:
+            try:
+                checked(folder)
+            except Torn:
+                continue
+            self.older = folder
+            return replace(decision, because=f"{decision.because}, so the run goes on from {folder.name}")
+        return stop(f"{decision.because}, and there is no older one")
+
+    # --- telling --------------------------------------------------------------------------------
+
+    def after_failure(self, failed: AttemptFailed, changed: tuple[str, ...]) -> None:
+        attempts.append_event(self.folder, failed)
+        if failed.action != "stop":  # how it ends is said at the end
+            self.show(failed)
+            attempts.put_aside(self.folder, failed.number, self.logs)
+
+    def before_next(self, number: int, changed: tuple[str, ...]) -> None:
+        event = AttemptBegan(number=number, plan=self.course.words, changed=changed)
+        attempts.append_event(self.folder, event)
+        self.show(event)
+
+
+class _Steps:
+    """The first and the last step of an attempt, by its events."""
+
+    def __init__(self, show: Callable[[Event], None]) -> None:
+        self._show = show
+        self.first: int | None = None
+        self.last: int | None = None
+
+    def note(self, event: Event) -> None:
+        if isinstance(event, Resumed):
+            self.first = event.step
+        elif isinstance(event, Step):
+            self.first = self.first or 0
+            self.last = event.step
+        self._show(event)
