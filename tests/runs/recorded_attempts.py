@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tightfit.runs.cause import Known, known_config
+from tightfit.runs.cause import FailedAttempt, known_config
 from tightfit.runs.failure import first_failure
 from tightfit.runs.heartbeat import Beat
 from tightfit.runs.kernel import KernelSaid
@@ -21,7 +21,7 @@ RECORDED = Path(__file__).with_name("recorded")
 NAMES = sorted(path.name for path in RECORDED.iterdir())
 
 
-def recorded(name: str, *, kernel_readable: bool = True) -> Known:
+def recorded(name: str, *, kernel_readable: bool = True) -> FailedAttempt:
     folder = RECORDED / name
     told = json.loads((folder / "known.json").read_text(encoding="utf-8"))
     starts = [
@@ -38,7 +38,7 @@ def recorded(name: str, *, kernel_readable: bool = True) -> Known:
     for rank, text in enumerate(told["beats"]):
         count, stage, step, micro = text.split()
         beats.append(Beat(rank=rank, count=int(count), stage=stage, step=int(step), micro=int(micro)))
-    return Known(
+    return FailedAttempt(
         outcome=outcome,
         starts=starts,
         kernel=KernelSaid(lines=tuple(told["kernel"]), readable=kernel_readable),

@@ -10,7 +10,7 @@ import pytest
 from recorded_attempts import recorded
 
 from tightfit.runs.attempts import AttemptRecord
-from tightfit.runs.cause import Known, cause_of
+from tightfit.runs.cause import FailedAttempt, cause_of
 from tightfit.runs.decide import Decision, Policy, decide
 from tightfit.runs.failure import first_failure
 from tightfit.runs.last_words import LastWords, read_last_words, write_last_words
@@ -60,7 +60,9 @@ def test_records_of_earlier_releases_and_damaged_ones(tmp_path: Path, said: obje
 # --- what follows ---------------------------------------------------------------------------------
 
 
-def decision(known: Known, words: LastWords, log: Path | None = None, allow: frozenset[str] = frozenset()) -> Decision:
+def decision(
+    known: FailedAttempt, words: LastWords, log: Path | None = None, allow: frozenset[str] = frozenset()
+) -> Decision:
     """`log`: instead of those that were recorded."""
     starts = known.starts if log is None else [replace(start, log=log) for start in known.starts]
     others = tuple(each for each in known.outcome.words if each.rank != words.rank)

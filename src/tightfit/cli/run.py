@@ -30,7 +30,7 @@ from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.external.command import NAMES, recognise
 from tightfit.runs.external.config import ExternalTraining, read_training
 from tightfit.runs.external.process import Streams
-from tightfit.runs.external.record import FOLDER, ExternalRecord, Place, begin_record, claim
+from tightfit.runs.external.record import FOLDER, ClaimedRun, ExternalRecord, begin_record, claim
 from tightfit.runs.external.trainer import ExternalTrainer
 from tightfit.runs.run import Signals
 from tightfit.runs.supervise import Ended, Orders, Supervisor
@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
         place.lock.release()
 
 
-def _run(args: argparse.Namespace, place: Place, external: ExternalTraining, planner: Planner) -> int:
+def _run(args: argparse.Namespace, place: ClaimedRun, external: ExternalTraining, planner: Planner) -> int:
     folder, as_json = place.path, hasattr(args, "json")
     known = planner.known(external)
     _say_start(external, known, place)
@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace, place: Place, external: ExternalTraining, pla
     return trainer.exit_code
 
 
-def _as_last(external: ExternalTraining, place: Place) -> ExternalTraining:
+def _as_last(external: ExternalTraining, place: ClaimedRun) -> ExternalTraining:
     """The command as it was started last, where a run is taken over and its config is still there."""
     if place.before is None or place.before.last_command == external.command.words:
         return external
@@ -264,7 +264,7 @@ def _recognised(external: ExternalTraining) -> str:
     return f"{NAMES[external.command.launcher]}{f', configured by {files}' if files else ''}"
 
 
-def _say_start(external: ExternalTraining, known: Known | str, place: Place) -> None:
+def _say_start(external: ExternalTraining, known: Known | str, place: ClaimedRun) -> None:
     _say(f"{_recognised(external)}; logs and records in {place.path}")
     if place.before is not None:
         _say(f"the run in {place.path} is taken over: its process {place.before.pid} has gone without a word")

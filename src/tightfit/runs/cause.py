@@ -50,7 +50,7 @@ LEFT = (0, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class FailedAttempt:
     """What is known about an attempt that failed."""
 
     outcome: Outcome
@@ -61,7 +61,7 @@ class Known:
     config: KnownConfig
 
 
-def cause_of(known: Known) -> Verdict:
+def cause_of(known: FailedAttempt) -> Verdict:
     """The first cause."""
     outcome, failure = known.outcome, known.outcome.failure
     if outcome.hung is not None:
@@ -84,7 +84,7 @@ def cause_of(known: Known) -> Verdict:
     return found if words is None else _believed(found, words, known.config)
 
 
-def _judged(known: Known) -> Verdict | None:
+def _judged(known: FailedAttempt) -> Verdict | None:
     """Of the rank that failed first, as its own last words tell it; of all, where that one only says what it missed."""
     whole = _evidence(known)
     failure = known.outcome.failure
@@ -99,7 +99,7 @@ def _judged(known: Known) -> Verdict | None:
     return every if first is None or (every is not None and every.kind not in _VAGUE) else first
 
 
-def _evidence(known: Known) -> Evidence:
+def _evidence(known: FailedAttempt) -> Evidence:
     logs = tuple(
         LogSource(name=start.log.name, path=start.log, rank=start.rank if start.saves else None)
         for start in known.starts
@@ -247,7 +247,7 @@ def rule_out_memory(verdict: Verdict, kernel: KernelSaid) -> Verdict:
     return replace(verdict, kind="preempted", cause=f"{who} {said}.")
 
 
-def _placed(verdict: Verdict, known: Known) -> Verdict:
+def _placed(verdict: Verdict, known: FailedAttempt) -> Verdict:
     """The rank knows its phase better than its traceback does, save for the loss, which is a part of its forward, and
     for the worst batch that is tried before the first step."""
     beat = next((beat for beat in known.beats if beat.rank == verdict.rank), None)

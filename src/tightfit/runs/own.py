@@ -15,7 +15,7 @@ from tightfit.diagnose.verdict import Verdict
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts, disk
 from tightfit.runs.attempts import AttemptRecord
-from tightfit.runs.cause import Known, cause_of, known_config
+from tightfit.runs.cause import FailedAttempt, cause_of, known_config
 from tightfit.runs.checkpoints import Torn, checked, newest_first, read_manifest, step_of, written_first
 from tightfit.runs.decide import Decision, stop, without_smaller
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Resumed, Step, Warned
@@ -183,7 +183,7 @@ class OwnTrainer:
         skipped = ["--skip-steps", ",".join(map(str, sorted(self.skips)))] if self.skips else []
         return [*resume.options, *skipped]
 
-    def _run(self, starts: Sequence[RankStart], show: Callable[[Event], None]) -> Known:
+    def _run(self, starts: Sequence[RankStart], show: Callable[[Event], None]) -> FailedAttempt:
         ranks = [start.rank for start in starts]
         clear_beats(self.folder.path, ranks)  # what a desk that was killed has left
         watch = Watch(self.folder.path, ranks, self.orders.hang_timeout_s)
@@ -197,7 +197,7 @@ class OwnTrainer:
             kernel.close()
             clear_beats(self.folder.path, ranks)
         config = known_config(self.cwd or self.folder.plan)
-        return Known(outcome=outcome, starts=starts, kernel=said, beats=beats, config=config)
+        return FailedAttempt(outcome=outcome, starts=starts, kernel=said, beats=beats, config=config)
 
     def _finished(self, outcome: Outcome) -> Outcome:
         """A rank that fails when the model stands already takes nothing away from it."""

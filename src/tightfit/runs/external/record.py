@@ -61,7 +61,7 @@ def begin_record(command: Sequence[str], mark: str) -> ExternalRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ClaimedRun:
     """A folder that is ours until it is released."""
 
     path: Path
@@ -70,7 +70,7 @@ class Place:
     """The killed run that it takes over; None: it is new."""
 
 
-def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False) -> Place:
+def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False) -> ClaimedRun:
     """The folder for this command: the named one, one that such a command was killed in, or a new one. `take_over`: the
     user says that whoever held it on another machine has gone."""
     if named is not None:
@@ -95,7 +95,7 @@ def abandoned(path: Path) -> ExternalRecord | None:
     return record if record is not None and record.state == "running" and not record.lives else None
 
 
-def _named(path: Path, command: tuple[str, ...], *, take_over: bool) -> Place:
+def _named(path: Path, command: tuple[str, ...], *, take_over: bool) -> ClaimedRun:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         before = abandoned(path)
         if before is None:
@@ -112,11 +112,11 @@ def _named(path: Path, command: tuple[str, ...], *, take_over: bool) -> Place:
     return place
 
 
-def _made(path: Path, *, exist_ok: bool = False) -> Place | None:
+def _made(path: Path, *, exist_ok: bool = False) -> ClaimedRun | None:
     """Made here, so that two runs never share one; None: somebody was quicker."""
     try:
         (path / ATTEMPTS).mkdir(parents=True, exist_ok=exist_ok)
-        return Place(path=path, lock=FolderLock.take(path))
+        return ClaimedRun(path=path, lock=FolderLock.take(path))
     except FileExistsError:
         return None
     except OSError as error:
@@ -124,7 +124,7 @@ def _made(path: Path, *, exist_ok: bool = False) -> Place | None:
         raise ConfigError(f"{path} cannot be made ({what}): name another folder with --output") from None
 
 
-def _taken_over(path: Path, before: ExternalRecord, *, take_over: bool) -> Place:
+def _taken_over(path: Path, before: ExternalRecord, *, take_over: bool) -> ClaimedRun:
     """Its processes have been ended by their guard, or are about to be; its records make way."""
     lock = FolderLock.take(path, take_over=take_over)
     if before.mark is not None:
@@ -136,4 +136,4 @@ def _taken_over(path: Path, before: ExternalRecord, *, take_over: bool) -> Place
     except BaseException:
         lock.release()
         raise
-    return Place(path=path, lock=lock, before=before)
+    return ClaimedRun(path=path, lock=lock, before=before)
