@@ -13,7 +13,16 @@ import yaml
 
 from tightfit.formats.beside import beside, json_with, write_beside, yaml_text_with
 from tightfit.runs.external.command import recognise, with_flag
-from tightfit.runs.external.config import Edits, ExternalTraining, batch_of, edits_of, knobs_of, read_training, written
+from tightfit.runs.external.config import (
+    Edits,
+    ExternalTraining,
+    Knobs,
+    batch_of,
+    edits_of,
+    knobs_of,
+    read_training,
+    written,
+)
 from tightfit.runs.external.ladder import rungs
 from tightfit.runs.external.resume import kept_by, means_of
 from tightfit.types import ConfigError
@@ -178,6 +187,28 @@ def test_a_deepspeed_file_goes_down_the_whole_ladder(here: Path) -> None:
     assert last["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert last["zero_force_ds_cpu_optimizer"] is False
     assert json.loads((here / "d.json").read_text(encoding="utf-8")) == config
+
+
+@pytest.mark.parametrize(
+    ("knobs", "survives"),
+    [
+        (Knobs(micro_batch=4, accumulation=1), True),
+        (Knobs(checkpointing=False), True),
+        (Knobs(stage=1), False),
+        (Knobs(stage=2, offload_optimizer="none"), False),
+        (Knobs(stage=2, offload_optimizer="cpu"), False),
+        (Knobs(stage=3, offload_optimizer="cpu", offload_param="none"), False),
+        (Knobs(quantised=False), False),
+        (Knobs(sequence=1024), True),
+    ],
+)
+def test_whether_a_checkpoint_survives_is_told_by_the_settings_that_change(
+    here: Path, knobs: Knobs, survives: bool
+) -> None:
+    put(here / "x.yaml", "model_name_or_path: m\n")
+    now = external("llamafactory-cli train x.yaml")
+    (step,) = rungs(now, knobs, frozenset({"quantize", "shorter-seq"}))
+    assert step.crosses is not survives
 
 
 def test_a_batch_that_cannot_be_made_up_for_stays(here: Path) -> None:
