@@ -15,7 +15,7 @@ from test_wait_for_gpu import UUID, Card, later
 
 import warm_desk
 from tightfit.cli import train_machine as cli_train_machine
-from tightfit.cli.run_plan import Known, Planner, Setting, prediction
+from tightfit.cli.run_plan import Known, Planner, RunSetting, prediction
 from tightfit.cli.run_wait import wait_for_gpus
 from tightfit.diagnose.verdict import OomNumbers, Verdict
 from tightfit.hardware import machine
@@ -53,7 +53,7 @@ def external(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalTrainin
 
 
 def planner(kept: list[Entry], calibration: Calibration | None) -> Planner:
-    setting = Setting(hardware=parse_hardware("8xA100-80GB"), calibration=calibration, keep=kept.append)
+    setting = RunSetting(hardware=parse_hardware("8xA100-80GB"), calibration=calibration, keep=kept.append)
     return Planner(setting)
 
 

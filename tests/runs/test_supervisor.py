@@ -15,7 +15,7 @@ from tightfit.runs.attempts import AttemptRecord, read_attempts
 from tightfit.runs.decide import Decision, Policy, stop
 from tightfit.runs.events import AttemptFailed
 from tightfit.runs.run import Outcome, Signals, State
-from tightfit.runs.supervise import Attempt, Ended, Supervisor
+from tightfit.runs.supervise import Attempt, RunResult, Supervisor
 from tightfit.runs.tally import Tally
 from tightfit.types import ConfigError, HardwareError
 
@@ -63,7 +63,7 @@ class Player:
         self.said.append(f"next {number}: {', '.join(changed)}")
 
 
-def supervised(player: Player, folder: Path, signals: Signals | None = None, **policy: int) -> Ended:
+def supervised(player: Player, folder: Path, signals: Signals | None = None, **policy: int) -> RunResult:
     return Supervisor(trainer=player, folder=folder, policy=Policy(**policy), signals=signals or Signals()).run()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.cli.flags import CHANGE, Parser, whole_number
-from tightfit.cli.run_plan import Known, Planner, Said, Setting, file_of, prediction
+from tightfit.cli.run_plan import Known, Planner, RunSetting, UserSaid, file_of, prediction
 from tightfit.cli.run_wait import wait_for_gpus
 from tightfit.cli.train_flags import hang_timeout_s
 from tightfit.inputs.flags import LEVERS, meant
@@ -33,7 +33,7 @@ from tightfit.runs.external.process import Streams
 from tightfit.runs.external.record import FOLDER, ClaimedRun, ExternalRecord, begin_record, claim
 from tightfit.runs.external.trainer import ExternalTrainer
 from tightfit.runs.run import Signals
-from tightfit.runs.supervise import Ended, Orders, Supervisor
+from tightfit.runs.supervise import Orders, RunResult, Supervisor
 from tightfit.types import ConfigError, Hardware, UserError
 
 EXAMPLE = """tightfit run -- llamafactory-cli train qwen32b_lora.yaml
@@ -121,7 +121,7 @@ def _as_last(external: ExternalTraining, place: ClaimedRun) -> ExternalTraining:
         return external
 
 
-def _setting(args: argparse.Namespace) -> Setting:
+def _setting(args: argparse.Namespace) -> RunSetting:
     """What is learned of cards that were only named is not written down."""
     calibrations = Calibrations(cache_folder())
     wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
@@ -130,13 +130,13 @@ def _setting(args: argparse.Namespace) -> Setting:
         def wait(need_bytes: int | None, count: int, give_up: Callable[[], bool]) -> bool:
             return wait_for_gpus(need_bytes, count, _say, give_up)
 
-    return Setting(
+    return RunSetting(
         hardware=_hardware(args),
         allow=_allow(args),
         calibration=None if hasattr(args, "no_calibration") else calibrations.read(),
         keep=calibrations.add if not hasattr(args, "gpus") else _forget,
         wait=wait,
-        said=Said(
+        said=UserSaid(
             model=getattr(args, "model", None),
             sequence=getattr(args, "seq", None),
             micro_batch=getattr(args, "micro_batch", None),
@@ -293,7 +293,7 @@ def _dry_run(args: argparse.Namespace, external: ExternalTraining, known: Known 
     return 0
 
 
-def _say_end(trainer: ExternalTrainer, ended: Ended) -> None:
+def _say_end(trainer: ExternalTrainer, ended: RunResult) -> None:
     most = trainer.peak
     gpus = "".join(f", GPU {word} {size / 2**30:.1f} GiB" for word, size in sorted(most.gpu_bytes.items()))
     peak = f"most memory seen: host {most.host_bytes / 2**30:.1f} GiB{gpus}"
@@ -313,7 +313,7 @@ def _say_end(trainer: ExternalTrainer, ended: Ended) -> None:
         _say(f"configs written: {', '.join(str(path) for path in trainer.files)}")
 
 
-def _say_failure(ended: Ended, folder: Path, first: str) -> None:
+def _say_failure(ended: RunResult, folder: Path, first: str) -> None:
     _say(first)
     found = ended.verdict
     if found is None:
@@ -345,7 +345,7 @@ def _start_report(external: ExternalTraining, known: Known | str) -> dict[str, A
     }
 
 
-def _end_report(folder: Path, trainer: ExternalTrainer, ended: Ended) -> dict[str, Any]:
+def _end_report(folder: Path, trainer: ExternalTrainer, ended: RunResult) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "state": ended.outcome.state,

@@ -86,7 +86,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class UserSaid:
     """What the user says of a command that does not say it itself."""
 
     model: str | None = None
@@ -99,7 +99,7 @@ def known_of(
     hardware: Hardware,
     allow: tuple[Allowance, ...],
     calibration: Calibration | None = None,
-    said: Said | None = None,
+    said: UserSaid | None = None,
 ) -> Known | str:
     """The training in our words; or what is missing, in a sentence."""
     try:
@@ -107,7 +107,9 @@ def known_of(
         if (reason := _unpriced(external, hardware)) is not None:
             return f"nothing is predicted: {reason}"
         found = (
-            _llamafactory(external, machine) if external.is_llamafactory else _script(external, machine, said or Said())
+            _llamafactory(external, machine)
+            if external.is_llamafactory
+            else _script(external, machine, said or UserSaid())
         )
         if isinstance(found, str):
             return f"nothing is predicted: {found}"
@@ -224,7 +226,7 @@ def _with_engine(external: ExternalTraining, levers: Levers, shape: ModelShape, 
     )
 
 
-def _script(external: ExternalTraining, machine: Hardware, said: Said) -> tuple[Job, ModelShape, Levers] | str:
+def _script(external: ExternalTraining, machine: Hardware, said: UserSaid) -> tuple[Job, ModelShape, Levers] | str:
     """A script with the usual flags: transformers' own, and the usual names of model and length."""
     model = said.model or _first(external, MODELS, str)
     if model is None:
@@ -294,7 +296,7 @@ def prediction(known: Known) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class RunSetting:
     """What holds for all attempts of a run."""
 
     hardware: Hardware
@@ -305,13 +307,13 @@ class Setting:
     """Writes down what was learned."""
     wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
     """Waits for room on the GPUs; None: nobody asked for that."""
-    said: Said = field(default_factory=Said)
+    said: UserSaid = field(default_factory=UserSaid)
 
 
 class Planner:
     """The next way by prices, for as long as the model is known."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: RunSetting) -> None:
         self._setting, self._calibration = setting, setting.calibration
         self._tried: list[Tried] = []
         self._last: Tried | None = None

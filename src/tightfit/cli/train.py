@@ -38,7 +38,7 @@ from tightfit.runs.ranks import WORKER, Meeting
 from tightfit.runs.record import RunRecord
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.run import Outcome, Signals, run
-from tightfit.runs.supervise import Ended, Orders, Supervisor
+from tightfit.runs.supervise import Orders, RunResult, Supervisor
 from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError, UserError
 
@@ -238,7 +238,7 @@ def _run(args: argparse.Namespace, ready: Ready, asked: Asked) -> int:
     return _ended(course, asked, ended, claimed, record)
 
 
-def _ended(course: TrainCourse, asked: Asked, ended: Ended, claimed: ClaimedFolder, record: RunRecord) -> int:
+def _ended(course: TrainCourse, asked: Asked, ended: RunResult, claimed: ClaimedFolder, record: RunRecord) -> int:
     """Leave what is worth keeping, and say how it went."""
     folder, outcome, ready = claimed.folder, ended.outcome, course.ready
     record.close(folder.path, state=outcome.state, exit_code=outcome.exit_code)
@@ -260,7 +260,7 @@ def _ended(course: TrainCourse, asked: Asked, ended: Ended, claimed: ClaimedFold
     return outcome.exit_code
 
 
-def _say_end(ready: Ready, asked: Asked, ended: Ended) -> None:
+def _say_end(ready: Ready, asked: Asked, ended: RunResult) -> None:
     from rich.console import Console
 
     from tightfit.screen import open_console
@@ -299,7 +299,7 @@ def _safe(asked: Asked, outcome: Outcome) -> str:
     return f"there is a checkpoint of step {step:,}, and {how_to_go_on(asked.resume, wrote=wrote)}"
 
 
-def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> Ended:
+def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> RunResult:
     ready = course.ready
     if asked.as_json or ready.nodes.rank:
         return _supervised(course, asked, folder, _nothing)
@@ -321,14 +321,14 @@ def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> Ended:
         return _supervised(course, asked, folder, show)
 
 
-def _supervised(course: TrainCourse, asked: Asked, folder: RunFolder, show: Callable[[Event], None]) -> Ended:
+def _supervised(course: TrainCourse, asked: Asked, folder: RunFolder, show: Callable[[Event], None]) -> RunResult:
     ready, orders = course.ready, asked.orders
     run_folder = RunFolder(ready.folder)
     if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
         starts = course.starts(asked.resume.options)
         outcome = run(starts, run_folder, show, cwd=folder.plan)
         clear_beats(run_folder.path, [start.rank for start in starts])
-        return Ended(outcome=outcome)
+        return RunResult(outcome=outcome)
     if ready.plan is not None:
         allow = frozenset[str](ready.plan.job.limits.allow)
         orders = replace(orders, policy=replace(orders.policy, allow=allow))

@@ -91,7 +91,7 @@ class Trainer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RunResult:
     """How a supervised run ended."""
 
     outcome: Outcome
@@ -119,7 +119,7 @@ class Supervisor:
     signals: Signals
     records: list[AttemptRecord] = field(default_factory=list)
 
-    def run(self) -> Ended:
+    def run(self) -> RunResult:
         """Run to the end, whatever comes between."""
         last: Outcome | None = None
         while True:
@@ -165,7 +165,7 @@ class Supervisor:
         except UserError as error:
             return stop(str(error)), ()
 
-    def _not_started(self, last: Outcome, sentence: str) -> Ended:
+    def _not_started(self, last: Outcome, sentence: str) -> RunResult:
         """What an attempt needs is not there any more: a GPU that somebody else has taken meanwhile."""
         failure = Failure(rank=0, is_users=False, sentence=sentence, tail=(), log=None)
         outcome = replace(last, state="failed", exit_code=FAILED, failure=failure)
@@ -173,8 +173,8 @@ class Supervisor:
         self._write(replace(self.records[-1], next=Next(action="stop", because=sentence)))
         return self._ended(outcome, because=sentence)
 
-    def _ended(self, outcome: Outcome, verdict: Verdict | None = None, because: str = "") -> Ended:
-        return Ended(outcome=outcome, records=tuple(self.records), verdict=verdict, because=because)
+    def _ended(self, outcome: Outcome, verdict: Verdict | None = None, because: str = "") -> RunResult:
+        return RunResult(outcome=outcome, records=tuple(self.records), verdict=verdict, because=because)
 
     # --- records --------------------------------------------------------------------------------
 

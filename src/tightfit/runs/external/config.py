@@ -32,7 +32,7 @@ from tightfit.runs.external.command import (
     with_settings,
     without_flag,
 )
-from tightfit.runs.external.script import ACCUMULATION, MICRO, Script
+from tightfit.runs.external.script import ACCUMULATION, MICRO, TrainingScript
 from tightfit.types import ConfigError, UserError
 
 USUAL_MICRO, USUAL_ACCUMULATION = 8, 1
@@ -76,7 +76,7 @@ class ExternalTraining:
     """A config that the script reads in a way of its own: worth a prediction, and never changed."""
     deepspeed: Document | None = None
     accelerate: Document | None = None
-    script: Script = field(default_factory=Script)
+    script: TrainingScript = field(default_factory=TrainingScript)
     environment: Mapping[str, str] = field(default_factory=dict)
     """What the next attempt needs beyond what it inherits."""
 
@@ -127,7 +127,7 @@ class ExternalTraining:
 
 def read_training(command: Command) -> ExternalTraining:
     """The files that the command names. One that cannot be read is an error: its program would stumble over it too."""
-    script = Script(_source(_script_file(command)))
+    script = TrainingScript(_source(_script_file(command)))
     settings = hints = None
     if command.settings is not None:
         positional = command.settings_at is not None and script.takes_arguments

@@ -14,29 +14,29 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 _SLOTS = re.compile(r"^\s*([^#\s]\S*)\s+slots\s*=\s*(\d+)", re.MULTILINE)
 
 
-class Ranks(NamedTuple):
+class RankCount(NamedTuple):
     """Processes, one to a GPU."""
 
     machines: int
     on_each: int
 
 
-def ranks_of(external: ExternalTraining, hardware: Hardware, environment: Mapping[str, str]) -> Ranks:
+def ranks_of(external: ExternalTraining, hardware: Hardware, environment: Mapping[str, str]) -> RankCount:
     """What the command starts. `environment`: what it will see."""
     there = visible_gpus(hardware, environment)
     command = external.command
     if command.starter == "llamafactory":
         there = 1 if hardware.gpu.vendor == "cpu" else there
-        return Ranks(_count(environment.get("NNODES")) or 1, _count(environment.get("NPROC_PER_NODE")) or there)
+        return RankCount(_count(environment.get("NNODES")) or 1, _count(environment.get("NPROC_PER_NODE")) or there)
     if command.starter == "torchrun":
         word = _launcher_word(external, "nproc_per_node") or environment.get("PET_NPROC_PER_NODE")
         nodes = (_launcher_word(external, "nnodes") or environment.get("PET_NNODES") or "1").partition(":")[0]
-        return Ranks(_count(nodes) or 1, there if word in ("gpu", "auto") else _count(word) or 1)
+        return RankCount(_count(nodes) or 1, there if word in ("gpu", "auto") else _count(word) or 1)
     if command.starter == "deepspeed":
         return _deepspeed(external, there)
     if command.starter in ("accelerate", "trl"):
         return _accelerate(external, there)
-    return Ranks(1, 1 if command.starter == "python" else there)
+    return RankCount(1, 1 if command.starter == "python" else there)
 
 
 def visible_gpus(hardware: Hardware, environment: Mapping[str, str]) -> int:
@@ -50,14 +50,14 @@ def visible_gpus(hardware: Hardware, environment: Mapping[str, str]) -> int:
     return hardware.gpus_per_node
 
 
-def _deepspeed(external: ExternalTraining, there: int) -> Ranks:
+def _deepspeed(external: ExternalTraining, there: int) -> RankCount:
     include = _launcher_word(external, "include", "i")
     if include is not None and ":" in include:
         hosts = [host.partition(":")[2] for host in include.split("@")]
-        return Ranks(len(hosts), max(gpus.count(",") + 1 for gpus in hosts))
+        return RankCount(len(hosts), max(gpus.count(",") + 1 for gpus in hosts))
     slots = _hostfile(_launcher_word(external, "hostfile", "H"))
     nodes = _count(_launcher_word(external, "num_nodes")) or (len(slots) or 1)
-    return Ranks(nodes, _count(_launcher_word(external, "num_gpus")) or min(slots, default=there))
+    return RankCount(nodes, _count(_launcher_word(external, "num_gpus")) or min(slots, default=there))
 
 
 def _hostfile(name: str | None) -> list[int]:
@@ -68,7 +68,7 @@ def _hostfile(name: str | None) -> list[int]:
     return [int(slots) for _, slots in _SLOTS.findall(path.read_text(encoding="utf-8", errors="replace"))]
 
 
-def _accelerate(external: ExternalTraining, there: int) -> Ranks:
+def _accelerate(external: ExternalTraining, there: int) -> RankCount:
     """`num_processes` counts those of all machines."""
     said = {}
     for name in ("num_machines", "num_processes"):
@@ -79,7 +79,7 @@ def _accelerate(external: ExternalTraining, there: int) -> Ranks:
             value = external.accelerate.values.get(name)
         said[name] = _count(str(value))
     machines = said["num_machines"] or 1
-    return Ranks(machines, max(1, (said["num_processes"] or there * machines) // machines))
+    return RankCount(machines, max(1, (said["num_processes"] or there * machines) // machines))
 
 
 def _launcher_word(external: ExternalTraining, *names: str) -> str | None:

@@ -33,7 +33,7 @@ _DEEPSPEEDS_BATCH = {"training_data", "train_micro_batch_size_per_gpu"}
 
 
 @dataclass(frozen=True)
-class Script:
+class TrainingScript:
     """A script's text; empty where it cannot be read."""
 
     text: str = ""
