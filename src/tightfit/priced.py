@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.messages import Message, Said
-from tightfit.types import Engine, Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape
+from tightfit.types import FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape
 
 GIB = 2**30
 
@@ -183,8 +183,8 @@ ENGINES: dict[Engine, Said] = {
     "zero0": Message("plan.zero0"),
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-    "fsdp2": "FSDP2",
+    ZERO3: "ZeRO-3",
+    FSDP2: "FSDP2",
 }
 
 

@@ -286,6 +286,10 @@ class Hardware:
 Method = Literal["full", "lora", "qlora"]
 Trains = Literal["all", "embeddings", "layers"]
 Engine = Literal["zero0", "zero1", "zero2", "zero3", "fsdp2"]
+ZERO3: Engine = "zero3"
+FSDP2: Engine = "fsdp2"
+STAGES: Mapping[Engine, int] = {"zero0": 0, "zero1": 1, "zero2": 2, ZERO3: 3}
+"""The engines that are DeepSpeed's, and the stage of ZeRO that each is."""
 Offload = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Optimizer = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "sgd"]
@@ -581,6 +585,20 @@ class Levers:
     gradient_clipping: bool = True
     trainer: Trainer = "tightfit"
     """Whose behaviour is priced: what it loads, casts and recomputes."""
+
+    @property
+    def stage(self) -> int | None:
+        """DeepSpeed's stage of ZeRO; None: another engine runs it."""
+        return STAGES.get(self.engine)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.engine == FSDP2
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a GPU holds a part of the weights alone between uses."""
+        return self.engine in (ZERO3, FSDP2)
 
     @property
     def trains_base(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tightfit.priced import Priced, amounts, shown
-from tightfit.types import Buckets, Checkpointing, Levers, PhaseName, UserError
+from tightfit.types import ZERO3, Buckets, Checkpointing, Levers, PhaseName, UserError
 
 COSTLY = "changes the training"
 FEW_LIVE, FEW_PREFETCHED = 100_000_000, 10_000_000
@@ -66,7 +66,7 @@ _SHORTER: Rule = (lambda case: True, f"only a shorter --seq would, and that {COS
 _LORA: Rule = (lambda case: case.levers.method == "full", f"--method lora trains adapters alone, which {COSTLY}", None)
 _TO_HOST: tuple[Rule, ...] = (
     (
-        lambda case: case.on_gpu and case.levers.engine == "fsdp2",
+        lambda case: case.on_gpu and case.levers.is_fsdp2,
         "--offload-param cpu moves them to host RAM, with the weights",
         _BOTH_TO_HOST,
     ),
@@ -92,28 +92,28 @@ RULES: dict[str, tuple[Rule, ...]] = {
         (
             lambda case: case.many and case.levers.engine in ("zero0", "zero1", "zero2"),
             "--engine zero3 shares them among the {world} GPUs",
-            _pull(engine="zero3"),
+            _pull(engine=ZERO3),
         ),
         (
-            lambda case: case.levers.offload_param == "none" and case.levers.engine == "fsdp2",
+            lambda case: case.levers.offload_param == "none" and case.levers.is_fsdp2,
             "--offload-param cpu keeps them in host RAM between uses",
             _BOTH_TO_HOST,
         ),
         (
-            lambda case: case.levers.offload_param == "none" and case.levers.engine == "zero3",
+            lambda case: case.levers.offload_param == "none" and case.levers.stage == 3,
             "--offload-param cpu keeps them in host RAM between uses",
             _pull(offload_param="cpu"),
         ),
         (
             lambda case: case.levers.offload_param == "none" and case.levers.engine in ("zero0", "zero1", "zero2"),
             "--engine zero3 --offload-param cpu keeps them in host RAM between uses",
-            _pull(engine="zero3", offload_param="cpu"),
+            _pull(engine=ZERO3, offload_param="cpu"),
         ),
         (lambda case: case.levers.method != "qlora", f"--method qlora holds them in 4 bits, which {COSTLY}", None),
     ),
     "gathered weights": (
         (
-            lambda case: case.levers.engine == "zero3" and case.levers.buckets.prefetch_bucket > FEW_PREFETCHED,
+            lambda case: case.levers.stage == 3 and case.levers.buckets.prefetch_bucket > FEW_PREFETCHED,
             "--max-live-parameters 1e8 --prefetch-bucket 1e7 gather less at a time",
             _buckets(max_live_parameters=FEW_LIVE, prefetch_bucket=FEW_PREFETCHED),
         ),
@@ -185,7 +185,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             _pull(engine="zero1"),
         ),
         (
-            lambda case: case.phase == "step" and case.on_gpu and case.levers.engine in ("zero1", "zero2", "zero3"),
+            lambda case: case.phase == "step" and case.on_gpu and case.levers.stage not in (None, 0),
             "--offload-optimizer cpu takes the optimizer's step on the host",
             _pull(offload_optimizer="cpu"),
         ),
@@ -219,5 +219,5 @@ def _shrink(component: str, case: Case, helps: Callable[[Change | None], bool]) 
             levers = case.levers
             half = -(-levers.micro_batch // 2)
             return sentence.format(world=case.world, half=half, twice=levers.accumulation * 2)
-    more = "more GPUs or " if case.levers.engine in ("zero3", "fsdp2") else ""
+    more = "more GPUs or " if case.levers.shards_parameters else ""
     return f"no lever lowers what is needed here; {more}a smaller model would"

@@ -122,7 +122,7 @@ def _launcher(check: JobCheck, found: Checkup) -> Row:
 def _needed(check: JobCheck, way: Way | None) -> list[str]:
     job = check.request.job
     needed = ["torch", "transformers"]
-    needed += ["deepspeed"] if way is None or way.levers.engine != "fsdp2" else []
+    needed += ["deepspeed"] if way is None or not way.levers.is_fsdp2 else []
     needed += ["peft"] if job.method != "full" else []
     needed += ["bitsandbytes"] if job.method == "qlora" or "8bit" in job.optimizer else []
     return needed

@@ -102,7 +102,7 @@ def _strategy_flags(levers: Levers, asked: Levers) -> str:
     flags = [f"--engine {levers.engine}"]
     if levers.loss != asked.loss:
         flags.append(f"--loss {levers.loss}")
-    if levers.engine != "fsdp2" and levers.offload_optimizer != "none":
+    if not levers.is_fsdp2 and levers.offload_optimizer != "none":
         flags.append(f"--offload-optimizer {levers.offload_optimizer}")
     if levers.offload_param != "none":
         flags.append(f"--offload-param {levers.offload_param}")

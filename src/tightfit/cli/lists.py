@@ -13,7 +13,7 @@ from tightfit.desk.estimate import hardware_of, price, world_of
 from tightfit.desk.lever_flags import flags_of
 from tightfit.inputs.flags import levers_from_flags
 from tightfit.priced import Share, strategy_name
-from tightfit.types import Gpu, Levers, ModelShape
+from tightfit.types import ZERO3, Gpu, Levers, ModelShape
 
 PRICED_BY = (
     "method",
@@ -106,7 +106,7 @@ def _price_models(args: argparse.Namespace, as_json: bool) -> None:
     hardware = hardware_of(args)
     world = world_of(args, hardware)
     flags = flags_of(args)
-    base = Levers(engine="zero3" if world > 1 else "zero0")
+    base = Levers(engine=ZERO3 if world > 1 else "zero0")
     shares = [Share(price(shape, levers_from_flags(flags, shape, base), world, hardware)) for shape in _presets()]
     if as_json:
         print(json.dumps({"models": [_share_report(share) for share in shares]}, indent=2))

@@ -456,13 +456,12 @@ def _step(external: ExternalTraining, known: Known, found: StepDown) -> NextConf
         old.precision,
     ) or way.shape is not known.shape:
         return None
-    stage = int(new.engine.removeprefix("zero")) if new.engine.startswith("zero") else None
-    moved = stage != (now.stage or 0) or (new.offload_optimizer, new.offload_param) != (
+    moved = new.stage != (now.stage or 0) or (new.offload_optimizer, new.offload_param) != (
         old.offload_optimizer, old.offload_param
     )  # fmt: skip
     knobs = replace(
         now,
-        stage=stage if moved else now.stage,
+        stage=new.stage if moved else now.stage,
         offload_optimizer=new.offload_optimizer if moved else now.offload_optimizer,
         offload_param=new.offload_param if moved else now.offload_param,
         pin_memory=False if old.buckets.pin_memory and not new.buckets.pin_memory else now.pin_memory,
@@ -486,7 +485,7 @@ def _buckets(old: Levers, new: Levers) -> tuple[tuple[str, int | bool], ...]:
     if new.engine == "zero0":
         return ()
     names = [each.name for each in fields(Buckets) if each.name in _KEYS]
-    names = names if new.engine == "zero3" else [name for name in names if name in _BELOW_3]
+    names = names if new.stage == 3 else [name for name in names if name in _BELOW_3]
     pairs = [(name, getattr(new.buckets, name)) for name in names]
     return tuple(
         (_KEYS[name], value) for name, value in pairs if value != getattr(old.buckets, name) and value is not None
@@ -499,7 +498,7 @@ def scheme_of(new: Levers, old: Levers) -> str | None:
         if new.sequence < old.sequence and new.sequence <= SCHEME_TOKENS:
             return "limit"
         return "quantized" if old.method != "qlora" else None
-    if new.engine == "zero3" and new.offload_param != "none" and old.offload_param == "none":
+    if new.stage == 3 and new.offload_param != "none" and old.offload_param == "none":
         return "optimized"
     return None
 

@@ -26,7 +26,7 @@ from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
 from tightfit.planner.tiers import tiered
 from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, placed, read_plan_folder, worker_file
-from tightfit.types import ConfigError, HardwareError
+from tightfit.types import FSDP2, ConfigError, HardwareError
 
 if TYPE_CHECKING:
     from tightfit.formats.target import Target
@@ -218,7 +218,7 @@ def check_data(job: Job) -> None:
 def check_packages(worker: WorkerFile) -> None:
     """What the worker could not start without; finding out costs it half a minute of imports."""
     needed = ["torch", "transformers"]
-    needed += ["deepspeed"] if worker.engine != "fsdp2" else []
+    needed += ["deepspeed"] if worker.engine != FSDP2 else []
     needed += ["peft"] if worker.method != "full" else []
     for package in needed:
         if not is_installed(package):

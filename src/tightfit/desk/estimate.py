@@ -11,7 +11,19 @@ from tightfit.desk.lever_flags import flags_of, without_effect
 from tightfit.inputs.flags import levers_from_flags, spelt
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.priced import Priced, strategy_name
-from tightfit.types import ConfigError, Engine, Hardware, HardwareError, Levers, ModelShape, Offload, Trainer, UserError
+from tightfit.types import (
+    FSDP2,
+    ZERO3,
+    ConfigError,
+    Engine,
+    Hardware,
+    HardwareError,
+    Levers,
+    ModelShape,
+    Offload,
+    Trainer,
+    UserError,
+)
 
 if TYPE_CHECKING:
     from tightfit.desk.estimate_job import JobInput
@@ -20,12 +32,12 @@ STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     ("zero0", "none", "none"),
     ("zero1", "none", "none"),
     ("zero2", "none", "none"),
-    ("zero3", "none", "none"),
+    (ZERO3, "none", "none"),
     ("zero2", "cpu", "none"),
-    ("zero3", "cpu", "none"),
-    ("zero3", "cpu", "cpu"),
-    ("fsdp2", "none", "none"),
-    ("fsdp2", "cpu", "cpu"),
+    (ZERO3, "cpu", "none"),
+    (ZERO3, "cpu", "cpu"),
+    (FSDP2, "none", "none"),
+    (FSDP2, "cpu", "cpu"),
 )
 """What `--compare` sets side by side: engine, place of the optimizer, place of the weights."""
 
@@ -94,7 +106,7 @@ def _asked(args: argparse.Namespace) -> Asked:
     usual, chosen = _precision(args, job, hardware)
     shape, base, said = _inputs(args, world, job, replace(usual, deepspeed_version=version))
     levers = levers_from_flags(flags_of(args), shape, base)
-    if levers.engine != "fsdp2":
+    if not levers.is_fsdp2:
         said += version_said
     said += (*chosen, *_chosen(args, levers, world, hardware, job), *_idle(args, shape))
     return Asked(shape=shape, levers=levers, world=world, hardware=hardware, said=said)
@@ -191,7 +203,7 @@ def _inputs(
     args: argparse.Namespace, world: int, job: JobInput | None, usual: Levers
 ) -> tuple[ModelShape, Levers, tuple[str, ...]]:
     """The model, the levers that files have set over the `usual` ones, and what their readers had to say."""
-    if getattr(args, "deepspeed", None) and getattr(args, "engine", "").lower() == "fsdp2":
+    if getattr(args, "deepspeed", None) and getattr(args, "engine", "").lower() == FSDP2:
         raise ConfigError("--deepspeed and --engine fsdp2 are two engines: leave one out")
     if job is not None:
         base = replace(job.levers, deepspeed_version=usual.deepspeed_version)
@@ -227,7 +239,7 @@ def _from_llamafactory(
     shape = _model(getattr(args, "model", settings.model), args)
     levers = llamafactory_file.to_levers(settings, usual, n_layers=shape.n_layers)
     file = getattr(args, "deepspeed", settings.deepspeed)
-    if file is None or getattr(args, "engine", "").lower() == "fsdp2":
+    if file is None or getattr(args, "engine", "").lower() == FSDP2:
         return shape, levers, said
     deepspeed = deepspeed_file.read_deepspeed(file, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
     llamafactory_file.check_deepspeed(settings, deepspeed)

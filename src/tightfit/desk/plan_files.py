@@ -20,12 +20,12 @@ from tightfit.planner.search import search, something_fits
 from tightfit.planner.tiers import Tiered
 from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.priced import amounts, strategy_name
-from tightfit.types import ConfigError, Engine, Trainer
+from tightfit.types import FSDP2, STAGES, ConfigError, Trainer
 
 if TYPE_CHECKING:
     from tightfit.formats.target import Original, Target
 
-DEEPSPEED = frozenset(get_args(Engine)) - {"fsdp2"}
+DEEPSPEED = frozenset(STAGES)
 STARTS_ANY = "torchrun"
 """A launcher without bounds, to name where another one's are too narrow."""
 FOR_US = "--for tightfit"
@@ -105,7 +105,7 @@ def _hostfile(args: argparse.Namespace) -> str | None:
 
 def check_launcher(job: Job, target: Target | None) -> None:
     """A launcher that cannot start the engine which was pinned."""
-    if target is not None and job.levers.get("engine") == "fsdp2" and target.launcher in ("deepspeed", "llamafactory"):
+    if target is not None and job.levers.get("engine") == FSDP2 and target.launcher in ("deepspeed", "llamafactory"):
         raise ConfigError(
             f"--launcher {target.launcher} starts DeepSpeed's engines, not fsdp2: use --launcher torchrun or accelerate"
         )

@@ -49,7 +49,7 @@ def render(plan: Plan, target: Target) -> dict[str, str]:
         return text
 
     deepspeed_file, trainer = None, plan.job.trainer
-    if way.levers.engine != "fsdp2":
+    if not way.levers.is_fsdp2:
         deepspeed_file = DEEPSPEED_FILE
         files[deepspeed_file] = deepspeed_json(plan, target)
     if trainer != "llamafactory":

@@ -32,7 +32,7 @@ def levers_under(trainer: Trainer, plan: Plan, target: Target) -> Levers:
 
 def runs_under(trainer: Trainer, plan: Plan, target: Target) -> bool:
     """Whether the trainer has what the plan needs, and room for it."""
-    if trainer == "llamafactory" and chosen_way(plan).levers.engine == "fsdp2":
+    if trainer == "llamafactory" and chosen_way(plan).levers.is_fsdp2:
         return False
     try:
         check_fits_under(trainer, plan, target)

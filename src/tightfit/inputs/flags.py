@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tightfit.inputs.spelling import listed, nearest
-from tightfit.types import Buckets, Checkpointing, ConfigError, Lever, Levers, Lora, ModelShape
+from tightfit.types import ZERO3, Buckets, Checkpointing, ConfigError, Lever, Levers, Lora, ModelShape
 
 MOST_BATCH = 1_000_000
 """Sequences a step, over all GPUs."""
@@ -219,7 +219,7 @@ def _imply(levers: Levers, *, reuses: bool) -> Levers:
     ahead a weight is kept for its next use."""
     if not reuses:
         levers = released_at_once(levers)
-    if levers.engine == "fsdp2" and levers.offload_param == "cpu" and levers.offload_optimizer == "none":
+    if levers.is_fsdp2 and levers.offload_param == "cpu" and levers.offload_optimizer == "none":
         return replace(levers, offload_optimizer="cpu")
     return levers
 
@@ -252,16 +252,16 @@ def _check_swapped(levers: Levers) -> None:
 def _check_offload(levers: Levers) -> None:
     engine, optimizer, param = levers.engine, levers.offload_optimizer, levers.offload_param
     nvme = "--offload-optimizer" if optimizer == "nvme" else "--offload-param" if param == "nvme" else None
-    if nvme and engine != "zero3":
+    if nvme and engine != ZERO3:
         raise ConfigError(f"{nvme} nvme needs --engine zero3: only DeepSpeed's ZeRO-3 reads NVMe, not {engine}")
-    if param != "none" and engine not in ("zero3", "fsdp2"):
+    if param != "none" and not levers.shards_parameters:
         raise ConfigError(
             f"--offload-param {param} needs --engine zero3 or fsdp2: {engine} keeps whole weights on every GPU "
             "(--offload-param none overrules a file)"
         )
     if optimizer != "none" and engine == "zero0":
         raise ConfigError(f"--offload-optimizer {optimizer} needs --engine zero1, zero2 or zero3, not zero0")
-    if optimizer != "none" and engine == "fsdp2" and param == "none":
+    if optimizer != "none" and levers.is_fsdp2 and param == "none":
         raise ConfigError("FSDP2 offloads parameters and optimizer together: say --offload-param cpu with fsdp2")
     _check_swapped(levers)
 

@@ -35,7 +35,7 @@ from tightfit.job.stages import check_stages, merge_stage
 from tightfit.job.text import is_json, read_tree
 from tightfit.job.training import Translated, translate
 from tightfit.model.load import load_model, shape_from_fields
-from tightfit.types import ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
+from tightfit.types import ZERO3, ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
 
 JOB_FLAGS: Mapping[str, str] = {
     "model": "model",
@@ -226,7 +226,7 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
         said["lora_targets"] = job.lora.targets if isinstance(job.lora.targets, str) else ",".join(job.lora.targets)
         said["adapter_dtype"] = adapter_dtype_of(job)
     offloads = {job.levers.get(name, "none") for name in ("offload_optimizer", "offload_param")}
-    base = Levers(engine="zero0" if offloads == {"none"} else "zero3")
+    base = Levers(engine="zero0" if offloads == {"none"} else ZERO3)
     try:
         levers = levers_from_flags({**said, **job.levers}, shape, base)
     except ConfigError as error:

@@ -68,7 +68,7 @@ def estimate(
 
 def _resting(job: Job, step: Components) -> Components:
     """What stays between two steps. ZeRO-3's gradients have a buffer that is never given back."""
-    gone = {"temporaries", "activations"} | (set() if job.levers.engine == "zero3" else {"gradients"})
+    gone = {"temporaries", "activations"} | (set() if job.levers.stage == 3 else {"gradients"})
     return {name: size for name, size in step.items() if name not in gone}
 
 
@@ -76,7 +76,7 @@ def _unpacked(job: Job) -> int:
     """Saving copies parts to the host in pieces. What is stored as it lies needs nothing more on the GPU."""
     if "8bit" in job.levers.optimizer:
         return overhead.SAVED_PIECE_BYTES
-    rounded = job.levers.engine == "fsdp2" and job.levers.precision != "fp32" and job.levers.master_weights
+    rounded = job.levers.is_fsdp2 and job.levers.precision != "fp32" and job.levers.master_weights
     return overhead.SAVED_PIECE_BYTES // 2 if rounded else 0
 
 
@@ -84,7 +84,7 @@ def _evaluation(job: Job, step: Components) -> Components:
     """A forward pass that keeps nothing, then the logits."""
     passing: Components = {"recompute": job.acts.evaluation}
     logits: Components = {"logits": job.acts.head.eval_logits}
-    if job.levers.engine == "zero3":
+    if job.levers.stage == 3:
         whole = zero3.gathered_of(job)
         passing["gathered_weights"] = whole.forward * job.weights.width
         logits["gathered_weights"] = whole.loss * job.weights.width
@@ -103,5 +103,5 @@ def _host(job: Job, per_node: int) -> HostFootprint:
         phases=phases,
         peak_bytes_per_rank=peak,
         peak_bytes_per_node=peak * per_node,
-        nvme_bytes_per_node=host.nvme_bytes(job) * per_node if job.levers.engine == "zero3" else 0,
+        nvme_bytes_per_node=host.nvme_bytes(job) * per_node if job.levers.stage == 3 else 0,
     )

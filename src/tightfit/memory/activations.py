@@ -70,7 +70,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         width=width,
         trains_base=levers.trains_base,
         trains_embedding=levers.trains_embedding,
-        keeps_inputs=levers.engine == "zero3" and levers.method != "qlora",
+        keeps_inputs=levers.stage == 3 and levers.method != "qlora",
         lora_rank=lora.rank if lora else 0,
         lora_targets=lora.targets if lora else None,
         lora_drops=lora is not None and lora.dropout > 0,

@@ -49,9 +49,9 @@ def _training(job: Job) -> Components:
     paged = _paged_states(job) if levers.optimizer == "paged_adamw8bit" else {}
     if levers.engine in ("zero1", "zero2") and levers.offload_optimizer != "none":
         return combine(_zero12(job), paged)
-    if levers.engine == "zero3":
+    if levers.stage == 3:
         return combine(_zero3_params(job), _zero3_optimizer(job), paged)
-    if levers.engine == "fsdp2" and levers.offload_param != "none":
+    if levers.is_fsdp2 and levers.offload_param != "none":
         return _fsdp2(job)
     return paged
 
@@ -59,7 +59,7 @@ def _training(job: Job) -> Components:
 def _paged_states(job: Job) -> Components:
     """Unified memory: it may all be paged out to the host."""
     levers, weights = job.levers, job.weights
-    if levers.engine in ("zero0", "fsdp2"):
+    if levers.stage in (None, 0):
         world = 1 if levers.engine == "zero0" else job.world
         return {"optimizer_states": eight_bit_states(levers.optimizer, weights.trainable, world).paged}
     return {"optimizer_states": 2 * share(weights.trainable_numel, job.world)}
@@ -202,7 +202,7 @@ def _initialising(job: Job) -> Components:
     levers, weights = job.levers, job.weights
     if levers.engine in ("zero1", "zero2") and not flattens_on_gpu(job):
         return {"weights": 2 * weights.trainable_numel * weights.trainable_width}
-    if levers.engine == "zero3" and levers.offload_param == "none":
+    if levers.stage == 3 and levers.offload_param == "none":
         return {"weights": shards_of(job).trainable * weights.trainable_width}  # `defragment` goes through the host
     if levers.offload_param == "nvme" and levers.offload_optimizer == "nvme":
         # a sub group's fp32 copy is put together in memory on its way from one file to the other

@@ -108,7 +108,7 @@ class Scale:
         loss, top = sum(engine.at_the_loss(job).values()), sum(engine.at_the_top(job).values())
         after = max(sum(engine.at_the_end(job).values()), sum(engine.step(job).values()))
         curve = curve_of(self.shape, job.acts.setting, self.levers.frozen_layers)
-        if self.levers.engine != "zero3":
+        if self.levers.stage != 3:
             return Floor(loss, top, after, curve, 0, 0, -1)
         whole, width = zero3.settled_of(job), job.weights.width
         return Floor(loss, top, after, curve, whole.loss * width, whole.top * width, whole.layers)
@@ -121,6 +121,6 @@ class Scale:
                 init=sum(engine.initialise(job).values()),
                 step=sum(engine.step(job).values()),
                 host=max([sum(parts.values()) for parts in host.phases(job).values()]) * ranks,
-                nvme=host.nvme_bytes(job) * ranks if self.levers.engine == "zero3" else 0,
+                nvme=host.nvme_bytes(job) * ranks if self.levers.stage == 3 else 0,
             )
         return self._steady[depth.offload]

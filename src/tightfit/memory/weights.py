@@ -100,7 +100,7 @@ def effective_lora(levers: Levers) -> Lora | None:
     FSDP2's adapters rest in fp32 and are computed with in the working precision.
     """
     lora = levers.lora
-    if lora is None or levers.precision == "fp32" or levers.engine == "zero3":
+    if lora is None or levers.precision == "fp32" or levers.stage == 3:
         return lora
     return replace(lora, dtype="bf16")
 

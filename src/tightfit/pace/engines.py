@@ -27,7 +27,6 @@ FP32 = 4
 STEP_BYTES = 44
 """Moved on the GPU for each parameter of a step with fp32 states: flattened and cast gradients, their norm,
 both moments and the master weight read and written, the 16-bit weight written. Counted from the source."""
-SHARDED = ("zero3", "fsdp2")
 
 
 class Passes(NamedTuple):
@@ -147,18 +146,18 @@ class Step(NamedTuple):
 
 def hooks(levers: Levers, modules: int) -> float:
     """Host seconds of ZeRO-3's hooks around the modules of one pass."""
-    return modules * constants.MODULE_HOOKS_S if levers.engine == "zero3" else 0.0
+    return modules * constants.MODULE_HOOKS_S if levers.stage == 3 else 0.0
 
 
 def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool) -> Traffic:
     weights = weights_of.of(shape, levers)
     world = hardware.world
-    sharded = levers.engine in SHARDED
+    sharded = levers.shards_parameters
     link = _Links(hardware, rehearsal)
     gathers = _gathers(shape, levers) if sharded else 0
     whole = weights.bytes if sharded else 0
     gathered = link.ring(whole, world) + link.latency(gathers)
-    gradients = weights.trainable_numel * (FP32 if levers.engine == "fsdp2" else weights.trainable_width)
+    gradients = weights.trainable_numel * (FP32 if levers.is_fsdp2 else weights.trainable_width)
     rounds = 1 if sharded else 2
     reduced = rounds * (link.ring(gradients, world) + link.latency(_buckets(levers, weights)))
     updated = 0.0
@@ -174,7 +173,7 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
         reduced=reduced,
         overlaps=_overlaps(levers),
         copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
-        each_time=levers.engine in ("zero2", "zero3", "fsdp2"),
+        each_time=levers.shards_parameters or levers.stage == 2,
         updated=updated,
         copied=copied,
         copied_back=copied_back,
@@ -189,9 +188,9 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
 
 def _overlaps(levers: Levers) -> bool:
     """`overlap_comm` is ZeRO's: the unsharded engine reduces after the backward pass, FSDP2 always within it."""
-    if levers.engine in ("zero0", "fsdp2"):
-        return levers.engine == "fsdp2"
-    return levers.engine == "zero3" if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm
+    if levers.stage in (None, 0):
+        return levers.is_fsdp2
+    return levers.stage == 3 if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm
 
 
 def _recomputed_share(shape: ModelShape, levers: Levers) -> float:
@@ -212,14 +211,14 @@ def _copies(levers: Levers, weights: Weights, hardware: Hardware) -> tuple[float
     """FSDP2 lays every group out for its collectives and back; ZeRO copies gradients into buckets."""
     rates = constants.rates_of(hardware.gpu, levers.precision)
     trained = weights.trainable_numel * weights.trainable_width
-    if levers.engine == "fsdp2":
+    if levers.is_fsdp2:
         return 2 * weights.bytes / rates.traffic, (2 * weights.bytes + 3 * trained) / rates.traffic
     return 0.0, 2 * trained / rates.traffic
 
 
 def _bookkeeping(levers: Levers, gathers: int) -> float:
     """Host seconds of one pass over all that is sharded; a recomputation is one more."""
-    if levers.engine == "fsdp2":
+    if levers.is_fsdp2:
         return gathers * constants.SHARD_GROUP_S
     fetch = constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0
     return gathers * (constants.GATHER_S + fetch)
@@ -232,7 +231,7 @@ def _gathered_tensors(shape: ModelShape, threshold: int) -> int:
 
 def _gathers(shape: ModelShape, levers: Levers) -> int:
     """Collectives of one pass: a parameter each in ZeRO-3, a layer each in FSDP2."""
-    if levers.engine == "fsdp2":
+    if levers.is_fsdp2:
         return shape.n_layers + (0 if shape.tied else 2)
     return _gathered_tensors(shape, levers.buckets.persistence_threshold)
 
@@ -287,9 +286,9 @@ def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *,
     launches = tensors * constants.STEP_PARAMETER_S[levers.engine]
     seconds = numel * ranks / constants.HOST_ADAM_PARAMETERS_PER_S
     seconds += numel * ranks * constants.HOST_STEP_BYTES / constants.HOST_COPY_BYTES_PER_S
-    if levers.engine == "fsdp2":
+    if levers.is_fsdp2:
         seconds = numel * ranks * constants.FSDP2_STEP_S_PER_PARAMETER
-    elif levers.engine == "zero3" and levers.offload_param == "none":
+    elif levers.stage == 3 and levers.offload_param == "none":
         seconds += numel * ranks * constants.ZERO3_STEP_S_PER_PARAMETER
     linked = 0.0 if levers.offload_param != "none" else link.host(numel * weights.trainable_width)
     if levers.offload_optimizer == "nvme":

@@ -20,7 +20,7 @@ from tightfit.planner.question import Question
 from tightfit.planner.search import Found, search
 from tightfit.planner.tier_values import STANDS_IN, TIERS, applied, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
-from tightfit.types import ConfigError, Hardware, Lora, ModelShape
+from tightfit.types import FSDP2, ConfigError, Hardware, Lora, ModelShape
 
 __all__ = ["Bounds", "Plan", "Remedy", "Way", "answered", "plan", "plan_within", "question_of"]
 
@@ -116,7 +116,7 @@ def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
 def _computable(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
     """The job in a precision that the machine can train in. DeepSpeed refuses what a processor does not compute
     itself; FSDP2 leaves it to torch, which can do without."""
-    if job.precision != "fp16" or hardware.gpu.fp16 is not False or job.levers.get("engine") == "fsdp2":
+    if job.precision != "fp16" or hardware.gpu.fp16 is not False or job.levers.get("engine") == FSDP2:
         return job, ()
     return replace(job, precision=STANDS_IN), (
         f"This {hardware.gpu.name} has no fp16 of its own: {STANDS_IN} stands in for it.",

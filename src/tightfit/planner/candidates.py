@@ -120,7 +120,7 @@ def _runs(levers: Levers, hardware: Hardware, *, ours: bool) -> bool:
         return False  # the unsharded engine divides by a loss scale that it never multiplied with
     if "nvme" in (levers.offload_optimizer, levers.offload_param) and hardware.nvme_bytes is None:
         return False
-    if levers.engine == "fsdp2":
+    if levers.is_fsdp2:
         whole = levers.optimizer == "adafactor"  # its means go over whole rows and columns
         return levers.master_weights and not whole and has_fsdp2(hardware)
     return True
@@ -243,10 +243,10 @@ def _scans(shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware, 
 def bucket_choices(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Buckets]:
     """DeepSpeed's own buffers, then smaller ones, then ones that let communication overlap."""
     usual = base.buckets
-    if "buckets" in pinned or base.engine in ("zero0", "fsdp2"):
+    if "buckets" in pinned or base.stage in (None, 0):
         return [usual]
     sizes: list[dict[str, Any]] = [{}, *({"reduce_bucket": n, "allgather_bucket": n} for n in SMALL_BUCKETS)]
-    if base.engine == "zero3":
+    if base.stage == 3:
         little = FRUGAL if base.offload_param != "nvme" else {**FRUGAL, "max_reuse_distance": usual.max_reuse_distance}
         sizes += [{**little}, {**little, "reduce_bucket": SMALL_BUCKETS[-1], "allgather_bucket": SMALL_BUCKETS[-1]}]
     elif hardware.world > 1:

@@ -106,7 +106,7 @@ class Ladder:
 
     @property
     def _is_zero3(self) -> bool:
-        return self.corner.rest.engine == "zero3"
+        return self.corner.rest.stage == 3
 
     @property
     def _prunes(self) -> bool:

@@ -22,7 +22,7 @@ def lever_changes(before: Way, after: Way) -> tuple[str, ...]:
 
 def _words(way: Way) -> dict[str, str]:
     levers, said = way.levers, flags_from_levers(way.levers)
-    has_buckets = levers.engine not in ("zero0", "fsdp2")
+    has_buckets = levers.stage not in (None, 0)
     buckets = [each.name for each in fields(Buckets) if has_buckets or each.name == "pin_memory"]
     return {
         "": str(strategy_name(levers)),

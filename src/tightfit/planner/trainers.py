@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, release
 from tightfit.messages import Message
-from tightfit.types import ConfigError, Engine, Hardware, Levers, Mamba1, Mamba2, ModelShape, Trainer
+from tightfit.types import FSDP2, ZERO3, ConfigError, Engine, Hardware, Levers, Mamba1, Mamba2, ModelShape, Trainer
 
 OLDEST_LLAMAFACTORY = (0, 9, 2)
 _TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
@@ -60,9 +60,9 @@ class Abilities:
         refuses `pure_bf16` under ZeRO-3, and counts one rank of it where there is no GPU."""
         if self.trainer != "llamafactory":
             return True
-        if engine == "zero3":
+        if engine == ZERO3:
             return levers.master_weights and hardware.gpu.vendor != "cpu"
-        return engine != "fsdp2"
+        return engine != FSDP2
 
     def fuses(self, shape: ModelShape) -> bool:
         """Whether the loss of this model can be fused."""
@@ -72,7 +72,7 @@ class Abilities:
 
     def offloads_inputs(self, engine: Engine) -> bool:
         """Whether layer inputs can wait on the host: for the Trainer, accelerate's FSDP2 does that alone."""
-        return self.trainer != "trainer" or engine == "fsdp2"
+        return self.trainer != "trainer" or engine == FSDP2
 
 
 def fused_under_llamafactory(at: tuple[int, ...]) -> set[str]:
@@ -111,7 +111,7 @@ def check_pins(trainer: Abilities, levers: Levers, shape: ModelShape, pinned: Co
     name = NAMES[trainer.trainer]
     if trainer.trainer == "llamafactory":
         check_llamafactory(levers, shape, trainer.llamafactory_version)
-    if "engine" in pinned and levers.engine == "fsdp2" and trainer.trainer == "llamafactory":
+    if "engine" in pinned and levers.is_fsdp2 and trainer.trainer == "llamafactory":
         raise ConfigError("llamafactory-cli cannot start FSDP2: take a ZeRO engine for LLaMA-Factory")
     if "checkpointing" in pinned and levers.checkpointing.layers:
         raise ConfigError(f"{name} recomputes every layer or none: use --checkpointing full or none")

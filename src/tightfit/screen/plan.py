@@ -24,7 +24,7 @@ from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
 from tightfit.planner.tiers import Tiered
-from tightfit.priced import GIB, amounts, strategy_name
+from tightfit.priced import ENGINES, GIB, amounts, strategy_name
 from tightfit.screen import NARROWEST, TABLE, WIDEST, bar, draw_list, say
 from tightfit.screen.plan_words import duration_words, hardware_words, lever_flags, model_words, reason_lines
 from tightfit.types import Levers
@@ -42,7 +42,6 @@ TEXT = ("", "engine", "offload", "checkpoint", "batch", "GPUs", "GPU", "lacks")
 """The columns that stand to the left."""
 UNBROKEN = "\N{NO-BREAK SPACE}"
 
-ENGINES = {"zero0": "unsharded", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 Row = tuple[str, Way]
 """The mark before a way, and the way."""
@@ -229,7 +228,7 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
     over = "!" if ram is not None and host > ram else ""
     return {
         "": mark,
-        "engine": ENGINES[levers.engine],
+        "engine": str(ENGINES[levers.engine]),
         "offload": _offload(levers),
         "checkpoint": checkpointing_word(levers.checkpointing),
         "batch": f"{levers.micro_batch} × {levers.accumulation}",

@@ -64,9 +64,9 @@ def adapter_dtype(levers: Levers) -> torch.dtype:
     assert levers.lora is not None
     if levers.precision == "fp32":
         return torch.float32
-    if levers.engine == "fsdp2":
+    if levers.is_fsdp2:
         return torch.float32 if levers.master_weights else DTYPES[levers.precision]
-    if levers.lora.dtype == "fp32" and levers.engine == "zero3" and levers.method != "qlora":
+    if levers.lora.dtype == "fp32" and levers.stage == 3 and levers.method != "qlora":
         return torch.float32
     return DTYPES[levers.precision]
 

@@ -70,7 +70,7 @@ def assemble(config: WorkerConfig, place: Place, found: Found, events: Events) -
     levers = config.levers
     if levers.engine == "zero0" and levers.precision == "fp16":
         raise ConfigError("engine zero0 cannot train in fp16: it divides by a loss scale that it never applied")
-    if levers.engine != "fsdp2" and levers.precision == "fp16":
+    if not levers.is_fsdp2 and levers.precision == "fp16":
         _check_fp16()
     hf = build.hf_config(config.model, found.weights)
     kernel, said = build.attention_of(levers, place.on_gpu, hf)
@@ -126,7 +126,7 @@ class _Assembly:
     def engine(self, twin: Any, source: WeightSource | None, events: Events) -> tuple[Engine, tuple[Oddity, ...], int]:
         drawn = twin if self.levers.lora is None else self.adapted(self.skeleton())
         origin = Origin(draws=Drawn(drawn, self.config.training.seed), weights=source, rounding=self.working)
-        zero3 = self.levers.engine == "zero3" and self.levers.method != "qlora"
+        zero3 = self.levers.stage == 3 and self.levers.method != "qlora"
         model = self.skeleton()
         oddities = audit(model, lambda *_: self.working)
         if zero3:
@@ -143,7 +143,7 @@ class _Assembly:
             build.cast_meta(model, self.rests_in)
         recomputed = recompute(model, self.levers.checkpointing)
         progress = events.progress("weights")
-        if self.levers.engine == "fsdp2":
+        if self.levers.is_fsdp2:
             return self._fsdp2(model, origin, progress), oddities, recomputed
         materialise(model, self.place.device)
         fill(model, origin, self.place.rank, progress)

@@ -30,7 +30,7 @@ _ATTENTION: dict[AttentionKernel, str] = {"sdpa": "sdpa", "flash": "flash_attent
 
 def rests_in(levers: Levers, *, trains: bool) -> torch.dtype:
     """FSDP2 keeps what trains in fp32; everything else but adapters rests in the working precision."""
-    masters = levers.engine == "fsdp2" and levers.master_weights and trains
+    masters = levers.is_fsdp2 and levers.master_weights and trains
     return torch.float32 if masters else DTYPES[levers.precision]
 
 

@@ -34,7 +34,7 @@ def proofs(config: WorkerConfig, place: Place, held: Held) -> Iterator[Proof]:
     yield Proof("world", True, f"{world} rank{'s' if world > 1 else ''} started by {place.launcher} ({where})")
     yield _counted(held, config)
     yield _precisions(held, levers)
-    if levers.engine in ("zero3", "fsdp2"):
+    if levers.shards_parameters:
         yield _weights(held, world, config)
     if levers.engine != "zero0":
         yield _states(held, world)
@@ -53,7 +53,7 @@ def _precisions(held: Held, levers: Levers) -> Proof:
     words = {dtype: word for word, dtype in DTYPES.items()}
     frozen = words[rests_in(levers, trains=False)]
     trained = words[rests_in(levers, trains=True) if levers.lora is None else adapter_dtype(levers)]
-    works = trained if levers.engine == "fsdp2" else "fp32" if levers.master_weights else levers.precision
+    works = trained if levers.is_fsdp2 else "fp32" if levers.master_weights else levers.precision
     text = (
         f"trained weights rest in {held.trained_in} (plan: {trained}), the optimizer works in {held.optimizer_in} "
         f"(plan: {works})"

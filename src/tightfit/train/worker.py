@@ -399,7 +399,7 @@ class Worker:
         return Saver(self.config.folder, made.engine, model, habits, self.place)
 
     def _assembled(self, prepared: Prepared, found: Checkpoint | None) -> Assembled:
-        if self.config.levers.engine != "fsdp2":
+        if not self.config.levers.is_fsdp2:
             from tightfit.train.engines.deepspeed import join
 
             if self.place.leads:

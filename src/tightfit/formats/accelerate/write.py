@@ -71,8 +71,8 @@ MIXED: dict[Precision, str] = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 def accelerate_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
     """The file for `accelerate launch --config_file`. `deepspeed_file` is the JSON's name; None: FSDP2."""
     way = chosen_way(plan)
-    if (way.levers.engine == "fsdp2") != (deepspeed_file is None):
-        need = "has no DeepSpeed file" if way.levers.engine == "fsdp2" else "needs the name of its DeepSpeed file"
+    if way.levers.is_fsdp2 != (deepspeed_file is None):
+        need = "has no DeepSpeed file" if way.levers.is_fsdp2 else "needs the name of its DeepSpeed file"
         raise ConfigError(f"engine {way.levers.engine} {need}: give deepspeed_file accordingly")
     values = {"compute_environment": "LOCAL_MACHINE", "debug": False}
     values |= _fsdp(way) if deepspeed_file is None else _deepspeed(way, target, deepspeed_file)
@@ -84,9 +84,9 @@ def accelerate_notes(plan: Plan, target: Target) -> tuple[str, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
     way = chosen_way(plan)
     notes = []
-    if way.levers.engine == "fsdp2":
+    if way.levers.is_fsdp2:
         notes += _fsdp_notes(plan, way)
-    elif way.levers.engine == "zero3" and way.levers.method == "qlora":
+    elif way.levers.stage == 3 and way.levers.method == "qlora":
         notes.append(
             "zero3_init_flag is off: a 4-bit model is loaded whole by every process and sharded afterwards, as priced."
         )
@@ -111,10 +111,10 @@ def all_or_none(way: Way) -> bool:
 def _deepspeed(way: Way, target: Target, deepspeed_file: str) -> Block:
     block: Block = {
         "deepspeed_config_file": deepspeed_file,
-        "zero3_init_flag": way.levers.engine == "zero3" and way.levers.method != "qlora",
+        "zero3_init_flag": way.levers.stage == 3 and way.levers.method != "qlora",
     }
     experts = any(isinstance(kind.mlp, Moe) for kind in way.shape.blocks)
-    if experts and way.levers.engine == "zero3":
+    if experts and way.levers.stage == 3:
         classes = EXPERT_CLASSES.get(way.shape.model_type)
         if classes and release(target.transformers_version) < EXPERTS_FUSED_SINCE:
             block["deepspeed_moe_layer_cls_names"] = classes

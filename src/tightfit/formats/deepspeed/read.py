@@ -23,9 +23,9 @@ from typing import Any, cast, get_args
 from tightfit.formats.deepspeed.keys import KEYS, LOUD, PREFIXED, REMOVED, REMOVED_FROM_ZERO, REMOVED_IN, SCHEDULERS
 from tightfit.inputs.spelling import Fields, listed, nearest, read_text, shown, unknown_key
 from tightfit.inputs.versions import release
-from tightfit.types import Buckets, ConfigError, Engine, Levers, Offload, Optimizer, Precision
+from tightfit.types import STAGES, ZERO3, Buckets, ConfigError, Engine, Levers, Offload, Optimizer, Precision
 
-_ENGINES: tuple[Engine, ...] = ("zero0", "zero1", "zero2", "zero3")
+_ENGINES: tuple[Engine, ...] = tuple(STAGES)
 
 
 _PINNED_SINCE = "0.19.5"
@@ -115,7 +115,7 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
     """
     precision = settings.precision or base.precision
     lora = base.lora
-    if lora is not None and settings.engine != "zero3" and precision != "fp32":
+    if lora is not None and settings.engine != ZERO3 and precision != "fp32":
         lora = replace(lora, dtype="bf16")
     micro_batch, accumulation = _batch(settings, world)
     clipping = settings.gradient_clipping

@@ -55,7 +55,7 @@ def deepspeed_notes(plan: Plan, target: Target) -> tuple[str, ...]:
     """What a reader of the file should know, a sentence each."""
     way = chosen_way(plan)
     levers, vendor = way.levers, way.hardware.gpu.vendor
-    if levers.engine == "fsdp2":
+    if levers.is_fsdp2:
         return ()
     notes = [
         "The DeepSpeed file has no activation_checkpointing block: Hugging Face models never call DeepSpeed's own "
@@ -67,7 +67,7 @@ def deepspeed_notes(plan: Plan, target: Target) -> tuple[str, ...]:
     ]
     if newer := newer_than_known(target.deepspeed_version):
         notes.append(newer)
-    if levers.engine == "zero3" and not _can_gather(way):
+    if levers.stage == 3 and not _can_gather(way):
         notes.append(
             "stage3_gather_16bit_weights_on_model_save is off: a whole 16-bit model would not fit the host's RAM "
             f"beside the training ({_whole_bytes(way) / GIB:.1f} GiB more); join the parts later with zero_to_fp32.py."
@@ -109,7 +109,7 @@ def _values(plan: Plan, way: Way, with_optimizer: bool) -> Block:
 
 def _zero(way: Way, nvme_path: str | None) -> Block:
     levers, buckets = way.levers, way.levers.buckets
-    stage = int(levers.engine.removeprefix("zero"))
+    stage = levers.stage
     block: Block = {
         "stage": stage,
         "contiguous_gradients": buckets.contiguous_gradients,
@@ -220,7 +220,7 @@ def _known(values: Block, version: str, path: str = "") -> Block:
 
 
 def _check_engine(levers: Levers) -> None:
-    if levers.engine == "fsdp2":
+    if levers.is_fsdp2:
         raise ConfigError("engine fsdp2 has no DeepSpeed file: write the accelerate YAML instead")
     if not pure_16bit(levers):
         return

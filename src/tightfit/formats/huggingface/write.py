@@ -86,7 +86,7 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[str, ...]:
             f"transformers {version} is newer than any that we have read: TrainingArguments are as for {NEWEST}."
         )
     notes += _loss_notes(way, version)
-    if levers.checkpointing.layers and levers.engine != "fsdp2":
+    if levers.checkpointing.layers and not levers.is_fsdp2:
         notes.append(
             f"The plan recomputes {levers.checkpointing.layers} layers, the Trainer all or none: it recomputes all, "
             "which needs less memory and is slower."
@@ -98,7 +98,7 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[str, ...]:
     notes += _offload_notes(way)
     notes += _scan_notes(way)
     notes += _needs(way, version)
-    if levers.engine == "fsdp2" and release(version) < release(FSDP2_SINCE):
+    if levers.is_fsdp2 and release(version) < release(FSDP2_SINCE):
         notes.append(f"With transformers {version} FSDP2 comes from accelerate.yaml: start with `accelerate launch`.")
     if way.skips_long:
         notes.append(
@@ -128,7 +128,7 @@ def _loss_notes(way: Way, version: str) -> list[str]:
 def _offload_notes(way: Way) -> list[str]:
     if not way.levers.checkpointing.offload:
         return []
-    if way.levers.engine != "fsdp2":
+    if not way.levers.is_fsdp2:
         return ["The Trainer cannot keep layer inputs on the host, as the plan does."]
     need = _required_bytes(way, replace(way.levers, checkpointing=Checkpointing(layers=None)))
     return [
@@ -157,7 +157,7 @@ def _needs(way: Way, version: str) -> list[str]:
             loss=levers.loss if fuses(way, version) else "plain",
             checkpointing=Checkpointing(
                 layers=None if all_or_none(way) else 0,
-                offload=levers.checkpointing.offload and levers.engine == "fsdp2",
+                offload=levers.checkpointing.offload and levers.is_fsdp2,
             ),
             scan=scan,
         )
@@ -245,8 +245,8 @@ def fuses(way: Way, version: str) -> bool:
 
 def _memory(way: Way, version: str) -> Values:
     levers = way.levers
-    mixed = not (levers.engine == "fsdp2" and pure_16bit(levers))
-    recompute = levers.engine != "fsdp2" and all_or_none(way)
+    mixed = not (levers.is_fsdp2 and pure_16bit(levers))
+    recompute = not levers.is_fsdp2 and all_or_none(way)
     values: Values = {
         "bf16": levers.precision == "bf16" and mixed,
         "fp16": levers.precision == "fp16" and mixed,
@@ -259,7 +259,7 @@ def _memory(way: Way, version: str) -> Values:
 
 
 def _sharding(way: Way, target: Target, deepspeed_file: str | None) -> Values:
-    if way.levers.engine != "fsdp2":
+    if not way.levers.is_fsdp2:
         if deepspeed_file is None:
             raise ConfigError(f"engine {way.levers.engine} needs the name of its DeepSpeed file: give deepspeed_file")
         return {"deepspeed": deepspeed_file}

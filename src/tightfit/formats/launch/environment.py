@@ -39,7 +39,7 @@ def launcher_of(plan: Plan, target: Target) -> Launcher:
         return "llamafactory" if plan.job.trainer == "llamafactory" else "accelerate"
     way = chosen_way(plan)
     # DeepSpeed's launcher counts sockets where there is no GPU, and refuses more ranks than that.
-    plain = way.levers.engine == "fsdp2" or way.hardware.gpu.vendor == "cpu"
+    plain = way.levers.is_fsdp2 or way.hardware.gpu.vendor == "cpu"
     return "torchrun" if plain else "deepspeed"
 
 

@@ -260,7 +260,7 @@ def _accelerate(plan: Plan, target: Target) -> Iterator[str]:
         yield f"  --gpu_ids {','.join(map(str, gpu_ids_of(plan, target)))} \\"
     if way.hardware.nodes > 1:
         yield f"  {_node('machine_rank', 'NODE_RANK')} {_node('main_process_ip', 'MASTER_ADDR')} \\"
-        if way.levers.engine != "fsdp2":
+        if not way.levers.is_fsdp2:
             yield "  --deepspeed_multinode_launcher standard \\"
     yield f'  --main_process_port "${{MASTER_PORT:-{target.port}}}" \\'
     yield f'  {_WORKER} "$@"' if ours else '  "$@"'

@@ -29,6 +29,7 @@ from tightfit.job.training_arguments import (
     UNPRICED_OPTIMIZERS,
 )
 from tightfit.types import (
+    ZERO3,
     AttentionKernel,
     Checkpointing,
     ConfigError,
@@ -181,7 +182,7 @@ def check_deepspeed(settings: LlamaFactorySettings, deepspeed: DeepSpeedSettings
                 f"{ours} is {value} in {settings.file} and {theirs} is {other} in {deepspeed.file}: "
                 f"write auto in {deepspeed.file}"
             )
-    if deepspeed.engine == "zero3" and not settings.master_weights:
+    if deepspeed.engine == ZERO3 and not settings.master_weights:
         raise ConfigError(f"pure_bf16 in {settings.file} does not go with ZeRO-3 in {deepspeed.file}: take bf16")
 
 

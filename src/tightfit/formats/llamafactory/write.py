@@ -269,14 +269,14 @@ def _refuse(plan: Plan, way: Way, target: Target) -> None:
     version, levers, shape = target.llamafactory_version, way.levers, way.shape
     at = release(version)
     check_llamafactory(levers, shape, version)
-    if levers.engine == "fsdp2":
+    if levers.is_fsdp2:
         raise ConfigError("llamafactory-cli cannot start FSDP2: take a ZeRO engine for LLaMA-Factory")
     if levers.loss == "fused" and shape.model_type not in fused_under_llamafactory(at):
         raise ConfigError(f"LLaMA-Factory {version} has no fused loss for {shape.model_type}: pin --loss plain for it")
-    if not levers.master_weights and (levers.engine == "zero3" or levers.precision != "bf16"):
-        where = "under ZeRO-3" if levers.engine == "zero3" else f"in {levers.precision}"
+    if not levers.master_weights and (levers.stage == 3 or levers.precision != "bf16"):
+        where = "under ZeRO-3" if levers.stage == 3 else f"in {levers.precision}"
         raise ConfigError(f"LLaMA-Factory refuses pure 16-bit training {where}: keep the master weights")
-    if way.hardware.gpu.vendor == "cpu" and levers.engine == "zero3":
+    if way.hardware.gpu.vendor == "cpu" and levers.stage == 3:
         raise ConfigError("LLaMA-Factory cannot set up ZeRO-3 without a GPU: take zero2 on the CPU")
     limit = next((most for known, most in DEEPSPEED_LIMITS.items() if at[:3] == known), None)
     if limit and release(target.deepspeed_version) > release(limit):

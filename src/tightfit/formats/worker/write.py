@@ -60,7 +60,7 @@ def worker_json(plan: Plan) -> str:
             "gpu_memory_bytes": way.hardware.gpu.memory_bytes,
         },
         "effective_batch": way.effective_batch,
-        "deepspeed": DEEPSPEED_FILE if way.levers.engine != "fsdp2" else None,
+        "deepspeed": None if way.levers.is_fsdp2 else DEEPSPEED_FILE,
         "nvme_path": job.hardware.nvme_path,
         "data": _data(job, way),
         "training": training_values(job, way.levers),

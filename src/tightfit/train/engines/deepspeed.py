@@ -66,7 +66,7 @@ class DeepSpeed:
 
     @property
     def stage(self) -> int:
-        return int(self._levers.engine.removeprefix("zero"))
+        return self._levers.stage or 0
 
     def _optimizer(self, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
         groups = optimizers.groups(model, weight_decay)
