@@ -21,7 +21,7 @@ from recorded_attempts import recorded
 import patience
 from tightfit.runs import build_lock
 from tightfit.runs.build_lock import build_folder, clear, left_locks, remove, told
-from tightfit.runs.cause import cause_of
+from tightfit.runs.cause import find_cause
 from tightfit.runs.hang import Hung
 from tightfit.runs.heartbeat import Beat, Quiet
 from tightfit.runs.stacks import DUMP, Stand, read_stand
@@ -194,7 +194,7 @@ def _judged(stand: Stand, environment: dict[str, str]):  # type: ignore[no-untyp
     beats = tuple(Beat(rank=rank, count=2, stage="init", step=0) for rank in (0, 1))
     hung = Hung(quiet=Quiet(rank=0, silent_s=1812.0, beats=beats), stands=(stand,))
     starts = [dataclasses.replace(start, environment=environment) for start in known.starts]
-    return cause_of(dataclasses.replace(known, starts=starts, outcome=dataclasses.replace(known.outcome, hung=hung)))
+    return find_cause(dataclasses.replace(known, starts=starts, outcome=dataclasses.replace(known.outcome, hung=hung)))
 
 
 @pytest.mark.slow

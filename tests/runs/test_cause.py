@@ -10,8 +10,7 @@ import pytest
 from recorded_attempts import NAMES, recorded
 
 from tightfit.diagnose.verdict import RETRYABLE
-from tightfit.runs.cause import _placed, cause_of, is_suspicion, known_config
-from tightfit.runs.cause import recorded as record_of
+from tightfit.runs.cause import _place, find_cause, is_suspicion, known_config, to_record
 from tightfit.runs.events import MemoryMark
 from tightfit.runs.failure import Failure
 from tightfit.runs.hang import Hung
@@ -45,28 +44,28 @@ def test_every_recorded_attempt_has_a_kind() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_cause_is_found_and_its_rank(name: str) -> None:
     """The other rank always complains of a lost connection, at greater length and sometimes earlier."""
-    verdict = cause_of(recorded(name))
+    verdict = find_cause(recorded(name))
     assert (verdict.kind, verdict.rank, verdict.phase) == (KINDS[name], 1, "backward")
     assert (verdict.kind in RETRYABLE) == (name != "bug")
     assert verdict.evidence
 
 
 def test_the_numbers_of_an_out_of_memory_come_along() -> None:
-    oom = cause_of(recorded("device-oom")).oom
+    oom = find_cause(recorded("device-oom")).oom
     assert oom is not None
     assert (oom.asked, oom.free) == (24 * 2**20, 16 * 2**20)
     assert oom.allocated == int(3.9 * 2**30)
 
 
 def test_the_kernels_record_tells_a_kill_from_want_of_memory() -> None:
-    killed, starved = cause_of(recorded("kill")), cause_of(recorded("host-oom-killed"))
+    killed, starved = find_cause(recorded("kill")), find_cause(recorded("host-oom-killed"))
     assert "not by the kernel" in killed.cause
     assert any("kernel log" in line.source for line in starved.evidence)
     assert not is_suspicion(starved)
 
 
 def test_a_kill_is_suspicious_where_the_kernels_record_may_not_be_read() -> None:
-    verdict = cause_of(recorded("kill", kernel_readable=False))
+    verdict = find_cause(recorded("kill", kernel_readable=False))
     assert verdict.kind == "host-oom"
     assert is_suspicion(verdict)
 
@@ -90,19 +89,19 @@ def test_the_worst_batch_that_is_tried_before_the_first_step(
     beats = tuple(dataclasses.replace(beat, stage="init", step=0) for beat in known.beats)
     tally = Tally(marks=[MemoryMark(milestone=name, predicted_bytes=1, measured_bytes=1) for name in passed])
     known = dataclasses.replace(known, beats=beats, outcome=dataclasses.replace(known.outcome, tally=tally))
-    verdict = dataclasses.replace(cause_of(known), phase=told)
-    assert _placed(verdict, known).phase == phase
+    verdict = dataclasses.replace(find_cause(known), phase=told)
+    assert _place(verdict, known).phase == phase
 
 
 def test_numbers_that_are_none_are_the_ranks_own_words() -> None:
     known = recorded("bug")
     words = LastWords(rank=0, kind="not-finite", text="the loss of step 7 is nan: look at samples 1, 2", at=1.0, step=7)
-    verdict = cause_of(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, words=(words,))))
+    verdict = find_cause(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, words=(words,))))
     assert (verdict.kind, verdict.cause) == ("not-finite", "The loss of step 7 is nan: look at samples 1, 2.")
     assert verdict.step == 7
     assert verdict.fixes
     words = dataclasses.replace(words, kind="loss-scale")
-    verdict = cause_of(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, words=(words,))))
+    verdict = find_cause(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, words=(words,))))
     assert verdict.kind == "loss-scale"
 
 
@@ -116,21 +115,21 @@ def test_numbers_that_are_none_are_the_ranks_own_words() -> None:
 def test_a_full_disk_that_a_rank_could_name(sentence: str) -> None:
     known = recorded("bug")
     failure = Failure(rank=1, is_users=True, sentence=sentence, tail=(), log=None, is_disk_full=True)
-    verdict = cause_of(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, failure=failure)))
+    verdict = find_cause(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, failure=failure)))
     assert (verdict.kind, verdict.id) == ("disk-full", "disk-full")
 
 
 def test_a_full_disk_that_took_no_word_but_the_heartbeat() -> None:
     known = recorded("kill")
     beats = (known.beats[0], dataclasses.replace(known.beats[1], last_word=DISK_FULL))
-    verdict = cause_of(dataclasses.replace(known, beats=beats))
+    verdict = find_cause(dataclasses.replace(known, beats=beats))
     assert (verdict.kind, verdict.rank) == ("disk-full", 1)
 
 
 def test_what_the_user_has_to_change_is_said_as_it_is() -> None:
     known = recorded("bug")
     failure = Failure(rank=0, is_users=True, sentence="line 17 is not JSON: mend it", tail=(), log=None)
-    verdict = cause_of(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, failure=failure)))
+    verdict = find_cause(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, failure=failure)))
     assert (verdict.kind, verdict.cause) == ("config", "line 17 is not JSON: mend it.")
     assert verdict.kind not in RETRYABLE
 
@@ -144,7 +143,7 @@ def test_a_hang_names_the_rank_that_stands_elsewhere() -> None:
         quiet=Quiet(rank=0, silent_s=312.0, beats=beats),
         stands=(Stand(rank=0, main=(waiting,)), Stand(rank=1, main=(stuck,))),
     )
-    verdict = cause_of(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, hung=hung)))
+    verdict = find_cause(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, hung=hung)))
     assert (verdict.kind, verdict.rank, verdict.phase, verdict.confidence) == ("hang", 1, "forward", "certain")
     assert verdict.cause == (
         "Rank 1 gave no sign of life for 312 s in the forward pass of step 4 (/home/anna/data.py:7 in read)."
@@ -158,7 +157,7 @@ def test_a_hang_names_the_rank_that_stands_elsewhere() -> None:
 
 
 def test_a_record_keeps_the_evidence_with_its_place() -> None:
-    cause = record_of(cause_of(recorded("ecc")))
+    cause = to_record(find_cause(recorded("ecc")))
     assert cause.kind == "hardware"
     assert any(line.startswith("rank-1.log:") and "uncorrectable ECC" in line for line in cause.evidence)
 

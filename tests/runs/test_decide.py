@@ -12,7 +12,7 @@ from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.verdict import Kind, Verdict
 from tightfit.runs.attempts import AttemptRecord, Cause, Next
-from tightfit.runs.cause import cause_of
+from tightfit.runs.cause import find_cause
 from tightfit.runs.decide import LONGEST_WAIT_S, Decision, Policy, decide, tries_in_a_row, without_smaller
 
 
@@ -72,7 +72,7 @@ def test_what_may_pass_is_tried_with_the_same_plan(kind: Kind) -> None:
     ],
 )
 def test_want_of_memory_asks_for_a_plan_that_needs_less(name: str, where: str, reason: str, missing: int) -> None:
-    found = decided(cause_of(recorded(name)))
+    found = decided(find_cause(recorded(name)))
     assert found.action == "smaller plan"
     assert found.shortfall is not None
     assert (found.shortfall.where, found.shortfall.reason, found.shortfall.phase) == (where, reason, "backward")
@@ -130,7 +130,7 @@ def test_others_on_the_gpu_are_waited_for_and_a_full_disk_is_looked_at() -> None
 
 def test_a_kill_without_a_reason_is_believed_once() -> None:
     """Where nobody may read the kernel's record, a second one in the same place is taken for want of memory."""
-    found = cause_of(recorded("kill", kernel_readable=False))
+    found = find_cause(recorded("kill", kernel_readable=False))
     assert decided(found, attempt(1, "host-oom")).action == "same plan"
     again = decided(found, attempt(1, "host-oom"), attempt(2, "host-oom"))
     assert again.action == "smaller plan"

@@ -10,7 +10,7 @@ import pytest
 from recorded_attempts import recorded
 
 from tightfit.runs.attempts import AttemptRecord
-from tightfit.runs.cause import FailedAttempt, cause_of
+from tightfit.runs.cause import FailedAttempt, find_cause
 from tightfit.runs.decide import Decision, Policy, decide
 from tightfit.runs.failure import first_failure
 from tightfit.runs.last_words import LastWords, read_last_words, write_last_words
@@ -69,7 +69,7 @@ def decision(
     every = (*others, words)
     exits = tuple(replace(gone, start=starts[gone.start.rank]) for gone in known.outcome.exits)
     outcome = replace(known.outcome, words=every, exits=exits, failure=first_failure(exits, starts, every))
-    return decide(cause_of(replace(known, starts=starts, outcome=outcome)), [ATTEMPT], Policy(allow=allow), "bf16")
+    return decide(find_cause(replace(known, starts=starts, outcome=outcome)), [ATTEMPT], Policy(allow=allow), "bf16")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tightfit.planner.step_down import Shortfall, StepDown, step_down
 from tightfit.runs import events as run_events
 from tightfit.runs.attempts import Action
 from tightfit.runs.build_lock import remove, told
-from tightfit.runs.cause import cause_of, waits_for_a_build
+from tightfit.runs.cause import blame_build_lock, find_cause
 from tightfit.runs.events import Step, event_of
 from tightfit.runs.hang import Hung
 from tightfit.runs.health import Held, Planned, Seen, judged
@@ -194,7 +194,7 @@ def test_times_are_told(seconds: float, told: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("readable", [True, False], ids=["kernel", "no-kernel"])
 def test_why_a_recorded_attempt_failed_is_told(name: str, readable: bool) -> None:
-    verdict = cause_of(recorded(name, kernel_readable=readable))
+    verdict = find_cause(recorded(name, kernel_readable=readable))
     told = said_in("zh", verdict.cause)
     assert not told.is_foreign, verdict.cause
     assert [fix.text for fix in verdict.fixes if said_in("zh", fix.text).is_foreign] == []
@@ -215,9 +215,9 @@ def test_who_hangs_and_where_is_told() -> None:
 
 
 def test_who_waits_for_a_build_is_told(tmp_path: Path) -> None:
-    verdict = cause_of(recorded(NAMES[0]))
+    verdict = find_cause(recorded(NAMES[0]))
     for who, locks in product(("Rank 3", "The command"), ((), (tmp_path / "a" / "lock",))):
-        found = waits_for_a_build(verdict, who, locks)
+        found = blame_build_lock(verdict, who, locks)
         assert is_told(found.cause, stays=str(tmp_path)), said_in("zh", found.cause).text
         assert all(not said_in("zh", fix.text).is_foreign for fix in found.fixes)
 

@@ -61,32 +61,32 @@ class FailedAttempt:
     config: KnownConfig
 
 
-def cause_of(known: FailedAttempt) -> Verdict:
+def find_cause(known: FailedAttempt) -> Verdict:
     """The first cause."""
     outcome, failure = known.outcome, known.outcome.failure
     if outcome.hung is not None:
-        return _at_a_build(_hung(outcome.hung, known.config), outcome.hung, known.starts)
+        return _look_for_build_lock(_describe_hang(outcome.hung, known.config), outcome.hung, known.starts)
     diverged = next((each for each in outcome.words if each.kind in NUMBERS), None)
     if diverged is not None:
-        return _diverged(diverged, known.config)
+        return _describe_divergence(diverged, known.config)
     full = next((beat for beat in known.beats if beat.last_word == DISK_FULL), None)
     if full is not None:
-        return _full(full, failure)
+        return _describe_full_disk(full, failure)
     if failure is not None and (failure.is_users or failure.is_disk_full):
-        return _of_the_user(failure)
+        return _quote_user_error(failure)
     words = None if failure is None else next((each for each in outcome.words if each.rank == failure.rank), None)
-    found = _judged(known) or _unknown(failure)
+    found = _judge_logs(known) or _unknown(failure)
     if words is not None:
-        found = _named(found, words)
+        found = _name_bug(found, words)
     if found.rank is None and failure is not None:  # the kernel's record knows no ranks
         found = replace(found, rank=failure.rank)
-    found = _placed(rule_out_memory(found, known.kernel), known)
-    return found if words is None else _believed(found, words, known.config)
+    found = _place(rule_out_memory(found, known.kernel), known)
+    return found if words is None else _believe(found, words, known.config)
 
 
-def _judged(known: FailedAttempt) -> Verdict | None:
+def _judge_logs(known: FailedAttempt) -> Verdict | None:
     """Of the rank that failed first, as its own last words tell it; of all, where that one only says what it missed."""
-    whole = _evidence(known)
+    whole = _gather_evidence(known)
     failure = known.outcome.failure
     own = () if failure is None else tuple(log for log in whole.logs if log.rank == failure.rank)
     if not own or failure is None:
@@ -99,7 +99,7 @@ def _judged(known: FailedAttempt) -> Verdict | None:
     return every if first is None or (every is not None and every.kind not in _VAGUE) else first
 
 
-def _evidence(known: FailedAttempt) -> Evidence:
+def _gather_evidence(known: FailedAttempt) -> Evidence:
     logs = tuple(
         LogSource(name=start.log.name, path=start.log, rank=start.rank if start.saves else None)
         for start in known.starts
@@ -116,7 +116,7 @@ def _evidence(known: FailedAttempt) -> Evidence:
 # --- what our own ranks say ---------------------------------------------------------------------
 
 
-def _hung(hung: Hung, config: KnownConfig) -> Verdict:
+def _describe_hang(hung: Hung, config: KnownConfig) -> Verdict:
     lines = [
         Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {beat.words}") for beat in hung.quiet.beats
     ]
@@ -136,17 +136,17 @@ def _hung(hung: Hung, config: KnownConfig) -> Verdict:
     )
 
 
-def _at_a_build(verdict: Verdict, hung: Hung, starts: Sequence[RankStart]) -> Verdict:
+def _look_for_build_lock(verdict: Verdict, hung: Hung, starts: Sequence[RankStart]) -> Verdict:
     """Ranks that wait for a part to be compiled do not hang by themselves: whose lock it is, is what helps."""
     waiting = [stand for stand in hung.stands if stand.waits_for_a_build]
     if not waiting:
         return verdict
     rank = hung.rank if any(stand.rank == hung.rank for stand in waiting) else waiting[0].rank
     environment = next((start.environment for start in starts if start.rank == rank), {})
-    return waits_for_a_build(replace(verdict, rank=rank), f"Rank {rank}", build_lock.left_locks(environment))
+    return blame_build_lock(replace(verdict, rank=rank), f"Rank {rank}", build_lock.left_locks(environment))
 
 
-def waits_for_a_build(verdict: Verdict, who: str, locks: Sequence[Path]) -> Verdict:
+def blame_build_lock(verdict: Verdict, who: str, locks: Sequence[Path]) -> Verdict:
     """The same hang with its cause: a lock that a killed process has left, or somebody who still compiles."""
     waits = f"{who} waits for torch's lock on a part that is compiled at its first use"
     if not locks:
@@ -156,7 +156,7 @@ def waits_for_a_build(verdict: Verdict, who: str, locks: Sequence[Path]) -> Verd
     return replace(verdict, cause=f"{said}: {build_lock.command(locks)}.", fixes=(fix, *verdict.fixes))
 
 
-def _diverged(words: LastWords, config: KnownConfig) -> Verdict:
+def _describe_divergence(words: LastWords, config: KnownConfig) -> Verdict:
     """A rank knows that its loss or gradients are NaN; what helps against that is in the catalogue."""
     return replace(
         known_symptom("not-finite-stop", config),
@@ -170,7 +170,7 @@ def _diverged(words: LastWords, config: KnownConfig) -> Verdict:
     )
 
 
-def _believed(found: Verdict, words: LastWords, config: KnownConfig) -> Verdict:
+def _believe(found: Verdict, words: LastWords, config: KnownConfig) -> Verdict:
     """The rank's own record goes before what its log seems to say: kind, phase, step and bytes are its values."""
     if words.kind in _FINER:
         if found.kind not in _FINER[words.kind]:
@@ -186,7 +186,7 @@ def _line(words: LastWords) -> Line:
     return Line(source=f"errors/rank-{words.rank}.json", number=None, text=words.text)
 
 
-def _full(beat: Beat, failure: Failure | None) -> Verdict:
+def _describe_full_disk(beat: Beat, failure: Failure | None) -> Verdict:
     """All that a rank could say on a disk that took nothing else. Another's words may name the place."""
     said = failure.sentence if failure is not None and failure.is_disk_full else ""
     return Verdict(
@@ -201,7 +201,7 @@ def _full(beat: Beat, failure: Failure | None) -> Verdict:
     )
 
 
-def _of_the_user(failure: Failure) -> Verdict:
+def _quote_user_error(failure: Failure) -> Verdict:
     return Verdict(
         id="disk-full" if failure.is_disk_full else "tightfit-user",
         kind="disk-full" if failure.is_disk_full else "config",
@@ -224,7 +224,7 @@ def _unknown(failure: Failure | None) -> Verdict:
 # --- what is known beside the logs --------------------------------------------------------------
 
 
-def _named(verdict: Verdict, words: LastWords) -> Verdict:
+def _name_bug(verdict: Verdict, words: LastWords) -> Verdict:
     """An exception that no symptom knows, and that its rank has named: a bug, until somebody knows better."""
     if verdict.id not in _SILENT or words.kind != BUG:
         return verdict
@@ -247,19 +247,19 @@ def rule_out_memory(verdict: Verdict, kernel: KernelSaid) -> Verdict:
     return replace(verdict, kind="preempted", cause=f"{who} {said}.")
 
 
-def _placed(verdict: Verdict, known: FailedAttempt) -> Verdict:
+def _place(verdict: Verdict, known: FailedAttempt) -> Verdict:
     """The rank knows its phase better than its traceback does, save for the loss, which is a part of its forward, and
     for the worst batch that is tried before the first step."""
     beat = next((beat for beat in known.beats if beat.rank == verdict.rank), None)
     own = None if beat is None else PHASES.get(beat.stage)
-    if own == "init" and (tried := _tried(known.outcome.tally)) is not None:
+    if own == "init" and (tried := _find_tried_phase(known.outcome.tally)) is not None:
         own = verdict.phase if verdict.phase in ("forward", "loss", "backward", "step") else tried
     if own is None or (own == "forward" and verdict.phase == "loss"):
         return verdict
     return replace(verdict, phase=own)
 
 
-def _tried(tally: Tally) -> PhaseName | None:
+def _find_tried_phase(tally: Tally) -> PhaseName | None:
     """What came next in the worst batch, by the marks that it has passed; None: it was not begun."""
     passed = {mark.milestone for mark in tally.marks}
     if "init" not in passed:
@@ -305,7 +305,7 @@ def _config(tree: Any) -> KnownConfig:
     )
 
 
-def recorded(verdict: Verdict) -> Cause:
+def to_record(verdict: Verdict) -> Cause:
     """As an attempt's record keeps it."""
     lines = []
     for line in verdict.evidence[:_MOST_LINES]:

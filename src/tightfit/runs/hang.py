@@ -53,7 +53,7 @@ class Hung:
         return next(beat for beat in self.quiet.beats if beat.rank == rank)
 
 
-def looked_at(ranks: Ranks, quiet: Quiet) -> Hung:
+def ask_for_stacks(ranks: Ranks, quiet: Quiet) -> Hung:
     """Ask every rank that can hear it for its stacks, and read them."""
     listening = {beat.rank for beat in quiet.beats}
     logs = {start.rank: start.log for start in ranks.starts if start.rank in listening}

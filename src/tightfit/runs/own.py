@@ -15,7 +15,7 @@ from tightfit.diagnose.verdict import Verdict
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts, disk
 from tightfit.runs.attempts import AttemptRecord
-from tightfit.runs.cause import FailedAttempt, cause_of, known_config
+from tightfit.runs.cause import FailedAttempt, find_cause, known_config
 from tightfit.runs.checkpoints import Torn, checked, newest_first, read_manifest, step_of, written_first
 from tightfit.runs.decide import Decision, stop, without_smaller
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Resumed, Step, Warned
@@ -169,7 +169,7 @@ class OwnTrainer:
         return Attempt(
             outcome=outcome,
             exit_codes=tuple(codes[rank] for rank in sorted(codes)),
-            verdict=cause_of(known) if outcome.state in ("failed", "user error") else None,
+            verdict=find_cause(known) if outcome.state in ("failed", "user error") else None,
             first_step=steps.first,
             last_step=steps.last,
         )

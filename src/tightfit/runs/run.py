@@ -21,7 +21,7 @@ from tightfit.runs.events import Event, Stopping
 from tightfit.runs.failure import USER, Failure, first_failure, tail_of
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.follow import Follower
-from tightfit.runs.hang import Hung, looked_at
+from tightfit.runs.hang import Hung, ask_for_stacks
 from tightfit.runs.heartbeat import Watch
 from tightfit.runs.last_words import LastWords, read_last_words
 from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, Ranks, RankStart
@@ -145,7 +145,7 @@ def run(
     def look() -> bool:
         pass_on(follower.poll())
         quiet = None if company is None else company.watch.look(_step_s(tally))
-        hung.extend([] if quiet is None else [looked_at(ranks, quiet)])
+        hung.extend([] if quiet is None else [ask_for_stacks(ranks, quiet)])
         return bool(hung)
 
     listening = signals if company is None else nullcontext()

@@ -17,7 +17,7 @@ from typing import Protocol
 from tightfit.diagnose.verdict import Verdict
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord, Next
-from tightfit.runs.cause import recorded
+from tightfit.runs.cause import to_record
 from tightfit.runs.decide import Decision, Policy, decide, stop
 from tightfit.runs.events import AttemptFailed
 from tightfit.runs.failure import Failure
@@ -193,7 +193,7 @@ class Supervisor:
                 first_step=attempt.first_step,
                 last_step=attempt.last_step,
                 kept_step=self.trainer.kept_step,
-                cause=None if attempt.verdict is None else recorded(attempt.verdict),
+                cause=None if attempt.verdict is None else to_record(attempt.verdict),
             )
         )
 

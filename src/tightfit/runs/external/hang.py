@@ -108,18 +108,18 @@ def _cpu_s(pid: int) -> float:
 # --- where they stand ---------------------------------------------------------------------------
 
 
-def asked(pids: Sequence[int], silent_s: float, place: Path) -> Stuck:
+def ask_for_stacks(pids: Sequence[int], silent_s: float, place: Path) -> Stuck:
     """Ask for the stacks of all processes, and keep what was said in the attempt's folder."""
     spy = shutil.which("py-spy")
     stands, texts, mute = [], [], 0
     for pid in sorted(pids):
-        said = None if spy is None or not _is_python(pid) else _spied(spy, pid)
+        said = None if spy is None or not _is_python(pid) else _spy(spy, pid)
         if said is not None:
             frames = _SPIED.findall(said)
             stands.append((pid, frames[0] if frames else "no Python frame"))
         else:
             mute += _is_python(pid)
-            said = _of_the_kernel(pid)
+            said = _ask_kernel(pid)
             stands.append((pid, said.splitlines()[0] if said else "gone"))
         texts.append(f"--- process {pid}: {_command(pid)}\n{said}\n")
     with suppress(OSError):
@@ -134,7 +134,7 @@ def asked(pids: Sequence[int], silent_s: float, place: Path) -> Stuck:
     return Stuck(silent_s=silent_s, stands=tuple(stands), how=how, told=told, waits_for_a_build=waits)
 
 
-def _spied(spy: str, pid: int) -> str | None:
+def _spy(spy: str, pid: int) -> str | None:
     try:
         command = [spy, "dump", "--pid", str(pid)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SPY_S, check=False)
@@ -143,7 +143,7 @@ def _spied(spy: str, pid: int) -> str | None:
     return done.stdout if done.returncode == 0 and done.stdout.strip() else None
 
 
-def _of_the_kernel(pid: int) -> str:
+def _ask_kernel(pid: int) -> str:
     """The call in which the process waits, and the kernel's own stack where this user may read it."""
     entry, found = PROC / str(pid), []
     with suppress(OSError):

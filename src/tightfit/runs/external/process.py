@@ -22,7 +22,7 @@ from typing import IO, BinaryIO
 from tightfit.hardware.occupancy import Occupancy, occupancy
 from tightfit.inputs.surroundings import inherited
 from tightfit.owned import open_own
-from tightfit.runs.external.hang import Stillness, Stuck, asked
+from tightfit.runs.external.hang import Stillness, Stuck, ask_for_stacks
 from tightfit.runs.kernel import KernelRecord, KernelSaid
 from tightfit.runs.marked import MARK, Guard, members
 from tightfit.runs.processes import PROC, tell, tell_one
@@ -251,7 +251,7 @@ class ProcessWatch:
         self._note(host, gpus)
         silent_s = None if self._still is None else self._still.look(pids)
         if silent_s is not None:
-            self.stuck = asked(pids, silent_s, self._folder)
+            self.stuck = ask_for_stacks(pids, silent_s, self._folder)
 
     def _gpus(self, seen: Occupancy, pids: set[int]) -> dict[str, int]:
         self._has_gpus = bool(seen.devices)

@@ -74,30 +74,30 @@ def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False
     """The folder for this command: the named one, one that such a command was killed in, or a new one. `take_over`: the
     user says that whoever held it on another machine has gone."""
     if named is not None:
-        return _named(named, tuple(command), take_over=take_over)
+        return _claim_named(named, tuple(command), take_over=take_over)
     numbered = [Path(f"{FOLDER}-{number}") for number in range(1, _MOST_FOLDERS)]
     there = [path for path in numbered if path.exists()]
     for path in reversed(there):
-        before = abandoned(path)
+        before = find_abandoned(path)
         if before is not None and before.command == tuple(command):
             with suppress(InUse):  # it lives elsewhere
-                return _taken_over(path, before, take_over=take_over)
+                return _take_over(path, before, take_over=take_over)
     for path in numbered:
-        if path not in there and (place := _made(path)) is not None:
+        if path not in there and (place := _make(path)) is not None:
             return place
     raise ConfigError(f"there are {_MOST_FOLDERS} folders {FOLDER}-N here: remove some, or name one with --output")
 
 
-def abandoned(path: Path) -> ExternalRecord | None:
+def find_abandoned(path: Path) -> ExternalRecord | None:
     """A run whose `tightfit run` was killed; None: there is none, or its process lives, or it ended with a word. Of one
     on another machine its lock tells more."""
     record = find_record(path / RECORD, ExternalRecord)
     return record if record is not None and record.state == "running" and not record.lives else None
 
 
-def _named(path: Path, command: tuple[str, ...], *, take_over: bool) -> ClaimedRun:
+def _claim_named(path: Path, command: tuple[str, ...], *, take_over: bool) -> ClaimedRun:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        before = abandoned(path)
+        before = find_abandoned(path)
         if before is None:
             record = read_run(path) if path.is_dir() else None
             if record is not None and record.lives:
@@ -106,13 +106,13 @@ def _named(path: Path, command: tuple[str, ...], *, take_over: bool) -> ClaimedR
         if before.command != command:
             other = shlex.join(before.command)
             raise ConfigError(f"--output {path} holds the run of another command ({other}): name a new folder")
-        return _taken_over(path, before, take_over=take_over)
-    place = _made(path, exist_ok=True)
+        return _take_over(path, before, take_over=take_over)
+    place = _make(path, exist_ok=True)
     assert place is not None
     return place
 
 
-def _made(path: Path, *, exist_ok: bool = False) -> ClaimedRun | None:
+def _make(path: Path, *, exist_ok: bool = False) -> ClaimedRun | None:
     """Made here, so that two runs never share one; None: somebody was quicker."""
     try:
         (path / ATTEMPTS).mkdir(parents=True, exist_ok=exist_ok)
@@ -124,7 +124,7 @@ def _made(path: Path, *, exist_ok: bool = False) -> ClaimedRun | None:
         raise ConfigError(f"{path} cannot be made ({what}): name another folder with --output") from None
 
 
-def _taken_over(path: Path, before: ExternalRecord, *, take_over: bool) -> ClaimedRun:
+def _take_over(path: Path, before: ExternalRecord, *, take_over: bool) -> ClaimedRun:
     """Its processes have been ended by their guard, or are about to be; its records make way."""
     lock = FolderLock.take(path, take_over=take_over)
     if before.mark is not None:

@@ -24,7 +24,7 @@ from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord
 from tightfit.runs.build_lock import left_locks, remove
-from tightfit.runs.cause import NUMBERS, rule_out_memory, waits_for_a_build
+from tightfit.runs.cause import NUMBERS, blame_build_lock, rule_out_memory
 from tightfit.runs.decide import LONGEST_WAIT_S, Decision, stop, without_smaller
 from tightfit.runs.events import AttemptFailed
 from tightfit.runs.external.config import Edits, ExternalTraining, batch_of, edits_of, knobs_of, written
@@ -153,7 +153,9 @@ class ExternalTrainer:
     def _judge(self, gone: Gone, log: Path) -> tuple[State, Verdict | None]:
         interrupted = gone.asked is not None and gone.code != 0
         if gone.stuck is not None and not interrupted:
-            return "failed", _hung(gone.stuck, left_locks(inherited(self.external.environment), ours_since=0.0))
+            return "failed", _describe_hang(
+                gone.stuck, left_locks(inherited(self.external.environment), ours_since=0.0)
+            )
         failed = gone.code != 0 and not interrupted
         if not failed:
             self.advisor.learn(self.external, gone.peak)
@@ -274,7 +276,7 @@ class ExternalTrainer:
             if external.said("resume_from_checkpoint") is not None and "resume_from_checkpoint" not in trainer:
                 where = f"it goes on from {external.said('resume_from_checkpoint')}, as before"
         elif crosses:
-            trainer |= _carried(external, kept)
+            trainer |= _carry_adapter(external, kept)
             where = (
                 f"the adapter of step {kept.step} is kept (results go to {trainer['output_dir']}), and optimizer, "
                 "schedule and data start afresh"
@@ -319,7 +321,7 @@ class ExternalTrainer:
         self.external, self.following = self.following, None
 
 
-def _hung(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
+def _describe_hang(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
     """What was seen from outside, in the words of the catalogue's own hang."""
     lines = [Line(source=f"process {pid}", number=None, text=place) for pid, place in stuck.stands]
     found = replace(
@@ -331,12 +333,12 @@ def _hung(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
         evidence=(*lines, Line(source="stacks", number=None, text=stuck.how)),
     )
     if stuck.waits_for_a_build or (locks and not stuck.told):
-        named = waits_for_a_build(found, "The command", locks)
+        named = blame_build_lock(found, "The command", locks)
         return replace(named, kind="environment") if locks else named  # it would wait again
     return found
 
 
-def _carried(external: ExternalTraining, kept: Kept) -> dict[str, Any]:
+def _carry_adapter(external: ExternalTraining, kept: Kept) -> dict[str, Any]:
     """The adapter goes on in a folder of its own: what lies in the old one belongs to another way to compute."""
     folder = output_of(external)
     assert folder is not None
