@@ -290,6 +290,8 @@ ZERO3: Engine = "zero3"
 FSDP2: Engine = "fsdp2"
 STAGES: Mapping[Engine, int] = {"zero0": 0, "zero1": 1, "zero2": 2, ZERO3: 3}
 """The engines that are DeepSpeed's, and the stage of ZeRO that each is."""
+STRATEGY = ("engine", "offload_optimizer", "offload_param")
+"""The levers that decide what lives where; `strategy_name` has words for them together."""
 Offload = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Optimizer = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "sgd"]

@@ -34,7 +34,7 @@ from tightfit.runs.external.ladder import NextConfig
 from tightfit.runs.external.process import MemoryPeak
 from tightfit.runs.external.ranks import ranks_of, visible_gpus
 from tightfit.runs.external.script import ACCUMULATION, MICRO
-from tightfit.types import Buckets, Checkpointing, Hardware, Levers, Mamba1, ModelShape, Precision, UserError
+from tightfit.types import STRATEGY, Buckets, Checkpointing, Hardware, Levers, Mamba1, ModelShape, Precision, UserError
 
 MODELS = (
     "model_name_or_path", "model", "model_name", "model_id", "base_model", "pretrained_model_name_or_path", "preset"
@@ -53,7 +53,6 @@ LENGTHS = (
 )
 PINS = ("loss", *(flag for flag, lever in LEVERS.items() if lever.kept))
 """What a config cannot be told to change without knowing which packages are installed there."""
-STAYS = ("engine", "offload_optimizer", "offload_param")
 BUCKETS = tuple(flag for flag, lever in LEVERS.items() if lever.block == "buckets")
 _KEYS = {LEVERS[flag].name: LEVERS[flag].deepspeed for flag in BUCKETS} | {"sub_group_size": "sub_group_size"}
 _BELOW_3 = tuple(flag for flag in BUCKETS if not LEVERS[flag].deepspeed.startswith("stage3_"))
@@ -394,11 +393,11 @@ def _tries(known: Known, *, same_engine: bool) -> Iterator[Job]:
             pins["checkpointing"] = flags["checkpointing"]
         return replace(job, levers={**job.levers, **pins, "micro_batch": size, "accum": share // size})
 
-    yield from (pinned(free, size, (*STAYS, *BUCKETS)) for size in sizes)
+    yield from (pinned(free, size, (*STRATEGY, *BUCKETS)) for size in sizes)
     if same_engine:
         if "shorter-seq" in allowed:
             only = replace(job, limits=replace(job.limits, allow=("shorter-seq",)))
-            yield pinned(only, sizes[-1], (*STAYS, *BUCKETS))
+            yield pinned(only, sizes[-1], (*STRATEGY, *BUCKETS))
         return
     yield from (pinned(free, size, BUCKETS) for size in sizes)
     yield pinned(free, sizes[-1], ())

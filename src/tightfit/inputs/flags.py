@@ -97,11 +97,11 @@ def read_lever(lever: Lever, said: Any) -> Any:
     """The value of its field, from a word in any spelling or from a number in its range."""
     flag, words = spelt(lever.flag), words_of(lever)
     if lever.type is Checkpointing:
-        return checkpointing_from_word(said)
+        return checkpointing_from_word(str(said))
     if words:
-        word = said.lower()
+        word = str(said).lower()
         if word not in words:
-            raise ConfigError(f"{flag} knows no {said!r}{meant(said, words)}")
+            raise ConfigError(f"{flag} knows no {said!r}{meant(str(said), words)}")
         return word == "on" if is_on_or_off(lever) else word
     if lever.least is not None and said < lever.least:
         raise ConfigError(f"{flag} must be at least {lever.least}, not {said}")
@@ -299,9 +299,12 @@ def levers_as_written(tree: Mapping[str, Any]) -> Levers:
     know has its default."""
     words, lora, adapters = tree["levers"], tree["lora"], None
     if lora is not None:
-        named = {each.name: lora[each.name] for each in fields(Lora)}
+        named = {each.name: lora[each.name] for each in fields(Lora) if each.name in lora}
         adapters = Lora(**named | {"targets": None if lora["targets"] == "all" else tuple(lora["targets"])})
-    own = {lever.name: words[flag] for flag, lever in LEVERS.items() if not lever.block and flag in words}
-    own["checkpointing"] = checkpointing_from_word(words["checkpointing"])
+    own = {
+        lever.name: read_lever(lever, words[flag])
+        for flag, lever in LEVERS.items()
+        if not lever.block and flag in words
+    }
     own |= {"packed": tree["data"]["packing"], "gradient_clipping": tree["training"]["clip"] > 0}
     return Levers(**own, lora=adapters, buckets=Buckets(**tree["buckets"]))

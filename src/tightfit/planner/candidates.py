@@ -17,6 +17,7 @@ from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.pace import Choice
 from tightfit.planner.trainers import Abilities
 from tightfit.types import (
+    STRATEGY,
     Attention,
     AttentionKernel,
     Buckets,
@@ -96,11 +97,10 @@ class Corner:
 def strategies(base: Levers, pinned: Pinned, hardware: Hardware, ours: bool = True) -> list[Levers]:
     """The base with each engine and place that can run it. `ours`: our own worker does, and saves it."""
     ways = []
-    names = ("engine", "offload_optimizer", "offload_param")
     places = {"offload_optimizer", "offload_param"} & pinned
     for engine, optimizer, param in (*STRATEGIES, *(IF_PINNED if places else ())):
         levers = replace(base, engine=engine, offload_optimizer=optimizer, offload_param=param)
-        if any(name in pinned and getattr(levers, name) != getattr(base, name) for name in names):
+        if any(name in pinned and getattr(levers, name) != getattr(base, name) for name in STRATEGY):
             continue
         if levers.buckets.max_reuse_distance == Buckets().max_reuse_distance:  # nobody said how far
             levers = released_at_once(levers)

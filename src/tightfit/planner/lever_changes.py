@@ -7,10 +7,9 @@ from dataclasses import fields
 from tightfit.inputs.flags import LEVERS, flags_from_levers
 from tightfit.planner.plan import Way
 from tightfit.priced import strategy_name
-from tightfit.types import Buckets
+from tightfit.types import STRATEGY, Buckets
 
-_STRATEGY = ("engine", "offload_optimizer", "offload_param")
-_SAVING = [flag for flag, lever in LEVERS.items() if lever.group == "what saves memory" and flag not in _STRATEGY]
+_SAVING = [flag for flag, lever in LEVERS.items() if lever.group == "what saves memory" and flag not in STRATEGY]
 
 
 def lever_changes(before: Way, after: Way) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ Reason = Literal["memory", "fragmentation", "pinned"]
 MARGIN = 0.02
 """Of the card or of the host's RAM: asked for beyond what was missing, for what fails a moment later."""
 
-NARROWING = frozenset(FREE_LEVERS) - {"scan", "deepspeed_version", "dataloader_workers"}
+NARROWING = frozenset(flag for flag, lever in FREE_LEVERS.items() if not lever.kept) | {"attention"}
 """Pins without which there would be more to choose from."""
 
 PLACES: dict[PhaseName, Message] = {

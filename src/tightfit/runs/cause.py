@@ -28,7 +28,7 @@ from tightfit.runs.launch import RankStart
 from tightfit.runs.run import Outcome
 from tightfit.runs.tally import Tally
 from tightfit.runs.worker_file import WORKER_FILE
-from tightfit.types import PhaseName
+from tightfit.types import STAGES, PhaseName
 
 NUMBERS: tuple[Kind, ...] = ("not-finite", "loss-scale")
 """Kinds of a training whose loss or gradients were NaN or infinite."""
@@ -283,11 +283,11 @@ def _is_plain(value: object) -> bool:
 
 
 def _config(tree: Any) -> KnownConfig:
-    levers, engine = tree["levers"], tree["levers"]["engine"]
+    levers = tree["levers"]
     return KnownConfig(
         trainer="job",
         file=f"plan/{WORKER_FILE}",
-        stage=int(engine.removeprefix("zero")) if engine.startswith("zero") else None,
+        stage=STAGES.get(levers["engine"]),
         offload_optimizer=levers["offload_optimizer"],
         offload_param=levers["offload_param"],
         pin_memory=tree["buckets"]["pin_memory"],
