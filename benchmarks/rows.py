@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -204,9 +204,7 @@ def read_rehearsed() -> tuple[Rehearsed, ...]:
 
 
 def _rehearsed(raw: Mapping[str, Any]) -> Rehearsed:
-    levers = levers_as_written(raw["levers"], raw["buckets"], raw["lora"])
-    if raw["packed"]:
-        levers = replace(levers, packed=True)
+    levers = levers_as_written({**raw, "data": {"packing": raw["packed"]}, "training": {"clip": 1.0}})
     model, world = raw["model"], raw["world"]
     config = model["config"] or find_config(model["source"]).config
     card = Gpu(name="the H200", vendor="nvidia", arch="sm_90", memory_bytes=world["gpu_memory_bytes"])

@@ -30,14 +30,14 @@ class Priced:
     world: int
     hardware: Hardware | None
     footprint: Footprint
-    said: tuple[str, ...] = ()
+    said: tuple[Said, ...] = ()
     """What the inputs' readers had to say: files, the hardware's word."""
     planned: bool = False
     """Whether the levers are those that `tightfit train` would choose, since a job file names no engine."""
 
     @property
-    def because(self) -> tuple[str, ...]:
-        """Every choice that was made for the user, in a sentence."""
+    def because(self) -> tuple[Said, ...]:
+        """Every choice that was made for the user."""
         return (*self.said, *(self.hardware.because if self.hardware else ()), *self.footprint.because)
 
     @property

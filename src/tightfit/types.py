@@ -20,7 +20,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, TypeVar
 
-from tightfit.messages import Message
+from tightfit.messages import Message, Said
 
 # --- errors -------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Hardware:
     host_ram_bytes: int | None = None
     """A node's RAM; None: unknown."""
     nvme_bytes: int | None = None
-    because: tuple[str, ...] = ()
+    because: tuple[Said, ...] = ()
 
     @property
     def world(self) -> int:
@@ -660,7 +660,7 @@ class Footprint:
     gpu: GpuFootprint
     host: HostFootprint
     trainable_parameters: int
-    because: tuple[str, ...] = field(default=())
+    because: tuple[Said, ...] = field(default=())
 
 
 # --- the pace -----------------------------------------------------------------------------------
@@ -688,5 +688,5 @@ class Pace:
     """Of all GPUs together."""
     causes: Mapping[Cause, float]
     """Seconds of a step by cause. What overlaps is counted once, so they add up to `step_s`."""
-    because: tuple[str, ...] = ()
-    """What had to be assumed, in a sentence each."""
+    because: tuple[Said, ...] = ()
+    """What had to be assumed."""

@@ -36,7 +36,7 @@ def report(priced: Priced) -> dict[str, Any]:
             "phases": {name: _phase_report(phase) for name, phase in host.phases.items()},
         },
         "fits": priced.fits,
-        "because": [*priced.shape.notes, *priced.because],
+        "because": [str(said) for said in (*priced.shape.notes, *priced.because)],
     }
 
 

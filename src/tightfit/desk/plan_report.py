@@ -80,7 +80,7 @@ def way_report(way: Way) -> dict[str, Any]:
             "step_s": way.pace.step_s,
             "tokens_per_s": way.pace.tokens_per_s,
             "causes": dict(way.pace.causes),
-            "because": list(way.pace.because),
+            "because": list(map(str, way.pace.because)),
         },
         "because": list(map(str, way.because)),
         "changes": list(map(str, way.changes)),

@@ -245,10 +245,10 @@ def _reasons(plan: Plan) -> list[Said]:
     return [said for said in plan.because if said not in elsewhere and id_of(said) != "plan.changes-training"]
 
 
-def _assumed(plan: Plan) -> Iterable[str]:
+def _assumed(plan: Plan) -> Iterable[Said]:
     """What was taken to be so: the model, the machine, what the runtime keeps of the card, the rates."""
     way = chosen_way(plan)
-    memory = [sentence for sentence in way.footprint.because if not sentence.startswith("The peak is ")]
+    memory = [said for said in way.footprint.because if id_of(said) != "price.peak-phase"]
     said = (*way.shape.notes, *plan.hardware.because, *way.hardware.because)
     return dict.fromkeys((*said, *memory, *way.pace.because))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tightfit.memory.job import Components
+from tightfit.messages import Message, Said
 from tightfit.types import Gpu, Phase, PhaseName
 
 CONTEXT_BYTES = int(0.75 * 2**30)
@@ -29,25 +30,29 @@ def beside(peak: int, world: int, gpu: Gpu | None) -> Components:
     }
 
 
-def usable(memory_bytes: int, extra: Components) -> str:
+def usable(memory_bytes: int, extra: Components) -> Message:
     """What is left of a card for tensors, and what goes where else."""
     gib = 2**30
     room = memory_bytes - extra["context"] - extra["communicator"]
     left = room / (1 + ALLOCATOR_SLACK)
-    shared = f", communicator {extra['communicator'] / gib:.2f}" if extra["communicator"] else ""
-    return (
-        f"Of the card's {memory_bytes / gib:.1f} GiB tensors can use {max(left, 0) / gib:.1f}; the rest: context "
-        f"{extra['context'] / gib:.2f}{shared}, allocator slack {max(room - left, 0) / gib:.2f}."
+    communicator = extra["communicator"]
+    return Message(
+        "price.usable",
+        card=memory_bytes / gib,
+        tensors=max(left, 0) / gib,
+        context=extra["context"] / gib,
+        shared=Message("price.communicator-share", size=communicator / gib) if communicator else "",
+        slack=max(room - left, 0) / gib,
     )
 
 
 def reasons(
-    phases: Mapping[PhaseName, Phase], peak_phase: PhaseName, engine_says: tuple[str, ...] = ()
-) -> tuple[str, ...]:
+    phases: Mapping[PhaseName, Phase], peak_phase: PhaseName, engine_says: tuple[Said, ...] = ()
+) -> tuple[Said, ...]:
     peak = phases[peak_phase]
     largest = sorted(peak.components, key=lambda name: -peak.components[name])[:2]
-    said = [f"The peak is in the {peak_phase} phase, mostly {' and '.join(n.replace('_', ' ') for n in largest)}."]
-    said += engine_says
+    parts = " and ".join(name.replace("_", " ") for name in largest)
+    said: list[Said] = [Message("price.peak-phase", phase=peak_phase, parts=parts), *engine_says]
     if phases["init"].total_bytes > peak.total_bytes:
-        said.append("Initialisation takes more than training.")
+        said.append(Message("price.init-is-largest"))
     return tuple(said)

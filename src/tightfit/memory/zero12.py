@@ -21,6 +21,7 @@ from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.overhead import CONTEXT_BYTES, beside
 from tightfit.memory.weights import Weights
+from tightfit.messages import Message
 from tightfit.types import PhaseName
 
 
@@ -295,6 +296,6 @@ def flattens_on_gpu(job: Job) -> bool:
     return both + sum(beside(both, job.world, None).values()) <= FLATTENING_SHARE * card
 
 
-def reasons(job: Job) -> tuple[str, ...]:
-    where = "on the GPU, next to them" if flattens_on_gpu(job) else "on the host"
-    return (f"DeepSpeed {job.levers.deepspeed_version} flattens the weights {where} while it initialises.",)
+def reasons(job: Job) -> tuple[Message, ...]:
+    where = "price.flattens-on-gpu" if flattens_on_gpu(job) else "price.flattens-on-host"
+    return (Message(where, version=job.levers.deepspeed_version),)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.messages import Message
 from tightfit.types import Gpu, Hardware, Levers, Precision
 
 # --- the GPU ------------------------------------------------------------------------------------
@@ -172,21 +173,19 @@ def _generation(arch: str) -> str:
     return "pcie3" if int(number) < 80 else "pcie4" if int(number) < 90 else "pcie5"
 
 
-def assumptions(hardware: Hardware, levers: Levers) -> tuple[str, ...]:
-    """What had to be assumed about this way on this hardware, in sentences."""
+def assumptions(hardware: Hardware, levers: Levers) -> tuple[Message, ...]:
+    """What had to be assumed about this way on this hardware."""
     gpu, said = hardware.gpu, []
     if gpu.bf16_flops is None and gpu.fp16_flops is None:
-        said.append(
-            f"No rates of the {gpu.name} are known: it is taken to multiply at {UNKNOWN_FLOPS / 1e12:.0f} TFLOP/s "
-            f"and to move {UNKNOWN_BANDWIDTH / 1e12:.1f} TB/s, so its tokens a second compare ways, no more."
-        )
+        rates = {"tflops": UNKNOWN_FLOPS / 1e12, "tbytes": UNKNOWN_BANDWIDTH / 1e12}
+        said.append(Message("price.unknown-rates", card=gpu.name, **rates))
     if hardware.nodes > 1:
-        said.append(f"The network is taken to carry {NETWORK_BYTES_PER_S * 8 / 1e9:.0f} Gb/s for each node.")
+        said.append(Message("price.network-rate", gbits=NETWORK_BYTES_PER_S * 8 / 1e9))
     elif hardware.world > 1:
         link = gpu.link or "pcie4"
         rate = LINK_SHARE[link] * (gpu.link_bytes_per_s or HOST_LINKS["pcie4"]) / 1e9
-        said.append(f"The GPUs are taken to exchange {rate:.0f} GB/s each, which was not measured here.")
+        said.append(Message("price.link-rate", gbytes=rate))
     if "nvme" in (levers.offload_optimizer, levers.offload_param):
         read, write = NVME_READ_BYTES_PER_S / 1e9, NVME_WRITE_BYTES_PER_S / 1e9
-        said.append(f"The NVMe is taken to read {read:.0f} and to write {write:.0f} GB/s.")
+        said.append(Message("price.nvme-rate", read=read, write=write))
     return tuple(said)

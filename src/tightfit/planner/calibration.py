@@ -35,6 +35,7 @@ from typing import Literal
 from tightfit.job import Job
 from tightfit.memory import TRAINING
 from tightfit.memory.overhead import beside, reasons
+from tightfit.messages import Said
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
 COMPONENT = "measured_error"
@@ -304,8 +305,8 @@ def _phases(phases: Mapping[PhaseName, Phase], where: Place, correction: Correct
     return made
 
 
-def _because(footprint: Footprint, phases: Mapping[PhaseName, Phase], peak_phase: PhaseName) -> tuple[str, ...]:
-    """What was said of the footprint, with the sentences that its phases decide made anew."""
+def _because(footprint: Footprint, phases: Mapping[PhaseName, Phase], peak_phase: PhaseName) -> tuple[Said, ...]:
+    """What was said of the footprint, with the messages that its phases decide made anew."""
     old = reasons(footprint.gpu.phases, footprint.gpu.peak_phase)
     kept = tuple(sentence for sentence in footprint.because if sentence not in old)
     return reasons(phases, peak_phase, kept)
