@@ -87,7 +87,7 @@ def test_events_with_all_their_fields() -> None:
         rank=1, kind="user", text="x"
     )
     assert event_of('{"event": "end", "reason": "finished", "summary": {"a": 1}}') == Ended(
-        reason="finished", summary='{"a": 1}'
+        reason="finished", summary={"a": 1}
     )
 
 

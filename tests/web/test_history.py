@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import step_line
 
-from tightfit.web.history import History, sampled, usual_step
+from tightfit.web.history import History, sampled
 from tightfit.web.series import Series, single
 
 HELD = (None, None, 2**29)
@@ -68,15 +68,15 @@ def test_steps_that_are_made_again_take_the_place_of_the_first(tmp_path: Path) -
     assert [(row[0], row[1]) for row in rows] == [*((n, 9.0) for n in range(1, 6)), *((n, 1.0) for n in range(6, 9))]
 
 
-def test_the_usual_line_is_read_as_the_other_reader_does(tmp_path: Path) -> None:
-    lines = [json.dumps(step_line(3, loss=loss, now_bytes=now)) for loss in (None, 1e-9, -2.5) for now in (None, 5)]
-    for line in lines:
-        found = usual_step(line.encode())
-        assert found is not None, line
-        told = json.loads(line)
-        assert (found.step, found.loss, found.now_bytes) == (3, told["loss"], told["memory"]["now_bytes"])
-    for odd in (b"", b"{", b'{"event": "step", "at": 1, "step": 3}', lines[0].encode()[:-9], b'{"event": "eval"}'):
-        assert usual_step(odd) is None
+def test_a_step_is_read_whatever_the_order_of_its_keys(tmp_path: Path) -> None:
+    lines = [step_line(n, loss=loss, now_bytes=7) for n, loss in enumerate((2.5, None, 1e-9, -2.5), 1)]
+    plain, turned = tmp_path / "events.jsonl", tmp_path / "turned.jsonl"
+    plain.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    turned.write_text("".join(json.dumps(dict(reversed(line.items())), separators=(",", ":")) + "\n" for line in lines))
+    rows = read_whole(plain).series.whole().rows
+    assert [(row[0], row[1], row[5]) for row in rows] == [(1, 2.5, 7), (2, None, 7), (3, 1e-9, 7), (4, -2.5, 7)]
+    assert read_whole(turned).series.whole().rows == rows
+    assert read_whole(turned).steps() == read_whole(plain).steps()
 
 
 def test_odd_lines_and_a_torn_end_do_no_harm(tmp_path: Path) -> None:

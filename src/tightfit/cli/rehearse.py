@@ -294,7 +294,7 @@ def _rows(ready: Ready, outcome: Outcome, probe: Probe | None) -> tuple[Row, ...
     ]
     peaks = [mark.measured_bytes for mark in tally.marks if mark.milestone != "init"] + [tally.peak_bytes]
     peak = max((size for size in peaks if size is not None), default=None)
-    ended = {} if tally.ended is None else json.loads(tally.ended.summary)
+    ended = {} if tally.ended is None else tally.ended.summary
     host = ended.get("host_peak_bytes")
     last = tally.last
     step_s = tally.step_s or (last.step_s if last else None)

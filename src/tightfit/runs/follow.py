@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tightfit.inputs.spelling import open_regular
-from tightfit.runs.events import Event, event_of
+from tightfit.runs.events import Event, event_of, events_of
 
 _CHUNK = 1 << 20
 _LONGEST = 1 << 22
@@ -45,7 +45,7 @@ class Follower:
     def rest(self) -> list[Event]:
         """What is left when nobody writes any more: a last line may lack its end."""
         found = self.poll()
-        last = _event(self._torn)
+        last = event_of(self._torn)
         self._torn = b""
         return found if last is None else [*found, last]
 
@@ -53,7 +53,7 @@ class Follower:
         *lines, self._torn = (self._torn + chunk).split(b"\n")
         if len(self._torn) > _LONGEST:
             self._torn = b""
-        return [event for event in map(_event, lines) if event is not None]
+        return [event for event in events_of([line for line in lines if line.strip()]) if event is not None]
 
 
 def _size(path: Path) -> int:
@@ -61,7 +61,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:  # not there yet
         return 0
-
-
-def _event(line: bytes) -> Event | None:
-    return event_of(line.decode("utf-8", errors="replace")) if line.strip() else None

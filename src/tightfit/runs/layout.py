@@ -6,11 +6,9 @@ its own, since its writer may be killed at any moment, is known by the names tha
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from tightfit.formats.plan_folder import LIST, PLAN_FILES, STAGING
@@ -19,6 +17,7 @@ from tightfit.inputs.spelling import open_regular
 from tightfit.owned import FRESH, Listed, Ours, Patterns
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, STAGED
+from tightfit.runs.events import AttemptBegan, Saved, Started, event_of
 from tightfit.runs.record import read_run
 
 EVENTS, MODEL, EARLIER = "events.jsonl", "model", "earlier"
@@ -26,11 +25,9 @@ HALF = (".model.partial", ".model.old")
 """What a process leaves that is killed while it writes the model; the last checkpoint makes it again."""
 NEIGHBOURS = frozenset({"wandb"})
 """What a library keeps in the folder at the user's wish; it stays where it is."""
-_FIRST = {"start": {"at", "model", "engine", "world", "launcher"}, "attempt": {"at", "number", "plan"}}
-"""How events begin, and what such a line says at least."""
 _READ_BYTES = 65_536
 _MOST_BYTES = 2**20
-"""Of a record: a longer file is none."""
+"""Of a line."""
 
 _LOG = r"(rank-\d+|launcher)\.log"
 _ERRORS = r"errors/rank-\d+\.json"
@@ -131,10 +128,8 @@ class RunFiles:
 def model_files(run: Path) -> Ours:
     """The files of the run's model, as the worker said when it had saved it; by their names where it did not."""
     for line in _lines_backwards(run / EVENTS):
-        if line.startswith(b'{"event": "saved"'):
-            with suppress(ValueError, KeyError, TypeError, RecursionError):
-                return Listed(str(name) for name in json.loads(line)["files"])
-            break
+        if b'"saved"' in line and isinstance(saved := event_of(line), Saved):
+            return Listed(saved.files) if saved.files else checkpoints.MODEL_FILES
     return checkpoints.MODEL_FILES
 
 
@@ -170,9 +165,9 @@ def _has_events(path: Path) -> bool:
     """Whether the first line is one that our worker, or its supervisor, begins with."""
     try:
         with open_regular(path) as file:
-            tree = json.loads(file.readline(_MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
+            first = event_of(file.readline(_MOST_BYTES))
+    except OSError:
         return False
-    return isinstance(tree, dict) and any(
-        tree.get("event") == event and needed <= set(tree) for event, needed in _FIRST.items()
-    )
+    if isinstance(first, Started):
+        return None not in (first.model, first.engine, first.world, first.launcher)
+    return isinstance(first, AttemptBegan)

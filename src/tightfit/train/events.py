@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import sys
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.owned import open_own
-from tightfit.runs.events import event_of
+from tightfit.runs.events import event_of, finite
 from tightfit.runs.lines import Lines
 from tightfit.train.place import Place
 from tightfit.train.watchers import Watcher
@@ -46,7 +45,7 @@ class Events:
         """One line. Numbers that JSON has no word for become null."""
         if self._file is None:
             return
-        line = json.dumps(_plain({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False)
+        line = json.dumps(finite({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False)
         with self._one_at_a_time:
             self._put(line.encode() + b"\n")
             if self._lines is not None and (told := event_of(line)) is not None:
@@ -117,16 +116,6 @@ def _print(line: str, style: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     with suppress(OSError, ValueError):  # nobody reads any more, which is no reason to stop training
         print(line.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value
 
 
 def _torn(path: Path) -> bool:

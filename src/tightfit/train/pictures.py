@@ -8,15 +8,16 @@ as JSON that the rest costs no more than a look at their first letters.
 from __future__ import annotations
 
 import io
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tightfit.owned import replace_file
+from tightfit.runs import events as told
+from tightfit.runs.events import events_of
 from tightfit.train.config import Milestone
 from tightfit.train.events import EVENTS
 
@@ -103,13 +104,8 @@ def _written(figure: Figure, path: Path) -> Path:
 def read(path: Path) -> History:
     """The events of a file, of which some lines may be torn."""
     history = History()
-    for line in _thinned(path):
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict):
-            _take(history, event)
+    for event in events_of(list(_thinned(path))):
+        _take(history, event)
     return history
 
 
@@ -134,52 +130,43 @@ def _thinned(path: Path) -> Iterator[bytes]:
     return (line for _, line in sorted(kept + others, key=lambda each: each[0]))
 
 
-def _take(history: History, event: Mapping[str, Any]) -> None:
-    kind = event.get("event")
-    if kind == "start":
-        predicted = _block(event, "predicted")
-        history.model = str(event.get("model") or "")[:80]
-        history.limit_bytes = _number(predicted.get("limit_bytes"))
-        history.peak_bytes = _number(predicted.get("peak_bytes"))
-    elif kind == "step":
+def _take(history: History, event: told.Event | None) -> None:
+    if isinstance(event, told.Started):
+        history.model = (event.model or "")[:80]
+        history.limit_bytes, history.peak_bytes = _number(event.limit_bytes), _number(event.peak_bytes)
+    elif isinstance(event, told.Step):
         _take_step(history, event)
-    elif kind == "resumed":
-        _go_back(history, event)
-    elif kind == "eval":
-        step, loss = _number(event.get("step")), _number(event.get("loss"))
-        if step is not None and loss is not None:
-            history.evaluations[int(step)] = loss
-    elif kind == "memory" and event.get("milestone") in list(MILESTONES):  # it may be anything, also what has no hash
-        history.marks[event["milestone"]] = Mark(
-            predicted_bytes=_number(event.get("predicted_bytes")),
-            measured_bytes=_number(event.get("measured_bytes")),
-            host_bytes=_number(event.get("host_bytes")),
-        )
+    elif isinstance(event, told.Resumed) and event.step is not None:
+        _go_back(history, event.step)
+    elif isinstance(event, told.Evaluation):
+        if event.step is not None and (loss := _number(event.loss)) is not None:
+            history.evaluations[event.step] = loss
+    elif isinstance(event, told.MemoryMark):
+        for milestone in MILESTONES:
+            if event.milestone == milestone:
+                history.marks[milestone] = Mark(
+                    predicted_bytes=_number(event.predicted_bytes),
+                    measured_bytes=_number(event.measured_bytes),
+                    host_bytes=_number(event.host_bytes),
+                )
 
 
-def _go_back(history: History, event: Mapping[str, Any]) -> None:
+def _go_back(history: History, number: int) -> None:
     """What came after the checkpoint was lost, and is made again: all of it, also where few steps are drawn."""
-    number = _number(event.get("step"))
-    if number is None:
-        return
     kept = [step for step in history.steps if step.step <= number]
     if history.steps:
-        history.restarts.append(int(number))
+        history.restarts.append(number)
     history.steps[:] = kept
     history.evaluations = {step: loss for step, loss in history.evaluations.items() if step <= number}
 
 
-def _take_step(history: History, event: Mapping[str, Any]) -> None:
-    number = _number(event.get("step"))
-    if number is None:
-        return
-    memory = _block(event, "memory")
+def _take_step(history: History, event: told.Step) -> None:
     made = Step(
-        step=int(number),
-        loss=_number(event.get("loss")),
-        learning_rate=_number(event.get("learning_rate")),
-        peak_bytes=_number(memory.get("peak_bytes")),
-        host_bytes=_number(memory.get("host_bytes")),
+        step=event.step,
+        loss=_number(event.loss),
+        learning_rate=_number(event.learning_rate),
+        peak_bytes=_number(event.peak_bytes),
+        host_bytes=_number(event.host_bytes),
     )
     steps = history.steps
     if steps and made.step <= steps[-1].step:
@@ -187,11 +174,6 @@ def _take_step(history: History, event: Mapping[str, Any]) -> None:
         while steps and steps[-1].step >= made.step:  # they were lost, and are made again
             steps.pop()
     steps.append(made)
-
-
-def _block(event: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = event.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _number(value: object) -> float | None:

@@ -3,15 +3,11 @@
 A run of a million steps has a file of some hundred megabytes. The rough picture takes single lines from all over the
 file, which takes no longer for a long file than for a short one. Then the file is read from its beginning in portions,
 and the exact curve takes the place of the rough one when the end is reached; from there on only what is new is read.
-Steps are by far the most of it, so their usual line is taken apart by one pattern; every other line goes the way of
-`runs/events.py`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +16,7 @@ from pathlib import Path
 
 from tightfit.diagnose.masks import masked
 from tightfit.inputs.spelling import open_regular
-from tightfit.runs.events import AttemptBegan, Ended, Event, Progress, Resumed, Started, Step, event_of
+from tightfit.runs.events import AttemptBegan, Ended, Event, Progress, Resumed, Started, Step, events_of, time_of
 from tightfit.runs.lines import line_of
 from tightfit.web.series import Bucket, Series, single
 
@@ -34,13 +30,6 @@ TAIL_BYTES = 64 * 1024
 _CHUNK = 512 * 1024
 _LONGEST = 1 << 22
 _SAMPLE_BYTES = 2048
-_STEP = b'{"event": "step", '
-_USUAL = re.compile(
-    rb'\{"event": "step", "at": [\d.]+, "step": (\d+), "steps": \w+, "loss": ([^,{]+), (?:"\w+": [^,{]+, )*?'
-    rb'"tokens_per_s": ([^,{]+), (?:"\w+": [^,{]+, )*"memory": '
-    rb'\{"now_bytes": (\d+|null), "peak_bytes": (\d+|null), "host_bytes": (\d+|null)\}.*?"skipped": false\}'
-)
-_AT = re.compile(rb'"at": (\d{1,12}(?:\.\d{1,6})?)')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,45 +111,29 @@ class History:
     def _take_tail(self) -> None:
         """How far the run is, before all of it is read."""
         self._recent.clear()
-        self._keep([line for line in last_lines(self._path) if line.startswith(_STEP)])
-
-    def _keep(self, lines: list[bytes]) -> None:
-        found = (event_of(line.decode("utf-8", "replace")) for line in lines[-RECENT:])
-        self._recent.extend([step for step in found if isinstance(step, Step)])
+        self._recent.extend(event for event in events_of(last_lines(self._path)) if isinstance(event, Step))
 
     def _take(self, chunk: bytes) -> None:
         *lines, self._torn = (self._torn + chunk).split(b"\n")
         if len(self._torn) > _LONGEST:
             self._torn = b""
-        add = self.series.add
-        last: list[bytes] = []
-        for line in lines:
-            bucket = usual_step(line)
-            if bucket is not None:
-                add(bucket)
-                last.append(line)
-            elif line:
-                self._add(line, last)
-        if last:
-            self.doing = None
-            if self._sampled is None:
-                self._keep(last)
+        lines = [line for line in lines if line]
+        for line, event in zip(lines, events_of(lines), strict=True):
+            if isinstance(event, Step):
+                self.series.add(_bucket(event))
+                self.doing = None
+                if self._sampled is None:
+                    self._recent.append(event)
+            elif event is not None:
+                self._add(event, line)
 
-    def _add(self, line: bytes, last: list[bytes]) -> None:
-        event = event_of(line.decode("utf-8", "replace"))
-        if event is None:
-            return
-        if isinstance(event, Step):
-            self.series.add(_bucket(event))
-            last.append(line)
-            return
+    def _add(self, event: Event, line: bytes) -> None:
         if isinstance(event, Progress):
             self.doing = event
             return
         if isinstance(event, Started):
-            self.limit_bytes = _limit(line) or self.limit_bytes
+            self.limit_bytes = event.limit_bytes or self.limit_bytes
         if isinstance(event, Started | AttemptBegan | Resumed):
-            last.clear()
             if self._sampled is None:
                 self._recent.clear()
             self.doing = self.ended = None
@@ -171,27 +144,8 @@ class History:
     def _say(self, event: Event, line: bytes) -> None:
         text, style = line_of(event)
         if text:
-            found = _AT.search(line)
-            at = float(found[1]) if found else None
             mood = "bad" if "red" in style else "warn" if "yellow" in style else "good" if text[0] == "✓" else ""
-            self.said.append(Said(at=at, text=masked(text), mood=mood))
-
-
-def usual_step(line: bytes) -> Bucket | None:
-    """A step's line as our worker writes it; None: it is something else."""
-    found = _USUAL.match(line)
-    if found is None:
-        return None
-    step, loss, pace, *held = found.groups()
-    try:
-        return single(
-            int(step),
-            None if loss == b"null" else _finite(float(loss)),
-            None if pace == b"null" else float(pace),
-            [None if size == b"null" else int(size) for size in held],
-        )
-    except ValueError:
-        return None
+            self.said.append(Said(at=time_of(line), text=masked(text), mood=mood))
 
 
 def _bucket(step: Step) -> Bucket:
@@ -203,23 +157,12 @@ def _finite(number: float) -> float | None:
     return number if number - number == 0 else None
 
 
-def _limit(line: bytes) -> int | None:
-    try:
-        limit = json.loads(line)["predicted"]["limit_bytes"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return limit if isinstance(limit, int) and limit > 0 else None
-
-
 def sampled(path: Path) -> Series:
     """A rough picture: steps from all over the file, and its last ones."""
     series = Series()
-    for line in _samples(path):
-        bucket = usual_step(line)
-        if bucket is None and (event := event_of(line.decode("utf-8", "replace"))) and isinstance(event, Step):
-            bucket = _bucket(event)
-        if bucket is not None:
-            series.add(bucket)
+    for event in events_of(list(_samples(path))):
+        if isinstance(event, Step):
+            series.add(_bucket(event))
     return series
 
 
