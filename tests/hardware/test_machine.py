@@ -92,7 +92,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(machine, "_BESIDE_PATH", dict.fromkeys(machine._BESIDE_PATH, ()))
+    monkeypatch.setattr(tools, "BESIDE_PATH", {})
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     return Bench(tmp_path / "bin")
 

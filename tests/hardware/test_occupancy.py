@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.hardware import machine
 from tightfit.hardware.catalogue import GIB, MIB
 from tightfit.hardware.machine import free_ram
 from tightfit.hardware.occupancy import occupancy
@@ -39,10 +38,15 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(machine, "_BESIDE_PATH", dict.fromkeys(machine._BESIDE_PATH, ()))
+    monkeypatch.setattr("tightfit.hardware.probes.tools.BESIDE_PATH", {})
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     return folder
+
+
+def row(number: int, free: int) -> str:
+    card = f"{number}, 00000000:0{number}:00.0, {UUID}{number}, 24564, {24564 - free}"
+    return f"{card}, {free}, 0, 41, 31.50, 550.54.15, 8.9, NVIDIA GeForce RTX 4090\n"
 
 
 def nvidia(folder: Path, apps: str = "", gpus: int = 4) -> None:
@@ -50,10 +54,7 @@ def nvidia(folder: Path, apps: str = "", gpus: int = 4) -> None:
         folder,
         "nvidia-smi",
         {
-            "--query-gpu=index,uuid": "".join(
-                f"{i}, {UUID}{i}, 24564, 8.9, NVIDIA GeForce RTX 4090\n" for i in range(gpus)
-            ),
-            "--query-gpu=index,memory.free": "".join(f"{i}, {24000 - 1000 * i}\n" for i in range(gpus)),
+            "--query-gpu=index,pci": "".join(row(i, 24000 - 1000 * i) for i in range(gpus)),
             "--query-compute-apps": apps,
         },
     )
@@ -87,9 +88,9 @@ def test_only_what_a_job_may_see_in_its_own_words(tools: Path, monkeypatch: pyte
 
 
 def test_a_tool_that_fails_at_the_second_question_leaves_it_unknown(tools: Path) -> None:
-    install(tools, "nvidia-smi", {"--query-gpu=index,uuid": f"0, {UUID}0, 24564, 8.9, NVIDIA GeForce RTX 4090\n"})
+    install(tools, "nvidia-smi", {"--query-gpu=index,pci": row(0, 24000)})
     (device,) = occupancy().devices
-    assert device.free_bytes is None
+    assert device.free_bytes == 24000 * MIB
     assert device.holders == ()
 
 

@@ -18,7 +18,6 @@ from tightfit.cli import train_machine as cli_train_machine
 from tightfit.cli.run_plan import Known, Planner, RunSetting, prediction
 from tightfit.cli.run_wait import wait_for_gpus
 from tightfit.diagnose.verdict import OomNumbers, Verdict
-from tightfit.hardware import machine
 from tightfit.hardware.words import parse_hardware
 from tightfit.planner.calibration import Calibration, Entry
 from tightfit.planner.step_down import Shortfall
@@ -137,10 +136,11 @@ def test_what_the_probe_saw_is_in_the_cache_afterwards(tmp_path: Path, monkeypat
     tools = tmp_path / "tools"
     tools.mkdir()
     row = f"0, {UUID}, 24564, 8.9, NVIDIA GeForce RTX 4090\\n"
+    whole = f"0, 00000000:01:00.0, {UUID}, 24564, 20564, 4000, 0, 41, 31.50, 550.54.15, 8.9, RTX 4090\\n"
     (tools / "nvidia-smi").write_text(
         f"#!{sys.executable} -SE\nimport pathlib, sys\npid = pathlib.Path({str(tools)!r}, 'pid')\n"
         f"apps = f'{UUID}, {{pid.read_text()}}, 20480\\n' if pid.exists() else ''\n"
-        f"answers = {{'--query-gpu=index,uuid': '{row}', '--query-gpu=index,memory.free': '0, 4000\\n', "
+        f"answers = {{'--query-gpu=index,uuid': '{row}', '--query-gpu=index,pci': '{whole}', "
         "'--query-compute': apps}\n"
         "if apps and sys.argv[1].startswith('--query-compute'):\n    pid.with_name('seen').touch()\n"
         "print(next((text for key, text in answers.items() if sys.argv[1].startswith(key)), ''), end='')\n",
@@ -177,7 +177,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "_BESIDE_PATH", dict.fromkeys(machine._BESIDE_PATH, ()))
+    monkeypatch.setattr("tightfit.hardware.probes.tools.BESIDE_PATH", {})
     monkeypatch.setattr(cli_train_machine, "WAIT_S", 0.2)
     made = Card(folder)
     yield made

@@ -94,21 +94,22 @@ UUID = "GPU-5ad1a1f0-7a0c-4c3e-8b60-0d5a6a0c5a0"
 @pytest.fixture
 def four_gpus(shell: Shell) -> Shell:
     """A stand-in for nvidia-smi that shows four cards, the last almost full."""
-    from tightfit.hardware import machine
-
     folder = shell.folder.parent / "tools"
     folder.mkdir()
     rows = "".join(f"{i}, {UUID}{i}, 24564, 8.9, NVIDIA GeForce RTX 4090\n" for i in range(4))
-    free = "".join(f"{i}, {800 if i == 3 else 24100}\n" for i in range(4))
+    whole = "".join(
+        f"{i}, 00000000:0{i}:00.0, {UUID}{i}, 24564, 0, {800 if i == 3 else 24100}, 0, 41, 31.50, 550.54.15, 8.9, RTX\n"
+        for i in range(4)
+    )
     apps = f"{UUID}3, {os.getpid()}, 23000\n"
-    answers = {"--query-gpu=index,uuid": rows, "--query-gpu=index,memory.free": free, "--query-compute": apps}
+    answers = {"--query-gpu=index,uuid": rows, "--query-gpu=index,pci": whole, "--query-compute": apps}
     (folder / "nvidia-smi").write_text(
         f"#!{sys.executable} -SE\nimport sys\n"
         f"print(next(text for key, text in {answers!r}.items() if sys.argv[1].startswith(key)), end='')\n"
     )
     (folder / "nvidia-smi").chmod(0o755)
     shell.monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    shell.monkeypatch.setattr(machine, "_BESIDE_PATH", dict.fromkeys(machine._BESIDE_PATH, ()))
+    shell.monkeypatch.setattr("tightfit.hardware.probes.tools.BESIDE_PATH", {})
     return shell
 
 

@@ -40,7 +40,8 @@ class Card:
         (folder / "nvidia-smi").write_text(
             f"#!{sys.executable} -SE\nimport sys\nfree = open({str(self.free)!r}).read()\n"
             f"apps = '' if int(free) > 800 else '{UUID}, {self.holder.pid}, 23000\\n'\n"
-            f"answers = {{'--query-gpu=index,uuid': {row!r}, '--query-gpu=index,memory.free': '0, ' + free + '\\n', "
+            f"whole = f'0, 00000000:01:00.0, {UUID}, 24564, 0, {{free}}, 0, 41, 31.50, 550.54.15, 8.9, RTX 4090\\n'\n"
+            f"answers = {{'--query-gpu=index,uuid': {row!r}, '--query-gpu=index,pci': whole, "
             "'--query-compute': apps}\n"
             "print(next(text for key, text in answers.items() if sys.argv[1].startswith(key)), end='')\n"
         )
@@ -64,12 +65,10 @@ class Card:
 
 @pytest.fixture
 def card(shell: Shell) -> object:
-    from tightfit.hardware import machine
-
     folder = shell.folder.parent / "tools"
     folder.mkdir()
     shell.monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    shell.monkeypatch.setattr(machine, "_BESIDE_PATH", dict.fromkeys(machine._BESIDE_PATH, ()))
+    shell.monkeypatch.setattr("tightfit.hardware.probes.tools.BESIDE_PATH", {})
     shell.monkeypatch.setattr(cli_train_machine, "WAIT_S", 0.2)
     made = Card(folder)
     yield made

@@ -14,57 +14,26 @@ With no GPU at all the CPU poses as two ranks, so that everything can be tried a
 
 from __future__ import annotations
 
-import csv
 import os
 import re
-import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from tightfit.hardware.catalogue import GIB, MIB
-from tightfit.hardware.probes.amd_smi import parse_metric, with_names
-from tightfit.hardware.probes.card import Card
-from tightfit.hardware.probes.nvidia import nvml
-from tightfit.hardware.probes.rocm_smi import parse_cards
-from tightfit.hardware.probes.tools import Hung, Silent, ask_at
+from tightfit.hardware.catalogue import GIB
+from tightfit.hardware.probes import TOOLS
+from tightfit.hardware.probes.card import Answer, Card
 from tightfit.hardware.words import parse_size, recognise
-from tightfit.types import Gpu, Hardware, HardwareError, Vendor
+from tightfit.types import Gpu, Hardware, HardwareError
 
 _TIMEOUT_S = 15
-_BESIDE_PATH: dict[str, tuple[str, ...]] = {
-    "nvidia-smi": ("/usr/lib/wsl/lib/nvidia-smi",),
-    "hy-smi": ("/opt/hyhal/bin/hy-smi", "/usr/local/hyhal/bin/hy-smi"),
-    "rocm-smi": ("/opt/rocm/bin/rocm-smi",),
-    "amd-smi": ("/opt/rocm/bin/amd-smi",),
-}
-"""Where the tools live when a login shell has not put them on PATH."""
-
-_NVIDIA_CSV = "--format=csv,noheader,nounits"
+_ORDER = ("NVML", "nvidia-smi", "hy-smi", "rocm-smi", "amd-smi")
+"""amd-smi counts cards in its own order, and is asked last for that."""
 _ASSUMED_RAM = 4 * GIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """One device as a tool shows it."""
-
-    name: str
-    memory_bytes: int | None
-    arch: str | None = None
-    uuid: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
-    """All devices that one tool shows, in its order."""
-
-    tool: str
-    vendor: Vendor
-    devices: tuple[Seen, ...]
 
 
 def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardware:
@@ -74,13 +43,13 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     """
     ram, ram_because = ram_here() if host_ram is None else (parse_size(host_ram), ())
     nvme_bytes = None if nvme is None else parse_size(nvme)
-    devices: tuple[Seen, ...] = ()
+    devices: tuple[Card, ...] = ()
     sight, because = look()
     if sight is not None:
         devices, because = visible(sight, os.environ)
     if sight is not None and devices:
         gpu, more = _alike(devices, sight, os.environ)
-        count, because = len(devices), (f"{sight.tool} shows {_tally(sight.devices)}.", *because, *more)
+        count, because = len(devices), (f"{sight.tool} shows {_tally(sight.cards)}.", *because, *more)
     else:
         gpu, count = _cpu(ram), 2
         share = f"{gpu.memory_bytes / GIB:.1f} GiB of host RAM each"
@@ -94,17 +63,24 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     )
 
 
-def look() -> tuple[Sight | None, tuple[str, ...]]:
-    """What the first tool with an answer shows; else why those that are installed showed nothing."""
-    failures: list[str] = []
-    probes: tuple[Callable[[], Sight], ...] = (_nvml, _nvidia_smi, _hy_smi, _rocm_smi, _amd_smi)
-    for probe in probes:
-        try:
-            return probe(), ()
-        except Silent as silence:
-            if str(silence) and str(silence) not in failures:
-                failures.append(str(silence))
-    return None, tuple(failures)
+def look(*, whole: bool = False) -> tuple[Answer | None, tuple[str, ...]]:
+    """What the first tool with an answer shows; else why those that are installed showed nothing.
+
+    `whole`: with who is on the cards, and what is free there.
+    """
+    problems: list[str] = []
+    for tool in _ORDER:
+        answer = TOOLS[tool](time.monotonic() + _TIMEOUT_S, whole=whole)
+        if answer.cards:
+            return answer, ()
+        if answer.problem is not None:
+            problems.append(answer.problem)
+    return None, tuple(dict.fromkeys(problems))
+
+
+def name_of(card: Card) -> str:
+    """What the card is called, where its tool does not say."""
+    return card.name or {"hygon": "Hygon DCU", "amd": "AMD GPU"}.get(card.vendor, "NVIDIA GPU")
 
 
 def _cpu(ram: int | None) -> Gpu:
@@ -129,16 +105,17 @@ def fp16_here(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> bo
 # --- from devices to one Gpu --------------------------------------------------------------------
 
 
-def _alike(devices: tuple[Seen, ...], sight: Sight, env: Mapping[str, str]) -> tuple[Gpu, tuple[str, ...]]:
+def _alike(devices: tuple[Card, ...], sight: Answer, env: Mapping[str, str]) -> tuple[Gpu, tuple[str, ...]]:
     """One Gpu to stand for all: the smallest memory and the slowest rates among them."""
     because: list[str] = []
     gpus: list[Gpu] = []
     unreadable = 0
     for device in devices:
-        gpu, sentence = recognise(device.name, device.memory_bytes)
-        if gpu is None and device.memory_bytes is not None:
-            gpu = Gpu(name=device.name, vendor=sight.vendor, memory_bytes=device.memory_bytes)
-            sentence = f"{device.name} is not in our catalogue, so its rates are unknown."
+        name = name_of(device)
+        gpu, sentence = recognise(name, device.total_bytes)
+        if gpu is None and device.total_bytes is not None:
+            gpu = Gpu(name=name, vendor=device.vendor, memory_bytes=device.total_bytes)
+            sentence = f"{name} is not in our catalogue, so its rates are unknown."
         if gpu is None:
             unreadable += 1
             continue
@@ -147,14 +124,14 @@ def _alike(devices: tuple[Seen, ...], sight: Sight, env: Mapping[str, str]) -> t
             because.append(sentence)
     if not gpus:
         raise HardwareError(
-            f"{sight.tool} does not say how much memory {devices[0].name} has: "
+            f"{sight.tool} does not say how much memory {name_of(devices[0])} has: "
             f"say it with --gpus, like {len(devices)}x24GB."
         )
     if unreadable:
         because.append(f"{unreadable} of {len(devices)} GPUs report no memory size: taken to be like the others.")
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
     if any(gpu.name != smallest.name or _apart(gpu, smallest) for gpu in gpus):
-        because.append(_mixed(gpus, smallest, sight, env))
+        because.append(_mixed(gpus, smallest, devices[0].vendor == "nvidia", env))
         smallest = _slowest(gpus, smallest)
     return smallest, tuple(because)
 
@@ -164,13 +141,13 @@ def _apart(gpu: Gpu, other: Gpu) -> bool:
     return abs(gpu.memory_bytes - other.memory_bytes) > GIB
 
 
-def _mixed(gpus: list[Gpu], smallest: Gpu, sight: Sight, env: Mapping[str, str]) -> str:
-    variable = "CUDA_VISIBLE_DEVICES" if sight.vendor == "nvidia" else "HIP_VISIBLE_DEVICES"
+def _mixed(gpus: list[Gpu], smallest: Gpu, is_nvidia: bool, env: Mapping[str, str]) -> str:
+    variable = "CUDA_VISIBLE_DEVICES" if is_nvidia else "HIP_VISIBLE_DEVICES"
     sentence = (
         f"The GPUs are not alike: all are planned with the smallest memory, the {smallest.memory_bytes / GIB:.1f} GiB "
         f"of {smallest.name} (leave it out with {variable} to plan for the larger ones)."
     )
-    if sight.vendor == "nvidia" and env.get("CUDA_VISIBLE_DEVICES") and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+    if is_nvidia and env.get("CUDA_VISIBLE_DEVICES") and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         sentence += " CUDA counts the fastest card first: set CUDA_DEVICE_ORDER=PCI_BUS_ID to count as nvidia-smi does."
     return sentence
 
@@ -193,25 +170,25 @@ def _slowest(gpus: list[Gpu], smallest: Gpu) -> Gpu:
     )
 
 
-def _tally(devices: tuple[Seen, ...]) -> str:
-    return " and ".join(f"{count} × {name}" for name, count in Counter(device.name for device in devices).items())
+def _tally(devices: tuple[Card, ...]) -> str:
+    return " and ".join(f"{count} × {name}" for name, count in Counter(map(name_of, devices)).items())
 
 
 # --- which of them a job would see --------------------------------------------------------------
 
 
-def visible(sight: Sight, env: Mapping[str, str]) -> tuple[tuple[Seen, ...], tuple[str, ...]]:
+def visible(sight: Answer, env: Mapping[str, str]) -> tuple[tuple[Card, ...], tuple[str, ...]]:
     """The devices that the visibility variables leave, as CUDA or HIP would read them.
 
     ROCr filters first and HIP counts among what is left; HIP's own variable wins over CUDA's, which
     HIP reads as well.
     """
-    if sight.vendor == "nvidia":
+    if sight.cards[0].vendor == "nvidia":
         names = ["CUDA_VISIBLE_DEVICES"]
     else:
         hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
         names = ["ROCR_VISIBLE_DEVICES", hip]
-    devices, because = sight.devices, []
+    devices, because = sight.cards, []
     for name in names:
         if name in env:
             kept = _pick(devices, env[name], name)
@@ -220,9 +197,9 @@ def visible(sight: Sight, env: Mapping[str, str]) -> tuple[tuple[Seen, ...], tup
     return devices, tuple(because)
 
 
-def _pick(devices: tuple[Seen, ...], wanted: str, variable: str) -> tuple[Seen, ...]:
+def _pick(devices: tuple[Card, ...], wanted: str, variable: str) -> tuple[Card, ...]:
     """As the drivers do it: in the order given, and nothing after the first that does not exist."""
-    picked: dict[int, Seen] = {}
+    picked: dict[int, Card] = {}
     for word in (part.strip() for part in wanted.split(",")):
         if word.startswith("MIG-"):
             raise HardwareError(f"{variable} names a MIG slice, whose size we cannot read: say it with --gpus 1x20GB.")
@@ -236,108 +213,7 @@ def _pick(devices: tuple[Seen, ...], wanted: str, variable: str) -> tuple[Seen, 
     return tuple(picked.values())
 
 
-# --- NVIDIA -------------------------------------------------------------------------------------
-
-
-def _nvml() -> Sight:
-    """nvidia-ml-py, where it is installed; a driver that hangs is not waited for."""
-    answer = nvml(time.monotonic() + _TIMEOUT_S)
-    if not answer.cards:
-        raise Silent(answer.problem or "")
-    return _sight("NVML", "nvidia", [_seen(card) for card in answer.cards])
-
-
-def _nvidia_smi() -> Sight:
-    """Drivers before 510 do not know `compute_cap` and refuse the whole query for it."""
-    try:
-        lines = run_tool("nvidia-smi", "--query-gpu=index,uuid,memory.total,compute_cap,name", _NVIDIA_CSV)
-        has_capability = True
-    except Silent as silence:
-        if "compute_cap" not in str(silence):
-            raise
-        lines = run_tool("nvidia-smi", "--query-gpu=index,uuid,memory.total,name", _NVIDIA_CSV)
-        has_capability = False
-    rows = csv.reader(lines.splitlines(), skipinitialspace=True)
-    seen = (_nvidia_row([field.strip() for field in row], has_capability) for row in rows)
-    return _sight("nvidia-smi", "nvidia", [device for device in seen if device is not None])
-
-
-def _nvidia_row(fields: list[str], has_capability: bool) -> Seen | None:
-    """One line of the query. The name comes last, for it may hold commas, quoted or not."""
-    fixed = 4 if has_capability else 3
-    if len(fields) <= fixed or not fields[0].isdigit():
-        return None
-    capability = re.fullmatch(r"([0-9]+)\.([0-9]+)", fields[3]) if has_capability else None
-    return Seen(
-        name=", ".join(fields[fixed:]),
-        memory_bytes=positive(fields[2], MIB),
-        arch=f"sm_{capability[1]}{capability[2]}" if capability else None,
-        uuid=fields[1] if fields[1].startswith("GPU-") else None,
-    )
-
-
-# --- AMD and Hygon ------------------------------------------------------------------------------
-
-_SMI_QUESTIONS: tuple[tuple[str, ...], ...] = (
-    ("--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--json"),
-    ("--showproductname", "--showuniqueid", "--showmeminfo", "vram"),
-    (),
-)
-"""In turn until one shows a card: some releases know no JSON, and the oldest nothing but their table."""
-
-
-def _hy_smi() -> Sight:
-    return _smi("hy-smi", "hygon")
-
-
-def _rocm_smi() -> Sight:
-    return _smi("rocm-smi", "amd")
-
-
-def _smi(tool: str, vendor: Vendor) -> Sight:
-    silence = Silent(f"{tool} answered with something that is not understood here.")
-    for question in _SMI_QUESTIONS:
-        try:
-            text = run_tool(tool, *question)
-        except Silent as said:
-            if not str(said) or isinstance(said, Hung):
-                raise
-            silence = said
-            continue
-        cards = parse_cards(text, vendor)
-        if cards:
-            return _sight(tool, cards[0].vendor, [_seen(card) for card in cards])
-    raise silence
-
-
-def _amd_smi() -> Sight:
-    """It counts cards in its own order, and is asked last for that."""
-    cards = parse_metric(run_tool("amd-smi", "metric", "--json"))
-    with suppress(Silent):
-        cards = with_names(cards, run_tool("amd-smi", "static", "--asic", "--bus", "--json"))
-    return _sight("amd-smi", "amd", [_seen(card) for card in cards])
-
-
-def _seen(card: Card) -> Seen:
-    fallback = {"hygon": "Hygon DCU", "amd": "AMD GPU"}.get(card.vendor, "NVIDIA GPU")
-    return Seen(name=card.name or fallback, memory_bytes=card.total_bytes, arch=card.arch, uuid=card.uuid)
-
-
-# --- tools --------------------------------------------------------------------------------------
-
-
-def run_tool(tool: str, *arguments: str) -> str:
-    """A tool's output; Silent if it is missing, fails or hangs."""
-    path = shutil.which(tool) or next((path for path in _BESIDE_PATH[tool] if os.access(path, os.X_OK)), None)
-    if path is None:
-        raise Silent("")
-    return ask_at(tool, path, *arguments, timeout_s=_TIMEOUT_S)
-
-
-def _sight(tool: str, vendor: Vendor, devices: list[Seen]) -> Sight:
-    if not devices:
-        raise Silent(f"{tool} shows no GPU.")
-    return Sight(tool=tool, vendor=vendor, devices=tuple(devices))
+# --- sizes --------------------------------------------------------------------------------------
 
 
 def positive(value: object, unit: int = 1) -> int | None:

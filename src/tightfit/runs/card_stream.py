@@ -15,11 +15,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tightfit.hardware.probes.card import Card, CardProcess
-from tightfit.hardware.probes.nvidia import FIELDS, parse_apps, parse_cards
-from tightfit.hardware.probes.tools import Silent, ask, place_of
+from tightfit.hardware.probes.nvidia import parse_cards, processes, repeating
+from tightfit.hardware.probes.tools import TIMEOUT_S, Silent
 
-TOOL = "nvidia-smi"
-_CSV = "--format=csv,noheader,nounits"
 PROCESSES_S = 15.0
 """Between two questions for the processes."""
 SILENCE_S = 5.0
@@ -38,10 +36,9 @@ class CardStream:
     @classmethod
     def start(cls, cards: Sequence[Card], interval_s: float) -> CardStream | None:
         """None: not all of these cards are NVIDIA's, or its tool is not there."""
-        place = place_of(TOOL)
-        if place is None or not cards or any(card.vendor != "nvidia" or card.uuid is None for card in cards):
+        command = repeating(interval_s)
+        if command is None or not cards or any(card.vendor != "nvidia" or card.uuid is None for card in cards):
             return None
-        command = [place, f"--query-gpu={','.join(FIELDS)}", _CSV, "-lms", str(max(100, round(interval_s * 1000)))]
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -90,5 +87,5 @@ class CardStream:
 def _people(
     known: dict[str | None, tuple[CardProcess, ...] | None],
 ) -> dict[str | None, tuple[CardProcess, ...] | None]:
-    apps = parse_apps(ask(TOOL, "--query-compute-apps=gpu_uuid,pid,used_memory", _CSV))
+    apps = processes(time.monotonic() + TIMEOUT_S)
     return {uuid: tuple(process for own, process in apps if own == uuid) for uuid in known}

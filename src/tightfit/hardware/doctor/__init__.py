@@ -25,7 +25,8 @@ from tightfit.hardware.probes import probe_cards
 from tightfit.hardware.probes.card import Cards
 from tightfit.hardware.probes.nvidia import links as nvidia_links
 from tightfit.hardware.probes.nvidia import parse_links
-from tightfit.hardware.probes.tools import Silent, ask, place_of
+from tightfit.hardware.probes.rocm_smi import show_links
+from tightfit.hardware.probes.tools import Silent, place_of
 
 PATIENCE_S = 6.0
 TORCH_S = 8.5
@@ -89,7 +90,7 @@ def _links(deadline: float) -> tuple[Link, ...]:
     for tool in ("hy-smi", "rocm-smi"):
         if place_of(tool) is not None:
             try:
-                return parse_links(ask(tool, "--showtopotype"))
+                return parse_links(show_links(tool))
             except Silent:
                 return ()
     return ()

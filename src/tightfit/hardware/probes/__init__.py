@@ -7,8 +7,9 @@ hangs is left behind. See `card.py` for what is known of a card.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from tightfit.hardware.probes.amd_smi import amd_smi
 from tightfit.hardware.probes.card import Answer, Card, CardProcess, Cards, together
@@ -18,9 +19,16 @@ from tightfit.hardware.probes.nvidia import nvidia_smi, nvml
 from tightfit.hardware.probes.rocm_smi import rocm_smi
 from tightfit.hardware.probes.torch_probe import torch_probe
 
+
+class Probe(Protocol):
+    """How a tool is asked: by a moment of the monotonic clock. Not `whole`: only which cards there are."""
+
+    def __call__(self, deadline: float, *, whole: bool = True) -> Answer: ...
+
+
 PATIENCE_S = 6.0
-"""For all questions to one tool; each has a shorter limit of its own."""
-TOOLS: Mapping[str, Callable[[float], Answer]] = {
+"""For all questions to one tool."""
+TOOLS: Mapping[str, Probe] = {
     "NVML": nvml,
     "nvidia-smi": nvidia_smi,
     "hy-smi": hy_smi,

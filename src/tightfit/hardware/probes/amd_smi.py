@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from dataclasses import replace
 from tightfit.hardware.probes.card import Answer, Card, CardProcess, settled
 from tightfit.hardware.probes.readings import celsius, pci_address, percent, process_id, size, total, watts, words
 from tightfit.hardware.probes.shapes import told_lines, tree_of
-from tightfit.hardware.probes.tools import SLOW_S, Hung, Silent, ask
+from tightfit.hardware.probes.tools import Hung, Silent, ask_by
 
 _HEAD = re.compile(r"GPU\s*:\s*([0-9]{1,4})\s*")
 _PAIR = re.compile(r"(\s*)([A-Za-z0-9_ ]+?)\s*:\s*(.*?)\s*")
@@ -25,30 +24,25 @@ _MOST_CARDS = 1024
 Tree = Mapping[str, object]
 
 
-def amd_smi(deadline: float) -> Answer:
-    """What `amd-smi` says, by `deadline` of the monotonic clock."""
+def amd_smi(deadline: float, *, whole: bool = True) -> Answer:
+    """What `amd-smi` says, by `deadline` of the monotonic clock; not `whole`: without who is on the cards."""
     try:
-        cards = parse_metric(_asked(deadline, "metric", "--json"))
+        cards = parse_metric(ask_by(deadline, "amd-smi", "metric", "--json"))
         if not cards:
-            cards = parse_metric(_asked(deadline, "metric"))
+            cards = parse_metric(ask_by(deadline, "amd-smi", "metric"))
     except Silent as silence:
         return Answer(tool="amd-smi", problem=str(silence) or None, hung=isinstance(silence, Hung))
     if not cards:
         return Answer(tool="amd-smi", problem="amd-smi answered, and showed no card in a shape that is known here.")
     with suppress(Silent):
-        cards = with_names(cards, _asked(deadline, "static", "--asic", "--bus", "--json"))
+        cards = with_names(cards, ask_by(deadline, "amd-smi", "static", "--asic", "--bus", "--json"))
+    if not whole:
+        return Answer(tool="amd-smi", cards=cards)
     with suppress(Silent):
-        cards = with_names(cards, _asked(deadline, "list", "--json"))
+        cards = with_names(cards, ask_by(deadline, "amd-smi", "list", "--json"))
     with suppress(Silent):
-        cards = with_processes(cards, _asked(deadline, "process", "--json"))
+        cards = with_processes(cards, ask_by(deadline, "amd-smi", "process", "--json"))
     return Answer(tool="amd-smi", cards=cards)
-
-
-def _asked(deadline: float, *arguments: str) -> str:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise Hung("amd-smi took too long.")
-    return ask("amd-smi", *arguments, timeout_s=min(SLOW_S, left))
 
 
 def parse_metric(text: str) -> tuple[Card, ...]:

@@ -9,5 +9,5 @@ from tightfit.hardware.probes.card import Answer
 from tightfit.hardware.probes.rocm_smi import probe
 
 
-def hy_smi(deadline: float) -> Answer:
-    return probe("hy-smi", "hygon", deadline)
+def hy_smi(deadline: float, *, whole: bool = True) -> Answer:
+    return probe("hy-smi", "hygon", deadline, whole=whole)

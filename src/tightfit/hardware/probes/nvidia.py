@@ -20,7 +20,7 @@ from pathlib import Path
 from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, settled
 from tightfit.hardware.probes.readings import celsius, pci_address, percent, process_id, size, total, watts, words
 from tightfit.hardware.probes.shapes import told_lines, tree_of
-from tightfit.hardware.probes.tools import SLOW_S, Hung, Silent, ask, run
+from tightfit.hardware.probes.tools import Hung, Silent, ask_by, place_of, run
 
 FIELDS = (
     "index",
@@ -37,6 +37,7 @@ FIELDS = (
     "name",
 )
 """The name comes last, for it may hold commas, quoted or not."""
+_NAMES = ("index", "uuid", "memory.total", "compute_cap", "name")
 _CSV = "--format=csv,noheader,nounits"
 _REFUSED = re.compile(r'Field "([^"]+)" is not a valid field')
 _MOST_REFUSALS = 4
@@ -44,42 +45,49 @@ _RUNTIME = re.compile(r"CUDA(?: UMD)? Version\s*:\s*([0-9]{1,2}\.[0-9]{1,2})")
 _CHILD = Path(__file__).with_name("nvml_child.py")
 
 
-def nvidia_smi(deadline: float) -> Answer:
-    """What `nvidia-smi` says, by `deadline` of the monotonic clock."""
+def nvidia_smi(deadline: float, *, whole: bool = True) -> Answer:
+    """What `nvidia-smi` says, by `deadline` of the monotonic clock; not `whole`: which cards there are, in one
+    question."""
     try:
-        cards, version = _cards(deadline)
+        cards, version = _cards(deadline, FIELDS if whole else _NAMES)
     except Silent as silence:
         return Answer(tool="nvidia-smi", problem=str(silence) or None, hung=isinstance(silence, Hung))
     if not cards:
         return Answer(tool="nvidia-smi", problem="nvidia-smi answered, and showed no card.")
+    if not whole:
+        return Answer(tool="nvidia-smi", cards=cards)
     runtime = None
     with suppress(Silent):
-        apps = parse_apps(_asked(deadline, "--query-compute-apps=gpu_uuid,pid,used_memory", _CSV))
+        apps = processes(deadline)
         cards = tuple(
             replace(card, processes=tuple(each for uuid, each in apps if uuid == card.uuid)) for card in cards
         )
-        runtime = parse_runtime(_asked(deadline))
+        runtime = parse_runtime(ask_by(deadline, "nvidia-smi"))
     return Answer(tool="nvidia-smi", cards=cards, driver=Driver(version=version, runtime=runtime))
 
 
-def _cards(deadline: float) -> tuple[tuple[Card, ...], str | None]:
-    asked: tuple[str, ...] = FIELDS
+def processes(deadline: float) -> tuple[tuple[str, CardProcess], ...]:
+    """Who computes on the cards, each with the name of its card."""
+    return parse_apps(ask_by(deadline, "nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", _CSV))
+
+
+def repeating(interval_s: float) -> list[str] | None:
+    """The command that prints all `FIELDS` again and again; None: the tool is not there."""
+    place = place_of("nvidia-smi")
+    often = str(max(100, round(interval_s * 1000)))
+    return None if place is None else [place, f"--query-gpu={','.join(FIELDS)}", _CSV, "-lms", often]
+
+
+def _cards(deadline: float, asked: tuple[str, ...]) -> tuple[tuple[Card, ...], str | None]:
     for _ in range(_MOST_REFUSALS):
         try:
-            return parse_cards(_asked(deadline, f"--query-gpu={','.join(asked)}", _CSV), asked)
+            return parse_cards(ask_by(deadline, "nvidia-smi", f"--query-gpu={','.join(asked)}", _CSV), asked)
         except Silent as silence:
             refused = _REFUSED.search(str(silence))
             if refused is None or refused[1] not in asked:
                 raise
             asked = tuple(name for name in asked if name != refused[1])
     raise Silent("nvidia-smi does not know what it is asked.")
-
-
-def _asked(deadline: float, *arguments: str) -> str:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise Hung("nvidia-smi took too long.")
-    return ask("nvidia-smi", *arguments, timeout_s=min(SLOW_S, left))
 
 
 def parse_cards(text: str, asked: Sequence[str] = FIELDS) -> tuple[tuple[Card, ...], str | None]:
@@ -106,7 +114,7 @@ _KINDS = {
     "driver_version": r"[0-9]+(?:\.[0-9]+)+",
     "compute_cap": r"[0-9]{1,2}\.[0-9]",
 }
-_AMOUNT = r"[0-9]+(?:\.[0-9]+)?"
+_AMOUNT = r"-?[0-9]+(?:\.[0-9]+)?"
 
 
 def _is_odd(name: str, cell: str) -> bool:
@@ -157,13 +165,13 @@ def parse_runtime(text: str) -> str | None:
 # --- NVML ---------------------------------------------------------------------------------------
 
 
-def nvml(deadline: float) -> Answer:
-    """What NVML says; nothing, where nvidia-ml-py is not installed or finds no driver."""
+def nvml(deadline: float, *, whole: bool = True) -> Answer:
+    """What NVML says; nothing, where nvidia-ml-py is not installed or finds no driver. It tells all at once."""
     left = deadline - time.monotonic()
     if not _has_nvml() or left <= 0:
         return Answer(tool="NVML")
     try:
-        text = run("NVML", [sys.executable, str(_CHILD)], timeout_s=min(SLOW_S, left))
+        text = run("NVML", [sys.executable, str(_CHILD)], timeout_s=left)
     except Hung as silence:
         return Answer(tool="NVML", problem=str(silence), hung=True)
     except Silent:
@@ -229,13 +237,13 @@ def _nvml_card(told: dict[str, object]) -> Card | None:
 def links(deadline: float) -> tuple[tuple[str, str, str], ...]:
     """How the cards reach each other: pairs of cards, and NVIDIA's word for the way between them."""
     try:
-        return parse_links(_asked(deadline, "topo", "-m"))
+        return parse_links(ask_by(deadline, "nvidia-smi", "topo", "-m"))
     except Silent:
         return ()
 
 
 def parse_links(text: str) -> tuple[tuple[str, str, str], ...]:
-    """The matrix of `nvidia-smi topo -m`, or of `rocm-smi --showtopotype`, above its diagonal."""
+    """The matrix of `nvidia-smi topo -m`, or of what `rocm_smi.show_links` gives, above its diagonal."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     header: list[str] = []
     found = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from tightfit.hardware.probes.card import Answer, Card, CardProcess
 from tightfit.hardware.probes.readings import pci_address, process_id, size
 from tightfit.hardware.probes.shapes import rows_of, system_of
 from tightfit.hardware.probes.smi import cards_of
-from tightfit.hardware.probes.tools import SLOW_S, Hung, Silent, ask
+from tightfit.hardware.probes.tools import Hung, Silent, ask, ask_by
 from tightfit.types import Vendor
 
 _ALL = ("--showproductname", "--showuniqueid", "--showbus", "--showmeminfo", "vram", "--showuse", "--showtemp")
@@ -30,17 +29,17 @@ _HELD = re.compile(
 _BUS = re.compile(r"^\s*PCI BUS\s*:([^\n]*)\n", re.MULTILINE | re.IGNORECASE)
 
 
-def rocm_smi(deadline: float) -> Answer:
-    return probe("rocm-smi", "amd", deadline)
+def rocm_smi(deadline: float, *, whole: bool = True) -> Answer:
+    return probe("rocm-smi", "amd", deadline, whole=whole)
 
 
-def probe(tool: str, vendor: Vendor, deadline: float) -> Answer:
-    """The cards and who is on them, by `deadline` of the monotonic clock."""
+def probe(tool: str, vendor: Vendor, deadline: float, *, whole: bool) -> Answer:
+    """The cards, and if `whole` who is on them, by `deadline` of the monotonic clock."""
     problem: str | None = None
     hung = False
     for question in _QUESTIONS:
         try:
-            text = _asked(tool, question, deadline)
+            text = ask_by(deadline, tool, *question)
         except Silent as silence:
             problem = problem or str(silence) or None
             hung = isinstance(silence, Hung)
@@ -49,7 +48,7 @@ def probe(tool: str, vendor: Vendor, deadline: float) -> Answer:
             continue
         cards = parse_cards(text, vendor)
         if cards:
-            return _with_processes(tool, cards, deadline)
+            return _with_processes(tool, cards, deadline) if whole else Answer(tool=tool, cards=cards)
         problem = f"{tool} answered, and showed no card in a shape that is known here."
     return Answer(tool=tool, problem=problem, hung=hung)
 
@@ -89,7 +88,7 @@ def parse_processes(text: str) -> tuple[tuple[CardProcess, tuple[str, ...]], ...
 def _with_processes(tool: str, cards: Sequence[Card], deadline: float) -> Answer:
     """A process whose card is not told belongs to the only one, or to nobody knows which."""
     try:
-        processes = parse_processes(_asked(tool, ("--showpids",), deadline))
+        processes = parse_processes(ask_by(deadline, tool, "--showpids"))
     except Silent:
         return Answer(tool=tool, cards=tuple(cards))
     placed = []
@@ -105,8 +104,6 @@ def _with_processes(tool: str, cards: Sequence[Card], deadline: float) -> Answer
     return Answer(tool=tool, cards=tuple(placed), unplaced=loose)
 
 
-def _asked(tool: str, question: Sequence[str], deadline: float) -> str:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise Hung(f"{tool} took too long.")
-    return ask(tool, *question, timeout_s=min(SLOW_S, left))
+def show_links(tool: str) -> str:
+    """The matrix of how the cards reach each other."""
+    return ask(tool, "--showtopotype")

@@ -17,8 +17,6 @@ from contextlib import suppress
 from typing import IO
 
 TIMEOUT_S = 2.0
-SLOW_S = 5.0
-"""For tools that may have to wake a driver, which takes about a second a card."""
 FORGIVE_S = 60.0
 _MOST_OUTPUT = 8 * 2**20
 _LAST_WAIT_S = 0.2
@@ -56,11 +54,6 @@ def ask(tool: str, *arguments: str, timeout_s: float | None = None) -> str:
     place = place_of(tool)
     if place is None:
         raise Silent("")
-    return ask_at(tool, place, *arguments, timeout_s=timeout_s)
-
-
-def ask_at(tool: str, place: str, *arguments: str, timeout_s: float | None = None) -> str:
-    """The same of a tool whose place is known."""
     if time.monotonic() - _hung.get(place, -FORGIVE_S) < FORGIVE_S:
         raise Hung(f"{tool} did not answer a moment ago.")
     try:
@@ -68,6 +61,14 @@ def ask_at(tool: str, place: str, *arguments: str, timeout_s: float | None = Non
     except Hung:
         _hung[place] = time.monotonic()
         raise
+
+
+def ask_by(deadline: float, tool: str, *arguments: str) -> str:
+    """The same by a moment of the monotonic clock: a tool may have to wake a driver, about a second a card."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise Hung(f"{tool} took too long.")
+    return ask(tool, *arguments, timeout_s=left)
 
 
 def run(name: str, command: list[str], timeout_s: float | None = None) -> str:
