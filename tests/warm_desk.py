@@ -26,10 +26,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,8 @@ class Process:
         """`worker`: it is no command line of the desk's, but one of `python -m tightfit.train`."""
         self.words, self.returncode, self._server = words, None, server(ranks or worker)
         self._folder = tempfile.mkdtemp(prefix="tightfit-desk-")
+        for name in ("out", "err"):
+            Path(self._folder, name).touch()
         given = dict(os.environ if env is None else env)
         request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": given}
         request |= {"into": self._folder, "worker": worker}
@@ -95,6 +99,15 @@ class Process:
                 raise subprocess.TimeoutExpired(self.words, timeout)
             time.sleep(0.005)
         return code
+
+    def first_line(self, timeout: float = LIMIT_S) -> str:
+        """Of what it prints, as soon as it stands there; all that there is, if it ends without one."""
+        end = patience.now() + timeout
+        while not (text := Path(self._folder, "out").read_text(encoding="utf-8")).count("\n") and self.poll() is None:
+            if patience.now() > end:
+                raise subprocess.TimeoutExpired(self.words, timeout)
+            time.sleep(0.02)
+        return text.partition("\n")[0]
 
     def communicate(self, timeout: float = LIMIT_S) -> tuple[str, str]:
         """What it said, once it has ended."""
@@ -116,6 +129,7 @@ class Process:
 class Server:
     def __init__(self, ranks: bool) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        self._lock = threading.Lock()
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if ranks else {}
         self._process = subprocess.Popen(
             [sys.executable, *([] if ranks else ["-W", "error"]), __file__, *(["ranks"] if ranks else [])],
@@ -129,9 +143,10 @@ class Server:
         """Start a command line and get its number; or poll one, for its exit code."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
         assert answer, "the process that forks has ended"
         return json.loads(answer)
 
@@ -152,6 +167,7 @@ def server(ranks: bool) -> Server:
 
 def serve(ranks: bool) -> None:
     from tightfit.cli import VERBS
+    from tightfit.diagnose.catalogue import catalogue
 
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # what libraries print while they are loaded is no answer
@@ -161,6 +177,9 @@ def serve(ranks: bool) -> None:
         warm.load()
     for module, _ in VERBS.values():
         import_module(module)
+    with suppress(ImportError):  # where the page is not installed
+        import_module("tightfit.web.serve")
+    catalogue()  # what is shipped is the same for all, and has many expressions to compile
     gc.collect()
     gc.freeze()
     with open(requests, encoding="utf-8") as lines:
@@ -217,13 +236,20 @@ def take_streams(streams: Sequence[int], kept: Sequence[int] = ()) -> None:
     )
 
 
+def take_environment(env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    if hub := sys.modules.get("huggingface_hub.constants"):  # it has read this one when it was loaded
+        hub.HF_HUB_OFFLINE = env.get("HF_HUB_OFFLINE", "0") == "1"
+
+
 def become(request: Mapping[str, Any], ranks: bool) -> int:
     """The command line, in this child."""
     writes = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     nothing = os.open(os.devnull, os.O_RDONLY)
     take_streams([nothing, *(os.open(Path(request["into"], name), writes) for name in ("out", "err"))])
-    os.environ.clear()
-    os.environ.update(request["env"])
+    sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in request["env"])
+    take_environment(request["env"])
     os.chdir(request["cwd"])
     sys.argv = ["tightfit", *request["words"]]
     if request["worker"]:
@@ -267,9 +293,7 @@ class Forking(subprocess.Popen):
             signal.signal(signal.SIGPIPE, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             subprocess.Popen = Forking.__bases__[0]
-            if env is not None:
-                os.environ.clear()
-                os.environ.update(env)
+            take_environment(dict(os.environ) if env is None else env)
             os.chdir(cwd or Path.cwd())
             sys.argv = list(args[2:])
             from tightfit.train.__main__ import main

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ import write_plans
 
 import test_docs as docs
 import tightfit
+import warm_desk
 from tightfit.cli import VERBS
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.memory import estimate
@@ -163,21 +165,35 @@ def test_a_page_shows_what_the_program_prints(page: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", smoke.EXAMPLES)
-def test_an_example_runs_with_a_tiny_model(name: str) -> None:
+@pytest.mark.parametrize("name", NOT_TRAINED)
+def test_an_example_is_written_for_another_trainer(name: str) -> None:
+    """By the script, as a user starts it."""
     ran = subprocess.run(
         [sys.executable, str(EXAMPLES / "smoke.py"), name], capture_output=True, text=True, check=False, timeout=600
     )
     assert ran.returncode == 0, ran.stderr
     assert "✗" not in ran.stdout
-    if name in NOT_TRAINED:
-        assert "no errors, no warnings" in ran.stdout
-        assert re.search(r"Fits: needs .* on each of 8 GPUs", ran.stdout)
-        return
+    assert "no errors, no warnings" in ran.stdout
+    assert re.search(r"Fits: needs .* on each of 8 GPUs", ran.stdout)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in smoke.EXAMPLES if name not in NOT_TRAINED])
+def test_an_example_runs_with_a_tiny_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(command: Sequence[str], *, cwd: Path, env: dict[str, str], **_: object) -> Any:
+        assert list(command[:3]) == [sys.executable, "-m", "tightfit"]
+        return warm_desk.run(*command[3:], cwd=cwd, env=env, timeout=600, ranks=True)
+
+    monkeypatch.setattr(smoke, "subprocess", SimpleNamespace(run=start, DEVNULL=subprocess.DEVNULL))
+    smoke.smoke(name, tmp_path)
+    said = capsys.readouterr().out
+    assert "✗" not in said
     runs = len(smoke.EXAMPLES[name].plans)
-    assert len(re.findall(r"^Trained \S+ for 3 steps", ran.stdout, re.MULTILINE)) == runs
-    assert len(re.findall(r"is sharded: .* \(50%\)", ran.stdout)) == runs
-    assert len(re.findall(r"^\$ tightfit export", ran.stdout, re.MULTILINE)) == runs
+    assert len(re.findall(r"^Trained \S+ for 3 steps", said, re.MULTILINE)) == runs
+    assert len(re.findall(r"is sharded: .* \(50%\)", said)) == runs
+    assert len(re.findall(r"^\$ tightfit export", said, re.MULTILINE)) == runs
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+sys.path.append(str(Path(__file__).parents[1]))  # for scripts
+
+import warm_desk
 from tightfit.web.app import make_app
 from tightfit.web.hub import Hub
 from tightfit.web.site import Site
@@ -48,22 +50,18 @@ def client(*roots: Path) -> TestClient:
 @contextmanager
 def served(*words: str, cwd: Path) -> Iterator[str]:
     """A real `tightfit ui`: the printed link. Ctrl-C must end it well."""
-    command = [sys.executable, "-W", "error", "-m", "tightfit", "ui", "--no-open", *words]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env
-    ) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://\S+", process.stdout.readline())
-            assert found, process.stderr.read() if process.stderr else ""
-            yield found[0]
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=10)
-            assert process.returncode == 0, f"exit code {process.returncode}: {errors}"
-            assert errors == "", errors
-        finally:
-            process.kill()
+    process = warm_desk.Process("ui", "--no-open", *words, cwd=cwd, env=env)
+    try:
+        found = re.search(r"http://\S+", process.first_line())
+        assert found, process.communicate()
+        yield found[0]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+        assert process.returncode == 0, f"exit code {process.returncode}: {errors}"
+        assert errors == "", errors
+    finally:
+        process.kill()
 
 
 def home_of(link: str) -> str:
