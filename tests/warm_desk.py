@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import io
 import json
 import os
 import shutil
@@ -35,9 +34,6 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parent))  # a script has only its own folder
-sys.path.append(str(Path(__file__).parent / "train"))
 
 import patience
 
@@ -172,6 +168,7 @@ def serve(ranks: bool) -> None:
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # what libraries print while they are loaded is no answer
     if ranks:
+        sys.path.append(str(Path(__file__).parent / "train"))
         import warm
 
         warm.load()
@@ -218,6 +215,10 @@ def fork(work: Callable[[], int | str | None]) -> int:
     raise AssertionError
 
 
+_parents: list[Any] = []
+"""Streams of a parent's: what they still hold would be written, or their file closed, if they were let go."""
+
+
 def take_streams(streams: Sequence[int], kept: Sequence[int] = ()) -> None:
     """Standard input, output and error; every other file of the parent is closed, but for those that are kept."""
     tempfile.tempdir = None  # a child may be told another one
@@ -229,11 +230,10 @@ def take_streams(streams: Sequence[int], kept: Sequence[int] = ()) -> None:
                 os.close(int(name))
             except OSError:
                 continue  # it was the listing itself
-    sys.stdin = io.TextIOWrapper(io.FileIO(0))
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w")), encoding="utf-8")
-    sys.stderr = io.TextIOWrapper(
-        io.BufferedWriter(io.FileIO(2, "w")), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
+    _parents.extend((sys.stdin, sys.stdout, sys.stderr))
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as it lives
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as it lives
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - for as long as it lives
 
 
 def take_environment(env: Mapping[str, str]) -> None:
@@ -245,14 +245,16 @@ def take_environment(env: Mapping[str, str]) -> None:
 
 def become(request: Mapping[str, Any], ranks: bool) -> int:
     """The command line, in this child."""
-    writes = os.O_CREAT | os.O_WRONLY | os.O_APPEND
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    take_streams([nothing, *(os.open(Path(request["into"], name), writes) for name in ("out", "err"))])
+    writes = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_TRUNC
+    into = request.get("into")
+    files = [Path(into, name) for name in ("out", "err")] if into else [os.devnull, request["said"]]
+    take_streams([os.open(os.devnull, os.O_RDONLY), *(os.open(file, writes) for file in files)])
     sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in request["env"])
     take_environment(request["env"])
     os.chdir(request["cwd"])
     sys.argv = ["tightfit", *request["words"]]
     if request["worker"]:
+        exec(request.get("first", ""), {})  # noqa: S102 - the test's own words
         from tightfit.train.__main__ import main as work
 
         return work(request["words"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from visits import follow, home_of, need_a_browser, opened, says, served, step_line, written
 
 import patience
-import warm_desk
 
 pytestmark = pytest.mark.thorough
 
@@ -37,17 +36,17 @@ def browser() -> None:
 
 
 @contextmanager
-def training(work: Path, steps: int) -> Iterator[warm_desk.Process]:
+def training(work: Path, steps: int) -> Iterator[subprocess.Popen[bytes]]:
     """A real run on this machine's CPU, in `runs/first`."""
-    words = (*TRAIN, "--max-steps", str(steps), "--output", "runs/first")
+    command = [sys.executable, "-m", "tightfit", *TRAIN, "--max-steps", str(steps), "--output", "runs/first"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(work / "cache")}
-    process = warm_desk.Process(*words, cwd=work, env=env, ranks=True)
+    with (work / "train.out").open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=work, env=env)
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         process.wait(60)
-        process.kill()
 
 
 def runs_of(link: str) -> str:
@@ -67,7 +66,7 @@ def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
         says(page, "#f-step", "/ 40", WAIT_MS / 1000)
         assert page.locator("#memory tr").count() >= 1
         page.wait_for_selector("#state[data-state=done]", timeout=WAIT_MS)
-        assert process.wait(60) == 0, process.communicate()
+        assert process.wait(60) == 0, (tmp_path / "train.out").read_text()
         says(page, "#f-step", "40 / 40")
         says(page, "#link", "over")
         assert "at step 1, " in page.text_content("#d-loss")
