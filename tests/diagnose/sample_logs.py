@@ -15,7 +15,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
+from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
+from tightfit.formats.known import KnownConfig
 
 HERE = Path(__file__).parent
 FIXTURES, CAPTURED = HERE / "fixtures", HERE / "captured"

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.diagnose.evidence import KnownConfig, LogSource
+from tightfit.diagnose.evidence import LogSource
 from tightfit.diagnose.judge import Evidence, judge
 from tightfit.diagnose.lines import message_of, moment_of
 from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import GIB, MIB, read_oom
 from tightfit.diagnose.reading import PIECE_BYTES, is_binary, pieces
 from tightfit.diagnose.settings import known_from_file
+from tightfit.formats.known import KnownConfig
 
 SAID = "RuntimeError: no such thing"
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource
+from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.lines import message_of, prefix_of
 from tightfit.diagnose.verdict import Verdict
 from tightfit.diagnose.wrapped import unwrapped
+from tightfit.formats.known import KnownConfig
 
 TRACEBACK = """Traceback (most recent call last):
   File "/job/train.py", line 88, in <module>

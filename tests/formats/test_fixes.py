@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tightfit.formats.finding import Finding, Kind
+from tightfit.formats.finding import Finding
 from tightfit.formats.lint import lint
 from tightfit.formats.target import Target
 
 BASE = {"gradient_clipping": 1.0, "bf16": {"enabled": True, "check_grad_overflow": True}}
 
 
-def found(folder: Path, values: dict[str, Any], rule: str, kind: Kind = "deepspeed", **more: Any) -> Finding:
+def found(folder: Path, values: dict[str, Any], rule: str, kind: str = "deepspeed", **more: Any) -> Finding:
     path = folder / "a.json"
     path.write_text(json.dumps(values), encoding="utf-8")
     (one,) = [each for each in lint(path, kind=kind, **more) if each.rule == rule]

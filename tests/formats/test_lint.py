@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from tightfit.cli.lint import lint as lint_verb
 from tightfit.formats.deepspeed.keys import KEYS
 from tightfit.formats.document import read_document
-from tightfit.formats.finding import Kind
-from tightfit.formats.kinds import KINDS, KNOWN
 from tightfit.formats.lint import examine, lint
-from tightfit.formats.rules import RULES, rule_table
+from tightfit.formats.registry import kinds, kinds_by_rule, rule_table
 from tightfit.formats.target import Target
 from tightfit.types import ConfigError
 
@@ -273,13 +271,13 @@ def test_flags_that_are_wrong(tmp_path: Path, words: list[str], sentence: str) -
 
 def test_the_docs_list_every_rule() -> None:
     assert rule_table() in DOCS.read_text(encoding="utf-8")
-    assert len({rule.finds for rule in RULES.values()}) >= len(RULES) - 1
+    assert len({rule.finds for rule in kinds_by_rule()}) >= len(kinds_by_rule()) - 1
 
 
 # --- anything at all ----------------------------------------------------------------------------
 
 WORDS = sorted(
-    {key for words in KNOWN.values() for key in words}
+    {key for dialect in kinds().values() for key in dialect.keys}
     | KEYS["zero_optimization"]
     | {"device", "nvme_path", "type", "params", "enabled", "lr", "fsdp_version", "zero_stage", "deepspeed_config_file"}
 )
@@ -293,9 +291,9 @@ ANYTHING = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.dictionaries(st.sampled_from(WORDS), ANYTHING, min_size=1, max_size=6), st.sampled_from(KINDS))
+@given(st.dictionaries(st.sampled_from(WORDS), ANYTHING, min_size=1, max_size=6), st.sampled_from(list(kinds())))
 def test_any_file_is_checked_or_refused_in_one_sentence(
-    tmp_path_factory: pytest.TempPathFactory, values: dict[str, object], kind: Kind
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, object], kind: str
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "a.json"
     path.write_text(json.dumps(values), encoding="utf-8")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tightfit.formats.finding import Finding, Kind
+from tightfit.formats.finding import Finding
 from tightfit.formats.lint import lint
-from tightfit.formats.rules import RULES
+from tightfit.formats.registry import kinds_by_rule
 from tightfit.formats.target import Target
 
 DEEPSPEED: dict[str, Any] = {
@@ -60,7 +60,7 @@ LLAMAFACTORY: dict[str, Any] = {
 ARGUMENTS: dict[str, Any] = {"output_dir": "out", "per_device_train_batch_size": 1, "learning_rate": 1e-4, "bf16": True}
 JOB: dict[str, Any] = {"model": "7b_mamba", "method": "full", "hardware": {"gpus": "6x32GB"}}
 
-BASES: dict[Kind, tuple[str, dict[str, Any]]] = {
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepspeed": ("ds.json", DEEPSPEED),
     "accelerate": ("accelerate.yaml", ACCELERATE),
     "llamafactory": ("train.yaml", LLAMAFACTORY),
@@ -74,7 +74,7 @@ class Case:
     """What is laid over the kind's well-formed file: a block of keys, or lines of text after it."""
 
     rule: str
-    kind: Kind
+    kind: str
     bad: dict[str, Any] | str
     good: dict[str, Any] | str = field(default_factory=dict)
     place: str | None = None
@@ -480,17 +480,18 @@ def test_a_rule_finds_what_it_is_for_and_nothing_once_that_is_corrected(tmp_path
 
 
 def test_every_rule_is_tried() -> None:
-    elsewhere = {"lf-json-file", "job-generated"}  # test_files.py, test_rendered.py
-    assert {case.rule for case in CASES} | elsewhere == set(RULES)
+    elsewhere = {"lf-json-file", "job-generated"}  # test_lint.py, test_rendered.py
+    assert {case.rule for case in CASES} | elsewhere == {rule.id for rule in kinds_by_rule()}
 
 
 def test_a_rule_is_looked_for_in_the_kinds_it_names() -> None:
+    named = {rule.id: kinds for rule, kinds in kinds_by_rule().items()}
     for case in CASES:
-        kinds = RULES[case.rule].kinds
+        kinds = named[case.rule]
         assert case.kind in kinds or (case.rule.startswith("ds-") and kinds == ("deepspeed",)), case.rule
 
 
 @pytest.mark.parametrize("kind", list(BASES))
-def test_the_well_formed_files_are_clean(tmp_path: Path, kind: Kind) -> None:
+def test_the_well_formed_files_are_clean(tmp_path: Path, kind: str) -> None:
     name, base = BASES[kind]
     assert lint(write(tmp_path / name, base, {})) == ()

@@ -20,7 +20,7 @@ from tightfit.formats.deepspeed import check_values as deepspeed_values
 from tightfit.formats.deepspeed.keys import LOUD
 from tightfit.formats.huggingface import check as arguments
 from tightfit.formats.lint import lint
-from tightfit.formats.versions import LLAMAFACTORY_ADDED, LLAMAFACTORY_GONE, templates
+from tightfit.formats.llamafactory.versions import LLAMAFACTORY_ADDED, LLAMAFACTORY_GONE, templates
 
 pytestmark = pytest.mark.slow
 

@@ -21,13 +21,14 @@ from tightfit.cli.diagnose_config import priced_beside, priced_config
 from tightfit.cli.diagnose_run import Ending, Question, of_run, rank_of
 from tightfit.cli.flags import ANSWERED, CHANGE, Parser, whole_number
 from tightfit.diagnose.catalogue import Symptom, catalogue
-from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
+from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.predicted import Predicted, foretold, foretold_verdict, planned_footprint, predicted
 from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import fixes_of
+from tightfit.formats.known import KnownConfig
 from tightfit.inputs.spelling import nearest
 from tightfit.owned import name_errors
 from tightfit.runs.watching import damaged

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.desk.estimate import estimated
-from tightfit.diagnose.evidence import KnownConfig
 from tightfit.formats.document import read_document
-from tightfit.formats.kinds import kind_of
+from tightfit.formats.known import KnownConfig
+from tightfit.formats.recognise import recognise
 from tightfit.model.presets import PRESETS, checkpoint_named
 from tightfit.priced import Priced
 from tightfit.types import ConfigError, UserError
@@ -23,7 +23,7 @@ from tightfit.types import ConfigError, UserError
 def priced_config(path: Path, known: KnownConfig, *, model: str | None, gpus: str | None) -> Priced:
     """What the training in a config takes; an error says what is missing to know it."""
     document = read_document(path)
-    kind = kind_of(document)
+    kind = recognise(document).name
     word = model or _model_in(document.values)
     if word is None and not isinstance(document.values.get("model"), dict) and "preset" not in document.values:
         raise ConfigError(f"{path.name} does not say which model it trains: add --model")

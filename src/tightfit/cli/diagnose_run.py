@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
+from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.predicted import planned_footprint
+from tightfit.formats.known import KnownConfig
 from tightfit.inputs.records import find_record
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths
 from tightfit.runs.cause import known_config

@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
 from tightfit.cli.flags import CHANGE, Parser, whole_number
-from tightfit.formats.finding import Finding, Kind, Report
+from tightfit.formats.finding import Finding, Report
 from tightfit.formats.lint import examine
+from tightfit.formats.registry import kinds
 from tightfit.formats.target import Target
 from tightfit.inputs.versions import is_version
 from tightfit.types import ConfigError
@@ -25,9 +25,9 @@ _VERSIONS = ("deepspeed_version", "transformers_version", "llamafactory_version"
 def lint(argv: Sequence[str]) -> int:
     """Check one file, and the DeepSpeed file that it names."""
     args = parser().parse(argv)
-    kind: Kind | None = getattr(args, "kind", None)
-    if kind is not None and kind not in get_args(Kind):
-        raise ConfigError(f"--kind knows no {kind!r}: it takes {', '.join(get_args(Kind))}")
+    kind: str | None = getattr(args, "kind", None)
+    if kind is not None and kind not in kinds():
+        raise ConfigError(f"--kind knows no {kind!r}: it takes {', '.join(kinds())}")
     world = getattr(args, "world", None)
     if world is not None and world < 1:
         raise ConfigError(f"--world takes at least 1, not {world}")
@@ -40,16 +40,17 @@ def lint(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
+    *others, last = [each.one for each in kinds().values()]
     parser = Parser(
         "lint",
-        "Check a DeepSpeed JSON, an accelerate YAML, a LLaMA-Factory YAML, a file of TrainingArguments or a job file "
-        "for what the tools accept silently and get wrong. A DeepSpeed file that it names is checked with it.",
+        f"Check {', '.join(others)} or {last} for what the tools accept silently and get wrong. A DeepSpeed file that "
+        "it names is checked with it.",
         "tightfit lint ds_config.json --world 8",
         "FILE [--world N] [flags]",
     )
     defaults = Target()
     parser.add_argument("file", metavar="FILE", help="the config file")
-    parser.add_argument("--kind", metavar="|".join(get_args(Kind)), help="whose file it is (told by its keys)")
+    parser.add_argument("--kind", metavar="|".join(kinds()), help="whose file it is (told by its keys)")
     parser.add_argument("--world", metavar="N", type=whole_number("world"), help="GPUs, to check batch sizes exactly")
     for version in _VERSIONS:
         tool = {"deepspeed": "DeepSpeed", "llamafactory": "LLaMA-Factory"}.get(

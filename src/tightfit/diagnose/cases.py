@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tightfit.diagnose.catalogue import CATCH_ALL, CUT_OFF, Catalogue, Symptom
-from tightfit.diagnose.evidence import KnownConfig
 from tightfit.diagnose.fitting import around, best, refined
 from tightfit.diagnose.gate import WORDS
 from tightfit.diagnose.lines import message_of
@@ -18,6 +17,7 @@ from tightfit.diagnose.phases import phase_of
 from tightfit.diagnose.said import is_raised
 from tightfit.diagnose.scan import Finding, Scan
 from tightfit.diagnose.tracebacks import HEADER
+from tightfit.formats.known import KnownConfig
 
 _MOST_LETTERS = 160
 _LINES_ON = 3

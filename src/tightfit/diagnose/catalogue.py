@@ -16,9 +16,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import yaml
 
 from tightfit.diagnose.doing import Doing
-from tightfit.diagnose.evidence import KnownConfig, Trainer
 from tightfit.diagnose.gate import Mark, alternatives, marks_of
 from tightfit.diagnose.verdict import Confidence, Kind
+from tightfit.formats.known import KnownConfig
+from tightfit.formats.registry import FOLDERS
 from tightfit.inputs.spelling import listed, nearest
 
 Role = Literal["fault", "state", "ending", "echo", "trailing", "note"]
@@ -87,7 +88,7 @@ class Remedy:
     command: str | None = None
     vendors: Mapping[str, str | None]
     """The command on another vendor's cards, where it is another; None: it does not help there."""
-    sets: Mapping[Trainer, str]
+    sets: Mapping[str, str]
     """What to write into whose file."""
     is_costly: bool = False
     where: Settings | None = None
@@ -346,7 +347,7 @@ class _Entry:
         self._check_keys(values, _REMEDY_KEYS)
         sets = values.get("sets") or {}
         for trainer in sets:
-            self._choice("sets", trainer, get_args(Trainer))
+            self._choice("sets", trainer, (*FOLDERS, "axolotl"))
         return Remedy(
             text=" ".join(str(values["text"]).split()),
             command=values.get("command"),

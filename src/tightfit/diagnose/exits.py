@@ -6,10 +6,11 @@ import signal
 from collections.abc import Sequence
 
 from tightfit.diagnose.catalogue import Catalogue
-from tightfit.diagnose.evidence import KnownConfig, RankExit
+from tightfit.diagnose.evidence import RankExit
 from tightfit.diagnose.fitting import Around, refined
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.scan import Scan
+from tightfit.formats.known import KnownConfig
 
 _SHELL = 128
 """Shells and containers add this to a signal's number; Python's launchers negate it, and an 8-bit code wraps that."""

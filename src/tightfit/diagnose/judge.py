@@ -11,13 +11,14 @@ from dataclasses import replace
 
 from tightfit.diagnose.cases import cases_of
 from tightfit.diagnose.catalogue import catalogue
-from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
+from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.exits import exit_cases
 from tightfit.diagnose.hints import merged
 from tightfit.diagnose.ordering import KERNEL, Case, in_order
 from tightfit.diagnose.scan import scan
 from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import verdict_of
+from tightfit.formats.known import KnownConfig
 
 __all__ = ["Evidence", "KnownConfig", "LogSource", "RankExit", "judge", "known_symptom"]
 

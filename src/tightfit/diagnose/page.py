@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tightfit.diagnose.catalogue import Catalogue, Symptom
-from tightfit.diagnose.evidence import KnownConfig
 from tightfit.diagnose.verdict import Kind
 from tightfit.diagnose.wording import fixes_of
+from tightfit.formats.known import KnownConfig
 
 TITLES: dict[Kind, str] = {
     "device-oom": "The GPU's memory",

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.diagnose.catalogue import catalogue
-from tightfit.diagnose.evidence import KnownConfig
 from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.diagnose.wording import fixes_of
+from tightfit.formats.known import KnownConfig
 from tightfit.inputs.flags import levers_as_written
 from tightfit.inputs.records import find_json
 from tightfit.memory import estimate

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from tightfit.diagnose.catalogue import OPTIONAL, Remedy, Symptom
-from tightfit.diagnose.evidence import KnownConfig, LogSource
+from tightfit.diagnose.evidence import LogSource
 from tightfit.diagnose.exits import exit_words
 from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import number_words, size_words
@@ -14,6 +14,7 @@ from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.scan import Finding
 from tightfit.diagnose.verdict import Fix, Line, Verdict
+from tightfit.formats.known import KnownConfig
 
 _MOST_LETTERS = 600
 _NAMES = re.compile(r"\{(\w+)\}")

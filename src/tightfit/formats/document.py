@@ -59,6 +59,13 @@ class Document:
             place = place.rpartition(".")[0]
         return self.lines.get("") if self.within else None
 
+    def at(self, place: str) -> Any:
+        """The value at a dotted place, None where there is none."""
+        value: Any = self.values
+        for key in place.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
     def block(self, key: str) -> Document:
         """The block under a key of the top level, as if it were a file."""
         inside = {place.removeprefix(f"{key}."): line for place, line in self.lines.items() if place != key}

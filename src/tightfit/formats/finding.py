@@ -9,21 +9,6 @@ Severity = Literal["error", "warning", "note"]
 """error: the tool refuses the file, or trains something else than what is written; warning: a line has no effect or a
 bad one; note: worth knowing, and nothing to repair."""
 
-Kind = Literal["deepspeed", "accelerate", "llamafactory", "huggingface", "job"]
-"""Whose file it is; huggingface: transformers' TrainingArguments."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One thing that lint looks for."""
-
-    id: str
-    kinds: tuple[Kind, ...]
-    """The kinds of file in which it is looked for."""
-    severity: Severity
-    finds: str
-    """What it finds, in a few words."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -49,7 +34,8 @@ class Report:
     """All that was found in a file and in the DeepSpeed file that it names."""
 
     file: str
-    kind: Kind
+    kind: str
+    """The name of the dialect that it was taken for."""
     findings: tuple[Finding, ...]
     """By file, then by line."""
 

@@ -6,20 +6,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from tightfit.formats.accelerate.check import check_accelerate
-from tightfit.formats.deepspeed.check import (
-    check_accelerate_pair,
-    check_arguments_pair,
-    check_deepspeed,
-    check_llamafactory_pair,
-    deepspeed_beside,
-)
+from tightfit.formats.dialect import Dialect
 from tightfit.formats.document import read_document
-from tightfit.formats.finding import Finding, Kind, Report
-from tightfit.formats.huggingface.check import check_training_arguments
-from tightfit.formats.job.check import check_job
-from tightfit.formats.kinds import kind_of
-from tightfit.formats.llamafactory.check import check_llamafactory
+from tightfit.formats.finding import Finding, Report
+from tightfit.formats.recognise import recognise
+from tightfit.formats.registry import dialects, kinds
+from tightfit.formats.rules import JSON_COMMENTS, NOT_FINITE
 from tightfit.formats.sheet import Sheet
 from tightfit.formats.target import Target
 from tightfit.inputs.spelling import walk
@@ -28,54 +20,40 @@ from tightfit.types import UserError
 
 
 def lint(
-    path: Path, target: Target | None = None, *, kind: Kind | None = None, world: int | None = None
+    path: Path, target: Target | None = None, *, kind: str | None = None, world: int | None = None
 ) -> tuple[Finding, ...]:
     """What is wrong in a config file, and in the DeepSpeed file that it names."""
     return examine(path, target, kind=kind, world=world).findings
 
 
-def examine(path: Path, target: Target | None = None, *, kind: Kind | None = None, world: int | None = None) -> Report:
+def examine(path: Path, target: Target | None = None, *, kind: str | None = None, world: int | None = None) -> Report:
     """The same, with the kind of file that it was taken for."""
     document = read_document(path)
-    kind = kind or kind_of(document)
-    sheet = Sheet(document=document, target=_for_its_trainer(path, kind, target or Target()), world=world)
-    if kind != "job" and _check_finite(sheet):
-        return _report(kind, sheet)
-    if kind == "deepspeed":
-        check_deepspeed(sheet)
-        return _report(kind, sheet)
-    if document.syntax == "hjson":
+    dialect = recognise(document) if kind is None else kinds()[kind]
+    target = _for_its_trainer(path, dialect, target or Target())
+    sheet = Sheet(document=document, rules=dialect.rules, target=target, world=world)
+    if NOT_FINITE in dialect.rules and _check_finite(sheet):
+        return _report(dialect, sheet)
+    if JSON_COMMENTS in dialect.rules and document.syntax == "hjson":
         what = "the file has comments, a trailing comma or the like, and its reader takes plain JSON and refuses it"
         sheet.say("json-comments", "", what, document.json_remedy)
-    if kind == "job":
-        check_job(sheet)
-        return _report(kind, sheet)
-    if kind == "accelerate":
-        return _report(kind, sheet, _accelerate(sheet))
-    if kind == "llamafactory":
-        check_llamafactory(sheet)
-    else:
-        check_training_arguments(sheet)
-    deepspeed = deepspeed_beside(sheet, "deepspeed")
-    if deepspeed is not None:
-        check_arguments_pair(sheet, deepspeed)
-        check_deepspeed(deepspeed)
-    if kind == "llamafactory":
-        check_llamafactory_pair(sheet, deepspeed)
-    return _report(kind, sheet, deepspeed)
+    return _report(dialect, sheet, dialect.check(sheet))
 
 
-def _for_its_trainer(path: Path, kind: Kind, target: Target) -> Target:
-    """Where nobody named the DeepSpeed: the newest that LLaMA-Factory asks for, if it reads the file."""
-    read_by = kind == "llamafactory" or (kind == "deepspeed" and _is_llamafactorys(path))
-    newest = newest_deepspeed("llamafactory", target.llamafactory_version)
-    if not read_by or newest is None or target.deepspeed_version != Target().deepspeed_version:
+def _for_its_trainer(path: Path, dialect: Dialect, target: Target) -> Target:
+    """Where nobody named the DeepSpeed: the newest that the trainer asks for which reads the file."""
+    if target.deepspeed_version != Target().deepspeed_version:
         return target
-    return replace(target, deepspeed_version=newest)
+    readers = [dialect] if dialect.name != "deepspeed" else [each for each in dialects() if _names(each, path)]
+    for reader in readers:
+        if reader.trainer is not None:
+            newest = newest_deepspeed(reader.trainer, target.llamafactory_version)
+            return target if newest is None else replace(target, deepspeed_version=newest)
+    return target
 
 
-def _is_llamafactorys(path: Path) -> bool:
-    """Whether the `llamafactory.yaml` beside it, as `tightfit plan --write` puts one there, names this file."""
+def _names(dialect: Dialect, path: Path) -> bool:
+    """Whether the trainer's file beside it, as `tightfit plan --write` puts one there, names this DeepSpeed file."""
     beside = path.with_name("llamafactory.yaml")
     try:
         return beside.is_file() and read_document(beside).values.get("deepspeed") == path.name
@@ -93,18 +71,7 @@ def _check_finite(sheet: Sheet) -> bool:
     return bool(sheet.found)
 
 
-def _accelerate(sheet: Sheet) -> Sheet | None:
-    check_accelerate(sheet)
-    if sheet.get("distributed_type") != "DEEPSPEED":
-        return None
-    deepspeed = deepspeed_beside(sheet, "deepspeed_config.deepspeed_config_file")
-    if deepspeed is not None:
-        check_accelerate_pair(sheet, deepspeed)
-        check_deepspeed(deepspeed)
-    return deepspeed
-
-
-def _report(kind: Kind, sheet: Sheet, other: Sheet | None = None) -> Report:
+def _report(dialect: Dialect, sheet: Sheet, other: Sheet | None = None) -> Report:
     own, theirs = sheet.found, other.found if other else []
     if other is not None and other.document.within:
         own, theirs = own + theirs, []
@@ -114,4 +81,4 @@ def _report(kind: Kind, sheet: Sheet, other: Sheet | None = None) -> Report:
         return sorted(found, key=lambda finding: (finding.line is None, finding.line or 0))
 
     findings = (*ordered(own), *ordered(theirs))
-    return Report(file=sheet.document.shown_path, kind=kind, findings=findings)
+    return Report(file=sheet.document.shown_path, kind=dialect.name, findings=findings)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tightfit.formats.document import Document
 from tightfit.formats.finding import Finding
-from tightfit.formats.rules import RULES
+from tightfit.formats.rules import Rule
 from tightfit.formats.target import Target
 from tightfit.inputs.spelling import as_number
 
@@ -21,6 +21,8 @@ class Sheet:
     """A file under examination. The only thing in this room that changes."""
 
     document: Document
+    rules: tuple[Rule, ...]
+    """What is looked for in such a file."""
     target: Target
     world: int | None = None
     """The number of GPUs, where it is known."""
@@ -30,10 +32,7 @@ class Sheet:
 
     def get(self, place: str) -> Any:
         """The value at a dotted place, None where there is none."""
-        value: Any = self.document.values
-        for key in place.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
+        return self.document.at(place)
 
     def has(self, place: str) -> bool:
         """Whether the key is written at all, if only with null."""
@@ -67,7 +66,7 @@ class Sheet:
                 file=self.document.shown_path,
                 place=f"{inner}.{place}" if inner and place else inner or place,
                 line=self.document.line(place),
-                severity=RULES[rule].severity,
+                severity=next(each.severity for each in self.rules if each.id == rule),
                 what=what,
                 fix=fix,
                 rule=rule,

@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit
+from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Fix, Kind, Line, OomNumbers, Verdict
+from tightfit.formats.known import KnownConfig
 from tightfit.inputs.records import find_json
 from tightfit.runs import build_lock
 from tightfit.runs.attempts import Cause

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tightfit.formats.accelerate.keys import BLOCKS, KEYS, TYPES
+from tightfit.formats.accelerate.keys import BLOCKS, DEEPSPEED_AT, KEYS, TYPES
+from tightfit.formats.deepspeed.check import check_deepspeed, deepspeed_beside
 from tightfit.formats.sheet import Sheet
 from tightfit.inputs.spelling import misspelt, nearest, shown
 
@@ -21,8 +22,23 @@ _FSDP1_ONLY = ("sharding_strategy", "forward_prefetch", "backward_prefetch")
 _OFF = (None, False, "no", "NO", "false")
 
 
-def check_accelerate(sheet: Sheet) -> None:
-    """Every rule for the file alone."""
+def check_accelerate(sheet: Sheet) -> Sheet | None:
+    """Every rule for the file, and for the DeepSpeed file that it names, which is returned."""
+    _check_alone(sheet)
+    if sheet.get("distributed_type") != "DEEPSPEED":
+        return None
+    deepspeed = deepspeed_beside(sheet, DEEPSPEED_AT)
+    if deepspeed is None:
+        return None
+    if not deepspeed.has("zero_optimization"):
+        file = deepspeed.document.path.name
+        what = f"accelerate refuses a DeepSpeed file without zero_optimization, and {file} has none"
+        sheet.say("pair-no-zero", DEEPSPEED_AT, what, f'add it to {file}, {{"stage": 0}} at least')
+    check_deepspeed(deepspeed)
+    return deepspeed
+
+
+def _check_alone(sheet: Sheet) -> None:
     for place in sheet.document.doubles:
         sheet.say("key-twice", place, "the last one counts and the other is forgotten without a word", "keep one")
     if sheet.get("compute_environment") not in (None, "LOCAL_MACHINE"):

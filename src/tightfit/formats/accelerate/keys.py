@@ -30,3 +30,6 @@ BLOCKS = {
         dynamo_use_regional_compilation""".split(),
 }
 """The keys of the blocks that are checked."""
+
+DEEPSPEED_AT = "deepspeed_config.deepspeed_config_file"
+"""Where it names a DeepSpeed file."""

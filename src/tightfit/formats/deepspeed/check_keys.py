@@ -12,8 +12,8 @@ from typing import Any
 
 from tightfit.formats.deepspeed.check_kinds import TAKES
 from tightfit.formats.deepspeed.keys import KEYS, LOUD, REMOVED, REMOVED_FROM_ZERO, REMOVED_IN, SCHEDULERS
+from tightfit.formats.deepspeed.versions import ARRIVED, GONE, LEARNT_AFTER, MOVED_DEFAULTS, PYDANTIC_BF16
 from tightfit.formats.sheet import Sheet
-from tightfit.formats.versions import ARRIVED, GONE, LEARNT_AFTER, MOVED_DEFAULTS, PYDANTIC_BF16
 from tightfit.inputs.spelling import as_number, nearest, shown
 from tightfit.inputs.versions import release
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tightfit.formats.deepspeed.keys import LOUD, PREFIXED
+from tightfit.formats.deepspeed.versions import PYDANTIC_BF16, WARMUP_CHECKED_SINCE
 from tightfit.formats.sheet import Sheet
-from tightfit.formats.versions import PYDANTIC_BF16, WARMUP_CHECKED_SINCE
 from tightfit.inputs.spelling import as_number, listed, nearest, shown
 from tightfit.inputs.versions import release
 

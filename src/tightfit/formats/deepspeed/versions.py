@@ -153,3 +153,43 @@ def defaults_that_moved(version: str) -> dict[str, object]:
         if key.defaults and knows(version, key.path):
             found[key.path] = [value for since, value in key.defaults if release(since) <= asked][-1]
     return found
+
+
+_LIVES = {key.path: key for key in TABLE}
+
+ARRIVED = {
+    alias: key.since
+    for path, key in _LIVES.items()
+    for alias in (path, path.replace(".stage3_", "."))
+    if key.since != OLDEST
+}
+"""DeepSpeed's key → the first release that knows it."""
+
+LEARNT_AFTER = {
+    "torch_autocast": "0.17.0",
+    "log_level": "0.19.2",
+    "managed_gradient_accumulation": "0.19.3",
+    "disable_python_gc": "0.19.5",
+    "gradient_allreduce_op": "0.19.5",
+}
+"""DeepSpeed's key at the top level → the newest release seen without it."""
+
+GONE = {path: key.gone for path, key in _LIVES.items() if key.gone is not None}
+"""DeepSpeed's key → the first release that no longer takes it."""
+
+MOVED_DEFAULTS = tuple(
+    (path, _LIVES[path].defaults[-1][0], _LIVES[path].defaults[-2][1], _LIVES[path].defaults[-1][1])
+    for path in (
+        "gradient_clipping",
+        "bf16.check_grad_overflow",
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.offload_param.pin_memory",
+    )
+)
+"""DeepSpeed's key, the release since which its default is another, the default before and since."""
+
+PYDANTIC_BF16 = "0.17.1"
+"""From here on DeepSpeed reads fp16 and bf16 with pydantic; before, it took any key there, and any text for true."""
+
+WARMUP_CHECKED_SINCE = "0.19.6"
+"""From here on DeepSpeed refuses a warmup_num_steps that is no whole number above 0; before, it took 2 at least."""

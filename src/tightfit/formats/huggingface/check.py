@@ -6,13 +6,19 @@ the optimizer, in the scheduler, or never. Whether `1e-4` without quotes is text
 
 from __future__ import annotations
 
-from tightfit.formats.dialects import TRL_ARGUMENTS, is_trls
+from tightfit.formats.deepspeed.check import check_deepspeed, deepspeed_beside
+from tightfit.formats.deepspeed.check_values import offload_of, stage_of
+from tightfit.formats.deepspeed.versions import MOVED_DEFAULTS
 from tightfit.formats.huggingface.other_names import meant_by_arguments
+from tightfit.formats.huggingface.trl import TRL_ARGUMENTS, is_trls
+from tightfit.formats.huggingface.versions import EVALUATION_STRATEGY_GONE, OLDER_ARGUMENTS_GONE
 from tightfit.formats.sheet import Sheet
-from tightfit.formats.versions import EVALUATION_STRATEGY_GONE, OLDER_ARGUMENTS_GONE
 from tightfit.inputs.spelling import as_number, misspelt, shown
 from tightfit.inputs.versions import release
 from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
+
+DEEPSPEED_AT = "deepspeed"
+"""The field that names a DeepSpeed file, or holds its block."""
 
 WHOLE = frozenset(
     """per_device_train_batch_size max_steps gradient_accumulation_steps torch_empty_cache_steps
@@ -45,8 +51,8 @@ _INSTEAD = {
 }
 
 
-def check_training_arguments(sheet: Sheet) -> None:
-    """Every rule for a file of TrainingArguments alone."""
+def check_training_arguments(sheet: Sheet) -> Sheet | None:
+    """Every rule for a file of TrainingArguments, and for the DeepSpeed file that it names, which is returned."""
     for place in sheet.document.doubles:
         sheet.say("key-twice", place, "the last one counts and the other is forgotten without a word", "keep one")
     known_too = TRL_ARGUMENTS if is_trls(sheet.document.values) else frozenset()
@@ -66,6 +72,7 @@ def check_training_arguments(sheet: Sheet) -> None:
     check_values(sheet, WHOLE, FRACTIONS, SWITCHES)
     check_gone(sheet, sheet.target.transformers_version)
     check_together(sheet)
+    return check_deepspeed_pair(sheet)
 
 
 def check_gone(sheet: Sheet, version: str) -> None:
@@ -138,3 +145,100 @@ def check_together(sheet: Sheet) -> None:
     if save == "steps" and min(every, saved) >= 1 and saved % every:
         what = f"a checkpoint every {saved:g} steps is not always an evaluated one: transformers refuses it"
         sheet.say("hf-best-model", "save_steps", what, f"write a multiple of eval_steps, {every:g}")
+
+
+_MATCHED: tuple[tuple[str, float, str], ...] = (
+    ("per_device_train_batch_size", 8, "train_micro_batch_size_per_gpu"),
+    ("gradient_accumulation_steps", 1, "gradient_accumulation_steps"),
+    ("max_grad_norm", 1.0, "gradient_clipping"),
+    ("learning_rate", 5e-5, "optimizer.params.lr"),
+    ("weight_decay", 0.0, "optimizer.params.weight_decay"),
+    ("adam_epsilon", 1e-8, "optimizer.params.eps"),
+    ("learning_rate", 5e-5, "scheduler.params.warmup_max_lr"),
+)
+"""The trainer's field, its default, and the key of the DeepSpeed file that must equal it."""
+
+_STAYS = frozenset(
+    """adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf paged_adamw_32bit
+    paged_adamw adagrad lion_32bit paged_lion_32bit""".split()
+)
+"""Optimizers of which accelerate finds DeepSpeed's CPU twin."""
+
+
+def check_deepspeed_pair(sheet: Sheet) -> Sheet | None:
+    """What transformers refuses, replaces or overrules of the DeepSpeed file that is named; that file, checked."""
+    deepspeed = deepspeed_beside(sheet, DEEPSPEED_AT)
+    if deepspeed is None:
+        return None
+    for field, default, key in _MATCHED:
+        theirs = deepspeed.number(key)
+        ours = default if sheet.get(field) is None else sheet.number(field)
+        if theirs is not None and ours is not None and theirs != ours:
+            _mismatch(sheet, deepspeed, field, ours, key)
+    micro, steps = _said(sheet, "per_device_train_batch_size", 8), _said(sheet, "gradient_accumulation_steps", 1)
+    total = deepspeed.number("train_batch_size")
+    if total is not None and sheet.world and total != micro * steps * sheet.world:
+        _mismatch(sheet, deepspeed, "per_device_train_batch_size", micro * steps * sheet.world, "train_batch_size")
+    for name in ("bf16", "fp16"):
+        theirs_on = deepspeed.get(f"{name}.enabled")
+        if (
+            isinstance(theirs_on, bool)
+            and theirs_on != sheet.on(name)
+            and not (name == "bf16" and sheet.on("pure_bf16"))
+        ):
+            _mismatch(sheet, deepspeed, name, sheet.on(name), f"{name}.enabled")
+    _check_clipping(sheet, deepspeed)
+    _check_optimizer(sheet, deepspeed)
+    check_deepspeed(deepspeed)
+    return deepspeed
+
+
+def _check_clipping(sheet: Sheet, deepspeed: Sheet) -> None:
+    """DeepSpeed clips, not the trainer; and transformers fills in a key only where it is written."""
+    wanted, file = sheet.number("max_grad_norm"), deepspeed.document.path.name
+    if wanted is None or deepspeed.get("gradient_clipping") is not None:
+        return
+    version = sheet.target.deepspeed_version
+    ((since, before, now),) = [moved[1:] for moved in MOVED_DEFAULTS if moved[0] == "gradient_clipping"]
+    clips = now if release(version) >= release(since) else before
+    if clips == wanted:
+        return
+    does = f"clips at {clips}" if clips else "clips nothing"
+    what = (
+        f"DeepSpeed does the clipping, transformers fills in only what {file} has, and gradient_clipping is not there: "
+        f"DeepSpeed {version} {does}, whatever max_grad_norm says"
+    )
+    sheet.say("pair-clipping", "max_grad_norm", what, f'add "gradient_clipping": "auto" to {file}, or {wanted:g}')
+
+
+def _said(sheet: Sheet, field: str, default: float) -> float:
+    number = sheet.number(field)
+    return default if number is None else number
+
+
+def _mismatch(sheet: Sheet, deepspeed: Sheet, field: str, ours: float | bool, key: str) -> None:
+    here = shown(ours) if isinstance(ours, bool) else f"{ours:g}"
+    left_out = "" if sheet.has(field) else ", by default"
+    what = (
+        f"{field} makes it {here}{left_out}, and {key} in {deepspeed.document.path.name} is "
+        f"{shown(deepspeed.get(key))}: transformers refuses the pair"
+    )
+    sheet.say("pair-mismatch", field, what, f'write "auto" for {key} in {deepspeed.document.path.name}, or {here}')
+
+
+def _check_optimizer(sheet: Sheet, deepspeed: Sheet) -> None:
+    optim = sheet.get("optim")
+    file = deepspeed.document.path.name
+    if deepspeed.block("optimizer"):
+        kind = deepspeed.get("optimizer.type")
+        if isinstance(optim, str) and not optim.startswith("adamw_torch"):
+            what = f"{file} brings its own optimizer, {kind}, and optim {optim} has no effect"
+            sheet.say("pair-optim-ignored", "optim", what, f"delete optim, or the optimizer block of {file}")
+    elif isinstance(optim, str) and optim not in _STAYS and stage_of(deepspeed):
+        forced = deepspeed.get("zero_force_ds_cpu_optimizer") is not False
+        if offload_of(deepspeed, "offload_optimizer") != "none" and forced:
+            what = f"{file} offloads the optimizer, and accelerate trains with DeepSpeed's CPU Adam instead of {optim}"
+            sheet.say("pair-optimizer", "optim", what, f"write optim: adamw_torch, or stop offloading in {file}")
+    if deepspeed.block("scheduler") and sheet.has("lr_scheduler_type"):
+        what = f"{file} brings its own scheduler, {deepspeed.get('scheduler.type')}: lr_scheduler_type has no effect"
+        sheet.say("pair-optim-ignored", "lr_scheduler_type", what, f"delete it, or the scheduler block of {file}")

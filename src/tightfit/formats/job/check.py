@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tightfit.formats.kinds import is_workers
 from tightfit.formats.sentences import begun, parted, place_in
 from tightfit.formats.sheet import Sheet
+from tightfit.formats.worker.keys import is_workers
 from tightfit.job.fields import job_fields
 from tightfit.job.file import job_faults, read_job
 

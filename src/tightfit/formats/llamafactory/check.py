@@ -5,18 +5,27 @@ LLaMA-Factory does check much, but only after the launcher has started a process
 
 from __future__ import annotations
 
-from tightfit.formats.huggingface.check import FRACTIONS, SWITCHES, WHOLE, check_gone, check_together, check_values
+from tightfit.formats.deepspeed.check_values import stage_of
+from tightfit.formats.huggingface.check import (
+    FRACTIONS,
+    SWITCHES,
+    WHOLE,
+    check_deepspeed_pair,
+    check_gone,
+    check_together,
+    check_values,
+)
 from tightfit.formats.huggingface.other_names import meant_by_llamafactory
+from tightfit.formats.huggingface.versions import EVALUATION_STRATEGY_GONE
 from tightfit.formats.llamafactory.keys import KNOWN
-from tightfit.formats.sheet import Sheet
-from tightfit.formats.versions import (
+from tightfit.formats.llamafactory.versions import (
     BROKEN_JSON_SINCE,
-    EVALUATION_STRATEGY_GONE,
     LLAMAFACTORY_ADDED,
     LLAMAFACTORY_GONE,
     OMEGACONF_SINCE,
     templates,
 )
+from tightfit.formats.sheet import Sheet
 from tightfit.inputs.spelling import listed, misspelt, nearest, shown
 from tightfit.inputs.versions import release
 
@@ -48,8 +57,8 @@ _MEGATRONS = frozenset(
 _CHAT_STAGES = ("sft", "dpo", "kto", "rm", "ppo")
 
 
-def check_llamafactory(sheet: Sheet) -> None:
-    """Every rule for the YAML alone."""
+def check_llamafactory(sheet: Sheet) -> Sheet | None:
+    """Every rule for the YAML, and for the DeepSpeed file that it names, which is returned."""
     version = sheet.target.llamafactory_version
     for place in sheet.document.doubles:
         sheet.say("key-twice", place, "LLaMA-Factory's reader refuses it, or keeps the last without a word", "keep one")
@@ -72,6 +81,9 @@ def check_llamafactory(sheet: Sheet) -> None:
     _check_data(sheet)
     _check_method(sheet)
     _check_memory_keys(sheet)
+    deepspeed = check_deepspeed_pair(sheet)
+    _check_pair(sheet, deepspeed)
+    return deepspeed
 
 
 def _check_keys(sheet: Sheet, version: str) -> None:
@@ -227,3 +239,45 @@ def _check_memory_keys(sheet: Sheet) -> None:
     if sheet.get("deepspeed") and sheet.world == 1:
         what = "on one GPU llamafactory-cli starts no torchrun, and DeepSpeed is refused without it"
         sheet.say("lf-force-torchrun", "deepspeed", what, "start it with FORCE_TORCHRUN=1")
+
+
+_ZERO3_REFUSES = {
+    "pure_bf16": "bf16: true instead",
+    "use_unsloth": "a stage below 3, or no Unsloth",
+    "use_kt": "a stage below 3",
+    "pissa_init": "scripts/pissa_init.py before the training",
+    "predict_with_generate": "a stage below 3 for the evaluation",
+}
+
+
+def _check_pair(sheet: Sheet, deepspeed: Sheet | None) -> None:
+    """LLaMA-Factory's own list of what does not go together. None: FSDP, or neither."""
+    stage3 = deepspeed is not None and stage_of(deepspeed) == 3
+    fsdp = bool(sheet.get("fsdp"))
+    if stage3 or fsdp:
+        _check_sharded_quantization(sheet, "ZeRO-3" if stage3 else "FSDP")
+    if stage3:
+        for key, instead in _ZERO3_REFUSES.items():
+            if sheet.on(key):
+                what = f"LLaMA-Factory refuses {key} under ZeRO-3"
+                sheet.say("pair-zero3", key, what, f"use {instead}")
+    if deepspeed is not None:
+        for key in ("use_galore", "use_apollo"):
+            if sheet.on(key):
+                what = f"LLaMA-Factory refuses {key} with any DeepSpeed file"
+                sheet.say("pair-deepspeed", key, what, "delete deepspeed, or that optimizer")
+        if sheet.on("use_badam") and not stage3:
+            what = "BAdam on several GPUs needs ZeRO-3: LLaMA-Factory refuses it here"
+            sheet.say("pair-deepspeed", "use_badam", what, "use a DeepSpeed file with stage 3")
+
+
+def _check_sharded_quantization(sheet: Sheet, engine: str) -> None:
+    bits, library = sheet.number("quantization_bit"), str(sheet.get("quantization_method") or "bnb")
+    if bits is None:
+        return
+    if library in ("hqq", "eetq"):
+        what = f"LLaMA-Factory refuses {library} quantisation under {engine}"
+        sheet.say("pair-quantization", "quantization_method", what, "write bnb with quantization_bit: 4, or use ZeRO-2")
+    elif bits != 4:
+        what = f"LLaMA-Factory refuses {bits:g}-bit quantisation under {engine}: only 4 bits can be sharded"
+        sheet.say("pair-quantization", "quantization_bit", what, "write 4, or use ZeRO-2")

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tightfit.diagnose.evidence import Evidence, KnownConfig, LogSource, RankExit, completed
+from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Line, Verdict
+from tightfit.formats.known import KnownConfig, completed
 from tightfit.inputs.surroundings import inherited
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts

@@ -1,47 +1,8 @@
-"""What the tools' releases know: keys that came, keys that went, defaults that moved.
-
-Each entry was read in the sources of releases. DeepSpeed's come from the table that its files are rendered by. Where
-not every release was looked at, a key's arrival is given as the newest release that was seen *without* it, so that one
-in between is never accused.
-"""
+"""What LLaMA-Factory's releases know: keys and chat templates that came and went, read in their sources."""
 
 from __future__ import annotations
 
-from tightfit.formats.deepspeed.versions import OLDEST, TABLE
 from tightfit.inputs.versions import release
-
-_LIVES = {key.path: key for key in TABLE}
-
-ARRIVED = {
-    alias: key.since
-    for path, key in _LIVES.items()
-    for alias in (path, path.replace(".stage3_", "."))
-    if key.since != OLDEST
-}
-"""DeepSpeed's key → the first release that knows it."""
-
-LEARNT_AFTER = {
-    "torch_autocast": "0.17.0",
-    "log_level": "0.19.2",
-    "managed_gradient_accumulation": "0.19.3",
-    "disable_python_gc": "0.19.5",
-    "gradient_allreduce_op": "0.19.5",
-}
-"""DeepSpeed's key at the top level → the newest release seen without it."""
-
-GONE = {path: key.gone for path, key in _LIVES.items() if key.gone is not None}
-"""DeepSpeed's key → the first release that no longer takes it."""
-
-MOVED_DEFAULTS = tuple(
-    (path, _LIVES[path].defaults[-1][0], _LIVES[path].defaults[-2][1], _LIVES[path].defaults[-1][1])
-    for path in (
-        "gradient_clipping",
-        "bf16.check_grad_overflow",
-        "zero_optimization.offload_optimizer.pin_memory",
-        "zero_optimization.offload_param.pin_memory",
-    )
-)
-"""DeepSpeed's key, the release since which its default is another, the default before and since."""
 
 LLAMAFACTORY_ADDED = {
     "0.9.3": """add_special_tokens add_tokens audio_sampling_rate crop_to_patches data_shared_file_system
@@ -101,6 +62,7 @@ TEMPLATES_GONE = {
     "0.9.5": """aquila atom baichuan baichuan2 belle bluelm chatglm2 codegeex2 codegeex4 cpm cpm3 intern marco orion
         skywork_o1 telechat xverse yayi ziya""",
 }
+
 TEMPLATES_READ = ("0.9.2", "0.9.5")
 """The first and the last release whose templates are listed here."""
 
@@ -109,18 +71,6 @@ OMEGACONF_SINCE = "0.9.4"
 
 BROKEN_JSON_SINCE = "0.9.5"
 """From here on `llamafactory-cli train FILE.json` dies in `json.load` of a path."""
-
-PYDANTIC_BF16 = "0.17.1"
-"""From here on DeepSpeed reads fp16 and bf16 with pydantic; before, it took any key there, and any text for true."""
-
-WARMUP_CHECKED_SINCE = "0.19.6"
-"""From here on DeepSpeed refuses a warmup_num_steps that is no whole number above 0; before, it took 2 at least."""
-
-EVALUATION_STRATEGY_GONE = "4.46"
-"""transformers' release that no longer takes `evaluation_strategy`."""
-
-OLDER_ARGUMENTS_GONE = "5.22"
-"""A release of transformers that takes none of the older fields any more; some left earlier."""
 
 
 def templates(version: str) -> frozenset[str] | None:

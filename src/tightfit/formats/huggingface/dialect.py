@@ -1,0 +1,43 @@
+"""transformers' TrainingArguments, in a JSON or a YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tightfit.formats.dialect import Dialect
+from tightfit.formats.huggingface.check import DEEPSPEED_AT, check_training_arguments
+from tightfit.formats.huggingface.rules import IN_ANY_TRAINER, RULES
+from tightfit.formats.huggingface.trl import is_trls
+from tightfit.formats.known import KnownConfig, whole
+from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
+from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
+
+
+def known(values: Mapping[str, Any]) -> KnownConfig:
+    on = values.get("gradient_checkpointing")
+    lengths = (values.get(name) for name in ("cutoff_len", "max_length", "max_seq_length"))
+    return KnownConfig(
+        micro_batch=whole(values.get("per_device_train_batch_size")),
+        accumulation=whole(values.get("gradient_accumulation_steps")),
+        sequence=next((number for value in lengths if (number := whole(value)) is not None), None),
+        precision="bf16" if values.get("bf16") is True else "fp16" if values.get("fp16") is True else None,
+        checkpointing=on if isinstance(on, bool) else None,
+        loss="fused" if values.get("use_liger_kernel") is True else None,
+    )
+
+
+DIALECT = Dialect(
+    name="huggingface",
+    trainer="trainer",
+    title="TrainingArguments",
+    one="a file of TrainingArguments",
+    keys=TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS,
+    telling=("output_dir", "per_device_train_batch_size"),
+    claims=is_trls,
+    is_mixed=True,
+    rules=(KEY_TWICE, NOT_FINITE, JSON_COMMENTS, *BESIDE, *RULES, *IN_ANY_TRAINER),
+    check=check_training_arguments,
+    known=known,
+    deepspeed_at=DEEPSPEED_AT,
+)
