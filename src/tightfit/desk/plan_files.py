@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from tightfit.inputs.flags import meant, spelt
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, choose_deepspeed, find_installed, is_version
@@ -66,11 +66,12 @@ def target_of(args: argparse.Namespace) -> Target | None:
     """What the flags say about the readers of the files; None: nothing. DeepSpeed's version is the job's."""
     if not ABOUT_FILES & set(vars(args)):
         return None
-    from tightfit.formats.target import Launcher, Target
+    from tightfit.formats.registry import launchers
+    from tightfit.formats.target import Target
 
     usual, launcher = Target(), getattr(args, "launcher", None)
-    if launcher is not None and launcher not in get_args(Launcher):
-        raise ConfigError(f"--launcher knows no {launcher!r}{meant(launcher, get_args(Launcher))}")
+    if launcher is not None and launcher not in launchers():
+        raise ConfigError(f"--launcher knows no {launcher!r}{meant(launcher, launchers())}")
     port = getattr(args, "port", usual.port)
     if not 1 <= port <= _MOST_PORT:
         raise ConfigError(f"--port must be from 1 to {_MOST_PORT}, not {port}")

@@ -7,14 +7,61 @@ the folders, and whoever deals with such files walks that list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tightfit.formats.known import KnownConfig
 from tightfit.formats.rules import Rule
 from tightfit.formats.sheet import Sheet
+from tightfit.formats.target import Target
+from tightfit.planner.plan import Plan
 from tightfit.types import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """A file that a plan becomes."""
+
+    name: str
+    what: str
+    """What it is, for PLAN.md."""
+    write: Callable[[Plan, Target, Collection[str]], str | None]
+    """Its text, beside those that were written before; None: this plan has none. A ConfigError says why it cannot say
+    what the plan says."""
+    is_optional: bool = False
+    """Such a file is then left out, unless the launcher starts from it or the plan is for its trainer."""
+    notes: Callable[[Plan, Target], Iterable[str]] = lambda plan, target: ()
+    """What has to be known about it."""
+    version: Callable[[Plan, Target], str | None] = lambda plan, target: None
+    """The release that it is written for, as the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """An environment variable of a run."""
+
+    name: str
+    value: str | None
+    """What it is set to, as the shell reads it; None: left out."""
+    reason: str
+    unset: bool = False
+    """A value that the user's shell may hold is taken away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """A program that starts the ranks."""
+
+    program: str
+    reads: tuple[str, ...]
+    """The files of a plan that its command reads."""
+    command: Callable[[Plan, Target], Iterable[str]]
+    """The end of `launch.sh`."""
+    needs: str | None = None
+    """The file without which it cannot start."""
+    variables: Callable[[Plan, Target], tuple[Variable, ...]] = lambda plan, target: ()
+    """What it alone is told through the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +100,9 @@ class Dialect:
     """What a file says of how its training is computed."""
     deepspeed_at: str | None = None
     """The key, dotted, that names a DeepSpeed file or holds its block."""
+
+    # --- writing ---
+    files: tuple[PlanFile, ...] = ()
+    """What a plan becomes; the config of the program itself is the first."""
+    launcher: Launcher | None = None
+    """The program, where it starts ranks; `--launcher` calls it by the dialect's name."""

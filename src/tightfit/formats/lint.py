@@ -45,18 +45,17 @@ def _for_its_trainer(path: Path, dialect: Dialect, target: Target) -> Target:
     if target.deepspeed_version != Target().deepspeed_version:
         return target
     readers = [dialect] if dialect.name != "deepspeed" else [each for each in dialects() if _names(each, path)]
-    for reader in readers:
-        if reader.trainer is not None:
-            newest = newest_deepspeed(reader.trainer, target.llamafactory_version)
-            return target if newest is None else replace(target, deepspeed_version=newest)
-    return target
+    newest = (newest_deepspeed(each.trainer, target.llamafactory_version) for each in readers if each.trainer)
+    return replace(target, deepspeed_version=next(filter(None, newest), target.deepspeed_version))
 
 
 def _names(dialect: Dialect, path: Path) -> bool:
     """Whether the trainer's file beside it, as `tightfit plan --write` puts one there, names this DeepSpeed file."""
-    beside = path.with_name("llamafactory.yaml")
+    if dialect.deepspeed_at is None or not dialect.files:
+        return False
+    beside = path.with_name(dialect.files[0].name)
     try:
-        return beside.is_file() and read_document(beside).values.get("deepspeed") == path.name
+        return beside.is_file() and read_document(beside).at(dialect.deepspeed_at) == path.name
     except UserError:
         return False
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tightfit.formats.registry import dialects
 from tightfit.formats.worker.write import SCHEMA
 from tightfit.inputs.records import find_json
 from tightfit.owned import NotOurs, Patterns, check_ours, move_file, remove_folder
@@ -28,20 +29,7 @@ from tightfit.types import ConfigError
 STAGING = ".tightfit-staging"
 RECORD, LIST = "worker.json", ".tightfit-plan.json"
 """Only we write them, and every plan has one or the other."""
-PLAN_FILES = frozenset(
-    {
-        "accelerate.yaml",
-        "dataset_info.json",
-        "deepspeed.json",
-        "hostfile",
-        "launch.sh",
-        "llamafactory.yaml",
-        "PLAN.md",
-        "slurm.sbatch",
-        "training_args.json",
-        RECORD,
-    }
-)
+PLAN_FILES = frozenset(file.name for dialect in dialects() for file in dialect.files) | {"PLAN.md"}
 """What a plan may consist of."""
 EXECUTABLE = (".sh", ".sbatch")
 

@@ -8,46 +8,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from tightfit.formats.accelerate.write import accelerate_notes
-from tightfit.formats.deepspeed.write import deepspeed_notes
-from tightfit.formats.huggingface.write import training_args_notes
 from tightfit.formats.launch.environment import environment, launcher_of
-from tightfit.formats.launch.script import PROGRAMS
-from tightfit.formats.llamafactory.write import llamafactory_notes, newest_transformers
+from tightfit.formats.registry import dialects, launchers
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way, time_limit_s, untrained
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.inputs.versions import release
 from tightfit.messages import Said, id_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import is_cut_off, time_words
 from tightfit.planner.tiers import TIERS
 from tightfit.planner.trainers import NAMES
 from tightfit.priced import GIB, amounts, billions, shown, strategy_name, training_words
-
-DTK_TORCH, OLD_TORCH_LAST = "2.4", (5, 10)
-"""The PyTorch that Hygon's toolkit documents, and the newest transformers that we have seen accept it."""
-
-FILES = {
-    "deepspeed.json": "DeepSpeed's settings, all that differ from its defaults",
-    "accelerate.yaml": "for `accelerate launch`",
-    "training_args.json": "Hugging Face's `TrainingArguments`, for a trainer of your own",
-    "llamafactory.yaml": "for `llamafactory-cli train`",
-    "dataset_info.json": "where LLaMA-Factory finds the data",
-    "worker.json": "for tightfit's own training worker",
-    "hostfile": "the machines, for DeepSpeed's launcher",
-    "launch.sh": "starts the training",
-    "slurm.sbatch": "the same under SLURM",
-    "PLAN.md": "this page",
-}
-
-NOTES = {
-    "deepspeed.json": deepspeed_notes,
-    "accelerate.yaml": accelerate_notes,
-    "training_args.json": training_args_notes,
-    "llamafactory.yaml": llamafactory_notes,
-}
-"""What has to be known about a file."""
 
 
 def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mapping[str, str] | None = None) -> str:
@@ -149,11 +120,12 @@ def _alternatives(plan: Plan) -> Iterator[str]:
 
 def _start(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
     launcher = launcher_of(plan, target)
+    program = launchers()[launcher].program
     trainer = NAMES["llamafactory" if launcher == "llamafactory" else plan.job.trainer]
     script = " train.py" if plan.job.trainer == "trainer" else ""
     yield "## How to start it"
     yield ""
-    yield f"`./launch.sh{script}` starts {trainer} with `{PROGRAMS[launcher]}`, in the environment that is active."
+    yield f"`./launch.sh{script}` starts {trainer} with `{program}`, in the environment that is active."
     yield "What you add to the line goes to the trainer. Relative paths count from this folder. A second run on the"
     yield f"same machine needs a port of its own: `MASTER_PORT={target.port + 1} ./launch.sh`."
     if "worker.json" in files and launcher != "llamafactory":
@@ -180,53 +152,25 @@ def _files(plan: Plan, target: Target, files: Collection[str], left_out: Mapping
     yield ""
     yield "| file | what it is |"
     yield "|---|---|"
-    for name, what in FILES.items():
-        if name in files or name == "PLAN.md":
-            yield f"| `{name}` | {what} |"
-        elif name in left_out:
-            yield f"| ~~`{name}`~~ | left out: {_cell(left_out[name])} |"
-    for name, notes_of in NOTES.items():
-        notes = notes_of(plan, target) if name in files else ()
-        if notes:
+    known = [file for dialect in dialects() for file in dialect.files]
+    for file in known:
+        if file.name in files:
+            yield f"| `{file.name}` | {file.what} |"
+        elif file.name in left_out:
+            yield f"| ~~`{file.name}`~~ | left out: {_cell(left_out[file.name])} |"
+    yield "| `PLAN.md` | this page |"
+    written = [file for file in known if file.name in files]
+    for file in written:
+        if notes := file.notes(plan, target):
             yield ""
-            yield f"About `{name}`:"
+            yield f"About `{file.name}`:"
             yield ""
             yield from (f"- {_sentence(note)}" for note in notes)
     yield ""
     yield "Which versions they are for:"
     yield ""
-    yield from (f"- {sentence}" for sentence in _versions(plan, target, files))
-
-
-def _versions(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
-    """Each file has its readers; one environment may not hold them all."""
-    asked, factory = target.transformers_version, target.llamafactory_version
-    if "deepspeed.json" in files:
-        yield f"`deepspeed.json`: DeepSpeed {target.deepspeed_version}."
-    if "training_args.json" in files:
-        yield f"`training_args.json`: transformers {asked}{_dtk(plan, asked)}."
-    if "llamafactory.yaml" not in files:
-        return
-    newest = newest_transformers(factory)
-    if newest is None:
-        yield f"`llamafactory.yaml`: LLaMA-Factory {factory}."
-    elif release(asked) <= release(newest):
-        yield f"`llamafactory.yaml`: LLaMA-Factory {factory}, which takes transformers up to {newest}."
-    else:
-        yield (
-            f"`llamafactory.yaml`: LLaMA-Factory {factory}, which takes transformers up to {newest} and never reads "
-            "`training_args.json`; for a Trainer in its environment write that one with "
-            f"`--transformers-version {newest}`."
-        )
-
-
-def _dtk(plan: Plan, asked: str) -> str:
-    if chosen_way(plan).hardware.gpu.vendor != "hygon" or release(asked)[:2] <= OLD_TORCH_LAST:
-        return ""
-    return (
-        f", which wants a newer PyTorch than the {DTK_TORCH} that Hygon's toolkit documents: name the one that is "
-        "installed there with `--transformers-version`"
-    )
+    # Each file has its readers; one environment may not hold them all.
+    yield from (f"- `{file.name}`: {version}." for file in written if (version := file.version(plan, target)))
 
 
 def _environment(plan: Plan, target: Target) -> Iterator[str]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from tightfit.formats.dialect import Dialect
+from tightfit.formats.dialect import Dialect, Launcher
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE, Rule
 
 FOLDERS = (
     "deepspeed",
+    "torchrun",
     "accelerate",
     "huggingface",
     "llamafactory",
+    "worker",
+    "launch",
     "job",
 )
 """In the order in which a plan's files are written and listed."""
@@ -30,6 +33,12 @@ def kinds() -> dict[str, Dialect]:
     checked = [each for each in dialects() if each.rules]
     ordered = [each for base in checked for each in (*(ext for ext in checked if ext.extends == base.name), base)]
     return {each.name: each for each in ordered}
+
+
+@cache
+def launchers() -> dict[str, Launcher]:
+    """The programs that start ranks, by name."""
+    return {each.name: each.launcher for each in dialects() if each.launcher is not None}
 
 
 def kinds_by_rule() -> dict[Rule, tuple[str, ...]]:

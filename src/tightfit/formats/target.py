@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from tightfit.formats.llamafactory.read import LlamaFactorySettings
 from tightfit.job import Job
-
-Launcher = Literal["deepspeed", "torchrun", "accelerate", "llamafactory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class Target:
     """Decides how TrainingArguments are spelt."""
     llamafactory_version: str = "0.9.5"
     """Decides keys and the names of chat templates."""
-    launcher: Launcher | None = None
+    launcher: str | None = None
     """What `launch.sh` calls; None: `deepspeed` for its own engines, `torchrun` for FSDP2."""
     gpu_ids: tuple[int, ...] | None = None
     """The GPUs of a node to use, by number; None: the first ones."""

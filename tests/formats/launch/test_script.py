@@ -15,8 +15,9 @@ import pytest
 from tightfit.formats.accelerate.write import accelerate_yaml
 from tightfit.formats.launch.environment import environment, gpu_ids_of
 from tightfit.formats.launch.hostfile import hostfile_text, parse_hostfile
-from tightfit.formats.launch.script import PROGRAMS, launch_sh
-from tightfit.formats.target import Launcher, Target
+from tightfit.formats.launch.script import launch_sh
+from tightfit.formats.registry import launchers
+from tightfit.formats.target import Target
 from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job
 from tightfit.planner.plan import Plan
@@ -54,7 +55,7 @@ class Folder:
         self.path.mkdir()
         self.programs = root / "bin"
         self.programs.mkdir()
-        for name in PROGRAMS.values():
+        for name in (launcher.program for launcher in launchers().values()):
             (self.programs / name).write_text(STAND_IN, encoding="utf-8")
             (self.programs / name).chmod(0o755)
         for name in FILES:
@@ -180,7 +181,7 @@ def test_on_hip_its_own_variable_is_handed_on_and_taken_away(plan_of: PlanOf, fo
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "llamafactory"])
-def test_others_start_the_ranks_on_the_first_visible_gpus(plan_of: PlanOf, folder: Folder, launcher: Launcher) -> None:
+def test_others_start_the_ranks_on_the_first_visible_gpus(plan_of: PlanOf, folder: Folder, launcher: str) -> None:
     (folder.path / "train.json").write_text("[]", encoding="utf-8")
     plan, target = plan_of(gpus="2xRTX4090"), Target(launcher=launcher)
     call = start(folder, plan, target, CUDA_VISIBLE_DEVICES="GPU-1,GPU-2,GPU-3")
@@ -272,7 +273,7 @@ def test_deepspeed_reads_chosen_gpus_of_each_node(plan_of: PlanOf, folder: Folde
 
 @pytest.mark.parametrize(("launcher", "levers"), [("torchrun", FSDP2), ("accelerate", OFFLOADED)])
 def test_other_launchers_are_told_which_node_they_are(
-    plan_of: PlanOf, folder: Folder, launcher: Launcher, levers: Levers
+    plan_of: PlanOf, folder: Folder, launcher: str, levers: Levers
 ) -> None:
     plan, target = plan_of(levers, "2x4xRTX4090"), Target(launcher=launcher)
     call = start(folder, plan, target, NODE_RANK="1", MASTER_ADDR="alpha")
@@ -419,7 +420,7 @@ def test_the_cpu_starts_with_torchrun(plan_of: PlanOf, folder: Folder) -> None:
 
 EVERY = [
     (launcher, gpus, ids)
-    for launcher in PROGRAMS
+    for launcher in launchers()
     for gpus in ("4xRTX4090", "2x4xK100-64GB", "1x6GB")
     for ids in (None, (0, 2, 3, 5))
 ]
@@ -427,7 +428,7 @@ EVERY = [
 
 @pytest.mark.parametrize(("launcher", "gpus", "ids"), EVERY)
 def test_every_script_is_shell(
-    plan_of: PlanOf, launcher: Launcher, gpus: str, ids: tuple[int, ...] | None, tmp_path: Path
+    plan_of: PlanOf, launcher: str, gpus: str, ids: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
     plan = plan_of(gpus=gpus, data=Data(path="d.jsonl"))
     target = Target(launcher=launcher, gpu_ids=ids)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tightfit.formats.accelerate.check import check_accelerate
 from tightfit.formats.accelerate.keys import DEEPSPEED_AT, KEYS
+from tightfit.formats.accelerate.launch import accelerate_command
 from tightfit.formats.accelerate.rules import RULES
-from tightfit.formats.dialect import Dialect
+from tightfit.formats.accelerate.write import accelerate_notes, accelerate_yaml
+from tightfit.formats.dialect import Dialect, Launcher, PlanFile
 from tightfit.formats.known import KnownConfig, block_in, whole, word
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
+from tightfit.formats.target import Target
+from tightfit.formats.worker.write import deepspeed_file_of
+from tightfit.planner.plan import Plan
 
 
 def known(values: Mapping[str, Any]) -> KnownConfig:
@@ -26,6 +31,15 @@ def known(values: Mapping[str, Any]) -> KnownConfig:
     )
 
 
+FILE = "accelerate.yaml"
+
+
+def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
+    if plan.job.trainer == "llamafactory":
+        return None
+    return accelerate_yaml(plan, target, deepspeed_file_of(plan))
+
+
 DIALECT = Dialect(
     name="accelerate",
     title="accelerate's",
@@ -36,4 +50,8 @@ DIALECT = Dialect(
     check=check_accelerate,
     known=known,
     deepspeed_at=DEEPSPEED_AT,
+    files=(PlanFile(name=FILE, what="for `accelerate launch`", write=write, is_optional=True, notes=accelerate_notes),),
+    launcher=Launcher(
+        program="accelerate", reads=("worker.json", "deepspeed.json", FILE), needs=FILE, command=accelerate_command
+    ),
 )

@@ -7,9 +7,12 @@ from typing import Any
 
 from tightfit.formats.deepspeed.check import check_deepspeed
 from tightfit.formats.deepspeed.keys import KEYS, REMOVED
+from tightfit.formats.deepspeed.launch import deepspeed_command
 from tightfit.formats.deepspeed.rules import CHECKED
-from tightfit.formats.dialect import Dialect
+from tightfit.formats.deepspeed.write import deepspeed_json, deepspeed_notes
+from tightfit.formats.dialect import Dialect, Launcher, PlanFile
 from tightfit.formats.known import KnownConfig, block_in, whole, word
+from tightfit.formats.worker.write import DEEPSPEED_FILE, deepspeed_file_of
 
 
 def known(values: Mapping[str, Any]) -> KnownConfig:
@@ -37,4 +40,16 @@ DIALECT = Dialect(
     rules=CHECKED,
     check=check_deepspeed,
     known=known,
+    files=(
+        PlanFile(
+            name=DEEPSPEED_FILE,
+            what="DeepSpeed's settings, all that differ from its defaults",
+            write=lambda plan, target, _: deepspeed_json(plan, target) if deepspeed_file_of(plan) else None,
+            notes=deepspeed_notes,
+            version=lambda plan, target: f"DeepSpeed {target.deepspeed_version}",
+        ),
+    ),
+    launcher=Launcher(
+        program="deepspeed", reads=("worker.json", DEEPSPEED_FILE, "hostfile"), command=deepspeed_command
+    ),
 )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from tightfit.formats.dialect import Dialect
+from tightfit.formats.dialect import Dialect, PlanFile
 from tightfit.formats.huggingface.check import DEEPSPEED_AT, check_training_arguments
 from tightfit.formats.huggingface.rules import IN_ANY_TRAINER, RULES
 from tightfit.formats.huggingface.trl import is_trls
+from tightfit.formats.huggingface.write import training_args_json, training_args_notes, transformers_wanted
 from tightfit.formats.known import KnownConfig, whole
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
+from tightfit.formats.target import Target
+from tightfit.formats.under import check_fits_under
+from tightfit.formats.worker.write import deepspeed_file_of
 from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
+from tightfit.planner.plan import Plan
 
 
 def known(values: Mapping[str, Any]) -> KnownConfig:
@@ -27,6 +32,13 @@ def known(values: Mapping[str, Any]) -> KnownConfig:
     )
 
 
+def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
+    if plan.job.trainer == "llamafactory":
+        return None
+    check_fits_under("trainer", plan, target)
+    return training_args_json(plan, target, deepspeed_file_of(plan))
+
+
 DIALECT = Dialect(
     name="huggingface",
     trainer="trainer",
@@ -40,4 +52,14 @@ DIALECT = Dialect(
     check=check_training_arguments,
     known=known,
     deepspeed_at=DEEPSPEED_AT,
+    files=(
+        PlanFile(
+            name="training_args.json",
+            what="Hugging Face's `TrainingArguments`, for a trainer of your own",
+            write=write,
+            is_optional=True,
+            notes=training_args_notes,
+            version=transformers_wanted,
+        ),
+    ),
 )

@@ -62,6 +62,10 @@ OPTIM: dict[Optimizer, str] = {
 Values = dict[str, Any]
 
 
+DTK_TORCH, OLD_TORCH_LAST = "2.4", (5, 10)
+"""The PyTorch that Hygon's toolkit documents, and the newest transformers that we have seen accept it."""
+
+
 def training_args_json(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
     """The file; `deepspeed_file` is the JSON's name, as the training's working folder sees it, or None for FSDP2."""
     way, job, version = chosen_way(plan), plan.job, target.transformers_version
@@ -306,3 +310,14 @@ def _check_version(version: str) -> None:
         )
     if release(version)[0] > release(NEWEST)[0]:
         raise ConfigError(f"--transformers-version {version} is unknown: name one up to {NEWEST}")
+
+
+def transformers_wanted(plan: Plan, target: Target) -> str:
+    """The release that the file is for, and what Hygon's toolkit says to it."""
+    asked = target.transformers_version
+    if chosen_way(plan).hardware.gpu.vendor != "hygon" or release(asked)[:2] <= OLD_TORCH_LAST:
+        return f"transformers {asked}"
+    return (
+        f"transformers {asked}, which wants a newer PyTorch than the {DTK_TORCH} that Hygon's toolkit documents: name "
+        "the one that is installed there with `--transformers-version`"
+    )

@@ -7,36 +7,24 @@ misses a variable finds the reason. Values are shell text: some are only known o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from tightfit.formats.target import Launcher, Target
+from tightfit.formats.dialect import Variable
+from tightfit.formats.registry import launchers
+from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way
-from tightfit.inputs.versions import release
-from tightfit.planner.plan import Plan, Way
+from tightfit.planner.plan import Plan
+from tightfit.planner.trainers import STARTS
 from tightfit.types import ConfigError, Vendor
 
 HIP = ("amd", "hygon")
 """The vendors whose cards torch reaches through HIP."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variable:
-    """One row of the table."""
-
-    name: str
-    value: str | None
-    """What it is set to, as the shell reads it; None: left out."""
-    reason: str
-    unset: bool = False
-    """A value that the user's shell may hold is taken away."""
-
-
-def launcher_of(plan: Plan, target: Target) -> Launcher:
+def launcher_of(plan: Plan, target: Target) -> str:
     """What starts the ranks, where the user did not say."""
     if target.launcher is not None:
         return target.launcher
     if plan.job.trainer != "tightfit":
-        return "llamafactory" if plan.job.trainer == "llamafactory" else "accelerate"
+        return STARTS[plan.job.trainer]
     way = chosen_way(plan)
     # DeepSpeed's launcher counts sockets where there is no GPU, and refuses more ranks than that.
     plain = way.levers.is_fsdp2 or way.hardware.gpu.vendor == "cpu"
@@ -64,7 +52,7 @@ def environment(plan: Plan, target: Target) -> tuple[Variable, ...]:
         *allocator(hardware.gpu.vendor),
         *_visibility(plan, target, launcher),
         *host(hardware.gpu.vendor, way.levers.offload_optimizer, hardware.gpus_per_node, target.gpus_of_node),
-        *(_llamafactory(way, target) if launcher == "llamafactory" else ()),
+        *launchers()[launcher].variables(plan, target),
         *_left_out(),
     )
 
@@ -87,7 +75,7 @@ def allocator(vendor: Vendor) -> tuple[Variable, ...]:
     return (Variable(name=name, value="expandable_segments:True", reason=reason),)
 
 
-def _visibility(plan: Plan, target: Target, launcher: Launcher) -> tuple[Variable, ...]:
+def _visibility(plan: Plan, target: Target, launcher: str) -> tuple[Variable, ...]:
     """Exactly one variable chooses the GPUs, and only where the launcher does not do it."""
     vendor = chosen_way(plan).hardware.gpu.vendor
     if vendor == "cpu":
@@ -137,27 +125,6 @@ def host(vendor: Vendor, offload_optimizer: str, ranks: int, gpus_of_node: int |
     return tuple(rows)
 
 
-def _llamafactory(way: Way, target: Target) -> tuple[Variable, ...]:
-    rows = [
-        Variable(name="FORCE_TORCHRUN", value="1", reason="LLaMA-Factory refuses DeepSpeed without torchrun"),
-        Variable(
-            name="NPROC_PER_NODE",
-            value=str(way.hardware.gpus_per_node),
-            reason="LLaMA-Factory would start a rank on every GPU that it sees",
-        ),
-        Variable(name="NNODES", value=str(way.hardware.nodes), reason="the number of machines, for its torchrun"),
-        Variable(
-            name="MASTER_PORT",
-            value=f'"${{MASTER_PORT:-{target.port}}}"',
-            reason="where the ranks meet; LLaMA-Factory would take any free port",
-        ),
-    ]
-    if way.hardware.gpu.vendor in HIP and release(target.llamafactory_version) >= (0, 9, 3):
-        reason = "LLaMA-Factory would set expandable_segments by itself, which these cards must not have"
-        rows.append(Variable(name="OPTIM_TORCH", value="0", reason=reason))
-    return tuple(rows)
-
-
 def _left_out() -> tuple[Variable, ...]:
     rows = {
         "CUDA_LAUNCH_BLOCKING": "0 is what it is anyway, and 1 makes every kernel wait: for debugging only",
@@ -170,3 +137,10 @@ def _left_out() -> tuple[Variable, ...]:
         "NCCL_IB_DISABLE": "NCCL takes the fastest network that it finds, and does without what it does not find",
     }
     return tuple(Variable(name=name, value=None, reason=reason) for name, reason in rows.items())
+
+
+def obeys_visible(plan: Plan, target: Target, launcher: str) -> bool:
+    """Whether the user's own choice of visible GPUs decides where the ranks run."""
+    hardware = chosen_way(plan).hardware
+    by_ssh = launcher == "deepspeed" and hardware.nodes > 1
+    return target.gpu_ids is None and hardware.gpu.vendor != "cpu" and not by_ssh

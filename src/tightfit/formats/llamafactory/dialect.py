@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tightfit.formats.dialect import Dialect
+from tightfit.formats.dialect import Dialect, Launcher, PlanFile
 from tightfit.formats.huggingface.check import DEEPSPEED_AT
 from tightfit.formats.huggingface.dialect import known as known_arguments
 from tightfit.formats.huggingface.rules import IN_ANY_TRAINER
 from tightfit.formats.known import KnownConfig, word
 from tightfit.formats.llamafactory.check import check_llamafactory
 from tightfit.formats.llamafactory.keys import KNOWN
+from tightfit.formats.llamafactory.launch import llamafactory_command, llamafactory_variables
 from tightfit.formats.llamafactory.rules import RULES
+from tightfit.formats.llamafactory.write import (
+    dataset_info_json,
+    llamafactory_notes,
+    llamafactory_wanted,
+    llamafactory_yaml,
+    names_its_data,
+)
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
+from tightfit.formats.target import Target
+from tightfit.formats.under import check_fits_under
+from tightfit.formats.worker.write import deepspeed_file_of
+from tightfit.planner.plan import Plan
 
 
 def known(values: Mapping[str, Any]) -> KnownConfig:
@@ -35,6 +47,21 @@ def known(values: Mapping[str, Any]) -> KnownConfig:
     )
 
 
+FILE = "llamafactory.yaml"
+
+
+def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
+    if plan.job.trainer == "trainer":
+        return None
+    text = llamafactory_yaml(plan, target, deepspeed_file_of(plan))
+    check_fits_under("llamafactory", plan, target)
+    return text
+
+
+def write_dataset_info(plan: Plan, target: Target, files: Collection[str]) -> str | None:
+    return dataset_info_json(plan) if FILE in files and not names_its_data(plan, target) else None
+
+
 DIALECT = Dialect(
     name="llamafactory",
     trainer="llamafactory",
@@ -48,4 +75,22 @@ DIALECT = Dialect(
     check=check_llamafactory,
     known=known,
     deepspeed_at=DEEPSPEED_AT,
+    files=(
+        PlanFile(
+            name=FILE,
+            what="for `llamafactory-cli train`",
+            write=write,
+            is_optional=True,
+            notes=llamafactory_notes,
+            version=lambda plan, target: llamafactory_wanted(target),
+        ),
+        PlanFile(name="dataset_info.json", what="where LLaMA-Factory finds the data", write=write_dataset_info),
+    ),
+    launcher=Launcher(
+        program="llamafactory-cli",
+        reads=("deepspeed.json", FILE, "dataset_info.json"),
+        needs=FILE,
+        command=llamafactory_command,
+        variables=llamafactory_variables,
+    ),
 )

@@ -183,6 +183,20 @@ def newest_transformers(version: str) -> str | None:
     return TRANSFORMERS_LIMITS.get(release(version)[:3])
 
 
+def llamafactory_wanted(target: Target) -> str:
+    """The release that the file is for, and which transformers that takes."""
+    asked, factory = target.transformers_version, f"LLaMA-Factory {target.llamafactory_version}"
+    newest = newest_transformers(target.llamafactory_version)
+    if newest is None:
+        return factory
+    if release(asked) <= release(newest):
+        return f"{factory}, which takes transformers up to {newest}"
+    return (
+        f"{factory}, which takes transformers up to {newest} and never reads `training_args.json`; for a Trainer in "
+        f"its environment write that one with `--transformers-version {newest}`"
+    )
+
+
 def names_a_file(path: str) -> bool:
     """Whether a job's data is a file or folder rather than a data set's name; told from the text alone."""
     return path.startswith(("/", ".", "~")) or path.endswith(("/", *DATA_FILES)) or listed(path) is not None

@@ -43,6 +43,11 @@ def chosen_way(plan: Plan) -> Way:
     return plan.chosen
 
 
+def deepspeed_file_of(plan: Plan) -> str | None:
+    """The name of DeepSpeed's own file; None: FSDP2 has none."""
+    return None if chosen_way(plan).levers.is_fsdp2 else DEEPSPEED_FILE
+
+
 def worker_json(plan: Plan) -> str:
     """Everything that the worker needs, and what it should find."""
     way, job = chosen_way(plan), plan.job
@@ -60,7 +65,7 @@ def worker_json(plan: Plan) -> str:
             "gpu_memory_bytes": way.hardware.gpu.memory_bytes,
         },
         "effective_batch": way.effective_batch,
-        "deepspeed": None if way.levers.is_fsdp2 else DEEPSPEED_FILE,
+        "deepspeed": deepspeed_file_of(plan),
         "nvme_path": job.hardware.nvme_path,
         "data": _data(job, way),
         "training": training_values(job, way.levers),

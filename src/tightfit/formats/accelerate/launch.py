@@ -1,0 +1,27 @@
+"""`accelerate launch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tightfit.formats.launch.environment import gpu_ids_of
+from tightfit.formats.target import Target
+from tightfit.formats.worker.launch import WORKER, node_flag
+from tightfit.formats.worker.write import chosen_way
+from tightfit.planner.plan import Plan
+
+
+def accelerate_command(plan: Plan, target: Target) -> Iterator[str]:
+    way, ours = chosen_way(plan), plan.job.trainer == "tightfit"
+    if not ours:
+        yield '(( $# > 0 )) || { echo "launch.sh: name your training script: launch.sh train.py" >&2; exit 2; }'
+    yield "exec accelerate launch \\"
+    yield "  --config_file accelerate.yaml \\"
+    if way.hardware.gpu.vendor != "cpu" and target.gpu_ids is not None:
+        yield f"  --gpu_ids {','.join(map(str, gpu_ids_of(plan, target)))} \\"
+    if way.hardware.nodes > 1:
+        yield f"  {node_flag('machine_rank', 'NODE_RANK')} {node_flag('main_process_ip', 'MASTER_ADDR')} \\"
+        if not way.levers.is_fsdp2:
+            yield "  --deepspeed_multinode_launcher standard \\"
+    yield f'  --main_process_port "${{MASTER_PORT:-{target.port}}}" \\'
+    yield f'  {WORKER} "$@"' if ours else '  "$@"'

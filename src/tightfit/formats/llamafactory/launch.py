@@ -1,0 +1,42 @@
+"""`llamafactory-cli train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tightfit.formats.dialect import Variable
+from tightfit.formats.launch.environment import HIP
+from tightfit.formats.target import Target
+from tightfit.formats.worker.write import chosen_way
+from tightfit.inputs.versions import release
+from tightfit.planner.plan import Plan
+
+
+def llamafactory_command(plan: Plan, target: Target) -> Iterator[str]:
+    if chosen_way(plan).hardware.nodes > 1:
+        for name in ("NODE_RANK", "MASTER_ADDR"):
+            yield f'export {name}="${{{name}:?set it for each node}}"'
+    yield 'exec llamafactory-cli train llamafactory.yaml "$@"'
+
+
+def llamafactory_variables(plan: Plan, target: Target) -> tuple[Variable, ...]:
+    """It starts torchrun itself, and reads everything about it from variables."""
+    hardware = chosen_way(plan).hardware
+    rows = [
+        Variable(name="FORCE_TORCHRUN", value="1", reason="LLaMA-Factory refuses DeepSpeed without torchrun"),
+        Variable(
+            name="NPROC_PER_NODE",
+            value=str(hardware.gpus_per_node),
+            reason="LLaMA-Factory would start a rank on every GPU that it sees",
+        ),
+        Variable(name="NNODES", value=str(hardware.nodes), reason="the number of machines, for its torchrun"),
+        Variable(
+            name="MASTER_PORT",
+            value=f'"${{MASTER_PORT:-{target.port}}}"',
+            reason="where the ranks meet; LLaMA-Factory would take any free port",
+        ),
+    ]
+    if hardware.gpu.vendor in HIP and release(target.llamafactory_version) >= (0, 9, 3):
+        reason = "LLaMA-Factory would set expandable_segments by itself, which these cards must not have"
+        rows.append(Variable(name="OPTIM_TORCH", value="0", reason=reason))
+    return tuple(rows)

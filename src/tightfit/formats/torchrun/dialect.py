@@ -1,0 +1,30 @@
+"""`torchrun`, which starts ranks and reads no file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tightfit.formats.dialect import Dialect, Launcher
+from tightfit.formats.target import Target
+from tightfit.formats.worker.launch import WORKER, node_flag
+from tightfit.formats.worker.write import chosen_way
+from tightfit.planner.plan import Plan
+
+
+def torchrun_command(plan: Plan, target: Target) -> Iterator[str]:
+    hardware = chosen_way(plan).hardware
+    where = "--master_addr 127.0.0.1"
+    if hardware.nodes > 1:
+        where = f"{node_flag('node_rank', 'NODE_RANK')} {node_flag('master_addr', 'MASTER_ADDR')}"
+    yield "# torchrun passes a SIGTERM on and kills the ranks 30 s after it, and it knows no SIGUSR1: a checkpoint that"
+    yield "# takes longer is lost. `tightfit train --plan` starts the ranks itself and waits for them."
+    yield "exec torchrun \\"
+    yield f"  --nnodes {hardware.nodes} --nproc_per_node {hardware.gpus_per_node} {where} \\"
+    yield f'  --master_port "${{MASTER_PORT:-{target.port}}}" \\'
+    yield f'  {WORKER} "$@"'
+
+
+DIALECT = Dialect(
+    name="torchrun",
+    launcher=Launcher(program="torchrun", reads=("worker.json", "deepspeed.json"), command=torchrun_command),
+)

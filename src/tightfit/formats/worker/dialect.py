@@ -1,0 +1,18 @@
+"""Our own worker's `worker.json`, which is written and never checked: nobody else makes one."""
+
+from __future__ import annotations
+
+from tightfit.formats.dialect import Dialect, PlanFile
+from tightfit.formats.worker.write import worker_json
+
+DIALECT = Dialect(
+    name="worker",
+    trainer="tightfit",
+    files=(
+        PlanFile(
+            name="worker.json",
+            what="for tightfit's own training worker",
+            write=lambda plan, target, _: worker_json(plan) if plan.job.trainer == "tightfit" else None,
+        ),
+    ),
+)
