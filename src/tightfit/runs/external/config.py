@@ -17,8 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.formats.accelerate.dialect import known as known_accelerate
 from tightfit.formats.beside import beside, json_with, write_beside, yaml_text_with, yaml_tree_with
+from tightfit.formats.deepspeed.dialect import known as known_deepspeed
 from tightfit.formats.document import Document, read_document
+from tightfit.formats.known import block_in, whole
 from tightfit.inputs.spelling import as_number
 from tightfit.job.training_arguments import TRAINING_ARGUMENTS
 from tightfit.runs.external.command import (
@@ -250,23 +253,20 @@ def knobs_of(external: ExternalTraining) -> Knobs:
 
 def _engine(external: ExternalTraining) -> Knobs:
     if external.deepspeed is not None:
-        zero = _block(external.deepspeed.values, "zero_optimization")
-        optimizer, weights = _block(zero, "offload_optimizer"), _block(zero, "offload_param")
-        pinned = [block["pin_memory"] for block in (optimizer, weights) if isinstance(block.get("pin_memory"), bool)]
-        return Knobs(
-            stage=_whole(zero.get("stage")) or 0,
-            offload_optimizer=str(optimizer.get("device") or "none"),
-            offload_param=str(weights.get("device") or "none"),
-            pin_memory=any(pinned) if pinned else None,
-        )
-    block = _block(external.accelerate.values, "deepspeed_config") if external.accelerate is not None else {}
-    if block:
-        return Knobs(
-            stage=2 if (stage := _whole(block.get("zero_stage"))) is None else stage,
-            offload_optimizer=str(block.get("offload_optimizer_device") or "none"),
-            offload_param=str(block.get("offload_param_device") or "none"),
-        )
-    return Knobs()
+        known = known_deepspeed(external.deepspeed.values)
+        known = replace(known, stage=known.stage or 0)
+    elif _accelerate_block(external):
+        assert external.accelerate is not None
+        known = known_accelerate(external.accelerate.values)
+        known = replace(known, stage=2 if known.stage is None else known.stage)  # accelerate's own default
+    else:
+        return Knobs()
+    return Knobs(
+        stage=known.stage,
+        offload_optimizer=known.offload_optimizer or "none",
+        offload_param=known.offload_param or "none",
+        pin_memory=known.pin_memory,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,16 +287,16 @@ def batch_of(external: ExternalTraining) -> Batch:
     values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
     said = {name: external.said(name) for name in (MICRO, ACCUMULATION)}
     for name, value in said.items():
-        if value is not None and _whole(value) is None:
+        if value is not None and whole(value) is None:
             return Batch(because=f"{name} is {value!r}, which is no whole number")
-    micro, accumulation = _whole(said[MICRO]), _whole(said[ACCUMULATION])
-    in_file = _whole(values.get("train_micro_batch_size_per_gpu")), _whole(values.get(ACCUMULATION))
+    micro, accumulation = whole(said[MICRO]), whole(said[ACCUMULATION])
+    in_file = whole(values.get("train_micro_batch_size_per_gpu")), whole(values.get(ACCUMULATION))
     if external.takes_arguments:
         return Batch(
             micro=micro or in_file[0] or USUAL_MICRO,
             accumulation=accumulation
             or in_file[1]
-            or _whole(_accelerate_block(external).get(ACCUMULATION))
+            or whole(_accelerate_block(external).get(ACCUMULATION))
             or USUAL_ACCUMULATION,
         )
     if external.takes(MICRO) or external.takes(ACCUMULATION):
@@ -351,15 +351,6 @@ def _unread(external: ExternalTraining) -> str | None:
     return named if external.settings is None and not is_deepspeeds else None
 
 
-def _block(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = values.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 # --- writing ------------------------------------------------------------------------------------
 
 
@@ -393,7 +384,7 @@ def edits_of(external: ExternalTraining, now: Knobs, new: Knobs) -> Edits:
     if (new.micro_batch, new.accumulation) != (now.micro_batch, now.accumulation):
         trainer |= {MICRO: new.micro_batch, ACCUMULATION: new.accumulation}
         engine |= _numbers(external, new)
-        if _whole(_accelerate_block(external).get(ACCUMULATION)) is not None:
+        if whole(_accelerate_block(external).get(ACCUMULATION)) is not None:
             yaml_block[f"deepspeed_config.{ACCUMULATION}"] = new.accumulation
     if new.checkpointing and not now.checkpointing:
         key = "disable_gradient_checkpointing" if external.is_llamafactory else "gradient_checkpointing"
@@ -409,7 +400,7 @@ def edits_of(external: ExternalTraining, now: Knobs, new: Knobs) -> Edits:
 
 def _offload(external: ExternalTraining, kind: str, place: str, new: Knobs) -> dict[str, Any]:
     values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
-    there = dict(_block(_block(values, "zero_optimization"), kind))
+    there = dict(block_in(block_in(values, "zero_optimization"), kind))
     made = {**there, "device": place}
     if "pin_memory" not in there or new.pin_memory is False:
         made["pin_memory"] = new.pin_memory is not False
@@ -419,7 +410,7 @@ def _offload(external: ExternalTraining, kind: str, place: str, new: Knobs) -> d
 def _details(external: ExternalTraining, now: Knobs, new: Knobs) -> dict[str, Any]:
     """Locked memory and buckets, under the spelling that the file has."""
     values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
-    zero = _block(values, "zero_optimization")
+    zero = block_in(values, "zero_optimization")
     made: dict[str, Any] = {}
     if now.pin_memory is not False and new.pin_memory is False:
         for kind in ("offload_optimizer", "offload_param"):
@@ -439,14 +430,14 @@ def _numbers(external: ExternalTraining, new: Knobs) -> dict[str, Any]:
     """The batch in the DeepSpeed file, where it stands there as a number."""
     values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
     pairs = {"train_micro_batch_size_per_gpu": new.micro_batch, ACCUMULATION: new.accumulation}
-    written = {key: value for key, value in pairs.items() if _whole(values.get(key)) is not None}
+    written = {key: value for key, value in pairs.items() if whole(values.get(key)) is not None}
     if written and not external.is_hugging_face:
         return pairs
     return written
 
 
 def _accelerate_block(external: ExternalTraining) -> Mapping[str, Any]:
-    return _block(external.accelerate.values, "deepspeed_config") if external.accelerate is not None else {}
+    return block_in(external.accelerate.values, "deepspeed_config") if external.accelerate is not None else {}
 
 
 def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining, tuple[Path, ...]]:
