@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightfit.formats.known import KnownConfig
 from tightfit.formats.rules import Rule
-from tightfit.formats.sheet import Sheet
-from tightfit.formats.target import Target
-from tightfit.planner.plan import Plan
 from tightfit.types import Trainer
+
+if TYPE_CHECKING:  # the names of the dialects cost no planner
+    from tightfit.formats.sheet import Sheet
+    from tightfit.formats.target import Target
+    from tightfit.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
