@@ -59,7 +59,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (formats / "loom" / "dialect.py").write_text(DIALECT, encoding="utf-8")
     registry = formats / "registry.py"
     text = registry.read_text(encoding="utf-8")
-    registry.write_text(text.replace('    "job",\n', '    "job",\n    "loom",\n'), encoding="utf-8")
+    registry.write_text(text.replace('    "launch",\n', '    "loom",\n    "launch",\n'), encoding="utf-8")
     return source
 
 
@@ -96,7 +96,7 @@ def test_lint_has_it_in_its_help(package: Path, tmp_path: Path) -> None:
     code, said = run(package, tmp_path, "lint", "--help")
     assert code == 0
     assert "a Loom YAML" in " ".join(said.split())
-    assert "job|loom" in said
+    assert "huggingface|loom|job" in said
 
 
 def test_diagnose_reads_what_its_file_says(package: Path, config: Path) -> None:
@@ -121,6 +121,6 @@ def test_a_plan_becomes_its_file_and_is_started_by_it(package: Path, tmp_path: P
     assert "- Looms are slow." in page
     assert "- `loom.yaml`: Loom 3." in page
     script = (tmp_path / "out" / "launch.sh").read_text(encoding="utf-8")
-    assert "for file in loom.yaml; do" not in script  # written after launch.sh, which therefore cannot ask for it
+    assert "for file in loom.yaml; do" in script
     assert script.endswith("exec loom weave\n")
     assert run(package, tmp_path, *words.split(), "--force")[0] == 0  # the second time it is known as ours

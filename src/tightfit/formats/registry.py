@@ -18,7 +18,7 @@ FOLDERS = (
     "launch",
     "job",
 )
-"""In the order in which a plan's files are written and listed."""
+"""In the order in which a plan's files are written and listed: `launch` asks for those that were written before."""
 
 
 @cache
