@@ -60,6 +60,8 @@ def caused(error: Exception) -> Exception:
         (caused(UserError("there is no room")), "disk-full", 2, "there is no room"),
         (caused(RuntimeError("x")), "bug", 1, "RuntimeError: x"),
         (MemoryError(), "host-oom", 3, "MemoryError"),
+        (RuntimeError("NPU out of memory"), "device-oom", 1, "RuntimeError: NPU out of memory"),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), "device-oom", 1, "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED"),
         (Diverged("the loss is nan"), "not-finite", 1, "the loss is nan"),
         (ScaleExhausted("it overflowed"), "loss-scale", 1, "it overflowed"),
         (NotAsPlanned("the plan is not what runs"), "notasplanned", 1, "the plan is not what runs"),

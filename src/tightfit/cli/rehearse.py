@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,6 +27,7 @@ from tightfit.desk.plan import check_flags
 from tightfit.inputs.flags import spelt
 from tightfit.runs.events import Event, Probe
 from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
+from tightfit.runs.last_words import MEMORY
 from tightfit.runs.launch import RankStart
 from tightfit.runs.ports import free_port
 from tightfit.runs.ranks import Meeting, Sight, rank_starts, worker_command
@@ -60,7 +61,6 @@ WITH_PLAN = {*OWN_FLAGS, "json"}
 
 _NAME_ONE = "name one with --tokenizer"
 """Said of a tokenizer that cannot be had."""
-_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|ALLOC_FAILED|SIGKILL", re.IGNORECASE)
 WHERE = {
     "init": "while the engine was set up",
     "forward": "in the first forward pass",
@@ -224,7 +224,8 @@ def _ended(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str | None
         print("tightfit: interrupted; the rehearsal has ended", file=sys.stderr)
         return outcome.exit_code
     kept = None if keep is None else str(Path(keep).expanduser().absolute())
-    if failure is not None and not _NO_MEMORY.search(failure.sentence):
+    killed = any(gone.code == -signal.SIGKILL for gone in outcome.exits)
+    if failure is not None and not killed and not any(words.kind in MEMORY for words in outcome.words):
         from rich.console import Console
 
         from tightfit.screen.rehearse import draw_failure

@@ -22,6 +22,8 @@ ERRORS = "errors"
 BUG, USER = "bug", "user"
 USERS = (USER, DISK_FULL)
 """Kinds that the user has to mend; the sentence says how."""
+MEMORY = ("device-oom", "host-oom", "pinned-memory")
+"""Kinds of a want of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

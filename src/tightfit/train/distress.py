@@ -19,6 +19,7 @@ from tightfit.types import PhaseName, TightfitError, UserError
 
 FAILED, USER_ERROR, OUT_OF_MEMORY = 1, 2, 3
 _PROBE = "/train/probe.py"
+_CUDA_OOM = "CUDA error: out of mem"
 _IN_A_STEP: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
 
 
@@ -38,9 +39,10 @@ def last_words(error: BaseException, rank: int, stage: Stage, step: int) -> tupl
         kind = getattr(error, "kind", type(error).__name__.lower())
     elif (where_short := _short_of_memory(error, text)) is not None:
         kind, numbers = where_short, read_oom(text).numbers
-        code = FAILED if "DefaultCPUAllocator" in text or "ALLOC_FAILED" in text else OUT_OF_MEMORY
-        text = text.partition(" If reserved but unallocated")[0] or type(error).__name__
-        if code == FAILED:
+        text = text.partition(" If reserved but unallocated")[0]
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _CUDA_OOM in text:
+            code, text = OUT_OF_MEMORY, text or type(error).__name__
+        else:
             text = f"{type(error).__name__}: {text}"
     else:
         text = f"{type(error).__name__}: {text}"
@@ -67,11 +69,10 @@ def _short_of_memory(error: BaseException, text: str) -> str | None:
     """Whose memory ran out; None: none did."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return "host-oom"
-    if "CUDA error: out of mem" in text and any(
-        frame.f_code.co_name == "pin_memory" for frame, _ in traceback.walk_tb(error.__traceback__)
-    ):
+    functions = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
+    if _CUDA_OOM in text and "pin_memory" in functions:
         return "pinned-memory"
-    is_device = type(error).__name__ == "OutOfMemoryError" or "CUDA error: out of mem" in text or "ALLOC_FAILED" in text
+    is_device = type(error).__name__ == "OutOfMemoryError" or "out of memory" in text.lower() or "ALLOC_FAILED" in text
     return "device-oom" if is_device else None
 
 
