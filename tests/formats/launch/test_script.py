@@ -390,7 +390,7 @@ def test_missing_data_is_named_and_its_name_is_never_shell(plan_of: PlanOf, fold
 
 
 def test_a_data_set_of_the_hub_is_not_looked_for(plan_of: PlanOf, folder: Folder) -> None:
-    assert start(folder, plan_of(data=Data(path="tatsu-lab/alpaca")), Target()).program == "torchrun"
+    assert start(folder, plan_of(data=Data(path="tatsu-lab/alpaca")), Target()).program == "deepspeed"
 
 
 def test_a_launcher_without_its_file_is_refused(plan_of: PlanOf) -> None:
