@@ -1,4 +1,4 @@
-"""What each rank of a node is told: torchrun's variables, the GPUs it may see, and those of `render/environment.py`."""
+"""What each rank of a node is told: torchrun's variables, its GPUs, those of `formats/launch/environment.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The worker's orders: `worker.json`, as typed values.
 
-The desk wrote the file (`render/worker.py`), with every default resolved. What a run adds to it (a rehearsal, no
+The desk wrote the file (`formats/worker/write.py`), with every default resolved. What a run adds to it (a rehearsal, no
 probe) comes as options of the command line, because the same file serves them all.
 """
 
