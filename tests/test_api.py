@@ -60,6 +60,14 @@ def test_a_job_object() -> None:
         tightfit.plan(job, seq=1)
 
 
+def test_a_job_object_is_planned_for_the_deepspeed_of_its_cards() -> None:
+    job = tightfit.Job(model="qwen1.5-1.8b", hardware=tightfit.Machine(gpus="8xK100-64GB", host_ram="512GB"))
+    planned = tightfit.plan(job)
+    assert planned.chosen is not None
+    assert planned.chosen.levers.deepspeed_version == "0.14.2"
+    assert any("DeepSpeed 0.14.2, which Hygon's stack ships" in sentence for sentence in planned.because)
+
+
 def test_nothing_fits_and_what_would_help() -> None:
     planned = tightfit.plan(model="qwen2.5-7b", gpus="1x8GB", host_ram="32GB")
     assert not planned.fits

@@ -19,11 +19,12 @@ from tightfit.desk import estimate as estimates
 from tightfit.desk import estimate_report, plan_report
 from tightfit.desk import plan as plans
 from tightfit.desk.plan_files import files_of, plan_of
+from tightfit.desk.plan_request import settle_deepspeed
 from tightfit.formats.target import Original
 from tightfit.inputs.flags import LEVERS
 from tightfit.inputs.spelling import nearest
 from tightfit.job import Job
-from tightfit.job.file import JOB_FLAGS
+from tightfit.job.file import JOB_FLAGS, hardware_of
 from tightfit.planner import plan as plan_job
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Remedy, Way
@@ -154,7 +155,9 @@ def plan(job: Job | str | Path | None = None, /, **flags: Any) -> Planned:
     if isinstance(job, Job):
         if flags:
             raise ConfigError("a Job says everything itself: leave the other arguments out, or change its fields")
-        return Planned(plan_job(job))
+        hardware = hardware_of(job)
+        job, said = settle_deepspeed(job, hardware)
+        return Planned(plan_job(job, hardware=hardware, said=said))
     args = _asked(job, flags, PLAN_FLAGS, "plan")
     if getattr(args, "tier", None) == "all":
         raise ConfigError('tier="all" is a comparison: ask for one tier after the other')

@@ -92,7 +92,7 @@ def request_of(
     if file is not None and file.is_llamafactory:
         explicit.add("effective_batch")
     job, max_said = _for_max(args, job)
-    job, version_said = _versioned(job, hardware, getattr(args, "llamafactory_version", None))
+    job, version_said = settle_deepspeed(job, hardware, getattr(args, "llamafactory_version", None))
     job, precision_said = _precise(job, hardware, "precision" in explicit)
     shape = model_of(job, trust_trace=hasattr(args, "trace"))
     if stage is not None and stage.model is not None and (stage.model.exists() or hasattr(args, "write")):
@@ -211,7 +211,7 @@ def _trained_by(
     return job, said
 
 
-def _versioned(job: Job, hardware: Hardware, llamafactory: str | None) -> tuple[Job, tuple[str, ...]]:
+def settle_deepspeed(job: Job, hardware: Hardware, llamafactory: str | None = None) -> tuple[Job, tuple[str, ...]]:
     """The job with the DeepSpeed that will run it: what it holds in memory differs between versions."""
     if "deepspeed_version" in job.levers:
         return job, ()
