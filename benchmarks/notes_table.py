@@ -398,7 +398,8 @@ NOTE_002 = (
     ),
 )
 
-R1 = "tightfit estimate --model qwen2.5-32b"
+R1 = "tightfit estimate --model qwen2.5-32b --deepspeed-version 0.19.8"
+"""With the DeepSpeed of the measured runs; Hygon's cards have another."""
 
 
 def _one_matrix(reports: Sequence[Report]) -> str:

@@ -47,7 +47,7 @@ import json, sys
 from tightfit import plan
 from tightfit.job import Job, Machine
 model, method, gpus = sys.argv[1:]
-answer = plan(Job(model=model, method=method, hardware=Machine(gpus=gpus, host_ram="512GB")))
+answer = plan(Job(model=model, method=method, hardware=Machine(gpus=gpus, host_ram="512GB"))).plan
 print(json.dumps([answer.considered, answer.search_s, answer.fits]))
 """
 

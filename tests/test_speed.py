@@ -38,6 +38,13 @@ def test_the_sweep_asks_for_every_engine() -> None:
     assert {levers.engine for levers in asked} == {"zero0", "zero1", "zero2", "zero3", "fsdp2"}
 
 
+def test_the_search_of_a_job_is_timed() -> None:
+    considered, seconds, fits = speed.search("tiny_llama", "full", "1x24GB", runs=1)
+    assert considered > 0
+    assert seconds > 0
+    assert fits
+
+
 @pytest.mark.slow
 def test_the_whole_process_is_within_three_times_its_imports() -> None:
     command, imports = speed.whole_process()
