@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from train_shell import DESK, TINY, Shell, shell
 import patience
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
+from tightfit.runs import hang, supervise
 from tightfit.runs.attempts import AttemptRecord, read_attempts
 from tightfit.runs.processes import is_alive
 
 __all__ = ["shell"]
 
 UNSTEADY = Path(__file__).with_name("unsteady.py")
+LONG = ("--seq", "2048")
+"""Activations are most of what is held, so that a smaller micro batch holds less."""
 
 
 class Unsteady:
@@ -58,6 +62,8 @@ class Unsteady:
 
 @pytest.fixture
 def unsteady(shell: Shell) -> Unsteady:
+    """With ranks that are silent by the tests' clock, which hardly moves while they wait for a processor."""
+    shell.monkeypatch.setattr(supervise, "Watch", partial(supervise.Watch, clock=patience.now))
     return Unsteady(shell)
 
 
@@ -138,7 +144,7 @@ def test_one_attempt_alone(unsteady: Unsteady) -> None:
 
 
 def test_memory_that_is_missing_changes_the_plan_and_not_the_batch(unsteady: Unsteady) -> None:
-    code, out, err = unsteady.train("oom@6/good")
+    code, out, err = unsteady.train("oom@6/good", *LONG)
     assert (code, err) == (0, "")
     first, second = unsteady.records
     assert first.cause is not None
@@ -166,7 +172,7 @@ def test_what_is_pinned_is_not_unpinned(unsteady: Unsteady) -> None:
 
 
 def of_a_written_plan(unsteady: Unsteady, *words: str) -> tuple[int, str]:
-    assert main(["plan", *TINY, *words, "--write", "planned"]) == 0
+    assert main(["plan", *TINY, *LONG, *words, "--write", "planned"]) == 0
     unsteady.shell.capsys.readouterr()
     unsteady.shell.monkeypatch.setattr(cli_train, "WORKER", (sys.executable, str(UNSTEADY), "oom@6/good"))
     code = main(["train", "--plan", "planned", "--output", "output"])
@@ -205,6 +211,7 @@ def test_a_written_plan_whose_model_has_gone_says_what_to_type(unsteady: Unstead
 
 @pytest.mark.thorough
 def test_a_hang_is_seen_and_ended(unsteady: Unsteady) -> None:
+    unsteady.shell.monkeypatch.setattr(hang, "DUMP_S", 30.0)
     began = patience.now()
     code, out, err = unsteady.train("hang@5/good", "--hang-timeout", "2s")
     assert (code, err) == (0, "")
