@@ -22,7 +22,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, Literal, Protocol, cast
 
 from tightfit.types import ConfigError
 
@@ -187,15 +187,22 @@ def open_own(path: Path, mode: str) -> BinaryIO:
     return cast("BinaryIO", open(path, mode, buffering=0, opener=without_links))
 
 
-def flock(file: int) -> bool:
-    """Wait for the kernel's lock on an open file; False: this disk has no such locks, so nobody waits."""
+KernelLock = Literal["held", "busy", "none"]
+"""What the kernel's lock says: it is ours now, somebody else's, or there is no such thing on this disk."""
+
+
+def flock(file: int, *, wait: bool = True) -> KernelLock:
+    """Take the kernel's lock on an open file, which it keeps as long as that is open. Without such locks nobody
+    waits."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "busy"
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
-        return False
-    return True
+        return "none"
+    return "held"
 
 
 @contextmanager

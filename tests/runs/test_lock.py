@@ -69,7 +69,7 @@ def without_flock(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOSYS) -
     def flock(file: int, what: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
 
 
 def signed(folder: Path, **said: object) -> Owner:

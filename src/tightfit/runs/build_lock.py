@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tightfit.runs.processes import PROC
+from tightfit.runs.processes import PROC, every_pid
 
 LOCK = "lock"
 OLD_S = 60.0
@@ -129,16 +129,17 @@ def _can_be_seen(path: Path) -> bool:
 
 def _open_files() -> Iterator[str]:
     """Of all processes that may be looked at."""
-    for process in PROC.glob("[0-9]*"):
+    for pid in every_pid():
         with suppress(OSError):  # it has ended, or is somebody else's
-            for entry in (process / "fd").iterdir():
+            for entry in (PROC / str(pid) / "fd").iterdir():
                 with suppress(OSError):
                     yield str(entry.readlink())
 
 
 def _compiled_in() -> Iterator[str]:
     """Folders in which a compiler runs, though whoever started it may be gone."""
-    for process in PROC.glob("[0-9]*"):
+    for pid in every_pid():
+        process = PROC / str(pid)
         with suppress(OSError, ValueError):
             program = os.path.basename((process / "cmdline").read_bytes().split(b"\0")[0]).decode(errors="replace")
             if _COMPILERS.search(program):

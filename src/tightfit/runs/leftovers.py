@@ -26,7 +26,7 @@ from tightfit.runs.checkpoints import MANIFEST, STAGED, checked, newest_first, o
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.layout import DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE
 from tightfit.runs.lock import LOCK, FolderLock, InUse, check_unlocked
-from tightfit.runs.processes import PROC, began_at, is_alive, mark_of, this_host
+from tightfit.runs.processes import PROC, began_at, every_pid, is_alive, mark_of, resident_bytes, this_host
 from tightfit.runs.record import read_run
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.watching import processes_of
@@ -265,7 +265,7 @@ def _processes(run: DeadRun) -> list[Leftover]:
                         kind="process",
                         what=f"process {process.pid}",
                         because=f"{process.name.replace('-', ' ')} of the run in {run.folder}, which has ended",
-                        bytes=_rss(process.pid),
+                        bytes=resident_bytes(process.pid),
                         pid=process.pid,
                         mark=mark_of(process.pid),
                     )
@@ -316,9 +316,10 @@ def _held_files(since: float, going: frozenset[int] = frozenset()) -> frozenset[
     since one of its processes may not be looked into. One that is older than the runs, as a container's first process
     is, has nothing of theirs."""
     found = set()
-    for entry in PROC.glob("[0-9]*"):
+    for pid in every_pid():
+        entry = PROC / str(pid)
         try:
-            if entry.stat().st_uid != os.geteuid() or int(entry.name) in going:
+            if entry.stat().st_uid != os.geteuid() or pid in going:
                 continue
             for line in (entry / "maps").read_text(encoding="utf-8", errors="replace").splitlines():
                 fields = line.split(None, 5)
@@ -332,7 +333,7 @@ def _held_files(since: float, going: frozenset[int] = frozenset()) -> frozenset[
         except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             continue
         except (OSError, ValueError):
-            began = began_at(int(entry.name))
+            began = began_at(pid)
             if began is None or began >= since:
                 return None
     return frozenset(found)
@@ -405,13 +406,6 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except OSError:
         return 0
-
-
-def _rss(pid: int) -> int | None:
-    try:
-        return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 # --- away with it -------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ shows in their heartbeats and events, the run lives, whatever the lease says.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import stat
@@ -28,10 +27,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
 
 from tightfit.inputs.records import as_record, parse_json
-from tightfit.owned import NO_FLOCK, NotOurs, fresh_beside, open_new
+from tightfit.owned import NotOurs, flock, fresh_beside, open_new
 from tightfit.runs.processes import PROC, boot_id, is_alive, mark_of, this_host
 from tightfit.types import ConfigError
 
@@ -59,8 +57,6 @@ _LENGTH = 1024
 """A record is written in place, so it keeps its length."""
 _LOOK_S = 0.5
 
-Kernel = Literal["held", "busy", "none"]
-"""What the kernel's lock says: it is ours now, somebody else's, or there is no such thing on this disk."""
 Say = Callable[[str], None]
 
 
@@ -129,7 +125,7 @@ class FolderLock:
         file = open_new(fresh)
         try:
             os.pwrite(file, owner.text(), 0)
-            if _ask_kernel(file) == "none":
+            if flock(file, wait=False) == "none":
                 speak(f"{folder} is on a file system without flock: a heartbeat in its lock keeps other runs out")
             while not _put(fresh, path):
                 with _opened(path) as other:
@@ -218,7 +214,7 @@ def _signs(folder: Path) -> tuple[object, ...]:
 
 def _is_held(file: int, folder: Path, job: str | None) -> bool:
     """False: nobody can hold it any more. InUse: somebody here does. True: somebody elsewhere may."""
-    kernel, owner = _ask_kernel(file), _owner(file)
+    kernel, owner = flock(file, wait=False), _owner(file)
     lives = owner is not None and owner.is_here and owner.space == _space() and is_alive(owner.pid, owner.mark)
     if kernel == "busy" or (lives and owner is not None and owner.mark is not None):
         raise InUse(f"{folder} is in use by {'another run' if owner is None else owner.words}")
@@ -226,18 +222,6 @@ def _is_held(file: int, folder: Path, job: str | None) -> bool:
         return False
     sees = kernel == "held" or owner.space == _space()
     return not (owner.is_here and sees)
-
-
-def _ask_kernel(file: int) -> Kernel:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "busy"
-    except OSError as error:
-        if error.errno not in NO_FLOCK:
-            raise
-        return "none"
-    return "held"
 
 
 def _leave(folder: Path, now: Owner) -> None:
@@ -298,7 +282,7 @@ def _put_instead(fresh: Path, path: Path, other: int | None, seen: Owner | None)
     except FileExistsError:
         return _clear_turn(turn)
     try:
-        _ask_kernel(mine)
+        flock(mine, wait=False)
         os.pwrite(mine, Owner.ours(None).text(), 0)
         if os.path.lexists(path) if other is None else not _is(path, other) or _read_path(path) != seen:
             return False

@@ -14,11 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from contextlib import suppress
 from types import TracebackType
 
 from tightfit.inputs.surroundings import inherited
-from tightfit.runs.processes import PROC, tell_one
+from tightfit.runs.processes import PROC, every_pid, stat_of, tell_one
 
 MARK = "TIGHTFIT_RUN_MARK"
 LOOK_S = 0.05
@@ -30,18 +30,12 @@ _LEAVE_S = 10.0
 def members(mark: str) -> list[int]:
     """The processes that carry this mark and still run; none are found where there is no /proc."""
     wanted, found = f"{MARK}={mark}".encode(), []
-    for entry in PROC.glob("[0-9]*"):
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and not _has_ended(entry):
-                found.append(int(entry.name))
-        except OSError:  # another user's, or one that is gone
-            continue
+    for pid in every_pid():
+        with suppress(OSError):  # another user's, or one that is gone
+            carries = wanted in (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+            if carries and (stat := stat_of(pid)) is not None and not stat.has_ended:
+                found.append(pid)
     return found
-
-
-def _has_ended(entry: Path) -> bool:
-    state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:1]
-    return state in ([b"Z"], [b"X"])
 
 
 def end_members(mark: str, patience_s: float = ORPHANS_S) -> None:

@@ -10,12 +10,40 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 PROC = Path("/proc")
-_ENDED = ("Z", "X")
-"""States of a process that has ended and waits to be noticed."""
+
+
+class Stat(NamedTuple):
+    """What the kernel counts of a process."""
+
+    has_ended: bool
+    """It only waits to be noticed."""
+    group: int
+    session: int
+    cpu_s: float
+    began_ticks: int
+    """Since the machine was switched on."""
+
+
+def stat_of(pid: int) -> Stat | None:
+    """None: there is no such process, or no /proc. Its name stands in brackets and may hold anything, brackets too."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return Stat(fields[0] in (b"Z", b"X"), int(fields[2]), int(fields[3]), cpu_s, int(fields[19]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def every_pid() -> Iterator[int]:
+    """The numbers of all processes; none where there is no /proc."""
+    with suppress(OSError):
+        yield from (int(name) for name in os.listdir(PROC) if name.isdigit())
 
 
 def this_host() -> str:
@@ -25,8 +53,16 @@ def this_host() -> str:
 
 def mark_of(pid: int) -> str | None:
     """When the process began, in words that no other process of this number shares; None: not known here."""
-    found = _stat(pid)
-    return None if found is None else f"{boot_id()}:{found[1]}"
+    found = stat_of(pid)
+    return None if found is None else f"{boot_id()}:{found.began_ticks}"
+
+
+def resident_bytes(pid: int) -> int | None:
+    """The RAM that a process holds; None: nobody says."""
+    try:
+        return int((PROC / str(pid) / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def boot_id() -> str:
@@ -45,31 +81,27 @@ def is_alive(pid: int, mark: str | None) -> bool:
         return False
     except (PermissionError, OverflowError):  # another user's; or a number that no process has
         return mark is None or mark_of(pid) in (mark, None)
-    found = _stat(pid)
+    found = stat_of(pid)
     if found is None:
         return not PROC.joinpath("self").exists()  # where there is no /proc, the number has to do
-    return found[0] not in _ENDED and (mark is None or mark_of(pid) == mark)
+    return not found.has_ended and (mark is None or mark_of(pid) == mark)
 
 
 def began_at(pid: int) -> float | None:
     """When a process began, in seconds since the epoch; None: nobody says."""
+    found = stat_of(pid)
     try:
-        fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         up = float((PROC / "uptime").read_bytes().split()[0])
-        return time.time() - up + int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
+    return None if found is None else time.time() - up + found.began_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def members_of(sessions: frozenset[int]) -> list[int]:
     """The processes of these sessions that still run; none are found where there is no /proc. A group would not do:
     ninja, with which DeepSpeed compiles, gives every compiler one of its own."""
-    found = []
-    for entry in PROC.glob("[0-9]*"):
-        stat = _stat(int(entry.name))
-        if stat is not None and stat[0] not in _ENDED and stat[2] in sessions:
-            found.append(int(entry.name))
-    return found
+    stats = ((pid, stat_of(pid)) for pid in every_pid())
+    return [pid for pid, stat in stats if stat is not None and not stat.has_ended and stat.session in sessions]
 
 
 def end_session(session: int) -> None:
@@ -91,13 +123,3 @@ def tell(group: int, what: signal.Signals) -> None:
         os.killpg(group, what)
     except (ProcessLookupError, PermissionError):  # macOS refuses what has ended
         return
-
-
-def _stat(pid: int) -> tuple[str, str, int] | None:
-    """State, start and session of a process. Its name stands in brackets and may hold anything, brackets too."""
-    try:
-        text = (PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
-    except (OSError, ValueError):
-        return None
-    fields = text.rpartition(")")[2].split()
-    return (fields[0], fields[19], int(fields[3])) if len(fields) > 19 else None

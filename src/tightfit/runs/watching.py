@@ -23,7 +23,7 @@ from tightfit.runs.folder import RunFolder
 from tightfit.runs.follow import Follower
 from tightfit.runs.health import OOM_KINDS, Planned
 from tightfit.runs.lines import line_of
-from tightfit.runs.processes import PROC
+from tightfit.runs.processes import PROC, every_pid, stat_of
 from tightfit.runs.record import RunRecord, read_run
 from tightfit.runs.tally import Tally
 from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, worker_file
@@ -70,17 +70,13 @@ def processes_of(run: Path) -> tuple[RankProcess, ...]:
     within the run's folder for those of a later attempt."""
     inside = os.path.realpath(run) + os.sep
     found = []
-    for entry in os.scandir(PROC) if PROC.is_dir() else ():
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError, ValueError, IndexError):  # another user's, or gone
-            output = os.readlink(f"{entry.path}/fd/1").removesuffix(" (deleted)")
+    for pid in every_pid():
+        with suppress(OSError):  # another user's, or gone
+            output = os.readlink(PROC / str(pid) / "fd/1").removesuffix(" (deleted)")
             if output.startswith(inside) and _LOG.fullmatch(os.path.basename(output)):
-                pid = int(entry.name)
-                state, group = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()[0:3:2]
-                if state not in (b"Z", b"X"):
-                    name = Path(output).stem
-                    found.append(RankProcess(pid=pid, name=name, leads=int(group) == pid))
+                stat = stat_of(pid)
+                if stat is not None and not stat.has_ended:
+                    found.append(RankProcess(pid=pid, name=Path(output).stem, leads=stat.group == pid))
     return tuple(sorted(found, key=lambda each: (each.name, not each.leads, each.pid)))
 
 

@@ -11,7 +11,6 @@ smaller than a mebibyte are not swapped; both functions hand them out as they li
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import shutil
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.owned import NO_FLOCK, Patterns, find_strangers, remove_folder
+from tightfit.owned import Patterns, find_strangers, flock, remove_folder
 from tightfit.types import Buckets, Levers, UserError
 
 SWAP_FILES = Patterns(r".*\.swp", r".*")
@@ -130,14 +129,9 @@ def _check_strangers(folder: Path, rank: int) -> None:
 def _claim(folder: Path, rank: int) -> None:
     """Swap files are named after ranks alone: two runs in one folder would read each other's numbers."""
     number = os.open(folder / f".rank{rank}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process holds it open, and so locked, to its end
-    except BlockingIOError:
+    if flock(number, wait=False) == "busy":  # else the process holds it open, and so locked, to its end
         os.close(number)
-        raise NvmeError(f"another run swaps to nvme_path {folder}: name another folder for this one") from None
-    except OSError as error:  # nobody can tell where the disk has no locks
-        if error.errno not in NO_FLOCK:
-            raise
+        raise NvmeError(f"another run swaps to nvme_path {folder}: name another folder for this one")
 
 
 def _check_room(folders: set[Path], need_bytes: int) -> None:

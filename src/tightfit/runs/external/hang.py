@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.hardware.probes import probe_cards
-from tightfit.runs.processes import PROC
+from tightfit.runs.processes import PROC, stat_of
 
 BUSY_SHARE = 0.05
 """Of a core, for all processes together: what agents and watchers use that only wait is less."""
 STACKS = "stacks.txt"
 _SPY_S = 20.0
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _BATON = re.compile(r"\bwait \(\S*torch/utils/file_baton\.py")
 _SPIED = re.compile(r"^    (?P<place>.+ \(.+:\d+\))$", re.MULTILINE)
 
@@ -66,7 +65,7 @@ class Stillness:
         now, before = self._clock(), self._looked
         self._looked = now
         size = _size(self._log)
-        spent = {pid: _cpu_s(pid) for pid in pids}
+        spent = {pid: 0.0 if (stat := stat_of(pid)) is None else stat.cpu_s for pid in pids}
         used = sum(max(0.0, seconds - self._spent.get(pid, 0.0)) for pid, seconds in spent.items())
         busy = used > BUSY_SHARE * max(now - before, 1e-3)
         if size != self._size or busy or set(spent) != set(self._spent):
@@ -95,14 +94,6 @@ def _size(log: Path) -> int:
         return log.stat().st_size
     except OSError:
         return 0
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 # --- where they stand ---------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from tightfit.owned import open_own
 from tightfit.runs.external.hang import Stillness, Stuck, ask_for_stacks
 from tightfit.runs.kernel import KernelRecord, KernelSaid
 from tightfit.runs.marked import MARK, Guard, members
-from tightfit.runs.processes import PROC, tell, tell_one
+from tightfit.runs.processes import resident_bytes, tell, tell_one
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError
 
@@ -36,7 +36,6 @@ HOST_EVERY_S, GPU_EVERY_S = 1.0, 5.0
 _PIECE = 65_536
 _LINE_S = 1.0
 """For a line to be whole before it goes to the log."""
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +241,7 @@ class ProcessWatch:
         self._host_at = now + HOST_EVERY_S
         pids = members(self._mark)
         self.pids |= set(pids)
-        host = sum(map(_resident_bytes, pids))
+        host = sum(resident_bytes(pid) or 0 for pid in pids)
         self.peak.host_bytes = max(self.peak.host_bytes, host)
         gpus: dict[str, int] = {}
         if now >= self._gpu_at and self._has_gpus is not False:
@@ -270,10 +269,3 @@ class ProcessWatch:
     def _note(self, host: int, gpus: Mapping[str, int]) -> None:
         with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"at": round(time.time(), 1), "host_bytes": host, "gpu_bytes": gpus}) + "\n")
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        return int((PROC / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
-    except (OSError, ValueError, IndexError):
-        return 0
