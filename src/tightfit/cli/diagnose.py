@@ -273,6 +273,7 @@ def as_json(found: Diagnosis, expected: Predicted | None = None) -> dict[str, An
 
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:
     tree = asdict(verdict)
+    del tree["step"]  # only our own ranks know it, and no log is asked
     tree["fixes"] = [{"text": fix.text, "command": fix.command, "costly": fix.is_costly} for fix in verdict.fixes]
     return tree
 

@@ -20,6 +20,7 @@ from tightfit.cli.flags import CHANGE, Parser, whole_number
 from tightfit.cli.run_plan import Known, Planner, RunSetting, UserSaid, file_of, prediction
 from tightfit.cli.run_wait import wait_for_gpus
 from tightfit.cli.train_flags import hang_timeout_s
+from tightfit.diagnose.verdict import Verdict
 from tightfit.inputs.flags import LEVERS, meant
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
@@ -353,10 +354,15 @@ def _end_report(folder: Path, trainer: ExternalTrainer, ended: RunResult) -> dic
         "last_command": list(trainer.external.command.words),
         "written": [str(path) for path in trainer.files],
         "because": ended.because or None,
-        "verdict": None if ended.verdict is None else asdict(ended.verdict),
+        "verdict": None if ended.verdict is None else _verdict_report(ended.verdict),
         "peak": {"host_bytes": trainer.peak.host_bytes, "gpu_bytes": dict(trainer.peak.gpu_bytes)},
         "attempts": [asdict(record) for record in ended.records],
     }
+
+
+def _verdict_report(verdict: Verdict) -> dict[str, Any]:
+    """Without the step, which only our own ranks know."""
+    return {key: value for key, value in asdict(verdict).items() if key != "step"}
 
 
 class _Note:
