@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from plain import write_examples
-from running import Ran, edit, environments, read_run, warm, write_plan
-from warm import Rank
+from running import Ran, edit, environments, read_run, write_plan
+from warm import Rank, run_workers
 
 SMALL = {
     "hidden_size": 16,
@@ -82,7 +82,7 @@ class Server:
             after = kill.after if kill is not None and kill.rank == rank else None
             first = f"import forking\nforking.count({str(plan / f'calls-{rank}')!r}, {after})\n{meddle or ''}"
             ranks.append(Rank({**environment, "TIGHTFIT_LAUNCHER": launcher}, str(plan / f"said-{rank}"), first))
-        codes = warm().run([str(plan / "worker.json"), *options], ranks)
+        codes = run_workers([str(plan / "worker.json"), *options], ranks)
         ran = read_run(Path(orders["saving"]["folder"]), codes, [Path(rank.said) for rank in ranks])
         calls = [read_calls(plan / f"calls-{rank}") for rank in range(len(ranks))]
         return Forked(ran.folder, ran.codes, ran.events, ran.stderr, calls)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import os
 import socket
@@ -13,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warm import Rank, Warm
+from warm import Rank, run_workers
 
 from tightfit.formats.render import render
 from tightfit.formats.target import Target
@@ -109,7 +107,7 @@ def run_ranks(
         codes = [process.returncode for process in started]
     else:
         ranks = [Rank(each, str(path), first) for each, path in zip(environments(world, cache), said, strict=True)]
-        codes = warm().run(argv, ranks)
+        codes = run_workers(argv, ranks)
     return read_run(Path(orders["saving"]["folder"]), codes, said)
 
 
@@ -117,14 +115,6 @@ def read_run(run: Path, codes: list[int], said: list[Path]) -> Ran:
     log = run / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return Ran(run, codes, events, [path.read_text() for path in said])
-
-
-@functools.cache
-def warm() -> Warm:
-    """One for all tests of this process."""
-    started = Warm()
-    atexit.register(started.end)
-    return started
 
 
 def start_ranks(
