@@ -306,11 +306,11 @@ class Rank:
         from checkpoint_ranks import forget
 
         from tightfit.runs.checkpoints import read_state
-        from tightfit.train.resume import Found, load
+        from tightfit.train.resume import FoundCheckpoint, load
         from tightfit.train.sources import open_weights
 
         state = read_state(self.folder)
-        found = Found(folder=self.folder, step=int(state["step"]), state=state)
+        found = FoundCheckpoint(folder=self.folder, step=int(state["step"]), state=state)
 
         def read() -> None:
             weights = open_weights(self.folder, self.made.twin)

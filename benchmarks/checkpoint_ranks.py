@@ -32,7 +32,7 @@ from tightfit.train.engines.states import MASTER, Counters, State
 from tightfit.train.events import Events
 from tightfit.train.place import Place
 from tightfit.train.safetensors_files import Files, tensors_of
-from tightfit.train.saved_model import Piece, Style, TensorSet
+from tightfit.train.saved_model import FileStyle, TensorPiece, TensorSet
 from tightfit.train.shards import outline, shards
 
 BYTES_A_PARAMETER = 2 + 4 + 4 + 4
@@ -136,11 +136,11 @@ class Bench:
     def weights_set(self) -> TensorSet:
         names = {one.path: (one.shape, torch.bfloat16) for one in outline(self.model, self.place.rank)}
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Iterator[TensorPiece]:
             for one in shards(self.model, self.place.rank):
-                yield Piece(one.path, one.shape, one.start, one.tensor)
+                yield TensorPiece(one.path, one.shape, one.start, one.tensor)
 
-        return TensorSet(names=names, pieces=pieces, style=Style())
+        return TensorSet(names=names, pieces=pieces, style=FileStyle())
 
     def halves(self) -> dict[str, Tensor]:
         """This rank's, flat and by name."""
@@ -188,7 +188,7 @@ class Bench:
         assert problem is None, problem
 
     def load(self) -> None:
-        found = resume.Found(folder=self.ours, step=STEP, state=checkpoints.read_state(self.ours))
+        found = resume.FoundCheckpoint(folder=self.ours, step=STEP, state=checkpoints.read_state(self.ours))
         resume.load(found, self.engine, Weights(self.ours), self.place, filled=False)  # type: ignore[arg-type]
 
     def verify_and_load(self) -> None:

@@ -20,7 +20,7 @@ from tightfit.cli import main
 from tightfit.cli.rehearse_request import _device, rehearsed
 from tightfit.hardware.occupancy import Device
 from tightfit.runs.worker_file import WorkerFile, worker_file
-from tightfit.screen.rehearse import Rehearsal, Row, verdict_words
+from tightfit.screen.rehearse import FigureRow, Rehearsal, verdict_words
 from tightfit.types import HardwareError
 
 GIB = 2**30
@@ -200,7 +200,7 @@ def test_weights_in_a_folder_are_used(plan_folder: Path, tmp_path: Path) -> None
 
 
 def test_the_verdict_in_words() -> None:
-    peak = Row(key="peak", name="memory, peak", unit="bytes", predicted=20 * GIB, measured=21 * GIB)
+    peak = FigureRow(key="peak", name="memory, peak", unit="bytes", predicted=20 * GIB, measured=21 * GIB)
     found = Rehearsal(
         model="m",
         engine="zero3",

@@ -14,7 +14,7 @@ from typing import Any
 
 from tightfit.runs.checkpoints import Keeping, read_state
 from tightfit.train import place as places
-from tightfit.train.assemble import Found, assemble
+from tightfit.train.assemble import Origins, assemble
 from tightfit.train.checkpoint import Habits, Saver
 from tightfit.train.config import Options, read_worker_config
 from tightfit.train.data import Order, pad_id
@@ -22,7 +22,7 @@ from tightfit.train.events import Events
 from tightfit.train.finish import model_set
 from tightfit.train.loop import Loop
 from tightfit.train.meter import Meter
-from tightfit.train.resume import Found as Checkpoint
+from tightfit.train.resume import FoundCheckpoint as Checkpoint
 from tightfit.train.resume import StateFiles, load
 from tightfit.train.sources import open_weights
 from tightfit.train.stop import Stop, leave
@@ -43,7 +43,7 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
         from tightfit.train.engines.deepspeed import join
 
         join(place)
-    made = assemble(config, place, Found(weights=None, checkpoint=None, cache=cache), events)
+    made = assemble(config, place, Origins(weights=None, checkpoint=None, cache=cache), events)
     model = model_set(made, config, prepared.tokenizer, place)
     habits = Habits(keeping=Keeping(last=9), background=False, ranks_here=place.world, masters=True)
     order = Order(len(prepared.split.train), config.effective_batch, config.training.seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import patience
-from tightfit.train.compiled import compiled_parts, told_meanwhile
+from tightfit.train.compiled import extensions_folder, report_meanwhile
 
 
 def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pyt
             assert patience.now() < end, said
             time.sleep(0.01)
 
-    with told_meanwhile("starting DeepSpeed", said.append):
+    with report_meanwhile("starting DeepSpeed", said.append):
         for part, usual in (("cpu_adam", "1 to 2 min"), ("odd", "a few min")):
             lock = tmp_path / part / "lock"
             lock.parent.mkdir()
@@ -41,7 +41,7 @@ def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pyt
 
 def test_the_folder_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "parts"))
-    assert compiled_parts() == tmp_path / "parts"
+    assert extensions_folder() == tmp_path / "parts"
 
 
 def test_ninja_is_found_though_nobody_activated_the_environment(tmp_path: Path) -> None:

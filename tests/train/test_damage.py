@@ -18,7 +18,7 @@ from running import edit
 from tightfit.runs.checkpoints import MANIFEST, Torn, read_manifest
 from tightfit.train.events import EVENTS, Events
 from tightfit.train.place import Place
-from tightfit.train.resume import Found, choose
+from tightfit.train.resume import FoundCheckpoint, choose
 from tightfit.types import ConfigError
 
 pytestmark = pytest.mark.thorough
@@ -73,7 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(plan, ran.losses, server)
 
 
-def chosen(run: Path, wanted: str = "auto") -> tuple[Found | None, list[dict[str, Any]]]:
+def chosen(run: Path, wanted: str = "auto") -> tuple[FoundCheckpoint | None, list[dict[str, Any]]]:
     """What a start would go on from, and the events about those that it would not."""
     (run / EVENTS).unlink(missing_ok=True)
     events = Events(run, speaks=True)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tightfit.train import optimizers
 from tightfit.train.config import read_worker_config
-from tightfit.train.eight_bit import BLOCK, PIECE, Which, is_eight_bit, quantised, read_8bit, write_8bit
+from tightfit.train.eight_bit import BLOCK, PIECE, Which, is_eight_bit, quantise, read_8bit, write_8bit
 from tightfit.train.engines.local_parts import LocalParts
 
 RATE = 1e-2
@@ -107,7 +107,7 @@ def test_other_values_are_rounded_no_worse_than_bitsandbytes_does(signed: bool) 
     torch.manual_seed(3)
     blocks = torch.randn(512, BLOCK) * torch.logspace(-9, 3, 512)[:, None]
     blocks = blocks if signed else blocks.square()
-    codes, scales = quantised(blocks, numbers)
+    codes, scales = quantise(blocks, numbers)
     theirs, state = native.quantize_blockwise(blocks, code=numbers, blocksize=BLOCK)
     assert torch.equal(scales, state.absmax)
     errors = [(numbers[each.int()] * scales[:, None] - blocks).abs() / scales[:, None] for each in (codes, theirs)]

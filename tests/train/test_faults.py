@@ -18,8 +18,8 @@ from tightfit.runs import disk
 from tightfit.runs.heartbeat import Heartbeat, read_beat
 from tightfit.train.engines import Diverged, Stepped
 from tightfit.train.faults import KINDS, read_faults
+from tightfit.train.heartbeat import HeartbeatEvents, RankHeartbeat
 from tightfit.train.loop import Loop
-from tightfit.train.pulse import Pulse, PulsingEvents
 from tightfit.types import ConfigError
 
 
@@ -118,24 +118,24 @@ def test_a_fault_in_the_middle_of_writing_comes_after_bytes_are_on_the_disk(tmp_
 
 
 def test_every_event_is_a_sign_of_life_on_ranks_that_say_nothing_too(tmp_path: Path) -> None:
-    events = PulsingEvents(tmp_path, speaks=False)
-    events.pulse = Pulse(Heartbeat(tmp_path, 1))
-    events.pulse.at("init")
+    events = HeartbeatEvents(tmp_path, speaks=False)
+    events.heartbeat = RankHeartbeat(Heartbeat(tmp_path, 1))
+    events.heartbeat.at("init")
     before = read_beat(tmp_path, 1)
     events.told("weights", 1, 2)
     after = read_beat(tmp_path, 1)
     assert before is not None
     assert after is not None
     assert (after.stage, after.count) == ("init", before.count + 1)
-    Pulse().at("forward", 1)
-    Pulse().beat()
+    RankHeartbeat().at("forward", 1)
+    RankHeartbeat().beat()
 
 
 def test_a_beat_costs_next_to_nothing(tmp_path: Path) -> None:
-    pulse, count = Pulse(Heartbeat(tmp_path, 0)), 2000
+    heartbeat, count = RankHeartbeat(Heartbeat(tmp_path, 0)), 2000
     began = time.process_time()
     for step in range(count):
-        pulse.at("forward", step)
+        heartbeat.at("forward", step)
     assert (time.process_time() - began) / count < 1e-3
 
 

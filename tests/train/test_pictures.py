@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.train.pictures import MOST_STEPS, draw, read, smoothed
+from tightfit.train.pictures import MOST_STEPS, draw, read, smooth
 
 GIB = 2**30
 
@@ -183,7 +183,7 @@ def test_a_million_steps_take_seconds(tmp_path: Path) -> None:
 
 
 def test_smoothing_starts_at_the_first_value_and_passes_over_gaps() -> None:
-    found = smoothed([None, 4.0, None, 4.0, 2.0])
+    found = smooth([None, 4.0, None, 4.0, 2.0])
     assert found[0] is None
     assert found[1] == pytest.approx(4.0)
     assert found[2] == found[1]

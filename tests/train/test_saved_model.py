@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_models import config_of, on_meta, real
 
 from tightfit.train import saved_model
-from tightfit.train.saved_model import ADAPTER, Piece, SaveError, Style, Writer, write_model
-from tightfit.train.saved_names import adapter_files, adapter_name, model_files, names_of, saved_parts, saved_pieces
+from tightfit.train.saved_model import ADAPTER, FileStyle, SaveError, TensorPiece, Writer, write_model
+from tightfit.train.saved_names import adapter_files, adapter_name, model_files, name_parts, names_of, rename_pieces
 from tightfit.types import UserError
 
 SHAPES = {"a": (7, 5), "b": (33,), "c": (2, 3, 4), "scalar": ()}
@@ -32,11 +32,11 @@ def values(name: str) -> torch.Tensor:
     return torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(shape) + ord(name[0])
 
 
-def cut(name: str, whole: torch.Tensor, rank: int, world: int) -> Piece:
+def cut(name: str, whole: torch.Tensor, rank: int, world: int) -> TensorPiece:
     """An odd share: rank 0 has least, and shares meet inside rows."""
     flat = whole.reshape(-1)
     cuts = [flat.numel() * (i * i) // (world * world) for i in range(world + 1)]
-    return Piece(name, tuple(whole.shape), cuts[rank], flat[cuts[rank] : cuts[rank + 1]])
+    return TensorPiece(name, tuple(whole.shape), cuts[rank], flat[cuts[rank] : cuts[rank + 1]])
 
 
 def alone() -> None:
@@ -56,11 +56,11 @@ def run_ranks(world: int, target: Callable[..., None], *arguments: Any) -> list[
 
 
 def save_share(rank: int, world: int, barrier: Callable[[], None], folder: Path, model: Any, shard_bytes: int) -> None:
-    parts = saved_parts(model)
+    parts = name_parts(model)
     own = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    pieces = saved_pieces((cut(name, tensor, rank, world) for name, tensor in own.items()), parts)
+    pieces = rename_pieces((cut(name, tensor, rank, world) for name, tensor in own.items()), parts)
     beside = model_files(model.config, type(model).__name__, torch.float32)
-    style = Style(shard_bytes=shard_bytes, beside=beside)
+    style = FileStyle(shard_bytes=shard_bytes, beside=beside)
     names = names_of(parts, lambda _: torch.float32)
     write_model(folder, pieces, names, rank=rank, world=world, barrier=barrier, style=style)
 
@@ -98,13 +98,13 @@ def test_the_config_says_what_was_saved(tmp_path: Path) -> None:
     assert saved["use_cache"] is True
 
 
-def write_plain(folder: Path, pieces: Iterable[Piece], dtype: torch.dtype = torch.float32) -> int:
+def write_plain(folder: Path, pieces: Iterable[TensorPiece], dtype: torch.dtype = torch.float32) -> int:
     names = {name: (shape, dtype) for name, shape in SHAPES.items()}
     return write_model(folder, pieces, names, rank=0, world=1, barrier=alone)
 
 
-def all_pieces() -> Iterator[Piece]:
-    return (Piece(name, shape, 0, values(name).reshape(-1)) for name, shape in SHAPES.items())
+def all_pieces() -> Iterator[TensorPiece]:
+    return (TensorPiece(name, shape, 0, values(name).reshape(-1)) for name, shape in SHAPES.items())
 
 
 def test_tensors_are_cast_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,14 +120,14 @@ def test_tensors_are_cast_as_they_are_written(tmp_path: Path, monkeypatch: pytes
 def test_mixed_dtypes_stay_aligned(tmp_path: Path) -> None:
     names = {"odd": ((3,), torch.bfloat16), "wide": ((5,), torch.float64), "flag": ((3,), torch.bool)}
     given = {"odd": torch.ones(3), "wide": torch.arange(5).double(), "flag": torch.tensor([True, False, True])}
-    pieces = [Piece(name, names[name][0], 0, tensor) for name, tensor in given.items()]
+    pieces = [TensorPiece(name, names[name][0], 0, tensor) for name, tensor in given.items()]
     write_model(tmp_path / "model", pieces, names, rank=0, world=1, barrier=alone)
     loaded = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(loaded[name].double(), tensor.double()) for name, tensor in given.items())
 
 
 def test_an_element_that_nobody_wrote_is_an_error_that_names_its_tensor(tmp_path: Path) -> None:
-    pieces = [Piece("b", (33,), 0, values("b")[:20]), *(piece for piece in all_pieces() if piece.name != "b")]
+    pieces = [TensorPiece("b", (33,), 0, values("b")[:20]), *(piece for piece in all_pieces() if piece.name != "b")]
     with pytest.raises(SaveError, match="only 20 of the 33 elements of 'b'"):
         write_plain(tmp_path / "model", pieces)
     assert list(tmp_path.iterdir()) == []
@@ -140,9 +140,13 @@ def test_ranks_may_write_the_same_elements(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    [Piece("z", (3,), 0, torch.ones(3)), Piece("b", (33,), 30, torch.ones(9)), Piece("b", (3,), 0, torch.ones(3))],
+    [
+        TensorPiece("z", (3,), 0, torch.ones(3)),
+        TensorPiece("b", (33,), 30, torch.ones(9)),
+        TensorPiece("b", (3,), 0, torch.ones(3)),
+    ],
 )
-def test_a_piece_that_does_not_belong_is_refused(tmp_path: Path, piece: Piece) -> None:
+def test_a_piece_that_does_not_belong_is_refused(tmp_path: Path, piece: TensorPiece) -> None:
     with pytest.raises(SaveError, match="not among what is being saved"):
         write_plain(tmp_path / "model", [piece])
 
@@ -151,7 +155,7 @@ def test_a_failed_save_leaves_the_old_folder_as_it_was(tmp_path: Path) -> None:
     write_plain(tmp_path / "model", all_pieces())
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
 
-    def broken() -> Iterator[Piece]:
+    def broken() -> Iterator[TensorPiece]:
         yield from list(all_pieces())[:2]
         raise RuntimeError("the engine has died")
 
@@ -169,7 +173,7 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
 
 
 def one_rank_fails(rank: int, world: int, barrier: Callable[[], None], folder: Path) -> None:
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[TensorPiece]:
         for name in SHAPES:
             yield cut(name, values(name), rank, world)
         if rank == 1:
@@ -199,7 +203,7 @@ def test_several_sets_in_one_folder(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "step-5", rank=0, world=1, barrier=alone)
     names = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
     writer.write(names, all_pieces())
-    writer.write(names, all_pieces(), Style(stem="moments", shard_bytes=100))
+    writer.write(names, all_pieces(), FileStyle(stem="moments", shard_bytes=100))
     writer.commit(lambda folder: (folder / "state.json").write_text("{}", encoding="utf-8") and None)
     files = sorted(path.name for path in (tmp_path / "step-5").iterdir())
     assert files[0] == "model.safetensors"
@@ -218,8 +222,8 @@ def test_peft_loads_an_adapter(tmp_path: Path) -> None:
             torch.nn.init.normal_(parameter)
     trained = {adapter_name(name): p.detach() for name, p in adapted.named_parameters() if p.requires_grad}
     names = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in trained.items()}
-    pieces = [Piece(name, tuple(tensor.shape), 0, tensor.reshape(-1)) for name, tensor in trained.items()]
-    style = Style(
+    pieces = [TensorPiece(name, tuple(tensor.shape), 0, tensor.reshape(-1)) for name, tensor in trained.items()]
+    style = FileStyle(
         stem=ADAPTER.stem, shard_bytes=None, beside=adapter_files(adapted.peft_config["default"], "some/base")
     )
     write_model(tmp_path / "adapter", pieces, names, rank=0, world=1, barrier=alone, style=style)
@@ -233,7 +237,7 @@ def test_peft_loads_an_adapter(tmp_path: Path) -> None:
 def test_every_family_has_a_way_to_be_saved() -> None:
     for family in ("gpt_neox", "gemma3_text", "mamba2"):
         model = on_meta(config_of(family))
-        parts = saved_parts(model)
+        parts = name_parts(model)
         assert set(parts) == {name for name, _ in model.named_parameters()}
 
 
@@ -243,7 +247,7 @@ def test_somebodys_files_where_a_model_is_written_stay(tmp_path: Path) -> None:
     names = {"weight": ((4,), torch.float32)}
 
     def write() -> None:
-        pieces = [Piece(name, tuple(one.shape), 0, one) for name, one in tensors.items()]
+        pieces = [TensorPiece(name, tuple(one.shape), 0, one) for name, one in tensors.items()]
         write_model(tmp_path / "model", pieces, names, rank=0, world=1, barrier=lambda: None)
 
     for place in ("model", ".model.partial"):

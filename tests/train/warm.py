@@ -66,10 +66,10 @@ def load() -> None:
     import tightfit.train.engines.fsdp2
     import tightfit.train.worker  # noqa: F401
     from tightfit.train.data import load_tokenizer
-    from tightfit.train.saved_names import saved_parts
+    from tightfit.train.saved_names import name_parts
 
     torch.set_num_threads(1)
     load_tokenizer(None, 10**6, trust_remote_code=False)
     with torch.device("meta"):
-        saved_parts(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=1)))
+        name_parts(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=1)))
     gc.collect()

@@ -49,7 +49,7 @@ def test_the_page_says_what_the_command_line_says(path: Path, tmp_path: Path) ->
 
 @table("path", CAPTURED, ids=lambda path: path.stem)
 def test_every_captured_log_gets_the_verdict_of_its_file(path: Path) -> None:
-    found = diagnose_view.diagnosed(path.read_bytes(), path.name).verdict
+    found = diagnose_view.diagnose_log(path.read_bytes(), path.name).verdict
     wanted = judge(Evidence(logs=(LogSource(name=path.name, path=path),))).verdict
     assert found == wanted
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import step_line
 
-from tightfit.web.history import History, sampled
+from tightfit.web.history import History, sample
 from tightfit.web.series import Series, single
 
 HELD = (None, None, 2**29)
@@ -135,4 +135,4 @@ def test_a_million_events_open_in_under_two_seconds(tmp_path: Path) -> None:
     assert took < 2
     assert rows[-1][0] == 1_000_000
     assert 500 < len(rows) <= 1600
-    assert len(sampled(path)) > 500
+    assert len(sample(path)) > 500

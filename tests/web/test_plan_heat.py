@@ -16,7 +16,7 @@ from visits import client
 
 from tightfit.web.plan_answer import answer_to
 from tightfit.web.plan_heat import Cell, heat_of
-from tightfit.web.plan_question import asked_of
+from tightfit.web.plan_question import read_address
 
 pytestmark = pytest.mark.thorough
 
@@ -25,14 +25,14 @@ QUERIES = ["model=1b_mamba&gpus=2&card=16GB&host-ram=32GB&seq=1000", "model=qwen
 
 @cache
 def cells(query: str) -> dict[tuple[int, int], Cell]:
-    heat = heat_of(answer_to(asked_of(parse_qsl(query)), advice=False), others=True)
+    heat = heat_of(answer_to(read_address(parse_qsl(query)), advice=False), others=True)
     assert heat is not None
     return {(cell.sequence, cell.micro_batch): cell for _, row in heat.rows for cell in row}
 
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_the_cell_of_the_chosen_way_needs_what_it_needs(query: str) -> None:
-    way = answer_to(asked_of(parse_qsl(query)), advice=False).ways[0]
+    way = answer_to(read_address(parse_qsl(query)), advice=False).ways[0]
     here = cells(query)[way.levers.sequence, way.levers.micro_batch]
     assert here.is_chosen
     assert here.fits is way.fits
@@ -54,7 +54,7 @@ def test_another_way_fits_where_a_plan_finds_one(query: str) -> None:
     found = cells(query)
     for place in list(found)[::5]:
         cell = found[place]
-        answer = answer_to(asked_of(parse_qsl(cell.address)), advice=False)
+        answer = answer_to(read_address(parse_qsl(cell.address)), advice=False)
         assert answer.plan.fits is bool(cell.fits or cell.fits_otherwise), (place, cell)
 
 
@@ -64,6 +64,6 @@ def test_each_cell_is_a_link_with_its_numbers(tmp_path: Path) -> None:
     assert len(links) % 9 == 0
     assert len(links) >= 7 * 9
     for link, label in links:
-        asked = asked_of(parse_qsl(link.replace("&amp;", "&")))
+        asked = read_address(parse_qsl(link.replace("&amp;", "&")))
         assert label.startswith(f"{asked.get('seq')} tokens, micro batch {asked.get('micro_batch')}: ")
         assert int(asked.get("effective_batch")) % (2 * int(asked.get("micro_batch"))) == 0

@@ -12,11 +12,11 @@ import pytest
 from tightfit.model.load import load_model, shape_from_fields
 from tightfit.model.presets import PRESETS
 from tightfit.types import ModelShape, UserError
-from tightfit.web.plan_question import MOST_CONFIG_BYTES, Asked, asked_of, block_of, filled
+from tightfit.web.plan_question import MOST_CONFIG_BYTES, AddressQuestion, block_of, fill_form, read_address
 
 
-def asked(query: str) -> Asked:
-    return asked_of(parse_qsl(query, keep_blank_values=True))
+def asked(query: str) -> AddressQuestion:
+    return read_address(parse_qsl(query, keep_blank_values=True))
 
 
 def test_the_bare_address_asks_something_sensible() -> None:
@@ -105,6 +105,6 @@ def test_a_pasted_config_is_named_as_a_file_in_the_command() -> None:
 
 
 def test_the_form_shows_also_what_makes_no_sense() -> None:
-    shown = filled([("seq", "abc"), ("gpus", "2x8xA100-80GB"), ("unknown", "1")])
+    shown = fill_form([("seq", "abc"), ("gpus", "2x8xA100-80GB"), ("unknown", "1")])
     assert (shown["seq"], shown["nodes"], shown["gpus"], shown["card"]) == ("abc", "2", "8", "A100-80GB")
-    assert filled([])["model"] == "7b_mamba"
+    assert fill_form([])["model"] == "7b_mamba"

@@ -18,7 +18,7 @@ from visits import client, home_of, need_a_browser, opened, says, served
 
 from tightfit.cli import main
 from tightfit.planner.tiers import TIERS
-from tightfit.web.plan_question import asked_of
+from tightfit.web.plan_question import read_address
 from tightfit.web.plan_view import STATIC
 from tightfit.web.words import words
 
@@ -49,7 +49,7 @@ def test_a_tier_is_answered_as_by_the_command_line(
     query: str, visitor: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = visitor.get(f"/plan/answer.json?{query}")
-    command = shlex.split(asked_of(parse_qsl(query)).command())[2:]
+    command = shlex.split(read_address(parse_qsl(query)).command())[2:]
     assert "--tier" in command
     assert without_time(page.json()) == without_time(said_by_the_command(command, capsys))
 

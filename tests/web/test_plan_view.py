@@ -24,9 +24,9 @@ from visits import HTML, client
 from tightfit.cli import main
 from tightfit.model.presets import PRESETS
 from tightfit.web.plan_answer import answer_to
-from tightfit.web.plan_drawing import drawn
+from tightfit.web.plan_drawing import draw
 from tightfit.web.plan_guess import guessed
-from tightfit.web.plan_question import asked_of
+from tightfit.web.plan_question import read_address
 from tightfit.web.plan_view import STATIC
 from tightfit.web.words import words
 
@@ -41,7 +41,7 @@ def visitor(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def said_by_the_command(query: str, capsys: pytest.CaptureFixture[str], **instead: str) -> dict[str, Any]:
-    command = shlex.split(asked_of(parse_qsl(query)).command())
+    command = shlex.split(read_address(parse_qsl(query)).command())
     command = [instead.get(word.partition(".")[0], word) for word in command]
     assert main([*command[1:], "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -181,7 +181,7 @@ def test_a_first_word_comes_from_the_last_answer(visitor: Any) -> None:
 
 
 def test_the_files_are_those_that_the_command_writes(visitor: Any, tmp_path: Path) -> None:
-    command = shlex.split(asked_of(parse_qsl(FITS)).command("plan", "--write", str(tmp_path / "plan")))
+    command = shlex.split(read_address(parse_qsl(FITS)).command("plan", "--write", str(tmp_path / "plan")))
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     answer = visitor.get(f"/plan/files.zip?{FITS}")
@@ -276,12 +276,12 @@ def test_every_word_that_the_script_names_is_there() -> None:
 
 def test_a_slider_is_answered_at_once() -> None:
     """The processor's time of the server: what the machine does beside it does not count."""
-    last = answer_to(asked_of(parse_qsl(FITS)), advice=False)
+    last = answer_to(read_address(parse_qsl(FITS)), advice=False)
     times = []
     for length in (256, 512, 768, 1536, 2048):
-        asked = asked_of(parse_qsl(FITS.replace("seq=1024", f"seq={length}")))
+        asked = read_address(parse_qsl(FITS.replace("seq=1024", f"seq={length}")))
         began = time.process_time()
-        drawn(guessed(asked, last), words("en")["plan"], "en", advice=False)
+        draw(guessed(asked, last), words("en")["plan"], "en", advice=False)
         times.append(time.process_time() - began)
     assert sorted(times)[2] < 0.1
 

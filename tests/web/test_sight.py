@@ -21,14 +21,14 @@ from visits import step_line, written
 
 from tightfit.cli import main
 from tightfit.runs.machine_eye import MachineEye
-from tightfit.web.sight import Sight
+from tightfit.web.sight import RunSight
 
 UUID = "GPU-5ad1a1f0-7a0c-4c3e-8b60-0d5a6a0c5a00"
 MIB, GIB = 2**20, 2**30
 
 
 def looked(run: Path, eye: MachineEye | None = None) -> dict[str, Any]:
-    sight = Sight(run)
+    sight = RunSight(run)
     while not sight.history.is_whole:
         sight.history.read_on(1.0)
     return dict(sight.look(eye))

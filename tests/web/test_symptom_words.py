@@ -100,7 +100,7 @@ def test_a_verdict_is_told_whatever_the_log_fills_in(symptom: Symptom) -> None:
 
 @table("path", CAPTURED, ids=lambda path: path.stem)
 def test_the_verdict_of_every_captured_log_is_told(path: Path) -> None:
-    found = diagnose_view.diagnosed(path.read_bytes(), path.name)
+    found = diagnose_view.diagnose_log(path.read_bytes(), path.name)
     for verdict in (*((found.verdict,) if found.verdict else ()), *found.also):
         if verdict.id != "tightfit-user":
             assert not said_in("zh", verdict.cause).is_foreign, verdict.cause

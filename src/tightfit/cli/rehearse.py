@@ -34,7 +34,7 @@ from tightfit.runs.ranks import Meeting, Sight, rank_starts, worker_command
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.run import Outcome, run
 from tightfit.runs.worker_file import WORKER_FILE, placed
-from tightfit.screen.rehearse import Rehearsal, Row, Verdict
+from tightfit.screen.rehearse import FigureRow, Rehearsal, Verdict
 from tightfit.types import ConfigError, HardwareError
 
 EXAMPLE = "tightfit rehearse --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB --cap 24GB"
@@ -279,12 +279,12 @@ def _phase(outcome: Outcome) -> str:
     return next((name for name in WHERE if name not in reached), "steps")
 
 
-def _rows(ready: Ready, outcome: Outcome, probe: Probe | None) -> tuple[Row, ...]:
+def _rows(ready: Ready, outcome: Outcome, probe: Probe | None) -> tuple[FigureRow, ...]:
     from tightfit.runs.lines import MILESTONES
 
     worker, tally = ready.worker, outcome.tally
     rows = [
-        Row(
+        FigureRow(
             key=mark.milestone,
             name=f"memory, {MILESTONES.get(mark.milestone, mark.milestone)}",
             unit="bytes",
@@ -303,17 +303,19 @@ def _rows(ready: Ready, outcome: Outcome, probe: Probe | None) -> tuple[Row, ...
     largest = None if probe is None else probe.seconds
     return (
         *rows,
-        Row(key="peak", name="memory, peak", unit="bytes", predicted=worker.peak_bytes, measured=peak),
-        Row(key="host", name="RAM of this rank", unit="bytes", predicted=ready.host_bytes, measured=host),
-        Row(
+        FigureRow(key="peak", name="memory, peak", unit="bytes", predicted=worker.peak_bytes, measured=peak),
+        FigureRow(key="host", name="RAM of this rank", unit="bytes", predicted=ready.host_bytes, measured=host),
+        FigureRow(
             key="largest_step_s",
             name="a step of the largest batch",
             unit="seconds",
             predicted=worker.step_s,
             measured=largest,
         ),
-        Row(key="step_s", name="a step, median", unit="seconds", predicted=worker.step_s, measured=step_s),
-        Row(key="tokens_per_s", name="tokens a second", unit="tokens", predicted=worker.tokens_per_s, measured=pace),
+        FigureRow(key="step_s", name="a step, median", unit="seconds", predicted=worker.step_s, measured=step_s),
+        FigureRow(
+            key="tokens_per_s", name="tokens a second", unit="tokens", predicted=worker.tokens_per_s, measured=pace
+        ),
     )
 
 

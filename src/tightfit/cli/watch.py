@@ -191,7 +191,7 @@ class _Plain:
             self._lines.end()
 
     def show(self, look: Look) -> None:
-        from tightfit.screen.watch import light_words, said
+        from tightfit.screen.watch import light_words, one_line
 
         now, run = self._clock(), look.run
         if self._lines is None:
@@ -204,7 +204,7 @@ class _Plain:
                 self._lines.show(event)
         if run is None and now - self._at >= MACHINE_EVERY_S:
             self._at = now
-            _say(said(look))
+            _say(one_line(look))
         for light in look.health.lights:
             colour, at = self._said.get(light.name, ("unknown", -math.inf))
             if light.colour not in ("unknown", colour) and (light.colour == "red" or now - at >= LIGHT_S):

@@ -32,7 +32,11 @@ def draw_inventory(console: Console, there: Inventory, holder: str | None) -> No
         )
     if there.checkpoints:
         console.print(table)
-    say(console, _sum(there))
+    count, broken = len(there.checkpoints), len(there.broken)
+    words = f"{count} checkpoint{'' if count == 1 else 's'}, {size(there.bytes)} in all"
+    if broken:
+        words += f"; {broken} cannot be gone on from"
+    say(console, f"{words}.")
     draw_list(console, "Not whole:", [f"{found.folder.name}: {found.problem}." for found in there.broken])
     left = "left by a process that was killed" if holder is None else "being written or removed by the run that lives"
     draw_list(
@@ -49,14 +53,6 @@ def _state(found: Found) -> Text:
     if found.problem is not None:
         return Text("NOT WHOLE" if found.certain else "UNKNOWN", "bold red")
     return Text("verified" if found.verified else "complete", "green")
-
-
-def _sum(there: Inventory) -> str:
-    count, broken = len(there.checkpoints), len(there.broken)
-    words = f"{count} checkpoint{'' if count == 1 else 's'}, {size(there.bytes)} in all"
-    if broken:
-        words += f"; {broken} cannot be gone on from"
-    return f"{words}."
 
 
 def maker_words(maker: Maker | None) -> str:

@@ -63,11 +63,11 @@ def _draw_example(console: Console, example: Mapping[str, Any]) -> None:
         )
     console.print(text, soft_wrap=True)
     if example["sections"]:
-        parts = [f"{each['field']} {each['tokens']}{_lost(each)}" for each in example["sections"]]
+        parts = [f"{each['field']} {each['tokens']}{_count_lost(each)}" for each in example["sections"]]
         say(console, f"Tokens by section: {', '.join(parts)}.", style="dim")
 
 
-def _lost(section: Mapping[str, Any]) -> str:
+def _count_lost(section: Mapping[str, Any]) -> str:
     return f" ({section['lost']} lost)" if section["lost"] else ""
 
 

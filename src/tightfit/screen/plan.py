@@ -60,7 +60,8 @@ def waiting(text: str) -> AbstractContextManager[object]:
 def draw_plan(console: Console, plan: Plan, lead: Sequence[str] = (), *, with_model: bool = False) -> None:
     """The whole answer. `lead` stands first among the reasons; `with_model`: the plan found the model as well."""
     _draw_head(console, plan)
-    rows = _rows(plan)
+    # Each way that is worth a line, with its mark.
+    rows = [(CHOSEN if way is plan.chosen else "" if way.fits else UNFIT, way) for way in worth_showing(plan)]
     if rows:
         columns = draw_ways(console, rows)
         nearest = ["the nearest first"] if plan.chosen is None and len(rows) > 1 else []
@@ -166,11 +167,6 @@ def draw_files(console: Console, files: Sequence[Path]) -> None:
 
 
 # --- the table ----------------------------------------------------------------------------------
-
-
-def _rows(plan: Plan) -> list[Row]:
-    """Each way that is worth a line, with its mark."""
-    return [(CHOSEN if way is plan.chosen else "" if way.fits else UNFIT, way) for way in worth_showing(plan)]
 
 
 def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:

@@ -56,7 +56,7 @@ def duration_words(plan: Plan) -> str:
 
 def lever_flags(plan: Plan, way: Way, *, with_model: bool = False) -> list[str]:
     """The way as flags of `estimate`, each with its value. `with_model`: no command named the model."""
-    now, usual, said = flags_from_levers(way.levers), _usual(way), _said(plan)
+    now, usual, said = flags_from_levers(way.levers), _usual(way), _flags_given(plan)
     names = [*ALWAYS, *(name for name in now if name not in ALWAYS)]
     told = [
         name
@@ -82,7 +82,7 @@ def _usual(way: Way) -> dict[str, object]:
     return usual
 
 
-def _said(plan: Plan) -> dict[str, object]:
+def _flags_given(plan: Plan) -> dict[str, object]:
     """What the user's own command or file says."""
     try:
         return flags_from_levers(levers_of(plan.job, plan.shape))

@@ -17,7 +17,7 @@ Verdict = Literal["passed", "out of memory", "over the cap"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FigureRow:
     """One figure, predicted and measured; None: not known."""
 
     key: str
@@ -48,7 +48,7 @@ class Rehearsal:
     error: str | None
     """What the worker said."""
     steps: int
-    rows: tuple[Row, ...]
+    rows: tuple[FigureRow, ...]
     notes: tuple[str, ...]
     folder: str | None
     """Where it was kept; None: it was not."""
@@ -109,7 +109,7 @@ def _value(value: float | None, unit: Unit) -> str:
     return f"{value / GIB:.2f} GiB" if value >= GIB // 2 else f"{value / MIB:.1f} MiB"
 
 
-def _difference(row: Row) -> str:
+def _difference(row: FigureRow) -> str:
     if row.predicted is None or row.measured is None or row.predicted <= 0:
         return ""
     return f"{100 * (row.measured / row.predicted - 1):+.1f} %"

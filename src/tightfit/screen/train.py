@@ -216,13 +216,13 @@ def draw_attempts(
     last, same = records[-1].next, verdict.cause.rstrip(".").lower() == failure.sentence.rstrip(".").lower()
     draw_list(console, "Why:", [] if same else [verdict.cause])
     if len(records) > 1:
-        draw_list(console, "What was tried:", [_tried(record) for record in records])
+        draw_list(console, "What was tried:", [_describe_attempt(record) for record in records])
     stopped = [] if last is None else [f"Nothing more was tried: {last.because.rstrip('.')}."]
     helps = [fix.text if fix.command is None else f"{fix.text} {fix.command}" for fix in verdict.fixes[:MOST_FIXES]]
     draw_list(console, "What would help:", [*stopped, *helps])
 
 
-def _tried(record: AttemptRecord) -> str:
+def _describe_attempt(record: AttemptRecord) -> str:
     at = "before the first step" if record.last_step is None else f"after step {record.last_step:,}"
     cause = "" if record.cause is None else f": {record.cause.sentence.rstrip('.')}"
     following = "" if record.next is None or record.next.action == "stop" else f" → {record.next.action}"

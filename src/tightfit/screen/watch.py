@@ -58,7 +58,17 @@ def picture(look: Look, width: int, height: int | None = None, *, plain_letters:
     lights = [Text(), *map(_light, look.health.lights)]
     warned = [Text(f"! {warning}", style="bold yellow") for warning in look.health.warnings]
     lower = [*upper, *table, *lights, *warned]
-    more = _more(look)
+    lines: list[Text] = []
+    run = look.run
+    if run is not None:
+        failed = [each for each in run.attempts if each.state == "failed"][-3:]
+        lines += _with_title("Attempts that failed", [Text(f"  {_attempt(each)}") for each in failed])
+        lines += _with_title("Events", [Text(f"  {line}", style=style) for line, style in run.lines[-LATEST:]])
+    lines += _with_title("Processes", [Text(f"  {line}") for line in _process_lines(look)])
+    if run is None:
+        lines += _with_title("Runs", [Text(f"  {entry.folder} (process {entry.pid})") for entry in look.others])
+    lines += [Text(f"! {problem}", style="yellow") for problem in look.problems]
+    more = lines
     if height is not None:
         more = more[: max(0, height - len(lower))]
     return [_cut(line, width) for line in (*lower, *more)]
@@ -71,7 +81,7 @@ def _cut(line: Text, width: int) -> Text:
     return line
 
 
-def said(look: Look) -> str:
+def one_line(look: Look) -> str:
     """The machine in one line, for where every line stays."""
     parts = []
     for each in look.cards:
@@ -170,10 +180,13 @@ def sparkline(values: Sequence[float], room: int, levels: str = LEVELS) -> str:
 def _table(look: Look, width: int) -> list[Text]:
     columns = [column for column in _COLUMNS if width >= column[2]]
     room = min(WIDEST_BAR, max(BAR, width - LABEL - sum(size for _, size, _ in columns)))
-    lines = [_heads(columns, room, look)]
+    old = look.cards and look.cards_age_s > OLD_S
+    title = f"GiB, {look.cards_age_s:.0f} s ago" if old else "memory, GiB"
+    heads = "".join(f"{name:>{size}}" if name != "processes" else f"  {name}" for name, size, _ in columns)
+    lines = [Text(f"{'':{LABEL}}{title:<{room}}{heads}", style="dim")]
     for each in look.cards:
         card = each.card
-        sizes = _Sizes(card.used_bytes, each.peak_bytes, each.planned_bytes, card.total_bytes)
+        sizes = _RowSizes(card.used_bytes, each.peak_bytes, each.planned_bytes, card.total_bytes)
         cells = {
             "use": _unit(card.use_percent, " %"),
             "temp": _unit(card.temperature_c, " °C"),
@@ -183,13 +196,13 @@ def _table(look: Look, width: int) -> list[Text]:
         lines.append(_row(f"GPU {card.index}", sizes, room, columns, cells))
     lines += [_row(name, sizes, room, columns, {"processes": who}) for name, sizes, who in _rank_rows(look)]
     host = look.host
-    lines.append(_row("host", _Sizes(host.used_bytes, None, None, host.total_bytes), room, columns, {}))
+    lines.append(_row("host", _RowSizes(host.used_bytes, None, None, host.total_bytes), room, columns, {}))
     if cpu := _cpu(host):
         lines.append(Text(cpu.replace("CPU ", f"{'CPU':<{LABEL}}", 1)))
     return lines
 
 
-class _Sizes:
+class _RowSizes:
     """Of one row, in bytes; None: not known."""
 
     __slots__ = ("now", "peak", "planned", "total")
@@ -198,14 +211,7 @@ class _Sizes:
         self.now, self.peak, self.planned, self.total = now, peak, planned, total
 
 
-def _heads(columns: Sequence[tuple[str, int, int]], room: int, look: Look) -> Text:
-    old = look.cards and look.cards_age_s > OLD_S
-    title = f"GiB, {look.cards_age_s:.0f} s ago" if old else "memory, GiB"
-    heads = "".join(f"{name:>{size}}" if name != "processes" else f"  {name}" for name, size, _ in columns)
-    return Text(f"{'':{LABEL}}{title:<{room}}{heads}", style="dim")
-
-
-def _rank_rows(look: Look) -> list[tuple[str, _Sizes, str]]:
+def _rank_rows(look: Look) -> list[tuple[str, _RowSizes, str]]:
     """Ranks on the CPU: what a card's memory would be is their own RAM."""
     run = look.run
     if run is None or run.ended is not None or (run.planned is not None and run.planned.on_gpu):
@@ -214,15 +220,19 @@ def _rank_rows(look: Look) -> list[tuple[str, _Sizes, str]]:
     share = None if total is None else total // max(1, len(run.ranks))
     if run.ranks:
         return [
-            (rank.name.replace("-", " "), _Sizes(rank.now_bytes, rank.peak_bytes, planned, share), str(rank.pid))
+            (rank.name.replace("-", " "), _RowSizes(rank.now_bytes, rank.peak_bytes, planned, share), str(rank.pid))
             for rank in run.ranks
         ]
     if run.step is None or run.step.host_bytes is None:
         return []
-    return [("rank 0", _Sizes(run.step.host_bytes, None, planned, share), "")]  # on another machine, or another user's
+    return [
+        ("rank 0", _RowSizes(run.step.host_bytes, None, planned, share), "")
+    ]  # on another machine, or another user's
 
 
-def _row(name: str, sizes: _Sizes, room: int, columns: Sequence[tuple[str, int, int]], cells: dict[str, str]) -> Text:
+def _row(
+    name: str, sizes: _RowSizes, room: int, columns: Sequence[tuple[str, int, int]], cells: dict[str, str]
+) -> Text:
     texts = {
         "now": _amount(sizes.now),
         "peak": "" if sizes.peak is None else _amount(sizes.peak),
@@ -239,7 +249,7 @@ def _row(name: str, sizes: _Sizes, room: int, columns: Sequence[tuple[str, int, 
     return line
 
 
-def _bar(sizes: _Sizes, room: int) -> Text:
+def _bar(sizes: _RowSizes, room: int) -> Text:
     if not sizes.total or sizes.now is None:
         return Text("?".ljust(room))
     per = sizes.total / room
@@ -276,21 +286,7 @@ def _who(processes: Sequence[CardProcess] | None) -> str:
 # --- the rest, where there is room ---------------------------------------------------------------
 
 
-def _more(look: Look) -> list[Text]:
-    lines: list[Text] = []
-    run = look.run
-    if run is not None:
-        failed = [each for each in run.attempts if each.state == "failed"][-3:]
-        lines += _titled("Attempts that failed", [Text(f"  {_attempt(each)}") for each in failed])
-        lines += _titled("Events", [Text(f"  {line}", style=style) for line, style in run.lines[-LATEST:]])
-    lines += _titled("Processes", [Text(f"  {line}") for line in _process_lines(look)])
-    if run is None:
-        lines += _titled("Runs", [Text(f"  {entry.folder} (process {entry.pid})") for entry in look.others])
-    lines += [Text(f"! {problem}", style="yellow") for problem in look.problems]
-    return lines
-
-
-def _titled(title: str, lines: list[Text]) -> list[Text]:
+def _with_title(title: str, lines: list[Text]) -> list[Text]:
     return [Text(), Text(title, style="dim"), *lines] if lines else []
 
 

@@ -26,8 +26,8 @@ from tightfit.types import TightfitError, UserError
 
 if TYPE_CHECKING:
     from tightfit.train.config import WorkerConfig
+    from tightfit.train.heartbeat import Supervised
     from tightfit.train.place import Place
-    from tightfit.train.pulse import Supervised
 
 USER_ERROR, STOPPED = 2, 4
 BEFORE_THE_END = ("stopped", "timeout")
@@ -84,7 +84,7 @@ def _worker(argv: Sequence[str]) -> NoReturn:
     from tightfit.runs.lock import InUse
     from tightfit.train.config import Options, read_worker_config
     from tightfit.train.distress import is_disk_full, last_words
-    from tightfit.train.pulse import Pulse
+    from tightfit.train.heartbeat import RankHeartbeat
 
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     folder, supervised = None, None
@@ -113,10 +113,10 @@ def _worker(argv: Sequence[str]) -> NoReturn:
         stop.deaf()
         leave(_code_of(ending))
     except BaseException as error:
-        pulse = Pulse() if supervised is None else supervised.pulse
-        code, words = last_words(error, rank, pulse.stage, pulse.step)
+        heartbeat = RankHeartbeat() if supervised is None else supervised.heartbeat
+        code, words = last_words(error, rank, heartbeat.stage, heartbeat.step)
         if is_disk_full(error):
-            pulse.beat(DISK_FULL)  # such a disk takes no other word
+            heartbeat.beat(DISK_FULL)  # such a disk takes no other word
         if folder is not None and words.text and not isinstance(error, InUse):  # or another run would take it
             write_last_words(folder, words)
         with suppress(OSError):  # the log's disk may be what is full; the exit code says it then
@@ -158,7 +158,7 @@ def _say_where_asked() -> None:
 def _supervised(args: argparse.Namespace, config: WorkerConfig, place: Place) -> Supervised:
     """What the desk asks for that started this rank; and the tests' faults, where their variable names some."""
     from tightfit.runs.heartbeat import Heartbeat
-    from tightfit.train.pulse import Pulse, Supervised
+    from tightfit.train.heartbeat import RankHeartbeat, Supervised
 
     heartbeat = Heartbeat(config.folder, place.rank) if place.launcher == "tightfit" else None
     faults = None
@@ -167,7 +167,7 @@ def _supervised(args: argparse.Namespace, config: WorkerConfig, place: Place) ->
 
         faults = read_faults(os.environ[FAULTS], config.folder, place.rank)
     skips = frozenset(int(word) for word in args.skip_steps.split(",") if word)
-    return Supervised(pulse=Pulse(heartbeat, faults), skips=skips)
+    return Supervised(heartbeat=RankHeartbeat(heartbeat, faults), skips=skips)
 
 
 def _leave_with_parent() -> None:

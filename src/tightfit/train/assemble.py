@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tightfit.train import build
 from tightfit.train.adapters import adapter_dtype, add_adapters, quantise
 from tightfit.train.audit import Oddity, audit
-from tightfit.train.compiled import told_meanwhile
+from tightfit.train.compiled import report_meanwhile
 from tightfit.train.config import WorkerConfig
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
@@ -43,7 +43,7 @@ class Assembled:
     said: tuple[str, ...]
 
 
-class Drawn:
+class SeededWeights:
     """Weights from the seed, under Hugging Face's names, whatever stands around them."""
 
     def __init__(self, twin: nn.Module, seed: int) -> None:
@@ -55,7 +55,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Origins:
     """Folders that values are read from."""
 
     weights: Path | None
@@ -65,18 +65,24 @@ class Found:
     cache: Path
 
 
-def assemble(config: WorkerConfig, place: Place, found: Found, events: Events) -> Assembled:
+def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events) -> Assembled:
     """The engine, with every parameter filled."""
     levers = config.levers
     if levers.engine == "zero0" and levers.precision == "fp16":
         raise ConfigError("engine zero0 cannot train in fp16: it divides by a loss scale that it never applied")
     if not levers.is_fsdp2 and levers.precision == "fp16":
-        _check_fp16()
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            raise ConfigError(
+                "DeepSpeed refuses fp16 here, since this processor does not compute it: plan again on this machine, "
+                "where bf16 stands in for it, or use --engine fsdp2"
+            )
     hf = build.hf_config(config.model, found.weights)
     kernel, said = build.attention_of(levers, place.on_gpu, hf)
     scan_said = install_scan(hf.model_type, levers)
     with build.quiet_transformers():
-        assembly = _Assembly(config, place, hf, kernel)
+        assembly = _ModelAssembly(config, place, hf, kernel)
         twin = assembly.skeleton()
         source: WeightSource | None = None
         if isinstance(found.checkpoint, DeepSpeedCheckpoint):
@@ -94,17 +100,7 @@ def assemble(config: WorkerConfig, place: Place, found: Found, events: Events) -
     )
 
 
-def _check_fp16() -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    if not get_accelerator().is_fp16_supported():
-        raise ConfigError(
-            "DeepSpeed refuses fp16 here, since this processor does not compute it: plan again on this machine, where "
-            "bf16 stands in for it, or use --engine fsdp2"
-        )
-
-
-class _Assembly:
+class _ModelAssembly:
     def __init__(self, config: WorkerConfig, place: Place, hf: Any, kernel: Any) -> None:
         self.config, self.place, self.hf, self.kernel = config, place, hf, kernel
         self.levers = config.levers
@@ -125,14 +121,14 @@ class _Assembly:
 
     def engine(self, twin: Any, source: WeightSource | None, events: Events) -> tuple[Engine, tuple[Oddity, ...], int]:
         drawn = twin if self.levers.lora is None else self.adapted(self.skeleton())
-        origin = Origin(draws=Drawn(drawn, self.config.training.seed), weights=source, rounding=self.working)
+        origin = Origin(draws=SeededWeights(drawn, self.config.training.seed), weights=source, rounding=self.working)
         zero3 = self.levers.stage == 3 and self.levers.method != "qlora"
         model = self.skeleton()
         oddities = audit(model, lambda *_: self.working)
         if zero3:
             assert self.config.deepspeed is not None
             trusted = self.config.model.trust_remote_code
-            model = build.partitioned(model, self.kernel, self.config.deepspeed, trust_remote_code=trusted)
+            model = build.partition(model, self.kernel, self.config.deepspeed, trust_remote_code=trusted)
         if source is not None:
             fill_buffers(model, source)
         build.freeze(model, self.levers)
@@ -147,7 +143,7 @@ class _Assembly:
             return self._fsdp2(model, origin, progress), oddities, recomputed
         materialise(model, self.place.device)
         fill(model, origin, self.place.rank, progress)
-        with told_meanwhile("starting DeepSpeed", events.doing):
+        with report_meanwhile("starting DeepSpeed", events.doing):
             return self._deepspeed(model), oddities, recomputed
 
     def _deepspeed(self, model: Any) -> Engine:

@@ -41,21 +41,21 @@ def hf_config(source: ModelSource, folder: Path | None) -> Any:
     if source.config is None:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=source.trust_remote_code)
     else:
-        fields = {key: _decoded(value) for key, value in source.config.items()}
+        fields = {key: _decode(value) for key, value in source.config.items()}
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     text = config.get_text_config()  # of a model that also sees: only what reads and writes is trained
     text.use_cache = False
     return text
 
 
-def _decoded(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     """JSON has no infinity: transformers writes `{"__float__": "Infinity"}`, as in Mamba-2's time_step_limit."""
     if isinstance(value, list):
-        return [_decoded(each) for each in value]
+        return [_decode(each) for each in value]
     if isinstance(value, dict):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
-        return {key: _decoded(inside) for key, inside in value.items()}
+        return {key: _decode(inside) for key, inside in value.items()}
     return value
 
 
@@ -85,12 +85,12 @@ def skeleton(config: Any, dtype: torch.dtype, attention: AttentionKernel, *, tru
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model = _made(config, dtype, attention, trust_remote_code)
+        model = _make_model(config, dtype, attention, trust_remote_code)
     model.tie_weights()  # the context gives each name a parameter of its own
     return model
 
 
-def _made(config: Any, dtype: torch.dtype, attention: AttentionKernel, trust_remote_code: bool) -> Any:
+def _make_model(config: Any, dtype: torch.dtype, attention: AttentionKernel, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     maker: Any = AutoModelForCausalLM
@@ -120,7 +120,7 @@ def _no_init() -> AbstractContextManager[Any]:
     return context
 
 
-def partitioned(
+def partition(
     whole: Any, attention: AttentionKernel, deepspeed: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Any:
     """The model of a skeleton as ZeRO-3 wants it: each module's parameters are partitioned as soon as they exist.
@@ -139,7 +139,7 @@ def partitioned(
             super()._post_init_method(module)
 
     with OneDtype(config_dict_or_path=dict(deepspeed)):
-        model = _made(whole.config, whole.dtype, attention, trust_remote_code)
+        model = _make_model(whole.config, whole.dtype, attention, trust_remote_code)
     copy_buffers(whole, model)
     return model
 

@@ -29,7 +29,7 @@ from tightfit.train.engines import Engine
 from tightfit.train.engines.states import MASTER
 from tightfit.train.events import Events
 from tightfit.train.place import Place, side_meeting, total
-from tightfit.train.saved_model import Names, Piece, SaveError, Style, TensorSet, Writer
+from tightfit.train.saved_model import FileStyle, Names, SaveError, TensorPiece, TensorSet, Writer
 from tightfit.train.saved_names import adapter_name
 from tightfit.train.shards import outline, plain_name, shards
 from tightfit.train.staging import Staging, may_stage
@@ -39,7 +39,7 @@ SLACK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SaveOutcome:
     """How a save went; `problem`: it did not."""
 
     step: int
@@ -68,7 +68,7 @@ class Saver:
         self._run, self._engine, self._model, self._habits, self._place = run, engine, model, habits, place
         self._barrier = side_meeting(place)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[Saved] | None = None
+        self._writing: Future[SaveOutcome] | None = None
         self._staging: Staging | None = None
         self._preparing: Future[None] | None = None
         self._refused = False
@@ -106,7 +106,10 @@ class Saver:
     def prepare(self) -> None:
         """Begin to take the memory that saving in the background needs. The optimizer's states must exist."""
         if self._habits.background and self._staging is None and not self._refused:
-            self._staging = self._stage()
+            # The buffer on the host, if every rank has room for its own.
+            staging = Staging(self.sets)
+            allowed = may_stage(staging.bytes * self._habits.ranks_here)
+            self._staging = staging if total(self._place, float(not allowed)) == 0 else None
             self._refused = self._staging is None
             if self._staging is not None:
                 self._preparing = self._thread.submit(self._staging.prepare, self._place.device)
@@ -144,15 +147,9 @@ class Saver:
             "make room, or keep fewer with --keep-last"
         )
 
-    def _stage(self) -> Staging | None:
-        """The buffer on the host, if every rank has room for its own."""
-        staging = Staging(self.sets)
-        allowed = may_stage(staging.bytes * self._habits.ranks_here)
-        return staging if total(self._place, float(not allowed)) == 0 else None
-
     def _write(
-        self, folder: Path, step: int, state: Mapping[str, Any], held: Mapping[str, list[Piece]] | None
-    ) -> Saved:
+        self, folder: Path, step: int, state: Mapping[str, Any], held: Mapping[str, list[TensorPiece]] | None
+    ) -> SaveOutcome:
         """All files, and the checkpoint in its place. Touches nothing of the training's when `held` is there."""
         began = time.monotonic()
         written = 0
@@ -169,8 +166,8 @@ class Saver:
                         checkpoints.remove(old)
         except Exception as error:  # training goes on; whoever follows it is told
             text = " ".join(str(error).split()) or type(error).__name__
-            return Saved(step=step, folder=folder, bytes=written, seconds=time.monotonic() - began, problem=text)
-        return Saved(step=step, folder=folder, bytes=written, seconds=time.monotonic() - began)
+            return SaveOutcome(step=step, folder=folder, bytes=written, seconds=time.monotonic() - began, problem=text)
+        return SaveOutcome(step=step, folder=folder, bytes=written, seconds=time.monotonic() - began)
 
     def _beside(self, state: Mapping[str, Any]) -> Any:
         def write(staging: Path) -> None:
@@ -180,7 +177,7 @@ class Saver:
 
         return write
 
-    def _told(self, saved: Saved, events: Events, blocked_s: float, *, background: bool) -> None:
+    def _told(self, saved: SaveOutcome, events: Events, blocked_s: float, *, background: bool) -> None:
         if saved.problem is not None:
             events.write("checkpoint_failed", step=saved.step, text=saved.problem)
             return
@@ -235,14 +232,14 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
     if not names:
         return None
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[TensorPiece]:
         if masters and not apart:
             for shard in shards(engine.model, place.rank):
                 if shard.parameter.requires_grad:
-                    yield Piece(f"{MASTER}/{state_name(shard.path)}", shard.shape, shard.start, shard.tensor)
+                    yield TensorPiece(f"{MASTER}/{state_name(shard.path)}", shard.shape, shard.start, shard.tensor)
         for number, state in enumerate(engine.states(write=False)):
             mine = not state.alike or number % place.world == place.rank
             if mine and (masters or state.kind != MASTER):
-                yield Piece(f"{state.kind}/{state_name(state.path)}", state.shape, state.start, state.tensor)
+                yield TensorPiece(f"{state.kind}/{state_name(state.path)}", state.shape, state.start, state.tensor)
 
-    return TensorSet(names=names, pieces=pieces, style=Style(stem=f"{OPTIMIZER}/states"))
+    return TensorSet(names=names, pieces=pieces, style=FileStyle(stem=f"{OPTIMIZER}/states"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from tightfit.runs.build_lock import LOCK
 
 
-def compiled_parts() -> Path:
+def extensions_folder() -> Path:
     """The folder with a folder for each part."""
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -49,12 +49,12 @@ def compiling(folder: Path) -> Compiling | None:
 
 
 @contextmanager
-def told_meanwhile(what: str, tell: Callable[[str], None]) -> Iterator[None]:
+def report_meanwhile(what: str, tell: Callable[[str], None]) -> Iterator[None]:
     """Say what is done in the block, and while DeepSpeed compiles for it, which part and since when.
 
     Each is said once: nobody may take this for a sign of life of a process that waits for a lock without end.
     """
-    folder, done = compiled_parts(), threading.Event()
+    folder, done = extensions_folder(), threading.Event()
 
     def look() -> None:
         said = None

@@ -43,7 +43,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class OptimizerConfig:
     """The numbers of the optimizer and its schedule."""
 
     learning_rate: float
@@ -77,7 +77,7 @@ class SavingOrders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class Prediction:
     """What the desk expects, to be held against what is measured."""
 
     phases: Mapping[PhaseName, int]
@@ -103,7 +103,7 @@ class WorkerConfig:
     """DeepSpeed's own config; None: the engine is another."""
     data: Mapping[str, Any]
     """The fields of `train.data.DataSpec`, less those that stand elsewhere in this file."""
-    training: Training
+    training: OptimizerConfig
     evaluation_split: float
     evaluation_steps: int | None
     folder: Path
@@ -114,7 +114,7 @@ class WorkerConfig:
     logging_steps: int | None
     """Steps between two lines of the log; None: time decides."""
     timeout_s: int | None
-    predicted: Predicted
+    predicted: Prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
         effective_batch=tree["effective_batch"],
         deepspeed=None if tree["deepspeed"] is None else _deepspeed(folder / tree["deepspeed"]),
         data=tree["data"],
-        training=Training(**tree["training"]),
+        training=OptimizerConfig(**tree["training"]),
         evaluation_split=tree["evaluation"]["split"],
         evaluation_steps=tree["evaluation"]["every_steps"],
         folder=(folder / tree["saving"]["folder"]).absolute(),
@@ -173,7 +173,7 @@ def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
         saving=SavingOrders(**{key: tree["saving"][key] for key in SavingOrders.__slots__}),
         logging_steps=tree.get("logging_steps"),
         timeout_s=tree["timeout_s"],
-        predicted=_predicted(tree["predicted"]),
+        predicted=_read_predicted(tree["predicted"]),
     )
 
 
@@ -185,9 +185,9 @@ def _deepspeed(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _predicted(tree: Mapping[str, Any]) -> Predicted:
+def _read_predicted(tree: Mapping[str, Any]) -> Prediction:
     gpu, host = tree["gpu"], tree["host"]
-    return Predicted(
+    return Prediction(
         phases=gpu["phases"],
         milestones=gpu["milestones"],
         peak_bytes=gpu["peak_bytes"],

@@ -26,7 +26,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from tightfit.train.engines.states import MASTER, Scale, moments
+from tightfit.train.engines.states import MASTER, LossScale, moments
 from tightfit.train.safetensors_files import Stored
 from tightfit.train.saved_names import adapter_name
 from tightfit.train.sources_names import map_names, wrong_shape
@@ -72,7 +72,7 @@ class DeepSpeedCheckpoint:
     step: int
     """Optimizer steps of the training, skipped ones too."""
     optimizer_steps: int
-    scale: Scale | None
+    scale: LossScale | None
     effective_batch: int | None
     trained_elements: int | None
     """None: it is not told apart from what was frozen."""
@@ -165,10 +165,10 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool) -> DeepSpeedCheckpoint:
         )
     if not models:
         raise ConfigError(f"{folder} has no model_states file: name a whole DeepSpeed checkpoint with --resume")
-    heads = [_loaded(path, trust_pickle=trust_pickle) for path in models]
-    tails = [_loaded(path, trust_pickle=trust_pickle) for path in ranks]
+    heads = [_load(path, trust_pickle=trust_pickle) for path in models]
+    tails = [_load(path, trust_pickle=trust_pickle) for path in ranks]
     try:
-        return _opened(folder, heads, tails)
+        return _open(folder, heads, tails)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(
@@ -182,7 +182,7 @@ def _rank(path: Path) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _loaded(path: Path, *, trust_pickle: bool) -> Mapping[str, Any]:
+def _load(path: Path, *, trust_pickle: bool) -> Mapping[str, Any]:
     safe_globals = getattr(torch.serialization, "safe_globals", None)  # an older torch has none
     try:
         with nullcontext() if trust_pickle or safe_globals is None else safe_globals(_STAND_INS):
@@ -217,9 +217,7 @@ def _strangers(path: Path) -> list[str]:
 # --- what lies where -----------------------------------------------------------------------------
 
 
-def _opened(
-    folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapping[str, Any]]
-) -> DeepSpeedCheckpoint:
+def _open(folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapping[str, Any]]) -> DeepSpeedCheckpoint:
     head = heads[0]
     ranks = [tail["optimizer_state_dict"] for tail in tails]
     stage = int(ranks[0]["zero_stage"]) if ranks else 0
@@ -268,14 +266,14 @@ def _of_the_model(heads: Sequence[Mapping[str, Any]], stage: int) -> dict[str, _
     if stage == 3:
         for name, shape in (heads[0].get("frozen_param_shapes") or {}).items():
             parts = [head["frozen_param_fragments"][name].reshape(-1) for head in heads]
-            found[_plain(name)] = _Parts(tuple(shape), _cropped(parts, math.prod(shape)))
+            found[_plain(name)] = _Parts(tuple(shape), _crop(parts, math.prod(shape)))
     for name, same in dict(heads[0].get("shared_params") or {}).items():
         if _plain(same) in found:
             found[_plain(name)] = found[_plain(same)]
     return found
 
 
-def _cropped(parts: Sequence[Tensor], numel: int) -> list[Tensor]:
+def _crop(parts: Sequence[Tensor], numel: int) -> list[Tensor]:
     """Without what the last ranks have as padding."""
     if sum(part.numel() for part in parts) < numel:
         raise ValueError(f"{sum(part.numel() for part in parts)} numbers are there of {numel}")
@@ -348,7 +346,7 @@ def _cut(
             group += 1
         offset = begin - (ends[group - 1] if group else 0)
         parts = [rank[group].narrow(0, offset, share) for rank in ranks]
-        yield name, _Parts(shape, _cropped(parts, math.prod(shape)))
+        yield name, _Parts(shape, _crop(parts, math.prod(shape)))
         begin += share
 
 
@@ -358,12 +356,12 @@ def _optimizer_steps(ranks: Sequence[Mapping[str, Any]], stage: int, otherwise: 
     return max((int(step) for step in said if step is not None), default=otherwise)
 
 
-def _scale(scaler: Any) -> Scale | None:
+def _scale(scaler: Any) -> LossScale | None:
     """fp16's; None: there was none, or it stayed as it was."""
     seen = vars(scaler) if hasattr(scaler, "__dict__") else {}
     if "cur_iter" not in seen:
         return None
-    return Scale(
+    return LossScale(
         value=float(seen["cur_scale"]),
         good_steps=int(seen["cur_iter"]) - int(seen["last_overflow_iter"]) - 1,
         hysteresis=int(seen["cur_hysteresis"]),

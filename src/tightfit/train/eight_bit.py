@@ -64,12 +64,12 @@ def write_8bit(state: Mapping[str, Any], which: Which, values: Tensor, start: in
         end = min(at + PIECE, stop)
         piece = values[at - start : end - start].to(scales.device, torch.float32)
         piece = torch.nn.functional.pad(piece, (0, -piece.numel() % BLOCK)).view(-1, BLOCK)
-        found, scale = quantised(piece, numbers)
+        found, scale = quantise(piece, numbers)
         codes[at:end].copy_(found.view(-1)[: end - at])
         scales[at // BLOCK : -(-end // BLOCK)].copy_(scale)
 
 
-def quantised(blocks: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+def quantise(blocks: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Indices into the map and scales of blocks, a row each."""
     largest = blocks.abs().amax(dim=1)
     codes = _nearest(blocks, largest, numbers)

@@ -21,7 +21,7 @@ from tightfit.owned import open_own
 from tightfit.runs.events import event_of, finite
 from tightfit.runs.lines import Lines
 from tightfit.train.place import Place
-from tightfit.train.watchers import Watcher
+from tightfit.train.watchers import EventSinks
 
 EVENTS = "events.jsonl"
 NEWLINE = b"\n"
@@ -32,7 +32,7 @@ class Events:
     def __init__(self, folder: Path, *, speaks: bool, lines: Lines | None = None) -> None:
         """`lines`: where the events are printed as well; None: whoever follows the file shows them."""
         self._file, self._lines, self._one_at_a_time = None, lines, threading.Lock()
-        self.watcher = Watcher()
+        self.watcher = EventSinks()
         """Others who are told of steps and evaluations; nobody, unless they are asked for."""
         self.path = folder / EVENTS
         if speaks:
@@ -55,8 +55,8 @@ class Events:
         elif event == "eval":
             self.watcher.evaluation(fields)
 
-    def progress(self, what: str) -> Progress:
-        return Progress(self, what)
+    def progress(self, what: str) -> ProgressEvents:
+        return ProgressEvents(self, what)
 
     def told(self, what: str, done: int, total: int) -> None:
         """For those that say each time what they do."""
@@ -91,7 +91,7 @@ class Events:
                 raise
 
 
-class Progress:
+class ProgressEvents:
     """Long work, told at most once a second."""
 
     def __init__(self, events: Events, what: str) -> None:

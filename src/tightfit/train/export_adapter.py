@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from tightfit.inputs.records import find_json, read_json
-from tightfit.train.export_model import Output, Skeleton, model_on_meta, stored_or, write
-from tightfit.train.export_source import Exported, Found, Spec, Told
+from tightfit.train.export_model import MetaModel, Output, choose_dtype, model_on_meta, write
+from tightfit.train.export_source import Exported, ExportSource, Spec, Told
 from tightfit.train.safetensors_files import Files, read_header
 from tightfit.train.shards import plain_name
 from tightfit.train.sources import find_weights, open_weights
@@ -72,16 +72,18 @@ class Adapter:
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
 
 
-def export_merged(found: Found, spec: Spec, told: Told) -> Exported:
+def export_merged(found: ExportSource, spec: Spec, told: Told) -> Exported:
     """The base with the adapter in it, as a plain model."""
     adapter = read_adapter(found.folder)
     named = spec.base or adapter.base
     if named is None:
         raise ModelError(f"{found.folder} does not say which model it adapts: name it with --base")
-    base = find_weights(_beside(named, found.folder), progress=told)
+    # A base that is given relative to nothing: as it is, or where the adapter lies.
+    here = (found.folder / named).resolve()
+    base = find_weights(str(here) if not Path(named).exists() and here.is_dir() else named, progress=told)
     whole = model_on_meta(base, trust_remote_code=spec.trust_remote_code)
     source = open_weights(base, whole.model)
-    deltas, replaced = placed(adapter, whole)
+    deltas, replaced = place_deltas(adapter, whole)
 
     def values(name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         brought = replaced.get(name)
@@ -94,7 +96,7 @@ def export_merged(found: Found, spec: Spec, told: Told) -> Exported:
     output = Output(
         kind="adapter",
         folder=Path(spec.to),
-        dtype=stored_or(spec.dtype, source),
+        dtype=choose_dtype(spec.dtype, source),
         beside=(base, found.folder),
         notes=_notes(found, adapter, named),
     )
@@ -143,7 +145,7 @@ def _refuse(config: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def placed(adapter: Adapter, whole: Skeleton) -> tuple[dict[str, Delta], dict[str, torch.Tensor]]:
+def place_deltas(adapter: Adapter, whole: MetaModel) -> tuple[dict[str, Delta], dict[str, torch.Tensor]]:
     """What is added to which weight, and which tensors the adapter brings whole."""
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     replaced: dict[str, torch.Tensor] = {}
@@ -169,7 +171,7 @@ def placed(adapter: Adapter, whole: Skeleton) -> tuple[dict[str, Delta], dict[st
     return deltas, replaced
 
 
-def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whole: Skeleton) -> tuple[str, Delta]:
+def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whole: MetaModel) -> tuple[str, Delta]:
     embedding = "embedding_A" in pair
     a, b = (pair.get(f"embedding_{which}" if embedding else which) for which in "AB")
     if a is None or b is None or a.dim() != 2 or b.dim() != 2:
@@ -181,14 +183,16 @@ def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whol
         return _experts_delta(path, a, b, adapter, whole)
     transposed = embedding or (bool(adapter.config.get("fan_in_fan_out")) and shape != (b.shape[0], a.shape[1]))
     if adapter.config.get("fan_in_fan_out") and b.shape[0] == a.shape[1]:
-        transposed = transposed or _is_conv1d(whole, path)
+        transposed = transposed or (type(whole.model.get_submodule(path)).__name__ == "Conv1D")
     wanted = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
     if shape != wanted:
         raise ModelError(f"the adapter at {path!r} is for a weight of {list(wanted)}, and the model's is {list(shape)}")
     return name, Delta(a, b, adapter.scale(path, a.shape[0]), transposed)
 
 
-def _experts_delta(path: str, a: torch.Tensor, b: torch.Tensor, adapter: Adapter, whole: Skeleton) -> tuple[str, Delta]:
+def _experts_delta(
+    path: str, a: torch.Tensor, b: torch.Tensor, adapter: Adapter, whole: MetaModel
+) -> tuple[str, Delta]:
     """PEFT's adapters of whole parameters: one pair holds all experts, and shapes tell which parameter it is for."""
     for name, shape in whole.shapes.items():
         if name.rpartition(".")[0] != path or len(shape) != 3 or a.shape[0] % shape[0]:
@@ -201,7 +205,7 @@ def _experts_delta(path: str, a: torch.Tensor, b: torch.Tensor, adapter: Adapter
     raise ModelError(_stranger(path, whole))
 
 
-def _refuse_tied(name: str, whole: Skeleton) -> None:
+def _refuse_tied(name: str, whole: MetaModel) -> None:
     """A head that is the embedding cannot become another matrix than it."""
     if whole.first_name(name) not in (None, name):
         raise ModelError(
@@ -210,21 +214,11 @@ def _refuse_tied(name: str, whole: Skeleton) -> None:
         )
 
 
-def _is_conv1d(whole: Skeleton, path: str) -> bool:
-    return type(whole.model.get_submodule(path)).__name__ == "Conv1D"
-
-
-def _stranger(key: str, whole: Skeleton) -> str:
+def _stranger(key: str, whole: MetaModel) -> str:
     return f"the adapter has {key!r}, and {type(whole.model).__name__} nothing that it fits: name its base with --base"
 
 
-def _beside(name: str, adapter: Path) -> str:
-    """A base that is given relative to nothing: as it is, or where the adapter lies."""
-    here = (adapter / name).resolve()
-    return str(here) if not Path(name).exists() and here.is_dir() else name
-
-
-def _notes(found: Found, adapter: Adapter, base: str) -> tuple[str, ...]:
+def _notes(found: ExportSource, adapter: Adapter, base: str) -> tuple[str, ...]:
     notes = [f"merged into {base}"]
     quantised = adapter.metadata.get("base_quantised") or _run_method(found.run)
     if quantised:

@@ -14,19 +14,19 @@ import torch
 from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.train.build import DTYPES
 from tightfit.train.export_model import Output, model_on_meta, write
-from tightfit.train.export_source import Exported, Found, Spec, Told
+from tightfit.train.export_source import Exported, ExportSource, Spec, Told
 from tightfit.train.safetensors_files import Stored
 from tightfit.train.sources import find_weights
 from tightfit.train.sources_names import map_names, wrong_shape
 from tightfit.types import ConfigError, ModelError
 
 
-def export_checkpoint(found: Found, spec: Spec, told: Told) -> Exported:
+def export_checkpoint(found: ExportSource, spec: Spec, told: Told) -> Exported:
     """Weights from the checkpoint, everything else from where the config is."""
     settings = _config_folder(found.folder, spec, told)
     whole = model_on_meta(settings, trust_remote_code=spec.trust_remote_code)
     told("opening the checkpoint", 0, 1)
-    tensors = _opened(found.folder)
+    tensors = _open(found.folder)
     told("opening the checkpoint", 1, 1)
     if any(".lora_" in name for name in tensors):
         raise ModelError(
@@ -67,7 +67,7 @@ def _config_folder(checkpoint: Path, spec: Spec, told: Told) -> Path:
     )
 
 
-def _opened(folder: Path) -> dict[str, Any]:
+def _open(folder: Path) -> dict[str, Any]:
     """Names → tensors, put together when `contiguous` is called."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from tightfit.train.build import DTYPES, quiet_transformers, skeleton
-from tightfit.train.export_source import Exported, Found, Kind, Spec, Told
-from tightfit.train.saved_model import Piece, Style, write_model
-from tightfit.train.saved_names import model_files, names_of, saved_parts, saved_pieces
+from tightfit.train.export_source import Exported, ExportSource, Kind, Spec, Told
+from tightfit.train.saved_model import FileStyle, TensorPiece, write_model
+from tightfit.train.saved_names import model_files, name_parts, names_of, rename_pieces
 from tightfit.train.sources import Safetensors, open_weights
 from tightfit.types import ModelError
 
@@ -36,7 +36,7 @@ Values = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class MetaModel:
     """A model without weights, and where its config was."""
 
     model: Any
@@ -57,7 +57,7 @@ class Skeleton:
         return {name: first[id(tensor)] for name, tensor in self.model.state_dict(keep_vars=True).items()}
 
 
-def model_on_meta(folder: Path, *, trust_remote_code: bool = False) -> Skeleton:
+def model_on_meta(folder: Path, *, trust_remote_code: bool = False) -> MetaModel:
     """The language model of a folder's config.json."""
     from transformers import AutoConfig
 
@@ -71,7 +71,7 @@ def model_on_meta(folder: Path, *, trust_remote_code: bool = False) -> Skeleton:
             raise ModelError(f"transformers cannot read the config in {folder}: {reason}") from error
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError(f"the model in {folder} is stored quantised: name an unquantised copy of it")
-        return Skeleton(skeleton(config, torch.float32, "eager", trust_remote_code=trust_remote_code), folder)
+        return MetaModel(skeleton(config, torch.float32, "eager", trust_remote_code=trust_remote_code), folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +85,15 @@ class Output:
     notes: tuple[str, ...] = ()
 
 
-def export_copy(found: Found, spec: Spec, told: Told) -> Exported:
+def export_copy(found: ExportSource, spec: Spec, told: Told) -> Exported:
     """A whole model, in another dtype where one was asked for."""
     whole = model_on_meta(found.folder, trust_remote_code=spec.trust_remote_code)
     source = open_weights(found.folder, whole.model)
-    output = Output(kind="model", folder=Path(spec.to), dtype=stored_or(spec.dtype, source), beside=(found.folder,))
+    output = Output(kind="model", folder=Path(spec.to), dtype=choose_dtype(spec.dtype, source), beside=(found.folder,))
     return write(whole, source.read, output, told)
 
 
-def stored_or(word: str | None, source: Safetensors) -> Callable[[str], torch.dtype]:
+def choose_dtype(word: str | None, source: Safetensors) -> Callable[[str], torch.dtype]:
     """The dtype that was asked for, or the one that each tensor is stored in; counters stay what they are."""
 
     def choose(name: str) -> torch.dtype:
@@ -103,19 +103,19 @@ def stored_or(word: str | None, source: Safetensors) -> Callable[[str], torch.dt
     return choose
 
 
-def write(whole: Skeleton, values: Values, output: Output, told: Told) -> Exported:
+def write(whole: MetaModel, values: Values, output: Output, told: Told) -> Exported:
     """Write every tensor of the model, as `values` gives them, with its config and tokenizer."""
     shapes = whole.shapes
-    parts = saved_parts(whole.model)
+    parts = name_parts(whole.model)
     widest = max(shapes, key=lambda name: prod(shapes[name]))
     dtype = output.dtype(widest)
     total = sum(prod(shape) * output.dtype(name).itemsize for name, shape in shapes.items())
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[TensorPiece]:
         done = 0
         for name, shape in shapes.items():
             for start, stop in _chunks(shape):
-                yield Piece(name, shape, start, values(name, shape, start, stop))
+                yield TensorPiece(name, shape, start, values(name, shape, start, stop))
                 done += (stop - start) * output.dtype(name).itemsize
                 told(f"writing {output.folder.name}", done, total)
 
@@ -128,12 +128,12 @@ def write(whole: Skeleton, values: Values, output: Output, told: Told) -> Export
 
     written = write_model(
         output.folder,
-        saved_pieces(pieces(), parts),
+        rename_pieces(pieces(), parts),
         names_of(parts, output.dtype),
         rank=0,
         world=1,
         barrier=lambda: None,
-        style=Style(beside=beside),
+        style=FileStyle(beside=beside),
     )
     return Exported(
         kind=output.kind, folder=output.folder, bytes=written, dtype=WORDS.get(dtype, str(dtype)), notes=output.notes

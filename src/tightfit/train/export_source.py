@@ -36,7 +36,7 @@ class Spec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ExportSource:
     """What `source` is."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-def recognise(spec: Spec) -> Found:
+def recognise(spec: Spec) -> ExportSource:
     """A run's folder, a model, an adapter, or a DeepSpeed checkpoint; anything else is an error that says so."""
     source = Path(spec.source).expanduser()
     if not source.is_dir():
@@ -64,10 +64,10 @@ def recognise(spec: Spec) -> Found:
     if run is not None and not folder.is_dir():
         raise ModelError(f"the run in {source} has saved no model yet: let it end first")
     if (folder / "adapter_config.json").exists():
-        return Found(kind="adapter", folder=folder, run=run)
+        return ExportSource(kind="adapter", folder=folder, run=run)
     checkpoint = deepspeed_checkpoint(folder)
     if checkpoint is not None:
-        return Found(kind="deepspeed", folder=checkpoint)
+        return ExportSource(kind="deepspeed", folder=checkpoint)
     if not (folder / "config.json").exists():
         raise ModelError(
             f"{folder} is no run, model, adapter or DeepSpeed checkpoint: it has no config.json, adapter_config.json "
@@ -75,4 +75,4 @@ def recognise(spec: Spec) -> Found:
         )
     if spec.merge:
         raise ConfigError(f"there is nothing to merge: {folder} holds a whole model and no adapter, so drop --merge")
-    return Found(kind="model", folder=folder, run=run)
+    return ExportSource(kind="model", folder=folder, run=run)

@@ -40,7 +40,7 @@ MOST_TO_FILL = 1024 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class InjectedFault:
     what: str
     rank: int
     stage: str
@@ -51,7 +51,7 @@ class Fault:
 class Faults:
     """Those of one rank."""
 
-    def __init__(self, faults: list[tuple[int, Fault]], run: Path) -> None:
+    def __init__(self, faults: list[tuple[int, InjectedFault]], run: Path) -> None:
         """Each with its number among all of the run's."""
         self._faults, self._run, self._saving = faults, run, 0
         if any(fault.stage == WRITE for _, fault in faults):
@@ -64,7 +64,7 @@ class Faults:
             if fault.stage == stage and fault.step == step and self._due(number, fault):
                 KINDS[fault.what](self._run, model)
 
-    def _due(self, number: int, fault: Fault) -> bool:
+    def _due(self, number: int, fault: InjectedFault) -> bool:
         if fault.repeat:
             return True
         marker = self._run / FAULTS / str(number)
@@ -93,12 +93,12 @@ def read_faults(text: str, run: Path, rank: int) -> Faults:
     return Faults([(number, fault) for number, fault in faults if fault.rank == rank], run)
 
 
-def _fault(word: str) -> Fault:
+def _fault(word: str) -> InjectedFault:
     what, _, rest = word.partition("@")
     said = dict(part.partition("=")[::2] for part in rest.split(",") if part)
     try:
         repeat = said.pop("repeat", None) is not None
-        made = Fault(
+        made = InjectedFault(
             what=what, rank=int(said.pop("rank")), stage=said.pop("stage"), step=int(said.pop("step")), repeat=repeat
         )
     except (KeyError, ValueError):

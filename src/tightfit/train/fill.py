@@ -20,7 +20,7 @@ from tightfit.train.shards import Shard, outline
 PIECE_ELEMENTS = 1 << 24
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor: ...
 
 
@@ -32,9 +32,9 @@ Progress = Callable[[int, int], None]
 class Origin:
     """Where values come from."""
 
-    draws: Source
+    draws: TensorSource
     """From the seed: adapters, and everything where there are no weights."""
-    weights: Source | None
+    weights: TensorSource | None
     rounding: torch.dtype
 
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
@@ -58,7 +58,7 @@ def fill(model: nn.Module, origin: Origin, rank: int, progress: Progress) -> Non
             progress(done, total)
 
 
-def fill_buffers(model: nn.Module, weights: Source) -> None:
+def fill_buffers(model: nn.Module, weights: TensorSource) -> None:
     """Buffers that the checkpoint holds: a router's correction, say, is learnt, and no build can compute it."""
     kept = set(model.state_dict())
     wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()

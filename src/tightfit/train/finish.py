@@ -14,8 +14,8 @@ from tightfit.train.assemble import Assembled
 from tightfit.train.build import DTYPES
 from tightfit.train.config import WorkerConfig
 from tightfit.train.place import Place, meet
-from tightfit.train.saved_model import ADAPTER, Piece, Style, TensorSet, write_model
-from tightfit.train.saved_names import adapter_files, adapter_name, model_files, names_of, saved_parts, saved_pieces
+from tightfit.train.saved_model import ADAPTER, FileStyle, TensorPiece, TensorSet, write_model
+from tightfit.train.saved_names import adapter_files, adapter_name, model_files, name_parts, names_of, rename_pieces
 from tightfit.train.shards import Shard, outline, shards
 
 
@@ -37,17 +37,17 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Plac
     if config.levers.lora is not None:
         return _adapter_set(made, config, tokenizer, place)
     dtype = DTYPES[config.levers.precision]
-    parts = saved_parts(made.twin)
+    parts = name_parts(made.twin)
     kinds = {name: buffer.dtype for name, buffer in made.engine.model.named_buffers()}  # as their authors chose
     for name, param in made.twin.named_parameters(remove_duplicate=False):
         kinds[name] = dtype if param.dtype.is_floating_point else param.dtype
 
-    def pieces() -> Iterator[Piece]:
-        mine = (Piece(shard.name, shard.shape, shard.start, shard.tensor) for shard in _mine(made, place))
-        return saved_pieces(chain(_buffers(made, place), mine), parts)
+    def pieces() -> Iterator[TensorPiece]:
+        mine = (TensorPiece(shard.name, shard.shape, shard.start, shard.tensor) for shard in _mine(made, place))
+        return rename_pieces(chain(_buffers(made, place), mine), parts)
 
     beside = model_files(made.hf_config, type(made.twin).__name__, dtype, tokenizer=tokenizer)
-    return TensorSet(names=names_of(parts, kinds.__getitem__), pieces=pieces, style=Style(beside=beside))
+    return TensorSet(names=names_of(parts, kinds.__getitem__), pieces=pieces, style=FileStyle(beside=beside))
 
 
 def _adapter_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Place) -> TensorSet:
@@ -57,10 +57,10 @@ def _adapter_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: P
     metadata = {"format": "pt"} | ({"base_quantised": "nf4"} if config.levers.method == "qlora" else {})
     beside = adapter_files(model.peft_config["default"], base, tokenizer=tokenizer)
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[TensorPiece]:
         for shard in _mine(made, place):
             if ".lora_" in shard.path:
-                yield Piece(adapter_name(shard.path), shard.shape, shard.start, shard.tensor)
+                yield TensorPiece(adapter_name(shard.path), shard.shape, shard.start, shard.tensor)
 
     return TensorSet(
         names={adapter_name(shard.path): (shard.shape, torch.float32) for shard in every},
@@ -76,11 +76,11 @@ def _mine(made: Assembled, place: Place) -> Iterator[Shard]:
             yield shard
 
 
-def _buffers(made: Assembled, place: Place) -> Iterator[Piece]:
+def _buffers(made: Assembled, place: Place) -> Iterator[TensorPiece]:
     """Buffers that a checkpoint holds; the same on every rank."""
     if not place.leads:
         return
     kept = set(made.twin.state_dict())
     for name, buffer in made.engine.model.named_buffers():
         if name in kept:
-            yield Piece(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
+            yield TensorPiece(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))

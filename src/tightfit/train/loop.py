@@ -17,11 +17,11 @@ from tightfit.train.data import Samples
 from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Engine, ScaleExhausted, Stepped
 from tightfit.train.evaluate import evaluate
 from tightfit.train.events import Events
+from tightfit.train.heartbeat import Supervised
 from tightfit.train.meter import Meter
 from tightfit.train.optimizers import learning_rate
 from tightfit.train.overflow import OverflowWatch
 from tightfit.train.place import Place, totals
-from tightfit.train.pulse import Supervised
 from tightfit.train.stop import Stop
 from tightfit.train.windows import Window, Windows, seed_step
 from tightfit.types import TightfitError
@@ -89,14 +89,14 @@ class Loop:
             seed_step(self.config.training.seed, step, self.place)
             window = self.windows.window(step)
             if step + 1 in self.supervised.skips:
-                if (ending := self._left_out(step, window)) is not None:
+                if (ending := self._skip_window(step, window)) is not None:
                     return ending
                 continue
             rate = learning_rate(self.config.training, step, self.steps)
             share = self._accumulate(step, window)
-            self.supervised.pulse.at("step", step + 1)
+            self.supervised.heartbeat.at("step", step + 1)
             stepped = self.engine.step(rate)
-            self.supervised.pulse.at("vote", step + 1)
+            self.supervised.heartbeat.at("vote", step + 1)
             votes = self._agree(float(share))
             # In a rehearsal the other ranks' shares are missing, and this rank's stands for all of them.
             loss = votes.loss / (1 if self.place.rehearsal else self.place.world)
@@ -111,7 +111,7 @@ class Loop:
             self._evaluate(step)
         return "finished"
 
-    def _left_out(self, step: int, window: Window) -> Ending | None:
+    def _skip_window(self, step: int, window: Window) -> Ending | None:
         """A window that ruined the training, and that the user allowed to skip. The schedule goes on as if it had been
         trained on."""
         ids = ", ".join(str(int(number)) for number in window.samples[:SAMPLES])
@@ -144,7 +144,7 @@ class Loop:
                 why = "as asked"  # its signal is not the one that the user sent
             self.events.write("stopping", text=f"{why}: step {done} of {self.steps} is saved, then the run stops")
         if ending is not None or done == self.steps or votes.due or (every is not None and done % every == 0):
-            self.supervised.pulse.at("save", done)
+            self.supervised.heartbeat.at("save", done)
             self.saved_at = time.monotonic()
             self.saver.save(done, self.standing(done), self.events)
         if ending is not None:
@@ -155,11 +155,11 @@ class Loop:
 
     def _accumulate(self, step: int, window: Window) -> torch.Tensor:
         added = torch.zeros((), dtype=torch.float32, device=self.place.device)
-        last, pulse = len(window.micro_batches) - 1, self.supervised.pulse
+        last, heartbeat = len(window.micro_batches) - 1, self.supervised.heartbeat
         for number, inputs in enumerate(self.windows.inputs(window)):
-            pulse.at("forward", step + 1, number, self.engine.model)
+            heartbeat.at("forward", step + 1, number, self.engine.model)
             loss = self.engine.forward(inputs, window.divisor)
-            pulse.at("backward", step + 1, number)
+            heartbeat.at("backward", step + 1, number)
             self.engine.backward(loss, last=number == last)
             added += loss.detach()
         return added
@@ -213,7 +213,7 @@ class Loop:
         if self.held is None or not (last or (every is not None and (step + 1) % every == 0)):
             return
         samples, windows = self.held
-        self.supervised.pulse.at("eval", step + 1)
+        self.supervised.heartbeat.at("eval", step + 1)
         began = time.monotonic()
         loss = evaluate(self.engine, samples, windows, self.config.levers.micro_batch, self.place)
         self.events.write(

@@ -86,12 +86,12 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         need_hidden, need_weight, *_ = ctx.needs_input_grad
         of_hidden, of_weight = ctx.left
-        grad_hidden_TH = _scaled(saved.pop(0), grad * of_hidden) if need_hidden else None
-        grad_weight_VH = _scaled(saved.pop(0), grad * of_weight) if need_weight else None
+        grad_hidden_TH = _scale_in_place(saved.pop(0), grad * of_hidden) if need_hidden else None
+        grad_weight_VH = _scale_in_place(saved.pop(0), grad * of_weight) if need_weight else None
         return grad_hidden_TH, grad_weight_VH, None, None
 
 
-def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:
+def _scale_in_place(tensor: Tensor, factor: Tensor) -> Tensor:
     """In place. In fp16 the factor itself may be out of range (a loss scale of 2^16 is), so that is done in fp32."""
     if tensor.dtype != torch.float16:
         return tensor.mul_(factor)

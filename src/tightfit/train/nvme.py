@@ -197,7 +197,7 @@ def discard(deepspeed: Mapping[str, Any], rank: int) -> None:
 # --- weights -------------------------------------------------------------------------------------
 
 
-def swapped(param: Any) -> bool:
+def is_on_nvme(param: Any) -> bool:
     """Whether this rank's part of a parameter rests in a file."""
     place: object = getattr(getattr(param, "ds_tensor", None), "final_location", None)
     return place == "nvme"
@@ -206,7 +206,7 @@ def swapped(param: Any) -> bool:
 @contextmanager
 def resident(param: Any, *, write: bool) -> Iterator[None]:
     """A parameter's part in memory, at its `ds_tensor`; `write`: what is changed meanwhile goes back to the file."""
-    if not swapped(param):
+    if not is_on_nvme(param):
         yield
         return
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
@@ -245,7 +245,11 @@ def nvme_states(wrapper: Any, write: bool) -> Iterator[tuple[int, dict[str, Tens
         written = False
         try:
             if write:
-                _make_moments(wrapper.optimizer, master)
+                from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+                if isinstance(wrapper.optimizer, DeepSpeedCPUAdam) and not wrapper.optimizer.state.get(master):
+                    zeros = {name: torch.zeros_like(master.data, dtype=torch.float32) for name in MOMENTS}
+                    wrapper.optimizer.state[master] = {"step": 0, **zeros}
             state = wrapper.optimizer.state.get(master, {})
             yield number, {"master": master.data} | {name: state[name].data for name in MOMENTS if name in state}
             if in_file and write:
@@ -254,11 +258,3 @@ def nvme_states(wrapper: Any, write: bool) -> Iterator[tuple[int, dict[str, Tens
         finally:
             if in_file and not written:
                 wrapper._release_swap_buffers(number)
-
-
-def _make_moments(optimizer: Any, master: Tensor) -> None:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    if isinstance(optimizer, DeepSpeedCPUAdam) and not optimizer.state.get(master):
-        zeros = {name: torch.zeros_like(master.data, dtype=torch.float32) for name in MOMENTS}
-        optimizer.state[master] = {"step": 0, **zeros}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tightfit.train.config import Training
+from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines.local_parts import Groups, LocalParts
 from tightfit.types import ConfigError, Optimizer
 
@@ -110,7 +110,7 @@ def forget(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = 0
 
 
-def steps_done(optimizer: Any) -> int:
+def count_steps(optimizer: Any) -> int:
     """Steps that the optimizer took; skipped ones do not count."""
     counts = [group["step"] for group in optimizer.param_groups if isinstance(group.get("step"), int)]
     counts += [state["step"] for state in optimizer.state.values() if "step" in state]
@@ -134,7 +134,7 @@ def set_rate(optimizer: Any, rate: float) -> None:
         group["lr"] = rate
 
 
-def learning_rate(training: Training, step: int, steps: int) -> float:
+def learning_rate(training: OptimizerConfig, step: int, steps: int) -> float:
     """Of step 0 to steps - 1: up over the warm-up, then down by the schedule."""
     peak, warm = training.learning_rate, warmup_steps(training, steps)
     if step < warm:
@@ -147,7 +147,7 @@ def learning_rate(training: Training, step: int, steps: int) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def warmup_steps(training: Training, steps: int) -> int:
+def warmup_steps(training: OptimizerConfig, steps: int) -> int:
     if training.schedule == "constant":
         return 0
     share = training.warmup

@@ -21,7 +21,7 @@ TELL_AFTER = 2
 
 
 @dataclass
-class _Seen:
+class _OverflowSeen:
     forward: str | None = None
     backward: str | None = None
 
@@ -32,7 +32,7 @@ class OverflowWatch:
         self._layers = [(names[layer], layer) for layer in layers_of(model)]
         self._events = events
         self._hooks: list[Any] = []
-        self._seen = _Seen()
+        self._seen = _OverflowSeen()
         self.streak = 0
 
     def stepped(self, step: int, skipped: bool, loss_scale: float | None) -> None:
@@ -61,7 +61,7 @@ class OverflowWatch:
 
     def _watch(self) -> None:
         self._unwatch()
-        self._seen = seen = _Seen()
+        self._seen = seen = _OverflowSeen()
         for name, layer in self._layers:
 
             def look(_: nn.Module, __: Any, output: Any, name: str = name) -> None:

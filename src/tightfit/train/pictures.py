@@ -40,7 +40,7 @@ GIB, MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepFigures:
     """None: not told, or no number."""
 
     step: int
@@ -51,23 +51,23 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class MilestoneMemory:
     predicted_bytes: float | None
     measured_bytes: float | None
     host_bytes: float | None
 
 
 @dataclass(slots=True)
-class History:
+class RunHistory:
     """What the events say, later ones winning over earlier ones."""
 
     model: str = ""
     limit_bytes: float | None = None
     peak_bytes: float | None = None
     """Predicted."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepFigures] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
-    marks: dict[Milestone, Mark] = field(default_factory=dict)
+    marks: dict[Milestone, MilestoneMemory] = field(default_factory=dict)
     restarts: list[int] = field(default_factory=list)
     """The steps from which the run was begun again."""
 
@@ -101,15 +101,15 @@ def _written(figure: Figure, path: Path) -> Path:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> History:
+def read(path: Path) -> RunHistory:
     """The events of a file, of which some lines may be torn."""
-    history = History()
-    for event in events_of(list(_thinned(path))):
+    history = RunHistory()
+    for event in events_of(list(_thin_lines(path))):
         _take(history, event)
     return history
 
 
-def _thinned(path: Path) -> Iterator[bytes]:
+def _thin_lines(path: Path) -> Iterator[bytes]:
     """The lines of the file in their order; of the steps an even choice, and the last one."""
     kept: list[tuple[int, bytes]] = []
     others: list[tuple[int, bytes]] = []
@@ -130,7 +130,7 @@ def _thinned(path: Path) -> Iterator[bytes]:
     return (line for _, line in sorted(kept + others, key=lambda each: each[0]))
 
 
-def _take(history: History, event: told.Event | None) -> None:
+def _take(history: RunHistory, event: told.Event | None) -> None:
     if isinstance(event, told.Started):
         history.model = (event.model or "")[:80]
         history.limit_bytes, history.peak_bytes = _number(event.limit_bytes), _number(event.peak_bytes)
@@ -144,14 +144,14 @@ def _take(history: History, event: told.Event | None) -> None:
     elif isinstance(event, told.MemoryMark):
         for milestone in MILESTONES:
             if event.milestone == milestone:
-                history.marks[milestone] = Mark(
+                history.marks[milestone] = MilestoneMemory(
                     predicted_bytes=_number(event.predicted_bytes),
                     measured_bytes=_number(event.measured_bytes),
                     host_bytes=_number(event.host_bytes),
                 )
 
 
-def _go_back(history: History, number: int) -> None:
+def _go_back(history: RunHistory, number: int) -> None:
     """What came after the checkpoint was lost, and is made again: all of it, also where few steps are drawn."""
     kept = [step for step in history.steps if step.step <= number]
     if history.steps:
@@ -160,8 +160,8 @@ def _go_back(history: History, number: int) -> None:
     history.evaluations = {step: loss for step, loss in history.evaluations.items() if step <= number}
 
 
-def _take_step(history: History, event: told.Step) -> None:
-    made = Step(
+def _take_step(history: RunHistory, event: told.Step) -> None:
+    made = StepFigures(
         step=event.step,
         loss=_number(event.loss),
         learning_rate=_number(event.learning_rate),
@@ -198,7 +198,7 @@ def _figure(width: float) -> Figure:
     return figure
 
 
-def _loss(history: History) -> Figure | None:
+def _loss(history: RunHistory) -> Figure | None:
     if not history.steps and not history.evaluations:
         return None
     figure = _figure(9.0)
@@ -208,7 +208,7 @@ def _loss(history: History) -> Figure | None:
     few = "o" if len(numbers) < 40 else ""
     axes.plot(numbers, _gaps(losses), color=SKY, linewidth=1, marker=few, markersize=4, label="loss")
     if len(numbers) > 2:
-        axes.plot(numbers, _gaps(smoothed(losses)), color=BLUE, linewidth=2, label="loss, smoothed")
+        axes.plot(numbers, _gaps(smooth(losses)), color=BLUE, linewidth=2, label="loss, smoothed")
     lost = [number for number, loss in zip(numbers, losses, strict=True) if loss is None]
     if lost:
         low = [0.02] * len(lost)
@@ -230,7 +230,7 @@ def _loss(history: History) -> Figure | None:
     return figure
 
 
-def _rate(axes: Axes, steps: list[Step], marker: str) -> None:
+def _rate(axes: Axes, steps: list[StepFigures], marker: str) -> None:
     """The learning rate on an axis of its own, and the legend of both."""
     lines, names = axes.get_legend_handles_labels()
     if any(step.learning_rate is not None for step in steps):
@@ -253,7 +253,7 @@ def _rate(axes: Axes, steps: list[Step], marker: str) -> None:
     axes.legend(lines, names, loc="upper right", framealpha=0.9)
 
 
-def _memory(history: History) -> Figure | None:
+def _memory(history: RunHistory) -> Figure | None:
     on_gpu = history.on_gpu
     held = [step.peak_bytes if on_gpu else step.host_bytes for step in history.steps]
     if not history.marks and all(value is None for value in held):
@@ -285,7 +285,7 @@ def _memory(history: History) -> Figure | None:
     return figure
 
 
-def _draw_bars(axes: Axes, history: History, bars: list[tuple[float | None, float | None]], unit: int) -> None:
+def _draw_bars(axes: Axes, history: RunHistory, bars: list[tuple[float | None, float | None]], unit: int) -> None:
     names = [MILESTONES[name] for name in MILESTONES if name in history.marks]
     kinds = ((0, "predicted", ORANGE, "//"), (1, "measured", BLUE, ""))
     for which, label, colour, hatch in kinds:
@@ -297,7 +297,7 @@ def _draw_bars(axes: Axes, history: History, bars: list[tuple[float | None, floa
     axes.set_xticks(range(len(names)), names)
 
 
-def _in_order(history: History) -> list[Mark]:
+def _in_order(history: RunHistory) -> list[MilestoneMemory]:
     return [history.marks[name] for name in MILESTONES if name in history.marks]
 
 
@@ -320,7 +320,7 @@ def _gaps(values: Iterable[float | None], unit: float = 1) -> list[float]:
     return [math.nan if value is None else value / unit for value in values]
 
 
-def smoothed(values: list[float | None]) -> list[float | None]:
+def smooth(values: list[float | None]) -> list[float | None]:
     """The exponential average over about a fiftieth of the run; what is no number is passed over."""
     share = 2 / (max(3.0, len(values) / 50) + 1)
     found: list[float | None] = []

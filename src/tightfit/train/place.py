@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tightfit.hardware.slurm import has_its_own_gpu, slurm_rank
 from tightfit.train.config import Options, WorkerConfig
-from tightfit.train.pretend import join_alone
+from tightfit.train.fake_group import join_alone
 from tightfit.types import ConfigError, HardwareError
 
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -58,7 +58,7 @@ def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Opti
     if options.rehearse:
         device = _device(0, config, environment)
         return Place(rank=0, local_rank=0, world=ranks, device=device, launcher="rehearsal", rehearsal=True)
-    rank, local, world, launcher = _told(environment)
+    rank, local, world, launcher = _read_launcher(environment)
     if world != ranks:
         fix = f"start it with `tightfit train --plan {config.plan}`, or with the launch.sh beside the plan"
         if world == 1:
@@ -69,7 +69,7 @@ def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Opti
     return Place(rank=rank, local_rank=local, world=world, device=device, launcher=launcher, job=job)
 
 
-def _told(environment: Mapping[str, str]) -> tuple[int, int, int, str]:
+def _read_launcher(environment: Mapping[str, str]) -> tuple[int, int, int, str]:
     """Rank, rank within the node, ranks, and who said so: torchrun's names, or SLURM's under `srun`."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tightfit.train.config import Milestone, Predicted
+from tightfit.train.config import Milestone, Prediction
 from tightfit.train.engines import Engine
 from tightfit.train.events import Events
 from tightfit.train.meter import Meter
@@ -38,7 +38,7 @@ class Probed:
 class Milestones:
     """Memory at the four moments, told as they come."""
 
-    def __init__(self, events: Events, meter: Meter, predicted: Predicted, place: Place) -> None:
+    def __init__(self, events: Events, meter: Meter, predicted: Prediction, place: Place) -> None:
         self._events, self.meter, self._predicted, self._place = events, meter, predicted, place
         self.measured: dict[Milestone, int | None] = {}
 

@@ -25,7 +25,7 @@ from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
 from tightfit.train.engines.states import MASTER
 from tightfit.train.events import Events
-from tightfit.train.fill import PIECE_ELEMENTS, Source
+from tightfit.train.fill import PIECE_ELEMENTS, TensorSource
 from tightfit.train.place import Place, meet, words
 from tightfit.train.safetensors_files import Files, Stored, read_header
 from tightfit.train.shards import outline
@@ -38,7 +38,7 @@ one would lose what it holds, for the run comes to its step again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     folder: Path
     step: int
     state: Mapping[str, Any]
@@ -48,12 +48,20 @@ class Found:
     """The training begins with its weights, and the optimizer anew."""
 
 
-def choose(run: Path, wanted: str, place: Place, events: Events) -> Found | None:
+def choose(run: Path, wanted: str, place: Place, events: Events) -> FoundCheckpoint | None:
     """The checkpoint to go on from; None: there is none, or none is wanted. The same on every rank."""
     clear(run, place)
     if wanted == NONE:
         return None
-    candidates = _candidates(run, wanted, place)
+    # As rank 0 sees them: on a shared disk others may see them a moment later.
+    if wanted == AUTO:
+        found = checkpoints.newest_first(run)
+    elif checkpoints.step_of(Path(wanted)) is not None:
+        found = [Path(wanted)] if Path(wanted).is_dir() else []
+    else:
+        found = checkpoints.newest_first(Path(wanted))
+    said = words(place, "\n".join(map(str, found)) if place.leads else "")[0]
+    candidates = [Path(line) for line in said.splitlines()]
     problems = []
     for folder in candidates:
         problem = _problem(folder, place, events)
@@ -64,7 +72,7 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> Found | None
             )
         if problem is None:
             state = checkpoints.read_state(folder)
-            return Found(folder=folder, step=int(state["step"]), state=state)
+            return FoundCheckpoint(folder=folder, step=int(state["step"]), state=state)
         problems.append((folder, problem))
         events.write("passed_over", folder=str(folder), text=problem)
     if problems:
@@ -80,7 +88,7 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> Found | None
     return None
 
 
-def make_way(run: Path, found: Found | None, wanted: str, place: Place) -> None:
+def make_way(run: Path, found: FoundCheckpoint | None, wanted: str, place: Place) -> None:
     """Going back behind newer ones, or beginning anew: a later start would take those, which are of another course,
     and rotation would keep them instead of this run's. The desk has done the same where there is one."""
     if wanted == AUTO or not place.leads:
@@ -97,18 +105,6 @@ def clear(run: Path, place: Place) -> None:
             with suppress(OSError, NotOurs):  # a disk that may only be read, or somebody's file: the next save says so
                 checkpoints.remove_orphan(orphan)
     meet(place)
-
-
-def _candidates(run: Path, wanted: str, place: Place) -> list[Path]:
-    """As rank 0 sees them: on a shared disk others may see them a moment later."""
-    if wanted == AUTO:
-        found = checkpoints.newest_first(run)
-    elif checkpoints.step_of(Path(wanted)) is not None:
-        found = [Path(wanted)] if Path(wanted).is_dir() else []
-    else:
-        found = checkpoints.newest_first(Path(wanted))
-    said = words(place, "\n".join(map(str, found)) if place.leads else "")[0]
-    return [Path(line) for line in said.splitlines()]
 
 
 def _problem(folder: Path, place: Place, events: Events) -> str | None:
@@ -160,7 +156,7 @@ class StateFiles:
         self._files.close()
 
 
-class States(Protocol):
+class StoredStates(Protocol):
     """fp32 copies and moments, by the name of the parameter."""
 
     def holds(self, kind: str, name: str) -> bool: ...
@@ -188,7 +184,9 @@ class AdapterFile:
         return self._files.read(stored, start, stop)
 
 
-def load(found: Found, engine: Engine, values: tuple[Source, States], place: Place, *, filled: bool) -> None:
+def load(
+    found: FoundCheckpoint, engine: Engine, values: tuple[TensorSource, StoredStates], place: Place, *, filled: bool
+) -> None:
     """Weights that train, their fp32 copies, moments and counters, as they were.
 
     `values`: the checkpoint's own; `filled`: the model was filled from its weights.
@@ -219,7 +217,7 @@ def load(found: Found, engine: Engine, values: tuple[Source, States], place: Pla
     engine.go_on(counters_of(found.state), found.step)
 
 
-def _of_kind(states: States, kind: str) -> Reader:
+def _of_kind(states: StoredStates, kind: str) -> Reader:
     return lambda path, shape, start, stop: states.read_state(kind, state_name(path), shape, start, stop)
 
 

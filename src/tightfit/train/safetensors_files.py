@@ -77,11 +77,11 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         raise ModelError(f"{path} has a header that is not a JSON object: fetch or copy it again")
     metadata = header.pop("__metadata__", None) or {}
     first = LENGTH_BYTES + length
-    stored = {name: _stored(path, name, entry, first, size) for name, entry in header.items()}
+    stored = {name: _read_entry(path, name, entry, first, size) for name, entry in header.items()}
     return stored, {str(key): str(value) for key, value in dict(metadata).items()}
 
 
-def _stored(path: Path, name: str, entry: object, first: int, size: int) -> Stored:
+def _read_entry(path: Path, name: str, entry: object, first: int, size: int) -> Stored:
     try:
         assert isinstance(entry, dict)
         begin, end = (int(offset) for offset in entry["data_offsets"])
@@ -105,7 +105,7 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():
-        files = _indexed(index)
+        files = _read_index(index)
     elif single.is_file():
         files = [single]
     else:
@@ -118,7 +118,7 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def _indexed(index: Path) -> list[Path]:
+def _read_index(index: Path) -> list[Path]:
     try:
         names = set(json.loads(read_text(index, "JSON"))["weight_map"].values())
     except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
@@ -160,20 +160,17 @@ class Files:
         view = result.view(torch.uint8).numpy().data
         position = stored.begin + start * dtype.itemsize
         while view:
-            count = os.preadv(self._descriptor(stored.file), [view[:READ_BYTES]], position)
+            if stored.file not in self._open:
+                try:
+                    self._open[stored.file] = os.open(stored.file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise ModelError(f"cannot read {stored.file}: {(error.strerror or str(error)).lower()}") from error
+            count = os.preadv(self._open[stored.file], [view[:READ_BYTES]], position)
             if count == 0:
                 raise ModelError(f"{stored.file} became shorter while it was read: fetch or copy it again")
             view = view[count:]
             position += count
         return result
-
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._open:
-            try:
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise ModelError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-        return self._open[path]
 
     def close(self) -> None:
         while self._open:

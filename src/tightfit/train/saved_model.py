@@ -57,7 +57,7 @@ class SaveError(TightfitError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """Elements [start, start + numel) of the row-major parameter `name`, flat and contiguous, on any device."""
 
     name: str
@@ -67,7 +67,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Style:
+class FileStyle:
     """How a set of tensors is cut into files and what they are called."""
 
     stem: str = "model"
@@ -80,7 +80,7 @@ class Style:
     """Called on rank 0 with the staging folder: config, tokenizer and so on."""
 
 
-ADAPTER = Style(stem="adapter_model", shard_bytes=None)
+ADAPTER = FileStyle(stem="adapter_model", shard_bytes=None)
 """PEFT's layout; `beside` has to write the adapter_config.json."""
 
 
@@ -90,14 +90,14 @@ class TensorSet:
 
     names: Names
     """The same on every rank."""
-    pieces: Callable[[], Iterable[Piece]]
+    pieces: Callable[[], Iterable[TensorPiece]]
     """What this rank writes of them, in order. Each is done with before the next is asked for."""
-    style: Style
+    style: FileStyle
 
     @property
     def total_bytes(self) -> int:
         """Of the files."""
-        return _laid_out(self.names, self.style).total_bytes
+        return _lay_out(self.names, self.style).total_bytes
 
 
 Seal = Callable[[Path, Mapping[str, Sequence[Hashed]]], None]
@@ -126,13 +126,13 @@ class _Layout:
 
 def write_model(
     folder: Path,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorPiece],
     names: Names,
     *,
     rank: int,
     world: int,
     barrier: Callable[[], None],
-    style: Style = Style(),  # noqa: B008 - frozen
+    style: FileStyle = FileStyle(),  # noqa: B008 - frozen
 ) -> int:
     """Write one set of tensors as `folder`; called by all ranks alike. Returns the bytes of its files."""
     writer = Writer(folder, rank=rank, world=world, barrier=barrier)
@@ -167,9 +167,9 @@ class Writer:
             self._attempt(self._begin)
         barrier()
 
-    def write(self, names: Names, pieces: Iterable[Piece], style: Style = Style()) -> int:  # noqa: B008 - frozen
+    def write(self, names: Names, pieces: Iterable[TensorPiece], style: FileStyle = FileStyle()) -> int:  # noqa: B008 - frozen
         """Write this rank's pieces of one set of tensors. Pieces may overlap between ranks, or be none."""
-        layout = _laid_out(names, style)
+        layout = _lay_out(names, style)
         if self._rank == 0:
             self._attempt(lambda: self._make_files(layout))
         self._barrier()
@@ -183,7 +183,7 @@ class Writer:
         """Put the folder in its place, or raise on every rank."""
         if beside is not None and self._rank == 0:
             self._attempt(lambda: self._write_beside(beside))
-        self._attempt(self._tell_done)
+        self._attempt(self._confirm)
         self._barrier()
         others = self._problem_of_others()
         self._barrier()
@@ -224,18 +224,15 @@ class Writer:
             disk.make_folder(parent)
             disk.sync_path(parent.parent)
         if os.path.lexists(self.staging):
-            self._clear_staging()
+            # A former attempt was killed, or could not clear up: its first note says that it is ours.
+            advice = f"move it away, for {self.folder.name} is written there first"
+            if self.staging.is_symlink() or (any(self.staging.iterdir()) and not self._note(0, "began").is_file()):
+                raise NotOurs(self.staging, f"{self.staging} was not written by tightfit: {advice}")
+            check_ours(self.staging, STAGED, advice)
+            disk.remove_folder(self.staging, STAGED)
         disk.make_new_folder(self.staging)
         self._made = True
         disk.write_text(self._note(0, "began"), "began")
-
-    def _clear_staging(self) -> None:
-        """A former attempt was killed, or could not clear up: its first note says that it is ours."""
-        advice = f"move it away, for {self.folder.name} is written there first"
-        if self.staging.is_symlink() or (any(self.staging.iterdir()) and not self._note(0, "began").is_file()):
-            raise NotOurs(self.staging, f"{self.staging} was not written by tightfit: {advice}")
-        check_ours(self.staging, STAGED, advice)
-        disk.remove_folder(self.staging, STAGED)
 
     def _write_beside(self, beside: Callable[[Path], None]) -> None:
         before = set(self.staging.rglob("*"))
@@ -263,7 +260,7 @@ class Writer:
             disk.write_text(self.staging / f"{stem}.safetensors.index.json", layout.index)
 
     def _write_pieces(
-        self, layout: _Layout, pieces: Iterable[Piece]
+        self, layout: _Layout, pieces: Iterable[TensorPiece]
     ) -> tuple[dict[str, list[Span]], dict[str, list[Hashed]]]:
         """Elements of each tensor, and hashed bytes of each file, that this rank wrote."""
         spans: dict[str, list[Span]] = defaultdict(list)
@@ -288,7 +285,7 @@ class Writer:
 
     def _tell(self, spans: Mapping[str, list[Span]], hashed: Mapping[str, list[Hashed]]) -> None:
         told = {
-            "elements": {name: _merged(of_one) for name, of_one in spans.items()},
+            "elements": {name: _merge(of_one) for name, of_one in spans.items()},
             "hashed": {file: [[one.start, one.stop, one.digest] for one in each] for file, each in hashed.items()},
         }
         disk.write_text(self._note(self._rank, "spans"), json.dumps(told))
@@ -306,12 +303,12 @@ class Writer:
             for file, each in told["hashed"].items():
                 self._hashed[file] += [Hashed(start, stop, text) for start, stop, text in each]
         for name, place in layout.places.items():
-            covered = _merged(spans.get(name, []))
+            covered = _merge(spans.get(name, []))
             if place.numel and covered != [(0, place.numel)]:
                 held = sum(stop - start for start, stop in covered)
                 raise SaveError(f"only {held} of the {place.numel} elements of {name!r} were written by any rank")
 
-    def _tell_done(self) -> None:
+    def _confirm(self) -> None:
         """Reached only without a problem: the note says that this rank is done."""
         disk.write_text(self._note(self._rank, "done"), "done")
 
@@ -358,7 +355,7 @@ class Writer:
 # --- layout --------------------------------------------------------------------------------------
 
 
-def _laid_out(names: Names, style: Style) -> _Layout:
+def _lay_out(names: Names, style: FileStyle) -> _Layout:
     """The same on every rank: it depends on the names alone."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -404,7 +401,7 @@ def _header(shard: Sequence[str], names: Names, metadata: Mapping[str, str]) -> 
     return header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + end
 
 
-def _merged(spans: Iterable[Span]) -> list[Span]:
+def _merge(spans: Iterable[Span]) -> list[Span]:
     merged: list[Span] = []
     for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -417,7 +414,7 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 # --- bytes ---------------------------------------------------------------------------------------
 
 
-def _write_piece(descriptor: int, place: _Place, piece: Piece, *, hashes: bool) -> list[Hashed]:
+def _write_piece(descriptor: int, place: _Place, piece: TensorPiece, *, hashes: bool) -> list[Hashed]:
     flat = piece.tensor.detach().reshape(-1)
     step = max(1, HOST_BYTES // max(flat.dtype.itemsize, place.dtype.itemsize))
     hashed = []

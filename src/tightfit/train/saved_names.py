@@ -20,14 +20,14 @@ import torch
 
 from tightfit.runs import disk
 from tightfit.train.safetensors_files import Stored
-from tightfit.train.saved_model import Names, Piece
+from tightfit.train.saved_model import Names, TensorPiece
 from tightfit.train.sources_names import map_names
 
 Parts = Mapping[str, tuple[tuple[str, tuple[int, ...]], ...]]
 """For each parameter what it is saved as: name and shape of tensors that lie end to end in it."""
 
 
-def saved_parts(model: torch.nn.Module) -> Parts:
+def name_parts(model: torch.nn.Module) -> Parts:
     """What each parameter and persistent buffer of `model` (on any device) is saved as; tied ones once."""
     own: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -57,7 +57,7 @@ def names_of(parts: Parts, dtype: Callable[[str], torch.dtype]) -> Names:
     return {key: (shape, dtype(name)) for name, of_one in parts.items() for key, shape in of_one}
 
 
-def saved_pieces(pieces: Iterable[Piece], parts: Parts) -> Iterator[Piece]:
+def rename_pieces(pieces: Iterable[TensorPiece], parts: Parts) -> Iterator[TensorPiece]:
     """The same elements under the names of the files."""
     for piece in pieces:
         of_one = parts[piece.name]
@@ -68,7 +68,7 @@ def saved_pieces(pieces: Iterable[Piece], parts: Parts) -> Iterator[Piece]:
             begin = end - prod(shape)
             low, high = max(piece.start, begin), min(stop, end)
             if low < high:
-                yield Piece(key, shape, low - begin, flat[low - piece.start : high - piece.start])
+                yield TensorPiece(key, shape, low - begin, flat[low - piece.start : high - piece.start])
 
 
 # --- beside the weights --------------------------------------------------------------------------

@@ -52,7 +52,7 @@ _FACTORIES = {"arange", "rand", "randn", "ones", "zeros", "full", "empty", "lins
 
 
 @dataclass(frozen=True)
-class Step:
+class InitStep:
     """One in-place operator with its arguments, as torch will be asked to repeat it."""
 
     operator: str
@@ -70,10 +70,10 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Rule:
+class InitRule:
     """How a tensor is made: from the first step on, or from a kept tensor (flat)."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[InitStep, ...]
     kept: torch.Tensor | None = None
     patches: tuple[Patch, ...] = ()
 
@@ -85,8 +85,11 @@ class Scratch:
         self._seed = seed
         self._threads = threads or max(1, min(16, len(os.sched_getaffinity(0))))
         self._first_names, shapes = _first_names(model)
-        recorded = _recorded(model, seed)
-        std = _initializer_range(model)
+        recorded = _record_rules(model, seed)
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
+        std = float(getattr(config, "initializer_range", None) or DEFAULT_STD)
         self._rules = recorded | {
             name: _adapter_rule(name, shape) or recorded.get(name) or habit(name, shape, std)
             for name, shape in shapes.items()
@@ -120,11 +123,11 @@ class Scratch:
                 list(pool.map(fill, blocks))
         return result
 
-    def rule(self, name: str) -> Rule:
+    def rule(self, name: str) -> InitRule:
         """How `name` is drawn."""
         return self._rules[self._first_names.get(name, name)]
 
-    def _block(self, name: str, rule: Rule, low: int, high: int) -> torch.Tensor:
+    def _block(self, name: str, rule: InitRule, low: int, high: int) -> torch.Tensor:
         kept = rule.kept
         values = torch.empty(high - low, dtype=torch.float32) if kept is None else kept[low:high].clone()
         generator = torch.Generator().manual_seed(seed_of(self._seed, name, low // BLOCK))
@@ -154,7 +157,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._numels = numels
-        self.rules: dict[str, Rule | None] = {}
+        self.rules: dict[str, InitRule | None] = {}
         """None: touched in a way that cannot be repeated."""
 
     def __torch_dispatch__(
@@ -186,40 +189,37 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named: Mapping[str, Any],
         target: torch.Tensor,
         whole: bool,
-    ) -> Rule | None:
+    ) -> InitRule | None:
         before = self.rules.get(name)
         if not whole:
             if operator in ("zero_", "fill_") and target.is_contiguous() and before is not None:
                 low = int(target.storage_offset())
                 value = float(arguments[0]) if arguments else 0.0
                 patch = Patch(low, low + target.numel(), value)
-                return Rule(before.steps, before.kept, (*before.patches, patch))
+                return InitRule(before.steps, before.kept, (*before.patches, patch))
             return None
         if operator == "copy_":
-            return _kept_rule(arguments[0], target)
+            other = arguments[0]
+            if not isinstance(other, torch.Tensor) or other.device.type == "meta" or target.numel() > LARGEST_KEPT:
+                return None
+            return InitRule((), other.detach().to(torch.float32).expand(target.shape).reshape(-1).clone())
         step = _step(operator, arguments, named)
         if step is None:
             return None
         if operator in _SOURCES:
-            return Rule((step,))
+            return InitRule((step,))
         if operator in _POINTWISE and before is not None and not before.patches:
-            return Rule((*before.steps, step), before.kept)
+            return InitRule((*before.steps, step), before.kept)
         return None
 
 
-def _kept_rule(other: object, target: torch.Tensor) -> Rule | None:
-    if not isinstance(other, torch.Tensor) or other.device.type == "meta" or target.numel() > LARGEST_KEPT:
-        return None
-    return Rule((), other.detach().to(torch.float32).expand(target.shape).reshape(-1).clone())
-
-
-def _step(operator: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Step | None:
+def _step(operator: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> InitStep | None:
     """The operator with plain numbers; None where it takes another tensor."""
     values = [_number(value) for value in arguments]
     keywords = {key: _number(value) for key, value in named.items() if key != "generator"}
     if any(isinstance(value, torch.Tensor) for value in (*values, *keywords.values())):
         return None
-    return Step(operator, tuple(values), tuple(keywords.items()))
+    return InitStep(operator, tuple(values), tuple(keywords.items()))
 
 
 def _number(value: Any) -> Any:
@@ -228,7 +228,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _recorded(model: torch.nn.Module, seed: int) -> dict[str, Rule]:
+def _record_rules(model: torch.nn.Module, seed: int) -> dict[str, InitRule]:
     """For each parameter, under its first name, what transformers' own initialisation does to it."""
     by_storage: dict[int, str] = {}
     numels: dict[str, int] = {}
@@ -280,33 +280,26 @@ def _try(initialise: Callable[[torch.nn.Module], None], module: torch.nn.Module)
 # --- habits --------------------------------------------------------------------------------------
 
 
-def habit(name: str, shape: tuple[int, ...], std: float) -> Rule:
+def habit(name: str, shape: tuple[int, ...], std: float) -> InitRule:
     """What the library does with tensors that no model's own initialisation speaks of."""
     words = name.rsplit(".", maxsplit=2)
     if words[-1].endswith("bias"):
-        return Rule((Step("zero_"),))
+        return InitRule((InitStep("zero_"),))
     if len(shape) <= 1 and ("norm" in name.lower() or "ln_" in name or words[-1] == "weight"):
-        return Rule((Step("fill_", (1.0,)),))
-    return Rule((Step("normal_", (0.0, std)),))
+        return InitRule((InitStep("fill_", (1.0,)),))
+    return InitRule((InitStep("normal_", (0.0, std)),))
 
 
-def _adapter_rule(name: str, shape: tuple[int, ...]) -> Rule | None:
+def _adapter_rule(name: str, shape: tuple[int, ...]) -> InitRule | None:
     """PEFT's `reset_lora_parameters`: A kaiming-uniform with a = sqrt(5), B zero; the reverse for embeddings."""
     if ".lora_B." in name or ".lora_embedding_A." in name:
-        return Rule((Step("zero_"),))
+        return InitRule((InitStep("zero_"),))
     if ".lora_embedding_B." in name:
-        return Rule((Step("normal_", (0.0, 1.0)),))
+        return InitRule((InitStep("normal_", (0.0, 1.0)),))
     if ".lora_A." in name:
         bound = 1 / math.sqrt(math.prod(shape[1:]))
-        return Rule((Step("uniform_", (-bound, bound)),))
+        return InitRule((InitStep("uniform_", (-bound, bound)),))
     return None
-
-
-def _initializer_range(model: torch.nn.Module) -> float:
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    return float(getattr(config, "initializer_range", None) or DEFAULT_STD)
 
 
 def _first_names(model: torch.nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:

@@ -14,14 +14,17 @@ from pathlib import Path
 import torch
 
 from tightfit.owned import flock
-from tightfit.train.saved_model import Piece, write_model
+from tightfit.train.saved_model import TensorPiece, write_model
 from tightfit.train.sources_hub import Progress, silent
 from tightfit.types import ModelError
 
 
 def convert(folder: Path, model_class: type[torch.nn.Module], cache: Path, *, progress: Progress = silent) -> Path:
     """A folder in `cache` with the weights of `folder` under the names of `model_class`."""
-    target = cache / _key(folder, model_class)
+    # Changes with the files, the class and transformers.
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.safetensors"))]
+    told = repr((str(folder.resolve()), files, model_class.__name__, version("transformers")))
+    target = cache / f"{folder.name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     cache.mkdir(parents=True, exist_ok=True)
     lock = os.open(cache / f"{target.name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -35,13 +38,6 @@ def convert(folder: Path, model_class: type[torch.nn.Module], cache: Path, *, pr
     return target
 
 
-def _key(folder: Path, model_class: type[torch.nn.Module]) -> str:
-    """Changes with the files, the class and transformers."""
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.safetensors"))]
-    told = repr((str(folder.resolve()), files, model_class.__name__, version("transformers")))
-    return f"{folder.name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
-
-
 def _write(folder: Path, model_class: type[torch.nn.Module], target: Path) -> None:
     try:
         loaded = model_class.from_pretrained(folder, dtype="auto", use_safetensors=True)  # type: ignore[attr-defined]
@@ -52,5 +48,5 @@ def _write(folder: Path, model_class: type[torch.nn.Module], target: Path) -> No
     kept = set(loaded.state_dict())
     tensors |= {name: tensor for name, tensor in loaded.named_buffers() if name in kept}
     names = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    pieces = (Piece(name, tuple(one.shape), 0, one.reshape(-1)) for name, one in tensors.items())
+    pieces = (TensorPiece(name, tuple(one.shape), 0, one.reshape(-1)) for name, one in tensors.items())
     write_model(target, pieces, names, rank=0, world=1, barrier=lambda: None)

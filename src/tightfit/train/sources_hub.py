@@ -44,7 +44,15 @@ def find_weights(source: str, *, progress: Progress = silent) -> Path:
     if source.startswith((".", "/", "~")):
         raise ModelError(f"there is no folder {source}")
     try:
-        return _from_hub(source, progress)
+        try:
+            folder = Path(snapshot_download(source, allow_patterns=PATTERNS, local_files_only=True))
+            if _complete(folder):
+                return folder
+        except hub.LocalEntryNotFoundError:
+            pass
+        # Ask once before fetching: the download itself would retry for half a minute where there is no network.
+        get_hf_file_metadata(hf_hub_url(source, "config.json"), timeout=TIMEOUT_S)
+        return Path(snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=_bar(source, progress)))
     except Exception as error:  # whatever the network and its libraries raise, the user reads one sentence
         if isinstance(error, hub.GatedRepoError):
             raise ModelError(
@@ -53,18 +61,6 @@ def find_weights(source: str, *, progress: Progress = silent) -> Path:
         if not isinstance(error, hub.HFValidationError) and _modelscope() is not None:
             return _from_modelscope(source, error)
         raise ModelError(_problem(source, error)) from error
-
-
-def _from_hub(name: str, progress: Progress) -> Path:
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=PATTERNS, local_files_only=True))
-        if _complete(folder):
-            return folder
-    except hub.LocalEntryNotFoundError:
-        pass
-    # Ask once before fetching: the download itself would retry for half a minute where there is no network.
-    get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=TIMEOUT_S)
-    return Path(snapshot_download(name, allow_patterns=PATTERNS, tqdm_class=_bar(name, progress)))
 
 
 def _complete(folder: Path) -> bool:

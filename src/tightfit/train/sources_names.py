@@ -108,16 +108,14 @@ def _as_transformers_does(
         if name not in wanted:
             continue
         same_shape = stored[key].shape == tuple(wanted[name].shape)
-        if pattern is None or (same_shape and _only_checks(by_pattern[pattern])):
+        # It transposes what has the wrong shape, and leaves the rest as it is.
+        if pattern is None or (
+            same_shape and all(getattr(step, "check_dims", False) for step in by_pattern[pattern].operations)
+        ):
             plain[name] = key
         else:
             gathered.setdefault(name, _Gathered(by_pattern[pattern])).keys[pattern].append(key)
     return {name: key for name, key in plain.items() if name not in gathered}, gathered
-
-
-def _only_checks(converter: Any) -> bool:
-    """It transposes what has the wrong shape, and leaves the rest as it is."""
-    return all(getattr(step, "check_dims", False) for step in converter.operations)
 
 
 def _end_to_end(group: _Gathered) -> tuple[str, ...] | None:

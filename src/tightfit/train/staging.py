@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tightfit.hardware.machine import free_ram
-from tightfit.train.saved_model import HOST_BYTES, Piece, TensorSet
+from tightfit.train.saved_model import HOST_BYTES, TensorPiece, TensorSet
 
 ALIGNED = 64
 SPARE_BYTES = 2 * 2**30
 """What must stay free on the host beside the buffers."""
 
-Held = dict[str, list[Piece]]
+Held = dict[str, list[TensorPiece]]
 """By the stem of a set."""
 
 
@@ -55,7 +55,7 @@ class Staging:
                 numel = piece.tensor.numel()
                 target = self._buffer[begin : begin + numel * dtype.itemsize].view(dtype)
                 self._copy(target, piece.tensor.detach().reshape(-1))
-                copies.append(Piece(piece.name, piece.shape, piece.start, target))
+                copies.append(TensorPiece(piece.name, piece.shape, piece.start, target))
                 begin += size
         if self._queued:
             torch.cuda.synchronize()
@@ -74,5 +74,5 @@ def may_stage(needed: int) -> bool:
     return free is not None and free >= needed + SPARE_BYTES
 
 
-def _room(piece: Piece, tensors: TensorSet) -> int:
+def _room(piece: TensorPiece, tensors: TensorSet) -> int:
     return -(-piece.tensor.numel() * tensors.names[piece.name][1].itemsize // ALIGNED) * ALIGNED

@@ -13,7 +13,7 @@ from typing import Any
 from tightfit.runs.checkpoints import SCHEMA, Torn
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
-from tightfit.train.engines.states import Counters, Scale
+from tightfit.train.engines.states import Counters, LossScale
 
 SILENT = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
 """Fields of a Hugging Face config that say nothing about what is trained."""
@@ -21,7 +21,7 @@ SAVED_AS = ("rescale_prenorm_residual",)
 """Fields that a saved model has otherwise than the one that is made from scratch."""
 
 
-def standing(
+def describe_state(
     config: WorkerConfig, job: Mapping[str, Any], counters: Counters, step: int, versions: Mapping[str, str]
 ) -> dict[str, Any]:
     """`state.json` after `step` steps."""
@@ -88,7 +88,7 @@ def _plain(tree: Any) -> Any:
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What of the job is not what it was, a sentence each."""
-    found = [(path, old, new) for path, old, new in _compared(then, now)]
+    found = [(path, old, new) for path, old, new in _compare(then, now)]
     changed = [path for path, *_ in found]
     said = []
     for path, old, new in found:
@@ -101,12 +101,12 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _compared(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _compare(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Fields that both know and that differ: a newer transformers may know more."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         for key in then:
             if key in now:
-                yield from _compared(then[key], now[key], f"{path}.{key}" if path else key)
+                yield from _compare(then[key], now[key], f"{path}.{key}" if path else key)
     elif then != now:
         yield path, then, now
 
@@ -114,14 +114,14 @@ def _compared(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, A
 def schedule_differences(then: Mapping[str, Any], config: WorkerConfig) -> list[str]:
     """What of the optimizer's numbers is not what it was: a longer run, say, which is the user's to choose."""
     now = asdict(config.training)
-    return [f"{path} was {old} and is {new}" for path, old, new in _compared(then, now) if path != "seed"]
+    return [f"{path} was {old} and is {new}" for path, old, new in _compare(then, now) if path != "seed"]
 
 
 def counters_of(state: Mapping[str, Any]) -> Counters:
     try:
         scale = state["loss_scale"]
         return Counters(
-            optimizer_steps=int(state["optimizer"]["steps"]), scale=None if scale is None else Scale(**scale)
+            optimizer_steps=int(state["optimizer"]["steps"]), scale=None if scale is None else LossScale(**scale)
         )
     except (KeyError, TypeError, ValueError):
         raise Torn("its state.json lacks what the optimizer needs") from None

@@ -101,7 +101,12 @@ def trace(path: Path) -> dict[str, Any]:
 
 
 def _measure(model: Any) -> dict[str, Any]:
-    stem = _find_layers(model)
+    # Where the list of modules lives that holds most of the parameters.
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    if not lists:
+        raise TraceError("failed", "the model has no list of layers")
+    name, _ = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    stem = str(name)
     before, tensors, after = _tensors(model, stem)
     pattern, representatives = _kinds(model, stem, tensors)
     layers = [model.get_submodule(f"{stem}.{i}") for i in representatives]
@@ -164,15 +169,6 @@ def _fused_attention(  # transformers calls it with its own names
         operator = torch.ops.aten._scaled_dot_product_efficient_attention
         output = operator(query, key, value, None, True, 0.0, True, scale=scaling)[0]
     return output.transpose(1, 2).contiguous(), None
-
-
-def _find_layers(model: Any) -> str:
-    """Where the list of modules lives that holds most of the parameters."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
-    if not lists:
-        raise TraceError("failed", "the model has no list of layers")
-    name, _ = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    return str(name)
 
 
 def _tensors(model: Any, stem: str) -> tuple[list[Any], list[list[Any]], list[Any]]:

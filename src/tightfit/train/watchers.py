@@ -37,7 +37,7 @@ class _Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Watcher:
+class EventSinks:
     """Passes events on to all who watch; to nobody, where nothing was asked for."""
 
     def __init__(self, sinks: Sequence[_Sink] = (), every_steps: int = 1) -> None:
@@ -47,16 +47,16 @@ class Watcher:
         """The fields of a `step` event."""
         if not self._sinks or int(event["step"]) % self._every_steps:
             return
-        values = _named(event, STEP_VALUES)
+        values = _pick_numbers(event, STEP_VALUES)
         memory = event.get("memory")
         if isinstance(memory, Mapping):
-            values |= {name: size / GIB for name, size in _named(memory, MEMORY_VALUES).items()}
+            values |= {name: size / GIB for name, size in _pick_numbers(memory, MEMORY_VALUES).items()}
         self._write(event, values)
 
     def evaluation(self, event: Mapping[str, Any]) -> None:
         """The fields of an `eval` event."""
         if self._sinks:
-            self._write(event, _named(event, EVALUATION_VALUES))
+            self._write(event, _pick_numbers(event, EVALUATION_VALUES))
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -70,17 +70,17 @@ class Watcher:
 
 def watchers(
     folder: Path, tensorboard: bool, wandb: bool, facts: Mapping[str, Any], every_steps: int | None = None
-) -> Watcher:
+) -> EventSinks:
     """Those that were asked for; `facts` about the run are shown beside its curves."""
     sinks: list[_Sink] = []
     if tensorboard:
         sinks.append(_TensorBoard(folder / "tensorboard", facts))
     if wandb:
         sinks.append(_Wandb(folder, facts))
-    return Watcher(sinks, every_steps or 1)
+    return EventSinks(sinks, every_steps or 1)
 
 
-def _named(event: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
+def _pick_numbers(event: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
     """The numbers among the fields, under their new names."""
     found = {}
     for field, name in names.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tightfit.train.build import attention_of
-from tightfit.train.data import Order, Samples, batch, flattened
+from tightfit.train.data import Order, Samples, batch, flatten
 from tightfit.train.data.samples import IGNORED
 from tightfit.train.place import Place
 from tightfit.types import Levers
@@ -69,7 +69,7 @@ class Windows:
         if unheard is not None:
             made.labels[torch.as_tensor(unheard)] = IGNORED
         if made.position_ids is not None and self._one_row:
-            made = flattened(made)  # transformers sees the borders of packed documents in a single row only
+            made = flatten(made)  # transformers sees the borders of packed documents in a single row only
         tensors = {"input_ids": made.input_ids, "labels": made.labels}
         if made.position_ids is not None:
             tensors["position_ids"] = made.position_ids

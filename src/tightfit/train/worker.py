@@ -20,30 +20,30 @@ from tightfit.runs.folder import AUTO, NONE
 from tightfit.runs.lock import FolderLock, InUse
 from tightfit.train import nvme
 from tightfit.train import place as places
-from tightfit.train.assemble import Assembled, Found, assemble
+from tightfit.train.assemble import Assembled, Origins, assemble
 from tightfit.train.build import hf_config
 from tightfit.train.checkpoint import Habits, Saver
-from tightfit.train.compiled import told_meanwhile
+from tightfit.train.compiled import report_meanwhile
 from tightfit.train.config import Options, WorkerConfig
-from tightfit.train.data import DataSpec, Order, Split, load_tokenizer, open_samples, pad_id, prepare, said, worst
+from tightfit.train.data import DataSpec, Order, Split, explain, load_tokenizer, open_samples, pad_id, prepare, worst
 from tightfit.train.deepspeed_checkpoint import open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, lines_of
-from tightfit.train.fill import Source
+from tightfit.train.fill import TensorSource
 from tightfit.train.finish import model_set, save_model
+from tightfit.train.heartbeat import HeartbeatEvents, Supervised
 from tightfit.train.loop import Ending, Loop
 from tightfit.train.meter import Meter
 from tightfit.train.place import Place
 from tightfit.train.probe import Milestones, probe
-from tightfit.train.proof import Proof, proofs, recomputation
-from tightfit.train.pulse import PulsingEvents, Supervised
-from tightfit.train.resume import AdapterFile, StateFiles, States, choose, clear, load, make_way
-from tightfit.train.resume import Found as Checkpoint
+from tightfit.train.proof import PlanProof, proofs, recomputation
+from tightfit.train.resume import AdapterFile, StateFiles, StoredStates, choose, clear, load, make_way
+from tightfit.train.resume import FoundCheckpoint as Checkpoint
 from tightfit.train.saved_model import TensorSet
 from tightfit.train.sources import find_weights, open_weights
-from tightfit.train.standing import differences, job_of, schedule_differences, standing
+from tightfit.train.standing import describe_state, differences, job_of, schedule_differences
 from tightfit.train.stop import Stop
-from tightfit.train.watchers import Watcher, watchers
+from tightfit.train.watchers import watchers
 from tightfit.train.windows import Window, Windows
 from tightfit.types import ConfigError, TightfitError
 
@@ -107,14 +107,14 @@ def _run(
     config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop, supervised: Supervised
 ) -> Ending:
     lines = lines_of(place, config.predicted.peak_bytes, config.logging_steps)
-    events = PulsingEvents(config.folder, speaks=place.leads, lines=lines)
-    events.pulse = supervised.pulse
+    events = HeartbeatEvents(config.folder, speaks=place.leads, lines=lines)
+    events.heartbeat = supervised.heartbeat
     worker = Worker(
         config=config, options=options, place=place, cache=cache, events=events, stop=stop, supervised=supervised
     )
     try:
         ending = worker.run()
-        supervised.pulse.at("end")
+        supervised.heartbeat.at("end")
     finally:
         events.close()
     places.part(place)
@@ -155,10 +155,14 @@ class Worker:
             nvme.check(swapping, self.place.rank, self._swaps())
         self._say_start()
         if self.place.leads:
-            self.events.watcher = self._watcher()
+            facts = {"model": self.config.model.name, "engine": self.config.levers.engine, "world": self.place.world}
+            every = self.config.logging_steps
+            self.events.watcher = watchers(
+                self.config.folder, self.options.tensorboard, self.options.wandb, facts, every
+            )
         store = places.rendezvous(self.place)
         prepared = self._prepared(store)
-        self.supervised.pulse.at("init")
+        self.supervised.heartbeat.at("init")
         places.join(self.place, store)
         ending = self._train(prepared)
         if swapping is not None:
@@ -173,11 +177,6 @@ class Worker:
             world=self.place.world,
             file_bytes=predicted.nvme_bytes_per_node // world.gpus_per_node * here,
         )
-
-    def _watcher(self) -> Watcher:
-        facts = {"model": self.config.model.name, "engine": self.config.levers.engine, "world": self.place.world}
-        every = self.config.logging_steps
-        return watchers(self.config.folder, self.options.tensorboard, self.options.wandb, facts, every)
 
     def _say_start(self) -> None:
         levers, predicted = self.config.levers, self.config.predicted
@@ -214,7 +213,7 @@ class Worker:
         """
         try:
             if self.place.local_rank > 0:
-                _heard(store, _node())
+                _wait_for(store, _node())
             made = self._prepare()
         except Exception as error:
             if not isinstance(error, OthersFailed):
@@ -226,7 +225,7 @@ class Worker:
             return made
         if store.add("prepared-ranks", 1) == self.place.world:
             store.set(EVERYBODY, "done")
-        _heard(store, EVERYBODY)
+        _wait_for(store, EVERYBODY)
         return made
 
     def _prepare(self) -> Prepared:
@@ -239,7 +238,7 @@ class Worker:
         spec = data_spec(self.config, hf.model_type)
         prepare(spec, tokenizer, self.cache / "data", self.events.progress("data"))
         split = open_samples(spec, tokenizer, self.cache / "data")
-        return Prepared(weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=said(spec, tokenizer))
+        return Prepared(weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=explain(spec, tokenizer))
 
     # --- training -------------------------------------------------------------------------------
 
@@ -279,7 +278,7 @@ class Worker:
             steps=steps,
             stop=self.stop,
             saver=None if self.options.rehearse else self._saver(made, model, steps),
-            standing=lambda done: standing(config, job, made.engine.counters(), done, _versions()),
+            standing=lambda done: describe_state(config, job, made.engine.counters(), done, _versions()),
             supervised=self.supervised,
         )
         gc.collect()
@@ -305,7 +304,7 @@ class Worker:
             return None
         run, wanted = self.config.folder, self.options.resume
         if wanted not in (AUTO, NONE) and (folder := states_folder(Path(wanted))) is not None:
-            return self._found_deepspeed(folder)
+            return self._find_deepspeed_checkpoint(folder)
         found = choose(run, wanted, self.place, self.events)
         if found is None:
             make_way(run, found, wanted, self.place)
@@ -333,7 +332,7 @@ class Worker:
         )
         return found
 
-    def _found_deepspeed(self, folder: Path) -> Checkpoint:
+    def _find_deepspeed_checkpoint(self, folder: Path) -> Checkpoint:
         """A checkpoint of another program, from which this job goes on as far as it can."""
         levers, predicted = self.config.levers, self.config.predicted
         clear(self.config.folder, self.place)
@@ -376,7 +375,7 @@ class Worker:
     def _load(self, found: Checkpoint, made: Assembled) -> None:
         self.events.told("loading the checkpoint", 0, 1)
         whole = self.config.levers.lora is None
-        values: tuple[Source, States]
+        values: tuple[TensorSource, StoredStates]
         if found.deepspeed is not None:
             named = found.deepspeed.named_for(made.twin, adapters=not whole)
             values = named, named
@@ -405,12 +404,12 @@ class Worker:
             if self.place.leads:
                 for text in build_lock.clear(inherited({})):
                     self.events.write("warning", text=text)
-            with told_meanwhile("loading DeepSpeed", self.events.doing):
+            with report_meanwhile("loading DeepSpeed", self.events.doing):
                 join(self.place)
                 if nvme.on_nvme(self.config.levers):
                     nvme.load()
         whole = self.config.levers.lora is None  # an adapter's checkpoint holds no base
-        folders = Found(
+        folders = Origins(
             weights=prepared.weights,
             checkpoint=(found.deepspeed or found.folder) if found is not None and whole else None,
             cache=self.cache / "weights",
@@ -423,7 +422,7 @@ class Worker:
         training = self.config.training
         return training.max_steps or max(1, order.steps_in(training.epochs or 1))
 
-    def _prove(self, *found: Proof) -> None:
+    def _prove(self, *found: PlanProof) -> None:
         for proof in found:
             self.events.write("proof", name=proof.name, ok=proof.ok, text=proof.text)
             if not proof.ok:
@@ -435,7 +434,7 @@ class Worker:
         self._prove(recomputation(made.recomputed, found.recomputed_layers))
 
     def _save(self, model: TensorSet) -> None:
-        self.supervised.pulse.at("save")
+        self.supervised.heartbeat.at("save")
         began = time.monotonic()
         folder = self.config.folder / MODEL
         written = save_model(folder, model, self.place)
@@ -489,7 +488,7 @@ def _call_off(store: Any) -> None:
     time.sleep(0.3)  # the store may end with this process; the others read it first
 
 
-def _heard(store: Any, key: str) -> None:
+def _wait_for(store: Any, key: str) -> None:
     """Wait for what another rank has to say."""
     store.wait([key], places.PATIENCE)
     if store.get(key) == b"failed":

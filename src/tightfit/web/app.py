@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from tightfit.types import UserError
 from tightfit.web import plan_view, runs_view
 from tightfit.web.diagnose_view import ROUTES as DIAGNOSE_ROUTES
-from tightfit.web.guard import Guard
+from tightfit.web.guard import RequestGuard
 from tightfit.web.hub import Hub
 from tightfit.web.pages import page
 from tightfit.web.places import Finder
@@ -53,7 +53,7 @@ def make_app(site: Site, hub: Hub) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     app.state.site, app.state.hub, app.state.finder = site, hub, Finder(site.roots)
-    return Guard(app, site)
+    return RequestGuard(app, site)
 
 
 async def _home(request: Request) -> Response:
@@ -64,14 +64,14 @@ async def _home(request: Request) -> Response:
 async def _user_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, UserError)
     said = words(language_of(request)).said(error.said)
-    return failed(request, said.text, 400)
+    return answer_failure(request, said.text, 400)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = words(language_of(request))["errors"]
     said = known.get(str(error.status_code), known["other"])
-    answer = failed(request, said, error.status_code)
+    answer = answer_failure(request, said, error.status_code)
     for name, value in (error.headers or {}).items():
         answer.headers[name] = value
     return answer
@@ -79,10 +79,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     """One sentence here; the traceback is printed where the server was started."""
-    return failed(request, words(language_of(request))["errors"]["500"], 500)
+    return answer_failure(request, words(language_of(request))["errors"]["500"], 500)
 
 
-def failed(request: Request, said: str, status: int) -> Response:
+def answer_failure(request: Request, said: str, status: int) -> Response:
     """A sentence: in a page for who looks at pages, alone for scripts."""
     if "text/html" in request.headers.get("accept", ""):
         return page(request, "error.html", status, said=said)

@@ -7,7 +7,7 @@ import asyncio
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from tightfit.web.threads import CLOSE, waited_for
+from tightfit.web.threads import CLOSE, wait_for
 
 TOO_LONG, TOO_SLOW, GONE, NO_LENGTH = 413, 408, 400, 400
 
@@ -21,7 +21,7 @@ async def body_of(request: Request, most_bytes: int, patience_s: float) -> bytes
         raise HTTPException(TOO_LONG, headers=CLOSE)
     try:
         reading = asyncio.ensure_future(_read(request, most_bytes))
-        return await asyncio.wait_for(waited_for(reading), patience_s)
+        return await asyncio.wait_for(wait_for(reading), patience_s)
     except (TimeoutError, asyncio.TimeoutError):
         raise HTTPException(TOO_SLOW, headers=CLOSE) from None
     except ClientDisconnect:

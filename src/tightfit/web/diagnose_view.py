@@ -37,7 +37,7 @@ _PACKED = (b"\x7fELF", b"PK\x03\x04", b"\x1f\x8b", b"\x80\x02", b"BZh", b"\xfd7z
 _turns = asyncio.Semaphore(AT_ONCE)
 
 
-def diagnosed(data: bytes, name: str) -> Diagnosis:
+def diagnose_log(data: bytes, name: str) -> Diagnosis:
     """What the command line would say about this log."""
     source = LogSource(name=name, text=_text(data))
     if data.startswith(_PACKED) or is_binary(source):
@@ -58,19 +58,19 @@ async def _show(request: Request) -> Response:
 
 async def _answer(request: Request) -> Response:
     """For the page's script: the verdict alone."""
-    return HTMLResponse(part(request, "verdict.html", found=await _judged(request)))
+    return HTMLResponse(part(request, "verdict.html", found=await _judge(request)))
 
 
 async def _posted(request: Request) -> Response:
     """For a form without a script: the whole page."""
-    return page(request, "diagnose.html", found=await _judged(request), most_bytes=MOST_BYTES)
+    return page(request, "diagnose.html", found=await _judge(request), most_bytes=MOST_BYTES)
 
 
-async def _judged(request: Request) -> Diagnosis:
+async def _judge(request: Request) -> Diagnosis:
     name = str(words(language_of(request))["diagnose"]["pasted"])
     async with _turns:
         data = (await body_of(request, MOST_BYTES, PATIENCE_S)).removeprefix(FIELD)
-        return await beside(partial(diagnosed, data, name))
+        return await beside(partial(diagnose_log, data, name))
 
 
 ROUTES = [

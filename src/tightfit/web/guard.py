@@ -42,7 +42,7 @@ TOKEN = "token"  # noqa: S105 (the name of the parameter)
 METHODS = ("GET", "HEAD", "POST")
 
 
-class Guard:
+class RequestGuard:
     """Wraps the application."""
 
     def __init__(self, app: ASGIApp, site: Site) -> None:
@@ -69,17 +69,17 @@ class Guard:
         """What is said instead of the page; None: the request may pass."""
         host = request.headers.get("host", "")
         if len(request.headers.getlist("host")) != 1 or not self._is_ours(host):
-            return _refused(request, "host", 421)
+            return _refuse(request, "host", 421)
         origin = request.headers.get("origin")
         if origin is not None and origin != f"http://{host}":
-            return _refused(request, "origin", 403)
+            return _refuse(request, "origin", 403)
         if request.method not in METHODS:
             return PlainTextResponse("", 405, {"Allow": ", ".join(METHODS)})
         given = request.query_params.get(TOKEN)
         if given is not None and request.method != "POST":
-            return self._let_in(request) if self._is_token(given) else _refused(request, "token", 403)
+            return self._let_in(request) if self._is_token(given) else _refuse(request, "token", 403)
         if not self._is_token(request.cookies.get(self._site.cookie, "")):
-            return _refused(request, "token", 403)
+            return _refuse(request, "token", 403)
         return None
 
     def _is_token(self, given: str) -> bool:
@@ -116,7 +116,7 @@ class Guard:
         return answer
 
 
-def _refused(request: Request, why: str, status: int) -> Response:
+def _refuse(request: Request, why: str, status: int) -> Response:
     said = str(words(language_of(request))["refused"][why])
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"{said}\n", status)

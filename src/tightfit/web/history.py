@@ -90,7 +90,7 @@ class History:
                     self._rough = False
                     return False
                 if self._rough and self._sampled is None and size > LONG_BYTES:
-                    self._sampled = sampled(self._path)
+                    self._sampled = sample(self._path)
                     self._take_tail()
                 file.seek(self._offset)
                 while (chunk := file.read(_CHUNK)) and time.monotonic() < deadline:
@@ -157,7 +157,7 @@ def _finite(number: float) -> float | None:
     return number if number - number == 0 else None
 
 
-def sampled(path: Path) -> Series:
+def sample(path: Path) -> Series:
     """A rough picture: steps from all over the file, and its last ones."""
     series = Series()
     for event in events_of(list(_samples(path))):

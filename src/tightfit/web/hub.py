@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tightfit.runs.machine_eye import MachineEye
-from tightfit.web.sight import Section, Sight
+from tightfit.web.sight import RunSight, Section
 
 EVERY_S = 1.0
 CATCH_UP_S = 0.25
@@ -75,7 +75,7 @@ class Client:
 class Feed:
     """The reader of one run. Its thread alone touches what it reads; the lock is held for moments only."""
 
-    def __init__(self, sight: Sight, machine: Machine) -> None:
+    def __init__(self, sight: RunSight, machine: SharedMachineEye) -> None:
         self._sight, self._machine = sight, machine
         self._name = secrets.token_hex(4)
         self._clients: set[Client] = set()
@@ -145,14 +145,14 @@ class Feed:
         except OSError as error:  # what was seen last stays
             sections = {"trouble": {"why": (error.strerror or str(error)).lower()}}
         sections["reading"] = {"share": None if history.is_whole else round(history.share, 2)}
-        written = {name: _written(value) for name, value in sections.items()}
+        written = {name: _to_json(value) for name, value in sections.items()}
         parts = {name: text for name, text in written.items() if self._sections.get(name) != text}
         self._sections |= written
         change = history.shown.changed()
         if begun_anew:
             change = history.shown.whole()
         if change is not None:
-            parts["series"] = _written(asdict(change))
+            parts["series"] = _to_json(asdict(change))
         if not parts:
             return None
         self._number += 1
@@ -178,7 +178,7 @@ class Feed:
             missed = [message for each, message in self._missed if each > int(number)]
             if int(number) + len(missed) == self._number:
                 return missed
-        whole = _written(asdict(self._sight.history.shown.whole()))
+        whole = _to_json(asdict(self._sight.history.shown.whole()))
         return [self._message({**self._sections, "series": whole})]
 
     def _message(self, parts: dict[str, str]) -> bytes:
@@ -186,11 +186,11 @@ class Feed:
         return f"id: {self._name}-{self._number}\ndata: {data}\n\n".encode()
 
 
-def _written(value: object) -> str:
+def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-class Machine:
+class SharedMachineEye:
     """The eye on this machine, shared by all readers and open while there is one. It takes a while to open."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Machine:
         self._users = 0
         self.eye: MachineEye | None = None
 
-    def __enter__(self) -> Machine:
+    def __enter__(self) -> SharedMachineEye:
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -226,16 +226,16 @@ class Hub:
 
     def __init__(self, roots: tuple[Path, ...]) -> None:
         self.roots = roots
-        self._machine = Machine()
+        self._machine = SharedMachineEye()
         self._lock = threading.Lock()
         self._feeds: dict[Path, Feed] = {}
-        self._sights: OrderedDict[Path, Sight] = OrderedDict()
+        self._sights: OrderedDict[Path, RunSight] = OrderedDict()
         self._closed = False
 
     async def follow(self, run: Path, last: str) -> AsyncIterator[bytes]:
         """Messages about a run, as long as they are read. `last`: the one that was seen last, or nothing."""
         client = Client(asyncio.get_running_loop())
-        feed = self._joined(run, client, last)
+        feed = self._join(run, client, last)
         if feed is None:
             return
         try:
@@ -245,7 +245,7 @@ class Hub:
         finally:
             feed.leave(client)
 
-    def _joined(self, run: Path, client: Client, last: str) -> Feed | None:
+    def _join(self, run: Path, client: Client, last: str) -> Feed | None:
         with self._lock:
             if self._closed:
                 return None
@@ -258,8 +258,8 @@ class Hub:
             feed = self._feeds[run] = Feed(self._sight(run), self._machine)
             return feed if feed.join(client, last) else None
 
-    def _sight(self, run: Path) -> Sight:
-        sight = self._sights.pop(run, None) or Sight(run)
+    def _sight(self, run: Path) -> RunSight:
+        sight = self._sights.pop(run, None) or RunSight(run)
         self._sights[run] = sight
         while len(self._sights) > KEPT_SIGHTS:
             self._sights.popitem(last=False)

@@ -99,7 +99,14 @@ def find_runs(roots: Sequence[Path]) -> FoundRuns:
                 seen.add(place)
                 below = place.relative_to(root).as_posix()
                 word = f"{number}/{'' if below == '.' else below}"
-                found.append((_changed(place), FoundRun(word=word, path=place)))
+                here = RunFolder(place)
+                times = []
+                for path in (here.events, here.record, place):
+                    try:
+                        times.append(path.stat().st_mtime)
+                    except OSError:
+                        continue
+                found.append((max(times, default=0.0), FoundRun(word=word, path=place)))
     return FoundRuns(runs=_newest_first(found), is_all=True)
 
 
@@ -131,17 +138,6 @@ def _is_safe_run(place: Path, root: Path) -> bool:
 
 def _newest_first(found: list[tuple[float, FoundRun]]) -> tuple[FoundRun, ...]:
     return tuple(run for _, run in sorted(found, key=lambda each: (-each[0], each[1].word)))
-
-
-def _changed(place: Path) -> float:
-    here = RunFolder(place)
-    times = []
-    for path in (here.events, here.record, place):
-        try:
-            times.append(path.stat().st_mtime)
-        except OSError:
-            continue
-    return max(times, default=0.0)
 
 
 def _folders(root: Path) -> Iterator[Path]:

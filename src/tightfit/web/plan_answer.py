@@ -16,7 +16,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import worth_showing
 from tightfit.planner.tiers import Tiered
 from tightfit.types import UserError
-from tightfit.web.plan_question import Asked
+from tightfit.web.plan_question import AddressQuestion
 
 KEPT = 64
 KEPT_S = 60.0
@@ -27,7 +27,7 @@ KEPT_S = 60.0
 class Answered:
     """One answer, and what was asked for it."""
 
-    asked: Asked
+    asked: AddressQuestion
     plan: Plan
     tiered: Tiered | None = None
     """Where a tier was asked for: what the command line would answer."""
@@ -54,10 +54,10 @@ _kept: OrderedDict[tuple[str, bool], tuple[float, Answered]] = OrderedDict()
 _lock = threading.Lock()
 
 
-def answer_to(asked: Asked, *, advice: bool) -> Answered:
+def answer_to(asked: AddressQuestion, *, advice: bool) -> Answered:
     """The answer, from the last minute or anew. `advice`: also what would make it fit, where nothing does."""
     key = (asked.address(), advice)
-    known = _remembered(key) or (None if advice else _remembered((key[0], True)))
+    known = _recall(key) or (None if advice else _recall((key[0], True)))
     if known is not None:
         return known
     args = asked.args()
@@ -73,7 +73,7 @@ def answer_to(asked: Asked, *, advice: bool) -> Answered:
     return made
 
 
-def _of_a_tier(asked: Asked, found: object) -> Answered:
+def _of_a_tier(asked: AddressQuestion, found: object) -> Answered:
     assert isinstance(found, Tiered), "neither all tiers nor a limit can be asked for in an address"
     plan = found.plan
     assert plan is not None, "what a tier cannot run is an error before"
@@ -81,7 +81,7 @@ def _of_a_tier(asked: Asked, found: object) -> Answered:
     return Answered(asked, replace(plan, because=(about, *found.because, *plan.because)), found)
 
 
-def _remembered(key: tuple[str, bool]) -> Answered | None:
+def _recall(key: tuple[str, bool]) -> Answered | None:
     with _lock:
         since, known = _kept.get(key, (0.0, None))
         if known is None or time.monotonic() - since > KEPT_S:
@@ -90,19 +90,19 @@ def _remembered(key: tuple[str, bool]) -> Answered | None:
         return known
 
 
-def remembered(address: str) -> Answered | None:
+def recall(address: str) -> Answered | None:
     """An answer of the last minute."""
-    return _remembered((address, False)) or _remembered((address, True))
+    return _recall((address, False)) or _recall((address, True))
 
 
-def is_at_hand(asked: Asked) -> bool:
+def is_at_hand(asked: AddressQuestion) -> bool:
     """No network has to be asked for the model."""
     return (
         asked.block is not None or asked.get("model").lower() in PRESETS or bool(checkpoint_named(asked.get("model")))
     )
 
 
-def check_model(asked: Asked) -> None:
+def check_model(asked: AddressQuestion) -> None:
     """Fetch the config of a Hugging Face id, which may take as long as the network lets it."""
     if not is_at_hand(asked):
         load_model(asked.get("model"))

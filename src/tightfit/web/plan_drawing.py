@@ -74,7 +74,7 @@ class DrawnRemedy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class DrawnPlan:
     """All that the answer's template shows."""
 
     fits: bool
@@ -98,14 +98,14 @@ class Drawn:
     notes: tuple[Sentence, ...]
 
 
-def drawn(answer: Answered, words: Words, language: str, *, advice: bool) -> Drawn:
+def draw(answer: Answered, words: Words, language: str, *, advice: bool) -> DrawnPlan:
     """`advice`: whether it was asked for what would make it fit."""
     plan, ways = answer.plan, answer.ways
     first = ways[0] if ways else None
     shape = first.shape if first else plan.shape
     pen = _Pen(plan, words, language)
     bars = [pen.bars(way, is_first=way is first) for way in ways]
-    return Drawn(
+    return DrawnPlan(
         fits=plan.fits,
         is_changed=bool(plan.chosen and plan.chosen.changes),
         model=shape.name,
@@ -170,12 +170,23 @@ class _Pen:
         host, ram = way.footprint.host, way.hardware.host_ram_bytes
         name = said_in(self.language, strategy_name(way.levers))
         needs, card = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
+        levers = way.levers
+        rank = (("lora_rank", str(levers.lora.rank)),) if levers.lora is not None else ()
         return DrawnWay(
             ident=ident,
             name=name,
             is_chosen=way is self.plan.chosen,
             fits=way.fits,
-            levers=_levers(way),
+            levers=(
+                (
+                    ("micro_batch", str(levers.micro_batch)),
+                    ("accum", str(levers.accumulation)),
+                    ("checkpointing", checkpointing_word(levers.checkpointing)),
+                    ("loss", levers.loss),
+                    *rank,
+                    ("used", str(way.world)),
+                )
+            ),
             gpu=_svg(bars[0], f"{name.text}: {self.words['gpu_title']}", f"{ident}-gpu", scales[0]),
             host=_svg(bars[1], f"{name.text}: {self.words['host_title']}", f"{ident}-host", scales[1]),
             needs=needs,
@@ -214,19 +225,6 @@ class _Pen:
 
 def _svg(bar: Bar, title: str, ids: str, scale: int) -> Markup:
     return Markup(bars_svg([bar], title=title, ids=ids, scale_bytes=scale))  # noqa: S704 (it escapes what it is given)
-
-
-def _levers(way: Way) -> tuple[tuple[str, str], ...]:
-    levers = way.levers
-    rank = (("lora_rank", str(levers.lora.rank)),) if levers.lora is not None else ()
-    return (
-        ("micro_batch", str(levers.micro_batch)),
-        ("accum", str(levers.accumulation)),
-        ("checkpointing", checkpointing_word(levers.checkpointing)),
-        ("loss", levers.loss),
-        *rank,
-        ("used", str(way.world)),
-    )
 
 
 def _legend(bars: Sequence[tuple[Bar, Bar]]) -> tuple[tuple[str, Markup], ...]:

@@ -17,14 +17,14 @@ from tightfit.planner.plan import Bounds, Way
 from tightfit.planner.question import Question, excess_bytes, weigh
 from tightfit.types import Checkpointing, Levers, UserError
 from tightfit.web.plan_answer import Answered
-from tightfit.web.plan_question import Asked
+from tightfit.web.plan_question import AddressQuestion
 
 _FREE = {lever.block or lever.name for lever in LEVERS.values() if lever.free}
 _OWN = tuple(each.name for each in fields(Levers) if each.name not in _FREE - {"deepspeed_version"})
 """The levers that the question decides: the user's, and what follows from the job and what is installed."""
 
 
-def guessed(asked: Asked, last: Answered) -> Answered:
+def guessed(asked: AddressQuestion, last: Answered) -> Answered:
     """An answer with the ways of the last one, of which nobody has chosen any yet. A UserError: the question makes no
     sense."""
     args = asked.args()

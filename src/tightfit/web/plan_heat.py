@@ -55,7 +55,10 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
     if not answer.ways:
         return None
     way = answer.ways[0]
-    columns = _sequences(way.levers.sequence)
+    # Powers of two around the one that is asked for, and that one.
+    below = sum(length < way.levers.sequence for length in SEQUENCES)
+    first = max(0, min(below - BEFORE, len(SEQUENCES) - COLUMNS))
+    columns = tuple(sorted({*SEQUENCES[first : first + COLUMNS], way.levers.sequence}))
     lines = tuple(sorted({*MICRO_BATCHES, way.levers.micro_batch}))
     calibration = calibration_of(answer.asked.args(), answer.plan.job)
     question = Question(
@@ -67,11 +70,16 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
         margin=answer.plan.job.limits.margin,
         calibration=calibration,
     )
-    here = {(size, length): _weighed(question, way, length, size) for size in lines for length in columns}
+    here = {(size, length): _weigh(question, way, length, size) for size in lines for length in columns}
     edge = _edge(question, columns, lines, here) if others else None
 
     def cell(length: int, size: int) -> Cell:
         share, fits = here[size, length]
+        # A batch that was asked for grows to the next one that the micro batch divides.
+        changes = {"seq": str(length), "micro_batch": str(size), "accum": ""}
+        if answer.asked.get("effective_batch"):
+            steps = size * answer.plan.hardware.world
+            changes["effective_batch"] = str(steps * max(1, -(-answer.plan.effective_batch // steps)))
         return Cell(
             sequence=length,
             micro_batch=size,
@@ -79,21 +87,14 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
             fits=fits,
             fits_otherwise=None if edge is None else not fits and size <= edge[length],
             is_chosen=(length, size) == (way.levers.sequence, way.levers.micro_batch),
-            address=_address(answer, length, size),
+            address=answer.asked.address(**changes),
         )
 
     rows = tuple((size, tuple(cell(length, size) for length in columns)) for size in lines)
     return Heat(sequences=columns, rows=rows, is_whole=others)
 
 
-def _sequences(now: int) -> tuple[int, ...]:
-    """Powers of two around the one that is asked for, and that one."""
-    below = sum(length < now for length in SEQUENCES)
-    first = max(0, min(below - BEFORE, len(SEQUENCES) - COLUMNS))
-    return tuple(sorted({*SEQUENCES[first : first + COLUMNS], now}))
-
-
-def _weighed(question: Question, way: Way, length: int, size: int) -> tuple[float, bool]:
+def _weigh(question: Question, way: Way, length: int, size: int) -> tuple[float, bool]:
     """The share of the card that the chosen way needs, and whether it fits."""
     asked = replace(question, hardware=way.hardware)
     footprint = weigh(asked, replace(way.levers, sequence=length, micro_batch=size))
@@ -124,12 +125,3 @@ def _otherwise(question: Question, length: int, size: int) -> bool:
     base = replace(question.base, sequence=length, micro_batch=size, accumulation=1)
     fixed = question.pinned - {"accumulation"}
     return something_fits(replace(question, base=base, pinned=fixed, effective_batch=batch))
-
-
-def _address(answer: Answered, length: int, size: int) -> str:
-    """A batch that was asked for grows to the next one that the micro batch divides."""
-    changes = {"seq": str(length), "micro_batch": str(size), "accum": ""}
-    if answer.asked.get("effective_batch"):
-        steps = size * answer.plan.hardware.world
-        changes["effective_batch"] = str(steps * max(1, -(-answer.plan.effective_batch // steps)))
-    return answer.asked.address(**changes)

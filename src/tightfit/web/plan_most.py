@@ -12,7 +12,7 @@ from tightfit.desk.plan import answered, check_flags
 from tightfit.inputs.flags import meant
 from tightfit.planner.limits import Limit, Wanted
 from tightfit.types import ConfigError
-from tightfit.web.plan_question import Asked
+from tightfit.web.plan_question import AddressQuestion
 
 ASKED_FOR: dict[str, tuple[str, ...]] = {
     "seq": ("seq",),
@@ -22,7 +22,7 @@ ASKED_FOR: dict[str, tuple[str, ...]] = {
 """The flags in whose place the answer comes."""
 
 
-def most_of(asked: Asked, wanted: str) -> dict[str, str]:
+def most_of(asked: AddressQuestion, wanted: str) -> dict[str, str]:
     """The fields of the form to set, by name. A UserError: there is no such question, or nothing fits."""
     if wanted not in ASKED_FOR:
         raise ConfigError(f"--max knows no {wanted[:40]!r}{meant(wanted, get_args(Wanted))}")

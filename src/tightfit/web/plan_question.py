@@ -55,7 +55,7 @@ _ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AddressQuestion:
     """What the address says, as text; what it leaves out is not there."""
 
     said: tuple[tuple[str, str], ...]
@@ -113,7 +113,7 @@ class Asked:
         return shlex.join(["tightfit", verb, *self.flags(), *more])
 
 
-def asked_of(pairs: Sequence[tuple[str, str]]) -> Asked:
+def read_address(pairs: Sequence[tuple[str, str]]) -> AddressQuestion:
     """What an address asks. A UserError says what of it makes no sense."""
     values: dict[str, str] = {}
     allow: list[str] = []
@@ -138,10 +138,10 @@ def asked_of(pairs: Sequence[tuple[str, str]]) -> Asked:
         values.setdefault("model", DEFAULTS["model"])
         _check_model(values["model"])
     said = tuple((name, values[name]) for name in FIELDS if name in values)
-    return Asked(said=said, allow=tuple(dict.fromkeys(allow)), block=block)
+    return AddressQuestion(said=said, allow=tuple(dict.fromkeys(allow)), block=block)
 
 
-def filled(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+def fill_form(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     """What the form shows, also where it makes no sense."""
     given = {name.replace("-", "_"): value.strip()[:MOST_CONFIG_BYTES] for name, value in pairs}
     values = {name: given[name] for name in FIELDS if given.get(name) and name != "allow"} or dict(DEFAULTS)

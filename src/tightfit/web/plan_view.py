@@ -33,12 +33,12 @@ from tightfit.planner.tiers import TIERS
 from tightfit.types import Checkpointing, Trainer, UserError
 from tightfit.web.bodies import body_of
 from tightfit.web.pages import page, part
-from tightfit.web.plan_answer import Answered, answer_to, check_model, is_at_hand, remembered
-from tightfit.web.plan_drawing import Drawn, drawn, gib
+from tightfit.web.plan_answer import Answered, answer_to, check_model, is_at_hand, recall
+from tightfit.web.plan_drawing import DrawnPlan, draw, gib
 from tightfit.web.plan_guess import guessed
 from tightfit.web.plan_heat import Heat, heat_of
 from tightfit.web.plan_most import most_of
-from tightfit.web.plan_question import DEFAULTS, MOST_CONFIG_BYTES, PINS, asked_of, block_of, filled
+from tightfit.web.plan_question import DEFAULTS, MOST_CONFIG_BYTES, PINS, block_of, fill_form, read_address
 from tightfit.web.threads import beside
 from tightfit.web.words import language_of, words
 
@@ -54,7 +54,7 @@ async def _plan(request: Request) -> Response:
     values, status = {}, 200
     problem: Message | str = ""
     try:
-        answer = await _answered(request, advice=True)
+        answer = await _find_answer(request, advice=True)
         values = await beside(partial(_all_of, answer, language_of(request)))
     except UserError as error:
         problem, status = error.said, 400
@@ -66,10 +66,10 @@ async def _answer(request: Request) -> Response:
     """For the page's script: the answer alone, or the sentence that says what is wrong."""
     advice = request.query_params.get("advice") == "1"
     try:
-        answer = await _answered(request, advice=advice)
+        answer = await _find_answer(request, advice=advice)
     except UserError as error:
         return HTMLResponse(part(request, "plan_problem.html", problem=error.said))
-    found = await beside(partial(_drawn, answer, language_of(request), advice=advice))
+    found = await beside(partial(_draw, answer, language_of(request), advice=advice))
     return HTMLResponse(part(request, "plan_answer.html", **found))
 
 
@@ -83,21 +83,21 @@ async def _guess(request: Request) -> Response:
 
 
 def _guessed(pairs: list[tuple[str, str]], language: str) -> dict[str, object] | None:
-    asked = asked_of(pairs)
-    last = remembered(dict(pairs).get("like", ""))
+    asked = read_address(pairs)
+    last = recall(dict(pairs).get("like", ""))
     if last is None or not is_at_hand(asked) or asked.get("tier"):
         return None
-    return _drawn(guessed(asked, last), language, advice=False)
+    return _draw(guessed(asked, last), language, advice=False)
 
 
 async def _json(request: Request) -> Response:
     """What the page is drawn from: the same object as `tightfit plan --json` prints."""
-    answer = await _answered(request, advice=True)
+    answer = await _find_answer(request, advice=True)
     return JSONResponse(report(answer.tiered or answer.plan, None))
 
 
 async def _heat(request: Request) -> Response:
-    answer = await _answered(request, advice=False)
+    answer = await _find_answer(request, advice=False)
     async with _slow:
         await _still_there(request)
         found = await beside(partial(heat_of, answer, others=True))
@@ -105,22 +105,28 @@ async def _heat(request: Request) -> Response:
 
 
 async def _files(request: Request) -> Response:
-    answer = await _answered(request, advice=False)
+    answer = await _find_answer(request, advice=False)
     values = await beside(partial(_files_of, answer))
     return HTMLResponse(part(request, "plan_files.html", **values))
 
 
 async def _zip(request: Request) -> Response:
-    answer = await _answered(request, advice=False)
+    answer = await _find_answer(request, advice=False)
     files = await beside(lambda: answer.files)
     if isinstance(files, str) or not files:
         raise HTTPException(404)
-    return _download(_zipped(files), "application/zip", "tightfit-plan.zip")
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, text in files.items():
+            entry = zipfile.ZipInfo(f"tightfit-plan/{name}", (1980, 1, 1, 0, 0, 0))
+            entry.external_attr = (0o755 if name.endswith(".sh") else 0o644) << 16
+            packed.writestr(entry, text, zipfile.ZIP_DEFLATED)
+    return _download(made.getvalue(), "application/zip", "tightfit-plan.zip")
 
 
 async def _saved(request: Request) -> Response:
     """The view as one file that needs neither server nor script."""
-    answer = await _answered(request, advice=True)
+    answer = await _find_answer(request, advice=True)
     async with _slow:
         await _still_there(request)
         values = await beside(partial(_all_of, answer, language_of(request), others=True))
@@ -132,7 +138,7 @@ async def _saved(request: Request) -> Response:
 async def _most(request: Request) -> Response:
     """For the page's script: what to set in the form, so that it is the most that fits."""
     try:
-        asked = await beside(partial(asked_of, request.query_params.multi_items()))
+        asked = await beside(partial(read_address, request.query_params.multi_items()))
         await beside(partial(check_model, asked))
         async with _slow:
             await _still_there(request)
@@ -155,8 +161,8 @@ async def _config(request: Request) -> Response:
 # --- asking ---------------------------------------------------------------------------------------
 
 
-async def _answered(request: Request, *, advice: bool) -> Answered:
-    asked = await beside(partial(asked_of, request.query_params.multi_items()))
+async def _find_answer(request: Request, *, advice: bool) -> Answered:
+    asked = await beside(partial(read_address, request.query_params.multi_items()))
     await beside(partial(check_model, asked))  # the network may be slow: nobody else waits for it
     async with _quick:
         await _still_there(request)
@@ -188,9 +194,9 @@ _NOTHING: dict[str, object] = {
 }
 
 
-def _drawn(answer: Answered, language: str, *, advice: bool) -> dict[str, object]:
+def _draw(answer: Answered, language: str, *, advice: bool) -> dict[str, object]:
     said = words(language)["plan"]
-    found = drawn(answer, said, language, advice=advice)
+    found = draw(answer, said, language, advice=advice)
     return {
         "found": found,
         "verdict": verdict(found, said),
@@ -210,10 +216,10 @@ def _files_of(answer: Answered) -> dict[str, object]:
 
 def _all_of(answer: Answered, language: str, *, others: bool = False) -> dict[str, object]:
     heat: Heat | None = heat_of(answer, others=others)
-    return {**_drawn(answer, language, advice=True), **_files_of(answer), "heat": heat}
+    return {**_draw(answer, language, advice=True), **_files_of(answer), "heat": heat}
 
 
-def verdict(found: Drawn, said: dict[str, str]) -> str:
+def verdict(found: DrawnPlan, said: dict[str, str]) -> str:
     """The answer in one sentence, which is read out as it changes."""
     if not found.ways:
         return said["verdict_none"]
@@ -257,7 +263,7 @@ def before_the_start(answer: Answered) -> tuple[str, ...]:
 
 def _form(request: Request, machine: str) -> dict[str, object]:
     pairs = request.query_params.multi_items()
-    values = filled(pairs)
+    values = fill_form(pairs)
     more = (*(lever.flag for lever in PINS), "margin", "max_steps", "samples")
     return {
         "values": values,
@@ -290,16 +296,6 @@ def _machine() -> str:
     except UserError:
         return ""
     return "" if here.gpu.vendor == "cpu" else f"{here.gpus_per_node} × {here.gpu.name}"
-
-
-def _zipped(files: dict[str, str]) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as packed:
-        for name, text in files.items():
-            entry = zipfile.ZipInfo(f"tightfit-plan/{name}", (1980, 1, 1, 0, 0, 0))
-            entry.external_attr = (0o755 if name.endswith(".sh") else 0o644) << 16
-            packed.writestr(entry, text, zipfile.ZIP_DEFLATED)
-    return made.getvalue()
 
 
 def _download(data: bytes, kind: str, name: str) -> Response:

@@ -33,7 +33,7 @@ EVENT_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RunRow:
     """One run in the list. None: nobody says."""
 
     word: str
@@ -47,12 +47,12 @@ class Row:
     """When the run last said something."""
 
 
-def rows_of(found: FoundRuns, roots: tuple[Path, ...]) -> list[Row]:
+def rows_of(found: FoundRuns, roots: tuple[Path, ...]) -> list[RunRow]:
     """A line for each."""
     return [_row(run, roots) for run in found.runs]
 
 
-def _row(run: FoundRun, roots: tuple[Path, ...]) -> Row:
+def _row(run: FoundRun, roots: tuple[Path, ...]) -> RunRow:
     events = RunFolder(run.path).events
     last, ended = None, False
     for line in reversed(last_lines(events, EVENT_BYTES)):
@@ -61,7 +61,7 @@ def _row(run: FoundRun, roots: tuple[Path, ...]) -> Row:
         if isinstance(event, Step):
             last = event
             break
-    return Row(
+    return RunRow(
         word=run.word,
         name=_name(run, roots),
         state=state_of(read_run(run.path), ended, read_attempts(run.path)),
@@ -69,7 +69,7 @@ def _row(run: FoundRun, roots: tuple[Path, ...]) -> Row:
         steps=None if last is None else last.steps,
         loss=None if last is None else last.loss,
         tokens_per_s=None if last is None else last.tokens_per_s,
-        changed=_changed(events),
+        changed=_read_tag(events),
     )
 
 
@@ -82,7 +82,7 @@ def _name(run: FoundRun, roots: tuple[Path, ...]) -> str:
     return below if len(roots) == 1 else f"{root.name}/{below}"
 
 
-def _changed(events: Path) -> str | None:
+def _read_tag(events: Path) -> str | None:
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(events.stat().st_mtime))
     except OSError:
@@ -90,18 +90,18 @@ def _changed(events: Path) -> str | None:
 
 
 async def _list(request: Request) -> Response:
-    return page(request, "runs.html", 200, **await _found(request))
+    return page(request, "runs.html", 200, **await _list_found(request))
 
 
 async def _table(request: Request) -> Response:
     """The table alone, for the page's script."""
-    return HTMLResponse(part(request, "runs_table.html", **await _found(request)))
+    return HTMLResponse(part(request, "runs_table.html", **await _list_found(request)))
 
 
-async def _found(request: Request) -> dict[str, object]:
+async def _list_found(request: Request) -> dict[str, object]:
     roots: tuple[Path, ...] = request.app.state.site.roots
 
-    def look() -> tuple[FoundRuns, list[Row]]:
+    def look() -> tuple[FoundRuns, list[RunRow]]:
         found = request.app.state.finder.find()
         return found, rows_of(found, roots)
 
@@ -110,13 +110,13 @@ async def _found(request: Request) -> dict[str, object]:
 
 
 async def _run(request: Request) -> Response:
-    run, word = _asked(request)
+    run, word = _read_request(request)
     row = await beside(partial(_row, FoundRun(word=word, path=run), request.app.state.site.roots))
     return page(request, "run.html", row=row, folder=str(run))
 
 
 async def _stream(request: Request) -> Response:
-    run, _ = _asked(request)
+    run, _ = _read_request(request)
     last = request.headers.get("last-event-id", "")
     messages = _retold(request.app.state.hub.follow(run, last), language_of(request))
     return StreamingResponse(messages, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
@@ -135,7 +135,7 @@ async def _retold(messages: AsyncGenerator[bytes, None], language: str) -> Async
 
 
 async def _log(request: Request) -> Response:
-    run, _ = _asked(request)
+    run, _ = _read_request(request)
     name = request.query_params.get("name", "")
     if not name.endswith(".log"):
         raise HTTPException(NO_RUN)
@@ -159,7 +159,7 @@ def log_tail(path: Path) -> str:
     return masked("\n".join(lines[-LOG_LINES:]))
 
 
-def _asked(request: Request) -> tuple[Path, str]:
+def _read_request(request: Request) -> tuple[Path, str]:
     word = request.query_params.get("run", "")
     return run_at(request.app.state.site.roots, word), word
 

@@ -100,16 +100,13 @@ class Series:
             return
         buckets.append(bucket)
         if len(buckets) > self._most:
-            self._halve()
-
-    def _halve(self) -> None:
-        halved = []
-        for place in range(0, len(self._buckets), 2):
-            first = self._buckets[place]
-            for second in self._buckets[place + 1 : place + 2]:
-                first.take(second)
-            halved.append(first)
-        self._buckets, self._each, self._told = halved, 2 * self._each, 0
+            halved = []
+            for place in range(0, len(self._buckets), 2):
+                first = self._buckets[place]
+                for second in self._buckets[place + 1 : place + 2]:
+                    first.take(second)
+                halved.append(first)
+            self._buckets, self._each, self._told = halved, 2 * self._each, 0
 
     def whole(self) -> Change:
         return Change(start=0, each=self._each, rows=[bucket.row() for bucket in self._buckets])

@@ -49,7 +49,7 @@ def state_of(record: RunRecord | None, history_ended: bool, attempts: tuple[Atte
     return record.state if record.state in ("done", "stopped", "failed", "interrupted") else "ended"
 
 
-class Sight:
+class RunSight:
     """Looks at one run's folder again and again. Nothing is written there, and nothing held."""
 
     def __init__(self, run: Path) -> None:
@@ -151,7 +151,8 @@ class Sight:
             rows = self._cards(eye, ranks, worker)
         elif worker is not None and not on_gpu:
             rows = [
-                _held(rank.name.replace("-", " "), rank.now_bytes, rank.peak_bytes, planned, total) for rank in ranks
+                _draw_held(rank.name.replace("-", " "), rank.now_bytes, rank.peak_bytes, planned, total)
+                for rank in ranks
             ]
         steps = self.history.steps()
         if not rows and steps:  # what the run itself has said
@@ -160,7 +161,7 @@ class Sight:
                 now, peak = last.now_bytes, max(step.peak_bytes or 0 for step in steps)
             else:
                 now, peak = last.host_bytes, max(step.host_bytes or 0 for step in steps)
-            rows = [_held("rank 0", now, peak or None, planned, total)]
+            rows = [_draw_held("rank 0", now, peak or None, planned, total)]
         return {"rows": rows, "on_gpu": on_gpu, "planned": planned, "card": total, "host": None}
 
     def _cards(self, eye: MachineEye, ranks: tuple[Rank, ...], worker: WorkerFile | None) -> list[Section]:
@@ -174,7 +175,9 @@ class Sight:
             if card.used_bytes is not None:
                 peaks[card.index] = max(card.used_bytes, peaks.get(card.index, 0))
             planned = None if worker is None else worker.required_bytes
-            rows.append(_held(f"GPU {card.index}", card.used_bytes, peaks.get(card.index), planned, card.total_bytes))
+            rows.append(
+                _draw_held(f"GPU {card.index}", card.used_bytes, peaks.get(card.index), planned, card.total_bytes)
+            )
         return rows
 
     def _lights(
@@ -244,7 +247,7 @@ class Sight:
         return rows
 
 
-def _held(name: str, now: int | None, peak: int | None, planned: int | None, total: int | None) -> Section:
+def _draw_held(name: str, now: int | None, peak: int | None, planned: int | None, total: int | None) -> Section:
     return {"name": name, "now": now, "peak": peak, "planned": planned, "total": total}
 
 

@@ -29,7 +29,7 @@ class Site:
     @property
     def link(self) -> str:
         """What the user opens."""
-        return f"http://{written_host(self.host)}:{self.port}/?token={self.token}"
+        return f"http://{format_host(self.host)}:{self.port}/?token={self.token}"
 
 
 def is_loopback(host: str) -> bool:
@@ -47,7 +47,7 @@ def as_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
         return None
 
 
-def written_host(host: str) -> str:
+def format_host(host: str) -> str:
     """As an address bar wants it; what listens everywhere can be reached here."""
     address = as_address(host)
     if address is not None and address.is_unspecified:

@@ -16,7 +16,7 @@ CLOSE = {"Connection": "close"}
 _awaited: set[asyncio.Future[Any]] = set()
 
 
-async def waited_for(future: asyncio.Future[T]) -> T:
+async def wait_for(future: asyncio.Future[T]) -> T:
     """What comes of it; HTTPException: the server ends before."""
     _awaited.add(future)
     try:
@@ -61,4 +61,4 @@ async def beside(work: Callable[[], T]) -> T:
             return
 
     threading.Thread(target=run, name="tightfit-page", daemon=True).start()
-    return await waited_for(answer)
+    return await wait_for(answer)

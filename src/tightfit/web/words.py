@@ -42,11 +42,8 @@ def language_of(request: Request) -> Language:
     for said in (request.query_params.get("lang"), request.cookies.get(COOKIE)):
         if said in LANGUAGES:
             return said
-    return _wished(request.headers.get("accept-language", ""))
-
-
-def _wished(header: str) -> Language:
-    """`zh-CN,zh;q=0.9,en;q=0.8` → zh."""
+    # `zh-CN,zh;q=0.9,en;q=0.8` → zh.
+    header = request.headers.get("accept-language", "")
     wishes = []
     for place, entry in enumerate(header[:1000].split(",")):
         tag, _, rest = entry.strip().partition(";")

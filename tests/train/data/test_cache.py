@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tightfit.train.data import DataSpec, Split, open_samples
-from tightfit.train.data.cache import staged
+from tightfit.train.data.cache import stage
 from tightfit.train.data.sources import SHIPPED
 from tightfit.types import ConfigError
 
@@ -240,12 +240,12 @@ def test_somebodys_files_in_the_cache_stay(tmp_path: Path) -> None:
         place.mkdir()
         (place / "tokens.bin").write_bytes(b"tokens")
         (place / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match=r"thesis\.tex was not written by tightfit"), staged(folder) as staging:
+    with pytest.raises(ConfigError, match=r"thesis\.tex was not written by tightfit"), stage(folder) as staging:
         (staging / "tokens.bin").write_bytes(b"new")
     for place in (folder, left):
         assert sorted(path.name for path in place.iterdir()) == ["thesis.tex", "tokens.bin"]
         (place / "thesis.tex").unlink()
-    with staged(folder) as staging:
+    with stage(folder) as staging:
         (staging / "tokens.bin").write_bytes(b"new")
     assert (folder / "tokens.bin").read_bytes() == b"new"
     assert not left.exists()

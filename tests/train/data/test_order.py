@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.train.data import Order
-from tightfit.train.data.order import permuted
+from tightfit.train.data.order import permute
 
 
 @given(count=st.integers(1, 400), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 5))
 @settings(max_examples=100, deadline=None)
 def test_an_epoch_has_every_sample_once(count: int, seed: int, epoch: int) -> None:
-    order = permuted(np.arange(count), count, seed, epoch)
+    order = permute(np.arange(count), count, seed, epoch)
     assert sorted(order.tolist()) == list(range(count))
 
 
@@ -36,13 +36,13 @@ def test_a_step_needs_no_step_before_it() -> None:
 
 
 def test_epochs_and_seeds_differ() -> None:
-    epochs = [permuted(np.arange(500), 500, seed, epoch).tolist() for seed in range(3) for epoch in range(3)]
+    epochs = [permute(np.arange(500), 500, seed, epoch).tolist() for seed in range(3) for epoch in range(3)]
     assert len({tuple(each) for each in epochs}) == 9
 
 
 def test_it_looks_shuffled() -> None:
     """Neighbours of a random permutation are a third of the range apart on average, and hardly any are neighbours."""
-    order = permuted(np.arange(10_000), 10_000, 1, 0)
+    order = permute(np.arange(10_000), 10_000, 1, 0)
     gaps = np.abs(np.diff(order))
     assert 3_100 < gaps.mean() < 3_600
     assert (gaps == 1).mean() < 0.002

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tightfit.train.data import DataSpec, Samples, Split, describe, said
-from tightfit.train.data.cache import open_store, wanted
+from tightfit.train.data import DataSpec, Samples, Split, describe, explain
+from tightfit.train.data.cache import identify, open_store
 from tightfit.train.data.recipe import read_recipe, resolve
 from tightfit.train.data.samples import IGNORED
 from tightfit.train.data.sources import SHIPPED
@@ -94,7 +94,7 @@ def test_ablations_change_prompts_and_nothing_else(built: Built, bytes_tokenizer
     assert all([answers(part, bytes_tokenizer) for part in parts] == first for parts in arms.values())
     assert len({tuple(prompts(train, bytes_tokenizer)) for train, _ in arms.values()}) == len(ARMS)
     codec = codec_of(bytes_tokenizer, None)
-    stores = [open_store(wanted(replace(PERSONA, ablation=name), codec, cache).folder(cache)) for name in ARMS]
+    stores = [open_store(identify(replace(PERSONA, ablation=name), codec, cache).folder(cache)) for name in ARMS]
     assert len({store.targets for store in stores}) == 1
 
 
@@ -144,7 +144,7 @@ def test_prompts_give_way_and_answers_stay(built: Built, bytes_tokenizer: Any, c
     assert train.lengths.max() <= sequence
     assert answers(train, bytes_tokenizer) == whole
     assert describe(train).cut == describe(train).skipped == 0
-    store = open_store(wanted(spec, codec_of(bytes_tokenizer, None), cache).folder(cache))
+    store = open_store(identify(spec, codec_of(bytes_tokenizer, None), cache).folder(cache))
     lost = {each.field: each.lost / (each.lost + each.tokens) for each in store.sections}
     assert lost["history"] >= lost["scene"] >= lost["profile"] >= lost["context"]
     assert lost["history"] > lost["context"]
@@ -235,8 +235,8 @@ def test_real_persona_chat_with_its_notice(built: Built, bytes_tokenizer: Any, t
     assert records[0]["fields"]["profile"] == ["私はBBです。", "猫が好きです。"]
     assert records[0]["fields"]["traits"] == ["openness: high"]
     assert records[4]["fields"]["history"] == ["発話1-0", "発話1-2", "発話1-4"]
-    assert any("forbid imitating its speakers" in sentence for sentence in said(spec, bytes_tokenizer))
-    assert not said(PERSONA, bytes_tokenizer)
+    assert any("forbid imitating its speakers" in sentence for sentence in explain(spec, bytes_tokenizer))
+    assert not explain(PERSONA, bytes_tokenizer)
 
 
 def test_whose_turns_are_learned(tmp_path: Path) -> None:

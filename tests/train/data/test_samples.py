@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tightfit.train.data import DataSpec, Samples, Split, batch, describe, flattened, open_samples, worst
+from tightfit.train.data import DataSpec, Samples, Split, batch, describe, flatten, open_samples, worst
 from tightfit.train.data.samples import IGNORED
-from tightfit.train.data.view import packed
+from tightfit.train.data.view import pack
 
 Built = Callable[..., Split]
 Lines = Callable[..., str]
@@ -136,12 +136,12 @@ def test_packed_rows_hold_every_document_whole(built: Built, bytes_tokenizer: An
 
 def test_packing_is_quick_and_the_same_every_time() -> None:
     lengths = np.random.default_rng(0).integers(1, 2049, size=200_000)
-    order, borders = packed(lengths, 2048)
+    order, borders = pack(lengths, 2048)
     rows = np.add.reduceat(lengths[order], borders[:-1])
     assert sorted(order.tolist()) == list(range(200_000))
     assert rows.max() <= 2048
     assert rows.mean() > 0.98 * 2048
-    again = packed(lengths, 2048)
+    again = pack(lengths, 2048)
     assert (again[0] == order).all()
     assert (again[1] == borders).all()
 
@@ -169,7 +169,7 @@ def test_no_document_sees_another(built: Built, bytes_tokenizer: Any, lines: Lin
 def test_rows_after_another_in_one_row_stay_apart(built: Built, bytes_tokenizer: Any, lines: Lines) -> None:
     rows = built(DataSpec(path=lines(*documents(30)), sequence=128, packing=True), bytes_tokenizer).train
     made = batch(rows, [0, 1, 2], 257)
-    one = flattened(made)
+    one = flatten(made)
     assert one.position_ids is not None
     assert one.input_ids.shape == (1, made.input_ids.numel())
     model = tiny_llama()

@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from tightfit.train.data.cache import build_store, locked, wanted
+from tightfit.train.data.cache import build_store, identify, lock
 from tightfit.train.data.order import Order
 from tightfit.train.data.samples import (
-    Batch,
     Description,
     GeneratedRows,
     Sample,
     Samples,
     Split,
+    TokenBatch,
     batch,
     describe,
-    flattened,
+    flatten,
     worst,
 )
 from tightfit.train.data.spec import GENERATED_SAMPLES, DataSpec, check_spec
@@ -34,22 +34,22 @@ from tightfit.train.data.tokens import byte_tokenizer, codec_of, load_tokenizer,
 from tightfit.train.data.view import build_view, open_view
 
 __all__ = [
-    "Batch",
     "DataSpec",
     "Description",
     "Order",
     "Sample",
     "Samples",
     "Split",
+    "TokenBatch",
     "batch",
     "byte_tokenizer",
     "describe",
-    "flattened",
+    "explain",
+    "flatten",
     "load_tokenizer",
     "open_samples",
     "pad_id",
     "prepare",
-    "said",
     "worst",
 ]
 
@@ -59,8 +59,8 @@ def prepare(spec: DataSpec, tokenizer: Any, cache: Path, progress: Callable[[int
     check_spec(spec)
     if spec.generated:
         return
-    want = wanted(spec, codec_of(tokenizer, spec.template), cache)
-    with locked(cache, want.key):
+    want = identify(spec, codec_of(tokenizer, spec.template), cache)
+    with lock(cache, want.key):
         build_store(want, cache, progress)
         build_view(want, cache)
 
@@ -69,11 +69,19 @@ def open_samples(spec: DataSpec, tokenizer: Any, cache: Path) -> Split:
     """The samples of a prepared data set; every rank maps the same files."""
     check_spec(spec)
     if spec.generated:
-        return _generated(spec, len(tokenizer))
-    return open_view(wanted(spec, codec_of(tokenizer, spec.template), cache), cache)
+        vocabulary = len(tokenizer)
+        count = min(spec.samples or GENERATED_SAMPLES, spec.max_samples or 2**62)
+        held = (
+            min(count - 1, max(1, round(spec.evaluation_split * count))) if spec.evaluation_split and count > 1 else 0
+        )
+        return Split(
+            train=_random(spec, vocabulary, 0, count - held),
+            held=_random(spec, vocabulary, count - held, held) if held else None,
+        )
+    return open_view(identify(spec, codec_of(tokenizer, spec.template), cache), cache)
 
 
-def said(spec: DataSpec, tokenizer: Any) -> tuple[str, ...]:
+def explain(spec: DataSpec, tokenizer: Any) -> tuple[str, ...]:
     """What was chosen for the user and has to be known, a sentence each: to be shown once."""
     from tightfit.train.data.recipe import resolve
 
@@ -81,15 +89,6 @@ def said(spec: DataSpec, tokenizer: Any) -> tuple[str, ...]:
         return ("No data is named: the samples are random tokens.",)
     resolved = resolve(spec) if spec.by_recipe else None
     return (*codec_of(tokenizer, spec.template).said, *(resolved.said if resolved else ()))
-
-
-def _generated(spec: DataSpec, vocabulary: int) -> Split:
-    count = min(spec.samples or GENERATED_SAMPLES, spec.max_samples or 2**62)
-    held = min(count - 1, max(1, round(spec.evaluation_split * count))) if spec.evaluation_split and count > 1 else 0
-    return Split(
-        train=_random(spec, vocabulary, 0, count - held),
-        held=_random(spec, vocabulary, count - held, held) if held else None,
-    )
 
 
 def _random(spec: DataSpec, vocabulary: int, first: int, count: int) -> Samples:

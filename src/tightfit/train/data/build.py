@@ -43,7 +43,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class FilePart:
     """A part of a file that one process encodes."""
 
     path: str
@@ -63,7 +63,7 @@ class Task:
     """A piece, and what to do with it."""
 
     number: int
-    piece: Piece
+    piece: FilePart
     folder: str
     layout: Layout
     sequence: int
@@ -86,7 +86,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class BadExample:
     """An example that cannot be used. Where its piece begins, the parent finds out."""
 
     line: int
@@ -119,14 +119,14 @@ class _Tally:
 # --- pieces ---------------------------------------------------------------------------------------
 
 
-def pieces_of(path: Path, kind: Literal["text", "lines"], *, unit: str = "line", named: str = "") -> Iterator[Piece]:
+def pieces_of(path: Path, kind: Literal["text", "lines"], *, unit: str = "line", named: str = "") -> Iterator[FilePart]:
     """A file in pieces that begin and end with lines. The borders depend on the file alone."""
     size = path.stat().st_size
     start = 0
     with path.open("rb") as file:
         while start < size:
             end = _border(file, min(start + PIECE_BYTES, size), size, kind)
-            yield Piece(
+            yield FilePart(
                 path=str(path),
                 kind=kind,
                 start=start,
@@ -165,7 +165,7 @@ def _prompter(recipe: str, folder: str, sequence: int, overlong: Literal["skip",
     return prompter_of(recipe, _encoder(folder, sequence, overlong))
 
 
-def encode_piece(task: Task) -> Counts | Fault:
+def encode_piece(task: Task) -> Counts | BadExample:
     """Write the shard of one piece."""
     encoder = _encoder(task.folder, task.sequence, task.overlong)
     base = Path(task.folder) / f"shard-{task.number:07d}"
@@ -179,9 +179,9 @@ def encode_piece(task: Task) -> Counts | Fault:
                 try:
                     _encode_line(raw, task, encoder, shard, tally)
                 except (ExampleError, ConfigError) as error:
-                    return Fault(line=line, text=str(error))
+                    return BadExample(line=line, text=str(error))
         except UnicodeDecodeError:
-            return Fault(line=line, text="")
+            return BadExample(line=line, text="")
     return tally.counts()
 
 
@@ -212,7 +212,7 @@ def _encode_line(raw: str, task: Task, encoder: Encoder, shard: _Shard, tally: _
         shard.add(sample, groups)
 
 
-def _lines(piece: Piece) -> Iterator[tuple[int, str]]:
+def _lines(piece: FilePart) -> Iterator[tuple[int, str]]:
     with open(piece.path, "rb") as file:
         file.seek(piece.start)
         number, at = 0, piece.start
@@ -227,7 +227,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, str]]:
             number += 1
 
 
-def _encode_text(piece: Piece, encoder: Encoder, base: Path) -> Counts | Fault:
+def _encode_text(piece: FilePart, encoder: Encoder, base: Path) -> Counts | BadExample:
     """Tokens alone: the samples of a text reach over the borders of pieces, and the parent cuts them."""
     with open(piece.path, "rb") as file:
         file.seek(piece.start)
@@ -235,7 +235,7 @@ def _encode_text(piece: Piece, encoder: Encoder, base: Path) -> Counts | Fault:
     try:
         text = (raw.removeprefix(b"\xef\xbb\xbf") if piece.first else raw).decode("utf-8")
     except UnicodeDecodeError:
-        return Fault(line=0, text="")
+        return BadExample(line=0, text="")
     tokens = 0
     with open(f"{base}.tokens", "wb") as file:
         for ids in encoder.document(text, begins=piece.first, ends=piece.last):
@@ -290,14 +290,14 @@ def encode_pieces(tasks: list[Task], progress: Progress) -> Iterator[tuple[Task,
     done = 0
     progress(0, total, "tokenising")
     for task, outcome in _run(tasks, total):
-        if isinstance(outcome, Fault):
+        if isinstance(outcome, BadExample):
             raise _sentence(task.piece, outcome)
         done += task.piece.end - task.piece.start
         progress(done, total, "tokenising")
         yield task, outcome
 
 
-def _run(tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, Counts | Fault]]:
+def _run(tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, Counts | BadExample]]:
     workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(tasks))
     if workers < 2 or total_bytes < ALONE_BYTES:
         for task in tasks:
@@ -334,7 +334,7 @@ def _end_with_the_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _sentence(piece: Piece, fault: Fault) -> ConfigError:
+def _sentence(piece: FilePart, fault: BadExample) -> ConfigError:
     if not fault.text:
         return not_utf8(Path(piece.path))
     before = 0

@@ -33,11 +33,11 @@ import numpy.typing as npt
 from tightfit.owned import check_ours, find_strangers, flock, move_file, open_own, remove_folder, replace_file
 from tightfit.runs.layout import DATA_BUILDING, DATA_SET
 from tightfit.runs.processes import is_alive
-from tightfit.train.data.build import Counts, Piece, Progress, Task, append, encode_pieces, pieces_of
+from tightfit.train.data.build import Counts, Progress, Task, append, encode_pieces, pieces_of
 from tightfit.train.data.layouts import RECIPE, TEXT, ExampleError, Layout, layout_of
 from tightfit.train.data.prompt import SectionCount
 from tightfit.train.data.recipe import Resolved, resolve
-from tightfit.train.data.sources import Hashes, Source, SourceFile, array_items, find_source, trees_in
+from tightfit.train.data.sources import DataSource, Hashes, SourceFile, array_items, find_source, trees_in
 from tightfit.train.data.spec import DataSpec
 from tightfit.train.data.tokens import Codec
 from tightfit.types import ConfigError
@@ -56,7 +56,7 @@ class Wanted:
 
     spec: DataSpec
     codec: Codec
-    source: Source | None
+    source: DataSource | None
     resolved: Resolved | None
     """A recipe with its ablation."""
     key: str
@@ -84,7 +84,7 @@ class Store:
     sections: tuple[SectionCount, ...]
 
 
-def wanted(spec: DataSpec, codec: Codec, cache: Path) -> Wanted:
+def identify(spec: DataSpec, codec: Codec, cache: Path) -> Wanted:
     """What the job asks for, and the name that it has in the cache."""
     hashes = Hashes(cache)
     resolved = resolve(spec) if spec.by_recipe else None
@@ -119,7 +119,7 @@ def build_store(want: Wanted, cache: Path, progress: Progress) -> None:
     folder = want.folder(cache)
     if (folder / MANIFEST).is_file():
         return
-    with staged(folder) as staging:
+    with stage(folder) as staging:
         want.codec.save(staging / "codec.json")
         tasks = list(_tasks(want, staging, progress))
         masked = any(task.piece.kind == "lines" and task.layout.kind != "text" for task in tasks)
@@ -221,7 +221,13 @@ class _Assembly:
         base = self.folder / f"shard-{task.number:07d}"
         append(Path(f"{base}.tokens"), self.out["tokens"])
         if task.piece.kind == "text":
-            self._take_text(task.piece, counts)
+            if task.piece.first:
+                self.text_start = self.tokens
+            if self.masked:
+                for _ in range(0, counts.tokens, 2**20):
+                    self.out["learned"].write(b"\1" * min(2**20, counts.tokens))
+                self.out["learned"].truncate(self.tokens + counts.tokens)
+                self.out["learned"].seek(self.tokens + counts.tokens)
         else:
             self._take_lines(base)
         self.tokens += counts.tokens
@@ -232,25 +238,13 @@ class _Assembly:
         for each in counts.sections:
             self.sections[each.field] = self.sections.get(each.field, SectionCount(field=each.field)).plus(each)
         if task.piece.kind == "text" and task.piece.last:
-            self._cut_text()
-
-    def _take_text(self, piece: Piece, counts: Counts) -> None:
-        if piece.first:
-            self.text_start = self.tokens
-        if self.masked:
-            for _ in range(0, counts.tokens, 2**20):
-                self.out["learned"].write(b"\1" * min(2**20, counts.tokens))
-            self.out["learned"].truncate(self.tokens + counts.tokens)
-            self.out["learned"].seek(self.tokens + counts.tokens)
-
-    def _cut_text(self) -> None:
-        """The samples of a whole text. A last token alone has nothing to be predicted from, and is left."""
-        for first in range(self.text_start, self.tokens, INDEX_BLOCK * self.sequence):
-            last = min(first + INDEX_BLOCK * self.sequence, self.tokens)
-            starts = np.arange(first, last, self.sequence, dtype="<i8")
-            lengths = np.minimum(self.tokens - starts, self.sequence)
-            keep = lengths > 1
-            self._index(starts[keep], lengths[keep], lengths[keep] - 1)
+            # The samples of a whole text. A last token alone has nothing to be predicted from, and is left.
+            for first in range(self.text_start, self.tokens, INDEX_BLOCK * self.sequence):
+                last = min(first + INDEX_BLOCK * self.sequence, self.tokens)
+                starts = np.arange(first, last, self.sequence, dtype="<i8")
+                lengths = np.minimum(self.tokens - starts, self.sequence)
+                keep = lengths > 1
+                self._index(starts[keep], lengths[keep], lengths[keep] - 1)
 
     def _take_lines(self, base: Path) -> None:
         learned = Path(f"{base}.learned")
@@ -315,7 +309,7 @@ def _check_arms(want: Wanted, targets: str, cache: Path) -> None:
 
 
 @contextmanager
-def locked(cache: Path, key: str) -> Iterator[None]:
+def lock(cache: Path, key: str) -> Iterator[None]:
     """One builder at a time. The lock goes with its process, however that ends."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -331,7 +325,7 @@ def locked(cache: Path, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Path]:
+def stage(folder: Path) -> Iterator[Path]:
     """A folder to build in, which takes its real name once everything is in it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".building-{folder.name}-*"):  # of a build that was killed
@@ -377,13 +371,13 @@ def _sync(folder: Path) -> None:
 def open_store(folder: Path) -> Store:
     """The documents of a finished folder."""
     values = read_manifest(folder)
-    groups = mapped(folder / "groups.bin", "<i4")
+    groups = map_file(folder / "groups.bin", "<i4")
     return Store(
-        tokens=needed(folder / "tokens.bin", values["dtype"]),
-        learned=mapped(folder / "learned.bin", "u1"),
-        starts=needed(folder / "starts.bin", "<i8"),
-        lengths=needed(folder / "lengths.bin", "<i4"),
-        losses=needed(folder / "losses.bin", "<i8"),
+        tokens=map_needed_file(folder / "tokens.bin", values["dtype"]),
+        learned=map_file(folder / "learned.bin", "u1"),
+        starts=map_needed_file(folder / "starts.bin", "<i8"),
+        lengths=map_needed_file(folder / "lengths.bin", "<i4"),
+        losses=map_needed_file(folder / "losses.bin", "<i8"),
         groups=None if groups is None else groups.reshape(-1, 2),
         cut=values["cut"],
         skipped=values["skipped"],
@@ -401,7 +395,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return values
 
 
-def mapped(path: Path, dtype: str) -> npt.NDArray[Any] | None:
+def map_file(path: Path, dtype: str) -> npt.NDArray[Any] | None:
     """The numbers of a file, read only where they are looked at; None: there is no such file."""
     if not path.is_file():
         return None
@@ -410,8 +404,8 @@ def mapped(path: Path, dtype: str) -> npt.NDArray[Any] | None:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def needed(path: Path, dtype: str) -> npt.NDArray[Any]:
-    found = mapped(path, dtype)
+def map_needed_file(path: Path, dtype: str) -> npt.NDArray[Any]:
+    found = map_file(path, dtype)
     if found is None:
         raise ConfigError(f"the cache {path.parent} has lost {path.name}: delete it, and it will be built again")
     return found

@@ -125,17 +125,17 @@ class ChatTemplate:
         last = max((at for at, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
         made = list(turns[: last + 1])
         if not self.takes_system:
-            made = _folded(made)
+            made = _fold_system_turns(made)
         first = 1 if made and made[0].role == "system" else 0
         if made and made[first].role == "assistant" and not self.takes_answer_first:
             made.insert(first, Turn("user", STAND_IN))
-        return tuple(made if self.takes_repeats else _merged(made))
+        return tuple(made if self.takes_repeats else _merge_turns(made))
 
     # --- where the answers are --------------------------------------------------------------------
 
     def rendered(self, turns: Sequence[Turn], *, last_only: bool = False) -> Rendered:
         """The chat as text with its answers, of which `last_only` keeps one."""
-        turns = tuple(replace(turn, content=_unmarked(turn.content)) for turn in self.arranged(turns))
+        turns = tuple(replace(turn, content=_strip_marks(turn.content)) for turn in self.arranged(turns))
         try:
             whole = self.render(turns)
             if OPEN in whole:
@@ -183,11 +183,11 @@ def _marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     return plain, tuple(answers)
 
 
-def _unmarked(text: str) -> str:
+def _strip_marks(text: str) -> str:
     return text.replace(OPEN, "").replace(CLOSE, "") if OPEN in text or CLOSE in text else text
 
 
-def _folded(turns: Sequence[Turn]) -> list[Turn]:
+def _fold_system_turns(turns: Sequence[Turn]) -> list[Turn]:
     """System turns as the beginning of the user's turn that follows."""
     made: list[Turn] = []
     waiting = ""
@@ -205,7 +205,7 @@ def _folded(turns: Sequence[Turn]) -> list[Turn]:
     return made
 
 
-def _merged(turns: Sequence[Turn]) -> list[Turn]:
+def _merge_turns(turns: Sequence[Turn]) -> list[Turn]:
     """Neighbours of one role as one turn."""
     made: list[Turn] = []
     for turn in turns:

@@ -40,7 +40,7 @@ LOOK_BACK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class AnswerRecord:
     """One answer with all that could stand before it."""
 
     name: str
@@ -62,11 +62,11 @@ class Record:
         }
 
 
-Talk = tuple[frozenset[str], tuple[Record, ...]]
+Talk = tuple[frozenset[str], tuple[AnswerRecord, ...]]
 """The people, and the answers that they give."""
 
 
-class _Reader(Protocol):
+class _CorpusReader(Protocol):
     def talks(self) -> Iterator[Talk]: ...
 
 
@@ -78,12 +78,12 @@ class Talks:
     files: tuple[Path, ...]
     """Everything that is read, to be hashed."""
     fields: tuple[str, ...]
-    reader: _Reader
+    reader: _CorpusReader
     said: tuple[str, ...] = ()
 
     def records(self, shuffled: frozenset[str] = frozenset()) -> Iterator[dict[str, Any]]:
         """Every record in order; `shuffled` fields are those of other people's."""
-        talks = self.reader.talks() if not shuffled else _shuffled(self.reader.talks(), shuffled, self.name)
+        talks = self.reader.talks() if not shuffled else _shuffle(self.reader.talks(), shuffled, self.name)
         for _, records in talks:
             for record in records:
                 yield record.plain()
@@ -132,7 +132,7 @@ def _check_target(target: str, path: str) -> None:
 # --- shuffling ------------------------------------------------------------------------------------
 
 
-def _shuffled(talks: Iterator[Talk], fields: frozenset[str], name: str) -> Iterator[Talk]:
+def _shuffle(talks: Iterator[Talk], fields: frozenset[str], name: str) -> Iterator[Talk]:
     """The same talks, with these fields from talks of other people."""
     seen: deque[Talk] = deque(maxlen=LOOK_BACK)
     ahead: deque[Talk] = deque()
@@ -195,7 +195,7 @@ class _History:
                 "context": [f"{people[speaker].name}: {line}" for speaker, line in before],
             }
             records.append(
-                Record(
+                AnswerRecord(
                     name=f"{name} turn {at + 1}",
                     fields=fields,
                     target=text,
@@ -273,7 +273,16 @@ class _RealPersonaChat:
             persona = each.get("persona") if isinstance(each, Mapping) else None
             if not isinstance(persona, list) or not all(isinstance(line, str) for line in persona):
                 raise ConfigError(f"{who} in {self.people} has no persona, which must be a list of sentences")
-            made[who] = _Person(name=who, number=number, profile=tuple(persona), traits=_traits(each, middles))
+            # `BigFive_Openness` above the middle → `openness: high`.
+            made[who] = _Person(
+                name=who,
+                number=number,
+                profile=tuple(persona),
+                traits=tuple(
+                    f"{trait.rpartition('_')[2].lower()}: {'high' if value > middles[trait] else 'low'}"
+                    for trait, value in _numbers(each)
+                ),
+            )
         return made
 
 
@@ -283,14 +292,6 @@ def _medians(people: Mapping[str, Any]) -> dict[str, float]:
         for trait, value in _numbers(each):
             values[trait].append(value)
     return {trait: median(found) for trait, found in values.items()}
-
-
-def _traits(person: Any, middles: Mapping[str, float]) -> tuple[str, ...]:
-    """`BigFive_Openness` above the middle → `openness: high`."""
-    return tuple(
-        f"{trait.rpartition('_')[2].lower()}: {'high' if value > middles[trait] else 'low'}"
-        for trait, value in _numbers(person)
-    )
 
 
 def _numbers(person: Any) -> Iterator[tuple[str, float]]:
@@ -339,7 +340,7 @@ class _Own:
                 raise ConfigError(f"{where} has no {self.speaker}, by which the recipe splits")
             fields = {key: _field(value, key, where) for key, value in tree.items() if key != self.target}
             group = numbers.setdefault(who, len(numbers))
-            record = Record(
+            record = AnswerRecord(
                 name=unit, fields=fields, target=target, speaker=who if self.speaker else "", partner="",
                 groups=(group, -1),
             )  # fmt: skip

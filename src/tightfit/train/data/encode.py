@@ -78,7 +78,7 @@ class Encoder:
     def _chunks(self, text: str) -> list[Encoded]:
         ids = np.concatenate([np.empty(0, dtype=self.codec.dtype), *self.document(text)])
         cuts = range(0, len(ids), self.sequence)
-        return [_all_learned(ids[at : at + self.sequence]) for at in cuts]
+        return [_learn_all(ids[at : at + self.sequence]) for at in cuts]
 
 
 def encoder_of(codec: Codec, sequence: int, overlong: Literal["skip", "cut"]) -> Encoder:
@@ -98,7 +98,7 @@ def blocks_of(text: str) -> list[str]:
     return [*blocks, text[at:]] if at < len(text) else blocks
 
 
-def _all_learned(ids: npt.NDArray[Any]) -> Encoded:
+def _learn_all(ids: npt.NDArray[Any]) -> Encoded:
     learned = np.ones(len(ids), dtype=np.uint8)
     learned[:1] = 0
     return Encoded(ids=ids, learned=learned)

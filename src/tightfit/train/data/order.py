@@ -40,7 +40,7 @@ class Order:
         found = np.empty_like(places)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             chosen = epochs == epoch
-            found[chosen] = permuted(places[chosen] % self.samples, self.samples, self.seed, epoch)
+            found[chosen] = permute(places[chosen] % self.samples, self.samples, self.seed, epoch)
         return found
 
     def steps_in(self, epochs: float) -> int:
@@ -48,31 +48,27 @@ class Order:
         return max(1, ceil(round(epochs * self.samples, 6) / self.window_samples))
 
 
-def permuted(places: Indices, count: int, seed: int, epoch: int) -> Indices:
+def permute(places: Indices, count: int, seed: int, epoch: int) -> Indices:
     """Where each of these numbers below `count` goes in the permutation of this seed and epoch."""
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
     shift = np.uint64(half)
-    keys = _keys(seed, epoch)
+    start = np.array([(seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % 2**64], dtype=np.uint64)
+    rounds = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0xA24BAED4963EE407)
+    keys = _mix(_mix(start) + rounds)
     values = places.astype(np.uint64)
     waiting = np.ones(len(values), dtype=bool)
     while waiting.any():
         moved = values[waiting]
         left, right = moved >> shift, moved & mask
         for key in keys:
-            left, right = right, left ^ (_mixed(right + key) & mask)
+            left, right = right, left ^ (_mix(right + key) & mask)
         values[waiting] = (left << shift) | right
         waiting = values >= np.uint64(count)
     return values.astype(np.int64)
 
 
-def _keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    start = np.array([(seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % 2**64], dtype=np.uint64)
-    rounds = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0xA24BAED4963EE407)
-    return _mixed(_mixed(start) + rounds)
-
-
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64's finaliser: every bit of the input moves about half of the output's."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

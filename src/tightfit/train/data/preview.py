@@ -183,20 +183,7 @@ def _arm_lines(resolved: Resolved, encoder: Encoder, count: int) -> Iterator[dic
 
 
 def _example(name: str, encoder: Encoder, sample: Encoded, rendered: Rendered | None) -> dict[str, Any]:
-    return {
-        "kind": "example",
-        "name": name,
-        "ablation": None,
-        "pieces": _pieces(encoder, sample),
-        "tokens": len(sample.ids),
-        "loss_tokens": sample.loss_tokens,
-        "whole_tokens": len(encoder.whole(rendered).ids) if rendered is not None else len(sample.ids),
-        "sections": [],
-    }
-
-
-def _pieces(encoder: Encoder, sample: Encoded) -> list[dict[str, Any]]:
-    """The sample's text as the tokens say it, in runs with and without loss: what is learned, not what was meant."""
+    # The sample's text as the tokens say it, in runs with and without loss: what is learned, not what was meant.
     learned = sample.learned.tolist()
     pieces = []
     start = 0
@@ -205,4 +192,13 @@ def _pieces(encoder: Encoder, sample: Encoded) -> list[dict[str, Any]]:
             text = encoder.codec.decode(sample.ids[start:at])
             pieces.append({"text": text, "loss": bool(learned[start])})
             start = at
-    return pieces
+    return {
+        "kind": "example",
+        "name": name,
+        "ablation": None,
+        "pieces": pieces,
+        "tokens": len(sample.ids),
+        "loss_tokens": sample.loss_tokens,
+        "whole_tokens": len(encoder.whole(rendered).ids) if rendered is not None else len(sample.ids),
+        "sections": [],
+    }

@@ -61,7 +61,7 @@ class Prompted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _PromptPart:
     """A section of one example while it is being shortened."""
 
     field: str
@@ -89,12 +89,12 @@ class Prompter:
         if target is None:
             return Prompted(encoded=None, rendered=None, name=name, target="", groups=groups, sections=())
         for _ in range(TRIES):
-            rendered = self._rendered(parts, target)
+            rendered = self._render(parts, target)
             encoded = self.encoder.whole(rendered)
             excess = len(encoded.ids) - self.encoder.sequence
             if excess <= 0:
                 break
-            parts = self._shortened(parts, excess)
+            parts = self._shorten(parts, excess)
         else:
             raise ExampleError("could not be brought within the sequence: make the sequence longer")
         return Prompted(
@@ -108,7 +108,7 @@ class Prompter:
 
     def _target(self, target: str) -> tuple[str | None, bool]:
         """The answer, cut where even the emptiest prompt leaves no room for all of it; None: leave the example out."""
-        least = len(self.encoder.whole(self._rendered((), target)).ids)
+        least = len(self.encoder.whole(self._render((), target)).ids)
         if least <= self.encoder.sequence:
             return target, False
         ids, places = self.encoder.codec.encode_with_places(target)
@@ -117,11 +117,11 @@ class Prompter:
             return None, False
         for count in range(keep, max(0, keep - 8), -1):  # a cut can split a word into more tokens than it was
             shorter = target[: places[count][0]]
-            if shorter and len(self.encoder.whole(self._rendered((), shorter)).ids) <= self.encoder.sequence:
+            if shorter and len(self.encoder.whole(self._render((), shorter)).ids) <= self.encoder.sequence:
                 return shorter, True
         return None, False
 
-    def _parts(self, record: Mapping[str, Any]) -> tuple[_Part, ...]:
+    def _parts(self, record: Mapping[str, Any]) -> tuple[_PromptPart, ...]:
         made = []
         for order, section in enumerate(self.sections):
             value = record["fields"].get(section["field"])
@@ -129,7 +129,7 @@ class Prompter:
             template = str(section["template"])
             for mark, name in names.items():
                 template = template.replace(mark, name)
-            part = _Part(
+            part = _PromptPart(
                 field=section["field"],
                 role=section["role"],
                 template=template,
@@ -145,7 +145,7 @@ class Prompter:
             made.append(self._within(part, budget) if budget is not None and tokens > budget else part)
         return tuple(made)
 
-    def _shortened(self, parts: Sequence[_Part], excess: int) -> tuple[_Part, ...]:
+    def _shorten(self, parts: Sequence[_PromptPart], excess: int) -> tuple[_PromptPart, ...]:
         made = list(parts)
         for at in sorted(range(len(made)), key=lambda at: made[at].drop):
             if excess <= 0:
@@ -156,7 +156,7 @@ class Prompter:
                 excess -= before - made[at].tokens
         return tuple(made)
 
-    def _within(self, part: _Part, budget: int) -> _Part:
+    def _within(self, part: _PromptPart, budget: int) -> _PromptPart:
         """As much of a section as fits into `budget` tokens, its template included."""
         while part.value and part.tokens > budget:
             over = part.tokens - budget
@@ -179,10 +179,10 @@ class Prompter:
         _, places = self.encoder.codec.encode_with_places(text)
         return text[: places[-over][0]].rstrip() if over < len(places) else ""
 
-    def _tokens(self, part: _Part) -> int:
+    def _tokens(self, part: _PromptPart) -> int:
         return self.encoder.codec.count(_section_text(part))
 
-    def _rendered(self, parts: Sequence[_Part], target: str) -> Rendered:
+    def _render(self, parts: Sequence[_PromptPart], target: str) -> Rendered:
         texts = {
             role: [_section_text(part) for part in parts if part.role == role and part.value]
             for role in ("system", "user")
@@ -196,14 +196,14 @@ def prompter_of(recipe: str, encoder: Encoder) -> Prompter:
     return Prompter(sections=tuple(json.loads(recipe)["sections"]), encoder=encoder)
 
 
-def _section_text(part: _Part) -> str:
+def _section_text(part: _PromptPart) -> str:
     if not part.value:
         return ""
     text = "\n".join(part.value) if isinstance(part.value, tuple) else part.value
     return part.template.replace("{text}", text)
 
 
-def _count(part: _Part) -> SectionCount:
+def _count(part: _PromptPart) -> SectionCount:
     lost = part.whole_tokens - part.tokens
     return SectionCount(
         field=part.field,

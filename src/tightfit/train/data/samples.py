@@ -50,7 +50,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class ReadCounts:
     """What was read, whichever part a sample went to."""
 
     cut: int = 0
@@ -80,7 +80,7 @@ class Samples:
     sequence: int
     packed: bool = False
     documents: int
-    tally: Tally = Tally()
+    tally: ReadCounts = ReadCounts()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,7 +100,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class TokenBatch:
     """Rows of one length. There is no attention mask: padding on the right is never looked at."""
 
     input_ids: torch.Tensor
@@ -109,7 +109,7 @@ class Batch:
     """Set for packed rows: it starts anew at each document, and attention stays within one."""
 
 
-def batch(samples: Samples, indices: Sequence[int] | Ints, pad_id: int, *, pad_to: int | None = None) -> Batch:
+def batch(samples: Samples, indices: Sequence[int] | Ints, pad_id: int, *, pad_to: int | None = None) -> TokenBatch:
     """The rows padded on the right to `pad_to`, or to the longest of them and a multiple of 8."""
     import torch
 
@@ -124,14 +124,14 @@ def batch(samples: Samples, indices: Sequence[int] | Ints, pad_id: int, *, pad_t
         ids[at, : len(row.ids)] = row.ids
         labels[at, : len(row.labels)] = row.labels
     places = np.stack([_places(row, width) for row in rows]) if samples.packed else None
-    return Batch(
+    return TokenBatch(
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(labels),
         position_ids=None if places is None else torch.from_numpy(places),
     )
 
 
-def flattened(made: Batch) -> Batch:
+def flatten(made: TokenBatch) -> TokenBatch:
     """The same rows one after another as a single row: flash attention keeps documents apart in one row only."""
     import torch
 
@@ -139,7 +139,7 @@ def flattened(made: Batch) -> Batch:
     places = made.position_ids
     if places is None:
         places = torch.arange(width).expand(rows, width)
-    return Batch(
+    return TokenBatch(
         input_ids=made.input_ids.reshape(1, -1), labels=made.labels.reshape(1, -1), position_ids=places.reshape(1, -1)
     )
 

@@ -40,7 +40,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DataSource:
     """All the files of a data set."""
 
     files: tuple[SourceFile, ...]
@@ -50,17 +50,17 @@ class Source:
     """The most examples to use, where an entry of dataset_info.json says so."""
 
 
-def find_source(path: str, format_name: str) -> Source:
+def find_source(path: str, format_name: str) -> DataSource:
     """The files that the job's path names."""
     if path in SHIPPED_WORDS:
-        return Source(files=(SourceFile(path=SHIPPED / SHIPPED_WORDS[path], kind="text"),), layout=None)
+        return DataSource(files=(SourceFile(path=SHIPPED / SHIPPED_WORDS[path], kind="text"),), layout=None)
     if path.startswith("shipped:"):
         raise ConfigError(f"there is no data {path}: there are {' and '.join(SHIPPED_WORDS)}")
     here = Path(path).expanduser()
     if here.is_dir():
-        return Source(files=_files_in(here, format_name), layout=_named(format_name))
+        return DataSource(files=_files_in(here, format_name), layout=_layout_named_by(format_name))
     if here.is_file():
-        return Source(files=(one_file(here, format_name),), layout=_named(format_name))
+        return DataSource(files=(one_file(here, format_name),), layout=_layout_named_by(format_name))
     info = _info_of(path)
     if info is not None:
         return _from_info(*info, format_name)
@@ -68,7 +68,7 @@ def find_source(path: str, format_name: str) -> Source:
     raise ConfigError(f"there is no file or folder {path}: name the data's path{hint}")
 
 
-def _named(format_name: str) -> Layout | None:
+def _layout_named_by(format_name: str) -> Layout | None:
     return TEXT if format_name == "text" else None
 
 
@@ -79,10 +79,10 @@ def one_file(path: Path, format_name: str) -> SourceFile:
         raise ConfigError(f"{path} describes data sets: add which one after a colon, {path}:NAME (it has {names})")
     if path.suffix.lower() in (".parquet", ".csv", ".arrow", ".zip", ".gz", ".xlsx"):
         raise ConfigError(f"{path} is no file that can be read here: save the data as JSONL")
-    return SourceFile(path=path, kind=_looked_at(path, _kind(path.name, format_name)))
+    return SourceFile(path=path, kind=_detect_kind(path, _kind(path.name, format_name)))
 
 
-def _looked_at(path: Path, kind: FileKind) -> FileKind:
+def _detect_kind(path: Path, kind: FileKind) -> FileKind:
     """`.json` is a list by custom, but often an object a line."""
     if kind != "array":
         return kind
@@ -121,7 +121,7 @@ def _files_in(folder: Path, format_name: str) -> tuple[SourceFile, ...]:
     )
     if not found:
         raise ConfigError(f"the folder {folder} holds no .txt, .jsonl or .json files: name another")
-    return tuple(SourceFile(path=path, kind=_looked_at(path, _kind(path.name, format_name))) for path in found)
+    return tuple(SourceFile(path=path, kind=_detect_kind(path, _kind(path.name, format_name))) for path in found)
 
 
 # --- dataset_info.json ----------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def _read_info(path: Path) -> Mapping[str, Any]:
     return tree
 
 
-def _from_info(path: Path, name: str, format_name: str) -> Source:
+def _from_info(path: Path, name: str, format_name: str) -> DataSource:
     entries = _read_info(path)
     entry = entries.get(name)
     if not isinstance(entry, Mapping):
@@ -165,7 +165,7 @@ def _from_info(path: Path, name: str, format_name: str) -> Source:
     else:
         raise ConfigError(f"there is no file {here}, which the data set {name} of {path} names: put it there")
     count = entry.get("num_samples")
-    return Source(files=files, layout=layout, limit=count if isinstance(count, int) and count > 0 else None)
+    return DataSource(files=files, layout=layout, limit=count if isinstance(count, int) and count > 0 else None)
 
 
 # --- hashes ---------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Chosen:
     said: tuple[str, ...] = ()
 
 
-def chosen_template(asked: str | None, own: str | None) -> Chosen:
+def choose_template(asked: str | None, own: str | None) -> Chosen:
     """The template that was asked for, else the tokenizer's own, else a simple one."""
     if asked is None:
         if own:

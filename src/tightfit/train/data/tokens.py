@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tightfit.train.data.templates import CHATML, chosen_template
+from tightfit.train.data.templates import CHATML, choose_template
 from tightfit.types import ConfigError, ModelError
 
 END, PAD, TURN_START, TURN_END = "<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -120,7 +120,9 @@ def codec_of(tokenizer: Any, template: str | None) -> Codec:
             "name one that has a tokenizer.json"
         )
     special = {name: str(value) for name in SPECIAL if (value := getattr(tokenizer, name, None)) is not None}
-    chosen = chosen_template(template, _own_template(tokenizer))
+    # Some tokenizers have several templates by name; `default` is for plain chat.
+    own = tokenizer.chat_template
+    chosen = choose_template(template, own.get("default") if isinstance(own, dict) else own)
     bos = tokenizer.bos_token_id
     plain = tokenizer("a")["input_ids"]
     return Codec(
@@ -132,12 +134,6 @@ def codec_of(tokenizer: Any, template: str | None) -> Codec:
         eos_id=tokenizer.eos_token_id,
         said=chosen.said,
     )
-
-
-def _own_template(tokenizer: Any) -> str | None:
-    """Some tokenizers have several templates by name; `default` is for plain chat."""
-    own = tokenizer.chat_template
-    return own.get("default") if isinstance(own, dict) else own
 
 
 def load_tokenizer(source: str | None, vocab_size: int, *, trust_remote_code: bool) -> Any:

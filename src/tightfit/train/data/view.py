@@ -27,15 +27,15 @@ from tightfit.train.data.cache import (
     MANIFEST,
     Store,
     Wanted,
-    mapped,
-    needed,
+    map_file,
+    map_needed_file,
     open_store,
     read_manifest,
-    staged,
+    stage,
     write_manifest,
 )
-from tightfit.train.data.order import permuted
-from tightfit.train.data.samples import IGNORED, Ints, Sample, Samples, Split, Tally
+from tightfit.train.data.order import permute
+from tightfit.train.data.samples import IGNORED, Ints, ReadCounts, Sample, Samples, Split
 from tightfit.types import ConfigError
 
 BLOCK = 65_536
@@ -102,7 +102,7 @@ def build_view(want: Wanted, cache: Path) -> None:
     count = min([len(store.lengths), *limits])
     side_of = _sides(store, count, want)
     left = 0
-    with staged(folder) as staging:
+    with stage(folder) as staging:
         with _Part(staging, "train", want) as train, _Part(staging, "held", want) as held:
             for first in range(0, count, BLOCK):
                 numbers = np.arange(first, min(first + BLOCK, count))
@@ -133,10 +133,10 @@ def _sides(store: Store, count: int, want: Wanted) -> Callable[[Ints], npt.NDArr
     if groups is None:
         number = max(1, round(share * count)) if count > 1 else 0
         # Of a permutation exactly `number` places lie below `number`, and each can be asked for alone.
-        return lambda numbers: (permuted(numbers, count, seed, 0) < number).astype(np.uint8)
+        return lambda numbers: (permute(numbers, count, seed, 0) < number).astype(np.uint8)
     people = np.unique(groups[:count][groups[:count] >= 0])
     held = min(len(people) - 1, max(1, round(share * len(people))))
-    chosen = people[permuted(np.arange(held), len(people), seed, 0)]
+    chosen = people[permute(np.arange(held), len(people), seed, 0)]
 
     def by_people(numbers: Ints) -> npt.NDArray[np.uint8]:
         pairs = np.isin(groups[numbers], chosen)
@@ -163,7 +163,7 @@ class _Part:
         if not len(documents):
             return
         if self.room:
-            order, borders = packed(lengths, self.room)
+            order, borders = pack(lengths, self.room)
             self.out["borders"].write((self.documents + borders[:-1]).astype("<i8").tobytes())
             documents = documents[order]
             lengths = np.add.reduceat(lengths[order], borders[:-1])
@@ -184,7 +184,7 @@ class _Part:
             file.close()
 
 
-def packed(lengths: npt.NDArray[Any], room: int) -> tuple[Ints, Ints]:
+def pack(lengths: npt.NDArray[Any], room: int) -> tuple[Ints, Ints]:
     """Documents in the order of their rows, and where each row begins (with the end as the last)."""
     rows = _rows_of(lengths, room)
     order = np.argsort(rows, kind="stable")
@@ -226,21 +226,21 @@ def open_view(want: Wanted, cache: Path) -> Split:
 
 
 def _parts(want: Wanted, store: Store, folder: Path, values: dict[str, Any]) -> Iterator[tuple[str, Samples]]:
-    tally = Tally(cut=store.cut, skipped=store.skipped, left_out=values["left_out"])
+    tally = ReadCounts(cut=store.cut, skipped=store.skipped, left_out=values["left_out"])
     for part in ("train", "held"):
         if not values[part]["rows"]:
             continue
         rows = StoredRows(
             store=store,
-            documents=needed(folder / f"{part}.documents", "<i8"),
-            borders=mapped(folder / f"{part}.borders", "<i8"),
+            documents=map_needed_file(folder / f"{part}.documents", "<i8"),
+            borders=map_file(folder / f"{part}.borders", "<i8"),
         )
         yield (
             part,
             Samples(
                 rows=rows,
-                lengths=needed(folder / f"{part}.lengths", "<i4"),
-                loss_tokens=needed(folder / f"{part}.losses", "<i8"),
+                lengths=map_needed_file(folder / f"{part}.lengths", "<i4"),
+                loss_tokens=map_needed_file(folder / f"{part}.losses", "<i8"),
                 fingerprint=sha256(f"{want.key} {view_key(want)} {part}".encode()).hexdigest(),
                 sequence=want.spec.sequence,
                 packed=want.spec.packing,

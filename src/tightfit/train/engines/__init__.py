@@ -50,7 +50,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldHere:
     """What this rank really holds, to be set against the whole."""
 
     weight_bytes: int
@@ -103,7 +103,7 @@ class Engine(Protocol):
         """Training, or evaluation."""
         ...
 
-    def held(self) -> Held: ...
+    def held(self) -> HeldHere: ...
 
     def states(self, *, write: bool) -> Iterator[State]:
         """fp32 copies and moments that this rank holds, each to be done with before the next is asked for.

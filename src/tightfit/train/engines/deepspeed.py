@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tightfit.mamba.install import whole_mixers
 from tightfit.train import optimizers
-from tightfit.train.engines import AGAINST_OVERFLOWS, Held, ScaleExhausted, Stepped, precisions
+from tightfit.train.engines import AGAINST_OVERFLOWS, HeldHere, ScaleExhausted, Stepped, precisions
 from tightfit.train.engines.deepspeed_states import (
     deepspeed_shapes,
     deepspeed_states,
@@ -29,7 +29,7 @@ from tightfit.train.engines.deepspeed_states import (
 )
 from tightfit.train.engines.states import Counters, Shapes, State
 from tightfit.train.loss import WindowLoss
-from tightfit.train.nvme import MOMENTS, nvme_states, swapped
+from tightfit.train.nvme import MOMENTS, is_on_nvme, nvme_states
 from tightfit.train.place import Place
 from tightfit.train.shards import Shard, outline
 from tightfit.types import ConfigError, Levers
@@ -53,11 +53,18 @@ class DeepSpeed:
             options["config"]["optimizer"]["params"]["lr"] = 0.0
         else:
             options["optimizer"] = made
-        buffers = _float_buffers(model)
+        buffers = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point()
+        ]
         if self.stage == 3 and levers.scan == "tightfit":
             gather_mixers_whole(model, config)
         self._engine, *_ = deepspeed.initialize(**options)
-        _restore(buffers, place.device)
+        # DeepSpeed rounds buffers to 16 bits with the weights; rotary frequencies do not survive that.
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.to(place.device)
         self._wrapper = self._engine.optimizer
         self._basic = self._engine.basic_optimizer
         self._scaler = copy.deepcopy(getattr(getattr(self._wrapper, "loss_scaler", None), "__dict__", {}))
@@ -103,16 +110,6 @@ class DeepSpeed:
     def step(self, learning_rate: float) -> Stepped:
         optimizers.set_rate(self._basic, learning_rate)
         skipped_before = self._engine.skipped_steps
-        self._step()
-        norm = self._engine.get_global_grad_norm()
-        scale = self._engine.optimizer.loss_scale if self._levers.precision == "fp16" else None
-        return Stepped(
-            grad_norm=None if norm is None else float(norm),
-            skipped=self._engine.skipped_steps > skipped_before,
-            loss_scale=None if scale is None else float(scale),
-        )
-
-    def _step(self) -> None:
         try:
             self._engine.step()
         except Exception as error:
@@ -121,6 +118,13 @@ class DeepSpeed:
             raise ScaleExhausted(
                 f"gradients overflow at the smallest loss scale, so the scale is not why: {AGAINST_OVERFLOWS}"
             ) from None
+        norm = self._engine.get_global_grad_norm()
+        scale = self._engine.optimizer.loss_scale if self._levers.precision == "fp16" else None
+        return Stepped(
+            grad_norm=None if norm is None else float(norm),
+            skipped=self._engine.skipped_steps > skipped_before,
+            loss_scale=None if scale is None else float(scale),
+        )
 
     def forget(self) -> None:
         if self._levers.offload_optimizer == "nvme":
@@ -146,7 +150,7 @@ class DeepSpeed:
     def counters(self) -> Counters:
         scaler = self._wrapper.loss_scaler if self._levers.precision == "fp16" else None
         return Counters(
-            optimizer_steps=optimizers.steps_done(self._basic), scale=None if scaler is None else scale_of(scaler)
+            optimizer_steps=optimizers.count_steps(self._basic), scale=None if scaler is None else scale_of(scaler)
         )
 
     def go_on(self, counters: Counters, step: int) -> None:
@@ -162,7 +166,7 @@ class DeepSpeed:
     def train(self, mode: bool) -> None:
         self._engine.train(mode)
 
-    def held(self) -> Held:
+    def held(self) -> HeldHere:
         here = whole = 0
         devices = set()
         frozen: list[Tensor] = []
@@ -172,8 +176,8 @@ class DeepSpeed:
             (trained if param.requires_grad else frozen).append(part)
             here += getattr(part, "ds_numel", part.numel()) * param.element_size()  # a part in a file has a stand-in
             whole += getattr(param, "ds_numel", param.numel()) * param.element_size()
-            devices.add("nvme" if swapped(param) else part.device.type)
-        return Held(
+            devices.add("nvme" if is_on_nvme(param) else part.device.type)
+        return HeldHere(
             weight_bytes=here,
             whole_weight_bytes=whole,
             state_elements=sum(self._master_elements()),
@@ -219,23 +223,8 @@ def gather_mixers_whole(model: nn.Module, config: Mapping[str, Any]) -> None:
     # From NVMe each parameter comes through a buffer of its own, and Mamba's head holds one from start to end.
     offload = config["zero_optimization"].get("offload_param") or {}
     mixers = [module for module in model.modules() if type(module) in classes]
-    if max(sum(map(swapped, mixer.parameters())) for mixer in mixers) < offload.get("buffer_count", NVME_BUFFERS):
+    if max(sum(map(is_on_nvme, mixer.parameters())) for mixer in mixers) < offload.get("buffer_count", NVME_BUFFERS):
         set_z3_leaf_modules(model, classes)
-
-
-def _float_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
-    ]
-
-
-def _restore(buffers: list[tuple[nn.Module, str, Tensor]], device: torch.device) -> None:
-    """DeepSpeed rounds buffers to 16 bits with the weights; rotary frequencies do not survive that."""
-    for module, name, buffer in buffers:
-        module._buffers[name] = buffer.to(device)
 
 
 def quiet() -> None:

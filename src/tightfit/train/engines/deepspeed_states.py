@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from tightfit.train import optimizers
-from tightfit.train.engines.states import MASTER, Scale, Shapes, State, elementwise, moments, own_shapes, per_parameter
+from tightfit.train.engines.states import (
+    MASTER,
+    LossScale,
+    Shapes,
+    State,
+    elementwise,
+    moments,
+    own_shapes,
+    per_parameter,
+)
 from tightfit.train.nvme import nvme_states
 from tightfit.train.shards import Shard
 from tightfit.types import Optimizer
@@ -29,11 +38,18 @@ def deepspeed_states(trainable: list[Shard], wrapper: Any, basic: Any, *, write:
     if hasattr(wrapper, "grad_position"):
         return _stage3(trainable, wrapper, basic, write=write)
     if _is_flat(trainable):
-        return _flattened(trainable, wrapper, basic)
+        return _flat_states(trainable, wrapper, basic)
     _make(basic, [each for group in basic.param_groups for each in group["params"]])
     if hasattr(wrapper, "fp32_groups_flat"):
         return _whole_vectors(trainable, wrapper, basic)
-    return per_parameter(trainable, basic.state, _copies(wrapper), write=write)
+    # The fp32 copy of each parameter, by the parameter's id; empty: the optimizer works on the parameters.
+    groups = zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True)
+    return per_parameter(
+        trainable,
+        basic.state,
+        {id(param): copy for params, copies in groups for param, copy in zip(params, copies, strict=True)},
+        write=write,
+    )
 
 
 def deepspeed_shapes(trainable: list[Shard], wrapper: Any, basic: Any, optimizer: Optimizer) -> Shapes:
@@ -46,7 +62,7 @@ def _is_flat(trainable: Iterable[Shard]) -> bool:
     return any(hasattr(shard.parameter, "_hp_mapping") for shard in trainable)
 
 
-def _flattened(trainable: Iterable[Shard], wrapper: Any, basic: Any) -> Iterator[State]:
+def _flat_states(trainable: Iterable[Shard], wrapper: Any, basic: Any) -> Iterator[State]:
     flats = getattr(wrapper, "single_partition_of_fp32_groups", None) or wrapper.fp32_groups_flat_partition
     _make(basic, flats)
     for shard in trainable:
@@ -68,12 +84,6 @@ def _whole_vectors(trainable: Iterable[Shard], wrapper: Any, basic: Any) -> Iter
             for kind, tensor in held.items():
                 yield State(kind, shard.path, shard.shape, 0, tensor.narrow(0, begin, param.numel()), alike=True)
             begin += param.numel()
-
-
-def _copies(wrapper: Any) -> dict[int, Tensor]:
-    """The fp32 copy of each parameter, by the parameter's id; empty: the optimizer works on the parameters."""
-    groups = zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True)
-    return {id(param): copy for params, copies in groups for param, copy in zip(params, copies, strict=True)}
 
 
 def _stage3(trainable: list[Shard], wrapper: Any, basic: Any, *, write: bool) -> Iterator[State]:
@@ -135,15 +145,15 @@ def gather_again(wrapper: Any) -> None:
 # --- loss scale ----------------------------------------------------------------------------------
 
 
-def scale_of(scaler: Any) -> Scale:
-    return Scale(
+def scale_of(scaler: Any) -> LossScale:
+    return LossScale(
         value=float(scaler.cur_scale),
         good_steps=scaler.cur_iter - scaler.last_overflow_iter - 1,
         hysteresis=scaler.cur_hysteresis,
     )
 
 
-def set_scale(scaler: Any, scale: Scale) -> None:
+def set_scale(scaler: Any, scale: LossScale) -> None:
     scaler.cur_scale = scale.value
     scaler.last_overflow_iter = -1
     scaler.cur_iter = scale.good_steps

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from tightfit.train import optimizers
 from tightfit.train.build import DTYPES, body_of, layers_of
-from tightfit.train.config import Training
-from tightfit.train.engines import Held, Stepped, precisions
-from tightfit.train.engines.states import Counters, Scale, Shapes, State, elementwise, moments, per_parameter
+from tightfit.train.config import OptimizerConfig
+from tightfit.train.engines import HeldHere, Stepped, precisions
+from tightfit.train.engines.states import Counters, LossScale, Shapes, State, elementwise, moments, per_parameter
 from tightfit.train.loss import WindowLoss
 from tightfit.train.place import Place
 from tightfit.train.shards import Shard, outline
@@ -56,7 +56,7 @@ def _groups(model: Any) -> list[Any]:
 
 
 class Fsdp2:
-    def __init__(self, model: Any, levers: Levers, place: Place, training: Training) -> None:
+    def __init__(self, model: Any, levers: Levers, place: Place, training: OptimizerConfig) -> None:
         self.model, self._levers, self._place, self._clip = model, levers, place, training.clip
         self._loss = WindowLoss(model, levers.loss)
         if levers.optimizer == "adafactor":
@@ -88,7 +88,9 @@ class Fsdp2:
         optimizers.set_rate(self._optimizer, learning_rate)
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
-        norm = self._clipped()
+        most = self._clip if self._clip > 0 else float("inf")
+        norm = nn.utils.clip_grad_norm_(self._trainable, most)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         skipped = not bool(torch.isfinite(norm))
         if self._scaler is not None:
             self._scaler.step(self._optimizer)
@@ -98,11 +100,6 @@ class Fsdp2:
         self._optimizer.zero_grad()
         scale = None if self._scaler is None else float(self._scaler.get_scale())
         return Stepped(grad_norm=float(norm), skipped=skipped, loss_scale=scale)
-
-    def _clipped(self) -> Tensor:
-        most = self._clip if self._clip > 0 else float("inf")
-        norm = nn.utils.clip_grad_norm_(self._trainable, most)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def forget(self) -> None:
         optimizers.forget(self._optimizer)
@@ -122,8 +119,8 @@ class Fsdp2:
         scale = None
         if self._scaler is not None:
             tracked = self._scaler.state_dict()
-            scale = Scale(value=tracked["scale"], good_steps=tracked["_growth_tracker"], hysteresis=None)
-        return Counters(optimizer_steps=optimizers.steps_done(self._optimizer), scale=scale)
+            scale = LossScale(value=tracked["scale"], good_steps=tracked["_growth_tracker"], hysteresis=None)
+        return Counters(optimizer_steps=optimizers.count_steps(self._optimizer), scale=scale)
 
     def go_on(self, counters: Counters, step: int) -> None:
         del step  # it counts nothing itself
@@ -136,7 +133,7 @@ class Fsdp2:
     def train(self, mode: bool) -> None:
         self.model.train(mode)
 
-    def held(self) -> Held:
+    def held(self) -> HeldHere:
         here = whole = states = trainable = fair = 0
         for param in self.model.parameters():
             local = param.to_local() if hasattr(param, "to_local") else param
@@ -148,7 +145,7 @@ class Fsdp2:
                 rows = max(1, param.shape[0])
                 fair += -(-rows // self._place.world) * (param.numel() // rows)  # whole rows: few of them share badly
         device = "cpu" if self._levers.offload_param != "none" else self._place.device.type
-        return Held(
+        return HeldHere(
             weight_bytes=here,
             whole_weight_bytes=whole,
             state_elements=states,

@@ -40,7 +40,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class LossScale:
     """fp16's loss scale."""
 
     value: float
@@ -54,7 +54,7 @@ class Scale:
 class Counters:
     optimizer_steps: int
     """Those that were skipped do not count."""
-    scale: Scale | None
+    scale: LossScale | None
 
 
 def moments(optimizer: Optimizer) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ import sys
 
 SCATTERS = """
 import torch, torch.distributed as dist
-from tightfit.train import pretend
+from tightfit.train import fake_group
 
-pretend.join_alone(1, 3)
+fake_group.join_alone(1, 3)
 whole = torch.arange(6.0)
 parts = list(whole.reshape(3, 2))
 nothing = lambda output, input, op=None, group=None, async_op=False: "sent"
@@ -17,13 +17,13 @@ for scatter, given in (
     (dist.reduce_scatter_tensor, whole),
     (dist.distributed_c10d.reduce_scatter_tensor, whole),
     (dist.reduce_scatter, parts),
-    (pretend._filling(nothing, pretend._of_whole), whole),
-    (pretend._filling(nothing, pretend._of_list), parts),
+    (fake_group._filling(nothing, fake_group._of_whole), whole),
+    (fake_group._filling(nothing, fake_group._of_list), parts),
 ):
     output = torch.full((2,), float("nan"))
     scatter(output, given, group=None)
     assert output.tolist() == [2.0, 3.0], (scatter, output)
-assert pretend._filling(nothing, pretend._of_whole)(whole[2:4], whole) == "sent"
+assert fake_group._filling(nothing, fake_group._of_whole)(whole[2:4], whole) == "sent"
 assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 gathered = torch.full((6,), float("nan"))
 dist.all_gather_into_tensor(gathered, torch.ones(2))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tightfit.train.faults import Faults
 
 
-class Pulse:
+class RankHeartbeat:
     """Says nothing to nobody, unless it is given somebody."""
 
     def __init__(self, heartbeat: Heartbeat | None = None, faults: Faults | None = None) -> None:
@@ -38,16 +38,16 @@ class Pulse:
 class Supervised:
     """What a supervisor asks of a worker beyond its orders."""
 
-    pulse: Pulse = field(default_factory=Pulse)
+    heartbeat: RankHeartbeat = field(default_factory=RankHeartbeat)
     skips: frozenset[int] = frozenset()
     """Steps whose samples are left out, from 1."""
 
 
-class PulsingEvents(Events):
+class HeartbeatEvents(Events):
     """Whatever is told is a sign of life too, on the ranks as well that tell nobody."""
 
-    pulse = Pulse()
+    heartbeat = RankHeartbeat()
 
     def write(self, event: str, **fields: Any) -> None:
-        self.pulse.beat()
+        self.heartbeat.beat()
         super().write(event, **fields)
