@@ -271,10 +271,10 @@ def become(request: Mapping[str, Any], ranks: bool) -> int:
 
 def count_silence() -> None:
     """A rank that waits for a processor is not silent: `--hang-timeout` is by the tests' clock from here on."""
-    from tightfit.runs import hang, supervise
+    from tightfit.runs import hang, own
     from tightfit.runs.external import process
 
-    supervise.Watch = functools.partial(supervise.Watch, clock=patience.now)
+    own.Watch = functools.partial(own.Watch, clock=patience.now)
     process.Stillness = functools.partial(process.Stillness, clock=patience.now)
     hang.DUMP_S = 30.0
 

@@ -20,7 +20,7 @@ from train_shell import DESK, TINY, Shell, shell
 import patience
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
-from tightfit.runs import hang, supervise
+from tightfit.runs import hang, own
 from tightfit.runs.attempts import AttemptRecord, read_attempts
 from tightfit.runs.processes import is_alive
 
@@ -63,7 +63,7 @@ class Unsteady:
 @pytest.fixture
 def unsteady(shell: Shell) -> Unsteady:
     """With ranks that are silent by the tests' clock, which hardly moves while they wait for a processor."""
-    shell.monkeypatch.setattr(supervise, "Watch", partial(supervise.Watch, clock=patience.now))
+    shell.monkeypatch.setattr(own, "Watch", partial(own.Watch, clock=patience.now))
     return Unsteady(shell)
 
 
