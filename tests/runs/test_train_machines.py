@@ -89,6 +89,7 @@ def test_a_hostfile_starts_the_rendered_script(shell: Shell) -> None:
 # --- GPUs ---------------------------------------------------------------------------------------
 
 UUID = "GPU-5ad1a1f0-7a0c-4c3e-8b60-0d5a6a0c5a0"
+CARD = "NVIDIA GeForce RTX 4090"
 
 
 @pytest.fixture
@@ -96,9 +97,9 @@ def four_gpus(shell: Shell) -> Shell:
     """A stand-in for nvidia-smi that shows four cards, the last almost full."""
     folder = shell.folder.parent / "tools"
     folder.mkdir()
-    rows = "".join(f"{i}, {UUID}{i}, 24564, 8.9, NVIDIA GeForce RTX 4090\n" for i in range(4))
+    rows = "".join(f"{i}, {UUID}{i}, 24564, 8.9, {CARD}\n" for i in range(4))
     whole = "".join(
-        f"{i}, 00000000:0{i}:00.0, {UUID}{i}, 24564, 0, {800 if i == 3 else 24100}, 0, 41, 31.50, 550.54.15, 8.9, RTX\n"
+        f"{i}, 00000000:0{i}:00.0, {UUID}{i}, 24564, 0, {800 if i == 3 else 24100}, 0, 41, 31.50, 550.54, 8.9, {CARD}\n"
         for i in range(4)
     )
     apps = f"{UUID}3, {os.getpid()}, 23000\n"
