@@ -97,11 +97,7 @@ def open_weights(
         stored = tensors_of(folder)
         named = map_names(model, stored)
     if named.missing:
-        more = f" and {len(named.missing) - 1} more" if len(named.missing) > 1 else ""
-        raise ModelError(
-            f"{folder} lacks {named.missing[0]!r}{more}, which {type(model).__name__} needs: "
-            "give the weights that the config is of"
-        )
+        raise ModelError(_describe_missing(named.missing, folder, model))
     for name, tensor in model.state_dict(keep_vars=True).items():
         if problem := wrong_shape(name, tuple(tensor.shape), named.parts[name], stored):
             raise ModelError(f"{problem}: the weights in {folder} are of another model than the config")
@@ -114,3 +110,10 @@ def _check_dtypes(folder: Path, stored: Mapping[str, Stored]) -> None:
             raise ModelError(
                 f"{folder} holds {name!r} in {one.dtype}, which is quantised: take a copy in bf16, fp16 or fp32"
             )
+
+
+def _describe_missing(names: tuple[str, ...], folder: Path, model: torch.nn.Module) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{folder} lacks {names[0]!r}{more}, which {type(model).__name__} needs: give the weights that the config is of"
+    )
