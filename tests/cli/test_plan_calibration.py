@@ -19,6 +19,7 @@ from tightfit.cli.train_request import Ready, rendered
 from tightfit.desk.calibrated import calibration_of
 from tightfit.diagnose.verdict import OomNumbers, Verdict
 from tightfit.formats.target import Target
+from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.occupancy import Occupancy
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.job import Job
@@ -31,7 +32,7 @@ from tightfit.runs.events import MemoryMark
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.supervise import Changed
 from tightfit.runs.tally import Tally
-from tightfit.runs.worker_file import WORKER_FILE, worker_file
+from tightfit.runs.worker_file import worker_file
 
 GIB = 2**30
 TRAINING = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB", "--seq", "8192")

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from tightfit.cli.flags import ANSWERED, Parser, whole_number
 from tightfit.desk.plan_request import placed
+from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import nearest
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS, job_from_flags, model_of, read_job
@@ -131,7 +132,7 @@ def _ask(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     if done.returncode:
         _fail(done.returncode, done.stderr)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [parse_json(line) for line in done.stdout.splitlines()]
 
 
 def _fail(code: int, stderr: str) -> NoReturn:

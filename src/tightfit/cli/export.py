@@ -14,6 +14,7 @@ from time import monotonic
 from typing import IO, Any
 
 from tightfit.cli.flags import CHANGE, Parser
+from tightfit.inputs.records import parse_json
 from tightfit.owned import replace_file
 from tightfit.runs.checkpoints import written_first
 from tightfit.types import ConfigError, ModelError, UserError
@@ -151,7 +152,7 @@ def _heard(lines: IO[str], shown: _Line) -> dict[str, Any] | None:
     end = None
     for text in lines:
         try:
-            event = json.loads(text)
+            event = parse_json(text)
         except ValueError:
             continue
         if event.get("event") == "progress":

@@ -24,6 +24,7 @@ from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
 from tightfit.cli.rehearse_request import Ready, prepare
 from tightfit.cli.train_machine import reservations
 from tightfit.desk.plan import check_flags
+from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.flags import spelt
 from tightfit.runs.events import Event, Probe
 from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
@@ -33,7 +34,7 @@ from tightfit.runs.ports import free_port
 from tightfit.runs.ranks import Meeting, Sight, rank_starts, worker_command
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.run import Outcome, run
-from tightfit.runs.worker_file import WORKER_FILE, placed
+from tightfit.runs.worker_file import placed
 from tightfit.screen.rehearse import FigureRow, Rehearsal, Verdict
 from tightfit.types import ConfigError, HardwareError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +14,17 @@ from tightfit.cli.train_pins import with_a_scan_that_runs, with_whole_folder
 from tightfit.cli.train_request import HOW_FAR, answer_of, check_data, check_packages, rendered
 from tightfit.desk.plan_files import startable_of, way_out
 from tightfit.desk.plan_request import request_of
+from tightfit.formats.worker.read import WORKER_FILE, parse_worker
 from tightfit.hardware.occupancy import Device, occupancy
 from tightfit.hardware.words import parse_size
+from tightfit.inputs.records import json_text
 from tightfit.job import Job
 from tightfit.memory.overhead import beside
 from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import DRAWN_STD
 from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, amounts
-from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, read_plan_folder, worker_file
+from tightfit.runs.worker_file import WorkerFile, read_plan_folder, worker_file
 from tightfit.types import ConfigError, Hardware, HardwareError
 
 
@@ -64,7 +66,7 @@ def prepare(args: argparse.Namespace) -> Ready:
         worker, said = worker_file(files[WORKER_FILE], WORKER_FILE), _words(plan)
     check_packages(worker)
     try:
-        tree = json.loads(files[WORKER_FILE])
+        tree = parse_worker(files[WORKER_FILE], WORKER_FILE)
         card = int(tree["world"]["gpu_memory_bytes"])
         if hasattr(args, "full_length"):
             tree["data"] |= {"path": None, "recipe": None, "ablation": None, "tokenizer": None}
@@ -194,7 +196,7 @@ def _check_room(device: Device, need: int) -> None:
 
 def rehearsed(written: Mapping[str, Any]) -> str:
     """The worker's orders for a rehearsal: without evaluation, and without fetching any weights."""
-    tree = json.loads(json.dumps(written))
+    tree = copy.deepcopy(dict(written))
     tree["evaluation"]["split"] = 0.0  # it may take hours, and holds less than a step
     model, data = tree["model"], tree["data"]
     if draws_weights(tree):
@@ -204,7 +206,7 @@ def rehearsed(written: Mapping[str, Any]) -> str:
         model["config"], model["weights"] = {**fields, "initializer_range": DRAWN_STD}, None
         if data.get("tokenizer") is None and (data.get("path") or data.get("recipe")):
             data["tokenizer"] = word  # lengths in the tokens that the training will see
-    return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(tree)
 
 
 def draws_weights(tree: Mapping[str, Any]) -> bool:

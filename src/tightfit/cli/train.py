@@ -26,6 +26,7 @@ from tightfit.cli.train_resume import asks_for_more, how_to_go_on, resume_of, se
 from tightfit.cli.train_stages import train_stages
 from tightfit.desk.plan import check_flags
 from tightfit.desk.stages import each_stage
+from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.occupancy import Holder
 from tightfit.planner.plan import Plan
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
@@ -39,7 +40,6 @@ from tightfit.runs.record import RunRecord
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.run import Outcome, Signals, run
 from tightfit.runs.supervise import Orders, RunResult, Supervisor
-from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError, UserError
 
 WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")

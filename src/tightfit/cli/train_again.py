@@ -16,6 +16,7 @@ from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_files import startable_of, target_of
 from tightfit.diagnose.verdict import Verdict
 from tightfit.formats.plan_folder import write
+from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.catalogue import native_bf16
 from tightfit.hardware.occupancy import occupancy
 from tightfit.inputs.surroundings import cache_folder
@@ -32,7 +33,7 @@ from tightfit.runs.launch import RankStart
 from tightfit.runs.own import Changed, Refused
 from tightfit.runs.ranks import Meeting, Sight, launcher_start, rank_starts, worker_command
 from tightfit.runs.run import Outcome
-from tightfit.runs.worker_file import WORKER_FILE, worker_file
+from tightfit.runs.worker_file import worker_file
 from tightfit.types import UserError
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from tightfit.cli.train_pins import check_weights, pinned_by_deepspeed, with_a_s
 from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out
 from tightfit.desk.plan_request import Request, request_of
+from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.formats.worker.write import without_data
 from tightfit.hardware.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
@@ -25,7 +26,7 @@ from tightfit.job import Job
 from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
 from tightfit.planner.tiers import tiered
-from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, placed, read_plan_folder, worker_file
+from tightfit.runs.worker_file import WorkerFile, placed, read_plan_folder, worker_file
 from tightfit.types import FSDP2, ConfigError, HardwareError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tightfit.inputs.records import find_json, parse_json
+from tightfit.formats.worker.read import WORKER_FILE, find_worker, parse_worker
 from tightfit.runs.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
@@ -23,7 +23,6 @@ from tightfit.runs.checkpoints import (
 from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.runs.folder import AUTO, NONE, goes_on
 from tightfit.runs.own import Resume
-from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError
 
 
@@ -69,11 +68,10 @@ def resume_of(args: argparse.Namespace) -> Resume:
 
 def asks_for_more(folder: Path, worker: str) -> bool:
     """Whether this plan's `worker.json` has more steps or epochs than that of the run that lies in the folder."""
-    then = find_json(folder / "plan" / WORKER_FILE)
-    old = then.get("training") if isinstance(then, dict) else None
+    old = find_worker(folder / "plan").get("training")
     if not isinstance(old, dict):
         return False
-    new, steps, epochs = parse_json(worker)["training"], old.get("max_steps"), old.get("epochs")
+    new, steps, epochs = parse_worker(worker, WORKER_FILE)["training"], old.get("max_steps"), old.get("epochs")
     if new["max_steps"] is not None:
         newest = written_first(folder)
         made = steps if isinstance(steps, int) else step_of(newest) if newest is not None else None

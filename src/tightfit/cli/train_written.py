@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.formats.worker.read import find_worker
 from tightfit.hardware.machine import this_machine
 from tightfit.inputs.flags import LEVERS, TRAINING, flags_from_levers, levers_as_written
-from tightfit.inputs.records import find_json
 from tightfit.job import Adapters, Data, Evaluation, Job, Limits, Machine, Saving
 from tightfit.job.file import model_of
 from tightfit.memory import estimate
 from tightfit.pace import pace
 from tightfit.planner.plan import Plan, Way
-from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError, Hardware, Levers, ModelShape
 
 _LEAST_MARGIN, _MOST_MARGIN = 0.0, 0.89
@@ -28,7 +27,7 @@ _LEAST_MARGIN, _MOST_MARGIN = 0.0, 0.89
 def written_plan(folder: Path) -> Plan:
     """The plan in a run's folder, on this machine; ConfigError: why it cannot be read back."""
     try:
-        tree = find_json(folder / WORKER_FILE)
+        tree = find_worker(folder)
         levers = levers_as_written(tree)
         job = _job(tree, levers)
         hardware = _hardware(tree)

@@ -12,8 +12,8 @@ from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.diagnose.wording import fixes_of
 from tightfit.formats.known import KnownConfig
+from tightfit.formats.worker.read import find_worker
 from tightfit.inputs.flags import levers_as_written
-from tightfit.inputs.records import find_json
 from tightfit.memory import estimate
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.priced import GIB
@@ -59,7 +59,7 @@ def predicted(footprint: Footprint, verdict: Verdict) -> Predicted | None:
 def planned_footprint(plan: Path) -> Footprint | None:
     """What the plan of a run of ours takes; None: there is none, or none that can be read."""
     try:
-        return _footprint(find_json(plan / "worker.json"))
+        return _footprint(find_worker(plan))
     except (ValueError, KeyError, TypeError, AttributeError, UserError):
         return None
 

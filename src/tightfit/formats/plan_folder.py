@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.formats.registry import dialects
-from tightfit.formats.worker.write import SCHEMA
+from tightfit.formats.worker.read import SCHEMA
 from tightfit.inputs.records import find_json
 from tightfit.owned import NotOurs, Patterns, check_ours, move_file, remove_folder
 from tightfit.types import ConfigError

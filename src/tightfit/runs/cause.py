@@ -17,7 +17,7 @@ from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Fix, Kind, Line, OomNumbers, Verdict
 from tightfit.formats.known import KnownConfig
-from tightfit.inputs.records import find_json
+from tightfit.formats.worker.read import WORKER_FILE, find_worker
 from tightfit.runs import build_lock
 from tightfit.runs.attempts import Cause
 from tightfit.runs.failure import Failure
@@ -28,7 +28,6 @@ from tightfit.runs.last_words import BUG, LastWords
 from tightfit.runs.launch import RankStart
 from tightfit.runs.run import Outcome
 from tightfit.runs.tally import Tally
-from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import STAGES, PhaseName
 
 NUMBERS: tuple[Kind, ...] = ("not-finite", "loss-scale")
@@ -271,7 +270,7 @@ def _find_tried_phase(tally: Tally) -> PhaseName | None:
 def known_config(plan: Path) -> KnownConfig:
     """The settings that a plan's folder tells; what it does not tell stays unknown."""
     try:
-        found = _config(find_json(plan / WORKER_FILE))
+        found = _config(find_worker(plan))
     except (ValueError, KeyError, TypeError, AttributeError):
         return KnownConfig()
     plain = all(getattr(found, each.name) is None or _is_plain(getattr(found, each.name)) for each in fields(found))

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.records import find_json
+from tightfit.formats.worker.read import find_worker
 from tightfit.job import Saving
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, MANIFEST, Keeping, Torn, Unknown, step_of
-from tightfit.runs.worker_file import WORKER_FILE
 from tightfit.types import ConfigError
 
 
@@ -162,7 +161,7 @@ def _hashed(found: Found, progress: Callable[[Found, int], None]) -> Found | Non
 def keeping_of(run: Path) -> Keeping:
     """What the run itself was told to keep; two, where that cannot be found out."""
     try:
-        saving = find_json(run / "plan" / WORKER_FILE)["saving"]
+        saving = find_worker(run / "plan")["saving"]
         said = {"keep_last": saving.get("keep_last", saving.get("keep")), "keep_every": saving.get("keep_every")}
     except (KeyError, TypeError, AttributeError):
         said = {}

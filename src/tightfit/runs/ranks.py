@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightfit.formats.launch.environment import HIP, allocator, host
+from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.surroundings import cores, inherited
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.launch import RankStart
-from tightfit.runs.worker_file import WORKER_FILE, WorkerFile
+from tightfit.runs.worker_file import WorkerFile
 
 WORKER = (sys.executable, "-m", "tightfit.train")
 """What a rank is, before the name of its config."""

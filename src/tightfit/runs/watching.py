@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.records import find_record
-from tightfit.inputs.spelling import read_text
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths, read_attempts
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Failed, Progress, Resumed, Started, Step
 from tightfit.runs.folder import RunFolder
@@ -26,7 +26,7 @@ from tightfit.runs.lines import line_of
 from tightfit.runs.processes import PROC, every_pid, stat_of
 from tightfit.runs.record import RunRecord, read_run
 from tightfit.runs.tally import Tally
-from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, worker_file
+from tightfit.runs.worker_file import WorkerFile, find_worker_file
 from tightfit.types import ConfigError
 
 LOSSES = 4096
@@ -43,11 +43,8 @@ def damaged(run: Path) -> tuple[Path, ...]:
     folder = RunFolder(run)
     found = [folder.record] if folder.record.exists() and read_run(run) is None else []
     plan = folder.plan / WORKER_FILE
-    if plan.exists():
-        try:
-            worker_file(read_text(plan, "JSON"), str(plan))
-        except ConfigError:
-            found.append(plan)
+    if plan.exists() and find_worker_file(folder.plan) is None:
+        found.append(plan)
     return (*found, *(path for path in attempt_paths(run) if find_record(path, AttemptRecord) is None))
 
 
@@ -295,10 +292,7 @@ class RunEye:
         path = RunFolder(self.folder).plan / WORKER_FILE
         mark = _mark(path)
         if self._plan is None or self._plan[0] != mark:
-            found = None
-            with suppress(ConfigError):
-                found = worker_file(read_text(path, "JSON"), str(path))
-            self._plan = mark, found
+            self._plan = mark, find_worker_file(path.parent)
         return self._plan[1]
 
     def _quiet_s(self) -> float | None:

@@ -5,7 +5,6 @@ It is read the same way whether it was rendered a moment ago or lies in a folder
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.formats.plan_folder import PLAN_FILES
-from tightfit.formats.worker.write import SCHEMA
+from tightfit.formats.worker.read import AGAIN, WORKER_FILE, parse_worker
+from tightfit.inputs.records import json_text
 from tightfit.inputs.spelling import read_text
 from tightfit.types import ConfigError, Vendor
-
-WORKER_FILE = "worker.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +40,7 @@ class WorkerFile:
     tokens_per_s: float
     logging_steps: int | None = None
     """Steps between two lines of the log; None: time decides."""
+    gpu_memory_bytes: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -69,24 +68,26 @@ def read_plan_folder(folder: Path) -> dict[str, str]:
 
 def worker_file(text: str, where: str) -> WorkerFile:
     """The text of a worker.json; `where`: what to call it in a sentence."""
-    try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{where} is no JSON: write the plan again with `tightfit plan --write`") from None
-    schema = tree.get("schema") if isinstance(tree, dict) else None
-    if schema != SCHEMA:
-        raise ConfigError(f"{where} has schema {schema!r}, and {SCHEMA} is known here: write the plan again")
+    tree = parse_worker(text, where)
     try:
         return _read(tree)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise ConfigError(f"{where} is not whole: write the plan again with `tightfit plan --write`") from None
+        raise ConfigError(f"{where} is not whole: {AGAIN}") from None
 
 
 def placed(text: str, folder: Path) -> str:
     """The same worker.json with another folder for the run."""
-    tree = json.loads(text)
+    tree = parse_worker(text, WORKER_FILE)
     tree["saving"]["folder"] = str(folder)
-    return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(tree)
+
+
+def find_worker_file(plan: Path) -> WorkerFile | None:
+    """That of a plan's folder; None: there is none, or none that can be read."""
+    try:
+        return worker_file(read_text(plan / WORKER_FILE, "JSON"), str(plan / WORKER_FILE))
+    except ConfigError:
+        return None
 
 
 def _read(tree: Mapping[str, Any]) -> WorkerFile:
@@ -109,6 +110,7 @@ def _read(tree: Mapping[str, Any]) -> WorkerFile:
         host_bytes_per_node=int(_number(predicted["host"]["peak_bytes_per_node"])),
         step_s=_number(predicted["step_s"]),
         tokens_per_s=_number(predicted["tokens_per_s"]),
+        gpu_memory_bytes=card if type(card := world.get("gpu_memory_bytes")) is int else None,
         logging_steps=None if tree.get("logging_steps") is None else _least_one(tree["logging_steps"]),
     )
 

@@ -6,16 +6,15 @@ probe) comes as options of the command line, because the same file serves them a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tightfit.formats.worker.read import read_worker
 from tightfit.inputs.flags import levers_as_written
+from tightfit.inputs.records import read_json
 from tightfit.types import ConfigError, Levers, PhaseName
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,15 +139,7 @@ class Options:
 
 def read_worker_config(path: Path) -> WorkerConfig:
     """The file, or one sentence about what is wrong with it."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no {path}: `tightfit plan --write` makes it") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    schema = tree.get("schema") if isinstance(tree, dict) else None
-    if schema != SCHEMA:
-        raise ConfigError(f"{path} has schema {schema}, and this worker knows {SCHEMA}: write the plan again")
+    tree = read_worker(path)
     try:
         return _config(tree, path.parent)
     except (KeyError, TypeError) as error:
@@ -179,7 +170,7 @@ def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
 
 def _deepspeed(path: Path) -> Mapping[str, Any]:
     try:
-        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: Mapping[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): write the plan again") from None
     return config

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
+from tightfit.inputs.records import read_record
 from tightfit.train.export_source import Exported, Spec, Told, recognise
 from tightfit.types import ConfigError, UserError
 
@@ -32,7 +33,7 @@ def main(path: str) -> int:
             out.flush()
 
         try:
-            spec = Spec(**json.loads(Path(path).read_text(encoding="utf-8")))
+            spec = read_record(Path(path), Spec)
             done = export(spec, lambda what, n, total: say(event="progress", what=what, done=n, total=total))
         except UserError as error:
             say(event="error", kind="user", text=" ".join(str(error).split()))

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from tightfit.inputs.records import find_json, read_json
+from tightfit.formats.worker.read import find_worker
+from tightfit.inputs.records import read_json
 from tightfit.train.export_model import MetaModel, Output, choose_dtype, model_on_meta, write
 from tightfit.train.export_source import Exported, ExportSource, Spec, Told
 from tightfit.train.safetensors_files import Files, read_header
@@ -234,6 +235,6 @@ def _run_method(run: Path | None) -> str | None:
     if run is None:
         return None
     try:
-        return "nf4" if find_json(run / "plan" / "worker.json")["levers"]["method"] == "qlora" else None
+        return "nf4" if find_worker(run / "plan")["levers"]["method"] == "qlora" else None
     except (KeyError, TypeError):
         return None

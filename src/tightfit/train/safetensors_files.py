@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import read_text
 from tightfit.types import ConfigError, ModelError
 
@@ -120,7 +121,7 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
 
 def _read_index(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(read_text(index, "JSON"))["weight_map"].values())
+        names = set(parse_json(read_text(index, "JSON"))["weight_map"].values())
     except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{index} is no index of safetensors files: fetch or copy it again") from None
     files = sorted(index.parent / str(name) for name in names)

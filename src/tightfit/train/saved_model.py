@@ -33,6 +33,7 @@ from pathlib import Path
 
 import torch
 
+from tightfit.inputs.records import read_json
 from tightfit.owned import Listed, NotOurs, check_ours
 from tightfit.runs import disk
 from tightfit.runs.checkpoints import STAGED, check_removable, digest, remove_orphan, replaced_of, staging_of
@@ -297,7 +298,7 @@ class Writer:
             note = self._note(rank, "spans")
             if not note.exists():
                 return  # that rank has failed and will say why
-            told = json.loads(note.read_text(encoding="utf-8"))
+            told = read_json(note, most_bytes=2**28)
             for name, of_one in told["elements"].items():
                 spans[name] += [(start, stop) for start, stop in of_one]
             for file, each in told["hashed"].items():

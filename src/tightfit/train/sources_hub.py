@@ -6,7 +6,6 @@ The cache is asked before the network, so that a machine without one works with 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from huggingface_hub import errors as hub
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
 
+from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import read_text
 from tightfit.types import ModelError
 
@@ -68,7 +68,7 @@ def _complete(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
-    files = set(json.loads(read_text(index, "JSON"))["weight_map"].values())
+    files = set(parse_json(read_text(index, "JSON"))["weight_map"].values())
     return all((folder / file).is_file() for file in files)
 
 

@@ -7,7 +7,6 @@ state come from the language that a reader has chosen.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.diagnose.masks import masked
-from tightfit.inputs.spelling import read_text
+from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_attempts
 from tightfit.runs.checkpoints import CHECKPOINTS, Torn, checked, newest_first, step_of
 from tightfit.runs.folder import RunFolder
@@ -27,8 +26,7 @@ from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.processes import this_host
 from tightfit.runs.record import RunRecord, read_run
 from tightfit.runs.watching import Rank, RankEye
-from tightfit.runs.worker_file import WORKER_FILE, WorkerFile, worker_file
-from tightfit.types import ConfigError
+from tightfit.runs.worker_file import WorkerFile, find_worker_file
 from tightfit.web.history import History
 from tightfit.web.places import file_at
 
@@ -67,10 +65,13 @@ class RunSight:
             "attempts", _marks(self.run / ATTEMPTS), lambda: read_attempts(self.run)[-MOST_ATTEMPTS:]
         )
         state = state_of(record, self.history.ended is not None, attempts)
-        worker, card_bytes = self._plan()
+        plan = self._folder.plan
+        worker: WorkerFile | None = self._unless_same(
+            "plan", _marks(plan / WORKER_FILE), lambda: find_worker_file(plan)
+        )
         is_here = state == "running"
         ranks = self._ranks.look() if is_here else ()
-        memory = self._memory(worker, card_bytes, ranks, eye if is_here else None)
+        memory = self._memory(worker, ranks, eye if is_here else None)
         host = None if eye is None or not is_here else eye.host()
         if host is not None:
             memory["host"] = {"used": host.used_bytes, "total": host.total_bytes}
@@ -88,19 +89,6 @@ class RunSight:
         if name not in self._kept or self._kept[name][0] != mark:
             self._kept[name] = mark, read()
         return self._kept[name][1]
-
-    def _plan(self) -> tuple[WorkerFile | None, int | None]:
-        path = self._folder.plan / WORKER_FILE
-
-        def read() -> tuple[WorkerFile | None, int | None]:
-            with suppress(OSError, ConfigError, ValueError, KeyError, TypeError, RecursionError):
-                text = read_text(path, "JSON")
-                card = json.loads(text)["world"].get("gpu_memory_bytes")
-                return worker_file(text, str(path)), card if isinstance(card, int) else None
-            return None, None
-
-        found: tuple[WorkerFile | None, int | None] = self._unless_same("plan", _marks(path), read)
-        return found
 
     def _head(
         self, state: str, record: RunRecord | None, worker: WorkerFile | None, attempts: tuple[AttemptRecord, ...]
@@ -138,10 +126,9 @@ class RunSight:
             return None
         return duration(quiet // 30 * 30) if quiet >= QUIET_S else None
 
-    def _memory(
-        self, worker: WorkerFile | None, card_bytes: int | None, ranks: tuple[Rank, ...], eye: MachineEye | None
-    ) -> Section:
+    def _memory(self, worker: WorkerFile | None, ranks: tuple[Rank, ...], eye: MachineEye | None) -> Section:
         on_gpu = worker is not None and worker.vendor != "cpu"
+        card_bytes = None if worker is None else worker.gpu_memory_bytes
         total = card_bytes or self.history.limit_bytes
         planned = None
         if worker is not None:

@@ -12,7 +12,8 @@ import pytest
 from tightfit.formats.deepspeed.write import deepspeed_json
 from tightfit.formats.launch.slurm import slurm_sbatch
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import SCHEMA, worker_json
+from tightfit.formats.worker.read import SCHEMA
+from tightfit.formats.worker.write import worker_json
 from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import levers_from_flags
 from tightfit.inputs.versions import release

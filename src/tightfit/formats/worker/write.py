@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tightfit.formats.worker.read import SCHEMA
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.job import Job, Saving
 from tightfit.job.file import timeout_s
@@ -21,9 +22,6 @@ from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.types import ConfigError, Levers
-
-SCHEMA = 1
-"""Of this file. A worker refuses a number that it does not know."""
 
 LOGGING_STEPS = 10
 

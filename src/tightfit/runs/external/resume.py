@@ -6,13 +6,13 @@ killed while it writes leaves half of one, so every file whose length can be kno
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tightfit.inputs.records import parse_json, read_json
 from tightfit.runs.external.config import ExternalTraining
 from tightfit.runs.external.script import RESUME, Resumes
 
@@ -70,7 +70,7 @@ def means_of(external: ExternalTraining) -> Resumes:
 
 def _whole(path: Path, step: int) -> Kept | None:
     try:
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        state = read_json(path / _STATE)
         if state["global_step"] != step:
             return None
         names = {entry.name for entry in path.iterdir()}
@@ -100,7 +100,7 @@ def _is_safetensors(path: Path) -> bool:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > path.stat().st_size:
                 return False
-            head = json.loads(file.read(length))
+            head = parse_json(file.read(length))
         ends = [entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__"]
         return bool(path.stat().st_size == 8 + length + max(ends, default=0))
     except (OSError, ValueError, KeyError, TypeError, struct.error, AttributeError, RecursionError):

@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from tightfit.inputs.records import read_json
 from tightfit.owned import check_ours, find_strangers, flock, move_file, open_own, remove_folder, replace_file
 from tightfit.runs.layout import DATA_BUILDING, DATA_SET
 from tightfit.runs.processes import is_alive
@@ -295,7 +296,7 @@ def _check_arms(want: Wanted, targets: str, cache: Path) -> None:
     if want.resolved is None:
         return
     path = cache / f"arms-{want.arms_key}.json"
-    arms = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    arms = read_json(path) if path.is_file() else {}
     others = {name: digest for name, digest in arms.items() if digest != targets}
     if others:
         raise ConfigError(
@@ -388,7 +389,7 @@ def open_store(folder: Path) -> Store:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        values = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        values = read_json(folder / MANIFEST)
     except (OSError, ValueError):
         raise ConfigError(f"the cache {folder} is not complete: delete it, and it will be built again") from None
     assert isinstance(values, dict)

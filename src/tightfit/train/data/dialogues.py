@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, Protocol
 
+from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import open_regular, shown
 from tightfit.train.data.sources import SHIPPED, SHIPPED_WORDS, SourceFile, not_utf8, one_file, trees_in
 from tightfit.types import ConfigError
@@ -217,7 +218,7 @@ class _Shipped:
     choice: _Choice
 
     def talks(self) -> Iterator[Talk]:
-        tree = json.loads(self.file.read_text(encoding="utf-8"))
+        tree = parse_json(self.file.read_text(encoding="utf-8"))
         people = {
             key: _Person(name=value["name"], number=number, profile=tuple(value["profile"]))
             for number, (key, value) in enumerate(tree["people"].items())

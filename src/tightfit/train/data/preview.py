@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tightfit.inputs.records import read_json
 from tightfit.train.data.build import PIECE_BYTES
 from tightfit.train.data.cache import first_layout
 from tightfit.train.data.chat import Rendered
@@ -37,7 +38,7 @@ ANY_VOCABULARY = 2**31
 
 def main(path: str) -> int:
     """Print the preview that a spec file asks for."""
-    asked = json.loads(Path(path).read_text(encoding="utf-8"))
+    asked = read_json(Path(path))
     spec = DataSpec(**asked["data"])
     vocabulary = asked.get("vocab_size") or ANY_VOCABULARY
     tokenizer = load_tokenizer(spec.tokenizer, vocabulary, trust_remote_code=bool(asked.get("trust_remote_code")))

@@ -8,11 +8,11 @@ text loses its end.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tightfit.inputs.records import parse_json
 from tightfit.train.data.chat import STAND_IN, Rendered, Turn
 from tightfit.train.data.encode import Encoded, Encoder
 from tightfit.train.data.layouts import ExampleError
@@ -193,7 +193,7 @@ class Prompter:
 
 
 def prompter_of(recipe: str, encoder: Encoder) -> Prompter:
-    return Prompter(sections=tuple(json.loads(recipe)["sections"]), encoder=encoder)
+    return Prompter(sections=tuple(parse_json(recipe)["sections"]), encoder=encoder)
 
 
 def _section_text(part: _PromptPart) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tightfit.inputs.records import find_json, parse_json
 from tightfit.inputs.spelling import nearest, read_text
 from tightfit.owned import replace_file
 from tightfit.train.data.layouts import TEXT, Layout, layout_of_entry
@@ -138,7 +139,7 @@ def _info_of(path: str) -> tuple[Path, str] | None:
 
 def _read_info(path: Path) -> Mapping[str, Any]:
     try:
-        tree = json.loads(read_text(path, "JSON"))
+        tree = parse_json(read_text(path, "JSON"))
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(tree, dict):
@@ -177,11 +178,8 @@ class Hashes:
     def __init__(self, cache: Path) -> None:
         self.path = cache / "hashes.json"
         self.changed = False
-        try:
-            tree = json.loads(self.path.read_text(encoding="utf-8"))
-            self.known: dict[str, list[Any]] = tree if isinstance(tree, dict) else {}
-        except (OSError, ValueError):
-            self.known = {}
+        tree = find_json(self.path)
+        self.known: dict[str, list[Any]] = tree if isinstance(tree, dict) else {}
 
     def of(self, path: Path) -> str:
         here = path.resolve()
@@ -229,7 +227,7 @@ def trees_in(file: SourceFile) -> Iterator[tuple[str, Any]]:
             if not raw.strip():
                 continue
             try:
-                yield f"line {number}", json.loads(raw.decode("utf-8-sig"))
+                yield f"line {number}", parse_json(raw.decode("utf-8-sig"))
             except UnicodeDecodeError:
                 raise not_utf8(file.path) from None
             except ValueError as error:

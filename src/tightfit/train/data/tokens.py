@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tightfit.inputs.records import parse_json
 from tightfit.train.data.templates import CHATML, choose_template
 from tightfit.types import ConfigError, ModelError
 
@@ -94,7 +95,7 @@ class Codec:
 
     @staticmethod
     def load(path: Path) -> Codec:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         return Codec(**{**values, "said": tuple(values["said"])})
 
 

@@ -1,0 +1,46 @@
+"""`worker.json` read back, for the worker and for whoever at the desk wants to know what a run was told.
+
+The one reader: whatever is no such file is one sentence. Light, since every rank imports it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tightfit.inputs.records import parse_json
+from tightfit.inputs.spelling import read_text
+from tightfit.types import ConfigError
+
+WORKER_FILE = "worker.json"
+SCHEMA = 1
+"""Of this file. A worker refuses a number that it does not know."""
+AGAIN = "write the plan again with `tightfit plan --write`"
+
+
+def parse_worker(text: str, where: str) -> dict[str, Any]:
+    """The text of a worker.json; `where`: what to call it in a sentence."""
+    try:
+        tree = parse_json(text)
+    except ValueError:
+        raise ConfigError(f"{where} is no JSON: {AGAIN}") from None
+    schema = tree.get("schema") if isinstance(tree, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(f"{where} has schema {schema!r}, and {SCHEMA} is known here: {AGAIN}")
+    found: dict[str, Any] = tree
+    return found
+
+
+def read_worker(path: Path) -> dict[str, Any]:
+    """The file, or one sentence about what is wrong with it."""
+    if not path.exists():
+        raise ConfigError(f"there is no {path}: `tightfit plan --write` makes it")
+    return parse_worker(read_text(path, "JSON"), str(path))
+
+
+def find_worker(plan: Path) -> dict[str, Any]:
+    """That of a plan's folder; empty: there is none, or none that can be read."""
+    try:
+        return read_worker(plan / WORKER_FILE)
+    except ConfigError:
+        return {}
