@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.formats.worker.read import find_worker
+from tightfit.formats.worker.read import WORKER_FILE
+from tightfit.inputs.records import find_json
 from tightfit.job import Saving
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, MANIFEST, Keeping, Torn, Unknown, step_of
@@ -161,7 +162,7 @@ def _hashed(found: Found, progress: Callable[[Found, int], None]) -> Found | Non
 def keeping_of(run: Path) -> Keeping:
     """What the run itself was told to keep; two, where that cannot be found out."""
     try:
-        saving = find_worker(run / "plan")["saving"]
+        saving = find_json(run / "plan" / WORKER_FILE)["saving"]  # of any version: what it keeps is not ours to prune
         said = {"keep_last": saving.get("keep_last", saving.get("keep")), "keep_every": saving.get("keep_every")}
     except (KeyError, TypeError, AttributeError):
         said = {}
