@@ -30,7 +30,7 @@ from tightfit.planner.step_down import Shortfall
 from tightfit.runs.calibration import FILE, Calibrations
 from tightfit.runs.events import MemoryMark
 from tightfit.runs.folder import RunFolder
-from tightfit.runs.supervise import Changed
+from tightfit.runs.own import Changed
 from tightfit.runs.tally import Tally
 from tightfit.runs.worker_file import worker_file
 
