@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import Activations, activations, activations_at
@@ -56,12 +56,16 @@ def make_job(
 ) -> Job:
     hopper = gpu is None or gpu.arch in (None, "sm_90", "sm_90a", "sm_100", "sm_103", "sm_120")
     on_cpu = gpu is not None and gpu.vendor == "cpu"
+    weights = weights_of.of(shape, levers)
+    if on_cpu and levers.buckets.reduce_bucket > weights.trainable_numel:
+        # RAM that is asked for costs nothing until it is written to, and gradients fill no more of the bucket than this
+        levers = replace(levers, buckets=replace(levers.buckets, reduce_bucket=weights.trainable_numel))
     return Job(
         shape=shape,
         levers=levers,
         depth=levers.checkpointing,
         world=world,
-        weights=weights_of.of(shape, levers),
+        weights=weights,
         acts=activations(shape, levers, gpu),
         workspaces=0 if on_cpu else 2 * CUBLAS_WORKSPACE["hopper" if hopper else "other"],
         free_bytes=None if gpu is None else gpu.memory_bytes - context_bytes,

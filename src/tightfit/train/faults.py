@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from tightfit.runs import disk
+from tightfit.runs.worker_file import WORKER_FILE, worker_file
 from tightfit.train.build import body_of
 from tightfit.types import ConfigError
 
@@ -118,9 +119,11 @@ _CUDA = (
 _ACCELERATOR: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 
 
-def _out_of_memory(asked: str, free: str, own: str, tensors: str, pieces: str, others: str = "") -> NoReturn:
+def _out_of_memory(
+    asked: str, free: str, own: str, tensors: str, pieces: str, others: str = "", total: str = "4.00 GiB"
+) -> NoReturn:
     raise torch.OutOfMemoryError(
-        f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 4.00 GiB of which {free} is "
+        f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of {total} of which {free} is "
         f"free. {others}Including non-PyTorch memory, this process has {own} memory in use. Of the allocated memory "
         f"{tensors} is allocated by PyTorch, and {pieces} is reserved by PyTorch but unallocated. If reserved but "
         "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
@@ -129,7 +132,11 @@ def _out_of_memory(asked: str, free: str, own: str, tensors: str, pieces: str, o
 
 
 def _device_oom(run: Path, model: Any) -> None:
-    _out_of_memory("24.00 MiB", "16.00 MiB", "3.98 GiB", "3.90 GiB", "20.00 MiB")
+    """The plan was right, and the card has a little less than it should."""
+    plan = (run / "plan" / WORKER_FILE).read_text(encoding="utf-8")
+    held = worker_file(plan, WORKER_FILE).peak_bytes / 2**20
+    own, tensors, total = (f"{held + more:.2f} MiB" for more in (80, 0, 96))
+    _out_of_memory("24.00 MiB", "16.00 MiB", own, tensors, "20.00 MiB", total=total)
 
 
 def _fragmentation(run: Path, model: Any) -> None:
