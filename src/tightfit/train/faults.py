@@ -27,8 +27,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.runs import disk
-from tightfit.runs.worker_file import WORKER_FILE, worker_file
+from tightfit.runs.worker_file import worker_file
 from tightfit.train.build import body_of
 from tightfit.types import ConfigError
 
