@@ -215,7 +215,8 @@ def test_caches_go_when_asked_for(place: Path, capsys: Capsys) -> None:
     (cache / "data" / f".building-{'d' * 32}-{os.getpid()}").mkdir()
     (cache / "calibration.json").write_text('{"schema": 1, "tightfit": "0.1", "entries": []}')
     (cache / "reservations").mkdir()
-    dead = {"pid": 2**22 + 7, "mark": None, "host": this_host(), "folder": "/nowhere"}
+    held = {"host_bytes": 1, "gpus": [], "port": None}
+    dead = {"pid": 2**22 + 7, "mark": None, "host": this_host(), "folder": "/nowhere", **held}
     (cache / "reservations" / "dead.json").write_text(json.dumps(dead))
     (cache / "reservations" / "live.json").write_text(json.dumps({**dead, "pid": os.getpid()}))
     (cache / "reservations" / "strange.json").write_text("{")
