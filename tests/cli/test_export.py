@@ -25,7 +25,7 @@ def test_a_run_and_its_default_place(tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", "llama")
     run = tmp_path / "run"
     (run / "plan").mkdir(parents=True)
-    (run / "plan" / "worker.json").write_text('{"levers": {"method": "qlora"}}', encoding="utf-8")
+    (run / "plan" / "worker.json").write_text('{"schema": 1, "levers": {"method": "qlora"}}', encoding="utf-8")
     adapter_of(run / "model", base, {"target_modules": ["q_proj"]})
     done = warm_desk.run("export", str(run), "--dtype", "bf16", ranks=True)
     assert done.returncode == 0, done.stderr
