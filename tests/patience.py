@@ -2,8 +2,8 @@
 
 A time limit in a test is there to end what hangs, and a test that says "in seconds" means a machine that has them to
 give. Both would fail beside other work if they counted by the clock on the wall. `now` counts the time in which nobody
-waited for a processor (Linux keeps account of that; elsewhere the load tells roughly) and, so that whatever hangs is
-ended on a busy machine too, a twentieth of the rest.
+waited for a processor (Linux keeps account of that, and of what a virtual machine's host gave to others; elsewhere the
+load tells roughly) and, so that whatever hangs is ended on a busy machine too, a twentieth of the rest.
 
 `subprocess` is told to count so as well (tests/conftest.py), so `timeout=` needs no further thought. Sleeps, and limits
 that belong to the program under test, are by the wall's clock.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PRESSURE = Path("/proc/pressure/cpu")
+PRESSURE, STAT = Path("/proc/pressure/cpu"), Path("/proc/stat")
 LEAST = 1 / 20
 """Of the time on the wall, in which others have every processor, that counts all the same."""
 
@@ -42,9 +42,15 @@ class Clock:
 
 
 def starved_s() -> float:
-    """Since the machine started."""
+    """Since the machine started: somebody here waited, or the host of this virtual machine ran another one."""
     found = re.search(r"^some .* total=([0-9]+)$", PRESSURE.read_text(), re.MULTILINE)
-    return int(found[1]) / 1e6 if found else 0.0
+    waited = int(found[1]) / 1e6 if found else 0.0
+    return waited + stolen_s(STAT.read_text(), os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1)
+
+
+def stolen_s(stat: str, ticks_per_s: int, processors: int) -> float:
+    """The eighth figure of all processors together, shared among them."""
+    return int(stat.partition("\n")[0].split()[8]) / ticks_per_s / processors
 
 
 class Load:

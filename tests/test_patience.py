@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from patience import LEAST, Clock, count_in_subprocess, now
+from patience import LEAST, Clock, count_in_subprocess, now, stolen_s
 
 
 def test_time_in_which_others_have_the_processors_hardly_counts() -> None:
@@ -18,6 +18,10 @@ def test_time_in_which_others_have_the_processors_hardly_counts() -> None:
     assert clock.now() == 10, "nobody waited"
     assert clock.now() == 10 + 10 * LEAST, "somebody waited all the time"
     assert clock.now() == pytest.approx(10 + 10 * LEAST + 7)
+
+
+def test_what_a_host_gives_to_other_machines_is_not_ours() -> None:
+    assert stolen_s("cpu  3547843 12 6174 900 1 0 7 486174 0 0\ncpu0 1 1 1 1", 100, 2) == 486174 / 100 / 2
 
 
 def test_what_hangs_is_ended_all_the_same() -> None:
