@@ -264,7 +264,7 @@ def stepped(case: Case, last: Plan, held: int, request: Request, cache: Calibrat
     bounds = replace(startable_of(request.job, Target(), known).bounds(), calibration=known)
     found = step_down(last, shortfall, bounds=bounds)
     if isinstance(found, NoWay):
-        return {"because": list(found.because), "as_expected": False}
+        return {"because": list(map(str, found.because)), "as_expected": False}
     way = way_of(found.plan)
     true = estimate(way.shape, way.levers, way.hardware.world, way.hardware).gpu.required_bytes
     return {

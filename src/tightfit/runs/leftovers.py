@@ -464,7 +464,8 @@ def end(pid: int, mark: str | None, *, at_once: bool = False, grace_s: float = G
             if not is_alive(pid, mark):
                 return None
             os.kill(pid, what)
-            deadline = time.monotonic() + grace_s
+            # Whoever was killed takes no time of its own, but a busy kernel may.
+            deadline = time.monotonic() + (grace_s if what == signal.SIGTERM else GRACE_S)
             while is_alive(pid, mark) and time.monotonic() < deadline:
                 time.sleep(0.05)
     except ProcessLookupError:
