@@ -82,7 +82,8 @@ def wanted(place: Path, only: str) -> bool:
 
 def measure(folder: Path) -> Figures:
     """The figures of one plan; one process each."""
-    from tightfit.train.__main__ import _cache, _environment
+    from tightfit.inputs.surroundings import cache_folder
+    from tightfit.train.__main__ import _environment
 
     _environment()
     from tightfit.train.config import Options, read_worker_config
@@ -96,7 +97,9 @@ def measure(folder: Path) -> Figures:
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.device_number), WORLD_SIZE=str(place.world))
     shutil.rmtree(config.folder, ignore_errors=True)
     events = Events(config.folder, speaks=True)
-    worker = _worker_class()(config=config, options=options, place=place, cache=_cache(), events=events, stop=Stop())
+    worker = _worker_class()(
+        config=config, options=options, place=place, cache=cache_folder(), events=events, stop=Stop()
+    )
     try:
         worker.run()
     finally:
