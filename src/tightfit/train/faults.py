@@ -27,9 +27,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from tightfit.formats.worker.read import WORKER_FILE
+from tightfit.formats.worker.read import find_worker
 from tightfit.runs import disk
-from tightfit.runs.worker_file import worker_file
 from tightfit.train.build import body_of
 from tightfit.types import ConfigError
 
@@ -133,9 +132,9 @@ def _out_of_memory(
 
 
 def _device_oom(run: Path, model: Any) -> None:
-    """The plan was right, and the card has a little less than it should."""
-    plan = (run / "plan" / WORKER_FILE).read_text(encoding="utf-8")
-    held = worker_file(plan, WORKER_FILE).peak_bytes / 2**20
+    """The plan was right, and the card has a little less than it should; without a plan, it is a card of 4 GiB."""
+    predicted = find_worker(run / "plan").get("predicted")
+    held = 3.9 * 2**10 if predicted is None else predicted["gpu"]["peak_bytes"] / 2**20
     own, tensors, total = (f"{held + more:.2f} MiB" for more in (80, 0, 96))
     _out_of_memory("24.00 MiB", "16.00 MiB", own, tensors, "20.00 MiB", total=total)
 
