@@ -267,8 +267,8 @@ def test_when_more_is_asked_of_a_finished_run(
     store(tmp_path, 100)
     (tmp_path / "plan").mkdir()
     text = {
-        "then": json.dumps({"training": {"max_steps": then[0], "epochs": then[1]}}),
-        "now": json.dumps({"training": {"max_steps": now[0], "epochs": now[1]}}),
+        "then": json.dumps({"schema": 1, "training": {"max_steps": then[0], "epochs": then[1]}}),
+        "now": json.dumps({"schema": 1, "training": {"max_steps": now[0], "epochs": now[1]}}),
     }
     assert not asks_for_more(tmp_path, text["now"])
     (tmp_path / "plan" / "worker.json").write_text(text["then"])
