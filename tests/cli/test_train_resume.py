@@ -278,10 +278,10 @@ def test_when_more_is_asked_of_a_finished_run(
 def test_a_finished_run_goes_on_when_more_steps_are_asked_for(shell: Shell) -> None:
     run = unfinished(shell)
     (run / "plan").mkdir(exist_ok=True)
-    (run / "plan" / "worker.json").write_text('{"training": {"max_steps": 6, "epochs": null}}')
+    (run / "plan" / "worker.json").write_text('{"schema": 1, "training": {"max_steps": 6, "epochs": null}}')
     (run / "model").mkdir()
     assert "or ask for more steps" in shell.refused(*TINY)
-    (run / "plan" / "worker.json").write_text('{"training": {"max_steps": 5, "epochs": null}}')
+    (run / "plan" / "worker.json").write_text('{"schema": 1, "training": {"max_steps": 5, "epochs": null}}')
     _, out, _ = shell.train("options", *TINY)
     assert "holds a finished run with checkpoints up to step 200, and more is asked for" in " ".join(out.split())
     assert told(run)["arguments"] == ["--resume", "auto"]
