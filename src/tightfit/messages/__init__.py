@@ -63,7 +63,7 @@ class Message:
     def text(self, language: Language) -> str:
         area, _, name = self.id.partition(".")
         made = _Filler(language).vformat(_texts(area)[name][LANGUAGES.index(language)], (), self.fields)
-        return _space_chinese(made) if language == "zh" else made
+        return space_chinese(made) if language == "zh" else made
 
 
 class Choice:
@@ -128,14 +128,17 @@ class _Filler(Formatter):
 
 
 _WIDE, _WIDE_MARK = "\u4e00-\u9fff", "\uff00-\uffef\u3000-\u303f"
+_LATIN = "A-Za-z0-9\ue000-\uf8ff"
+"""And marks of private use, which stand for a name."""
 _SPACES = (
     (re.compile(f"(?<=[{_WIDE}]) +(?=[{_WIDE}])"), ""),
     (re.compile(f" *([{_WIDE_MARK}]) *"), r"\1"),
-    (re.compile(f"(?<=[{_WIDE}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9%])(?=[{_WIDE}])"), " "),
+    (re.compile(f"(?<=[{_WIDE}])(?=[{_LATIN}])|(?<=[{_LATIN}%])(?=[{_WIDE}])"), " "),
 )
 
 
-def _space_chinese(text: str) -> str:
+def space_chinese(text: str) -> str:
+    """With a space where one script meets the other, and nowhere else."""
     for found, instead in _SPACES:
         text = found.sub(instead, text)
     return text

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from tightfit.messages import Language, Message, Said
+from tightfit.messages import Language, Message, Said, space_chinese
 
 FOLDER = Path(__file__).with_name("words")
 FILES = ("sentences.runs", "sentences", "sentences.errors", "sentences.worker")
@@ -43,17 +43,10 @@ _HOLES = re.compile(r"\{(\w+)\}")
 _KINDS = {"n": re.compile(r"[-+0-9.,]+"), "word": re.compile(r"\S+")}
 _SEMICOLON, _COMMA = ("; ", "；"), (", ", "，")
 _BETWEEN = re.compile(r"(?<=[.?]) (?=[A-Z-])")
-_WIDE, _WIDE_MARK = "\u4e00-\u9fff", "\uff00-\uffef\u3000-\u303f"
-_OWN = re.compile(f"[{_WIDE}]{{2}}")
+_OWN = re.compile("[\u4e00-\u9fff]{2}")
 """What was told before."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Around the number of what stays as it is, until the spaces are right."""
-_SPACES = (
-    (re.compile(f"(?<=[{_WIDE}]) +(?=[{_WIDE}])"), ""),
-    (re.compile(f" *([{_WIDE_MARK}]) *"), r"\1"),
-    (re.compile(f"(?<=[{_WIDE}])(?=[A-Za-z0-9{_OPEN}])|(?<=[A-Za-z0-9%{_CLOSE}])(?=[{_WIDE}])"), " "),
-)
-"""Where one script meets the other there is a space, and nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +114,7 @@ def said_in(language: Language, english: Said) -> Sentence:
     if told is None:
         is_word = " " not in english  # a name is the same everywhere
         return Sentence(english, is_foreign=not is_word and _OWN.search(english) is None)
-    for found, instead in _SPACES:
-        told = found.sub(instead, told)
-    return Sentence(teller.whole(told), is_foreign=False)
+    return Sentence(teller.whole(space_chinese(told)), is_foreign=False)
 
 
 def pairs_of(language: str) -> Iterator[tuple[str, str]]:
