@@ -5,22 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from string import Formatter
 
 import pytest
 
-from tightfit.messages import LANGUAGES, Choice, Message, Texts, say, speak
+from tightfit.messages import FOLDER, LANGUAGES, Choice, Message, say, speak, texts_of
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tightfit"
-AREAS = sorted(path.stem for path in (PACKAGE / "messages").glob("*.py") if path.stem != "__init__")
+AREAS = sorted(path.stem for path in FOLDER.glob("*.txt"))
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
-
-
-def texts_of(area: str) -> Texts:
-    texts: Texts = import_module(f"tightfit.messages.{area}").TEXTS
-    return texts
 
 
 def fields_in(text: str) -> set[str]:
@@ -38,6 +32,13 @@ def ids_in_the_code() -> Iterator[tuple[Path, ast.Constant, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and looks.fullmatch(node.value):
                 yield path, node, node.value
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_an_entry_is_a_name_and_a_line_for_each_language(area: str) -> None:
+    lines = (FOLDER / f"{area}.txt").read_text(encoding="utf-8").splitlines()
+    shapes = ["text" if line.startswith("    ") else "name" for line in lines if line and not line.startswith("#")]
+    assert shapes == ["name", *["text"] * len(LANGUAGES)] * len(texts_of(area))
 
 
 def test_every_text_is_there_in_every_language_with_the_same_fields() -> None:
@@ -64,7 +65,7 @@ def test_a_message_is_given_the_fields_of_its_text() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
                 continue
-            if ast.unparse(node.func).rpartition(".")[2] not in ("Message", "fail"):
+            if ast.unparse(node.func).rpartition(".")[2] not in ("Message", "text", "fail"):
                 continue
             given = {word.arg for word in node.keywords}
             if node.args[0].value in texts and None not in given and given != texts[node.args[0].value]:
@@ -91,7 +92,7 @@ def test_a_process_speaks_one_language(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"steps": ("{n:# step|# steps} and {each}", "{n} 步与{each}")}
-    monkeypatch.setattr("tightfit.messages._texts", lambda area: texts)
+    monkeypatch.setattr("tightfit.messages.texts_of", lambda area: texts)
     each = Choice(("a", "b", "c"))
     assert [Message("x.steps", n=n, each=each).text("en") for n in (1, 2000)] == [
         "1 step and a, b or c",

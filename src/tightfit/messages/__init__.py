@@ -1,10 +1,17 @@
 """What is said to people: a message is an id with its fields, and becomes text at the edge, in the reader's language.
 
     raise ModelError(Message("model.no-config", folder=shown(path)))
+    print(text("train.saved", path=path))  # where it is shown at once
 
-The texts stand side by side, English and Chinese, in one file for each area: the area is the first word of the id,
-so `model.no-config` is the entry `no-config` of `messages/model.py`. A text names its fields in braces, as `str.format`
-does. Four things are added:
+The texts stand one under the other, English and Chinese, in one file for each area: the area is the first word of the
+id, so `model.no-config` is the entry `no-config` of `messages/model.txt`:
+
+    no-config
+        {folder} has no config.json
+        {folder} 中没有 config.json
+
+A text is one line, `\\n` in it begins another. It names its fields in braces, as `str.format` does. Four things are
+added:
 
     {steps:# step|# steps}   one or many, with the number in place of #
     {way:capital}            with a capital letter, at the beginning of a sentence
@@ -19,14 +26,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import import_module
+from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, get_args
 
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = get_args(Language)
-Texts = Mapping[str, tuple[str, str]]
-"""Of one area: name → the text in each of LANGUAGES."""
+FOLDER = Path(__file__).parent
 
 _spoken: Language = "en"
 
@@ -62,7 +68,7 @@ class Message:
 
     def text(self, language: Language) -> str:
         area, _, name = self.id.partition(".")
-        made = _Filler(language).vformat(_texts(area)[name][LANGUAGES.index(language)], (), self.fields)
+        made = _Filler(language).vformat(texts_of(area)[name][LANGUAGES.index(language)], (), self.fields)
         return space_chinese(made) if language == "zh" else made
 
 
@@ -106,10 +112,19 @@ def say(said: Said, language: Language) -> str:
     return said.text(language) if isinstance(said, Message) else said
 
 
+def text(id: str, /, **fields: object) -> str:  # noqa: A002
+    """What a message says, in the language of this process."""
+    return Message(id, **fields).text(_spoken)
+
+
 @cache
-def _texts(area: str) -> Texts:
-    texts: Texts = import_module(f"tightfit.messages.{area}").TEXTS
-    return texts
+def texts_of(area: str) -> Mapping[str, tuple[str, ...]]:
+    """Of one area: name → the text in each of LANGUAGES."""
+    written = (FOLDER / f"{area}.txt").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in written if line.strip() and not line.startswith("#")]
+    size = 1 + len(LANGUAGES)
+    entries = (lines[start : start + size] for start in range(0, len(lines), size))
+    return {name: tuple(each[4:].replace("\\n", "\n") for each in texts) for name, *texts in entries}
 
 
 class _Filler(Formatter):
