@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from string import Formatter
 
 import pytest
 
-from tightfit.messages import FOLDER, LANGUAGES, Choice, Message, say, speak, texts_of
+from tightfit.messages import FOLDER, LANGUAGES, Choice, Message, as_json, from_json, say, speak, texts_of
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tightfit"
 AREAS = sorted(path.stem for path in FOLDER.glob("*.txt"))
@@ -105,3 +106,27 @@ def test_messages_are_equal_by_id_and_fields() -> None:
     assert Message("model.about", model="a", problem="b") == Message("model.about", problem="b", model="a")
     assert Message("model.about", model="a", problem="b") != Message("model.about", model="a", problem="c")
     assert len(LANGUAGES) == 2
+
+
+def test_a_message_is_read_from_a_record_as_it_was_written() -> None:
+    close = Message("model.did-you-mean", close="mamba")
+    message = Message("model.unknown-activation", key="hidden_act", value=Choice(("a", "b")), hint=close)
+    assert from_json(json.loads(json.dumps(as_json(message)))) == message
+    assert from_json(as_json("as it is")) == "as it is"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"message": "model.of-another-version", "size": 3},
+        {"message": "../../secret.name"},
+        {"message": "plan.free-memory", "share": "much"},
+        {"message": 7},
+        {"choice": "no list"},
+        {},
+        ["a"],
+        None,
+    ],
+)
+def test_a_record_that_is_none_of_ours_is_shown_as_text(written: object) -> None:
+    assert isinstance(from_json(written), str)

@@ -112,6 +112,40 @@ def say(said: Said, language: Language) -> str:
     return said.text(language) if isinstance(said, Message) else said
 
 
+def as_json(said: object) -> object:
+    """A message, or a field of one, as it is written into a record: the page says it in the language of its reader."""
+    if isinstance(said, Message):
+        return {"message": said.id, **{name: as_json(value) for name, value in said.fields.items()}}
+    if isinstance(said, Choice):
+        return {"choice": list(said.words)}
+    return said if said is None or isinstance(said, str | int | float) else str(said)
+
+
+def from_json(value: object) -> Said:
+    """What `as_json` wrote. What this version does not know, or was written by hand, is shown as text."""
+    made = _from_json(value)
+    if isinstance(made, Message):
+        try:
+            for language in LANGUAGES:
+                made.text(language)
+        except (KeyError, ValueError, TypeError, OSError):
+            return ", ".join(str(part) for part in (made.id, *made.fields.values()))
+    return made if isinstance(made, Message) else str(made)
+
+
+def _from_json(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    fields = {str(name): _from_json(each) for name, each in value.items()}
+    if isinstance(words := value.get("choice"), list):
+        return Choice(map(str, words))
+    said = fields.pop("message", None)
+    area, _, name = str(said).partition(".")
+    if area.isidentifier() and (FOLDER / f"{area}.txt").is_file() and name in texts_of(area):
+        return Message(f"{area}.{name}", **fields)
+    return ", ".join(str(part) for part in (said, *fields.values()) if part is not None)
+
+
 def text(id: str, /, **fields: object) -> str:  # noqa: A002
     """What a message says, in the language of this process."""
     return Message(id, **fields).text(_spoken)
