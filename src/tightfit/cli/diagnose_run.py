@@ -15,6 +15,7 @@ from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.predicted import planned_footprint
 from tightfit.formats.known import KnownConfig
 from tightfit.inputs.records import find_record
+from tightfit.messages import say
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths
 from tightfit.runs.cause import known_config
 from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
@@ -101,7 +102,7 @@ def _exits(path: Path) -> tuple[RankExit, ...]:
 def _words(errors: Path, path: Path) -> Iterator[LogSource]:
     for words in read_last_words(errors, 0.0):
         name = str((errors / f"rank-{words.rank}.json").relative_to(path))
-        text = f"tightfit: {words.text}" if words.kind in USERS else words.text
+        text = f"{'tightfit: ' if words.kind in USERS else ''}{say(words.text, 'en')}"  # as the catalogue knows it
         yield LogSource(name=name, text=text, rank=words.rank)
 
 

@@ -161,7 +161,7 @@ def _describe_divergence(words: LastWords, config: KnownConfig) -> Verdict:
     return replace(
         known_symptom("not-finite-stop", config),
         kind="loss-scale" if words.kind == "loss-scale" else "not-finite",
-        cause=f"{words.text[0].upper()}{words.text[1:]}.",
+        cause=f"{str(words.text)[0].upper()}{str(words.text)[1:]}.",
         confidence="certain",
         evidence=(_line(words),),
         rank=words.rank,
@@ -183,7 +183,7 @@ def _believe(found: Verdict, words: LastWords, config: KnownConfig) -> Verdict:
 
 
 def _line(words: LastWords) -> Line:
-    return Line(source=f"errors/rank-{words.rank}.json", number=None, text=words.text)
+    return Line(source=f"errors/rank-{words.rank}.json", number=None, text=str(words.text))
 
 
 def _describe_full_disk(beat: Beat, failure: Failure | None) -> Verdict:
@@ -228,7 +228,7 @@ def _name_bug(verdict: Verdict, words: LastWords) -> Verdict:
     """An exception that no symptom knows, and that its rank has named: a bug, until somebody knows better."""
     if verdict.id not in _SILENT or words.kind != BUG:
         return verdict
-    cause = f"The program raised {words.text.rstrip('.')}, which nothing caught."
+    cause = f"The program raised {str(words.text).rstrip('.')}, which nothing caught."
     evidence = (_line(words), *verdict.evidence)
     return replace(verdict, id="exception", kind="code", cause=cause, evidence=evidence, fixes=(), rank=words.rank)
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tightfit.inputs.records import parse_json
+from tightfit.messages import Said, as_json, from_json
 
 _MOST_TEXT = 2000
 """Characters of a sentence that are kept: a screen is not a log."""
@@ -37,7 +38,7 @@ class Started:
 class Progress:
     """Long work before the first step: a download, the data's cache, weights being read."""
 
-    what: str
+    what: Said
     done: float | None
     total: float | None
 
@@ -48,7 +49,7 @@ class Proof:
 
     name: str
     ok: bool
-    text: str
+    text: Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
-    text: str
+    text: Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class CheckpointFailed:
     """A checkpoint could not be written; the training goes on without it."""
 
     step: int | None
-    text: str
+    text: Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class Resumed:
     folder: str
     from_engine: str | None
     from_world: int | None
-    changed: tuple[str, ...]
+    changed: tuple[Said, ...]
     """What is not as it was when the checkpoint was written."""
 
 
@@ -148,14 +149,14 @@ class PassedOver:
     """A checkpoint that cannot be used, and why."""
 
     folder: str
-    text: str
+    text: Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
     """Somebody has asked the run to end."""
 
-    text: str
+    text: Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,7 @@ class AttemptBegan:
     number: int
     plan: str
     """How it is computed now."""
-    changed: tuple[str, ...]
+    changed: tuple[Said, ...]
     """Lever by lever; empty: as before."""
 
 
@@ -176,14 +177,14 @@ class AttemptFailed:
     number: int
     kind: str
     """Of the cause."""
-    text: str
+    text: Said
     """The cause."""
     step: int | None
     """The last one that was made."""
     kept_step: int | None
     """The newest checkpoint; None: there is none."""
     action: str
-    because: str
+    because: Said
     wait_s: float | None
 
 
@@ -193,7 +194,7 @@ class Failed:
 
     rank: int | None
     kind: str
-    text: str
+    text: Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +216,7 @@ class Other:
     """An event of a newer worker."""
 
     name: str
-    text: str
+    text: Said
 
 
 Event = (
@@ -294,13 +295,13 @@ def _started(values: Mapping[str, Any]) -> Event:
 
 
 def _progress(values: Mapping[str, Any]) -> Event:
-    what = _text(values.get("what")) or "working"
+    what = read_said(values.get("what")) or "working"
     return Progress(what=what, done=_number(values.get("done")), total=_number(values.get("total")))
 
 
 def _proof(values: Mapping[str, Any]) -> Event:
     name = _text(values.get("name")) or ""
-    return Proof(name=name, ok=values.get("ok") is True, text=_text(values.get("text")) or name)
+    return Proof(name=name, ok=values.get("ok") is True, text=read_said(values.get("text")) or name)
 
 
 def _memory(values: Mapping[str, Any]) -> Event:
@@ -348,7 +349,7 @@ def _evaluation(values: Mapping[str, Any]) -> Event:
 
 
 def _warned(values: Mapping[str, Any]) -> Event | None:
-    text = _text(values.get("text"))
+    text = read_said(values.get("text"))
     return Warned(text=text) if text else None
 
 
@@ -372,7 +373,9 @@ def _checkpointed(values: Mapping[str, Any]) -> Event:
 
 
 def _checkpoint_failed(values: Mapping[str, Any]) -> Event:
-    return CheckpointFailed(step=_count(values.get("step")), text=_text(values.get("text")) or "no reason was given")
+    return CheckpointFailed(
+        step=_count(values.get("step")), text=read_said(values.get("text")) or "no reason was given"
+    )
 
 
 def _resumed(values: Mapping[str, Any]) -> Event:
@@ -381,25 +384,25 @@ def _resumed(values: Mapping[str, Any]) -> Event:
         folder=_text(values.get("folder")) or "?",
         from_engine=_text(values.get("from_engine")),
         from_world=_count(values.get("from_world")),
-        changed=_texts(values.get("changed")),
+        changed=_says(values.get("changed")),
     )
 
 
 def _passed_over(values: Mapping[str, Any]) -> Event:
     return PassedOver(
-        folder=_text(values.get("folder")) or "?", text=_text(values.get("text")) or "no reason was given"
+        folder=_text(values.get("folder")) or "?", text=read_said(values.get("text")) or "no reason was given"
     )
 
 
 def _stopping(values: Mapping[str, Any]) -> Event:
-    return Stopping(text=_text(values.get("text")) or "asked to stop")
+    return Stopping(text=read_said(values.get("text")) or "asked to stop")
 
 
 def _attempt(values: Mapping[str, Any]) -> Event | None:
     number = _count(values.get("number"))
     if number is None:
         return None
-    return AttemptBegan(number=number, plan=_text(values.get("plan")) or "?", changed=_texts(values.get("changed")))
+    return AttemptBegan(number=number, plan=_text(values.get("plan")) or "?", changed=_says(values.get("changed")))
 
 
 def _attempt_failed(values: Mapping[str, Any]) -> Event | None:
@@ -409,11 +412,11 @@ def _attempt_failed(values: Mapping[str, Any]) -> Event | None:
     return AttemptFailed(
         number=number,
         kind=_text(values.get("kind")) or "unknown",
-        text=_text(values.get("text")) or "no reason was given",
+        text=read_said(values.get("text")) or "no reason was given",
         step=_count(values.get("step")),
         kept_step=_count(values.get("kept_step")),
         action=_text(values.get("action")) or "?",
-        because=_text(values.get("because")) or "",
+        because=read_said(values.get("because")) or "",
         wait_s=_number(values.get("wait_s")),
     )
 
@@ -421,14 +424,14 @@ def _attempt_failed(values: Mapping[str, Any]) -> Event | None:
 def attempt_line(event: AttemptBegan | AttemptFailed, at: float) -> str:
     """The line that says it, for whoever writes events beside the worker."""
     name = "attempt" if isinstance(event, AttemptBegan) else "attempt_failed"
-    return json.dumps({"event": name, "at": round(at, 3), **asdict(event)}, allow_nan=False) + "\n"
+    return json.dumps({"event": name, "at": round(at, 3), **asdict(event)}, allow_nan=False, default=as_json) + "\n"
 
 
 def _failed(values: Mapping[str, Any]) -> Event:
     return Failed(
         rank=_count(values.get("rank")),
         kind=_text(values.get("kind")) or "crash",
-        text=_text(values.get("text")) or "no reason was given",
+        text=read_said(values.get("text")) or "no reason was given",
     )
 
 
@@ -468,10 +471,9 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Event | None]] = {
 }
 
 
-def _rest(values: Mapping[str, Any]) -> str:
+def _rest(values: Mapping[str, Any]) -> Said:
     """An event that is not known, as plain text."""
-    text = _text(values.get("text"))
-    if text:
+    if text := read_said(values.get("text")):
         return text
     parts = [f"{key} {value}" for key, value in values.items() if key not in ("event", "at")]
     return clean(", ".join(parts))
@@ -479,6 +481,24 @@ def _rest(values: Mapping[str, Any]) -> str:
 
 def _text(value: object) -> str | None:
     return clean(value) or None if isinstance(value, str) else None
+
+
+def read_said(value: object) -> Said | None:
+    """A message as the worker wrote it, or the text of an older one."""
+    return from_json(_clean_fields(value)) or None if isinstance(value, dict) else _text(value)
+
+
+def _says(values: object) -> tuple[Said, ...]:
+    found = map(read_said, values) if isinstance(values, list) else ()
+    return tuple(said for said in found if said)
+
+
+def _clean_fields(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _clean_fields(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_clean_fields(each) for each in value]
+    return clean(value) if isinstance(value, str) else value
 
 
 def _texts(values: object) -> tuple[str, ...]:

@@ -58,7 +58,9 @@ def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Seq
     fell = min(killed, key=lambda gone: gone.at, default=None)
     if told is not None and (fell is None or (said and told.at <= fell.at - LOOK_S)):
         start = start_of.get(told.rank)
-        return _failure(told.rank, start, told.text, is_users=told.kind in USERS, is_disk_full=told.kind == DISK_FULL)
+        return _failure(
+            told.rank, start, str(told.text), is_users=told.kind in USERS, is_disk_full=told.kind == DISK_FULL
+        )
     # One that was killed had no time for words; one that left with a code and without words has seen others fail.
     gone = fell or min(silent or [each for each in exits if each.code], key=lambda each: each.at)
     is_users, tail = gone.code == USER, tail_of(gone.start.log)
@@ -73,7 +75,7 @@ def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Seq
 
 def _is_echo(words: LastWords) -> bool:
     """Words about a lost neighbour, which are about another rank's failure."""
-    return words.kind == "peer" or (words.kind not in USERS and _PEER.search(words.text) is not None)
+    return words.kind == "peer" or (words.kind not in USERS and _PEER.search(str(words.text)) is not None)
 
 
 def _failure(rank: int, start: RankStart | None, sentence: str, *, is_users: bool, is_disk_full: bool) -> Failure:

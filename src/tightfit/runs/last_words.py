@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import get_args
 
 from tightfit.inputs.records import find_json, json_text
+from tightfit.messages import Said, as_json
 from tightfit.owned import replace_file
-from tightfit.runs.events import clean
+from tightfit.runs.events import clean, read_said
 from tightfit.runs.heartbeat import DISK_FULL
 from tightfit.types import PhaseName
 
@@ -31,7 +32,7 @@ class LastWords:
     rank: int
     kind: str
     """A `Kind` of a verdict, where the exception alone tells it; `user`; `bug`; or the name of an error of ours."""
-    text: str
+    text: Said
     """One sentence, for people."""
     at: float
     """Seconds since the epoch."""
@@ -50,7 +51,7 @@ class LastWords:
 def write_last_words(run: Path, words: LastWords) -> None:
     record = {
         "kind": words.kind,
-        "text": words.text,
+        "text": as_json(words.text),
         "rank": words.rank,
         "time": words.at,
         "phase": words.phase,
@@ -78,13 +79,13 @@ def _read(path: Path) -> LastWords | None:
     if not isinstance(tree, dict) or not rank.isdecimal():
         return None
     kind, text, at, phase = tree.get("kind"), tree.get("text"), tree.get("time"), tree.get("phase")
-    if not isinstance(text, str) or isinstance(at, bool) or not isinstance(at, int | float):
+    if not isinstance(text, str | dict) or isinstance(at, bool) or not isinstance(at, int | float):
         return None
     counts = {name: tree.get(name) for name in ("step", "asked", "allocated", "free")}
     return LastWords(
         rank=int(rank),
         kind=clean(kind) if isinstance(kind, str) and kind else "crash",
-        text=clean(text) or "no reason was given",
+        text=read_said(text) or "no reason was given",
         at=float(at),
         phase=phase if phase in get_args(PhaseName) else None,
         **{name: value for name, value in counts.items() if type(value) is int and value >= 0},

@@ -97,7 +97,7 @@ class Lines:
 def moving_line(event: Progress | Step, predicted_bytes: int) -> tuple[str, str]:
     """What is going on, and how far it is."""
     if isinstance(event, Progress):
-        return event.what, _progress_line(event)
+        return str(event.what), _progress_line(event)
     return "step", step_line(event, predicted_bytes)
 
 
@@ -139,11 +139,11 @@ def _checkpoint_line(event: Checkpointed | CheckpointFailed | Resumed | PassedOv
         return f"! {event.folder} was passed over: {event.text}", "yellow"
     at = "" if event.step is None else f" at step {event.step:,}"
     if isinstance(event, CheckpointFailed):
-        return f"✗ NO CHECKPOINT{at}: {event.text.rstrip('.')}; the training goes on", "bold red"
+        return f"✗ NO CHECKPOINT{at}: {str(event.text).rstrip('.')}; the training goes on", "bold red"
     if isinstance(event, Resumed):
         ranks = "" if event.from_world is None else f" on {event.from_world} rank{'' if event.from_world == 1 else 's'}"
         wrote = "" if event.from_engine is None else f", written by {event.from_engine}{ranks}"
-        changed = f"; changed since: {'; '.join(event.changed)}" if event.changed else ""
+        changed = f"; changed since: {'; '.join(map(str, event.changed))}" if event.changed else ""
         return f"✓ going on{at.replace('at', 'from')} ({event.folder}{wrote}{changed})", "bold"
     size = "" if event.written_bytes is None else f", {size_words(event.written_bytes)}"
     took = "" if event.seconds is None else f" in {duration(event.seconds)}"
@@ -155,13 +155,13 @@ def _checkpoint_line(event: Checkpointed | CheckpointFailed | Resumed | PassedOv
 
 def _attempt_line(event: AttemptBegan | AttemptFailed) -> tuple[str, str]:
     if isinstance(event, AttemptBegan):
-        changed = f"; {', '.join(event.changed)}" if event.changed else ""
+        changed = f"; {', '.join(map(str, event.changed))}" if event.changed else ""
         return f"→ attempt {event.number}: {event.plan}{changed}", "bold"
     at = "before the first step" if event.step is None else f"after step {event.step:,}"
     kept = "" if event.kept_step is None else f" (the checkpoint of step {event.kept_step:,} is kept)"
     wait = f", in {duration(event.wait_s)}" if event.wait_s else ""
-    failed = f"✗ attempt {event.number} failed {at}{kept}: {event.text.rstrip('.')}"
-    return f"{failed} → {event.action}{wait}: {event.because.rstrip('.')}", "bold yellow"
+    failed = f"✗ attempt {event.number} failed {at}{kept}: {str(event.text).rstrip('.')}"
+    return f"{failed} → {event.action}{wait}: {str(event.because).rstrip('.')}", "bold yellow"
 
 
 def _memory_line(event: MemoryMark) -> str:
@@ -179,7 +179,7 @@ def _progress_line(event: Progress) -> str:
         return f"{event.what} …"
     if event.total is not None and event.total > 0 and event.done is not None:
         return f"{event.what}: {100 * min(1.0, event.done / event.total):.0f} %"
-    return event.what if event.done is None else f"{event.what}: {event.done:,.0f}"
+    return str(event.what) if event.done is None else f"{event.what}: {event.done:,.0f}"
 
 
 def step_line(step: Step, predicted_bytes: int) -> str:

@@ -268,7 +268,7 @@ class RunEye:
         if isinstance(event, Failed | AttemptFailed):
             self._failed = event if isinstance(event, Failed) else None
             if event.kind in OOM_KINDS:
-                self._oom, self._oom_is_last = event.text, True
+                self._oom, self._oom_is_last = str(event.text), True
         line = line_of(event)
         if line[0]:
             self._lines.append(line)

@@ -311,7 +311,8 @@ class ExternalTrainer:
         self.say(f"attempt {failed.number} failed: {failed.text}")
         what = f"{'; '.join(changed)}. " if changed else ""
         wait = f" (after {failed.wait_s:.0f} s)" if failed.wait_s else ""
-        self.say(f"{what}{failed.because[0].upper()}{failed.because[1:]}{wait}.")
+        because = str(failed.because)
+        self.say(f"{what}{because[0].upper()}{because[1:]}{wait}.")
 
     def before_next(self, number: int, changed: tuple[str, ...]) -> None:
         self._take()
