@@ -32,6 +32,9 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# What tests compare is English, on a Chinese machine too.
+os.environ["TIGHTFIT_LANG"] = "en"
+
 # Tests have caches of their own; a compilation costs a minute. One ninja for all: another would compile anew.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder(os.environ))
 if str(Path(sys.executable).parent) not in os.environ["PATH"].split(os.pathsep):

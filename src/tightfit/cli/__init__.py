@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from tightfit.inputs.surroundings import choose_language
 from tightfit.types import ConfigError, UserError
 
 VERBS = {
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors=PLAIN_LETTERS)
     try:
         _check_letters(words)
+        choose_language(_take_language(words))
         code = _dispatch(words)
         sys.stdout.flush()
         return code
@@ -100,6 +102,17 @@ def _check_letters(words: Sequence[str]) -> None:
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise ConfigError(f"{ascii(word)[:48]} on the command line is not text in UTF-8: write it in plain letters")
+
+
+def _take_language(words: list[str]) -> str | None:
+    """What `--lang` says, wherever it stands; it is taken out. What follows `--` is another program's."""
+    asked = None
+    for place in reversed(range(words.index("--") if "--" in words else len(words))):
+        flag, equals, value = words[place].partition("=")
+        if flag == "--lang":
+            asked = asked if asked is not None else value if equals else "".join(words[place + 1 : place + 2])
+            del words[place : place + (1 if equals else 2)]
+    return asked
 
 
 def _dispatch(words: list[str]) -> int:
@@ -152,6 +165,7 @@ verbs:
 
   tightfit VERB --help   its flags
   tightfit --version     the version, and those of what it found
+  tightfit --lang zh …   in Chinese; so does TIGHTFIT_LANG=zh, or a Chinese locale
 
 example:
   tightfit estimate --model llama-3.1-8b --method lora --gpus 1xRTX4090"""

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, get_args
 
 from tightfit.inputs.flags import LEVERS, spelt, words_of
 from tightfit.inputs.spelling import nearest
+from tightfit.messages import text
 from tightfit.types import ConfigError, Group, Lever
 
 OTHER_NAMES = {
@@ -68,16 +69,17 @@ class Parser(argparse.ArgumentParser):
 
     def ends_with(self, codes: Mapping[str, str], writes: str | None = None) -> Parser:
         """Itself, with its exit codes and what it writes at the end of its help, before the example."""
+        self.add_argument("--lang", metavar="en|zh", help=text("help.lang"))  # taken out before: see `main`
         wide = max(map(len, codes))
         lines = [
             textwrap.fill(meaning, 79, initial_indent=f"  {code:<{wide}}  ", subsequent_indent=" " * (wide + 4))
             for code, meaning in codes.items()
         ]
-        text = "\n".join(["exit codes:", *lines])
+        ending = "\n".join(["exit codes:", *lines])
         if writes is not None:
             written = textwrap.fill(writes, 79, initial_indent="  ", subsequent_indent="  ")
-            text = f"writes:\n{written}\n\n{text}"
-        self.epilog = f"{text}\n\n{self.epilog}"
+            ending = f"writes:\n{written}\n\n{ending}"
+        self.epilog = f"{ending}\n\n{self.epilog}"
         return self
 
     def add_file(self, metavar: str, what: str) -> None:
@@ -142,12 +144,12 @@ def _add_lever_flag(group: argparse._ArgumentGroup, lever: Lever) -> None:
 def whole_number(flag: str) -> Callable[[str], int]:
     """A reader of `2048`, `500_000_000` and, as DeepSpeed's own files have it, `5e8`."""
 
-    def read(text: str) -> int:
-        if re.fullmatch(r"[+-]?\d{1,18}", text.replace("_", "")):
-            return int(text.replace("_", ""))
-        if re.fullmatch(r"\d+(\.\d+)?[eE]\+?1?\d", text) and float(text).is_integer():
-            return int(float(text))
-        raise ConfigError(f"{spelt(flag)} takes a whole number, not {text!r}")
+    def read(word: str) -> int:
+        if re.fullmatch(r"[+-]?\d{1,18}", word.replace("_", "")):
+            return int(word.replace("_", ""))
+        if re.fullmatch(r"\d+(\.\d+)?[eE]\+?1?\d", word) and float(word).is_integer():
+            return int(float(word))
+        raise ConfigError(f"{spelt(flag)} takes a whole number, not {word!r}")
 
     return read
 
@@ -155,11 +157,11 @@ def whole_number(flag: str) -> Callable[[str], int]:
 def share(flag: str) -> Callable[[str], float]:
     """A reader of `0.05`."""
 
-    def read(text: str) -> float:
+    def read(word: str) -> float:
         try:
-            return float(text)
+            return float(word)
         except ValueError:
-            raise ConfigError(f"{spelt(flag)} takes a share such as 0.05, not {text!r}") from None
+            raise ConfigError(f"{spelt(flag)} takes a share such as 0.05, not {word!r}") from None
 
     return read
 

@@ -1,4 +1,4 @@
-"""What of the user's environment a run needs: where to keep things, and what the ranks inherit."""
+"""What of the user's environment a run needs: the language, where to keep things, and what the ranks inherit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+
+from tightfit.messages import LANGUAGES, Choice, Language, Message, speak
+from tightfit.types import ConfigError
+
+LANGUAGE = "TIGHTFIT_LANG"
+
+
+def choose_language(asked: str | None = None) -> None:
+    """Speak what `--lang` asks for, else what TIGHTFIT_LANG or the locale says. So do processes that it starts."""
+    said = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
+    speak("zh" if next(filter(None, said), "").startswith("zh") else "en")
+    if os.environ.get(LANGUAGE) and asked is None:
+        speak(_read_language(os.environ[LANGUAGE], LANGUAGE))
+    if asked is not None:
+        speak(_read_language(asked, "--lang"))
+        os.environ[LANGUAGE] = asked
+
+
+def _read_language(word: str, name: str) -> Language:
+    for language in LANGUAGES:
+        if word == language:
+            return language
+    raise ConfigError(Message("cli.wrong-language", name=name, languages=Choice(LANGUAGES), word=repr(word)))
 
 
 def cache_folder() -> Path:

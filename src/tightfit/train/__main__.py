@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tightfit.inputs.surroundings import cache_folder
+from tightfit.inputs.surroundings import cache_folder, choose_language
 from tightfit.train.stop import Stop, leave
 from tightfit.types import TightfitError, UserError
 
@@ -38,6 +38,11 @@ FAULTS = "TIGHTFIT_FAULTS"
 
 
 def main(argv: Sequence[str]) -> int:
+    try:
+        choose_language()
+    except UserError as error:
+        print(f"tightfit: {error}", file=sys.stderr)  # noqa: T201
+        return USER_ERROR
     if argv and argv[0] in TASKS:
         return _task(argv[0], argv[1])
     return _worker(argv)
