@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tightfit.cli import main
+from tightfit.messages import Message
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord, Cause, Next, attempt_path, read_attempts, write_attempt
 from tightfit.runs.events import AttemptBegan, AttemptFailed, event_of
@@ -38,7 +39,9 @@ RECORD = AttemptRecord(
     last_step=57,
     kept_step=50,
     cause=CAUSE,
-    next=Next(action="smaller plan", because="memory", changed=("ZeRO-2 → ZeRO-3",), wait_s=1.0),
+    next=Next(
+        action="smaller plan", because=Message("runs.raised", error="X"), changed=("ZeRO-2 → ZeRO-3",), wait_s=1.0
+    ),
 )
 FAILED = AttemptFailed(
     number=1,
@@ -53,6 +56,7 @@ FAILED = AttemptFailed(
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Messages by their ids, and text of an earlier release as text."""
     assert write_attempt(tmp_path, RECORD)
     assert read_attempts(tmp_path) == (RECORD,)
     assert RECORD.lost_steps == 7

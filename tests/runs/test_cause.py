@@ -97,7 +97,7 @@ def test_numbers_that_are_none_are_the_ranks_own_words() -> None:
     known = recorded("bug")
     words = LastWords(rank=0, kind="not-finite", text="the loss of step 7 is nan: look at samples 1, 2", at=1.0, step=7)
     verdict = find_cause(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, words=(words,))))
-    assert (verdict.kind, verdict.cause) == ("not-finite", "The loss of step 7 is nan: look at samples 1, 2.")
+    assert (verdict.kind, str(verdict.cause)) == ("not-finite", "The loss of step 7 is nan: look at samples 1, 2.")
     assert verdict.step == 7
     assert verdict.fixes
     words = dataclasses.replace(words, kind="loss-scale")
@@ -130,7 +130,7 @@ def test_what_the_user_has_to_change_is_said_as_it_is() -> None:
     known = recorded("bug")
     failure = Failure(rank=0, is_users=True, sentence="line 17 is not JSON: mend it", tail=(), log=None)
     verdict = find_cause(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, failure=failure)))
-    assert (verdict.kind, verdict.cause) == ("config", "line 17 is not JSON: mend it.")
+    assert (verdict.kind, str(verdict.cause)) == ("config", "line 17 is not JSON: mend it.")
     assert verdict.kind not in RETRYABLE
 
 
@@ -145,7 +145,7 @@ def test_a_hang_names_the_rank_that_stands_elsewhere() -> None:
     )
     verdict = find_cause(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, hung=hung)))
     assert (verdict.kind, verdict.rank, verdict.phase, verdict.confidence) == ("hang", 1, "forward", "certain")
-    assert verdict.cause == (
+    assert str(verdict.cause) == (
         "Rank 1 gave no sign of life for 312 s in the forward pass of step 4 (/home/anna/data.py:7 in read)."
     )
     assert [line.source for line in verdict.evidence] == [

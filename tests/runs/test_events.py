@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tightfit.messages import Message
 from tightfit.runs.events import (
     Checkpointed,
     CheckpointFailed,
@@ -159,3 +160,11 @@ def test_what_was_there_before_is_not_followed(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write(line_of(3))
     assert steps_in([*follower.poll()]) == [3]
+
+
+def test_a_message_in_an_event_is_read_as_one_and_cannot_steer_a_terminal() -> None:
+    said = {"message": "runs.raised", "error": {"message": "runs.raised", "error": "a\x1b[2Jb"}}
+    inner = Message("runs.raised", error="a [2Jb")
+    assert event_of(json.dumps({"event": "warning", "text": said})) == Warned(text=Message("runs.raised", error=inner))
+    unknown = {"event": "warning", "text": {"message": "runs.of-a-newer-version", "step": 7}}
+    assert event_of(json.dumps(unknown)) == Warned(text="runs.of-a-newer-version, 7")

@@ -274,7 +274,7 @@ def as_json(found: Diagnosis, expected: Predicted | None = None) -> dict[str, An
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:
     tree = asdict(verdict)
     del tree["step"]  # only our own ranks know it, and no log is asked
-    tree["fixes"] = [{"text": fix.text, "command": fix.command, "costly": fix.is_costly} for fix in verdict.fixes]
+    tree["fixes"] = [{"text": str(fix.text), "command": fix.command, "costly": fix.is_costly} for fix in verdict.fixes]
     return tree
 
 
@@ -330,7 +330,7 @@ def _symptom_json(symptom: Symptom) -> dict[str, Any]:
         "confidence": symptom.confidence,
         "refines": list(symptom.refines),
         "fixes": [
-            {"text": fix.text, "command": fix.command, "costly": fix.is_costly}
+            {"text": str(fix.text), "command": fix.command, "costly": fix.is_costly}
             for fix in fixes_of(symptom, KnownConfig(), {})
         ],
         "sources": list(symptom.sources),

@@ -220,7 +220,7 @@ def _reserved(ready: Ready, folder: RunFolder) -> Iterator[None]:
 def _ended(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str | None, *, as_json: bool) -> int:
     failure = outcome.failure
     if failure is not None and failure.is_users:
-        raise ConfigError(failure.sentence.replace(_NAME_ONE, f"{_NAME_ONE}, or go without: --full-length"))
+        raise ConfigError(str(failure.sentence).replace(_NAME_ONE, f"{_NAME_ONE}, or go without: --full-length"))
     if outcome.state == "interrupted":
         print("tightfit: interrupted; the rehearsal has ended", file=sys.stderr)
         return outcome.exit_code
@@ -264,7 +264,7 @@ def _rehearsal(ready: Ready, outcome: Outcome, probe: Probe | None, kept: str | 
         verdict=verdict,
         phase=phase,
         where=None if phase is None else WHERE[phase],
-        error=None if failure is None else failure.sentence,
+        error=None if failure is None else str(failure.sentence),
         steps=0 if tally.last is None else tally.last.step,
         rows=rows,
         notes=ready.notes,

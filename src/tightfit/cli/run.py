@@ -319,7 +319,7 @@ def _say_failure(ended: RunResult, folder: Path, first: str) -> None:
     found = ended.verdict
     if found is None:
         return
-    _say(found.cause)
+    _say(str(found.cause))
     if ended.because:
         _say(f"not started again: {ended.because}")
     for fix in found.fixes[:_MOST_FIXES]:

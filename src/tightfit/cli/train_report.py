@@ -58,7 +58,7 @@ def report(ready: Ready, outcome: Outcome, faster: Plan | None = None) -> dict[s
     return {
         "state": outcome.state,
         "exit_code": outcome.exit_code,
-        "error": None if outcome.failure is None else outcome.failure.sentence,
+        "error": None if outcome.failure is None else str(outcome.failure.sentence),
         "folder": str(ready.folder),
         "model": str(ready.folder / "model") if outcome.state == "done" else None,
         "pictures": list(tally.pictures),

@@ -214,7 +214,7 @@ class _Plain:
 
     def _warn(self, look: Look) -> None:
         """Once as long as it holds: its figures change all the time."""
-        kinds = {re.sub(r"[\d.,]+", "", warning): warning for warning in look.health.warnings}
+        kinds = {re.sub(r"[\d.,]+", "", str(warning)): warning for warning in look.health.warnings}
         for kind in kinds.keys() - self._warned:
             _say(f"! {kinds[kind]}")
         self._warned = frozenset(kinds)

@@ -69,7 +69,7 @@ def _lines(symptom: Symptom) -> Iterator[str]:
     for fix in fixes_of(symptom, KnownConfig(), {}):
         cost = " *(changes the training)*" if fix.is_costly else ""
         command = f" `{fix.command}`" if fix.command else ""
-        yield f"- {_safe(fix.text)}{command}{cost}"
+        yield f"- {_safe(str(fix.text))}{command}{cost}"
     if symptom.sources:
         yield f"\nFrom {', '.join(symptom.sources)}."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tightfit.messages import Said
 from tightfit.types import PhaseName
 
 Kind = Literal[
@@ -75,7 +76,7 @@ class OomNumbers:
 class Fix:
     """One remedy, for this user's configuration where it is known."""
 
-    text: str
+    text: Said
     """One sentence."""
     command: str | None = None
     is_costly: bool = False
@@ -89,7 +90,7 @@ class Verdict:
     id: str
     """Of the symptom, for `tightfit explain`."""
     kind: Kind
-    cause: str
+    cause: Said
     """One sentence."""
     confidence: Confidence
     evidence: tuple[Line, ...]

@@ -21,6 +21,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tightfit.inputs.spelling import MOST_TEXT_BYTES, open_regular, shown
+from tightfit.messages import Message, as_json, from_json
 from tightfit.owned import replace_file
 
 T = TypeVar("T")
@@ -80,11 +81,11 @@ def record_text(record: Any, more: Mapping[str, Any] | None = None) -> str:
 
 def json_text(tree: Mapping[str, Any]) -> str:
     """A tree as a file of ours has it, for people to read as well."""
-    return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False, default=_moment_text) + "\n"
+    return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False, default=_as_json) + "\n"
 
 
-def _moment_text(moment: datetime) -> str:
-    return moment.isoformat(timespec="seconds")
+def _as_json(value: object) -> object:
+    return value.isoformat(timespec="seconds") if isinstance(value, datetime) else as_json(value)
 
 
 def as_record(tree: object, kind: type[T]) -> T:
@@ -126,6 +127,8 @@ def _value(value: Any, kind: Any, place: str) -> Any:
         return {key: _value(each, inside[1], f"{place}.{key}") for key, each in value.items()}
     if origin in (Union, UnionType):
         return _one_of(value, inside, place)
+    if kind is Message and isinstance(value, dict):
+        return from_json(value)
     if kind is datetime and isinstance(value, str):
         return datetime.fromisoformat(value)
     raise ValueError(f"{place or 'it'} cannot be {shown(value)}")

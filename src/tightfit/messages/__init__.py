@@ -10,11 +10,14 @@ id, so `model.no-config` is the entry `no-config` of `messages/model.txt`:
         {folder} has no config.json
         {folder} 中没有 config.json
 
-A text is one line, `\\n` in it begins another. It names its fields in braces, as `str.format` does. Four things are
+A text is one line, `\\n` in it begins another. It names its fields in braces, as `str.format` does. Some things are
 added:
 
     {steps:# step|# steps}   one or many, with the number in place of #
     {way:capital}            with a capital letter, at the beginning of a sentence
+    {cause:bare}             without its full stop
+    {cause:stop}             with one
+    {cause:sentence}         with a capital letter and a full stop
     a field that is a Message, or a `Choice` of words, is put into the same language
     Chinese gets a space where it meets Latin letters or digits, and nowhere else
 
@@ -24,7 +27,7 @@ What a program decides, it decides from the id and the fields, never from the te
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from string import Formatter
@@ -112,6 +115,19 @@ def say(said: Said, language: Language) -> str:
     return said.text(language) if isinstance(said, Message) else said
 
 
+def change_texts(said: Said, change: Callable[[str], str]) -> Said:
+    """The same with each text in it changed: cut, cleaned, its secrets struck out."""
+    if isinstance(said, str):
+        return change(said)
+    fields = said.fields.items()
+    return Message(said.id, **{k: change_texts(v, change) if isinstance(v, Message | str) else v for k, v in fields})
+
+
+def bare(said: Said) -> str:
+    """Its text without the full stop, for one who goes on with the sentence."""
+    return str(said).rstrip(".。")
+
+
 def as_json(said: object) -> object:
     """A message, or a field of one, as it is written into a record: the page says it in the language of its reader."""
     if isinstance(said, Message):
@@ -123,7 +139,10 @@ def as_json(said: object) -> object:
 
 def from_json(value: object) -> Said:
     """What `as_json` wrote. What this version does not know, or was written by hand, is shown as text."""
-    made = _from_json(value)
+    try:
+        made = _from_json(value)
+    except RecursionError:
+        return "?"
     if isinstance(made, Message):
         try:
             for language in LANGUAGES:
@@ -171,9 +190,18 @@ class _Filler(Formatter):
             return (one if value == 1 else many).replace("#", f"{value:,}")
         if isinstance(value, Message | Choice):
             value = value.text(self.language)
-        if format_spec == "capital":
-            return value[:1].upper() + value[1:]
+        if format_spec in ("bare", "capital", "sentence", "stop"):
+            return _reshape(str(value), format_spec, self.language)
         return super().format_field(value, format_spec)
+
+
+def _reshape(text: str, spec: str, language: Language) -> str:
+    """The same words at another place of a sentence, or as one."""
+    if spec != "capital":
+        text = bare(text)
+    if spec in ("capital", "sentence"):
+        text = text[:1].upper() + text[1:]
+    return text + (("." if language == "en" else "。") if spec in ("sentence", "stop") else "")
 
 
 _WIDE, _WIDE_MARK = "\u4e00-\u9fff", "\uff00-\uffef\u3000-\u303f"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from tightfit.inputs.records import find_record, write_record
+from tightfit.messages import Said
 from tightfit.owned import NotOurs, open_own
 from tightfit.runs.events import AttemptBegan, AttemptFailed, attempt_line
 from tightfit.runs.folder import RunFolder
@@ -36,7 +37,7 @@ class Cause:
     id: str
     """Of the symptom: `tightfit explain` knows it."""
     kind: str
-    sentence: str
+    sentence: Said
     confidence: str
     rank: int | None
     phase: str | None
@@ -49,8 +50,8 @@ class Next:
     """What was done about it."""
 
     action: Action
-    because: str
-    changed: tuple[str, ...] = ()
+    because: Said
+    changed: tuple[Said, ...] = ()
     """`micro batch 4 × 1 → 2 × 2`, lever by lever."""
     wait_s: float = 0.0
 
@@ -63,7 +64,7 @@ class AttemptRecord:
 
     number: int
     started: str
-    plan: str
+    plan: Said
     """`ZeRO-2, optimizer on CPU: micro batch 4 × 1 on 2 ranks`"""
     ranks: int
     effective_batch: int | None

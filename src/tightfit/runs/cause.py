@@ -18,6 +18,7 @@ from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Fix, Kind, Line, OomNumbers, Verdict
 from tightfit.formats.known import KnownConfig
 from tightfit.formats.worker.read import WORKER_FILE, find_worker
+from tightfit.messages import Message, Said
 from tightfit.runs import build_lock
 from tightfit.runs.attempts import Cause
 from tightfit.runs.failure import Failure
@@ -127,7 +128,7 @@ def _describe_hang(hung: Hung, config: KnownConfig) -> Verdict:
     ]
     return replace(
         known_symptom("stuck", config),
-        cause=f"{hung.sentence[0].upper()}{hung.sentence[1:]}.",
+        cause=Message("runs.sentence", said=hung.sentence),
         confidence="certain" if hung.place is not None else "likely",
         evidence=tuple(lines),
         rank=hung.rank,
@@ -161,7 +162,7 @@ def _describe_divergence(words: LastWords, config: KnownConfig) -> Verdict:
     return replace(
         known_symptom("not-finite-stop", config),
         kind="loss-scale" if words.kind == "loss-scale" else "not-finite",
-        cause=f"{str(words.text)[0].upper()}{str(words.text)[1:]}.",
+        cause=Message("runs.sentence", said=words.text),
         confidence="certain",
         evidence=(_line(words),),
         rank=words.rank,
@@ -182,17 +183,23 @@ def _believe(found: Verdict, words: LastWords, config: KnownConfig) -> Verdict:
     return replace(found, phase=words.phase or found.phase, step=words.step)
 
 
+def _end_sentence(said: Said) -> Message:
+    return Message("runs.ended-sentence", said=said)
+
+
 def _line(words: LastWords) -> Line:
     return Line(source=f"errors/rank-{words.rank}.json", number=None, text=str(words.text))
 
 
 def _describe_full_disk(beat: Beat, failure: Failure | None) -> Verdict:
     """All that a rank could say on a disk that took nothing else. Another's words may name the place."""
-    said = failure.sentence if failure is not None and failure.is_disk_full else ""
+    cause = Message("runs.disk-was-full", rank=beat.rank)
+    if failure is not None and failure.is_disk_full:
+        cause = _end_sentence(failure.sentence)
     return Verdict(
         id="disk-full",
         kind="disk-full",
-        cause=f"{said.rstrip('.') or f'The disk was full for rank {beat.rank}'}.",
+        cause=cause,
         confidence="certain",
         evidence=(Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {DISK_FULL} {beat.words}"),),
         fixes=(),
@@ -205,16 +212,16 @@ def _quote_user_error(failure: Failure) -> Verdict:
     return Verdict(
         id="disk-full" if failure.is_disk_full else "tightfit-user",
         kind="disk-full" if failure.is_disk_full else "config",
-        cause=f"{failure.sentence.rstrip('.')}.",
+        cause=_end_sentence(failure.sentence),
         confidence="certain",
-        evidence=(Line(source=f"rank {failure.rank}", number=None, text=failure.sentence),),
+        evidence=(Line(source=f"rank {failure.rank}", number=None, text=str(failure.sentence)),),
         fixes=(),
         rank=failure.rank,
     )
 
 
 def _unknown(failure: Failure | None) -> Verdict:
-    sentence = "Nothing says why it ended." if failure is None else f"{failure.sentence.rstrip('.')}."
+    sentence = Message("runs.nothing-says-why") if failure is None else _end_sentence(failure.sentence)
     rank = None if failure is None else failure.rank
     return Verdict(
         id="silent-exit", kind="unknown", cause=sentence, confidence="possible", evidence=(), fixes=(), rank=rank
@@ -228,7 +235,7 @@ def _name_bug(verdict: Verdict, words: LastWords) -> Verdict:
     """An exception that no symptom knows, and that its rank has named: a bug, until somebody knows better."""
     if verdict.id not in _SILENT or words.kind != BUG:
         return verdict
-    cause = f"The program raised {str(words.text).rstrip('.')}, which nothing caught."
+    cause = Message("runs.raised", error=words.text)
     evidence = (_line(words), *verdict.evidence)
     return replace(verdict, id="exception", kind="code", cause=cause, evidence=evidence, fixes=(), rank=words.rank)
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tightfit.inputs.records import parse_json
-from tightfit.messages import Said, as_json, from_json
+from tightfit.messages import Said, as_json, change_texts, from_json
 
 _MOST_TEXT = 2000
 """Characters of a sentence that are kept: a screen is not a log."""
@@ -164,7 +164,7 @@ class AttemptBegan:
     """The ranks are started again; the first start says nothing of the kind."""
 
     number: int
-    plan: str
+    plan: Said
     """How it is computed now."""
     changed: tuple[Said, ...]
     """Lever by lever; empty: as before."""
@@ -384,7 +384,7 @@ def _resumed(values: Mapping[str, Any]) -> Event:
         folder=_text(values.get("folder")) or "?",
         from_engine=_text(values.get("from_engine")),
         from_world=_count(values.get("from_world")),
-        changed=_says(values.get("changed")),
+        changed=_saids(values.get("changed")),
     )
 
 
@@ -402,7 +402,7 @@ def _attempt(values: Mapping[str, Any]) -> Event | None:
     number = _count(values.get("number"))
     if number is None:
         return None
-    return AttemptBegan(number=number, plan=_text(values.get("plan")) or "?", changed=_says(values.get("changed")))
+    return AttemptBegan(number=number, plan=read_said(values.get("plan")) or "?", changed=_saids(values.get("changed")))
 
 
 def _attempt_failed(values: Mapping[str, Any]) -> Event | None:
@@ -473,7 +473,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Event | None]] = {
 
 def _rest(values: Mapping[str, Any]) -> Said:
     """An event that is not known, as plain text."""
-    if text := read_said(values.get("text")):
+    text = read_said(values.get("text"))
+    if text:
         return text
     parts = [f"{key} {value}" for key, value in values.items() if key not in ("event", "at")]
     return clean(", ".join(parts))
@@ -484,21 +485,13 @@ def _text(value: object) -> str | None:
 
 
 def read_said(value: object) -> Said | None:
-    """A message as the worker wrote it, or the text of an older one."""
-    return from_json(_clean_fields(value)) or None if isinstance(value, dict) else _text(value)
+    """A message as the worker wrote it, or the text of an older one: a terminal cannot be steered by either."""
+    return change_texts(from_json(value), clean) or None if isinstance(value, dict) else _text(value)
 
 
-def _says(values: object) -> tuple[Said, ...]:
+def _saids(values: object) -> tuple[Said, ...]:
     found = map(read_said, values) if isinstance(values, list) else ()
     return tuple(said for said in found if said)
-
-
-def _clean_fields(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _clean_fields(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_clean_fields(each) for each in value]
-    return clean(value) if isinstance(value, str) else value
 
 
 def _texts(values: object) -> tuple[str, ...]:

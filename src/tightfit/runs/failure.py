@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tightfit.messages import Said
 from tightfit.runs.heartbeat import DISK_FULL
 from tightfit.runs.last_words import USERS, LastWords
 from tightfit.runs.launch import LOOK_S, Exit, RankStart
@@ -39,7 +40,7 @@ class Failure:
     rank: int
     is_users: bool
     """The user's to mend: the sentence says how."""
-    sentence: str
+    sentence: Said
     tail: tuple[str, ...]
     """The last lines of that rank's log."""
     log: Path | None
@@ -58,9 +59,7 @@ def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Seq
     fell = min(killed, key=lambda gone: gone.at, default=None)
     if told is not None and (fell is None or (said and told.at <= fell.at - LOOK_S)):
         start = start_of.get(told.rank)
-        return _failure(
-            told.rank, start, str(told.text), is_users=told.kind in USERS, is_disk_full=told.kind == DISK_FULL
-        )
+        return _failure(told.rank, start, told.text, is_users=told.kind in USERS, is_disk_full=told.kind == DISK_FULL)
     # One that was killed had no time for words; one that left with a code and without words has seen others fail.
     gone = fell or min(silent or [each for each in exits if each.code], key=lambda each: each.at)
     is_users, tail = gone.code == USER, tail_of(gone.start.log)
@@ -75,10 +74,12 @@ def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Seq
 
 def _is_echo(words: LastWords) -> bool:
     """Words about a lost neighbour, which are about another rank's failure."""
-    return words.kind == "peer" or (words.kind not in USERS and _PEER.search(str(words.text)) is not None)
+    return words.kind == "peer" or (
+        words.kind not in USERS and isinstance(words.text, str) and _PEER.search(words.text) is not None
+    )
 
 
-def _failure(rank: int, start: RankStart | None, sentence: str, *, is_users: bool, is_disk_full: bool) -> Failure:
+def _failure(rank: int, start: RankStart | None, sentence: Said, *, is_users: bool, is_disk_full: bool) -> Failure:
     log = None if start is None else start.log
     return Failure(
         rank=rank,

@@ -14,6 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
+from tightfit.messages import Said
 from tightfit.priced import GIB
 from tightfit.runs.events import Step
 from tightfit.runs.lines import MIB, duration, loss_words, size_words
@@ -54,13 +55,13 @@ class Light:
 
     name: str
     colour: Colour
-    text: str
+    text: Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     lights: tuple[Light, Light, Light]
-    warnings: tuple[str, ...]
+    warnings: tuple[Said, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ class Seen:
     planned: Planned | None = None
     own: tuple[Held, ...] = ()
     """Of the memories, those that the run is on."""
-    oom: str | None = None
+    oom: Said | None = None
     """What was said when memory ran out last; None: it did not."""
     oom_is_last: bool = False
     """Whether the run has not made a step since."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
+from tightfit.messages import bare
 from tightfit.priced import GIB
 from tightfit.runs.events import (
     AttemptBegan,
@@ -139,7 +140,7 @@ def _checkpoint_line(event: Checkpointed | CheckpointFailed | Resumed | PassedOv
         return f"! {event.folder} was passed over: {event.text}", "yellow"
     at = "" if event.step is None else f" at step {event.step:,}"
     if isinstance(event, CheckpointFailed):
-        return f"✗ NO CHECKPOINT{at}: {str(event.text).rstrip('.')}; the training goes on", "bold red"
+        return f"✗ NO CHECKPOINT{at}: {bare(event.text)}; the training goes on", "bold red"
     if isinstance(event, Resumed):
         ranks = "" if event.from_world is None else f" on {event.from_world} rank{'' if event.from_world == 1 else 's'}"
         wrote = "" if event.from_engine is None else f", written by {event.from_engine}{ranks}"
@@ -160,8 +161,8 @@ def _attempt_line(event: AttemptBegan | AttemptFailed) -> tuple[str, str]:
     at = "before the first step" if event.step is None else f"after step {event.step:,}"
     kept = "" if event.kept_step is None else f" (the checkpoint of step {event.kept_step:,} is kept)"
     wait = f", in {duration(event.wait_s)}" if event.wait_s else ""
-    failed = f"✗ attempt {event.number} failed {at}{kept}: {str(event.text).rstrip('.')}"
-    return f"{failed} → {event.action}{wait}: {str(event.because).rstrip('.')}", "bold yellow"
+    failed = f"✗ attempt {event.number} failed {at}{kept}: {bare(event.text)}"
+    return f"{failed} → {event.action}{wait}: {bare(event.because)}", "bold yellow"
 
 
 def _memory_line(event: MemoryMark) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.hardware.probes.card import Card
+from tightfit.messages import Said
 from tightfit.runs.health import Health, Held, Planned, Seen, judged
 from tightfit.runs.lines import duration
 from tightfit.runs.machine_eye import Host, MachineEye, oom_kills
@@ -131,7 +132,7 @@ class Watcher:
         quiet = _quiet(run)
         return found if quiet is None else Health(lights=found.lights, warnings=(*found.warnings, quiet))
 
-    def _oom(self, run: RunSeen | None) -> tuple[str | None, bool]:
+    def _oom(self, run: RunSeen | None) -> tuple[Said | None, bool]:
         if run is not None and run.oom is not None:
             return run.oom, run.oom_is_last or (run.ended is not None and not run.well)
         now = oom_kills()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.records import find_record
+from tightfit.messages import Said
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths, read_attempts
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Failed, Progress, Resumed, Started, Step
 from tightfit.runs.folder import RunFolder
@@ -150,7 +151,7 @@ class RunSeen:
     ranks: tuple[Rank, ...]
     lines: tuple[tuple[str, str], ...]
     """What has happened, and how it looks; the newest last."""
-    oom: str | None
+    oom: Said | None
     oom_is_last: bool
     ended: str | None
     """How, in a few words; None: it goes on."""
@@ -201,7 +202,7 @@ class RunEye:
         self._steps: deque[Step] = deque(maxlen=STEPS)
         self._lines: deque[tuple[str, str]] = deque(maxlen=LINES)
         self._doing: Progress | None = None
-        self._oom: str | None = None
+        self._oom: Said | None = None
         self._oom_is_last = False
         self._failed: Failed | None = None
         self._plan: tuple[int, WorkerFile | None] | None = None

@@ -8,6 +8,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
+from tightfit.messages import bare
 from tightfit.priced import GIB
 from tightfit.runs.failure import Failure
 from tightfit.screen import MIB, draw_list, say, table_of
@@ -91,7 +92,7 @@ def verdict_words(found: Rehearsal) -> str:
 
 def draw_failure(console: Console, failure: Failure, folder: str | None) -> None:
     """A rehearsal that failed for another reason than memory."""
-    console.print(Text(f"tightfit: the rehearsal failed: {failure.sentence.rstrip('.')}", style="bold"), soft_wrap=True)
+    console.print(Text(f"tightfit: the rehearsal failed: {bare(failure.sentence)}", style="bold"), soft_wrap=True)
     if failure.tail:
         where = f"{failure.log}" if folder is not None else "its log, which --keep DIR would keep"
         console.print(Text(f"The last lines of {where}:"), soft_wrap=True)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from tightfit.diagnose.verdict import Verdict
 from tightfit.hardware.occupancy import Holder, Occupancy
+from tightfit.messages import bare
 from tightfit.planner.plan import Plan
 from tightfit.priced import amounts, strategy_name
 from tightfit.runs.attempts import AttemptRecord
@@ -197,7 +198,7 @@ def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
 
 def draw_failure(console: Console, failure: Failure, verdict: Verdict | None = None) -> None:
     """What failed first, and what that rank printed last; of a bug the whole traceback."""
-    console.print(Text(f"tightfit: the training failed: {failure.sentence.rstrip('.')}", style="bold"), soft_wrap=True)
+    console.print(Text(f"tightfit: the training failed: {bare(failure.sentence)}", style="bold"), soft_wrap=True)
     tail = failure.tail
     if verdict is not None and verdict.kind == "code" and failure.log is not None:
         tail = traceback_in(failure.log) or tail
@@ -213,18 +214,20 @@ def draw_attempts(
     """Why it failed, what was tried, and what would help."""
     if verdict is None:
         return
-    last, same = records[-1].next, verdict.cause.rstrip(".").lower() == failure.sentence.rstrip(".").lower()
+    last, same = records[-1].next, bare(verdict.cause).lower() == bare(failure.sentence).lower()
     draw_list(console, "Why:", [] if same else [verdict.cause])
     if len(records) > 1:
         draw_list(console, "What was tried:", [_describe_attempt(record) for record in records])
-    stopped = [] if last is None else [f"Nothing more was tried: {last.because.rstrip('.')}."]
+    stopped = [] if last is None else [f"Nothing more was tried: {bare(last.because)}."]
     helps = [fix.text if fix.command is None else f"{fix.text} {fix.command}" for fix in verdict.fixes[:MOST_FIXES]]
     draw_list(console, "What would help:", [*stopped, *helps])
 
 
 def _describe_attempt(record: AttemptRecord) -> str:
     at = "before the first step" if record.last_step is None else f"after step {record.last_step:,}"
-    cause = "" if record.cause is None else f": {record.cause.sentence.rstrip('.')}"
+    cause = "" if record.cause is None else f": {bare(record.cause.sentence)}"
     following = "" if record.next is None or record.next.action == "stop" else f" → {record.next.action}"
-    changed = f" ({', '.join(record.next.changed)})" if record.next is not None and record.next.changed else ""
+    changed = (
+        f" ({', '.join(map(str, record.next.changed))})" if record.next is not None and record.next.changed else ""
+    )
     return f"Attempt {record.number}, {record.plan}, failed {at}{cause}{following}{changed}."

@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from tightfit.hardware.probes.card import CardProcess
+from tightfit.messages import bare
 from tightfit.priced import GIB
 from tightfit.runs.attempts import AttemptRecord
 from tightfit.runs.health import BRIM, FULL, Light
@@ -292,7 +293,7 @@ def _with_title(title: str, lines: list[Text]) -> list[Text]:
 
 def _attempt(record: AttemptRecord) -> str:
     at = "before the first step" if record.last_step is None else f"after step {record.last_step:,}"
-    cause = "" if record.cause is None else f": {record.cause.sentence.rstrip('.')}"
+    cause = "" if record.cause is None else f": {bare(record.cause.sentence)}"
     following = "" if record.next is None else f" → {record.next.action}"
     return f"{record.number}, {record.plan}, {at}{cause}{following}"
 

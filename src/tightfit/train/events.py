@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tightfit.messages import as_json
 from tightfit.owned import open_own
 from tightfit.runs.events import event_of, finite
 from tightfit.runs.lines import Lines
@@ -45,7 +46,9 @@ class Events:
         """One line. Numbers that JSON has no word for become null."""
         if self._file is None:
             return
-        line = json.dumps(finite({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False)
+        line = json.dumps(
+            finite({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False, default=as_json
+        )
         with self._one_at_a_time:
             self._put(line.encode() + b"\n")
             if self._lines is not None and (told := event_of(line)) is not None:

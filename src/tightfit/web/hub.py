@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from tightfit.messages import as_json
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.web.sight import RunSight, Section
 
@@ -187,7 +188,7 @@ class Feed:
 
 
 def _to_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=as_json)
 
 
 class SharedMachineEye:

@@ -11,22 +11,23 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from tightfit.messages import Language, from_json
 from tightfit.web.sentences import said_in
 
 KEPT = 32
 """Messages; readers of one run get the same ones within moments."""
-Say = Callable[[str], str]
+Say = Callable[[object], str]
 
 
 @lru_cache(maxsize=KEPT)
-def retold(message: bytes, language: str) -> bytes:
+def retold(message: bytes, language: Language) -> bytes:
     """A message of the stream. What has no sentences in it stays as it is."""
     head, found, data = message.partition(b"\ndata: ")
-    if language == "en" or not found or not message.startswith(b"id: "):
+    if (language == "en" and b'"message":' not in data) or not found or not message.startswith(b"id: "):
         return message
 
-    def say(english: str) -> str:
-        return said_in(language, english).text
+    def say(value: object) -> str:
+        return said_in(language, from_json(value)).text
 
     sections = json.loads(data)
     for name, tell in _SECTIONS.items():
@@ -36,7 +37,7 @@ def retold(message: bytes, language: str) -> bytes:
     return b"%s\ndata: %s\n\n" % (head, told.encode())
 
 
-def _some(text: str | None, say: Say) -> str | None:
+def _some(text: object, say: Say) -> str | None:
     return None if text is None else say(text)
 
 

@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from tightfit.diagnose.masks import masked
+from tightfit.messages import Language
 from tightfit.runs.attempts import read_attempts
 from tightfit.runs.events import Ended, Step, event_of
 from tightfit.runs.folder import RunFolder
@@ -122,12 +123,9 @@ async def _stream(request: Request) -> Response:
     return StreamingResponse(messages, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
-async def _retold(messages: AsyncGenerator[bytes, None], language: str) -> AsyncIterator[bytes]:
+async def _retold(messages: AsyncGenerator[bytes, None], language: Language) -> AsyncIterator[bytes]:
     async with aclosing(messages):  # whoever goes away leaves at once
         async for message in messages:
-            if language == "en":
-                yield message
-                continue
             try:
                 yield await beside(partial(retold, message, language))
             except HTTPException:  # the server ends

@@ -311,8 +311,7 @@ class ExternalTrainer:
         self.say(f"attempt {failed.number} failed: {failed.text}")
         what = f"{'; '.join(changed)}. " if changed else ""
         wait = f" (after {failed.wait_s:.0f} s)" if failed.wait_s else ""
-        because = str(failed.because)
-        self.say(f"{what}{because[0].upper()}{because[1:]}{wait}.")
+        self.say(f"{what}{str(failed.because)[0].upper()}{str(failed.because)[1:]}{wait}.")
 
     def before_next(self, number: int, changed: tuple[str, ...]) -> None:
         self._take()
