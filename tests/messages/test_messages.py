@@ -11,7 +11,19 @@ from string import Formatter
 
 import pytest
 
-from tightfit.messages import FOLDER, LANGUAGES, Choice, Message, as_json, from_json, say, speak, texts_of
+from tightfit.messages import (
+    FOLDER,
+    LANGUAGES,
+    Choice,
+    Listing,
+    Message,
+    as_json,
+    change_texts,
+    from_json,
+    say,
+    speak,
+    texts_of,
+)
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tightfit"
 AREAS = sorted(path.stem for path in FOLDER.glob("*.txt"))
@@ -122,7 +134,8 @@ def test_a_message_is_read_from_a_record_as_it_was_written() -> None:
         {"message": "../../secret.name"},
         {"message": "plan.free-memory", "share": "much"},
         {"message": 7},
-        {"choice": "no list"},
+        {"list": "no list"},
+        {"list": [1], "joint": []},
         {},
         ["a"],
         None,
@@ -130,3 +143,17 @@ def test_a_message_is_read_from_a_record_as_it_was_written() -> None:
 )
 def test_a_record_that_is_none_of_ours_is_shown_as_text(written: object) -> None:
     assert isinstance(from_json(written), str)
+
+
+def test_a_listing_is_joined_as_its_language_does_and_read_back() -> None:
+    inner = Message("model.no-such-file", name="'a'")
+    listing = Listing((inner, "b", "c"), "and")
+    assert listing.text("en") == "there is no file or folder 'a', b and c"
+    assert listing.text("zh") == "没有文件或目录 'a'、b 和 c"
+    assert Listing(()).text("en") == ""
+    said = Message("model.about", model="m", problem=listing)
+    assert from_json(json.loads(json.dumps(as_json(said)))) == said
+    upper = Message("model.no-such-file", name="'A'")
+    changed = change_texts(said, str.upper)
+    assert isinstance(changed, Message)
+    assert changed.fields == {"model": "M", "problem": Listing((upper, "B", "C"), "and")}

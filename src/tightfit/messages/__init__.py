@@ -18,7 +18,7 @@ added:
     {cause:bare}             without its full stop
     {cause:stop}             with one
     {cause:sentence}         with a capital letter and a full stop
-    a field that is a Message, or a `Choice` of words, is put into the same language
+    a field that is a Message, or a `Listing` of some, is put into the same language
     Chinese gets a space where it meets Latin letters or digits, and nowhere else
 
 What a program decides, it decides from the id and the fields, never from the text.
@@ -75,30 +75,52 @@ class Message:
         return space_chinese(made) if language == "zh" else made
 
 
-class Choice:
-    """Words of which one is to be taken: `a, b or c`."""
+Joint = Literal["or", "and", ",", ";", "."]
+_JOINTS: dict[Joint, tuple[tuple[str, str], tuple[str, str]]] = {
+    "or": ((", ", " or "), ("、", " 或 ")),
+    "and": ((", ", " and "), ("、", " 和 ")),
+    ",": ((", ", ", "), ("，", "，")),
+    ";": (("; ", "; "), ("；", "；")),
+    ".": ((" ", " "), ("", "")),
+}
+"""Between most of them and before the last, in each of LANGUAGES; `.`: they are whole sentences."""
 
-    __slots__ = ("words",)
 
-    def __init__(self, words: Iterable[str]) -> None:
-        self.words = tuple(words)
+class Listing:
+    """Words or messages in a row: `Listing(names, "and")` says `a, b and c`."""
+
+    __slots__ = ("joint", "parts")
+
+    def __init__(self, parts: Iterable[Message | str], joint: Joint = ",") -> None:
+        self.parts, self.joint = tuple(parts), joint
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Choice) and self.words == other.words
+        return isinstance(other, Listing) and (self.joint, self.parts) == (other.joint, other.parts)
 
     def __hash__(self) -> int:
-        return hash(self.words)
+        return hash((self.joint, self.parts))
 
     def __repr__(self) -> str:
-        return f"Choice({self.words!r})"
+        return f"{type(self).__name__}({self.parts!r}, {self.joint!r})"
 
     def __str__(self) -> str:
         return self.text(_spoken)
 
     def text(self, language: Language) -> str:
-        *most, last = self.words
-        comma, last_one = (", ", " or ") if language == "en" else ("、", " 或 ")
-        return f"{comma.join(most)}{last_one}{last}" if most else last
+        if not self.parts:
+            return ""
+        *most, last = (say(part, language) for part in self.parts)
+        between, before_last = _JOINTS[self.joint][LANGUAGES.index(language)]
+        return f"{between.join(most)}{before_last}{last}" if most else last
+
+
+class Choice(Listing):
+    """Words of which one is to be taken: `a, b or c`."""
+
+    __slots__ = ()
+
+    def __init__(self, words: Iterable[str]) -> None:
+        super().__init__(words, "or")
 
 
 Said = Message | str
@@ -119,8 +141,13 @@ def change_texts(said: Said, change: Callable[[str], str]) -> Said:
     """The same with each text in it changed: cut, cleaned, its secrets struck out."""
     if isinstance(said, str):
         return change(said)
-    fields = said.fields.items()
-    return Message(said.id, **{k: change_texts(v, change) if isinstance(v, Message | str) else v for k, v in fields})
+
+    def inside(value: object) -> object:
+        if isinstance(value, Listing):
+            return Listing((change_texts(part, change) for part in value.parts), value.joint)
+        return change_texts(value, change) if isinstance(value, Message | str) else value
+
+    return Message(said.id, **{name: inside(value) for name, value in said.fields.items()})
 
 
 def bare(said: Said) -> str:
@@ -132,8 +159,8 @@ def as_json(said: object) -> object:
     """A message, or a field of one, as it is written into a record: the page says it in the language of its reader."""
     if isinstance(said, Message):
         return {"message": said.id, **{name: as_json(value) for name, value in said.fields.items()}}
-    if isinstance(said, Choice):
-        return {"choice": list(said.words)}
+    if isinstance(said, Listing):
+        return {"list": [as_json(part) for part in said.parts], "joint": said.joint}
     return said if said is None or isinstance(said, str | int | float) else str(said)
 
 
@@ -156,8 +183,8 @@ def _from_json(value: object) -> object:
     if not isinstance(value, dict):
         return value
     fields = {str(name): _from_json(each) for name, each in value.items()}
-    if isinstance(words := value.get("choice"), list):
-        return Choice(map(str, words))
+    if isinstance(parts := value.get("list"), list) and str(value.get("joint")) in _JOINTS:
+        return Listing(map(from_json, parts), value["joint"])
     said = fields.pop("message", None)
     area, _, name = str(said).partition(".")
     if area.isidentifier() and (FOLDER / f"{area}.txt").is_file() and name in texts_of(area):
@@ -188,7 +215,7 @@ class _Filler(Formatter):
         if "|" in format_spec:
             one, many = format_spec.split("|")
             return (one if value == 1 else many).replace("#", f"{value:,}")
-        if isinstance(value, Message | Choice):
+        if isinstance(value, Message | Listing):
             value = value.text(self.language)
         if format_spec in ("bare", "capital", "sentence", "stop"):
             return _reshape(str(value), format_spec, self.language)
