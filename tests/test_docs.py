@@ -6,7 +6,7 @@ colours; a file that commands read stands on the page, in a fenced block below i
 
     python tests/test_docs.py
 
-writes the printed parts of all pages anew.
+writes the printed parts of all pages anew, and copies them into the Chinese ones.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import notes_table
 import phase_pictures
 
+import test_chinese_docs
 from tightfit.cli import main
 from tightfit.types import Levers
 
@@ -295,3 +297,4 @@ if __name__ == "__main__":
     for every in (*PAGES, README, CHINESE):
         every.write_text(refreshed(every.read_text(encoding="utf-8")), encoding="utf-8")
     PICTURE.write_text(picture(), encoding="utf-8")
+    test_chinese_docs.copy_blocks()
