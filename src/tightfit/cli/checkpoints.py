@@ -33,8 +33,8 @@ from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit checkpoints runs/first --verify"
 EXIT_CODES = {
-    "0": "answered, also where a checkpoint is not whole",
-    "1": "--verify found one that is damaged or not whole",
+    "0": Message("help.checkpoints-exit-0"),
+    "1": Message("help.checkpoints-exit-1"),
     **CHANGE,
 }
 DAMAGED = 1
@@ -63,28 +63,27 @@ def checkpoints(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     made = Parser(
         "checkpoints",
-        "List the checkpoints of a run, the newest first: step, size, when, the plan that wrote each, and whether it "
-        "is complete. That looks at names and sizes; --verify reads every byte.",
+        text("help.checkpoints-does"),
         EXAMPLE,
         "RUN [--verify] [--prune [--keep-last N] [--keep-every N] [--dry-run]] [--json]",
     )
-    made.add_argument("run", metavar="RUN", help="the run's folder, or the folder of its checkpoints")
-    made.add_argument("--verify", action="store_true", help="hash every byte again and say which are damaged")
+    made.add_argument("run", metavar="RUN", help=text("help.checkpoints-run"))
+    made.add_argument("--verify", action="store_true", help=text("help.verify"))
     made.add_argument(
-        "--prune", action="store_true", help="remove what need not stay: older ones, those not whole, half-done ones"
+        "--prune", action="store_true", help=text("help.prune")
     )
     made.add_argument(
-        "--keep-last", metavar="N", type=whole_number("keep_last"), help="how many stay (as the run was told, or 2)"
+        "--keep-last", metavar="N", type=whole_number("keep_last"), help=text("help.checkpoints-keep-last")
     )
     made.add_argument(
         "--keep-every",
         metavar="N",
         type=whole_number("keep_every"),
-        help="one at a multiple of so many steps stays (as the run was told)",
+        help=text("help.checkpoints-keep-every"),
     )
-    made.add_argument("--dry-run", action="store_true", help="with --prune: say what would go, and remove nothing")
-    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    return made.ends_with(EXIT_CODES, "Nothing; --prune removes folders below RUN/checkpoints.")
+    made.add_argument("--dry-run", action="store_true", help=text("help.checkpoints-dry-run"))
+    made.add_argument("--json", action="store_true", help=text("help.json"))
+    return made.ends_with(EXIT_CODES, text("help.checkpoints-writes"))
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -25,8 +25,8 @@ from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit clean runs --dry-run"
 EXIT_CODES = {
-    "0": "shown, or all that was to go is gone",
-    "1": "something could not be removed",
+    "0": Message("help.clean-exit-0"),
+    "1": Message("help.clean-exit-1"),
     **CHANGE,
 }
 LEFT = 1
@@ -91,22 +91,20 @@ def clean(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     made = Parser(
         "clean",
-        "Show what dead runs left on this machine, and remove it on a yes: worker processes that outlived their run, "
-        "shared memory, half-written files, locks, and with --caches what can be made again. Live runs are left "
-        "alone. Other processes of yours that hold a GPU are named, and each is ended only if you type yes for it.",
+        text("help.clean-does"),
         EXAMPLE,
         "[FOLDER ...] [--dry-run] [--yes] [--caches] [--json]",
     )
     made.add_argument(
-        "places", metavar="FOLDER", nargs="*", help="runs, or folders that hold them, three levels down (here)"
+        "places", metavar="FOLDER", nargs="*", help=text("help.places")
     )
-    made.add_argument("--dry-run", action="store_true", help="show, and neither ask nor remove; in a pipe always so")
+    made.add_argument("--dry-run", action="store_true", help=text("help.clean-dry-run"))
     made.add_argument(
-        "--yes", action="store_true", help="remove what is shown; ends no process that is not a dead run's"
+        "--yes", action="store_true", help=text("help.yes")
     )
-    made.add_argument("--caches", action="store_true", help="also calibration, data as tokens, converted weights")
-    made.add_argument("--json", action="store_true", help="one JSON object, with --dry-run or --yes")
-    return made.ends_with(EXIT_CODES, "Nothing; what was shown is removed on a yes.")
+    made.add_argument("--caches", action="store_true", help=text("help.caches"))
+    made.add_argument("--json", action="store_true", help=text("help.clean-json"))
+    return made.ends_with(EXIT_CODES, text("help.clean-writes"))
 
 
 def _place(text: str) -> Path:

@@ -27,8 +27,7 @@ PARSERS = {
 def parser() -> Parser:
     made = Parser(
         "completion",
-        "Print a script with which a shell completes verbs, flags and their words. For zsh put it into a folder of "
-        "$fpath as _tightfit, for fish into ~/.config/fish/completions/tightfit.fish.",
+        text("help.completion-does"),
         EXAMPLE,
         "|".join(SHELLS),
     )
@@ -54,7 +53,7 @@ def _everything() -> argparse.ArgumentParser:
     from tightfit.cli import VERBS
 
     whole = argparse.ArgumentParser(prog="tightfit")
-    whole.add_argument("--version", action="store_true", help="the version, and those of what it found")
+    whole.add_argument("--version", action="store_true", help=text("help.version"))
     verbs = whole.add_subparsers()
     for verb, (module, what) in VERBS.items():
         part = verbs.add_parser(verb, help=what, add_help=False)

@@ -35,13 +35,13 @@ NO_MODEL = "tiny_mamba"
 """Stands in where no model is named: a preview needs its tokenizer alone."""
 
 FLAGS = {
-    "data": ("PATH", "a file, a folder, dataset_info.json:NAME, shipped:text or shipped:dialogues"),
-    "format": ("FORMAT", "auto, text, alpaca, sharegpt or messages"),
-    "template": ("NAME", "a chat template: chatml, llama3, gemma, alpaca, plain, or a Jinja file"),
-    "tokenizer": ("NAME", "a folder or a Hugging Face id (the model's own, or one token a byte)"),
-    "recipe": ("FILE", "a YAML recipe, or shipped:persona"),
-    "ablation": ("NAME", "a setting of the recipe's fields: its name there, or profile_and_history"),
-    "model": ("MODEL", "whose tokenizer and vocabulary are meant"),
+    "data": ("PATH", Message("help.data")),
+    "format": ("FORMAT", Message("help.format")),
+    "template": ("NAME", Message("help.template")),
+    "tokenizer": ("NAME", Message("help.tokenizer")),
+    "recipe": ("FILE", Message("help.recipe")),
+    "ablation": ("NAME", Message("help.ablation")),
+    "model": ("MODEL", Message("help.data-model")),
 }
 
 
@@ -61,16 +61,16 @@ def data(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     made = Parser(
         "data preview",
-        "Show examples as the model will see them, which of their tokens count in the loss, and what was cut.",
+        text("help.data-does"),
         EXAMPLE,
         "[JOB] [--data PATH] [flags]",
     )
-    made.add_file("JOB", "a job file; flags win over it")
+    made.add_file("JOB", text("help.data-file"))
     for name, (metavar, meaning) in FLAGS.items():
         made.add_argument(f"--{name}", metavar=metavar, help=meaning)
-    made.add_argument("--seq", metavar="N", type=whole_number("seq"), help="tokens in a sequence (2048)")
-    made.add_argument("--count", metavar="N", type=whole_number("count"), help="examples to show (3)")
-    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    made.add_argument("--seq", metavar="N", type=whole_number("seq"), help=text("help.data-seq"))
+    made.add_argument("--count", metavar="N", type=whole_number("count"), help=text("help.count"))
+    made.add_argument("--json", action="store_true", help=text("help.json"))
     return made.ends_with(ANSWERED)
 
 

@@ -108,28 +108,26 @@ def _expected(args: argparse.Namespace, question: Question, found: Diagnosis) ->
 def parser() -> Parser:
     parser = Parser(
         "diagnose",
-        "Say what went wrong first, and what helps: from logs of any trainer, of one rank or of many, from a run's "
-        "folder, or from what another program pipes in (-). Nothing is changed and nothing leaves this machine; tokens "
-        "and keys in what is shown are struck out.",
+        text("help.diagnose-does"),
         EXAMPLE,
         "FILE…|RUN|- [flags]",
     )
     parser.add_argument(
-        "inputs", nargs="*", metavar="FILE…|RUN|-", help="logs, a run's folder, or - for standard input"
+        "inputs", nargs="*", metavar="FILE…|RUN|-", help=text("help.inputs")
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="the trainer's config, so that the fixes fit it; alone: what it will need"
+        "--config", metavar="FILE", help=text("help.diagnose-config")
     )
-    parser.add_argument("--model", metavar="MODEL", help="the model, for a config that does not name it")
-    parser.add_argument("--gpus", metavar="HARDWARE", help="the GPUs, for a config that does not name them: 4x24GB")
+    parser.add_argument("--model", metavar="MODEL", help=text("help.diagnose-model"))
+    parser.add_argument("--gpus", metavar="HARDWARE", help=text("help.diagnose-gpus"))
     parser.add_argument(
-        "--exit-code", metavar="N", type=_exit_code, help="how the command ended: 137, or -9 for a signal"
+        "--exit-code", metavar="N", type=_exit_code, help=text("help.exit-code")
     )
     parser.add_argument(
-        "--vocab", metavar="N", type=whole_number("vocab"), help="rows of the vocabulary, to know logits"
+        "--vocab", metavar="N", type=whole_number("vocab"), help=text("help.vocab")
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    codes = {"0": "nothing is wrong", "1": "a cause was found, or the run has gone without a word", **CHANGE}
+    parser.add_argument("--json", action="store_true", help=text("help.json"))
+    codes = {"0": text("help.diagnose-exit-0"), "1": text("help.diagnose-exit-1"), **CHANGE}
     return parser.ends_with(codes)
 
 
@@ -284,12 +282,12 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
 def explain_parser() -> Parser:
     made = Parser(
         "explain",
-        "Say what a symptom is, how a log shows it, and what helps; `list` names them all.",
+        text("help.explain-does"),
         "tightfit explain oom-logits",
         "ID|list [--json]",
     )
-    made.add_argument("id", metavar="ID|list", help="a symptom, as `tightfit diagnose` names it")
-    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    made.add_argument("id", metavar="ID|list", help=text("help.symptom"))
+    made.add_argument("--json", action="store_true", help=text("help.json"))
     return made.ends_with(ANSWERED)
 
 

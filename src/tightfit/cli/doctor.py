@@ -77,16 +77,14 @@ def _without_secrets(found: Checkup) -> Checkup:
 def parser() -> Parser:
     parser = Parser(
         "doctor",
-        "Look this machine over: cards and who is on them, links, RAM, shared memory, limits, disk, versions, "
-        "compilers, environment. Each line has a light and, where something is to be done, what. With a job file also "
-        "whether that job can be started here. Nothing is changed.",
+        text("help.doctor-does"),
         "tightfit doctor job.yaml",
         "[JOB] [--output DIR] [--json]",
     )
-    parser.add_argument("job", nargs="?", metavar="JOB", help="a job file, or a LLaMA-Factory YAML, to check as well")
-    parser.add_argument("--output", metavar="DIR", help="the folder whose disk is looked at (the job's, or this one)")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    return parser.ends_with({"0": "every light is green or yellow", "1": "a light is red", **CHANGE})
+    parser.add_argument("job", nargs="?", metavar="JOB", help=text("help.job"))
+    parser.add_argument("--output", metavar="DIR", help=text("help.doctor-output"))
+    parser.add_argument("--json", action="store_true", help=text("help.json"))
+    return parser.ends_with({"0": text("help.doctor-exit-0"), "1": text("help.doctor-exit-1"), **CHANGE})
 
 
 def as_json(found: Checkup, rows: Sequence[Row]) -> dict[str, Any]:

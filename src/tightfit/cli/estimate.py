@@ -20,33 +20,33 @@ EXAMPLE = "tightfit estimate --model 7b_mamba --engine zero3 --gpus 6x32GB --seq
 def parser() -> Parser:
     made = Parser(
         "estimate",
-        "Say what every GPU and the host will hold, phase by phase, before anything runs.",
+        text("help.estimate-does"),
         EXAMPLE,
         "[FILE] [--model MODEL] [--gpus HARDWARE] [flags]",
     )
-    made.add_file("FILE", "a job file or a LLaMA-Factory YAML; flags win")
-    made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
-    made.add_argument("--deepspeed", metavar="FILE", help="a DeepSpeed JSON; flags win over it")
-    made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
+    made.add_file("FILE", text("help.file"))
+    made.add_argument("--model", metavar="MODEL", help=text("help.model"))
+    made.add_argument("--deepspeed", metavar="FILE", help=text("help.deepspeed"))
+    made.add_argument("--trace", action="store_true", help=text("help.trace"))
     add_hardware_flags(made)
     made.add_argument(
         "--only-stage",
         metavar="N",
         type=whole_number("only_stage"),
-        help="of a job file with `stages`, the one to estimate, counted from 1",
+        help=text("help.only-stage"),
     )
-    made.add_argument("--compare", action="store_true", help="every strategy side by side")
-    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    made.add_argument("--compare", action="store_true", help=text("help.compare"))
+    made.add_argument("--json", action="store_true", help=text("help.json"))
     add_lever_flags(made)
     made.knows_as(ALIASES)
     return made.ends_with(FITS_OR_NOT)
 
 
 def add_hardware_flags(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--gpus", metavar="HARDWARE", help="6x32GB, 4xRTX4090, 2x8xA100-80GB …, or `this` machine")
-    made.add_argument("--world", metavar="N", type=whole_number("world"), help="GPUs to train on (all of --gpus, or 1)")
-    made.add_argument("--host-ram", metavar="SIZE", help="RAM of one node, 256GB say (not known)")
-    made.add_argument("--nvme", metavar="SIZE", help="NVMe space of one node, 2TB say (none)")
+    made.add_argument("--gpus", metavar="HARDWARE", help=text("help.gpus"))
+    made.add_argument("--world", metavar="N", type=whole_number("world"), help=text("help.world"))
+    made.add_argument("--host-ram", metavar="SIZE", help=text("help.host-ram"))
+    made.add_argument("--nvme", metavar="SIZE", help=text("help.nvme"))
 
 
 def estimate(argv: Sequence[str]) -> int:

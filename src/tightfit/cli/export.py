@@ -61,30 +61,29 @@ def export(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     parser = Parser(
         "export",
-        "Make a plain Hugging Face folder of what was trained: of a run's model, of an adapter (merged into its base, "
-        "a tensor at a time), or of a DeepSpeed checkpoint that another program made.",
+        text("help.export-does"),
         "tightfit export runs/my-lora --to my-model --dtype bf16",
         "RUN_OR_FOLDER [--to DIR] [flags]",
     )
     parser.add_argument(
         "source",
         metavar="RUN_OR_FOLDER",
-        help="a run, one of its checkpoints, an adapter, a model or a DeepSpeed checkpoint",
+        help=text("help.source"),
     )
-    parser.add_argument("--to", metavar="DIR", help="the folder to make (RUN/export, or FOLDER-export)")
-    parser.add_argument("--dtype", metavar="|".join(DTYPES), help="number format of the weights (as they are stored)")
-    parser.add_argument("--merge", action="store_true", help="insist that there is an adapter and that it is merged")
-    parser.add_argument("--base", metavar="DIR|ID", help="the model to merge into (the one that the adapter names)")
-    parser.add_argument("--config", metavar="DIR|ID", help="where a DeepSpeed checkpoint's config.json is (beside it)")
+    parser.add_argument("--to", metavar="DIR", help=text("help.export-to"))
+    parser.add_argument("--dtype", metavar="|".join(DTYPES), help=text("help.dtype"))
+    parser.add_argument("--merge", action="store_true", help=text("help.merge"))
+    parser.add_argument("--base", metavar="DIR|ID", help=text("help.base"))
+    parser.add_argument("--config", metavar="DIR|ID", help=text("help.export-config"))
     parser.add_argument(
-        "--trust-pickle", action="store_true", help="open a DeepSpeed checkpoint: it may run any program"
+        "--trust-pickle", action="store_true", help=text("help.export-trust-pickle")
     )
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the Python code that comes with the model"
+        "--trust-remote-code", action="store_true", help=text("help.trust-remote-code")
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    codes = {"0": "the folder is made", **CHANGE, "3": "it failed; the log's last lines say why", "130": "interrupted"}
-    return parser.ends_with(codes, "The folder that --to names, and nothing else.")
+    parser.add_argument("--json", action="store_true", help=text("help.json"))
+    codes = {"0": text("help.export-exit-0"), **CHANGE, "3": text("help.export-exit-3"), "130": text("help.export-exit-130")}
+    return parser.ends_with(codes, text("help.export-writes"))
 
 
 def _beside(source: Path) -> Path:

@@ -44,10 +44,10 @@ ALIASES = {
 CONFIG = "config_file"
 """Where `--config` is kept until it becomes the file."""
 
-CHANGE = {"2": "something that you have to change; one sentence says what"}
+CHANGE = {"2": Message("help.change")}
 """How every verb ends where the user has to do something."""
-ANSWERED = {"0": "answered", **CHANGE}
-FITS_OR_NOT = {"0": "answered, whether it fits or not", **CHANGE}
+ANSWERED = {"0": Message("help.answered"), **CHANGE}
+FITS_OR_NOT = {"0": Message("help.fits-or-not"), **CHANGE}
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         """The file that a question starts from, with or without `--config` before it."""
         self.add_argument("file", nargs="?", metavar=metavar, help=what)
         self.add_argument(
-            "--config", dest=CONFIG, metavar=metavar, help="the same file, as other training scripts name it"
+            "--config", dest=CONFIG, metavar=metavar, help=text("help.config")
         )
 
     def knows_as(self, names: Mapping[str, str]) -> None:

@@ -43,23 +43,22 @@ def parser() -> Parser:
     *others, last = [each.one for each in kinds().values()]
     parser = Parser(
         "lint",
-        f"Check {', '.join(others)} or {last} for what the tools accept silently and get wrong. A DeepSpeed file that "
-        "it names is checked with it.",
+        text("help.lint-does", others=', '.join(others), last=last),
         "tightfit lint ds_config.json --world 8",
         "FILE [--world N] [flags]",
     )
     defaults = Target()
-    parser.add_argument("file", metavar="FILE", help="the config file")
-    parser.add_argument("--kind", metavar="|".join(kinds()), help="whose file it is (told by its keys)")
-    parser.add_argument("--world", metavar="N", type=whole_number("world"), help="GPUs, to check batch sizes exactly")
+    parser.add_argument("file", metavar="FILE", help=text("help.lint-file"))
+    parser.add_argument("--kind", metavar="|".join(kinds()), help=text("help.kind"))
+    parser.add_argument("--world", metavar="N", type=whole_number("world"), help=text("help.lint-world"))
     for version in _VERSIONS:
         tool = {"deepspeed": "DeepSpeed", "llamafactory": "LLaMA-Factory"}.get(
             version.partition("_")[0], "transformers"
         )
         flag = f"--{version.replace('_', '-')}"
-        parser.add_argument(flag, metavar="V", help=f"the {tool} that will read it ({getattr(defaults, version)})")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    codes = {"0": "no errors; there may be warnings and notes", "1": "at least one error", **CHANGE}
+        parser.add_argument(flag, metavar="V", help=text("help.reader-version", tool=tool, defaults=getattr(defaults, version)))
+    parser.add_argument("--json", action="store_true", help=text("help.json"))
+    codes = {"0": text("help.lint-exit-0"), "1": text("help.lint-exit-1"), **CHANGE}
     return parser.ends_with(codes)
 
 

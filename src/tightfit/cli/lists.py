@@ -34,13 +34,12 @@ PRICED_BY = (
 def models_parser() -> Parser:
     made = Parser(
         "models",
-        "List the models known by name; with --gpus or any flag of the training, what each needs on one GPU "
-        "(unsharded on one, ZeRO-3 on several, unless --engine says otherwise).",
+        text("help.models-does"),
         "tightfit models --gpus 6x32GB --seq 2048",
         "[--gpus HARDWARE] [--seq N] [flags]",
     )
     add_hardware_flags(made)
-    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    made.add_argument("--json", action="store_true", help=text("help.json"))
     add_lever_flags(made, PRICED_BY)
     return made.ends_with(FITS_OR_NOT)
 
@@ -59,11 +58,11 @@ def models(argv: Sequence[str]) -> int:
 def gpus_parser() -> Parser:
     made = Parser(
         "gpus",
-        "List the cards known by name. Any other is given by its size: --gpus 4x24GB.",
+        text("help.gpus-does"),
         "tightfit gpus --json",
         "[--json]",
     )
-    made.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    made.add_argument("--json", action="store_true", help=text("help.json"))
     return made.ends_with(ANSWERED)
 
 

@@ -29,76 +29,72 @@ from tightfit.types import Levers, Trainer
 EXAMPLE = "tightfit plan --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB"
 EXIT_CODES = {
     **FITS_OR_NOT,
-    "2": "something that you have to change, or nothing fits and --write was asked for; one sentence says what",
+    "2": Message("help.plan-exit-2"),
 }
 WRITES = (
-    "Nothing, but with --write DIR the configs of the plan into DIR: deepspeed.json, accelerate.yaml, "
-    "training_args.json, llamafactory.yaml, worker.json, launch.sh, and PLAN.md, which says what each is for."
+    Message("help.plan-writes")
 )
 
 FOR = (
-    "who will run it: tightfit's own worker, LLaMA-Factory, or a script around Hugging Face's Trainer; only what that "
-    "trainer has is used, and its behaviour is priced (tightfit; llamafactory for a file of LLaMA-Factory's)"
+    Message("help.for")
 )
 HOST_RAM = (
-    "RAM of one node, 256GB say, or the part of it that this job may use, as limits.host_ram in a job file (this "
-    "machine's; with --gpus: taken to be enough)"
+    Message("help.plan-host-ram")
 )
 FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
     "the machine": {
-        "gpus": ("HARDWARE", "6x32GB, 4xRTX4090, 2x8xA100-80GB …; left out: this machine"),
-        "num_gpus": ("N", "GPUs of each node to use, at most (all)"),
-        "world": ("N", "GPUs to use in all, at most (all)"),
-        "gpu_ids": ("0,1,…", "the GPUs of each node to use, by number (the first ones)"),
+        "gpus": ("HARDWARE", Message("help.plan-gpus")),
+        "num_gpus": ("N", Message("help.num-gpus")),
+        "world": ("N", Message("help.plan-world")),
+        "gpu_ids": ("0,1,…", Message("help.gpu-ids")),
         "host_ram": ("SIZE", HOST_RAM),
-        "nvme": ("SIZE", "NVMe space of one node, 2TB say (none)"),
-        "nvme_path": ("DIR", "a folder on that NVMe, where offloading to it is planned"),
+        "nvme": ("SIZE", Message("help.nvme")),
+        "nvme_path": ("DIR", Message("help.nvme-path")),
     },
     "the question": {
         "for": ("|".join(get_args(Trainer)), FOR),
-        "effective_batch": ("N", "sequences a step over all GPUs (four a GPU)"),
-        "margin": ("SHARE", "share of each card that stays free, 10%% say (4%%)"),
+        "effective_batch": ("N", Message("help.effective-batch")),
+        "margin": ("SHARE", Message("help.margin")),
         "allow": (
             "A,B,…",
-            f"changes of the training that may be made if nothing fits: {', '.join(get_args(Allowance))}",
+            Message("help.allow", allowance=', '.join(get_args(Allowance))),
         ),
-        "only_stage": ("N", "of a job file with `stages`, this one alone, counted from 1 (each of them)"),
-        "tier": ("NAME", f"a named corner of the levers: {', '.join(get_args(Tier))}"),
-        "max": ("|".join(get_args(Wanted)), "the most that fits instead of the fastest"),
-        "no_calibration": (None, "leave out what earlier runs measured against their predictions"),
-        "json": (None, "one JSON object, for programs"),
+        "only_stage": ("N", Message("help.plan-only-stage")),
+        "tier": ("NAME", Message("help.tier", tier=', '.join(get_args(Tier)))),
+        "max": ("|".join(get_args(Wanted)), Message("help.max")),
+        "no_calibration": (None, Message("help.no-calibration")),
+        "json": (None, Message("help.json")),
     },
     "the length of the training": {
-        "epochs": ("N", "passes over the data (1)"),
-        "max_steps": ("N", "optimizer steps; wins over --epochs (as --epochs says)"),
-        "samples": ("N", "samples in the data: hours to finish need it"),
+        "epochs": ("N", Message("help.epochs")),
+        "max_steps": ("N", Message("help.max-steps")),
+        "samples": ("N", Message("help.samples")),
     },
     "how it learns": {
-        "learning_rate": ("RATE", "peak learning rate (1e-5; 1e-4 for adapters)"),
-        "lr_scheduler": ("|".join(get_args(Schedule)), "how the learning rate falls (cosine)"),
-        "warmup_steps": ("N", "steps over which the learning rate rises; or --warmup-ratio"),
-        "warmup_ratio": ("SHARE", "the same as a share of all steps (0.03)"),
-        "weight_decay": ("RATE", "AdamW's weight decay (0)"),
-        "max_grad_norm": ("NORM", "gradient norm above which gradients are scaled down; 0: never (1)"),
-        "lora_alpha": ("ALPHA", "scaling numerator of the adapters (twice the rank)"),
-        "seed": ("N", "seed of data order, dropout and drawn weights (42)"),
+        "learning_rate": ("RATE", Message("help.learning-rate")),
+        "lr_scheduler": ("|".join(get_args(Schedule)), Message("help.lr-scheduler")),
+        "warmup_steps": ("N", Message("help.warmup-steps")),
+        "warmup_ratio": ("SHARE", Message("help.warmup-ratio")),
+        "weight_decay": ("RATE", Message("help.weight-decay")),
+        "max_grad_norm": ("NORM", Message("help.max-grad-norm")),
+        "lora_alpha": ("ALPHA", Message("help.lora-alpha")),
+        "seed": ("N", Message("help.seed")),
     },
     "what is kept and said": {
-        "save_steps": ("N", "steps between two checkpoints (500)"),
+        "save_steps": ("N", Message("help.save-steps")),
         "logging_steps": (
             "N",
-            "steps between two lines of the log, and points of TensorBoard and wandb (a line every ten seconds; in the "
-            "files for other trainers 10)",
+            Message("help.logging-steps"),
         ),
     },
     "the files": {
-        "write": ("DIR", "write configs, launch script and reasons into this folder"),
-        "force": (None, "replace files that are there"),
-        "launcher": ("NAME", "deepspeed, torchrun, accelerate or llamafactory (deepspeed; torchrun for fsdp2)"),
-        "port": ("N", "where the ranks of a run meet (29500)"),
-        "hostfile": ("FILE", "the machines of several nodes, `name slots=8` a line"),
-        "transformers_version": ("V", "the transformers that will read the files (the installed one)"),
-        "llamafactory_version": ("V", "the LLaMA-Factory that will read them (the installed one)"),
+        "write": ("DIR", Message("help.write")),
+        "force": (None, Message("help.force")),
+        "launcher": ("NAME", Message("help.launcher")),
+        "port": ("N", Message("help.port")),
+        "hostfile": ("FILE", Message("help.hostfile")),
+        "transformers_version": ("V", Message("help.transformers-version")),
+        "llamafactory_version": ("V", Message("help.llamafactory-version")),
     },
 }
 """The flags beside those of the levers, each with its metavar and its help; no metavar: a switch."""
@@ -168,15 +164,13 @@ def alike(rows: Sequence[Tiered]) -> list[str]:
 def parser() -> Parser:
     made = Parser(
         "plan",
-        "Find the fastest way to run a training that fits, and write the configs for it. Only how it is computed is "
-        "chosen; what changes its result is yours, unless --allow names it. Engine, offload, checkpointing, micro "
-        "batch and the like are chosen, and pinned where you name them.",
+        text("help.plan-does"),
         EXAMPLE,
         "[FILE.yaml] [--model MODEL] [--gpus HARDWARE] [flags]",
     )
-    made.add_file("FILE.yaml", "a job file, or a LLaMA-Factory YAML; flags win over it")
-    made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
-    made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
+    made.add_file("FILE.yaml", text("help.plan-file"))
+    made.add_argument("--model", metavar="MODEL", help=text("help.model"))
+    made.add_argument("--trace", action="store_true", help=text("help.trace"))
     add_data_flags(made)
     add_flags(made, FLAGS, WHOLE)
     made.knows_as(ALIASES)
@@ -203,7 +197,7 @@ def add_flags(
 
 def add_data_flags(made: argparse.ArgumentParser) -> None:
     """Each field of the job's data that has a flag, with its own sentence."""
-    group = made.add_argument_group("the data")
+    group = made.add_argument_group(text("help.the-data"))
     for flag, path in JOB_FLAGS.items():
         if flag == "samples" or not (path.startswith("data.") or path == "max_samples"):
             continue

@@ -43,19 +43,19 @@ STEPS = 5
 """Of a rehearsal; the first two only warm up."""
 FAILED_MEMORY = 1
 EXIT_CODES = {
-    "0": "it passed",
-    "1": "memory ran out, or the cap was exceeded",
+    "0": Message("help.rehearse-exit-0"),
+    "1": Message("help.rehearse-exit-1"),
     **CHANGE,
-    "3": "it failed for another reason; the log's last lines say why",
+    "3": Message("help.rehearse-exit-3"),
 }
 
 OWN_FLAGS: dict[str, tuple[str | None, str]] = {
-    "cap": ("SIZE", "make each card this small, 24GB say (the card that is planned for)"),
-    "from_plan": ("DIR", "rehearse this plan, which `tightfit plan --write DIR` made, instead of planning"),
-    "full_length": (None, "random samples of the full length instead of the job's data: no tokenizer is needed"),
-    "steps": ("N", f"optimizer steps after the trial of the largest batch ({STEPS})"),
-    "on": ("N", "the GPU of this machine to rehearse on, by number (the one with the most free memory)"),
-    "keep": ("DIR", "keep events, log and plan in this folder"),
+    "cap": ("SIZE", Message("help.cap")),
+    "from_plan": ("DIR", Message("help.from-plan")),
+    "full_length": (None, Message("help.full-length")),
+    "steps": ("N", Message("help.steps", steps=STEPS)),
+    "on": ("N", Message("help.on-gpu")),
+    "keep": ("DIR", Message("help.keep")),
 }
 WITH_PLAN = {*OWN_FLAGS, "json"}
 """What may be said beside a plan that is written already."""
@@ -90,21 +90,19 @@ def rehearse(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     made = Parser(
         "rehearse",
-        "Run one rank of a planned training on one GPU, posing as one of many: what it really holds, phase by phase, "
-        "beside what was predicted, and its pace. Takes the flags of `tightfit plan`; the job's data is used where it "
-        "names some, and random samples of the full length otherwise.",
+        text("help.rehearse-does"),
         EXAMPLE,
         "[JOB.yaml | --from-plan DIR] [--cap SIZE] [--steps N] [flags]",
     )
-    made.add_file("JOB.yaml", "a job file, or a LLaMA-Factory YAML; flags win over it")
-    made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
-    made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
+    made.add_file("JOB.yaml", text("help.plan-file"))
+    made.add_argument("--model", metavar="MODEL", help=text("help.model"))
+    made.add_argument("--trace", action="store_true", help=text("help.trace"))
     add_data_flags(made)
     table = {title: dict(flags) for title, flags in FLAGS.items() if title != "the files"}
     del table["the question"]["max"]
     add_flags(made, {"the rehearsal": OWN_FLAGS, **table}, WHOLE | {"steps", "on"})
     made.knows_as(ALIASES)
-    return made.ends_with(EXIT_CODES, "Nothing, but with --keep DIR events, log and plan into DIR.")
+    return made.ends_with(EXIT_CODES, text("help.rehearse-writes"))
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -43,12 +43,11 @@ EXAMPLE = """tightfit run -- llamafactory-cli train qwen32b_lora.yaml
   tightfit run --dry-run -- accelerate launch --config_file acc.yaml train.py
   tightfit run --output runs/a -- python train.py --output_dir out"""
 EXIT_CODES = {
-    "0 … 255": "the command's own, of its last start; 1 instead of 0 where its loss was NaN to the end",
+    "0 … 255": Message("help.run-exit-0-255"),
     **CHANGE,
 }
 WRITES = (
-    "The folder that --output names: logs, what was found, attempts/. Where memory was missing, a smaller config "
-    "beside yours (x.tightfit-2.yaml); your own files never change."
+    Message("help.run-writes")
 )
 ALLOWED = ("quantize", "shorter-seq")
 """The costly changes that a config of another trainer can be given."""
@@ -155,49 +154,45 @@ def _forget(entry: Entry) -> None:
 def parser() -> Parser:
     made = Parser(
         "run",
-        "Run another trainer with the care that tightfit gives its own: LLaMA-Factory, DeepSpeed, accelerate, "
-        "torchrun or a Python script. Says before the start whether it fits, where its config can be read; passes its "
-        "output on and keeps it; ends every process of it; when it fails, says why, and where a smaller config may "
-        "help, writes one beside the old and starts it again from its last checkpoint.",
+        text("help.run-does"),
         EXAMPLE,
         "[flags] -- COMMAND…",
     )
-    made.add_argument("--output", metavar="DIR", help=f"the folder for logs and records ({FOLDER}-1, -2 …)")
+    made.add_argument("--output", metavar="DIR", help=text("help.run-output", folder=FOLDER))
     made.add_argument(
         "--take-over", action="store_true",
-        help="the run that held the folder on another machine has gone: watch it for 20 seconds instead of a minute, "
-        "and go on there",
+        help=text("help.take-over"),
     )  # fmt: skip
     made.add_argument(
         "--max-attempts", metavar="N", type=whole_number("max_attempts"),
-        help=f"starts in a row that keep no new step ({MAX_ATTEMPTS}); 1: it is never started again",
+        help=text("help.run-max-attempts", max_attempts=MAX_ATTEMPTS),
     )  # fmt: skip
-    made.add_argument("--allow", metavar="A,B", help=f"changes of the training that may be made: {', '.join(ALLOWED)}")
+    made.add_argument("--allow", metavar="A,B", help=text("help.run-allow", allowed=', '.join(ALLOWED)))
     made.add_argument(
-        "--retry-anyway", action="store_true", help="start again even where no checkpoint can be gone on from"
+        "--retry-anyway", action="store_true", help=text("help.retry-anyway")
     )
     made.add_argument(
         "--hang-timeout", metavar="300s|10m|1h",
-        help="end it and start it again when it has printed nothing, and used neither CPU nor GPU, for so long (never)",
+        help=text("help.run-hang-timeout"),
     )  # fmt: skip
     made.add_argument(
-        "--wait-for-gpu", action="store_true", help="wait while others hold the GPUs that the command would take"
+        "--wait-for-gpu", action="store_true", help=text("help.run-wait-for-gpu")
     )
     made.add_argument(
-        "--no-calibration", action="store_true", help="predict without what earlier runs measured, and keep nothing"
+        "--no-calibration", action="store_true", help=text("help.run-no-calibration")
     )
     made.add_argument(
         "--model", metavar="MODEL",
-        help="predict for this model, where the command does not name it: a preset, a Hugging Face id or a folder",
+        help=text("help.run-model"),
     )  # fmt: skip
-    made.add_argument("--seq", metavar="N", type=whole_number("seq"), help="likewise: tokens in a sequence")
+    made.add_argument("--seq", metavar="N", type=whole_number("seq"), help=text("help.seq"))
     made.add_argument(
-        "--micro-batch", metavar="N", type=whole_number("micro_batch"), help="likewise: sequences per GPU at a time"
+        "--micro-batch", metavar="N", type=whole_number("micro_batch"), help=text("help.micro-batch")
     )
-    made.add_argument("--gpus", metavar="HARDWARE", help="predict for these cards (this machine's)")
-    made.add_argument("--host-ram", metavar="SIZE", help="RAM of the machine, 256GB say; with --gpus")
-    made.add_argument("--dry-run", action="store_true", help="say what is recognised and predicted; start nothing")
-    made.add_argument("--json", action="store_true", help="a JSON object at the end; the command writes to stderr then")
+    made.add_argument("--gpus", metavar="HARDWARE", help=text("help.run-gpus"))
+    made.add_argument("--host-ram", metavar="SIZE", help=text("help.run-host-ram"))
+    made.add_argument("--dry-run", action="store_true", help=text("help.run-dry-run"))
+    made.add_argument("--json", action="store_true", help=text("help.run-json"))
     return made.ends_with(EXIT_CODES, WRITES)
 
 

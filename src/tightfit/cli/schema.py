@@ -29,11 +29,11 @@ SHORT = {
 def parser() -> Parser:
     made = Parser(
         "schema",
-        "Print the JSON Schema of a job file, for editors and programs; with --table, every field with its meaning.",
+        text("help.schema-does"),
         "tightfit schema > job.schema.json",
         "[--table]",
     )
-    made.add_argument("--table", action="store_true", help="a Markdown table of the fields")
+    made.add_argument("--table", action="store_true", help=text("help.table"))
     return made.ends_with(ANSWERED)
 
 

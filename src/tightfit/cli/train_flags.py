@@ -14,60 +14,54 @@ EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output r
 
 RUN = "the run"
 RUN_FLAGS: dict[str, tuple[str | None, str]] = {
-    "output": ("DIR", "the run's folder (output; with --plan DIR: DIR/output)"),
-    "overwrite": (None, "replace a finished run in that folder"),
+    "output": ("DIR", Message("help.output")),
+    "overwrite": (None, Message("help.overwrite")),
     "take_over": (
         None,
-        "the run that held the folder on another machine has gone: watch it for 20 seconds instead of a minute, and "
-        "go on there",
+        Message("help.take-over"),
     ),
-    "plan": ("DIR", "start this plan, which `tightfit plan --write DIR` made, instead of planning"),
-    "dry_run": (None, "stop after the plan and the checks; nothing is written"),
-    "check_memory": (None, "say what is free on each GPU and who holds the rest, and end"),
-    "no_probe": (None, "skip the trial of the largest batch before the first step"),
-    "tensorboard": (None, "write TensorBoard files into the run's folder as well"),
-    "wandb": (None, "report to wandb as well, where it is installed"),
-    "save_every": ("500|10m|1h|none", "the same as --save-steps, or a time between two checkpoints (500 steps)"),
-    "keep_last": ("N", "how many checkpoints stay, the newest ones (2)"),
-    "keep_every": ("N", "a checkpoint at a multiple of so many steps stays for ever"),
+    "plan": ("DIR", Message("help.plan")),
+    "dry_run": (None, Message("help.dry-run")),
+    "check_memory": (None, Message("help.check-memory")),
+    "no_probe": (None, Message("help.no-probe")),
+    "tensorboard": (None, Message("help.tensorboard")),
+    "wandb": (None, Message("help.wandb")),
+    "save_every": ("500|10m|1h|none", Message("help.save-every")),
+    "keep_last": ("N", Message("help.keep-last")),
+    "keep_every": ("N", Message("help.keep-every")),
     "resume": (
         "auto|none|PATH",
-        "where to begin: auto goes on from the newest whole checkpoint in the run's folder, where there is one; none "
-        "begins anew; PATH is a checkpoint, or a run and its newest; also a DeepSpeed checkpoint of another program "
-        "(auto)",
+        Message("help.resume"),
     ),
-    "trust_pickle": (None, "open a DeepSpeed checkpoint that cannot be read safely: it may run any program"),
-    "resume_anyway": (None, "go on from a checkpoint although the model, the data or the sequence has changed"),
+    "trust_pickle": (None, Message("help.trust-pickle")),
+    "resume_anyway": (None, Message("help.resume-anyway")),
     "max_attempts": (
         "N",
-        "give up after so many starts in a row that kept no new step; 1 starts nothing again (5)",
+        Message("help.max-attempts"),
     ),
     "hang_timeout": (
         "300s|10m|1h",
-        "how long a rank may give no sign of life in a step, an evaluation or a save before all are ended and started "
-        "again (twenty steps, and at least 5 minutes)",
+        Message("help.hang-timeout"),
     ),
-    "wait_for_gpu": (None, "wait while others hold the GPUs or the memory that the run needs"),
-    "deepspeed_config": ("FILE", "a DeepSpeed JSON: what it says is kept, and the rest is planned"),
-    "port": ("N", "where the ranks meet (a free one)"),
+    "wait_for_gpu": (None, Message("help.wait-for-gpu")),
+    "deepspeed_config": ("FILE", Message("help.deepspeed-config")),
+    "port": ("N", Message("help.train-port")),
 }
 NODE_FLAGS: dict[str, tuple[str | None, str]] = {
-    "hostfile": ("FILE", "start on all machines of this file from here, `name slots=8` a line"),
-    "nodes": ("N", "machines that train together; start the same command on each, with its own --node-rank"),
-    "node_rank": ("K", "which of them this is, from 0"),
-    "master_addr": ("HOST", "the machine with number 0"),
+    "hostfile": ("FILE", Message("help.train-hostfile")),
+    "nodes": ("N", Message("help.nodes")),
+    "node_rank": ("K", Message("help.node-rank")),
+    "master_addr": ("HOST", Message("help.master-addr")),
 }
 EXIT_CODES = {
-    "0": "done",
+    "0": Message("help.train-exit-0"),
     **CHANGE,
-    "3": "the training failed, and to start it again would not help",
-    "4": "asked to stop (SIGTERM, SIGUSR1, Ctrl-C, or the job's timeout) and saved a checkpoint: the same command goes "
-    "on",
-    "130, 143": "interrupted before a checkpoint could be saved, by Ctrl-C or SIGTERM",
+    "3": Message("help.train-exit-3"),
+    "4": Message("help.train-exit-4"),
+    "130, 143": Message("help.train-exit-130-143"),
 }
 WRITES = (
-    "The run's folder: plan/, events.jsonl, logs/, checkpoints/, run.json and at the end model/, with pictures of loss "
-    "and memory. What was measured is noted for later plans in ~/.cache/tightfit (not with --no-calibration)."
+    Message("help.train-writes")
 )
 
 _NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank", "keep_last", "keep_every", "max_attempts"}
@@ -83,21 +77,20 @@ _WITH_PLAN = {
 def parser() -> Parser:
     made = Parser(
         "train",
-        "Plan a training for this machine, start it on every GPU, and follow it to the end. Every lever can be pinned "
-        "by its flag; what is not named is planned as `tightfit plan` does.",
+        text("help.train-does"),
         EXAMPLE,
         "[JOB.yaml] [--model MODEL] [--data DATA] [--output DIR] [flags]",
     )
-    made.add_file("JOB.yaml", "a job file, or a LLaMA-Factory YAML; flags win over it")
-    made.add_argument("--model", metavar="MODEL", help="a preset, a Hugging Face id, a folder or a config.json")
-    made.add_argument("--trace", action="store_true", help="an unknown kind of model: build it on the meta device")
+    made.add_file("JOB.yaml", text("help.plan-file"))
+    made.add_argument("--model", metavar="MODEL", help=text("help.model"))
+    made.add_argument("--trace", action="store_true", help=text("help.trace"))
     add_data_flags(made)
     add_flags(made, _table(), _NUMBERS)
     _run_group(made).add_argument(
         "--no-async-save",
         dest="async_save",
         action="store_false",
-        help="the training waits while a checkpoint is written",
+        help=text("help.no-async-save"),
     )
     made.knows_as(ALIASES)
     return made.ends_with(EXIT_CODES, WRITES)

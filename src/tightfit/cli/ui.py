@@ -42,19 +42,17 @@ def ui(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     made = Parser(
         "ui",
-        "Open the page in the browser: plans, the runs below the folders given as they go, and what went wrong in a "
-        "log. It is for this machine and for whoever has the printed link; it reads, and writes nothing. Ctrl-C ends "
-        "it.",
+        text("help.ui-does"),
         EXAMPLE,
         "[--root DIR…] [--port N] [--host ADDRESS] [--no-open]",
     )
     made.add_argument(
-        "--root", metavar="DIR", nargs="+", action="extend", help="where runs are looked for (the current folder)"
+        "--root", metavar="DIR", nargs="+", action="extend", help=text("help.root")
     )
-    made.add_argument("--port", metavar="N", help="the port (the first free one from 8741 on)")
-    made.add_argument("--host", metavar="ADDRESS", help="listen on another address than 127.0.0.1; others can reach it")
-    made.add_argument("--no-open", action="store_true", help="print the link and open no browser")
-    return made.ends_with({"0": "ended with Ctrl-C", **CHANGE})
+    made.add_argument("--port", metavar="N", help=text("help.ui-port"))
+    made.add_argument("--host", metavar="ADDRESS", help=text("help.host"))
+    made.add_argument("--no-open", action="store_true", help=text("help.no-open"))
+    return made.ends_with({"0": text("help.ui-exit-0"), **CHANGE})
 
 
 def _port(args: argparse.Namespace) -> int | None:

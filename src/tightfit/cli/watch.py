@@ -32,8 +32,8 @@ from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit watch runs/first --log watched.jsonl"
 EXIT_CODES = {
-    "0": "answered, left with Ctrl-C, or the run that was followed has ended well",
-    "1": "the run that was followed has failed, or has gone without a word",
+    "0": Message("help.watch-exit-0"),
+    "1": Message("help.watch-exit-1"),
     **CHANGE,
 }
 UNWELL = 1
@@ -69,18 +69,16 @@ def watch(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     made = Parser(
         "watch",
-        "Watch a run, or without one this machine: memory now, at its most, planned and in all of each GPU, who holds "
-        "it, host RAM and CPU; of a run also step, loss and pace, its events and attempts. Three lights say whether "
-        "it is well, and warnings come before it is not. The run does not notice, and when it has ended so does this.",
+        text("help.watch-does"),
         EXAMPLE,
         "[RUN] [--interval S] [--log FILE] [--once [--json]]",
     )
-    made.add_argument("run", metavar="RUN", nargs="?", help="the run's folder (without one: this machine)")
-    made.add_argument("--interval", metavar="S", help="seconds between two looks, also 500ms, 2s or 1m (1)")
-    made.add_argument("--log", metavar="FILE", help="add each look to this file, a JSON object a line")
-    made.add_argument("--once", action="store_true", help="look once and leave, for scripts")
-    made.add_argument("--json", action="store_true", help="with --once: one JSON object, for programs")
-    return made.ends_with(EXIT_CODES, "Nothing, but with --log FILE a line a look.")
+    made.add_argument("run", metavar="RUN", nargs="?", help=text("help.watch-run"))
+    made.add_argument("--interval", metavar="S", help=text("help.interval"))
+    made.add_argument("--log", metavar="FILE", help=text("help.log"))
+    made.add_argument("--once", action="store_true", help=text("help.once"))
+    made.add_argument("--json", action="store_true", help=text("help.watch-json"))
+    return made.ends_with(EXIT_CODES, text("help.watch-writes"))
 
 
 def _interval(args: argparse.Namespace) -> float:
