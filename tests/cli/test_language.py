@@ -8,11 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 import warm_desk
 from tightfit.cli import VERBS, main
+from tightfit.cli.flags import wrap
+from tightfit.inputs.flags import LEVERS
 from tightfit.inputs.surroundings import choose_language, inherited
-from tightfit.messages import text
+from tightfit.job.fields import meanings
+from tightfit.messages import FOLDER, text
 
 LOCALE = ("TIGHTFIT_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
 
@@ -94,3 +98,22 @@ def test_every_verb_has_the_flag(verb: str, capsys: pytest.CaptureFixture[str]) 
     with suppress(SystemExit):
         main([verb, "--help"])
     assert "--lang en|zh" in capsys.readouterr().out
+
+
+def test_every_lever_and_every_field_of_a_job_is_explained_in_chinese() -> None:
+    explained = yaml.safe_load((FOLDER / "fields.zh.yaml").read_text(encoding="utf-8"))
+    assert set(explained["levers"]) == set(LEVERS)
+    assert set(explained["job"]) == set(meanings())
+
+
+@pytest.mark.parametrize(
+    ("said", "width", "lines"),
+    [
+        ("the same as it ever was", 12, ["the same as", "it ever was"]),
+        ("显存不足时，重新启动", 12, ["显存不足时，", "重新启动"]),
+        ("加 --keep DIR 时写入 DIR", 12, ["加 --keep", "DIR 时写入", "DIR"]),
+        ("一次（默认）保留", 9, ["一次（默", "认）保留"]),
+    ],
+)
+def test_lines_are_as_wide_as_the_terminal_counts(said: str, width: int, lines: Sequence[str]) -> None:
+    assert wrap(said, width) == lines

@@ -14,28 +14,29 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from tightfit.inputs.surroundings import choose_language
+from tightfit.messages import Listing, Message, text
 from tightfit.types import ConfigError, UserError
 
 VERBS = {
-    "estimate": ("tightfit.cli.estimate", "what every GPU and the host will hold, before anything runs"),
-    "plan": ("tightfit.cli.plan", "the fastest way that fits, and the configs for it"),
-    "train": ("tightfit.cli.train", "the training itself: planned, started, followed to its end"),
-    "run": ("tightfit.cli.run", "another trainer: watched, diagnosed, and started again where that helps"),
-    "rehearse": ("tightfit.cli.rehearse", "one rank of many on one GPU: what it really holds, and its pace"),
-    "data": ("tightfit.cli.data", "what the training will see, and what of it counts in the loss"),
-    "checkpoints": ("tightfit.cli.checkpoints", "the checkpoints of a run: list, verify, prune"),
-    "export": ("tightfit.cli.export", "a run or an adapter as one plain model folder"),
-    "lint": ("tightfit.cli.lint", "what a config file of DeepSpeed, accelerate or LLaMA-Factory gets wrong"),
-    "doctor": ("tightfit.cli.doctor", "this machine, and a job for it, looked over before anything starts"),
-    "diagnose": ("tightfit.cli.diagnose", "what went wrong in a run, from its logs, and what helps"),
-    "explain": ("tightfit.cli.diagnose", "a symptom that `tightfit diagnose` names, or all of them"),
-    "watch": ("tightfit.cli.watch", "a run, or this machine, live: memory, pace, and what is about to go wrong"),
-    "ui": ("tightfit.cli.ui", "the page in the browser: plans, runs as they go, what went wrong in a log"),
-    "clean": ("tightfit.cli.clean", "what dead runs left behind: shown, and removed on a yes"),
-    "schema": ("tightfit.cli.schema", "the fields of a job file"),
-    "models": ("tightfit.cli.lists", "the models known by name, and what they need"),
-    "gpus": ("tightfit.cli.lists", "the cards known by name"),
-    "completion": ("tightfit.cli.completion", "a script with which your shell completes all this"),
+    "estimate": ("tightfit.cli.estimate", Message("help.verb-estimate")),
+    "plan": ("tightfit.cli.plan", Message("help.verb-plan")),
+    "train": ("tightfit.cli.train", Message("help.verb-train")),
+    "run": ("tightfit.cli.run", Message("help.verb-run")),
+    "rehearse": ("tightfit.cli.rehearse", Message("help.verb-rehearse")),
+    "data": ("tightfit.cli.data", Message("help.verb-data")),
+    "checkpoints": ("tightfit.cli.checkpoints", Message("help.verb-checkpoints")),
+    "export": ("tightfit.cli.export", Message("help.verb-export")),
+    "lint": ("tightfit.cli.lint", Message("help.verb-lint")),
+    "doctor": ("tightfit.cli.doctor", Message("help.verb-doctor")),
+    "diagnose": ("tightfit.cli.diagnose", Message("help.verb-diagnose")),
+    "explain": ("tightfit.cli.diagnose", Message("help.verb-explain")),
+    "watch": ("tightfit.cli.watch", Message("help.verb-watch")),
+    "ui": ("tightfit.cli.ui", Message("help.verb-ui")),
+    "clean": ("tightfit.cli.clean", Message("help.verb-clean")),
+    "schema": ("tightfit.cli.schema", Message("help.verb-schema")),
+    "models": ("tightfit.cli.lists", Message("help.verb-models")),
+    "gpus": ("tightfit.cli.lists", Message("help.verb-gpus")),
+    "completion": ("tightfit.cli.completion", Message("help.verb-completion")),
 }
 """Verb → the module that has it, and what it does."""
 
@@ -79,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not full or (error.filename is None and not _output_is_stuck()):
                 raise
-            what = "the output" if error.filename is None else error.filename
-            print(f"tightfit: {what} could not be written: the disk is full", file=sys.stderr)
+            what = Message("cli.the-output") if error.filename is None else error.filename
+            print(f"tightfit: {text('cli.disk-full', what=what)}", file=sys.stderr)
         if error.filename is None:
             # The reader has gone (`| head`): nothing is wrong, and Python must not try to flush again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -101,7 +102,7 @@ def _check_letters(words: Sequence[str]) -> None:
     """Bytes that are no text reach Python as half letters, which no file, JSON or screen can hold."""
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise ConfigError(f"{ascii(word)[:48]} on the command line is not text in UTF-8: write it in plain letters")
+            raise ConfigError(Message("cli.not-utf8", word=ascii(word)[:48]))
 
 
 def _take_language(words: list[str]) -> str | None:
@@ -124,18 +125,18 @@ def _dispatch(words: list[str]) -> int:
         print(_version())
         return 0
     if first not in VERBS:
-        raise ConfigError(f"there is no verb {first!r}{_meant(first)}")
+        raise ConfigError(Message("cli.no-verb", word=repr(first), hint=_meant(first)))
     run: Callable[[Sequence[str]], int] = getattr(import_module(VERBS[first][0]), first)
     return run(words[1:])
 
 
-def _meant(word: str) -> str:
-    from tightfit.inputs.spelling import listed, nearest
+def _meant(word: str) -> Message:
+    from tightfit.inputs.spelling import nearest
 
     if word.startswith("-"):
-        return ": begin with a verb, as in `tightfit estimate --help`"
+        return Message("cli.begin-with-verb")
     close = nearest(word, VERBS)
-    return f": did you mean {close}?" if close else f": there are {listed(VERBS).replace(' or ', ' and ')}"
+    return Message("cli.meant", close=close) if close else Message("cli.there-are", names=Listing(VERBS, "and"))
 
 
 def _version() -> str:
@@ -156,16 +157,4 @@ def _version() -> str:
 
 def _help() -> str:
     verbs = "\n".join(f"  {verb:<13}{what}" for verb, (_, what) in VERBS.items())
-    return f"""usage: tightfit VERB [flags]
-
-Makes large-model training fit the GPUs you have, and stay fitted.
-
-verbs:
-{verbs}
-
-  tightfit VERB --help   its flags
-  tightfit --version     the version, and those of what it found
-  tightfit --lang zh …   in Chinese; so does TIGHTFIT_LANG=zh, or a Chinese locale
-
-example:
-  tightfit estimate --model llama-3.1-8b --method lora --gpus 1xRTX4090"""
+    return text("help.main", verbs=verbs)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tightfit.cli.flags import CHANGE, Parser, whole_number
 from tightfit.inputs.flags import spelt
+from tightfit.messages import Message, text
 from tightfit.runs.checkpoints import Keeping
 from tightfit.runs.inventory import (
     Found,
@@ -69,9 +70,7 @@ def parser() -> Parser:
     )
     made.add_argument("run", metavar="RUN", help=text("help.checkpoints-run"))
     made.add_argument("--verify", action="store_true", help=text("help.verify"))
-    made.add_argument(
-        "--prune", action="store_true", help=text("help.prune")
-    )
+    made.add_argument("--prune", action="store_true", help=text("help.prune"))
     made.add_argument(
         "--keep-last", metavar="N", type=whole_number("keep_last"), help=text("help.checkpoints-keep-last")
     )

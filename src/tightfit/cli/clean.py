@@ -17,6 +17,7 @@ from typing import Any
 from tightfit.cli.flags import CHANGE, Parser
 from tightfit.hardware.probes import probe_cards
 from tightfit.inputs.surroundings import cache_folder
+from tightfit.messages import Message, text
 from tightfit.runs.leftovers import Found, Leftover, ask_to_end, cached_things, end, leftovers, remove
 from tightfit.runs.lines import MIB, size_words
 from tightfit.runs.processes import PROC, mark_of
@@ -95,13 +96,9 @@ def parser() -> Parser:
         EXAMPLE,
         "[FOLDER ...] [--dry-run] [--yes] [--caches] [--json]",
     )
-    made.add_argument(
-        "places", metavar="FOLDER", nargs="*", help=text("help.places")
-    )
+    made.add_argument("places", metavar="FOLDER", nargs="*", help=text("help.places"))
     made.add_argument("--dry-run", action="store_true", help=text("help.clean-dry-run"))
-    made.add_argument(
-        "--yes", action="store_true", help=text("help.yes")
-    )
+    made.add_argument("--yes", action="store_true", help=text("help.yes"))
     made.add_argument("--caches", action="store_true", help=text("help.caches"))
     made.add_argument("--json", action="store_true", help=text("help.clean-json"))
     return made.ends_with(EXIT_CODES, text("help.clean-writes"))

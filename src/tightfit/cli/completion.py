@@ -11,6 +11,7 @@ from importlib import import_module
 
 from tightfit.cli.flags import ANSWERED, Parser
 from tightfit.inputs.flags import LEVERS, meant, words_of
+from tightfit.messages import text
 from tightfit.types import Checkpointing, ConfigError
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -56,7 +57,7 @@ def _everything() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="store_true", help=text("help.version"))
     verbs = whole.add_subparsers()
     for verb, (module, what) in VERBS.items():
-        part = verbs.add_parser(verb, help=what, add_help=False)
+        part = verbs.add_parser(verb, help=str(what), add_help=False)
         for action in _parser_of(verb, module)._actions:
             part._add_action(action)
             lever = LEVERS.get(action.dest)

@@ -23,6 +23,7 @@ from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import nearest
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS, job_from_flags, model_of, read_job
+from tightfit.messages import Message, text
 from tightfit.model.presets import PRESETS
 from tightfit.owned import replace_file
 from tightfit.screen.data import Preview, draw_preview
@@ -67,7 +68,7 @@ def parser() -> Parser:
     )
     made.add_file("JOB", text("help.data-file"))
     for name, (metavar, meaning) in FLAGS.items():
-        made.add_argument(f"--{name}", metavar=metavar, help=meaning)
+        made.add_argument(f"--{name}", metavar=metavar, help=str(meaning))
     made.add_argument("--seq", metavar="N", type=whole_number("seq"), help=text("help.data-seq"))
     made.add_argument("--count", metavar="N", type=whole_number("count"), help=text("help.count"))
     made.add_argument("--json", action="store_true", help=text("help.json"))

@@ -30,6 +30,7 @@ from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import fixes_of
 from tightfit.formats.known import KnownConfig
 from tightfit.inputs.spelling import nearest
+from tightfit.messages import Message, text
 from tightfit.owned import name_errors
 from tightfit.runs.watching import damaged
 from tightfit.types import ConfigError
@@ -112,22 +113,14 @@ def parser() -> Parser:
         EXAMPLE,
         "FILE…|RUN|- [flags]",
     )
-    parser.add_argument(
-        "inputs", nargs="*", metavar="FILE…|RUN|-", help=text("help.inputs")
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help=text("help.diagnose-config")
-    )
+    parser.add_argument("inputs", nargs="*", metavar="FILE…|RUN|-", help=text("help.inputs"))
+    parser.add_argument("--config", metavar="FILE", help=text("help.diagnose-config"))
     parser.add_argument("--model", metavar="MODEL", help=text("help.diagnose-model"))
     parser.add_argument("--gpus", metavar="HARDWARE", help=text("help.diagnose-gpus"))
-    parser.add_argument(
-        "--exit-code", metavar="N", type=_exit_code, help=text("help.exit-code")
-    )
-    parser.add_argument(
-        "--vocab", metavar="N", type=whole_number("vocab"), help=text("help.vocab")
-    )
+    parser.add_argument("--exit-code", metavar="N", type=_exit_code, help=text("help.exit-code"))
+    parser.add_argument("--vocab", metavar="N", type=whole_number("vocab"), help=text("help.vocab"))
     parser.add_argument("--json", action="store_true", help=text("help.json"))
-    codes = {"0": text("help.diagnose-exit-0"), "1": text("help.diagnose-exit-1"), **CHANGE}
+    codes = {"0": Message("help.diagnose-exit-0"), "1": Message("help.diagnose-exit-1"), **CHANGE}
     return parser.ends_with(codes)
 
 

@@ -19,6 +19,7 @@ from tightfit.hardware.doctor.disk import measure
 from tightfit.hardware.doctor.row import GROUPS, LIGHTS, Row, worst
 from tightfit.hardware.probes.card import CardProcess
 from tightfit.inputs.spelling import read_text
+from tightfit.messages import Message, text
 from tightfit.types import ConfigError, HardwareError
 
 RED = 1
@@ -84,7 +85,7 @@ def parser() -> Parser:
     parser.add_argument("job", nargs="?", metavar="JOB", help=text("help.job"))
     parser.add_argument("--output", metavar="DIR", help=text("help.doctor-output"))
     parser.add_argument("--json", action="store_true", help=text("help.json"))
-    return parser.ends_with({"0": text("help.doctor-exit-0"), "1": text("help.doctor-exit-1"), **CHANGE})
+    return parser.ends_with({"0": Message("help.doctor-exit-0"), "1": Message("help.doctor-exit-1"), **CHANGE})
 
 
 def as_json(found: Checkup, rows: Sequence[Row]) -> dict[str, Any]:

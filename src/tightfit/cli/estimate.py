@@ -11,6 +11,7 @@ from tightfit.cli.flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, wh
 from tightfit.desk.estimate import Outcome, compare, comparison, estimated, price
 from tightfit.desk.estimate_report import report, strategy_report
 from tightfit.inputs.flags import check_levers
+from tightfit.messages import text
 from tightfit.priced import Priced, strategy_name
 from tightfit.types import Levers
 

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from tightfit.cli.flags import CHANGE, Parser
 from tightfit.inputs.records import parse_json
+from tightfit.messages import Message, text
 from tightfit.owned import replace_file
 from tightfit.runs.checkpoints import written_first
 from tightfit.types import ConfigError, ModelError, UserError
@@ -75,14 +76,15 @@ def parser() -> Parser:
     parser.add_argument("--merge", action="store_true", help=text("help.merge"))
     parser.add_argument("--base", metavar="DIR|ID", help=text("help.base"))
     parser.add_argument("--config", metavar="DIR|ID", help=text("help.export-config"))
-    parser.add_argument(
-        "--trust-pickle", action="store_true", help=text("help.export-trust-pickle")
-    )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help=text("help.trust-remote-code")
-    )
+    parser.add_argument("--trust-pickle", action="store_true", help=text("help.export-trust-pickle"))
+    parser.add_argument("--trust-remote-code", action="store_true", help=text("help.trust-remote-code"))
     parser.add_argument("--json", action="store_true", help=text("help.json"))
-    codes = {"0": text("help.export-exit-0"), **CHANGE, "3": text("help.export-exit-3"), "130": text("help.export-exit-130")}
+    codes = {
+        "0": Message("help.export-exit-0"),
+        **CHANGE,
+        "3": Message("help.export-exit-3"),
+        "130": Message("help.export-exit-130"),
+    }
     return parser.ends_with(codes, text("help.export-writes"))
 
 
@@ -149,9 +151,9 @@ def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any]
 
 def _heard(lines: IO[str], shown: _Line) -> dict[str, Any] | None:
     end = None
-    for text in lines:
+    for line in lines:
         try:
-            event = parse_json(text)
+            event = parse_json(line)
         except ValueError:
             continue
         if event.get("event") == "progress":

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, get_args
 
 from tightfit.inputs.flags import LEVERS, spelt, words_of
 from tightfit.inputs.spelling import nearest
-from tightfit.messages import text
+from tightfit.messages import Message, Said, explain_field, text
 from tightfit.types import ConfigError, Group, Lever
 
 OTHER_NAMES = {
@@ -50,6 +51,73 @@ ANSWERED = {"0": Message("help.answered"), **CHANGE}
 FITS_OR_NOT = {"0": Message("help.fits-or-not"), **CHANGE}
 
 
+ARGPARSE = {
+    "usage: ": Message("help.usage"),
+    "positional arguments": Message("help.positional"),
+    "options": Message("help.options"),
+    "show this help message and exit": Message("help.help"),
+    "argument %(argument_name)s: %(message)s": Message("cli.about-argument"),
+    "the following arguments are required: %s": Message("cli.required"),
+    "expected one argument": Message("cli.one-argument"),
+    "expected at most one argument": Message("cli.most-one-argument"),
+    "expected at least one argument": Message("cli.least-one-argument"),
+    "ignored explicit argument %r": Message("cli.explicit-argument"),
+    "invalid %(type)s value: %(value)r": Message("cli.invalid-value"),
+    "invalid choice: %(value)r (choose from %(choices)s)": Message("cli.invalid-choice"),
+}
+"""What argparse itself says. It asks gettext for the words, whose catalogues are not ours."""
+argparse._ = lambda words: str(ARGPARSE.get(words, words))  # type: ignore[attr-defined]
+
+GROUPS = {
+    "the data": Message("help.the-data"),
+    "the machine": Message("help.the-machine"),
+    "the question": Message("help.the-question"),
+    "the length of the training": Message("help.the-length"),
+    "how it learns": Message("help.how-it-learns"),
+    "what is kept and said": Message("help.kept-and-said"),
+    "the files": Message("help.the-files"),
+    "the run": Message("help.the-run"),
+    "several machines": Message("help.several-machines"),
+    "the rehearsal": Message("help.the-rehearsal"),
+    "the training": Message("help.the-training"),
+    "adapters": Message("help.adapters"),
+    "what saves memory": Message("help.saves-memory"),
+    "DeepSpeed's buffers": Message("help.buffers"),
+    "the host": Message("help.the-host"),
+}
+"""The headings of the help."""
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Lines of at most so many cells. Chinese has no spaces: a line may end behind every character, but not before the
+    mark that follows it."""
+    wide, marks = "\u4e00-\u9fff", "，。；：、）”！？"
+    units = re.findall(rf"[（“]*(?:[{wide}]|[^\s{wide}（“{marks}]+)[{marks}]*|\s+|.", text)
+    if not re.search(f"[{wide}]", text):
+        return textwrap.wrap(text, width)
+    lines = [""]
+    for unit in units:
+        if count_cells(lines[-1] + unit.rstrip()) > width:
+            lines.append("")
+        lines[-1] += unit if lines[-1] else unit.lstrip()
+    return [line.rstrip() for line in lines]
+
+
+def count_cells(text: str) -> int:
+    """The columns that a text takes in a terminal."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def indent(text: str, first: str) -> str:
+    """The text in lines, the first behind `first` and the others below it."""
+    return first + f"\n{' ' * len(first)}".join(wrap(text, 79 - len(first)))
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with its errors as one sentence and the nearest right spelling of a flag."""
 
@@ -57,37 +125,31 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"tightfit {verb}",
             usage=f"tightfit {verb} {usage}",
-            description=textwrap.fill(description, 79),
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description="\n".join(wrap(description, 79)),
+            epilog=f"{text('help.example')}\n  {example}",
+            formatter_class=HelpFormatter,
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
         )
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+        raise ConfigError(Message("cli.see-help", problem=message, prog=self.prog))
 
-    def ends_with(self, codes: Mapping[str, str], writes: str | None = None) -> Parser:
+    def ends_with(self, codes: Mapping[str, Said], writes: Said | None = None) -> Parser:
         """Itself, with its exit codes and what it writes at the end of its help, before the example."""
         self.add_argument("--lang", metavar="en|zh", help=text("help.lang"))  # taken out before: see `main`
         wide = max(map(len, codes))
-        lines = [
-            textwrap.fill(meaning, 79, initial_indent=f"  {code:<{wide}}  ", subsequent_indent=" " * (wide + 4))
-            for code, meaning in codes.items()
-        ]
-        ending = "\n".join(["exit codes:", *lines])
+        lines = [indent(str(meaning), f"  {code:<{wide}}  ") for code, meaning in codes.items()]
+        ending = "\n".join([text("help.exit-codes"), *lines])
         if writes is not None:
-            written = textwrap.fill(writes, 79, initial_indent="  ", subsequent_indent="  ")
-            ending = f"writes:\n{written}\n\n{ending}"
+            ending = f"{text('help.writes')}\n{indent(str(writes), '  ')}\n\n{ending}"
         self.epilog = f"{ending}\n\n{self.epilog}"
         return self
 
     def add_file(self, metavar: str, what: str) -> None:
         """The file that a question starts from, with or without `--config` before it."""
         self.add_argument("file", nargs="?", metavar=metavar, help=what)
-        self.add_argument(
-            "--config", dest=CONFIG, metavar=metavar, help=text("help.config")
-        )
+        self.add_argument("--config", dest=CONFIG, metavar=metavar, help=text("help.config"))
 
     def knows_as(self, names: Mapping[str, str]) -> None:
         """Other names for flags that it has, understood and not shown."""
@@ -103,12 +165,15 @@ class Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             if flag.startswith("-"):
                 known = [name for name in self._option_string_actions if name.startswith("--")]
-                raise ConfigError(f"{self.prog} has no flag {flag}{_meant(flag, known, self.prog)}")
+                close = _closest(flag, known)
+                if close is None:
+                    raise ConfigError(Message("cli.no-flag", prog=self.prog, flag=flag))
+                raise ConfigError(Message("cli.no-flag-but", prog=self.prog, flag=flag, close=close))
         if unknown:
-            raise ConfigError(f"{self.prog} does not know what to do with {unknown[0]!r}; see {self.prog} --help")
+            raise ConfigError(Message("cli.stray-word", prog=self.prog, word=repr(unknown[0])))
         if hasattr(namespace, CONFIG):
             if hasattr(namespace, "file"):
-                raise ConfigError(f"{namespace.file} and --config both name the file to start from: leave one out")
+                raise ConfigError(Message("cli.two-files", file=namespace.file))
             namespace.file = getattr(namespace, CONFIG)
             delattr(namespace, CONFIG)
         return namespace
@@ -120,17 +185,17 @@ def add_lever_flags(parser: argparse.ArgumentParser, only: Iterable[str] | None 
     for title in get_args(Group):
         chosen = [lever for lever in LEVERS.values() if lever.group == title and lever.flag in wanted]
         if chosen:
-            group = parser.add_argument_group(title)
+            group = parser.add_argument_group(str(GROUPS[title]))
             for lever in chosen:
                 _add_lever_flag(group, lever)
 
 
 def _add_lever_flag(group: argparse._ArgumentGroup, lever: Lever) -> None:
-    flag, words = spelt(lever.flag), words_of(lever)
+    flag, words, help_ = spelt(lever.flag), words_of(lever), explain_field("levers", lever.flag, lever.help)
     if lever.type is bool:
         off = spelt(f"no_{lever.flag}")
         name, action = (off, "store_false") if lever.default else (flag, "store_true")
-        group.add_argument(name, dest=lever.flag, action=action, help=lever.help)
+        group.add_argument(name, dest=lever.flag, action=action, help=help_)
         return
     taken: dict[Any, tuple[str, Callable[[str], Any]]] = {
         int: ("N", whole_number(lever.flag)),
@@ -138,7 +203,7 @@ def _add_lever_flag(group: argparse._ArgumentGroup, lever: Lever) -> None:
         str: (lever.form[0] if lever.form else "TEXT", str),
     }
     metavar, read = taken.get(lever.type, ("|".join(words) or "all|a,b,c", str))
-    group.add_argument(flag, metavar=metavar, type=read, help=lever.help)
+    group.add_argument(flag, metavar=metavar, type=read, help=help_)
 
 
 def whole_number(flag: str) -> Callable[[str], int]:
@@ -149,7 +214,7 @@ def whole_number(flag: str) -> Callable[[str], int]:
             return int(word.replace("_", ""))
         if re.fullmatch(r"\d+(\.\d+)?[eE]\+?1?\d", word) and float(word).is_integer():
             return int(float(word))
-        raise ConfigError(f"{spelt(flag)} takes a whole number, not {word!r}")
+        raise ConfigError(Message("cli.takes-whole-number", flag=spelt(flag), word=repr(word)))
 
     return read
 
@@ -161,7 +226,7 @@ def share(flag: str) -> Callable[[str], float]:
         try:
             return float(word)
         except ValueError:
-            raise ConfigError(f"{spelt(flag)} takes a share such as 0.05, not {word!r}") from None
+            raise ConfigError(Message("cli.takes-share", flag=spelt(flag), word=repr(word))) from None
 
     return read
 
@@ -173,7 +238,11 @@ def _dashed(word: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
-def _meant(flag: str, known: list[str], prog: str) -> str:
+def _closest(flag: str, known: list[str]) -> str | None:
     other = OTHER_NAMES.get(flag.lstrip("-"))
-    close = spelt(other) if other and spelt(other) in known else nearest(flag, known)
-    return f": did you mean {close}?" if close else f"; see {prog} --help"
+    return spelt(other) if other and spelt(other) in known else nearest(flag, known)
+
+
+def without_default(help_: str) -> str:
+    """The help of a lever without the value in brackets behind it, which is `estimate`'s."""
+    return re.sub(r" ?[(（][^()（）]*[)）]$", "", help_)

@@ -16,6 +16,7 @@ from tightfit.formats.lint import examine
 from tightfit.formats.registry import kinds
 from tightfit.formats.target import Target
 from tightfit.inputs.versions import is_version
+from tightfit.messages import Message, text
 from tightfit.types import ConfigError
 
 FOUND_ERRORS = 1
@@ -43,7 +44,7 @@ def parser() -> Parser:
     *others, last = [each.one for each in kinds().values()]
     parser = Parser(
         "lint",
-        text("help.lint-does", others=', '.join(others), last=last),
+        text("help.lint-does", others=", ".join(others), last=last),
         "tightfit lint ds_config.json --world 8",
         "FILE [--world N] [flags]",
     )
@@ -56,9 +57,11 @@ def parser() -> Parser:
             version.partition("_")[0], "transformers"
         )
         flag = f"--{version.replace('_', '-')}"
-        parser.add_argument(flag, metavar="V", help=text("help.reader-version", tool=tool, defaults=getattr(defaults, version)))
+        parser.add_argument(
+            flag, metavar="V", help=text("help.reader-version", tool=tool, version=getattr(defaults, version))
+        )
     parser.add_argument("--json", action="store_true", help=text("help.json"))
-    codes = {"0": text("help.lint-exit-0"), "1": text("help.lint-exit-1"), **CHANGE}
+    codes = {"0": Message("help.lint-exit-0"), "1": Message("help.lint-exit-1"), **CHANGE}
     return parser.ends_with(codes)
 
 

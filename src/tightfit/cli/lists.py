@@ -12,6 +12,7 @@ from tightfit.cli.flags import ANSWERED, FITS_OR_NOT, Parser, add_lever_flags
 from tightfit.desk.estimate import hardware_of, price, world_of
 from tightfit.desk.lever_flags import flags_of
 from tightfit.inputs.flags import levers_from_flags
+from tightfit.messages import text
 from tightfit.priced import Share, strategy_name
 from tightfit.types import ZERO3, Gpu, Levers, ModelShape
 

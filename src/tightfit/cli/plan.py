@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from tightfit.cli.flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, whole_number
+from tightfit.cli.flags import ALIASES, FITS_OR_NOT, GROUPS, Parser, add_lever_flags, whole_number, without_default
 from tightfit.desk.plan import answered, check_flags
 from tightfit.desk.plan_files import Answer
 from tightfit.desk.stages import each_stage
@@ -22,6 +21,7 @@ from tightfit.inputs.flags import spelt
 from tightfit.job import Allowance, Schedule, Tier
 from tightfit.job.fields import FREE_LEVERS, job_fields, meanings
 from tightfit.job.file import JOB_FLAGS
+from tightfit.messages import Message, explain_field, text
 from tightfit.planner.limits import Limit, Wanted
 from tightfit.planner.tiers import Tiered
 from tightfit.types import Levers, Trainer
@@ -31,17 +31,11 @@ EXIT_CODES = {
     **FITS_OR_NOT,
     "2": Message("help.plan-exit-2"),
 }
-WRITES = (
-    Message("help.plan-writes")
-)
+WRITES = Message("help.plan-writes")
 
-FOR = (
-    Message("help.for")
-)
-HOST_RAM = (
-    Message("help.plan-host-ram")
-)
-FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
+FOR = Message("help.for")
+HOST_RAM = Message("help.plan-host-ram")
+FLAGS: dict[str, dict[str, tuple[str | None, Message]]] = {
     "the machine": {
         "gpus": ("HARDWARE", Message("help.plan-gpus")),
         "num_gpus": ("N", Message("help.num-gpus")),
@@ -57,10 +51,10 @@ FLAGS: dict[str, dict[str, tuple[str | None, str]]] = {
         "margin": ("SHARE", Message("help.margin")),
         "allow": (
             "A,B,…",
-            Message("help.allow", allowance=', '.join(get_args(Allowance))),
+            Message("help.allow", allowance=", ".join(get_args(Allowance))),
         ),
         "only_stage": ("N", Message("help.plan-only-stage")),
-        "tier": ("NAME", Message("help.tier", tier=', '.join(get_args(Tier)))),
+        "tier": ("NAME", Message("help.tier", tier=", ".join(get_args(Tier)))),
         "max": ("|".join(get_args(Wanted)), Message("help.max")),
         "no_calibration": (None, Message("help.no-calibration")),
         "json": (None, Message("help.json")),
@@ -178,21 +172,21 @@ def parser() -> Parser:
 
 
 def add_flags(
-    made: argparse.ArgumentParser, table: Mapping[str, Mapping[str, tuple[str | None, str]]], whole: Collection[str]
+    made: argparse.ArgumentParser, table: Mapping[str, Mapping[str, tuple[str | None, Message]]], whole: Collection[str]
 ) -> None:
     """The flags of a table like `FLAGS`, of which `whole` take whole numbers, and those of the levers."""
     for title, flags in table.items():
-        group = made.add_argument_group(title)
-        for name, (metavar, text) in flags.items():
+        group = made.add_argument_group(str(GROUPS[title]))
+        for name, (metavar, about) in flags.items():
             if metavar is None:
-                group.add_argument(spelt(name), action="store_true", help=text)
+                group.add_argument(spelt(name), action="store_true", help=str(about))
             else:
                 kind: Callable[[str], Any] = whole_number(name) if name in whole else str
-                group.add_argument(spelt(name), metavar=metavar, type=kind, help=text)
+                group.add_argument(spelt(name), metavar=metavar, type=kind, help=str(about))
     add_lever_flags(made)
     for action in made._actions:
         if action.dest in FREE_LEVERS and action.help:  # the value in brackets is estimate's: here it is chosen
-            action.help = re.sub(r" \([^()]*\)$", "", action.help)
+            action.help = without_default(action.help)
 
 
 def add_data_flags(made: argparse.ArgumentParser) -> None:
@@ -201,10 +195,11 @@ def add_data_flags(made: argparse.ArgumentParser) -> None:
     for flag, path in JOB_FLAGS.items():
         if flag == "samples" or not (path.startswith("data.") or path == "max_samples"):
             continue
-        takes, text = job_fields()[path].takes, meanings()[path].rstrip(".").replace("%", "%%")
+        takes = job_fields()[path].takes
+        about = explain_field("job", path, meanings()[path]).rstrip(".。").replace("%", "%%")
         if takes.kind == "switch":
-            group.add_argument(spelt(flag), action="store_true", help=text)
+            group.add_argument(spelt(flag), action="store_true", help=about)
         else:
             kind = whole_number(flag) if takes.kind == "integer" else str
             metavar = "|".join(takes.words) or ("N" if takes.kind == "integer" else flag.upper())
-            group.add_argument(spelt(flag), metavar=metavar, type=kind, help=text)
+            group.add_argument(spelt(flag), metavar=metavar, type=kind, help=about)

@@ -26,6 +26,7 @@ from tightfit.cli.train_machine import reservations
 from tightfit.desk.plan import check_flags
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.flags import spelt
+from tightfit.messages import Message, text
 from tightfit.runs.events import Event, Probe
 from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
 from tightfit.runs.last_words import MEMORY
@@ -49,7 +50,7 @@ EXIT_CODES = {
     "3": Message("help.rehearse-exit-3"),
 }
 
-OWN_FLAGS: dict[str, tuple[str | None, str]] = {
+OWN_FLAGS: dict[str, tuple[str | None, Message]] = {
     "cap": ("SIZE", Message("help.cap")),
     "from_plan": ("DIR", Message("help.from-plan")),
     "full_length": (None, Message("help.full-length")),

@@ -24,6 +24,7 @@ from tightfit.diagnose.verdict import Verdict
 from tightfit.inputs.flags import LEVERS, meant
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
+from tightfit.messages import Message, text
 from tightfit.planner.calibration import Entry
 from tightfit.runs.build_lock import left_locks, told
 from tightfit.runs.calibration import Calibrations
@@ -46,9 +47,7 @@ EXIT_CODES = {
     "0 … 255": Message("help.run-exit-0-255"),
     **CHANGE,
 }
-WRITES = (
-    Message("help.run-writes")
-)
+WRITES = Message("help.run-writes")
 ALLOWED = ("quantize", "shorter-seq")
 """The costly changes that a config of another trainer can be given."""
 _MOST_FIXES = 4
@@ -167,28 +166,20 @@ def parser() -> Parser:
         "--max-attempts", metavar="N", type=whole_number("max_attempts"),
         help=text("help.run-max-attempts", max_attempts=MAX_ATTEMPTS),
     )  # fmt: skip
-    made.add_argument("--allow", metavar="A,B", help=text("help.run-allow", allowed=', '.join(ALLOWED)))
-    made.add_argument(
-        "--retry-anyway", action="store_true", help=text("help.retry-anyway")
-    )
+    made.add_argument("--allow", metavar="A,B", help=text("help.run-allow", allowed=", ".join(ALLOWED)))
+    made.add_argument("--retry-anyway", action="store_true", help=text("help.retry-anyway"))
     made.add_argument(
         "--hang-timeout", metavar="300s|10m|1h",
         help=text("help.run-hang-timeout"),
     )  # fmt: skip
-    made.add_argument(
-        "--wait-for-gpu", action="store_true", help=text("help.run-wait-for-gpu")
-    )
-    made.add_argument(
-        "--no-calibration", action="store_true", help=text("help.run-no-calibration")
-    )
+    made.add_argument("--wait-for-gpu", action="store_true", help=text("help.run-wait-for-gpu"))
+    made.add_argument("--no-calibration", action="store_true", help=text("help.run-no-calibration"))
     made.add_argument(
         "--model", metavar="MODEL",
         help=text("help.run-model"),
     )  # fmt: skip
     made.add_argument("--seq", metavar="N", type=whole_number("seq"), help=text("help.seq"))
-    made.add_argument(
-        "--micro-batch", metavar="N", type=whole_number("micro_batch"), help=text("help.micro-batch")
-    )
+    made.add_argument("--micro-batch", metavar="N", type=whole_number("micro_batch"), help=text("help.micro-batch"))
     made.add_argument("--gpus", metavar="HARDWARE", help=text("help.run-gpus"))
     made.add_argument("--host-ram", metavar="SIZE", help=text("help.run-host-ram"))
     made.add_argument("--dry-run", action="store_true", help=text("help.run-dry-run"))

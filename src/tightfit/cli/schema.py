@@ -7,12 +7,12 @@ which `Job` keeps as one mapping, are described from what stands on their fields
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightfit.cli.flags import ANSWERED, Parser
+from tightfit.cli.flags import ANSWERED, Parser, without_default
 from tightfit.job.fields import FREE_LEVERS, JobField, Takes, job_fields, meanings
+from tightfit.messages import explain_field, text
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SHORT = {
@@ -74,13 +74,13 @@ def _described(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, 
         if "$ref" in each:
             block = dict(blocks[each["$ref"].rpartition("/")[2]])
             described[name] = _without_title(block) | {
-                "description": meanings()[path],
+                "description": explain_field("job", path, meanings()[path]),
                 "properties": _described(block["properties"], f"{path}.", blocks) | SHORT.get(path, {}),
             }
         elif path == "levers":
             described[name] = _levers_schema()
         else:
-            described[name] = _without_title(each) | {"description": meanings()[path]}
+            described[name] = _without_title(each) | {"description": explain_field("job", path, meanings()[path])}
     return described
 
 
@@ -93,7 +93,7 @@ def _levers_schema() -> dict[str, Any]:
     levers = {name: _lever_schema(job_fields()[f"levers.{name}"].takes) for name in FREE_LEVERS}
     return {
         "type": "object",
-        "description": meanings()["levers"],
+        "description": explain_field("job", "levers", meanings()["levers"]),
         "additionalProperties": False,
         "properties": {name: each | {"description": _lever_meaning(name)} for name, each in levers.items()},
     }
@@ -111,9 +111,10 @@ def _lever_schema(takes: Takes) -> dict[str, Any]:
 
 def _lever_meaning(name: str) -> str:
     """The help of the flag, without its default: a lever that is not pinned is the plan's to choose."""
-    text = re.sub(r" \([^()]*\)$", "", FREE_LEVERS[name].help)
-    first, _, rest = text.partition(" ")
-    return f"{text}." if first.endswith(":") else f"{first.capitalize() if first.islower() else first} {rest}."
+    english = without_default(FREE_LEVERS[name].help)
+    first, _, rest = english.partition(" ")
+    english = f"{english}." if first.endswith(":") else f"{first.capitalize() if first.islower() else first} {rest}."
+    return without_default(explain_field("levers", name, english))
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -127,7 +128,12 @@ def _row(field: JobField) -> tuple[str, str, str, str]:
     lever = field.name.removeprefix("levers.")
     if lever != field.name:
         return f"`{field.name}`", field.phrase, "the plan chooses", _lever_meaning(lever)
-    return f"`{field.name}`", field.phrase, _default(field), " ".join(meanings()[field.name].split())
+    return (
+        f"`{field.name}`",
+        field.phrase,
+        _default(field),
+        " ".join(explain_field("job", field.name, meanings()[field.name]).split()),
+    )
 
 
 def _default(field: JobField) -> str:

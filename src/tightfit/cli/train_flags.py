@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from tightfit.cli.flags import ALIASES, CHANGE, Parser
+from tightfit.cli.flags import ALIASES, CHANGE, GROUPS, Parser
 from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.times import seconds_in
+from tightfit.messages import Message, text
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output runs/first"
 
 RUN = "the run"
-RUN_FLAGS: dict[str, tuple[str | None, str]] = {
+RUN_FLAGS: dict[str, tuple[str | None, Message]] = {
     "output": ("DIR", Message("help.output")),
     "overwrite": (None, Message("help.overwrite")),
     "take_over": (
@@ -47,7 +48,7 @@ RUN_FLAGS: dict[str, tuple[str | None, str]] = {
     "deepspeed_config": ("FILE", Message("help.deepspeed-config")),
     "port": ("N", Message("help.train-port")),
 }
-NODE_FLAGS: dict[str, tuple[str | None, str]] = {
+NODE_FLAGS: dict[str, tuple[str | None, Message]] = {
     "hostfile": ("FILE", Message("help.train-hostfile")),
     "nodes": ("N", Message("help.nodes")),
     "node_rank": ("K", Message("help.node-rank")),
@@ -60,9 +61,7 @@ EXIT_CODES = {
     "4": Message("help.train-exit-4"),
     "130, 143": Message("help.train-exit-130-143"),
 }
-WRITES = (
-    Message("help.train-writes")
-)
+WRITES = Message("help.train-writes")
 
 _NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank", "keep_last", "keep_every", "max_attempts"}
 _WITH_PLAN = {
@@ -97,13 +96,13 @@ def parser() -> Parser:
 
 
 def _run_group(made: Parser) -> argparse._ArgumentGroup:
-    return next(group for group in made._action_groups if group.title == RUN)
+    return next(group for group in made._action_groups if group.title == str(GROUPS[RUN]))
 
 
-def _table() -> dict[str, dict[str, tuple[str | None, str]]]:
+def _table() -> dict[str, dict[str, tuple[str | None, Message]]]:
     table = {title: dict(flags) for title, flags in FLAGS.items() if title != "the files"}
     del table["the machine"]["world"], table["the question"]["max"]
-    table["the machine"]["max_gpus"] = ("N", "as --num-gpus, and no mistake where there are fewer (all)")
+    table["the machine"]["max_gpus"] = ("N", Message("help.max-gpus"))
     return {RUN: RUN_FLAGS, **table, "several machines": NODE_FLAGS}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tightfit.cli.flags import CHANGE, Parser
 from tightfit.inputs.surroundings import is_installed
+from tightfit.messages import Message, text
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit ui --root runs"
@@ -46,13 +47,11 @@ def parser() -> Parser:
         EXAMPLE,
         "[--root DIR…] [--port N] [--host ADDRESS] [--no-open]",
     )
-    made.add_argument(
-        "--root", metavar="DIR", nargs="+", action="extend", help=text("help.root")
-    )
+    made.add_argument("--root", metavar="DIR", nargs="+", action="extend", help=text("help.root"))
     made.add_argument("--port", metavar="N", help=text("help.ui-port"))
     made.add_argument("--host", metavar="ADDRESS", help=text("help.host"))
     made.add_argument("--no-open", action="store_true", help=text("help.no-open"))
-    return made.ends_with({"0": text("help.ui-exit-0"), **CHANGE})
+    return made.ends_with({"0": Message("help.ui-exit-0"), **CHANGE})
 
 
 def _port(args: argparse.Namespace) -> int | None:

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from tightfit.cli.flags import CHANGE, Parser
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.inputs.times import seconds_in
+from tightfit.messages import Message, text
 from tightfit.runs.lines import Lines
 from tightfit.runs.look import Look, Watcher
 from tightfit.runs.machine_eye import MachineEye

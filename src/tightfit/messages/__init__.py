@@ -207,6 +207,19 @@ def texts_of(area: str) -> Mapping[str, tuple[str, ...]]:
     return {name: tuple(each[4:].replace("\\n", "\n") for each in texts) for name, *texts in entries}
 
 
+def explain_field(block: Literal["levers", "job"], name: str, english: str) -> str:
+    """What a lever or a field of a job means. The English stands on the field itself."""
+    return english if _spoken == "en" else space_chinese(_chinese_fields()[block].get(name, english))
+
+
+@cache
+def _chinese_fields() -> Mapping[str, Mapping[str, str]]:
+    import yaml
+
+    made: Mapping[str, Mapping[str, str]] = yaml.safe_load((FOLDER / "fields.zh.yaml").read_text(encoding="utf-8"))
+    return made
+
+
 class _Filler(Formatter):
     def __init__(self, language: Language) -> None:
         self.language = language
