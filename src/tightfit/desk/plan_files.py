@@ -142,7 +142,7 @@ def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> st
         return None
     free = Bounds(every_gpu=every_gpu, calibration=startable.calibration)
     question = question_of(replace(answer.job, trainer="tightfit"), answer.shape, answer.hardware).within(free)
-    best = search(question).best if something_fits(question) else None
+    best = search(question, nearest=False).best if something_fits(question) else None
     if best is None:
         return None
     if not ours:

@@ -112,7 +112,7 @@ def _smallest(question: Question, name: Allowance) -> Remedy | None:
     """The mildest size of this change with which something fits, with the fastest way that it opens."""
     for changed, cost in CHANGES[name](question):
         if something_fits(changed):
-            best = search(changed).best
+            best = search(changed, nearest=False).best
             if best is not None:
                 return Remedy(allowance=name, cost=cost, effect=EFFECTS[name], way=best)
     return None

@@ -133,6 +133,11 @@ class Ladder:
             return True
         return self._at(self.last).is_hopeless and not (self._offloads and not self._weigh(OFFLOADED).is_hopeless)
 
+    def may_fit(self) -> bool:
+        """As far as floors can tell, with what the host holds: seen without weighing any depth."""
+        depths = (FULL, OFFLOADED, BARE) if self.corner.searched else (self.corner.levers.checkpointing,)
+        return any(not least_weight(self.question, self.scale, depth)[1] for depth in depths)
+
     def fits_deepest(self) -> bool:
         return self._fits(FULL) if self.corner.searched else not self._at(self.last).excess
 

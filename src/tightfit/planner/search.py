@@ -54,10 +54,13 @@ def rank(way: Way) -> tuple[float, tuple[int, ...]]:
     return round(way.pace.step_s, 9), complexity(way.levers, way.world)
 
 
-def search(question: Question) -> Found:
-    """The best of every strategy on all GPUs, and of fewer GPUs where that is better."""
+def search(question: Question, *, nearest: bool = True) -> Found:
+    """The best of every strategy on all GPUs, and of fewer GPUs where that is better.
+
+    `nearest`: of a strategy that does not fit, what is nearest to it.
+    """
     found = Found()
-    _search_world(question, found)
+    _search_world(question, found, nearest=nearest)
     best = found.best
     for fewer in _smaller(question):
         most_s = inf if best is None else best.pace.step_s
@@ -78,7 +81,11 @@ def something_fits(question: Question) -> bool:
 
 def fits_at_all(question: Question) -> bool:
     """The same for all GPUs and no fewer."""
-    return any(_can_fit(_frugal_ladders(question, _corners(question, levers))) for levers in _strategies(question))
+    for levers in _strategies(question):
+        ladders = _frugal_ladders(question, _corners(question, levers))
+        if _can_fit([ladder for ladder in ladders if ladder.may_fit()]):
+            return True
+    return False
 
 
 def _frugal_ladders(question: Question, every: Iterable[Corner]) -> list[Ladder]:
@@ -130,9 +137,8 @@ def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
     )
 
 
-def _search_world(question: Question, found: Found, most_s: float = inf, *, nearest: bool = True) -> None:
-    """`most_s`: slower ways than that are of no interest. `nearest`: of a strategy that does not fit, what is nearest
-    to it."""
+def _search_world(question: Question, found: Found, most_s: float = inf, *, nearest: bool) -> None:
+    """`most_s`: slower ways than that are of no interest."""
     for levers in _strategies(question):
         way = _best_of_strategy(question, levers, found, most_s, nearest=nearest)
         if way is not None:
@@ -154,7 +160,7 @@ def _best_of_strategy(question: Question, levers: Levers, found: Found, most_s: 
     if min(race, default=(inf,))[0] > most_s + TIE_S:
         return None
     ladders = _frugal_ladders(question, [corner for _, _, corner, _ in race])
-    if _can_fit(ladders):
+    if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
         return _won(question, race, ladders, found.weighed, most_s)
     closest = _nearest(ladders) if nearest else None
     found.weighed.update(size for ladder in ladders for size in ladder.sizes)

@@ -32,7 +32,7 @@ def room_above(plan: Plan, measured_peak_bytes: int, *, bounds: Bounds | None = 
     if way is None or unused_share(way, measured_peak_bytes) <= MUCH:
         return None
     for question in _questions(plan, bounds or Bounds()):
-        best = search(question).best
+        best = search(question, nearest=False).best
         if best is not None and best.pace.tokens_per_s > way.pace.tokens_per_s * (1 + WORTH):
             best = replace(best, changes=way.changes, skips_long=way.skips_long)
             return replace(plan, chosen=best, alternatives=(), because=(_sentence(way, best, measured_peak_bytes),))
