@@ -30,7 +30,8 @@ from typing import Any
 
 from tightfit.cli import train_flags as cli_train_flags
 from tightfit.desk.plan_files import startable_of
-from tightfit.desk.plan_request import Request, request_of
+from tightfit.desk.plan_request import PlanInput, resolve_request
+from tightfit.desk.request import read_request
 from tightfit.formats.target import Target
 from tightfit.memory import estimate
 from tightfit.planner import plan_within
@@ -156,11 +157,11 @@ def words_of(case: Case, folder: Path) -> list[str]:
     ]
 
 
-def asked(words: list[str]) -> Request:
-    return request_of(cli_train_flags.parser().parse(words), lambda job, hardware: hardware)
+def asked(words: list[str]) -> PlanInput:
+    return resolve_request(read_request(vars(cli_train_flags.parser().parse(words))), lambda job, hardware: hardware)
 
 
-def lies(case: Case, request: Request) -> Iterator[Entry]:
+def lies(case: Case, request: PlanInput) -> Iterator[Entry]:
     """What no run ever measured. The last one is the newest: that no more was measured there counts for all others."""
     if case.fault:
         return
@@ -173,7 +174,7 @@ def lies(case: Case, request: Request) -> Iterator[Entry]:
     yield entry(request, good, {case.phase: CARD_GIB * GIB * 3 // 4 - held[case.phase]})
 
 
-def entry(request: Request, levers: Levers, errors: Mapping[PhaseName, int]) -> Entry:
+def entry(request: PlanInput, levers: Levers, errors: Mapping[PhaseName, int]) -> Entry:
     held = {name: phase.total_bytes for name, phase in phases_of(request, levers).items()}
     return Entry(
         training=training_of(request.shape, levers, request.hardware),
@@ -190,7 +191,7 @@ def entry(request: Request, levers: Levers, errors: Mapping[PhaseName, int]) -> 
     )
 
 
-def lied_about(case: Case, request: Request) -> Levers:
+def lied_about(case: Case, request: PlanInput) -> Levers:
     job = request.job
     return replace(
         Levers(),
@@ -203,7 +204,7 @@ def lied_about(case: Case, request: Request) -> Levers:
     )
 
 
-def phases_of(request: Request, levers: Levers) -> Mapping[PhaseName, Phase]:
+def phases_of(request: PlanInput, levers: Levers) -> Mapping[PhaseName, Phase]:
     return estimate(request.shape, levers, 1, request.hardware).gpu.phases
 
 
@@ -234,7 +235,7 @@ def dry(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
     yield {"job": case.name, "plan": "after the failure", **stepped(case, believed, true[case.phase], request, cache)}
 
 
-def planned(request: Request, cache: Calibrations) -> Plan:
+def planned(request: PlanInput, cache: Calibrations) -> Plan:
     startable = startable_of(request.job, Target(), cache.read(request.job))
     return plan_within(startable.bounds(), request.job, request.shape, request.hardware)
 
@@ -256,7 +257,7 @@ def told(way: Way) -> dict[str, Any]:
     }
 
 
-def stepped(case: Case, last: Plan, held: int, request: Request, cache: Calibrations) -> dict[str, Any]:
+def stepped(case: Case, last: Plan, held: int, request: PlanInput, cache: Calibrations) -> dict[str, Any]:
     """The next plan, were the failure's numbers those of the true prediction."""
     missing = max(GIB, held - CARD_GIB * GIB)
     shortfall = Shortfall(where="gpu", phase=case.phase, missing_bytes=missing, room_bytes=CARD_GIB * GIB)

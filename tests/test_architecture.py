@@ -130,6 +130,12 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which lists the modules
 
 
+def test_only_the_command_line_sees_what_argparse_made() -> None:
+    """Every other room is asked by a typed request: see `desk/request.py`."""
+    seen = {room_of(path) for path in FILES if "argparse" in set(imported(path))}
+    assert seen <= {"cli", "train"}, "the worker has a command line of its own; nobody else has one"
+
+
 def test_the_worker_is_spawned_and_never_imported() -> None:
     desk = [(path, name) for path, name in our_imports() if room_of(path) not in WORKERS]
     assert not [(path, name) for path, name in desk if room_of_name(name) in WORKERS]

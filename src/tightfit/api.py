@@ -9,7 +9,6 @@ The names are those of the command line's flags, with `_` for `-`; a job file is
 
 from __future__ import annotations
 
-import argparse
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,12 @@ from tightfit.desk import estimate as estimates
 from tightfit.desk import estimate_report, plan_report
 from tightfit.desk import plan as plans
 from tightfit.desk.plan_files import files_of, plan_of
-from tightfit.desk.plan_request import settle_deepspeed
+from tightfit.desk.request import Request, read_request
 from tightfit.formats.target import Original
 from tightfit.inputs.flags import LEVERS
 from tightfit.inputs.spelling import nearest
 from tightfit.job import Job
-from tightfit.job.file import JOB_FLAGS, hardware_of
-from tightfit.planner import plan as plan_job
+from tightfit.job.file import JOB_FLAGS
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.tiers import Tiered
@@ -155,25 +153,23 @@ def plan(job: Job | str | Path | None = None, /, **flags: Any) -> Planned:
     if isinstance(job, Job):
         if flags:
             raise ConfigError("a Job says everything itself: leave the other arguments out, or change its fields")
-        hardware = hardware_of(job)
-        job, said = settle_deepspeed(job, hardware)
-        return Planned(plan_job(job, hardware=hardware, said=said))
-    args = _asked(job, flags, PLAN_FLAGS, "plan")
-    if getattr(args, "tier", None) == "all":
+        request = read_request({}, job)
+    else:
+        request = _read_flags(job, flags, PLAN_FLAGS, "plan")
+    if request.flags.get("tier", request.job and request.job.tier) == "all":
         raise ConfigError('tier="all" is a comparison: ask for one tier after the other')
-    plans.check_flags(args)
-    answer, _ = plans.answered(args)
+    answer, _ = plans.answered(request)
     assert not isinstance(answer, list)
-    return Planned(answer, plans.original_for(args))
+    return Planned(answer, plans.original_for(request))
 
 
 def estimate(file: str | Path | None = None, /, **flags: Any) -> Estimated:
     """What every GPU and the host will hold: for a job file, a LLaMA-Factory YAML, or the flags of `estimate`."""
-    return Estimated(estimates.estimated(_asked(file, flags, ESTIMATE_FLAGS, "estimate")))
+    return Estimated(estimates.estimated(_read_flags(file, flags, ESTIMATE_FLAGS, "estimate")))
 
 
-def _asked(file: str | Path | None, flags: dict[str, Any], known: frozenset[str], verb: str) -> argparse.Namespace:
-    """The question. What is None was not said, nor is what is False, unless that is a value of a job's field."""
+def _read_flags(file: str | Path | None, flags: dict[str, Any], known: frozenset[str], verb: str) -> Request:
+    """The request. What is None was not said, nor is what is False, unless that is a value of a job's field."""
     for name in flags:
         if name not in known:
             close = nearest(name, sorted(known))
@@ -185,7 +181,7 @@ def _asked(file: str | Path | None, flags: dict[str, Any], known: frozenset[str]
     }
     if file is not None:
         given["file"] = str(file)
-    return argparse.Namespace(**given)
+    return read_request(given)
 
 
 def _is_yes_or_no(flag: str) -> bool:

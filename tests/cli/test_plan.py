@@ -17,7 +17,8 @@ import yaml
 import warm_desk
 from tightfit.cli import main
 from tightfit.cli.plan import parser
-from tightfit.desk.plan_request import request_of
+from tightfit.desk.plan_request import resolve_request
+from tightfit.desk.request import read_request
 from tightfit.inputs.flags import spelt
 from tightfit.job import Job
 from tightfit.types import ConfigError
@@ -236,7 +237,7 @@ def test_a_warm_up_is_a_count_or_a_share(shell: Shell) -> None:
 
 
 def plan_for(*words: str) -> Job:
-    return request_of(parser().parse(words)).job
+    return resolve_request(read_request(vars(parser().parse(words)))).job
 
 
 def test_a_file_may_be_named_with_config(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tightfit.cli.train_again import Manner, TrainCourse
 from tightfit.cli.train_machine import Nodes
 from tightfit.cli.train_request import Ready, rendered
 from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.request import Request, read_request
 from tightfit.diagnose.verdict import OomNumbers, Verdict
 from tightfit.formats.target import Target
 from tightfit.formats.worker.read import WORKER_FILE
@@ -151,8 +151,8 @@ def test_a_run_writes_down_what_it_measured(own_cache: Path) -> None:
 
 def test_with_no_calibration_nothing_is_read_or_written(own_cache: Path) -> None:
     plan = planned()
-    assert calibration_of(Namespace(no_calibration=True), plan.job) is None
-    assert calibration_of(Namespace(), plan.job) == Calibration(data=data_mark(plan.job))
+    assert calibration_of(read_request({"no_calibration": True}), plan.job) is None
+    assert calibration_of(Request(), plan.job) == Calibration(data=data_mark(plan.job))
     assert cli_train_report.learn(plan, tally_of(plan, GIB), Bounds()) == Bounds()
     assert not own_cache.exists()
 
@@ -206,8 +206,8 @@ def test_what_an_out_of_memory_teaches_is_kept_when_the_smaller_plan_is_taken(tm
     ready = Ready(
         worker=worker, files=files, folder=folder.path, nodes=Nodes(), occupancy=devices, devices=(), plan=plan
     )
-    manner = Manner(options=(), worker=(), meet=lambda _: pytest.fail("nothing is started"))
-    course = TrainCourse(Namespace(), ready, folder, manner)
+    manner = Manner(options=(), worker=(), meet=lambda _: pytest.fail("nothing is started"), patient=False)
+    course = TrainCourse(Request(), ready, folder, manner)
     before = course.bounds
     numbers = OomNumbers(asked=GIB, free=0, allocated=plan.chosen.footprint.gpu.peak_bytes)
     verdict = Verdict(

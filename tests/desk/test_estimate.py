@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 import tightfit
 from tightfit.desk.plan import answered
+from tightfit.desk.request import read_request
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.model.presets import PRESETS
 from tightfit.planner.plan import Plan
@@ -24,7 +24,7 @@ def test_what_a_plan_chose_is_estimated_as_the_plan_says(gpus: str) -> None:
     compared = 0
     for model in PRESETS:
         machine = {"model": model, "gpus": gpus, "host_ram": "512GB"}
-        answer, _ = answered(argparse.Namespace(**machine, no_calibration=True), advice=False)
+        answer, _ = answered(read_request(machine | {"no_calibration": True}), advice=False)
         assert isinstance(answer, Plan)
         chosen = answer.chosen
         if chosen is None:

@@ -120,7 +120,7 @@ EVERYTHING_MEANS = Job(
 
 
 def test_the_least_is_a_model(tmp_path: Path) -> None:
-    assert read(tmp_path, "model: tiny_llama") == JobFile(job=Job(model="tiny_llama"))
+    assert read(tmp_path, "model: tiny_llama") == JobFile(job=Job(model="tiny_llama"), explicit=frozenset({"model"}))
 
 
 def test_every_field_arrives(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_an_address_is_a_command(query: str, command: str) -> None:
 )
 def test_what_makes_no_sense_is_one_sentence(query: str, said: str) -> None:
     with pytest.raises(UserError, match=said.replace("(", r"\(")) as error:
-        asked(query).args()
+        asked(query).request()
     assert "\n" not in str(error.value)
 
 

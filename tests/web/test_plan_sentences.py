@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from itertools import cycle, islice
 
@@ -10,6 +9,7 @@ import pytest
 
 import patience
 from tightfit.desk.plan import answered
+from tightfit.desk.request import Request, read_request
 from tightfit.hardware.words import parse_hardware
 from tightfit.messages import Said
 from tightfit.planner.plan import Plan
@@ -31,16 +31,14 @@ ENOUGH = 0.95
 NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 
 
-def jobs(count: int) -> list[argparse.Namespace]:
+def jobs(count: int) -> list[Request]:
     """Of each choice the next one, so that all meet."""
     rows = zip(
         cycle(MODELS), cycle(CARDS[:-1]), cycle(METHODS), cycle(ALLOWED), cycle(LENGTHS), cycle(RAM), strict=False
     )
     names = ("model", "gpus", "method", "allow", "seq", "host_ram")
     made = [{name: value for name, value in zip(names, row, strict=True) if value} for row in islice(rows, count)]
-    return [
-        argparse.Namespace(**each, **({"nvme": "2TB"} if place % 3 == 0 else {})) for place, each in enumerate(made)
-    ]
+    return [read_request(each | ({"nvme": "2TB"} if place % 3 == 0 else {})) for place, each in enumerate(made)]
 
 
 def sentences(plan: Plan) -> list[Said]:
@@ -60,8 +58,8 @@ def sentences(plan: Plan) -> list[Said]:
 @pytest.mark.thorough
 def test_nearly_all_that_the_planner_says_has_a_chinese_form() -> None:
     said: set[Said] = set()
-    for args in jobs(20):
-        plan, _ = answered(args)
+    for request in jobs(20):
+        plan, _ = answered(request)
         assert isinstance(plan, Plan)
         said.update(sentences(plan))
     told = {each: said_in("zh", each) for each in said}

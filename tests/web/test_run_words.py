@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import re
@@ -22,6 +21,7 @@ from spoken import PACKAGE, is_told, samples, sentences_in, spoken_in, untold
 from visits import step_line
 
 from tightfit.desk.plan import answered
+from tightfit.desk.request import read_request
 from tightfit.diagnose.phases import PLACES
 from tightfit.planner.plan import Plan
 from tightfit.planner.step_down import PLACES as PLACES_OF_A_PLAN
@@ -298,7 +298,9 @@ def test_what_a_smaller_plan_changes_and_why_is_told() -> None:
         *({"where": "host", "phase": None, "reason": reason} for reason in ("memory", "pinned")),
     ]
     for model, gpus, method in (("qwen2.5-7b", "4x24GB", "lora"), ("tiny_llama", "1x24GB", "full")):
-        plan, _ = answered(argparse.Namespace(model=model, gpus=gpus, method=method, seq=2048, host_ram="256GB"))
+        plan, _ = answered(
+            read_request({"model": model, "gpus": gpus, "method": method, "seq": 2048, "host_ram": "256GB"})
+        )
         assert isinstance(plan, Plan)
         for shortfall, size in product(shortfalls, (0, GIB)):
             found = step_down(plan, Shortfall(**shortfall, missing_bytes=size))

@@ -5,13 +5,13 @@ The model is looked for on this machine alone (a preset, an id that we know, a f
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tightfit.desk.estimate import estimated
+from tightfit.desk.request import read_request
 from tightfit.formats.document import read_document
 from tightfit.formats.known import KnownConfig
 from tightfit.formats.recognise import recognise
@@ -36,7 +36,7 @@ def priced_config(path: Path, known: KnownConfig, *, model: str | None, gpus: st
         asked |= {"deepspeed": str(path), "model": word}
     else:
         asked |= {"model": word, **_flags(known)}
-    return estimated(argparse.Namespace(**{name: value for name, value in asked.items() if value is not None}))
+    return estimated(read_request({name: value for name, value in asked.items() if value is not None}))
 
 
 def priced_beside(path: Path, known: KnownConfig, *, model: str | None, gpus: str | None) -> Priced | None:

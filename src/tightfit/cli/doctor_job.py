@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -13,7 +12,8 @@ from tightfit.cli.train_pins import check_weights, with_a_scan_that_runs
 from tightfit.cli.train_request import HOW_FAR, answer_of
 from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_files import startable_of, way_out
-from tightfit.desk.plan_request import Request, request_of
+from tightfit.desk.plan_request import PlanInput, resolve_request
+from tightfit.desk.request import read_request
 from tightfit.desk.stages import each_stage
 from tightfit.hardware.doctor import Checkup
 from tightfit.hardware.doctor.row import Light, Row, gib
@@ -32,7 +32,7 @@ _ADAM_BYTES = 8
 class JobCheck:
     """A job that was read, and the plan for it; None: no plan could be made, for the reason given."""
 
-    request: Request
+    settled: PlanInput
     folder: Path
     plan: Plan | None
     problem: str | None
@@ -44,7 +44,7 @@ class JobCheck:
             _plan_row(self),
             *_weights(self),
             _launcher(self, found),
-            _data(self.request),
+            _data(self.settled),
             *_disk(self, found),
             *_room_now(self, found),
         ]
@@ -52,23 +52,20 @@ class JobCheck:
 
 def read(path: str, output: str | None) -> JobCheck:
     """A job file or a LLaMA-Factory YAML; what is wrong in it is the user's to mend."""
-    from tightfit.formats.llamafactory.job import is_llamafactory
-
-    args = argparse.Namespace(file=path, **({"output": output} if output is not None else {}))
-    args = next(iter(each_stage(args)), args)  # of several, the one that comes first
-    request = request_of(args, for_others=True)
-    request = with_a_scan_that_runs(request, on_gpu=request.hardware.gpu.vendor != "cpu")
-    folder = Path(output or request.job.saving.folder).expanduser().absolute()
+    request = read_request({"file": path} | ({"output": output} if output is not None else {}))
+    request = next(iter(each_stage(request)), request)  # of several, the one that comes first
+    settled = resolve_request(request, for_others=True)
+    settled = with_a_scan_that_runs(settled, on_gpu=settled.hardware.gpu.vendor != "cpu")
+    folder = Path(output or settled.job.saving.folder).expanduser().absolute()
     plan: Plan | None = None
     problem: str | None = None
     try:
-        startable = startable_of(request.job, None, calibration_of(args, request.job))
-        plan = answer_of(args, request, startable, every_gpu=False)
+        startable = startable_of(settled.job, None, calibration_of(request, settled.job))
+        plan = answer_of(request, settled, startable, every_gpu=False)
     except ConfigError as error:
         problem = str(error)
-    return JobCheck(
-        request=request, folder=folder, plan=plan, problem=problem, is_llamafactory=is_llamafactory(Path(path))
-    )
+    is_llamafactory = request.file is not None and request.file.is_llamafactory
+    return JobCheck(settled=settled, folder=folder, plan=plan, problem=problem, is_llamafactory=is_llamafactory)
 
 
 def _row(name: str, light: Light, what: str, fix: str | None = None, *commands: str) -> Row:
@@ -76,8 +73,8 @@ def _row(name: str, light: Light, what: str, fix: str | None = None, *commands: 
 
 
 def _plan_row(check: JobCheck) -> Row:
-    hardware = check.request.hardware
-    gpus = check.request.job.hardware.gpus
+    hardware = check.settled.hardware
+    gpus = check.settled.job.hardware.gpus
     elsewhere = gpus is not None and gpus.strip().lower() != "this"
     where = f"{hardware.world} × {hardware.gpu.name}" + (" (named by the job)" if elsewhere else "")
     if check.plan is None:
@@ -86,13 +83,13 @@ def _plan_row(check: JobCheck) -> Row:
     if way is None:
         return _row("plan", "red", f"nothing fits {where}", way_out(check.plan, HOW_FAR))
     need, have = way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes
-    what = f"{check.request.shape.name} fits {where} as {strategy_name(way.levers)}: {gib(need)} of {gib(have)} a GPU"
+    what = f"{check.settled.shape.name} fits {where} as {strategy_name(way.levers)}: {gib(need)} of {gib(have)} a GPU"
     return _row("plan", "green", what)
 
 
 def _weights(check: JobCheck) -> list[Row]:
     try:
-        said = check_weights(check.request.job)
+        said = check_weights(check.settled.job)
     except UserError as error:
         return [_row("weights", "red", str(error), "name a model that has weights")]
     return [_row("weights", "green", sentence.rstrip(".")) for sentence in said]
@@ -120,7 +117,7 @@ def _launcher(check: JobCheck, found: Checkup) -> Row:
 
 
 def _needed(check: JobCheck, way: Way | None) -> list[str]:
-    job = check.request.job
+    job = check.settled.job
     needed = ["torch", "transformers"]
     needed += ["deepspeed"] if way is None or not way.levers.is_fsdp2 else []
     needed += ["peft"] if job.method != "full" else []
@@ -135,10 +132,10 @@ def _on_path(tool: str) -> bool:
 # --- what it reads and writes -------------------------------------------------------------------
 
 
-def _data(request: Request) -> Row:
+def _data(settled: PlanInput) -> Row:
     from tightfit.formats.llamafactory.write import names_a_file
 
-    path = request.job.data.path
+    path = settled.job.data.path
     if path is None:
         return _row("data", "green", "the job names no data: it trains on generated samples")
     if path.startswith("shipped:"):
@@ -163,11 +160,11 @@ def _data(request: Request) -> Row:
     return _row("data", "green", f"the data at {path}: {count}, {gib(size)}")
 
 
-def checkpoint_bytes(request: Request, way: Way) -> int:
+def checkpoint_bytes(settled: PlanInput, way: Way) -> int:
     """About what one checkpoint takes: weights as they train, fp32 copies and the optimizer's moments."""
-    job, trained = request.job, way.footprint.trainable_parameters
+    job, trained = settled.job, way.footprint.trainable_parameters
     width = 4 if way.levers.precision == "fp32" else 2
-    weights = request.shape.parameters * width if job.method == "full" else trained * width
+    weights = settled.shape.parameters * width if job.method == "full" else trained * width
     masters = trained * 4 if job.master_weights and width == 2 else 0
     return weights + masters + (trained * _ADAM_BYTES if "adam" in job.optimizer else 0)
 
@@ -176,10 +173,10 @@ def _disk(check: JobCheck, found: Checkup) -> list[Row]:
     """The newest one stays while the next is written."""
     way = check.plan.chosen if check.plan is not None else None
     free = found.free_disk_bytes
-    saving = check.request.job.saving
+    saving = check.settled.job.saving
     if way is None or free is None or (saving.every_steps is None and saving.every_minutes is None):
         return []
-    each = checkpoint_bytes(check.request, way)
+    each = checkpoint_bytes(check.settled, way)
     wanted = each * (saving.keep_last + 1)
     what = (
         f"a checkpoint takes about {gib(each)}; {saving.keep_last} that stay and one in the making take {gib(wanted)} "
@@ -196,7 +193,7 @@ def _disk(check: JobCheck, found: Checkup) -> list[Row]:
 def _room_now(check: JobCheck, found: Checkup) -> list[Row]:
     """Whether the plan fits beside what others hold at this moment."""
     way = check.plan.chosen if check.plan is not None else None
-    gpus = check.request.job.hardware.gpus
+    gpus = check.settled.job.hardware.gpus
     if way is None or not found.cards.cards or (gpus is not None and gpus.strip().lower() != "this"):
         return []
     need = way.footprint.gpu.required_bytes

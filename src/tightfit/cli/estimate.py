@@ -10,6 +10,7 @@ from dataclasses import replace
 from tightfit.cli.flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, whole_number
 from tightfit.desk.estimate import Outcome, compare, comparison, estimated, price
 from tightfit.desk.estimate_report import report, strategy_report
+from tightfit.desk.request import read_request
 from tightfit.inputs.flags import check_levers
 from tightfit.messages import text
 from tightfit.priced import Priced, strategy_name
@@ -53,11 +54,11 @@ def add_hardware_flags(made: argparse.ArgumentParser) -> None:
 def estimate(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
-    as_json = getattr(args, "json", False)
-    if getattr(args, "compare", False):
-        _show_comparison(comparison(args), as_json)
+    request, as_json = read_request(vars(args)), hasattr(args, "json")
+    if hasattr(args, "compare"):
+        _show_comparison(comparison(request), as_json)
     else:
-        _show(estimated(args), as_json)
+        _show(estimated(request), as_json)
     return 0
 
 

@@ -11,12 +11,15 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, get_args
+from dataclasses import fields
+from typing import Any, NoReturn, TypeVar, get_args
 
 from tightfit.inputs.flags import LEVERS, spelt, words_of
 from tightfit.inputs.spelling import nearest
 from tightfit.messages import Message, Said, explain_field, text
 from tightfit.types import ConfigError, Group, Lever
+
+Options = TypeVar("Options")
 
 OTHER_NAMES = {
     "batch-size": "micro_batch",
@@ -177,6 +180,12 @@ class Parser(argparse.ArgumentParser):
             namespace.file = getattr(namespace, CONFIG)
             delattr(namespace, CONFIG)
         return namespace
+
+
+def read_options(record: type[Options], given: Mapping[str, Any]) -> Options:
+    """A verb's own options, a dataclass with a field for each: what was given, and the others' defaults."""
+    names = [each.name for each in fields(record)]  # type: ignore[arg-type]
+    return record(**{name: given[name] for name in names if name in given})
 
 
 def add_lever_flags(parser: argparse.ArgumentParser, only: Iterable[str] | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from tightfit.cli.estimate import add_hardware_flags
 from tightfit.cli.flags import ANSWERED, FITS_OR_NOT, Parser, add_lever_flags
 from tightfit.desk.estimate import hardware_of, price, world_of
 from tightfit.desk.lever_flags import flags_of
+from tightfit.desk.request import Request, read_request
 from tightfit.inputs.flags import levers_from_flags
 from tightfit.messages import text
 from tightfit.priced import Share, strategy_name
@@ -48,11 +48,11 @@ def models_parser() -> Parser:
 def models(argv: Sequence[str]) -> int:
     """The presets, and on request what each would hold on one GPU."""
     args = models_parser().parse(argv)
-    as_json = getattr(args, "json", False)
+    as_json = hasattr(args, "json")
     if set(vars(args)) <= {"json"}:
         _list_models(as_json)
     else:
-        _price_models(args, as_json)
+        _price_models(read_request(vars(args)), as_json)
     return 0
 
 
@@ -102,10 +102,10 @@ def _list_models(as_json: bool) -> None:
     draw_models(open_console(), shapes)
 
 
-def _price_models(args: argparse.Namespace, as_json: bool) -> None:
-    hardware = hardware_of(args)
-    world = world_of(args, hardware)
-    flags = flags_of(args)
+def _price_models(request: Request, as_json: bool) -> None:
+    hardware = hardware_of(request)
+    world = world_of(request, hardware)
+    flags = flags_of(request.flags)
     base = Levers(engine=ZERO3 if world > 1 else "zero0")
     shares = [Share(price(shape, levers_from_flags(flags, shape, base), world, hardware)) for shape in _presets()]
     if as_json:

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.cli.flags import ALIASES, FITS_OR_NOT, GROUPS, Parser, add_lever_flags, whole_number, without_default
-from tightfit.desk.plan import answered, check_flags
+from tightfit.desk.plan import answered
 from tightfit.desk.plan_files import Answer
+from tightfit.desk.request import read_request
 from tightfit.desk.stages import each_stage
 from tightfit.inputs.flags import spelt
-from tightfit.job import Allowance, Schedule, Tier
+from tightfit.job import Allowance, Schedule, Tier, Wanted
 from tightfit.job.fields import FREE_LEVERS, job_fields, meanings
 from tightfit.job.file import JOB_FLAGS
 from tightfit.messages import Message, explain_field, text
-from tightfit.planner.limits import Limit, Wanted
+from tightfit.planner.limits import Limit
 from tightfit.planner.tiers import Tiered
 from tightfit.types import Levers, Trainer
 
@@ -104,19 +105,19 @@ NEXT = "\n\n"
 def plan(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
-    check_flags(args)
-    stages = each_stage(args)
+    request = read_request(vars(args))
+    stages = each_stage(request)
     if hasattr(args, "json"):
         from tightfit.desk.plan_report import report
 
-        made = [report(*answered(each)) for each in stages or [args]]
+        made = [report(*answered(each)) for each in stages or [request]]
         tree = {"stages": made} if stages else made[0]
         print(json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False))
         return 0
     from tightfit.screen.plan import waiting
 
     with waiting("pricing every way …"):
-        answers = [answered(each) for each in stages or [args]]
+        answers = [answered(each) for each in stages or [request]]
     for number, (answer, files) in enumerate(answers, start=1):
         if stages:
             print(f"{NEXT if number > 1 else ''}# Stage {number} of {len(stages)}\n")

@@ -9,21 +9,20 @@ for another reason; 130 and 143 it was interrupted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.flags import ALIASES, CHANGE, Parser
+from tightfit.cli.flags import ALIASES, CHANGE, Parser, read_options
 from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
-from tightfit.cli.rehearse_request import Ready, prepare
+from tightfit.cli.rehearse_request import STEPS, Ready, RehearseOptions, prepare
 from tightfit.cli.train_machine import reservations
-from tightfit.desk.plan import check_flags
+from tightfit.desk.request import Request, read_request
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.flags import spelt
 from tightfit.messages import Message, text
@@ -40,8 +39,6 @@ from tightfit.screen.rehearse import FigureRow, Rehearsal, Verdict
 from tightfit.types import ConfigError, HardwareError
 
 EXAMPLE = "tightfit rehearse --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB --cap 24GB"
-STEPS = 5
-"""Of a rehearsal; the first two only warm up."""
 FAILED_MEMORY = 1
 EXIT_CODES = {
     "0": Message("help.rehearse-exit-0"),
@@ -75,14 +72,12 @@ WHERE = {
 
 def rehearse(argv: Sequence[str]) -> int:
     """The verb."""
-    args = parser().parse(argv)
-    check_flags(args)
-    _check(args)
-    as_json = hasattr(args, "json")
-    ready = _prepared(args, quiet=as_json)
-    with _folder(args) as claimed:
-        outcome, probe = _played(ready, claimed, getattr(args, "steps", STEPS), quiet=as_json)
-    return _ended(ready, outcome, probe, getattr(args, "keep", None), as_json=as_json)
+    given = vars(parser().parse(argv))
+    request, options = read_request(given), _read_options(given)
+    ready = _prepared(request, options)
+    with _folder(options.keep) as claimed:
+        outcome, probe = _played(ready, claimed, options.steps, quiet=options.json)
+    return _ended(ready, outcome, probe, options.keep, as_json=options.json)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -106,41 +101,43 @@ def parser() -> Parser:
     return made.ends_with(EXIT_CODES, text("help.rehearse-writes"))
 
 
-def _check(args: argparse.Namespace) -> None:
-    given = vars(args)
-    if given.get("steps", STEPS) < 1:
-        raise ConfigError(f"--steps must be at least 1, not {args.steps}")
-    if "from_plan" in given:
+def _read_options(given: Mapping[str, Any]) -> RehearseOptions:
+    """What was given, unless flags contradict each other."""
+    options = read_options(RehearseOptions, given)
+    if options.steps < 1:
+        raise ConfigError(f"--steps must be at least 1, not {options.steps}")
+    if options.from_plan is not None:
         more = sorted(set(given) - WITH_PLAN)
         if more:
             what = "a job file" if more[0] == "file" else spelt(more[0])
             raise ConfigError(
-                f"--from-plan {args.from_plan} has decided that already: leave {what} out, or --from-plan"
+                f"--from-plan {options.from_plan} has decided that already: leave {what} out, or --from-plan"
             )
-    if "keep" in given:
-        path = Path(args.keep).expanduser().absolute()
+    if options.keep is not None:
+        path = Path(options.keep).expanduser().absolute()
         check_folder(path)
         if path.exists() and any(path.iterdir()):
             raise ConfigError(f"{path} is not empty: name a new folder with --keep")
+    return options
 
 
-def _prepared(args: argparse.Namespace, *, quiet: bool) -> Ready:
-    if quiet:
-        return prepare(args)
+def _prepared(request: Request, options: RehearseOptions) -> Ready:
+    if options.json:
+        return prepare(request, options)
     from tightfit.screen.plan import waiting
 
     with waiting("planning …"):
-        return prepare(args)
+        return prepare(request, options)
 
 
 @contextmanager
-def _folder(args: argparse.Namespace) -> Iterator[RunFolder]:
+def _folder(keep: str | None) -> Iterator[RunFolder]:
     """The run's folder: one that is kept, or one that is gone afterwards."""
-    if not hasattr(args, "keep"):
+    if keep is None:
         with tempfile.TemporaryDirectory(prefix="tightfit-rehearse-") as path:
             yield RunFolder(Path(path))
         return
-    claimed = ClaimedFolder.claim(Path(args.keep).expanduser().absolute(), overwrite=False)
+    claimed = ClaimedFolder.claim(Path(keep).expanduser().absolute(), overwrite=False)
     try:
         yield claimed.folder
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,8 @@ from tightfit.cli.train_machine import holder_words, reservations
 from tightfit.cli.train_pins import with_a_scan_that_runs, with_whole_folder
 from tightfit.cli.train_request import HOW_FAR, answer_of, check_data, check_packages, rendered
 from tightfit.desk.plan_files import startable_of, way_out
-from tightfit.desk.plan_request import request_of
+from tightfit.desk.plan_request import resolve_request
+from tightfit.desk.request import Request
 from tightfit.formats.worker.read import WORKER_FILE, parse_worker
 from tightfit.hardware.occupancy import Device, occupancy
 from tightfit.hardware.words import parse_size
@@ -26,6 +26,23 @@ from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, amounts
 from tightfit.runs.worker_file import WorkerFile, read_plan_folder, worker_file
 from tightfit.types import ConfigError, Hardware, HardwareError
+
+STEPS = 5
+"""Of a rehearsal; the first two only warm up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseOptions:
+    """What is said of the rehearsal itself, beside what is asked of its plan."""
+
+    cap: str | None = None
+    from_plan: str | None = None
+    """The folder of a plan that was written before."""
+    full_length: bool = False
+    steps: int = STEPS
+    on: int | None = None
+    keep: str | None = None
+    json: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,32 +70,32 @@ class Ready:
         return self.worker.ram_bytes_per_node // self.worker.gpus_per_node
 
 
-def prepare(args: argparse.Namespace) -> Ready:
+def prepare(request: Request, options: RehearseOptions) -> Ready:
     """The rehearsal that was asked for, checked."""
-    cap = parse_size(args.cap) if hasattr(args, "cap") else None
-    if hasattr(args, "from_plan"):
-        source = Path(args.from_plan).expanduser().absolute()
+    cap = None if options.cap is None else parse_size(options.cap)
+    if options.from_plan is not None:
+        source = Path(options.from_plan).expanduser().absolute()
         files, plan = dict(read_plan_folder(source)), None
         said: tuple[str, ...] = (f"The plan is the one in {source}.",)
         worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
     else:
-        plan, files = _planned(args, cap)
+        plan, files = _planned(request, cap)
         worker, said = worker_file(files[WORKER_FILE], WORKER_FILE), _words(plan)
     check_packages(worker)
     try:
         tree = parse_worker(files[WORKER_FILE], WORKER_FILE)
         card = int(tree["world"]["gpu_memory_bytes"])
-        if hasattr(args, "full_length"):
+        if options.full_length:
             tree["data"] |= {"path": None, "recipe": None, "ablation": None, "tokenizer": None}
         orders, notes = rehearsed(tree), _notes(tree, worker, plan)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(f"{WORKER_FILE} is not whole: write the plan again with `tightfit plan --write`") from None
     if cap is not None and cap > card:
-        raise ConfigError(f"--cap {args.cap} is more than the {card / GIB:.1f} GiB of the card: lower it")
+        raise ConfigError(f"--cap {options.cap} is more than the {card / GIB:.1f} GiB of the card: lower it")
     cap = card if cap is None else cap
     tensors = _tensor_bytes(worker, cap)
     found = occupancy()
-    device = _device(found.devices, worker, cap, getattr(args, "on", None))
+    device = _device(found.devices, worker, cap, options.on)
     return Ready(
         worker=worker,
         files={**files, WORKER_FILE: orders},
@@ -91,7 +108,7 @@ def prepare(args: argparse.Namespace) -> Ready:
     )
 
 
-def _planned(args: argparse.Namespace, cap: int | None) -> tuple[Plan, dict[str, str]]:
+def _planned(request: Request, cap: int | None) -> tuple[Plan, dict[str, str]]:
     """The plan for the capped card, and its files."""
     from tightfit.formats.target import Target
 
@@ -102,15 +119,15 @@ def _planned(args: argparse.Namespace, cap: int | None) -> tuple[Plan, dict[str,
         gpu = replace(hardware.gpu, memory_bytes=cap)
         return replace(hardware, gpu=gpu, because=(*hardware.because, said))
 
-    request = request_of(args, smaller)
-    request = with_a_scan_that_runs(request, on_gpu=request.hardware.gpu.vendor != "cpu")
-    request = replace(request, job=with_whole_folder(request.job))
-    check_data(request.job)
+    settled = resolve_request(request, smaller)
+    settled = with_a_scan_that_runs(settled, on_gpu=settled.hardware.gpu.vendor != "cpu")
+    settled = replace(settled, job=with_whole_folder(settled.job))
+    check_data(settled.job)
     target = Target()
-    answer = answer_of(args, request, startable_of(request.job, target), every_gpu=False)
+    answer = answer_of(request, settled, startable_of(settled.job, target), every_gpu=False)
     if answer.chosen is None:
         raise ConfigError(f"nothing fits, so there is nothing to rehearse: {way_out(answer, HOW_FAR)}")
-    return answer, dict(rendered(answer, request.job, target))
+    return answer, dict(rendered(answer, settled.job, target))
 
 
 def _words(plan: Plan) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace, place: ClaimedRun, external: ExternalTraining
     with Signals() as signals:
         orders = Orders(
             policy=Policy(max_attempts=_attempts(args), allow=frozenset(_allow(args))),
-            hang_timeout_s=hang_timeout_s(args),
+            hang_timeout_s=hang_timeout_s(getattr(args, "hang_timeout", None)),
         )
         trainer = ExternalTrainer(
             external=external,
@@ -199,7 +199,7 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     args = made.parse(words[:cut])
     _attempts(args)
     _allow(args)
-    hang_timeout_s(args)
+    hang_timeout_s(getattr(args, "hang_timeout", None))
     for name in ("seq", "micro_batch"):
         most = LEVERS[name].most or 0
         if not 1 <= getattr(args, name, 1) <= most:

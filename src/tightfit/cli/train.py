@@ -9,7 +9,6 @@ checkpoint, from which the same command goes on; 130 and 143 it was interrupted 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +16,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tightfit.cli import train_flags as cli_train_flags
 from tightfit.cli.train_again import Manner, TrainCourse
+from tightfit.cli.train_flags import TrainOptions, hang_timeout_s, parser, read_train_options
 from tightfit.cli.train_machine import Busy, Machine, machine_for, nodes_of, reservations, wait_while_busy
 from tightfit.cli.train_report import report, say_way_up, way_up
 from tightfit.cli.train_request import NothingFits, Ready, prepare
 from tightfit.cli.train_resume import asks_for_more, how_to_go_on, resume_of, sentence_of
 from tightfit.cli.train_stages import train_stages
-from tightfit.desk.plan import check_flags
+from tightfit.desk.request import Request, read_request
 from tightfit.desk.stages import each_stage
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.occupancy import Holder
 from tightfit.planner.plan import Plan
-from tightfit.runs.decide import MAX_ATTEMPTS, Policy
+from tightfit.runs.decide import Policy
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
 from tightfit.runs.heartbeat import clear_beats
@@ -68,76 +67,79 @@ class Asked:
 
 def train(argv: Sequence[str]) -> int:
     """The verb."""
-    args = cli_train_flags.parser().parse(argv)
-    check_flags(args)
-    cli_train_flags.check(args)
-    if hasattr(args, "check_memory"):
-        return _check_memory(args)
-    stages = each_stage(args)
-    return train_stages(stages, lambda each: _train(each, argv)) if stages else _train(args, argv)
+    given = vars(parser().parse(argv))
+    request, options = read_request(given), read_train_options(given)
+    if options.check_memory:
+        return _check_memory(request, options)
+    stages = each_stage(request)
+    if not stages:
+        return _train(request, options, argv)
+    return train_stages(stages, options, lambda each: _train(each, options, argv))
 
 
-def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
     """One run."""
-    resume = resume_of(args)
-    switches = tuple("--" + name.replace("_", "-") for name in WORKER_FLAGS if hasattr(args, name))
+    resume = resume_of(options)
+    switches = tuple("--" + name.replace("_", "-") for name in WORKER_FLAGS if getattr(options, name))
     asked = Asked(
         command=("tightfit", "train", *argv),
         options=switches,
-        overwrite=hasattr(args, "overwrite"),
-        take_over=hasattr(args, "take_over"),
+        overwrite=options.overwrite,
+        take_over=options.take_over,
         resume=resume,
-        as_json=hasattr(args, "json"),
+        as_json=options.json,
         worker=WORKER,
         orders=Orders(
-            policy=Policy(max_attempts=getattr(args, "max_attempts", MAX_ATTEMPTS)),
-            hang_timeout_s=cli_train_flags.hang_timeout_s(args),
+            policy=Policy(max_attempts=options.max_attempts),
+            hang_timeout_s=hang_timeout_s(options.hang_timeout),
         ),
     )
     try:
-        ready = _prepared(args, asked)
+        ready = _prepared(request, options)
     except NothingFits as error:
-        if hasattr(args, "dry_run"):
+        if options.dry_run:
             _show_shortages(error.plan, as_json=asked.as_json)
         raise
     more = not asked.overwrite and asks_for_more(ready.folder, ready.files[WORKER_FILE])
     asked = replace(asked, more=more)
     check_folder(ready.own_folder, overwrite=asked.overwrite, resume=resume.place, more=more)
     ready = replace(ready, said=(*ready.said, *filter(None, [sentence_of(resume, ready.folder, more=more)])))
-    if hasattr(args, "port") and ready.nodes.rank == 0:
-        check_port(args.port)
-    if hasattr(args, "dry_run"):
+    if request.port is not None and ready.nodes.rank == 0:
+        check_port(request.port)
+    if options.dry_run:
         return _dry_run(ready, asked)
-    return _run(args, ready, asked)
+    return _run(request, options, ready, asked)
 
 
-def _prepared(args: argparse.Namespace, asked: Asked) -> Ready:
+def _prepared(request: Request, options: TrainOptions) -> Ready:
     """The run that was asked for; with --wait-for-gpu, once nobody else has what it needs."""
-    if not hasattr(args, "wait_for_gpu"):
-        return _planned(args, asked)
-    ready = wait_while_busy(lambda: _planned(args, asked), lambda text: print(f"tightfit: {text}", file=sys.stderr))
+    if not options.wait_for_gpu:
+        return _planned(request, options)
+    ready = wait_while_busy(
+        lambda: _planned(request, options), lambda text: print(f"tightfit: {text}", file=sys.stderr)
+    )
     assert ready is not None, "nobody gives up but by a signal"
     return ready
 
 
-def _planned(args: argparse.Namespace, asked: Asked) -> Ready:
-    if asked.as_json:
-        return prepare(args)
+def _planned(request: Request, options: TrainOptions) -> Ready:
+    if options.json:
+        return prepare(request, options)
     from tightfit.screen.plan import waiting
 
     with waiting("planning …"):
-        return prepare(args)
+        return prepare(request, options)
 
 
 # --- without running ----------------------------------------------------------------------------
 
 
-def _check_memory(args: argparse.Namespace) -> int:
+def _check_memory(request: Request, options: TrainOptions) -> int:
     from tightfit.hardware.machine import free_ram, this_machine
 
-    machine = machine_for(args, nodes_of(args))
+    machine = machine_for(request, options, nodes_of(request, options))
     total, free = this_machine().host_ram_bytes, free_ram()
-    if hasattr(args, "json"):
+    if options.json:
         print(json.dumps(_memory_report(machine, total, free), indent=2, ensure_ascii=False))
         return 0
     from tightfit.screen import open_console
@@ -213,7 +215,7 @@ def _dry_run(ready: Ready, asked: Asked) -> int:
 # --- running ------------------------------------------------------------------------------------
 
 
-def _run(args: argparse.Namespace, ready: Ready, asked: Asked) -> int:
+def _run(request: Request, options: TrainOptions, ready: Ready, asked: Asked) -> int:
     claimed = ClaimedFolder.claim(
         ready.own_folder,
         overwrite=asked.overwrite,
@@ -225,8 +227,8 @@ def _run(args: argparse.Namespace, ready: Ready, asked: Asked) -> int:
     try:
         claimed.begin(ready.files, record)
         with _reserved(ready) as meet:
-            manner = Manner(options=asked.options, worker=asked.worker, meet=meet)
-            course = TrainCourse(args, ready, claimed.folder, manner)
+            manner = Manner(options=asked.options, worker=asked.worker, meet=meet, patient=options.wait_for_gpu)
+            course = TrainCourse(request, ready, claimed.folder, manner)
             ended = _followed(course, asked, claimed.folder)
     except (UserError, KeyboardInterrupt):
         claimed.discard()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from tightfit.cli.train_machine import Busy, Nodes, check_free, reservations, wait_while_busy
+from tightfit.cli.train_machine import Busy, check_free, reservations, wait_while_busy
 from tightfit.cli.train_report import learn
-from tightfit.cli.train_request import Ready, rendered
+from tightfit.cli.train_request import Ready, rendered, target_of_run
 from tightfit.cli.train_written import written_plan
 from tightfit.desk.calibrated import calibration_of
-from tightfit.desk.plan_files import startable_of, target_of
+from tightfit.desk.plan_files import startable_of
+from tightfit.desk.request import Request
 from tightfit.diagnose.verdict import Verdict
 from tightfit.formats.plan_folder import write
 from tightfit.formats.worker.read import WORKER_FILE
@@ -36,9 +35,6 @@ from tightfit.runs.run import Outcome
 from tightfit.runs.worker_file import worker_file
 from tightfit.types import UserError
 
-if TYPE_CHECKING:
-    from tightfit.formats.target import Target
-
 WAITS_S = 60.0
 """For room on a GPU, where nobody said --wait-for-gpu."""
 
@@ -53,6 +49,8 @@ class Manner:
     """What starts one rank."""
     meet: Callable[[Ready], Meeting]
     """Writes down what a plan takes of this machine, and says where its ranks meet."""
+    patient: bool
+    """Whether to wait for as long as others hold the GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +68,10 @@ class Found:
 class TrainCourse:
     """How the training is computed at present: changes when the supervisor takes another plan."""
 
-    def __init__(self, args: argparse.Namespace, ready: Ready, folder: RunFolder, manner: Manner) -> None:
+    def __init__(self, request: Request, ready: Ready, folder: RunFolder, manner: Manner) -> None:
         """`folder`: where this node keeps plan and logs."""
-        self._args, self.ready, self._folder, self._manner = args, ready, folder, manner
-        self._target = _target(args, ready.nodes)
+        self._request, self.ready, self._folder, self._manner = request, ready, folder, manner
+        self._target = target_of_run(request, ready.nodes)
         self.bounds = Bounds()
         """What the next plan is searched within, with all that attempts have measured so far."""
         if ready.plan is not None:
@@ -82,7 +80,7 @@ class TrainCourse:
         self._found: Found | None = None
 
     def _bound(self, plan: Plan) -> None:
-        startable = startable_of(plan.job, self._target, calibration_of(self._args, plan.job))
+        startable = startable_of(plan.job, self._target, calibration_of(self._request, plan.job))
         self.bounds = startable.bounds(every_gpu=self.ready.nodes.count > 1)
 
     def _last(self, otherwise: str) -> Plan | Refused:
@@ -208,7 +206,7 @@ class TrainCourse:
 
     def wait_for_room(self, say: Callable[[str], None], give_up: Callable[[], bool]) -> Refused | None:
         """Nobody is asked to end anything: it is said who holds the memory."""
-        began, patient = time.monotonic(), hasattr(self._args, "wait_for_gpu")
+        began, patient = time.monotonic(), self._manner.patient
         if wait_while_busy(self._look, say, lambda: give_up() or (not patient and time.monotonic() - began > WAITS_S)):
             return None
         try:
@@ -230,13 +228,3 @@ def _puzzling(way: Way, shortfall: Shortfall) -> bool:
     """Whether the plan was predicted to leave most of the card free where it failed."""
     held = phase_bytes(way.footprint, "gpu", shortfall.phase, way.hardware)
     return shortfall.where == "gpu" and held < way.gpu_limit_bytes // 2
-
-
-def _target(args: argparse.Namespace, nodes: Nodes) -> Target:
-    """What the first plan was rendered for."""
-    from tightfit.formats.target import Target
-
-    hosts = None if nodes.hostfile is None else argparse.Namespace(launcher="deepspeed", hostfile=args.hostfile)
-    found = Target() if hosts is None else target_of(hosts)
-    assert found is not None
-    return replace(found, port=getattr(args, "port", found.port))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from tightfit.cli.flags import ALIASES, CHANGE, GROUPS, Parser
+from tightfit.cli.flags import ALIASES, CHANGE, GROUPS, Parser, read_options
 from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.times import seconds_in
 from tightfit.messages import Message, text
+from tightfit.runs.decide import MAX_ATTEMPTS
+from tightfit.runs.folder import AUTO
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output runs/first"
@@ -73,6 +78,34 @@ _WITH_PLAN = {
 """What may be said beside a plan that is written already."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What is said of the run itself, beside what is asked of its plan."""
+
+    plan: str | None = None
+    """The folder of a plan that was written before."""
+    overwrite: bool = False
+    take_over: bool = False
+    dry_run: bool = False
+    check_memory: bool = False
+    no_probe: bool = False
+    tensorboard: bool = False
+    wandb: bool = False
+    resume: str = AUTO
+    trust_pickle: bool = False
+    resume_anyway: bool = False
+    max_attempts: int = MAX_ATTEMPTS
+    hang_timeout: str | None = None
+    wait_for_gpu: bool = False
+    deepspeed_config: str | None = None
+    max_gpus: int | None = None
+    nodes: int | None = None
+    """Of SLURM or one, where nothing is said."""
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    json: bool = False
+
+
 def parser() -> Parser:
     made = Parser(
         "train",
@@ -106,14 +139,14 @@ def _table() -> dict[str, dict[str, tuple[str | None, Message]]]:
     return {RUN: RUN_FLAGS, **table, "several machines": NODE_FLAGS}
 
 
-def check(args: argparse.Namespace) -> None:
-    """Flags that contradict each other."""
-    given = vars(args)
+def read_train_options(given: Mapping[str, Any]) -> TrainOptions:
+    """What was given, unless flags contradict each other."""
+    options = read_options(TrainOptions, given)
     if "plan" in given:
         more = sorted(set(given) - _WITH_PLAN)
         if more:
             what = "a job file" if more[0] == "file" else spelt(more[0])
-            raise ConfigError(f"--plan {args.plan} has decided that already: leave {what} out, or leave --plan out")
+            raise ConfigError(f"--plan {options.plan} has decided that already: leave {what} out, or leave --plan out")
     for name in ("max_gpus", "nodes"):
         if given.get(name, 1) < 1:
             raise ConfigError(f"{spelt(name)} must be at least 1, not {given[name]}")
@@ -122,15 +155,15 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--max-gpus and {spelt(other)} both say how many GPUs: leave one out")
     if given.get("max_attempts", 1) < 1:
         raise ConfigError(f"--max-attempts must be at least 1, a single start, not {given['max_attempts']}")
-    hang_timeout_s(args)
+    hang_timeout_s(options.hang_timeout)
     if not 1 <= given.get("port", 1) <= 65_535:
         raise ConfigError(f"--port must be from 1 to 65535, not {given['port']}")
     _check_nodes(given)
+    return options
 
 
-def hang_timeout_s(args: argparse.Namespace) -> float | None:
+def hang_timeout_s(text: str | None) -> float | None:
     """Seconds; None: nothing was said."""
-    text: str | None = getattr(args, "hang_timeout", None)
     if text is None:
         return None
     seconds = float(text) if text.isdecimal() and len(text) < 9 else seconds_in(text)
@@ -139,7 +172,7 @@ def hang_timeout_s(args: argparse.Namespace) -> float | None:
     return seconds
 
 
-def _check_nodes(given: dict[str, object]) -> None:
+def _check_nodes(given: Mapping[str, Any]) -> None:
     together = [name for name in ("nodes", "node_rank", "master_addr") if name in given]
     if together and "hostfile" in given:
         raise ConfigError(f"--hostfile starts every machine from here: leave {spelt(together[0])} out")

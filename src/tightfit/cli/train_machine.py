@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,8 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import TypeVar
 
+from tightfit.cli.train_flags import TrainOptions
+from tightfit.desk.request import Request
 from tightfit.hardware.occupancy import Device, Holder, Occupancy, occupancy
 from tightfit.hardware.slurm import slurm_node
 from tightfit.inputs.surroundings import cache_folder, inherited
@@ -83,21 +84,18 @@ class Nodes:
     """The text of a hostfile: all machines are started from here."""
 
 
-def nodes_of(args: argparse.Namespace) -> Nodes:
+def nodes_of(request: Request, options: TrainOptions) -> Nodes:
     """As flags say, or SLURM; one machine, where nobody says anything."""
-    port = getattr(args, "port", None)
-    if hasattr(args, "hostfile"):
-        from tightfit.desk.plan_files import target_of
+    port = request.port
+    if request.hostfile is not None:
+        from tightfit.desk.plan_files import read_hostfile
         from tightfit.formats.launch.hostfile import parse_hostfile
 
-        target = target_of(argparse.Namespace(hostfile=args.hostfile))
-        text = None if target is None else target.hostfile
-        assert text is not None
+        text = read_hostfile(request.hostfile)
         return Nodes(count=len(parse_hostfile(text)), port=port, hostfile=text)
-    if hasattr(args, "nodes"):
-        address = getattr(args, "master_addr", "127.0.0.1")
-        port = port or (DEFAULT_PORT if args.nodes > 1 else None)
-        return Nodes(count=args.nodes, rank=getattr(args, "node_rank", 0), address=address, port=port)
+    if options.nodes is not None:
+        port = port or (DEFAULT_PORT if options.nodes > 1 else None)
+        return Nodes(count=options.nodes, rank=options.node_rank, address=options.master_addr, port=port)
     found = slurm_node(inherited({}))
     if found is None:
         return Nodes(port=port)
@@ -253,18 +251,18 @@ class Machine:
         return tuple(sorted(chosen, key=self.occupancy.devices.index))
 
 
-def machine_for(args: argparse.Namespace, nodes: Nodes) -> Machine:
+def machine_for(request: Request, options: TrainOptions, nodes: Nodes) -> Machine:
     """This machine, as it is now."""
     found = Machine(
         occupancy=occupancy(),
         live=reservations().live(),
         nodes=nodes,
-        num_gpus=getattr(args, "num_gpus", None),
-        max_gpus=getattr(args, "max_gpus", None),
-        ids_asked=hasattr(args, "gpu_ids"),
+        num_gpus=request.num_gpus,
+        max_gpus=options.max_gpus,
+        ids_asked="gpu_ids" in request.flags,
     )
     if found.ids_asked:
-        found.check_ids(named=hasattr(args, "gpus"))
+        found.check_ids(named="gpus" in request.flags)
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.desk.plan_request import Request
+from tightfit.desk.plan_request import PlanInput
 from tightfit.formats.worker.write import seeded
 from tightfit.inputs.flags import LEVERS, flags_from_levers
 from tightfit.inputs.surroundings import is_installed
@@ -16,12 +16,12 @@ from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.types import Buckets, Levers, Mamba1, Mamba2, ModelError
 
 
-def pinned_by_deepspeed(request: Request, path: str) -> Request:
-    """The request with what a DeepSpeed file says, wherever neither flag nor job file says it."""
+def pinned_by_deepspeed(settled: PlanInput, path: str) -> PlanInput:
+    """The settled with what a DeepSpeed file says, wherever neither flag nor job file says it."""
     from tightfit.formats.deepspeed.read import read_deepspeed
 
-    version = str(request.job.levers.get("deepspeed_version"))
-    settings = read_deepspeed(path, hidden_size=request.shape.hidden_size, version=version)
+    version = str(settled.job.levers.get("deepspeed_version"))
+    settings = read_deepspeed(path, hidden_size=settled.shape.hidden_size, version=version)
     levers: dict[str, Any] = {
         "engine": settings.engine,
         "offload_optimizer": settings.offload_optimizer,
@@ -41,11 +41,11 @@ def pinned_by_deepspeed(request: Request, path: str) -> Request:
         "effective_batch": settings.train_batch,
         "clip": settings.gradient_clipping,
     }
-    job = _filled(request.job, values, request.explicit)
-    job = replace(job, levers={**named, **request.job.levers})
+    job = _filled(settled.job, values, settled.explicit)
+    job = replace(job, levers={**named, **settled.job.levers})
     kept = f"{settings.file} says {', '.join(f'{name} {value}' for name, value in list(named.items())[:3])}: kept."
     said = (kept, *settings.because, *_chosen_anew(settings.buckets, settings.file))
-    return replace(request, job=job, said=(*request.said, *said))
+    return replace(settled, job=job, said=(*settled.said, *said))
 
 
 def _filled(job: Job, values: Mapping[str, Any], explicit: frozenset[str]) -> Job:
@@ -62,21 +62,21 @@ def _chosen_anew(buckets: Buckets, file: str) -> tuple[str, ...]:
     return ()
 
 
-def with_a_scan_that_runs(request: Request, *, on_gpu: bool) -> Request:
+def with_a_scan_that_runs(settled: PlanInput, *, on_gpu: bool) -> PlanInput:
     """Mamba's scan is a lever like others, but not every one can run here."""
-    kinds = {type(block.mixer) for block in request.shape.blocks}
+    kinds = {type(block.mixer) for block in settled.shape.blocks}
     if not kinds & {Mamba1, Mamba2}:
-        return request
-    if request.job.levers.get("scan") is not None:
-        return request
+        return settled
+    if settled.job.levers.get("scan") is not None:
+        return settled
     if Mamba1 in kinds or not on_gpu:
         scan, said = "tightfit", "The selective scan is our own (--scan tightfit): it needs no build."
     elif is_installed("mamba_ssm"):
         scan, said = "official", "The selective scan is mamba_ssm's (--scan official): it is installed."
     else:
         scan, said = "torch", "The selective scan is transformers' (--scan torch): mamba_ssm is not installed."
-    job = replace(request.job, levers={**request.job.levers, "scan": scan})
-    return replace(request, job=job, said=(*request.said, said))
+    job = replace(settled.job, levers={**settled.job.levers, "scan": scan})
+    return replace(settled, job=job, said=(*settled.said, said))
 
 
 def check_weights(job: Job) -> tuple[str, ...]:

@@ -5,18 +5,19 @@ Everything that a user can have got wrong is said here, before anything is writt
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tightfit.cli.train_flags import TrainOptions
 from tightfit.cli.train_machine import Machine, Nodes, machine_for, nodes_of
 from tightfit.cli.train_pins import check_weights, pinned_by_deepspeed, with_a_scan_that_runs, with_whole_folder
 from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out
-from tightfit.desk.plan_request import Request, request_of
+from tightfit.desk.plan_request import PlanInput, resolve_request
+from tightfit.desk.request import Request
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.formats.worker.write import without_data
 from tightfit.hardware.occupancy import Device, Occupancy
@@ -59,11 +60,14 @@ class Ready:
         return self.folder.with_name(f"{self.folder.name}-node{rank}") if rank else self.folder
 
 
-def prepare(args: argparse.Namespace) -> Ready:
+def prepare(request: Request, options: TrainOptions) -> Ready:
     """The run that was asked for, checked."""
-    nodes = nodes_of(args)
-    machine = machine_for(args, nodes)
-    ready = _from_folder(args, machine, nodes) if hasattr(args, "plan") else _planned(args, machine, nodes)
+    nodes = nodes_of(request, options)
+    machine = machine_for(request, options, nodes)
+    if options.plan is not None:
+        ready = _from_folder(options.plan, request, machine, nodes)
+    else:
+        ready = _planned(request, options, machine, nodes)
     check_packages(ready.worker)
     return ready
 
@@ -71,31 +75,31 @@ def prepare(args: argparse.Namespace) -> Ready:
 # --- a new plan ---------------------------------------------------------------------------------
 
 
-def _planned(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
-    request = request_of(args, machine.adapt, runs_here=nodes.hostfile is None)
-    on_gpu = request.hardware.gpu.vendor != "cpu"
-    if hasattr(args, "deepspeed_config"):
-        request = pinned_by_deepspeed(request, args.deepspeed_config)
-    request = with_a_scan_that_runs(request, on_gpu=on_gpu)
-    request = replace(
-        request,
-        job=with_whole_folder(request.job),
-        said=(*check_weights(request.job), *without_data(request.job), *request.said),
+def _planned(request: Request, options: TrainOptions, machine: Machine, nodes: Nodes) -> Ready:
+    settled = resolve_request(request, machine.adapt, runs_here=nodes.hostfile is None)
+    on_gpu = settled.hardware.gpu.vendor != "cpu"
+    if options.deepspeed_config is not None:
+        settled = pinned_by_deepspeed(settled, options.deepspeed_config)
+    settled = with_a_scan_that_runs(settled, on_gpu=on_gpu)
+    settled = replace(
+        settled,
+        job=with_whole_folder(settled.job),
+        said=(*check_weights(settled.job), *without_data(settled.job), *settled.said),
     )
-    check_data(request.job)
-    target = _target(args, nodes)
-    startable = startable_of(request.job, target, calibration_of(args, request.job))
-    answer = answer_of(args, request, startable, every_gpu=nodes.count > 1)
+    check_data(settled.job)
+    target = target_of_run(request, nodes)
+    startable = startable_of(settled.job, target, calibration_of(request, settled.job))
+    answer = answer_of(request, settled, startable, every_gpu=nodes.count > 1)
     if answer.chosen is None:
         raise NothingFits(answer)
-    files = rendered(answer, request.job, target)
+    files = rendered(answer, settled.job, target)
     worker = worker_file(files[WORKER_FILE], WORKER_FILE)
-    ids = request.job.hardware.gpu_ids
+    ids = settled.job.hardware.gpu_ids
     _check_nodes(nodes, worker)
     return Ready(
         worker=worker,
         files=files,
-        folder=Path(request.job.saving.folder),
+        folder=Path(settled.job.saving.folder),
         nodes=nodes,
         occupancy=machine.occupancy,
         devices=() if nodes.hostfile is not None else machine.devices_for(worker, ids),
@@ -114,19 +118,19 @@ class NothingFits(ConfigError):
         self.plan = plan
 
 
-def answer_of(args: argparse.Namespace, request: Request, startable: Startable, *, every_gpu: bool) -> Plan:
+def answer_of(request: Request, settled: PlanInput, startable: Startable, *, every_gpu: bool) -> Plan:
     """The plan. `every_gpu`: machines that were named all run; the search alone might do with one of them."""
     from tightfit.desk.plan import of_the_file
 
-    job, said = request.job, (*request.said, *startable.said)
+    job, said = settled.job, (*settled.said, *startable.said)
     try:
         if job.tier is None:
-            return plan_within(startable.bounds(every_gpu=every_gpu), job, request.shape, request.hardware, said)
+            return plan_within(startable.bounds(every_gpu=every_gpu), job, settled.shape, settled.hardware, said)
         if job.tier == "all":
             raise ConfigError("--tier all is a comparison: name one tier to train with")
-        found = tiered(job.tier, job, request.shape, request.hardware, request.explicit, startable.calibration)
+        found = tiered(job.tier, job, settled.shape, settled.hardware, settled.explicit, startable.calibration)
     except ConfigError as error:
-        raise of_the_file(error, args) from None
+        raise of_the_file(error, request) from None
     if found.plan is None:
         raise ConfigError(found.problem)
     if found.without_it is not None:
@@ -134,14 +138,15 @@ def answer_of(args: argparse.Namespace, request: Request, startable: Startable, 
     return replace(found.plan, because=(*said, *found.because, *found.plan.because))
 
 
-def _target(args: argparse.Namespace, nodes: Nodes) -> Target:
+def target_of_run(request: Request, nodes: Nodes) -> Target:
+    """What the plan of a run is rendered for."""
     from tightfit.desk.plan_files import target_of
     from tightfit.formats.target import Target
 
-    plain = argparse.Namespace(launcher="deepspeed", hostfile=args.hostfile) if nodes.hostfile is not None else None
-    found = target_of(plain) if plain is not None else Target()
+    hosts = Request(launcher="deepspeed", hostfile=request.hostfile) if nodes.hostfile is not None else None
+    found = Target() if hosts is None else target_of(hosts)
     assert found is not None
-    return replace(found, port=getattr(args, "port", found.port))
+    return found if request.port is None else replace(found, port=request.port)
 
 
 def rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
@@ -154,16 +159,16 @@ def rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
 # --- a plan that was written before -------------------------------------------------------------
 
 
-def _from_folder(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Ready:
-    source = Path(args.plan).expanduser().absolute()
+def _from_folder(plan: str, request: Request, machine: Machine, nodes: Nodes) -> Ready:
+    source = Path(plan).expanduser().absolute()
     files = dict(read_plan_folder(source))
     worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
     folder = (source / Path(worker.folder).expanduser()).absolute()
-    if hasattr(args, "output"):
-        folder = Path(args.output).expanduser().absolute()
+    if "output" in request.flags:
+        folder = Path(request.flags["output"]).expanduser().absolute()
     files[WORKER_FILE] = placed(files[WORKER_FILE], folder)
     _check_nodes(nodes, worker)
-    devices = () if nodes.hostfile is not None else machine.devices_for(worker, _ids(args))
+    devices = () if nodes.hostfile is not None else machine.devices_for(worker, _ids(request.flags.get("gpu_ids")))
     if nodes.hostfile is None:
         machine.check(worker)
     return Ready(
@@ -178,8 +183,7 @@ def _from_folder(args: argparse.Namespace, machine: Machine, nodes: Nodes) -> Re
     )
 
 
-def _ids(args: argparse.Namespace) -> tuple[int, ...] | None:
-    text = getattr(args, "gpu_ids", None)
+def _ids(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]

@@ -6,9 +6,9 @@ nothing: whether there is a checkpoint at a path that was named.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from tightfit.cli.train_flags import TrainOptions
 from tightfit.formats.worker.read import WORKER_FILE, find_worker, parse_worker
 from tightfit.runs.checkpoints import (
     CHECKPOINTS,
@@ -50,10 +50,9 @@ def how_to_go_on(resume: Resume, *, wrote: bool) -> str:
     return f"the same command without --resume {resume.place} goes on from there"
 
 
-def resume_of(args: argparse.Namespace) -> Resume:
+def resume_of(options: TrainOptions) -> Resume:
     """What was asked, or the sentence for what is not there."""
-    anyway, trust_pickle = hasattr(args, "resume_anyway"), hasattr(args, "trust_pickle")
-    word = getattr(args, "resume", AUTO)
+    anyway, trust_pickle, word = options.resume_anyway, options.trust_pickle, options.resume
     if word.lower() in (AUTO, NONE):
         if trust_pickle:
             raise ConfigError("--trust-pickle is for a DeepSpeed checkpoint: name one with --resume, or leave it out")

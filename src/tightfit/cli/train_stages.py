@@ -5,29 +5,29 @@ The same command goes on after an end: stages that are done are passed over, and
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from tightfit.cli.train_flags import TrainOptions
+from tightfit.desk.request import Request
 from tightfit.desk.stages import Stage, stage_asked
-from tightfit.job.file import read_job
+from tightfit.job.file import job_from_text
 from tightfit.job.stages import merged_folder, model_left_by
 from tightfit.runs.record import read_run
 from tightfit.types import ConfigError
 
 
-def train_stages(stages: Sequence[argparse.Namespace], train: Callable[[argparse.Namespace], int]) -> int:
+def train_stages(stages: Sequence[Request], options: TrainOptions, train: Callable[[Request], int]) -> int:
     """Every stage that is not done yet; the exit code of the last that ran."""
-    for args in stages:
-        stage = _stage(args)
+    for request in stages:
+        stage = _stage(request)
         record = read_run(stage.folder)
-        again = hasattr(args, "overwrite")
+        again = options.overwrite
         if record is not None and record.state == "done" and not again:
-            _say(args, f"{stage.words} is done already, in {stage.folder}.")
+            _say(options, f"{stage.words} is done already, in {stage.folder}.")
         elif stage.model is not None and not stage.model.exists():
-            assert hasattr(args, "dry_run"), "every stage before it is done"
-            _say(args, f"{stage.words} is planned when stage {stage.number - 1} has left its model.")
+            assert options.dry_run, "every stage before it is done"
+            _say(options, f"{stage.words} is planned when stage {stage.number - 1} has left its model.")
             continue
         else:
             merged = merged_folder(stage.root, stage.number)
@@ -35,22 +35,18 @@ def train_stages(stages: Sequence[argparse.Namespace], train: Callable[[argparse
                 raise ConfigError(
                     f"{merged} holds what stage {stage.number} left before: remove it, or name another --output"
                 )
-            _say(args, f"{stage.words}, in {stage.folder}.")
-            code = train(args)
+            _say(options, f"{stage.words}, in {stage.folder}.")
+            code = train(request)
             if code != 0:
                 return code
-        if (
-            stage.number < stage.count
-            and not hasattr(args, "dry_run")
-            and model_left_by(stage.root, stage.number) is None
-        ):
+        if stage.number < stage.count and not options.dry_run and model_left_by(stage.root, stage.number) is None:
             _merge(stage)
     return 0
 
 
-def _stage(args: argparse.Namespace) -> Stage:
-    path = Path(args.file)
-    stage = stage_asked(args, read_job(path, model=getattr(args, "model", None)).job, path)
+def _stage(request: Request) -> Stage:
+    assert request.file is not None
+    stage = stage_asked(request, job_from_text(request.file.read(), model=request.model).job)
     assert stage is not None
     return stage
 
@@ -63,5 +59,5 @@ def _merge(stage: Stage) -> None:
         raise ConfigError(f"the adapters of stage {stage.number} could not be merged into its model")
 
 
-def _say(args: argparse.Namespace, text: str) -> None:
-    print(text, file=sys.stderr if hasattr(args, "json") else sys.stdout, flush=True)
+def _say(options: TrainOptions, text: str) -> None:
+    print(text, file=sys.stderr if options.json else sys.stdout, flush=True)

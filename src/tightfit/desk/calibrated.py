@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-
+from tightfit.desk.request import Request
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.job import Job
 from tightfit.planner.calibration import Calibration
 from tightfit.runs.calibration import Calibrations
 
 
-def calibration_of(args: argparse.Namespace, job: Job) -> Calibration | None:
+def calibration_of(request: Request, job: Job) -> Calibration | None:
     """None: it is not wanted, so nothing is written down at the end either."""
-    return None if hasattr(args, "no_calibration") else Calibrations(cache_folder()).read(job)
+    return Calibrations(cache_folder()).read(job) if request.calibrates else None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.desk.lever_flags import flags_of, without_effect
+from tightfit.desk.request import Request, RequestFile
 from tightfit.inputs.flags import levers_from_flags, spelt
 from tightfit.inputs.versions import choose_deepspeed
+from tightfit.model.load import load_model
 from tightfit.priced import Priced, strategy_name
 from tightfit.types import (
     FSDP2,
@@ -47,7 +47,7 @@ Outcome = Priced | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class EstimateInput:
     """What is to be priced, once flags and files are one."""
 
     shape: ModelShape
@@ -57,22 +57,22 @@ class Asked:
     said: tuple[str, ...]
 
 
-def estimated(args: argparse.Namespace) -> Priced:
+def estimated(request: Request) -> Priced:
     """What every GPU and the host will hold: of a job file that names no engine, under the plan that it would get."""
-    job = _job(args)
-    if job is not None:
+    job = _job(request)
+    if job is not None and request.file is not None:
         from tightfit.desk.estimate_job import planned_way
 
-        if (found := planned_way(args, job)) is not None:
+        if (found := planned_way(request, request.file, job)) is not None:
             way, said = found
             return replace(price(way.shape, way.levers, way.world, way.hardware), said=said, planned=True)
-    asked = _asked(args)
+    asked = _asked(request, job)
     return replace(price(asked.shape, asked.levers, asked.world, asked.hardware), said=asked.said)
 
 
-def comparison(args: argparse.Namespace) -> list[tuple[str, Outcome]]:
+def comparison(request: Request) -> list[tuple[str, Outcome]]:
     """The same of every strategy."""
-    asked = _asked(args)
+    asked = _asked(request, _job(request))
     return compare(asked.shape, asked.levers, asked.world, asked.hardware)
 
 
@@ -98,26 +98,26 @@ def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | No
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _asked(args: argparse.Namespace) -> Asked:
-    job = _job(args)
-    hardware = job.hardware if job else hardware_of(args)
-    world = world_of(args, hardware, job.world if job else 1)
-    version, version_said = _version(args, job, hardware)
-    usual, chosen = _precision(args, job, hardware)
-    shape, base, said = _inputs(args, world, job, replace(usual, deepspeed_version=version))
-    levers = levers_from_flags(flags_of(args), shape, base)
+def _asked(request: Request, job: JobInput | None) -> EstimateInput:
+    hardware = job.hardware if job else hardware_of(request)
+    world = world_of(request, hardware, job.world if job else 1)
+    version, version_said = _version(request, job, hardware)
+    usual, chosen = _precision(request, job, hardware)
+    shape, base, said = _inputs(request, world, job, replace(usual, deepspeed_version=version))
+    levers = levers_from_flags(flags_of(request.flags), shape, base)
     if not levers.is_fsdp2:
         said += version_said
-    said += (*chosen, *_chosen(args, levers, world, hardware, job), *_idle(args, shape))
-    return Asked(shape=shape, levers=levers, world=world, hardware=hardware, said=said)
+    said += (*chosen, *_chosen(request, levers, world, hardware, job))
+    said += without_effect({name: spelt(name) for name in request.flags}, shape)
+    return EstimateInput(shape=shape, levers=levers, world=world, hardware=hardware, said=said)
 
 
 def _chosen(
-    args: argparse.Namespace, levers: Levers, world: int, hardware: Hardware | None, job: JobInput | None
+    request: Request, levers: Levers, world: int, hardware: Hardware | None, job: JobInput | None
 ) -> tuple[str, ...]:
     """What was chosen without being asked for, and what the cards or our knowledge lack for it."""
     said = []
-    named = any(hasattr(args, name) for name in ("engine", "deepspeed")) or (hasattr(args, "file") and job is None)
+    named = "engine" in request.flags or request.deepspeed is not None or (request.file is not None and job is None)
     if not named and world > 1 and levers.engine == "zero0" and not (job and "levers.engine" in job.explicit):
         said.append("No --engine was named, so nothing is sharded (zero0); --compare shows the others.")
     if hardware is not None and levers.precision == "bf16" and _lacks_bf16(hardware):
@@ -127,27 +127,21 @@ def _chosen(
     return tuple(said)
 
 
-def _idle(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]:
-    return without_effect({name: spelt(name) for name in vars(args)}, shape)
-
-
-def _version(args: argparse.Namespace, job: JobInput | None, hardware: Hardware | None) -> tuple[str, tuple[str, ...]]:
+def _version(request: Request, job: JobInput | None, hardware: Hardware | None) -> tuple[str, tuple[str, ...]]:
     """The DeepSpeed that is priced: what was said, or the one that a plan would be for."""
-    if hasattr(args, "deepspeed_version"):
-        return args.deepspeed_version, ()
+    if "deepspeed_version" in request.flags:
+        return request.flags["deepspeed_version"], ()
     if job is not None and "levers.deepspeed_version" in job.explicit:
         return job.levers.deepspeed_version, ()
-    other: Trainer = "llamafactory" if hasattr(args, "file") else "tightfit"
+    other: Trainer = "llamafactory" if request.file is not None else "tightfit"
     return choose_deepspeed(hardware, job.levers.trainer if job else other)
 
 
-def _precision(
-    args: argparse.Namespace, job: JobInput | None, hardware: Hardware | None
-) -> tuple[Levers, tuple[str, ...]]:
+def _precision(request: Request, job: JobInput | None, hardware: Hardware | None) -> tuple[Levers, tuple[str, ...]]:
     """The defaults for this card: a card without bf16 computes in fp16, unless somebody says otherwise."""
     usual = Levers()
-    asked = hasattr(args, "precision") or (job is not None and "precision" in job.explicit)
-    from_files = (hasattr(args, "file") and job is None) or hasattr(args, "deepspeed")
+    asked = "precision" in request.flags or (job is not None and "precision" in job.explicit)
+    from_files = (request.file is not None and job is None) or request.deepspeed is not None
     if asked or from_files or hardware is None or not _lacks_bf16(hardware):
         return usual, ()
     said = f"No --precision was named, and the {hardware.gpu.name} has no bf16 of its own: fp16."
@@ -160,15 +154,15 @@ def _lacks_bf16(hardware: Hardware) -> bool:
     return native_bf16(hardware.gpu.arch) is False
 
 
-def hardware_of(args: argparse.Namespace) -> Hardware | None:
+def hardware_of(request: Request) -> Hardware | None:
     """The machine that `--gpus` names; None: no machine, so no verdict."""
-    word = getattr(args, "gpus", None)
+    word = request.flags.get("gpus")
     for flag in ("host_ram", "nvme"):
-        if word is None and hasattr(args, flag):
+        if word is None and flag in request.flags:
             raise ConfigError(f"--{flag.replace('_', '-')} needs --gpus: it describes the machine that the GPUs are in")
     if word is None:
         return None
-    sizes = {"host_ram": getattr(args, "host_ram", None), "nvme": getattr(args, "nvme", None)}
+    sizes = {"host_ram": request.flags.get("host_ram"), "nvme": request.flags.get("nvme")}
     if word.strip().lower() == "this":
         from tightfit.hardware.machine import this_machine
 
@@ -178,75 +172,77 @@ def hardware_of(args: argparse.Namespace) -> Hardware | None:
     return parse_hardware(word, **sizes)
 
 
-def world_of(args: argparse.Namespace, hardware: Hardware | None, otherwise: int = 1) -> int:
+def world_of(request: Request, hardware: Hardware | None, otherwise: int = 1) -> int:
     """How many GPUs train: what was said, or all there are, or what a file names, or one."""
     there = hardware.world if hardware else None
-    world: int = getattr(args, "world", there or otherwise)
+    world = (there or otherwise) if request.world is None else request.world
     if world < 1:
         raise ConfigError(f"--world must be at least 1, not {world}")
     if there is not None and world > there:
-        where = f"of --gpus {args.gpus}" if hasattr(args, "gpus") else "that there are"
+        where = f"of --gpus {request.flags['gpus']}" if "gpus" in request.flags else "that there are"
         raise HardwareError(f"--world {world} is more than the {there} GPUs {where}")
     return world
 
 
-def _job(args: argparse.Namespace) -> JobInput | None:
+def _job(request: Request) -> JobInput | None:
     """What the file says, if it is a job file."""
-    if not hasattr(args, "file"):
+    if request.file is None:
         return None
     from tightfit.desk.estimate_job import is_job, read_job_input
 
-    return read_job_input(args) if is_job(Path(args.file)) else None
+    return read_job_input(request, request.file) if is_job(request.file) else None
 
 
 def _inputs(
-    args: argparse.Namespace, world: int, job: JobInput | None, usual: Levers
+    request: Request, world: int, job: JobInput | None, usual: Levers
 ) -> tuple[ModelShape, Levers, tuple[str, ...]]:
     """The model, the levers that files have set over the `usual` ones, and what their readers had to say."""
-    if getattr(args, "deepspeed", None) and getattr(args, "engine", "").lower() == FSDP2:
+    if request.deepspeed and _names_fsdp2(request):
         raise ConfigError("--deepspeed and --engine fsdp2 are two engines: leave one out")
     if job is not None:
         base = replace(job.levers, deepspeed_version=usual.deepspeed_version)
         shape, said = job.shape, (*job.said, *job.batch_said)
         if usual.precision != Levers().precision:
             base = replace(base, precision=usual.precision)
-    elif hasattr(args, "file"):
-        return _from_llamafactory(args, world, usual)
-    elif not hasattr(args, "model"):
+    elif request.file is not None:
+        return _from_llamafactory(request, request.file, world, usual)
+    elif request.model is None:
         raise ConfigError("say which model: --model with a preset (`tightfit models`), a Hugging Face id or a folder")
     else:
-        shape, base, said = _model(args.model, args), usual, ()
-    if not hasattr(args, "deepspeed"):
+        shape, base, said = load_model(request.model, trust_trace=request.trace), usual, ()
+    if request.deepspeed is None:
         return shape, base, said
     from tightfit.formats.deepspeed.read import read_deepspeed, to_levers
 
-    settings = read_deepspeed(args.deepspeed, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
+    settings = read_deepspeed(request.deepspeed, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
     return shape, to_levers(settings, base, world=world), (*said, *settings.because)
 
 
 def _from_llamafactory(
-    args: argparse.Namespace, world: int, usual: Levers
+    request: Request, file: RequestFile, world: int, usual: Levers
 ) -> tuple[ModelShape, Levers, tuple[str, ...]]:
     from tightfit.formats.deepspeed import read as deepspeed_file
     from tightfit.formats.llamafactory import read as llamafactory_file
 
-    if args.file.endswith(".json"):
-        raise ConfigError(f"{args.file} should be a LLaMA-Factory YAML: a DeepSpeed JSON goes after --deepspeed")
-    settings = llamafactory_file.read_llamafactory(args.file)
+    if str(file.path).endswith(".json"):
+        raise ConfigError(f"{file.path} should be a LLaMA-Factory YAML: a DeepSpeed JSON goes after --deepspeed")
+    found = file.found
+    if isinstance(found, UserError):  # for its own words about what cannot be read
+        settings = llamafactory_file.read_llamafactory(file.path)
+    else:
+        settings = llamafactory_file.settings_from(found.values, file.path)
     said = (*settings.because, *settings.computing_because)
     if settings.ignored:
         said += (f"not known to us and so not priced: {', '.join(settings.ignored)}",)
-    shape = _model(getattr(args, "model", settings.model), args)
+    shape = load_model(request.model or settings.model, trust_trace=request.trace)
     levers = llamafactory_file.to_levers(settings, usual, n_layers=shape.n_layers)
-    file = getattr(args, "deepspeed", settings.deepspeed)
-    if file is None or getattr(args, "engine", "").lower() == FSDP2:
+    config = request.deepspeed or settings.deepspeed
+    if config is None or _names_fsdp2(request):
         return shape, levers, said
-    deepspeed = deepspeed_file.read_deepspeed(file, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
+    deepspeed = deepspeed_file.read_deepspeed(config, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
     llamafactory_file.check_deepspeed(settings, deepspeed)
     return shape, deepspeed_file.to_levers(deepspeed, levers, world=world), (*said, *deepspeed.because)
 
 
-def _model(word: str, args: argparse.Namespace) -> ModelShape:
-    from tightfit.model.load import load_model
-
-    return load_model(word, trust_trace=getattr(args, "trace", False))
+def _names_fsdp2(request: Request) -> bool:
+    return str(request.flags.get("engine", "")).lower() == FSDP2

@@ -7,17 +7,14 @@ what the file pins is taken, and the rest has the values that `estimate` takes w
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
-from tightfit.desk.plan_request import fields_of, names_in
+from tightfit.desk.request import Request, RequestFile
 from tightfit.desk.stages import stage_asked
 from tightfit.formats.llamafactory.keys import KNOWN
 from tightfit.job import Job
-from tightfit.job.file import JOB_FLAGS, JobFile, hardware_of, job_from_flags, levers_of, model_of, read_job
-from tightfit.job.text import read_tree
+from tightfit.job.file import JobFile, hardware_of, job_from_flags, job_from_text, levers_of, model_of, names_in
 from tightfit.job.training import MARKS, is_arguments
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.tiers import Tiered
@@ -45,67 +42,61 @@ class JobInput:
     tier: str | None
 
 
-def is_job(path: Path) -> bool:
+def is_job(file: RequestFile) -> bool:
     """Whether it is a job file; what cannot be read at all is left to the other reader to say."""
-    try:
-        tree = read_tree(path)
-    except UserError:
+    if isinstance(file.found, UserError) or file.is_llamafactory:
         return False
-    if "model_name_or_path" in tree:
-        return False
+    tree = file.found.tree
     return is_arguments(tree) or bool(set(tree) & (TELLING - KNOWN))
 
 
-def read_job_input(args: argparse.Namespace) -> JobInput:
+def read_job_input(request: Request, file: RequestFile) -> JobInput:
     """The job of the file, with what the flags say over it."""
-    path = Path(args.file)
-    read = read_job(path, model=getattr(args, "model", None))
-    stage = stage_asked(args, read.job, path)
-    base = read.job if stage is None else stage.job
-    job = job_from_flags({name: value for name, value in vars(args).items() if name in JOB_FLAGS}, base)
-    counted = {"gpus", "world"} & set(vars(args))
-    num_gpus = None if counted else read.num_gpus
+    read = job_from_text(file.read(), model=request.model)
+    stage = stage_asked(request, read.job)
+    job = job_from_flags(request.flags, read.job if stage is None else stage.job)
+    num_gpus = read.num_gpus if request.world is None and "gpus" not in request.flags else None
     hardware = None if job.hardware.gpus is None else hardware_of(job, num_gpus)
     ids = job.hardware.gpu_ids
     world = hardware.world if hardware else num_gpus or (len(ids) if ids else 1)
-    shape = model_of(job, trust_trace=getattr(args, "trace", False))
-    levers, said = _batched(job, levers_of(job, shape), getattr(args, "world", world))
+    shape = model_of(job, trust_trace=request.trace)
+    levers, said = _batched(job, levers_of(job, shape), world if request.world is None else request.world)
     return JobInput(
         shape=shape,
         levers=levers,
         hardware=hardware,
         world=world,
-        explicit=fields_of(path) | (names_in(stage.fields) if stage else set()),
+        explicit=read.explicit | (names_in(stage.fields) if stage else set()),
         said=_kept(read),
         batch_said=said,
         tier=job.tier,
     )
 
 
-def planned_way(args: argparse.Namespace, job: JobInput) -> tuple[Way, tuple[str, ...]] | None:
+def planned_way(request: Request, file: RequestFile, job: JobInput) -> tuple[Way, tuple[str, ...]] | None:
     """The way that `tightfit train` would take, and the sentence about it; None: the job is to be taken as it stands.
 
     Where nothing fits, it is the way that needs least of a card.
     """
     from tightfit.desk.plan import answered
 
-    named = hasattr(args, "engine") or hasattr(args, "deepspeed") or "levers.engine" in job.explicit
+    named = "engine" in request.flags or request.deepspeed is not None or "levers.engine" in job.explicit
     if named or job.hardware is None or job.tier == "all":
         return None
-    answer, _ = answered(args, advice=False)
+    answer, _ = answered(request, advice=False)
     plan = answer.plan if isinstance(answer, Tiered) else answer
     if not isinstance(plan, Plan) or not (plan.chosen or plan.alternatives):
         return None
-    file, tier = Path(args.file).name, "" if job.tier is None else f" with the tier {job.tier}"
+    name, tier = file.path.name, "" if job.tier is None else f" with the tier {job.tier}"
     if plan.chosen is not None:
-        said = f"No engine is named in {file}: priced is what `tightfit train` would choose{tier}."
+        said = f"No engine is named in {name}: priced is what `tightfit train` would choose{tier}."
         return plan.chosen, (
             said,
             *job.said,
             *(f"It changes the training: {change}." for change in plan.chosen.changes),
         )
     least = max(plan.alternatives, key=lambda way: way.gpu_spare_bytes)
-    said = f"No engine is named in {file}, and nothing fits{tier}: priced is the way that needs least."
+    said = f"No engine is named in {name}, and nothing fits{tier}: priced is the way that needs least."
     return least, (said, *job.said)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +9,9 @@ from tightfit.inputs.flags import LEVERS
 from tightfit.types import Attention, Mamba1, Mamba2, ModelShape, Traced
 
 
-def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The lever flags among what was parsed."""
-    return {name: value for name, value in vars(namespace).items() if name in LEVERS}
+def flags_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The lever flags among what was said."""
+    return {name: value for name, value in said.items() if name in LEVERS}
 
 
 def without_effect(named: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from tightfit.desk.calibrated import calibration_of
 from tightfit.desk.plan_files import (
@@ -17,105 +16,77 @@ from tightfit.desk.plan_files import (
     target_of,
     write_plan,
 )
-from tightfit.desk.plan_request import Request, place_job, request_of
-from tightfit.inputs.flags import meant, spelt
-from tightfit.inputs.spelling import as_number
+from tightfit.desk.plan_request import PlanInput, place_job, resolve_request
+from tightfit.desk.request import Request
+from tightfit.job import Wanted
 from tightfit.planner import plan_within
-from tightfit.planner.limits import Limit, Wanted, largest_micro_batch, largest_model, longest_sequence
+from tightfit.planner.limits import Limit, largest_micro_batch, largest_model, longest_sequence
 from tightfit.planner.tiers import all_tiers, tiered
 from tightfit.types import ConfigError
 
 if TYPE_CHECKING:
     from tightfit.formats.target import Original
 
-MOST_MARGIN = 90
-"""Percent: what is below this may be meant as a percentage."""
 
-
-def answered(args: argparse.Namespace, *, advice: bool = True) -> tuple[Answer, list[Path] | None]:
+def answered(request: Request, *, advice: bool = True) -> tuple[Answer, list[Path] | None]:
     """The answer, and the files that were written for it; None: none were asked for.
 
     `advice`: see `Bounds`; a caller that asks again on each move of a slider does without at first.
     """
-    target = target_of(args)
-    request = request_of(args, for_others=True)
-    check_launcher(request.job, target)
-    startable = replace(startable_of(request.job, target, calibration_of(args, request.job)), advice=advice)
+    target = target_of(request)
+    settled = resolve_request(request, for_others=True)
+    check_launcher(settled.job, target)
+    startable = replace(startable_of(settled.job, target, calibration_of(request, settled.job)), advice=advice)
     try:
-        answer = _answer(args, request, startable)
+        answer = _answer(request, settled, startable)
     except ConfigError as error:
-        raise of_the_file(error, args) from None
-    return write_plan(args, target and replace(target, original=original_for(args)), startable, answer)
+        raise of_the_file(error, request) from None
+    return write_plan(request, target and replace(target, original=original_for(request)), startable, answer)
 
 
-def original_for(args: argparse.Namespace) -> Original | None:
+def original_for(request: Request) -> Original | None:
     """The LLaMA-Factory file that is to be written anew; None: there is none."""
-    if not hasattr(args, "file"):
+    if request.file is None or not request.file.is_llamafactory:
         return None
-    from tightfit.formats.llamafactory.job import is_llamafactory, original_of
+    from tightfit.formats.llamafactory.job import original_of
 
-    path = Path(args.file)
-    return original_of(path, lambda job: place_job(job, path)) if is_llamafactory(path) else None
+    path = request.file.path
+    return original_of(request.file.read(), lambda job: place_job(job, path))
 
 
-def of_the_file(error: ConfigError, args: argparse.Namespace) -> ConfigError:
+def of_the_file(error: ConfigError, request: Request) -> ConfigError:
     """A batch that no flag gave is named by the file that did."""
     said, flag = str(error), "--effective-batch "
-    if not said.startswith(flag) or hasattr(args, "effective_batch") or not hasattr(args, "file"):
+    if not said.startswith(flag) or "effective_batch" in request.flags or request.file is None:
         return error
     batch, _, rest = said.removeprefix(flag).partition(" ")
     rest = rest.replace(": use ", f": use {flag}")
-    return ConfigError(f"The {batch} sequences a step of {Path(args.file).name} {rest}")
+    return ConfigError(f"The {batch} sequences a step of {request.file.path.name} {rest}")
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Flags that contradict each other."""
-    given = vars(args)
-    if "force" in given and "write" not in given:
-        raise ConfigError("--force needs --write: it replaces files that --write would leave alone")
-    if "num_gpus" in given and "world" in given:
-        raise ConfigError("--num-gpus and --world say the same: leave one out")
-    for name in ("num_gpus", "world"):
-        if given.get(name, 1) < 1:
-            raise ConfigError(f"{spelt(name)} must be at least 1, not {given[name]}")
-    margin = as_number(given["margin"]) if "margin" in given else None
-    if margin is not None and 1 <= margin < MOST_MARGIN:
-        raise ConfigError(f"--margin is a share of the card: write {margin:g}% or {margin / 100:g}, not {margin:g}")
-    wanted = given.get("max")
-    if wanted is None:
-        return
-    wanted = args.max = wanted.lower().replace("_", "-")
-    if wanted not in get_args(Wanted):
-        raise ConfigError(f"--max knows no {wanted!r}{meant(wanted, get_args(Wanted))}")
-    asked = {"seq": ("seq",), "micro-batch": ("micro_batch", "effective_batch"), "model": ("model",)}[wanted]
-    for name in (*asked, "tier", "allow"):
-        if name in given:
-            raise ConfigError(f"--max {wanted} and {spelt(name)} contradict each other: leave one out")
-
-
-def _answer(args: argparse.Namespace, request: Request, startable: Startable) -> Answer:
-    job, shape, hardware = request.job, request.shape, request.hardware
-    if hasattr(args, "max"):
-        return _most(args.max, request, startable)
+def _answer(request: Request, settled: PlanInput, startable: Startable) -> Answer:
+    job, shape, hardware = settled.job, settled.shape, settled.hardware
+    if request.max is not None:
+        return _most(request.max, settled, startable)
     if job.tier is not None:
         if job.tier == "all":
-            if hasattr(args, "write"):
+            if request.write is not None:
                 raise ConfigError("--tier all is a comparison: name one tier to --write its files")
-            return all_tiers(job, shape, hardware, request.explicit, startable.calibration)
-        answer = tiered(job.tier, job, shape, hardware, request.explicit, startable.calibration)
+            return all_tiers(job, shape, hardware, settled.explicit, startable.calibration)
+        answer = tiered(job.tier, job, shape, hardware, settled.explicit, startable.calibration)
         if answer.plan is None:
             raise ConfigError(answer.problem)
-        others = () if answer.plan.fits else _fitting_tiers(answer.tier.name, request, startable)
-        return replace(answer, because=(*request.said, *answer.because, *others))
-    said = (*request.said, *startable.said)
+        others = () if answer.plan.fits else _fitting_tiers(answer.tier.name, settled, startable)
+        return replace(answer, because=(*settled.said, *answer.because, *others))
+    said = (*settled.said, *startable.said)
     found = plan_within(startable.bounds(), job, shape, hardware, said)
     way_out = beyond(startable, found)
     return replace(found, because=(way_out, *found.because)) if way_out else found
 
 
-def _fitting_tiers(name: str, request: Request, startable: Startable) -> tuple[str, ...]:
+def _fitting_tiers(name: str, settled: PlanInput, startable: Startable) -> tuple[str, ...]:
     """Where a tier does not fit: those that do."""
-    every = all_tiers(request.job, request.shape, request.hardware, request.explicit, startable.calibration)
+    every = all_tiers(settled.job, settled.shape, settled.hardware, settled.explicit, startable.calibration)
     names = [each.tier.name for each in every if each.plan is not None and each.plan.fits and each.tier.name != name]
     if not names:
         return ("None of the other tiers fits either.",)
@@ -123,8 +94,8 @@ def _fitting_tiers(name: str, request: Request, startable: Startable) -> tuple[s
     return (f"Of the other tiers {', '.join(names)} {fit}: --tier all sets them side by side.",)
 
 
-def _most(wanted: Wanted, request: Request, startable: Startable) -> Limit:
-    job, shape, hardware = request.job, request.shape, request.hardware
+def _most(wanted: Wanted, settled: PlanInput, startable: Startable) -> Limit:
+    job, shape, hardware = settled.job, settled.shape, settled.hardware
     bounds = startable.bounds()
     if wanted == "seq":
         limit = longest_sequence(job, shape, hardware, bounds)
@@ -133,5 +104,5 @@ def _most(wanted: Wanted, request: Request, startable: Startable) -> Limit:
     else:
         limit = largest_model(job, hardware, bounds=bounds)
     way_out = beyond(startable, limit.plan, every_gpu=True)
-    said = (*((way_out,) if way_out else ()), *request.said, *startable.said)
+    said = (*((way_out,) if way_out else ()), *settled.said, *startable.said)
     return replace(limit, because=(*said, *limit.because))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tightfit.desk.request import Request
 from tightfit.inputs.flags import meant, spelt
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, choose_deepspeed, find_installed, is_version
 from tightfit.job import Job
@@ -30,8 +30,8 @@ STARTS_ANY = "torchrun"
 """A launcher without bounds, to name where another one's are too narrow."""
 FOR_US = "--for tightfit"
 """Likewise the trainer."""
-ABOUT_FILES = {"write", "launcher", "port", "hostfile", "transformers_version", "llamafactory_version"}
-"""The flags that need the renderers, which a plan alone does without."""
+ABOUT_FILES = ("write", "launcher", "port", "hostfile", "transformers_version", "llamafactory_version")
+"""What of a request needs the renderers, which a plan alone does without."""
 
 _MOST_PORT = 65_535
 
@@ -62,44 +62,42 @@ class Startable:
         )
 
 
-def target_of(args: argparse.Namespace) -> Target | None:
-    """What the flags say about the readers of the files; None: nothing. DeepSpeed's version is the job's."""
-    if not ABOUT_FILES & set(vars(args)):
+def target_of(request: Request) -> Target | None:
+    """What was said about the readers of the files; None: nothing. DeepSpeed's version is the job's."""
+    if all(getattr(request, name) is None for name in ABOUT_FILES):
         return None
     from tightfit.formats.registry import launchers
     from tightfit.formats.target import Target
 
-    usual, launcher = Target(), getattr(args, "launcher", None)
+    usual, launcher = Target(), request.launcher
     if launcher is not None and launcher not in launchers():
         raise ConfigError(f"--launcher knows no {launcher!r}{meant(launcher, launchers())}")
-    port = getattr(args, "port", usual.port)
+    port = usual.port if request.port is None else request.port
     if not 1 <= port <= _MOST_PORT:
         raise ConfigError(f"--port must be from 1 to {_MOST_PORT}, not {port}")
     return Target(
-        transformers_version=_version(args, "transformers_version", usual.transformers_version),
-        llamafactory_version=_version(args, "llamafactory_version", usual.llamafactory_version),
+        transformers_version=_version("transformers", request.transformers_version, usual.transformers_version),
+        llamafactory_version=_version("llamafactory", request.llamafactory_version, usual.llamafactory_version),
         launcher=launcher,
         port=port,
-        hostfile=_hostfile(args),
+        hostfile=None if request.hostfile is None else read_hostfile(request.hostfile),
     )
 
 
-def _version(args: argparse.Namespace, name: str, usual: str) -> str:
-    said: str | None = getattr(args, name, None)
+def _version(package: str, said: str | None, usual: str) -> str:
     if said is None:
-        return find_installed(name.removesuffix("_version")) or usual
+        return find_installed(package) or usual
     if not is_version(said):
-        raise ConfigError(f"{spelt(name)} takes a version such as {usual}, not {said!r}")
+        raise ConfigError(f"{spelt(package)}-version takes a version such as {usual}, not {said!r}")
     return said
 
 
-def _hostfile(args: argparse.Namespace) -> str | None:
-    if not hasattr(args, "hostfile"):
-        return None
+def read_hostfile(path: str) -> str:
+    """The text of a hostfile, in which nothing is wrong."""
     from tightfit.formats.launch.hostfile import parse_hostfile
     from tightfit.inputs.spelling import read_text
 
-    text = read_text(Path(args.hostfile), "a hostfile")
+    text = read_text(Path(path), "a hostfile")
     parse_hostfile(text)
     return text
 
@@ -154,11 +152,11 @@ def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> st
 
 
 def write_plan(
-    args: argparse.Namespace, target: Target | None, startable: Startable, answer: Answer
+    request: Request, target: Target | None, startable: Startable, answer: Answer
 ) -> tuple[Answer, list[Path] | None]:
     """The answer with what was never run by us, and the files that were written for it, if that was asked."""
     answer = _each(answer, _settled)
-    if target is None or not hasattr(args, "write"):
+    if target is None or request.write is None:
         return answer, None
     from tightfit.formats.plan_folder import write
 
@@ -172,13 +170,13 @@ def write_plan(
         way = f"{other} would make it fit" if narrow else way_out(answered, HOW_FAR)
         raise ConfigError(f"nothing fits, so nothing was written: {way}")
     answer = _each(answer, lambda plan: _with_other_trainers(_with_what_it_trains(plan, target), target))
-    return answer, write(_rendered(plan_of(answer), target), Path(args.write), hasattr(args, "force"))
+    return answer, write(_rendered(plan_of(answer), target), Path(request.write), request.force)
 
 
 def files_of(plan: Plan, target: Target | None = None, *, original: Original | None = None) -> dict[str, str]:
     """The files of a plan that fits, by name; without a target, for the versions that are installed here. `original`:
     the LLaMA-Factory file that it was made from."""
-    target = target or target_of(argparse.Namespace(write=""))
+    target = target or target_of(Request(write=""))
     assert target is not None
     target = replace(target, original=original)
     return _rendered(_with_other_trainers(_with_what_it_trains(plan, target), target), target)

@@ -6,29 +6,34 @@ what was said without effect, comes back as a sentence.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tightfit.desk.lever_flags import without_effect
-from tightfit.desk.stages import named_model, stage_asked
+from tightfit.desk.request import Request
+from tightfit.desk.stages import stage_asked
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Job
-from tightfit.job.file import JOB_FLAGS, adapter_dtype_of, hardware_of, job_from_flags, model_of, read_job
+from tightfit.job.file import (
+    JOB_FLAGS,
+    adapter_dtype_of,
+    dump_job,
+    hardware_of,
+    job_from_flags,
+    job_from_text,
+    model_of,
+    names_in,
+)
 from tightfit.model.presets import PRESETS
 from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.types import ConfigError, Hardware, HardwareError, ModelShape
 
-COUNTS = {"gpus", "num_gpus", "world"}
-"""The flags that win over a job file's number of GPUs."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was asked, once flags and file are one."""
+class PlanInput:
+    """What is to be planned, once flags, file and machine are one."""
 
     job: Job
     shape: ModelShape
@@ -57,102 +62,94 @@ class FileSays:
         return self.batch_per_gpu is not None
 
 
-def request_of(
-    args: argparse.Namespace,
+def resolve_request(
+    request: Request,
     adapt: Callable[[Job, Hardware], Hardware] | None = None,
     *,
     runs_here: bool = False,
     for_others: bool = False,
-) -> Request:
+) -> PlanInput:
     """Flags, file and machine as one; `adapt`: what the caller knows about the machine beyond its cards; `runs_here`:
     other cards than this machine's are of no use; `for_others`: another trainer than our own worker may run it."""
-    given = {name: value for name, value in vars(args).items() if name in JOB_FLAGS}
-    launcher = getattr(args, "launcher", None) if for_others else "torchrun"
-    file = _file(args, given, launcher)
-    if file is None and (model := named_model(args)) is not None:
-        given["model"] = model
-    stage = stage_asked(args, file.job if file else None, file.path if file else None)
+    given = dict(request.flags)
+    launcher = request.launcher if for_others else "torchrun"
+    file = _file(request, launcher)
+    if file is None and request.model is not None:
+        given["model"] = request.model
+    stage = stage_asked(request, file.job if file else None)
     if file is not None and stage is not None:
         given["output"] = str(stage.folder)
         if stage.number > 1:
             given.pop("model", None)
         said = (*file.said, f"{stage.words}.")
         file = replace(file, job=stage.job, explicit=file.explicit | names_in(stage.fields), said=said)
-    job = job_from_flags(given, file.job if file else None)
-    explicit = {JOB_FLAGS[name] for name in given} | {"levers.deepspeed_version"} | (file.explicit if file else set())
+    base = file.job if file else request.job
+    job = job_from_flags(given, base)
+    explicit = {JOB_FLAGS[name] for name in given} | {"levers.deepspeed_version"}
+    explicit |= file.explicit if file else names_in(dump_job(base)) if base else set()
     if not for_others and job.trainer != "tightfit":
         raise ConfigError(
             f"the job is for {NAMES[job.trainer]}, and this starts tightfit's own worker: leave trainer out of it, or "
             "write its files with `tightfit plan --write DIR`"
         )
     job, trainer_said = _trained_by(job, file, launcher, explicit)
-    hardware = _hardware(args, job, file, runs_here=runs_here)
+    hardware = _hardware(request, job, file, runs_here=runs_here)
     hardware = hardware if adapt is None else adapt(job, hardware)
     job, batch_said = _batched(job, file, hardware, explicit)
     if file is not None and file.is_llamafactory:
         explicit.add("effective_batch")
-    job, max_said = _for_max(args, job)
-    job, version_said = settle_deepspeed(job, hardware, getattr(args, "llamafactory_version", None))
+    job, max_said = _for_max(request, job)
+    job, version_said = _settle_deepspeed(job, hardware, request.llamafactory_version)
     job, precision_said = _precise(job, hardware, "precision" in explicit)
-    shape = model_of(job, trust_trace=hasattr(args, "trace"))
-    if stage is not None and stage.model is not None and (stage.model.exists() or hasattr(args, "write")):
+    shape = model_of(job, trust_trace=request.trace)
+    if stage is not None and stage.model is not None and (stage.model.exists() or request.write is not None):
         job = replace(job, model=str(stage.model.absolute()))  # of the same shape, and there when its turn comes
-    said = (*trainer_said, *_said_by(args, file, hardware), *batch_said, *max_said, *version_said, *precision_said)
-    return Request(
+    said = (*trainer_said, *_said_by(request, file, hardware), *batch_said, *max_said, *version_said, *precision_said)
+    return PlanInput(
         job=place_job(job, file.path if file else None),
         shape=shape,
         hardware=hardware,
         explicit=frozenset(explicit),
-        said=(*said, *_idle(args, job, hardware, shape, explicit)),
+        said=(*said, *_idle(request, job, hardware, shape, explicit)),
     )
 
 
 # --- the file -----------------------------------------------------------------------------------
 
 
-def _file(args: argparse.Namespace, given: Mapping[str, Any], launcher: str | None) -> FileSays | None:
-    if not hasattr(args, "file"):
+def _file(request: Request, launcher: str | None) -> FileSays | None:
+    if request.file is None:
         return None
-    from tightfit.formats.llamafactory.job import is_llamafactory, read_llamafactory_job  # brings yaml
+    path = request.file.path
+    if request.file.is_llamafactory:
+        from tightfit.formats.llamafactory.job import llamafactory_job_from  # brings yaml
 
-    path = Path(args.file)
-    model = named_model(args)
-    if is_llamafactory(path):
-        stays = given.get("for", "llamafactory" if launcher in (None, "llamafactory") else None) == "llamafactory"
-        found = read_llamafactory_job(path, model, stays=stays)
+        usual = "llamafactory" if launcher in (None, "llamafactory") else None
+        stays = request.flags.get("for", usual) == "llamafactory"
+        found = llamafactory_job_from(request.file.read(), request.model, stays=stays)
         names = names_in(found.tree)
         return FileSays(path=path, job=found.job, explicit=names, said=found.said, batch_per_gpu=found.batch_per_gpu)
-    read = read_job(path, model=model)
-    return FileSays(path=path, job=read.job, explicit=fields_of(path), said=read.said, num_gpus=read.num_gpus)
+    read = job_from_text(request.file.read(), model=request.model)
+    return FileSays(path=path, job=read.job, explicit=read.explicit, said=read.said, num_gpus=read.num_gpus)
 
 
-def fields_of(path: Path) -> frozenset[str]:
-    """The fields that a job file sets, also those set to their defaults."""
-    from tightfit.job.text import read_tree
-    from tightfit.job.training import translate
-
-    return names_in(translate(read_tree(path), path.name).tree)
-
-
-def names_in(tree: Mapping[str, Any], before: str = "") -> frozenset[str]:
-    """The dotted names of a tree of fields."""
-    found = {before + key for key in tree}
-    for key, value in tree.items():
-        found |= names_in(value, f"{before}{key}.") if isinstance(value, Mapping) else set()
-    return frozenset(found)
-
-
-def _said_by(args: argparse.Namespace, file: FileSays | None, hardware: Hardware) -> tuple[str, ...]:
+def _said_by(request: Request, file: FileSays | None, hardware: Hardware) -> tuple[str, ...]:
     """What the file's reader had to say, and which of its numbers makes way for a flag."""
     if file is None:
         return ()
-    winner = next((spelt(name) for name in sorted(COUNTS) if hasattr(args, name)), None)
+    winner = next(iter(_counts_said(request)), None)
     if winner is None or file.num_gpus is None:
         return file.said
     kept = [sentence for sentence in file.said if not sentence.startswith("num_gpus ")]
     if hardware.gpus_per_node == file.num_gpus and hardware.nodes == 1:
         return tuple(kept)
     return (*kept, f"{winner} wins over the job file's num_gpus of {file.num_gpus}.")
+
+
+def _counts_said(request: Request) -> list[str]:
+    """The flags that were given and win over a job file's number of GPUs."""
+    said = {"gpus": request.flags.get("gpus"), "num_gpus": request.num_gpus, "world": request.world}
+    return [spelt(name) for name, value in said.items() if value is not None]
 
 
 def _batched(
@@ -171,9 +168,9 @@ def _batched(
 # --- what was not said --------------------------------------------------------------------------
 
 
-def _for_max(args: argparse.Namespace, job: Job) -> tuple[Job, tuple[str, ...]]:
+def _for_max(request: Request, job: Job) -> tuple[Job, tuple[str, ...]]:
     """Without what `--max` replaces. Flags that contradict it are refused; a file's values only make way."""
-    wanted = getattr(args, "max", None)
+    wanted = request.max
     if wanted is None:
         return job, ()
     if job.tier is not None:
@@ -211,7 +208,7 @@ def _trained_by(
     return job, said
 
 
-def settle_deepspeed(job: Job, hardware: Hardware, llamafactory: str | None = None) -> tuple[Job, tuple[str, ...]]:
+def _settle_deepspeed(job: Job, hardware: Hardware, llamafactory: str | None) -> tuple[Job, tuple[str, ...]]:
     """The job with the DeepSpeed that will run it: what it holds in memory differs between versions."""
     if "deepspeed_version" in job.levers:
         return job, ()
@@ -232,15 +229,15 @@ def _precise(job: Job, hardware: Hardware, asked: bool) -> tuple[Job, tuple[str,
 
 
 def _idle(
-    args: argparse.Namespace, job: Job, hardware: Hardware, shape: ModelShape, explicit: Collection[str]
+    request: Request, job: Job, hardware: Hardware, shape: ModelShape, explicit: Collection[str]
 ) -> tuple[str, ...]:
     """What was said for nothing."""
-    names = {name: spelt(name) if hasattr(args, name) else f"levers.{name}" for name in job.levers}
+    names = {name: spelt(name) if name in request.flags else f"levers.{name}" for name in job.levers}
     said = without_effect(names, shape)
-    warmup = next((spelt(name) for name in ("warmup_steps", "warmup_ratio") if hasattr(args, name)), "warmup")
+    warmup = next((spelt(name) for name in ("warmup_steps", "warmup_ratio") if name in request.flags), "warmup")
     if job.schedule == "constant" and job.warmup and "warmup" in explicit:
         said += (f"{warmup} is without effect: the schedule constant has no warm-up, constant_with_warmup has one.",)
-    if hasattr(args, "hostfile") and hardware.nodes == 1:
+    if request.hostfile is not None and hardware.nodes == 1:
         said += ("--hostfile is without effect: all the GPUs are in one node.",)
     return said
 
@@ -248,10 +245,10 @@ def _idle(
 # --- the machine --------------------------------------------------------------------------------
 
 
-def _hardware(args: argparse.Namespace, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
+def _hardware(request: Request, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
     """What the flags name, else what the file names, else this machine; as much of it as is to be used."""
-    hardware = _node(args, job, file, runs_here=runs_here)
-    world = getattr(args, "world", hardware.world)
+    hardware = _node(request, job, file, runs_here=runs_here)
+    world = hardware.world if request.world is None else request.world
     if world == hardware.world:
         return hardware
     if world > hardware.world:
@@ -264,9 +261,9 @@ def _hardware(args: argparse.Namespace, job: Job, file: FileSays | None, *, runs
     return replace(hardware, nodes=nodes, gpus_per_node=each, because=(*hardware.because, said))
 
 
-def _node(args: argparse.Namespace, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
-    counted = file is None or COUNTS & set(vars(args))
-    num_gpus = getattr(args, "num_gpus", None) if counted or file is None else file.num_gpus
+def _node(request: Request, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
+    counted = file is None or _counts_said(request)
+    num_gpus = request.num_gpus if counted or file is None else file.num_gpus
     try:
         return hardware_of(job, num_gpus)
     except HardwareError as error:

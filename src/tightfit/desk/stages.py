@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.desk.request import Request
 from tightfit.job import Job
-from tightfit.job.file import read_job, stage_of
+from tightfit.job.file import job_from_text, stage_of
 from tightfit.job.stages import merged_folder, model_left_by, stage_folder
-from tightfit.model.presets import PRESETS
 from tightfit.types import ConfigError
 
 
@@ -40,9 +39,9 @@ class Stage:
         return f"Stage {self.number} of {self.count}{what[self.job.trains]}{method}"
 
 
-def stage_asked(args: argparse.Namespace, job: Job | None, file: Path | None) -> Stage | None:
-    """The stage that `--only-stage` picks of a job file; None: it has none, or there is no file."""
-    number = getattr(args, "only_stage", None)
+def stage_asked(request: Request, job: Job | None) -> Stage | None:
+    """The stage that `--only-stage` picks of the job of a request's file; None: it has none, or there is no file."""
+    number, file = request.only_stage, request.file.path if request.file else None
     if job is None or file is None or not job.stages:
         if number is not None:
             raise ConfigError("--only-stage picks one of a job file's `stages`, and there are none: leave it out")
@@ -52,7 +51,7 @@ def stage_asked(args: argparse.Namespace, job: Job | None, file: Path | None) ->
         raise ConfigError(f"{file.name} has {count} stages: pick one with --only-stage 1 to --only-stage {count}")
     if not 1 <= number <= count:
         raise ConfigError(f"--only-stage {number}: {file.name} has the stages 1 to {count}")
-    root = getattr(args, "output", job.saving.folder)
+    root = request.flags.get("output", job.saving.folder)
     return Stage(
         number=number,
         count=count,
@@ -72,26 +71,17 @@ def _model_before(job: Job, root: str, number: int, file: str) -> Path | None:
     return model_left_by(root, before) or usual
 
 
-def named_model(args: argparse.Namespace) -> str | None:
-    """The model that a flag names; of `--max model` any preset, whose place every one takes."""
-    model: str | None = getattr(args, "model", None)
-    return next(iter(PRESETS)) if model is None and getattr(args, "max", None) == "model" else model
-
-
-def each_stage(args: argparse.Namespace) -> list[argparse.Namespace]:
+def each_stage(request: Request) -> list[Request]:
     """The same question for every stage of a job; empty: it has none, or one was picked."""
-    if not hasattr(args, "file") or hasattr(args, "only_stage"):
+    if request.file is None or request.only_stage is not None or request.file.is_llamafactory:
         return []
-    from tightfit.formats.llamafactory.job import is_llamafactory  # brings yaml
-
-    if is_llamafactory(Path(args.file)):
-        return []
-    job = read_job(Path(args.file), model=named_model(args)).job
+    job = job_from_text(request.file.read(), model=request.model).job
     asked = []
     for number in range(1, len(job.stages) + 1):
-        one = argparse.Namespace(**vars(args), only_stage=number)
-        if hasattr(args, "write"):
-            one.write = str(stage_folder(args.write, number))
-            one.output = str(Path(getattr(args, "output", job.saving.folder)).expanduser().absolute())
+        one = replace(request, only_stage=number)
+        if request.write is not None:
+            root = Path(request.flags.get("output", job.saving.folder)).expanduser().absolute()
+            folder = str(stage_folder(request.write, number))
+            one = replace(one, write=folder, flags={**request.flags, "output": str(root)})
         asked.append(one)
     return asked

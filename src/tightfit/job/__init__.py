@@ -54,6 +54,9 @@ Tier = Literal[
 """Named corners of the levers. `auto`: the one for the card's size, or the next smaller one that fits; `all`: every
 one, side by side."""
 
+Wanted = Literal["seq", "micro-batch", "model"]
+"""What can be asked for the most of."""
+
 Count = Annotated[int, Ge(1)]
 Number = Annotated[int, Ge(0)]
 Steps = Annotated[int, Ge(1), Le(1_000_000_000)]

@@ -32,7 +32,7 @@ from tightfit.job.fields import (
 from tightfit.job.saving import FIELDS as EVERY_FIELDS
 from tightfit.job.saving import settled
 from tightfit.job.stages import check_stages, merge_stage
-from tightfit.job.text import is_json, read_tree
+from tightfit.job.text import JobText, is_json, read_job_text, read_tree
 from tightfit.job.training import Translated, translate
 from tightfit.model.load import load_model, shape_from_fields
 from tightfit.types import ZERO3, ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
@@ -92,23 +92,40 @@ class JobFile:
     """What was read leniently or is without effect, a sentence each."""
     num_gpus: int | None = None
     """GPUs of a node to use, where the file gives a number and need not name a card."""
+    explicit: frozenset[str] = frozenset()
+    """The fields that it sets, also those set to their defaults, by dotted name."""
 
 
 def read_job(path: Path, *, model: str | None = None) -> JobFile:
     """The job of a YAML or JSON file. `model`: what a flag says, for a file that names none."""
-    tree = _read_own(path)
-    ours = translate(tree, path.name)
-    source = Source(file=path.name, names=ours.names, kind="json" if is_json(path) else "yaml")
+    return job_from_text(read_job_text(path), model=model)
+
+
+def job_from_text(text: JobText, *, model: str | None = None) -> JobFile:
+    """The same of a file that was read already."""
+    file = text.path.name
+    ours = translate(_check_own(text.tree, file), file)
+    source = Source(file=file, names=ours.names, kind="json" if is_json(text.path) else "yaml")
+    explicit = names_in(ours.tree)
     if model is not None:
         ours.tree.setdefault("model", model)
     job, mended = job_from_tree(ours.tree, source)
-    return JobFile(job=job, said=(*ours.said, *mended, *_check(job, source)), num_gpus=ours.num_gpus)
+    said = (*ours.said, *mended, *_check(job, source))
+    return JobFile(job=job, said=said, num_gpus=ours.num_gpus, explicit=explicit)
+
+
+def names_in(tree: Mapping[str, Any], before: str = "") -> frozenset[str]:
+    """The dotted names of a tree of fields."""
+    found = {before + key for key in tree}
+    for key, value in tree.items():
+        found |= names_in(value, f"{before}{key}.") if isinstance(value, Mapping) else set()
+    return frozenset(found)
 
 
 def job_faults(path: Path) -> tuple[str, ...]:
     """Every sentence for which `read_job` would refuse the file, where it can go on after the first."""
     try:
-        ours, found = _translate_all(_read_own(path), path.name)
+        ours, found = _translate_all(_check_own(read_tree(path), path.name), path.name)
     except UserError as error:
         return (str(error),)
     if ours is None:
@@ -128,11 +145,10 @@ def job_faults(path: Path) -> tuple[str, ...]:
     return found
 
 
-def _read_own(path: Path) -> dict[str, Any]:
-    tree = read_tree(path)
+def _check_own(tree: Mapping[str, Any], file: str) -> Mapping[str, Any]:
     for key, what in _FOREIGN.items():
         if key in tree:
-            raise ConfigError(f"{path.name} is no job file but {what}")
+            raise ConfigError(f"{file} is no job file but {what}")
     return tree
 
 

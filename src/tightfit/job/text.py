@@ -9,6 +9,8 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,24 @@ MOST_DEPTH = 32
 """No job is larger or deeper than this; what is, was tied together with YAML's anchors."""
 
 
-def read_tree(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobText:
+    """A file that was read and parsed, once for all who ask what it says."""
+
+    path: Path
+    text: str
+    values: Mapping[Any, Any]
+    """As YAML or JSON has them, dates and all."""
+    tree: Mapping[str, Any]
+    """The same in plain values."""
+
+
+def read_tree(path: Path) -> Mapping[str, Any]:
     """The fields of a job file, as they are written there."""
+    return read_job_text(path).tree
+
+
+def read_job_text(path: Path) -> JobText:
     text = read_text(path, "a job file")
     values = _json(text, path.name) if is_json(path) else _yaml(text, path.name)
     if values is None:
@@ -30,8 +48,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path.name} is no job file: it should be lines of `field: value`, not {shown(values)}")
     check_keys(values, path.name)
-    tree: dict[str, Any] = _Copy(path.name).of(values, "", 0)
-    return tree
+    return JobText(path=path, text=text, values=values, tree=_Copy(path.name).of(values, "", 0))
 
 
 def is_json(path: Path) -> bool:
@@ -42,8 +59,9 @@ def _yaml(text: str, file: str) -> Any:
     import yaml
 
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)  # raises, too, for letters that YAML does not have
+        node = loader.get_single_node()
+        values = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not YAML: {yaml_fault(error)}") from None
     except RecursionError:

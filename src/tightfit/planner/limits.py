@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from tightfit.job import Job
+from tightfit.job import Job, Wanted
 from tightfit.job.file import levers_of
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS
@@ -19,7 +18,6 @@ from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.search import something_fits
 from tightfit.types import ConfigError, Hardware, ModelShape, UserError
 
-Wanted = Literal["seq", "micro-batch", "model"]
 STEP_TOKENS = 64
 MOST_TOKENS = 2**22
 MOST_SEQUENCES = 2**14

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tightfit.desk.plan import answered, check_flags
+from tightfit.desk.plan import answered
 from tightfit.desk.plan_files import files_of
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS, checkpoint_named
@@ -60,9 +60,7 @@ def answer_to(asked: AddressQuestion, *, advice: bool) -> Answered:
     known = _recall(key) or (None if advice else _recall((key[0], True)))
     if known is not None:
         return known
-    args = asked.args()
-    check_flags(args)
-    found, _ = answered(args, advice=advice)
+    found, _ = answered(asked.request(), advice=advice)
     made = Answered(asked, found) if isinstance(found, Plan) else _of_a_tier(asked, found)
     with _lock:
         _kept[key] = (time.monotonic(), made)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 
 from tightfit.desk.calibrated import calibration_of
-from tightfit.desk.plan_request import request_of
+from tightfit.desk.plan_request import resolve_request
 from tightfit.inputs.flags import LEVERS, check_levers
 from tightfit.pace import pace
 from tightfit.planner import question_of
@@ -27,10 +27,10 @@ _OWN = tuple(each.name for each in fields(Levers) if each.name not in _FREE - {"
 def guessed(asked: AddressQuestion, last: Answered) -> Answered:
     """An answer with the ways of the last one, of which nobody has chosen any yet. A UserError: the question makes no
     sense."""
-    args = asked.args()
-    request = request_of(args, for_others=True)
-    known = Bounds(calibration=calibration_of(args, request.job))
-    question = question_of(request.job, request.shape, request.hardware).within(known)
+    request = asked.request()
+    settled = resolve_request(request, for_others=True)
+    known = Bounds(calibration=calibration_of(request, settled.job))
+    question = question_of(settled.job, settled.shape, settled.hardware).within(known)
     shown = [way.levers for way in last.ways] or [question.base]
     first = _priced(question, shown[0])
     others = []
@@ -39,7 +39,7 @@ def guessed(asked: AddressQuestion, last: Answered) -> Answered:
             others.append(_priced(question, levers))
     plan = replace(
         last.plan,
-        job=request.job,
+        job=settled.job,
         shape=question.shape,
         hardware=question.hardware,
         effective_batch=question.effective_batch,

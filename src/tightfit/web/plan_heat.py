@@ -60,7 +60,7 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
     first = max(0, min(below - BEFORE, len(SEQUENCES) - COLUMNS))
     columns = tuple(sorted({*SEQUENCES[first : first + COLUMNS], way.levers.sequence}))
     lines = tuple(sorted({*MICRO_BATCHES, way.levers.micro_batch}))
-    calibration = calibration_of(answer.asked.args(), answer.plan.job)
+    calibration = calibration_of(answer.asked.request(), answer.plan.job)
     question = Question(
         shape=way.shape,
         base=way.levers,

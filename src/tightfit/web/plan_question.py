@@ -8,7 +8,6 @@ maker chose.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
+from tightfit.desk.request import Request, read_request
 from tightfit.inputs.flags import spelt
 from tightfit.job.fields import FREE_LEVERS
 from tightfit.model import families
@@ -75,7 +75,10 @@ class AddressQuestion:
             pairs += [("allow", each) for each in self.allow]
         return urlencode([(name.replace("_", "-"), value) for name, value in pairs])
 
-    def args(self) -> argparse.Namespace:
+    def request(self) -> Request:
+        return read_request(self.said_flags())
+
+    def said_flags(self) -> dict[str, object]:
         """The flags of `tightfit plan`, only those that were given."""
         given: dict[str, object] = {"model": self.block if self.block is not None else self.get("model")}
         given |= self._cards()
@@ -87,7 +90,7 @@ class AddressQuestion:
             raise ConfigError("--tier all is a comparison: name one tier, or use tightfit plan --tier all")
         if self.allow:
             given["allow"] = ",".join(self.allow)
-        return argparse.Namespace(**given)
+        return given
 
     def _cards(self) -> dict[str, object]:
         card, count, nodes = self.get("card"), self.get("gpus"), whole("nodes", self.get("nodes") or "1")
@@ -105,7 +108,7 @@ class AddressQuestion:
     def flags(self) -> list[str]:
         """The same as words of a command."""
         words = []
-        for name, value in vars(self.args()).items():
+        for name, value in self.said_flags().items():
             words += [spelt(name), SAVED_AS if name == "model" and self.block is not None else str(value)]
         return words
 

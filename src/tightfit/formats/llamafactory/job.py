@@ -13,16 +13,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.formats.llamafactory.keys import FIELD_OF
-from tightfit.formats.llamafactory.read import LlamaFactorySettings, read_llamafactory
+from tightfit.formats.llamafactory.read import LlamaFactorySettings, settings_from
 from tightfit.formats.target import Original
-from tightfit.inputs.spelling import read_text
 from tightfit.job import Job, Schedule
 from tightfit.job.fields import Source, job_from_tree
-from tightfit.job.text import read_tree
-from tightfit.types import UserError
-
-MARK = "model_name_or_path"
-"""The key that every LLaMA-Factory training has, and no job file."""
+from tightfit.job.text import JobText, read_job_text
 
 READ = frozenset(
     """model_name_or_path stage do_train finetuning_type quantization_bit quantization_method pure_bf16 bf16 fp16
@@ -60,18 +55,16 @@ class LlamaFactoryJob:
     """Sequences a step of one GPU: micro batch × accumulation."""
 
 
-def is_llamafactory(path: Path) -> bool:
-    """Whether it is one of these files. What cannot be read at all is left to the reader of job files to say."""
-    try:
-        return MARK in read_tree(path)
-    except UserError:
-        return False
-
-
 def read_llamafactory_job(path: Path, model: str | None, *, stays: bool = False) -> LlamaFactoryJob:
     """Read such a file. `model`: what a flag says, which wins. `stays`: LLaMA-Factory will run it, so that its kernels
     are kept, and so is what we have no field for."""
-    settings, written = read_llamafactory(path), read_tree(path)
+    return llamafactory_job_from(read_job_text(path), model, stays=stays)
+
+
+def llamafactory_job_from(file: JobText, model: str | None, *, stays: bool = False) -> LlamaFactoryJob:
+    """The same of a file that was read already."""
+    path, written = file.path, file.tree
+    settings = settings_from(file.values, path)
     tree, names = _tree(settings, written)
     tree["model"] = model or settings.model
     if settings.trainable_layers is not None:
@@ -122,9 +115,9 @@ def _tree(settings: LlamaFactorySettings, written: Mapping[str, Any]) -> tuple[d
     return {**USUAL, **tree}, names
 
 
-def original_of(path: Path, place: Callable[[Job], Job]) -> Original:
+def original_of(file: JobText, place: Callable[[Job], Job]) -> Original:
     """The file as the writer of its successor needs it. `place`: makes the paths of a job lead there from anywhere."""
-    written = read_tree(path)
+    path, written = file.path, file.tree
     folders = {"dataset_dir": DATA_FOLDER, **written}
     paths = {}
     for key in PLACES:
@@ -134,10 +127,10 @@ def original_of(path: Path, place: Callable[[Job], Job]) -> Original:
             paths[key] = str(found[0].absolute())
     return Original(
         name=path.name,
-        text=read_text(path, "YAML"),
+        text=file.text,
         written=written,
-        settings=read_llamafactory(path),
-        job=place(read_llamafactory_job(path, None, stays=True).job),
+        settings=settings_from(file.values, path),
+        job=place(llamafactory_job_from(file, None, stays=True).job),
         paths=paths,
     )
 

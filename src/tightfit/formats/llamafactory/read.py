@@ -94,8 +94,11 @@ class LlamaFactorySettings:
 
 def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
     """Read a LLaMA-Factory YAML. Its DeepSpeed file is found, and left to `read_deepspeed`."""
-    path = Path(path)
-    values = _load(path)
+    return settings_from(_load(Path(path)), Path(path))
+
+
+def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings:
+    """The same of a file that was parsed already."""
     said = Fields(values=values, file=path.name, text_numbers=True)
     ignored = _check_keys(values, path.name)
     because: list[str] = []

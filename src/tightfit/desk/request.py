@@ -1,0 +1,138 @@
+"""What was asked, whoever asks: the command line, the page, or Python.
+
+Everybody who plans, estimates, trains or rehearses comes through `read_request`. A request holds what was said and
+nothing else: what was not said is None, or not among the flags, so that the file, the machine or a default can say it.
+Its file is opened and parsed here, once; who asks later what it says asks the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from tightfit.inputs.flags import meant, spelt
+from tightfit.inputs.spelling import as_number
+from tightfit.job import Job, Wanted
+from tightfit.job.file import JOB_FLAGS
+from tightfit.job.text import JobText, read_job_text
+from tightfit.model.presets import PRESETS
+from tightfit.types import ConfigError, UserError
+
+LLAMAFACTORY_MARK = "model_name_or_path"
+"""The key that every LLaMA-Factory training has, and no job file."""
+MOST_MARGIN = 90
+"""Percent: what is below this may be meant as a percentage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFile:
+    """The file that a request starts from. Whose it is decides who says what is wrong in it."""
+
+    path: Path
+    found: JobText | UserError
+    """What it holds, or why it cannot be read."""
+
+    def read(self) -> JobText:
+        if isinstance(self.found, UserError):
+            raise self.found
+        return self.found
+
+    @property
+    def is_llamafactory(self) -> bool:
+        """What cannot be read at all is left to the reader of job files to say."""
+        return isinstance(self.found, JobText) and LLAMAFACTORY_MARK in self.found.tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked; the machine and the defaults come later, in `resolve_request` or `estimate_request`."""
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of a job that were said, by the names of `JOB_FLAGS`."""
+    file: RequestFile | None = None
+    """A job file, or a LLaMA-Factory YAML; flags win over it."""
+    job: Job | None = None
+    """In place of a file, from Python."""
+    deepspeed: str | None = None
+    """A DeepSpeed JSON to estimate."""
+    trace: bool = False
+    """Whether a model of an unknown kind is built on the meta device."""
+    num_gpus: int | None = None
+    world: int | None = None
+    only_stage: int | None = None
+    max: Wanted | None = None
+    """The most that fits of this, instead of the fastest way."""
+    calibrates: bool = True
+    """Whether what earlier runs have taught counts."""
+    write: str | None = None
+    """The folder for the files of the plan."""
+    force: bool = False
+    launcher: str | None = None
+    port: int | None = None
+    hostfile: str | None = None
+    transformers_version: str | None = None
+    llamafactory_version: str | None = None
+
+    @property
+    def model(self) -> str | None:
+        """The model that a flag names; of `--max model` any preset, whose place every one takes."""
+        model: str | None = self.flags.get("model")
+        return next(iter(PRESETS)) if model is None and self.max == "model" else model
+
+
+_SAID_ELSEWHERE = {"flags", "file", "job", "max", "calibrates"}
+_OWN = tuple(each.name for each in fields(Request) if each.name not in _SAID_ELSEWHERE)
+
+
+def read_request(said: Mapping[str, Any], job: Job | None = None) -> Request:
+    """The request that flags mean, by their names with `_` for `-`; `file` is the file's path. What else a verb has for
+    itself (`json`, say) is left to it."""
+    return Request(
+        flags={name: value for name, value in said.items() if name in JOB_FLAGS},
+        max=_check_flags(said),
+        file=read_file(Path(said["file"])) if "file" in said else None,
+        job=job,
+        calibrates="no_calibration" not in said,
+        **{name: said[name] for name in _OWN if name in said},
+    )
+
+
+def read_file(path: Path) -> RequestFile:
+    try:
+        return RequestFile(path=path, found=read_job_text(path))
+    except UserError as error:
+        return RequestFile(path=path, found=error)
+
+
+def _check_flags(said: Mapping[str, Any]) -> Wanted | None:
+    """Refuse flags that contradict each other; returns what `--max` asks for."""
+    if "force" in said and "write" not in said:
+        raise ConfigError("--force needs --write: it replaces files that --write would leave alone")
+    if "num_gpus" in said and "world" in said:
+        raise ConfigError("--num-gpus and --world say the same: leave one out")
+    for name in ("num_gpus", "world"):
+        if said.get(name, 1) < 1:
+            raise ConfigError(f"{spelt(name)} must be at least 1, not {said[name]}")
+    margin = as_number(said["margin"]) if "margin" in said else None
+    if margin is not None and 1 <= margin < MOST_MARGIN:
+        raise ConfigError(f"--margin is a share of the card: write {margin:g}% or {margin / 100:g}, not {margin:g}")
+    if "max" not in said:
+        return None
+    word = said["max"].lower().replace("_", "-")
+    wanted: Wanted | None = next((each for each in get_args(Wanted) if each == word), None)
+    if wanted is None:
+        raise ConfigError(f"--max knows no {word!r}{meant(word, get_args(Wanted))}")
+    for name in (*REPLACES[wanted], "tier", "allow"):
+        if name in said:
+            raise ConfigError(f"--max {wanted} and {spelt(name)} contradict each other: leave one out")
+    return wanted
+
+
+REPLACES: Mapping[Wanted, tuple[str, ...]] = {
+    "seq": ("seq",),
+    "micro-batch": ("micro_batch", "effective_batch"),
+    "model": ("model",),
+}
+"""What `--max` asks for → the flags in whose place the answer comes."""
