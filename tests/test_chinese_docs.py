@@ -1,11 +1,12 @@
 """Every page has a Chinese one that says the same: docs/NAME.md and docs/zh/NAME.md, README.md and README.zh-CN.md.
 
 Not word by word: the same headings, tables, pictures, links, figures and words in backticks. Fenced blocks are equal to
-the letter, so what `tests/test_docs.py` runs for the English page holds for the Chinese one.
+the letter, so what `tests/test_docs.py` runs for the English page holds for the Chinese one. So are the rows of tables
+that stand below `<!-- rows of the English page -->`, which scripts write; their heads are Chinese.
 
     python tests/test_chinese_docs.py
 
-copies the blocks of all English pages into the Chinese ones.
+copies such blocks and rows of all English pages into the Chinese ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 FIGURE = re.compile(r"\d[\d.,]*\d")
+TABLE = re.compile(r"(<!-- rows of the English page -->\n)?(^\|.*\n\|.*\n)((?:^\|.*\n?)*)", re.MULTILINE)
 
 
 def chinese(page: Path) -> Path:
@@ -44,7 +46,7 @@ def anchors(page: Path) -> list[str]:
 
 
 def table_lengths(page: Path) -> list[int]:
-    return [each[0].count("\n") for each in re.finditer(r"(?:^\|.*\n)+", prose(page), re.MULTILINE)]
+    return [match[3].count("\n") for match in TABLE.finditer(prose(page))]
 
 
 def links(page: Path) -> set[tuple[str, str, int]]:
@@ -70,18 +72,26 @@ def figures(page: Path) -> set[str]:
     return set(FIGURE.findall(prose(page)))
 
 
-def with_blocks_of(page: Path) -> str:
-    """The Chinese page with the fenced blocks of the English one."""
+def copied(page: Path) -> str:
+    """The Chinese page with the fenced blocks of the English one, and with its rows where the page asks for them."""
     blocks = [match[0] for match in FENCE.finditer(page.read_text(encoding="utf-8"))]
     text = chinese(page).read_text(encoding="utf-8")
     assert len(FENCE.findall(text)) == len(blocks), f"{chinese(page)} lacks a block, or has one too many"
-    return FENCE.sub(lambda _: blocks.pop(0), text)
+    rows = [match[3] for match in TABLE.finditer(prose(page))]
+    without = FENCE.sub("```\n```", text)
+    assert len(TABLE.findall(without)) == len(rows), f"{chinese(page)} lacks a table, or has one too many"
+    filled = TABLE.sub(lambda match: _filled(match, rows.pop(0)), without)
+    return FENCE.sub(lambda _: blocks.pop(0), filled)
 
 
-def copy_blocks() -> None:
+def _filled(match: re.Match[str], rows: str) -> str:
+    return f"{match[1]}{match[2]}{rows}" if match[1] else match[0]
+
+
+def copy_all() -> None:
     for page in ENGLISH:
         if chinese(page).exists():
-            chinese(page).write_text(with_blocks_of(page), encoding="utf-8")
+            chinese(page).write_text(copied(page), encoding="utf-8")
 
 
 every_page = pytest.mark.parametrize(
@@ -95,8 +105,8 @@ def test_every_page_has_a_chinese_one() -> None:
 
 
 @every_page
-def test_blocks_are_those_of_the_english_page(page: Path) -> None:
-    assert chinese(page).read_text(encoding="utf-8") == with_blocks_of(page), f"stale: run python tests/{__name__}.py"
+def test_blocks_and_rows_are_those_of_the_english_page(page: Path) -> None:
+    assert chinese(page).read_text(encoding="utf-8") == copied(page), f"stale: run python tests/{__name__}.py"
 
 
 @every_page
@@ -125,4 +135,4 @@ def test_each_page_leads_to_the_other_language(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    copy_blocks()
+    copy_all()

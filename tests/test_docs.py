@@ -297,4 +297,4 @@ if __name__ == "__main__":
     for every in (*PAGES, README, CHINESE):
         every.write_text(refreshed(every.read_text(encoding="utf-8")), encoding="utf-8")
     PICTURE.write_text(picture(), encoding="utf-8")
-    test_chinese_docs.copy_blocks()
+    test_chinese_docs.copy_all()

@@ -199,4 +199,4 @@ def test_an_example_runs_with_a_tiny_model(
 if __name__ == "__main__":
     for each in PAGES:
         each.write_text(refreshed(each), encoding="utf-8")
-    docs.test_chinese_docs.copy_blocks()
+    docs.test_chinese_docs.copy_all()
