@@ -16,9 +16,11 @@ GOOD = """
 - id: a-b
   kind: code
   title: A title
+  title_zh: 标题
   lines: '\\bsome words here\\b'
   cause: A cause
-  fixes: [{text: Do this}]
+  cause_zh: 原因
+  fixes: [{text: Do this, text_zh: 这样做}]
 """
 
 SEEDS = {
@@ -60,11 +62,10 @@ def test_every_expression_compiles_and_has_its_words() -> None:
 def test_every_entry_reads_well() -> None:
     for symptom in catalogue().symptoms:
         assert symptom.sources, symptom.id
-        for sentence in (symptom.cause, symptom.title, *(remedy.text for remedy in symptom.remedies)):
-            assert "\n" not in sentence
-            assert "  " not in sentence
-        assert not symptom.cause.endswith("."), symptom.id
-        assert all(remedy.text.endswith(".") for remedy in symptom.remedies), symptom.id
+        fixes = [remedy.text.fill_any() for remedy in symptom.remedies]
+        for language, stop in (("en", "."), ("zh", "。")):
+            assert not symptom.cause.fill_any().text(language).endswith(stop), symptom.id
+            assert all(fix.text(language).endswith(stop) for fix in fixes), symptom.id
 
 
 @pytest.mark.thorough
@@ -122,10 +123,12 @@ def test_alternatives_come_apart(parts: list[str]) -> None:
         (("title: A title", "titel: A title"), "unknown key 'titel': title"),
         (("  lines: '\\bsome words here\\b'\n", ""), "neither lines, nor exits"),
         (("'\\bsome words here\\b'", "'x.*'"), "no whole plain word"),
-        (("A cause", "A {thing}"), "not every line of it tells the {thing}"),
-        (("[{text: Do this}]", "[do-that]"), "there is no remedy 'do-that'"),
-        (("[{text: Do this}]", "[{command: x}]"), "a block with a text"),
-        (("[{text: Do this}]", "[{text: x, sets: {me: y}}]"), "sets is 'me'"),
+        (("A cause\n  cause_zh: 原因", "A {thing}\n  cause_zh: '{thing}'"), "not every line of it tells the {thing}"),
+        (("[{text: Do this, text_zh: 这样做}]", "[do-that]"), "there is no remedy 'do-that'"),
+        ((", text_zh: 这样做", ""), "a block with a text and a text_zh"),
+        (("  title_zh: 标题\n", ""), "has no title_zh"),
+        (("A cause", "A {thing}"), "cause and cause_zh name different things"),
+        (("Do this,", "Do this, sets: {me: y},"), "sets is 'me'"),
         (("fixes:", "settings: {stages: 3}\n  fixes:"), "unknown key 'stages': stage"),
         (("fixes:", "refines: nothing\n  fixes:"), "refines 'nothing', which there is not"),
         (("fixes:", "doing: sleeping\n  fixes:"), "doing is 'sleeping'"),

@@ -8,6 +8,7 @@ import pytest
 
 from tightfit.diagnose.judge import Evidence, KnownConfig, LogSource, RankExit, judge
 from tightfit.diagnose.verdict import Diagnosis, Verdict
+from tightfit.messages import Message
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB "
@@ -68,8 +69,8 @@ def test_numbers_that_are_none_count_however_it_ended() -> None:
 def test_exit_codes_where_no_text_says_more(code: int, symptom: str, kind: str) -> None:
     found = verdict("starting\n", exits=(RankExit(rank=0, code=code, at=1.0),))
     assert (found.id, found.kind) == (symptom, kind)
-    assert found.evidence[-1].source == "exit code"
-    assert str(code) in found.evidence[-1].text
+    assert found.evidence[-1].source == Message("diagnose.exit-code")
+    assert str(code) in str(found.evidence[-1].text)
 
 
 def test_text_says_more_than_an_exit_code() -> None:
@@ -100,7 +101,7 @@ def test_the_kernels_record() -> None:
     exits = (RankExit(rank=0, code=-9, at=1.0),)
     found = verdict("step 1 loss 2.0\n", exits=exits, kernel=(line,))
     assert (found.id, found.confidence) == ("host-oom-kernel", "certain")
-    assert found.evidence[0].source == "kernel log"
+    assert found.evidence[0].source == Message("diagnose.kernel-log")
     # Another process was killed as well, and ours says itself what it died of.
     assert verdict(OOM, kernel=(line,)).kind == "device-oom"
 
@@ -123,7 +124,7 @@ def test_what_followed_is_said_beside() -> None:
 
 def test_fixes_fit_the_users_settings() -> None:
     small = KnownConfig(trainer="llamafactory", micro_batch=1, checkpointing=True, stage=3, method="lora")
-    texts = [fix.text for fix in verdict(OOM, config=small).fixes]
+    texts = [str(fix.text) for fix in verdict(OOM, config=small).fixes]
     assert not any("micro batch" in text or "gradient checkpointing" in text for text in texts)
     assert not any("ZeRO-3 or FSDP2" in text for text in texts)
     commands = [fix.command for fix in verdict(OOM, config=KnownConfig(trainer="llamafactory")).fixes]
@@ -135,7 +136,7 @@ def test_fixes_fit_the_users_settings() -> None:
 
 def test_the_log_tells_settings_in_passing() -> None:
     text = "  Instantaneous batch size per device = 1\n" + OOM
-    assert not any("micro batch" in fix.text for fix in verdict(text).fixes)
+    assert not any("micro batch" in str(fix.text) for fix in verdict(text).fixes)
     killed = '"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}\nKilled\n'
     assert verdict(killed).id == "killed-offload"
 
@@ -143,8 +144,8 @@ def test_the_log_tells_settings_in_passing() -> None:
 def test_secrets_are_struck_out() -> None:
     secret = "hf_abcdefghijklmnopqrstuvwxyz012345"
     found = verdict(f"OSError: You are trying to access a gated repo. token={secret} https://me:pw@host/x\n")
-    assert secret not in found.evidence[0].text
-    assert "pw" not in found.evidence[0].text
+    assert secret not in str(found.evidence[0].text)
+    assert "pw" not in str(found.evidence[0].text)
 
 
 def test_a_log_that_cannot_be_read_is_no_log(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_logits_are_known_by_their_size() -> None:
     text = OOM.replace("2.00 GiB. GPU", "18.55 GiB. GPU")
     found = verdict(text, vocabulary=151936)
     assert found.id == "oom-logits-size"
-    assert "32,768 tokens" in found.cause
+    assert "32,768 tokens" in str(found.cause)
 
 
 TRACED = f'Traceback (most recent call last):\n  File "/job/a.py", line 1, in f\n    g()\n{OOM}\n'

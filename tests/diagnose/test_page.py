@@ -2,7 +2,7 @@
 
     python tests/diagnose/test_page.py
 
-writes docs/symptoms.md, and the printed parts of docs/diagnose.md, anew.
+writes docs/symptoms.md, its Chinese twin in docs/zh, and the printed parts of docs/diagnose.md, anew.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import shlex
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from tightfit.cli import main
 from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.page import TITLES, symptom_page
 from tightfit.diagnose.verdict import RETRYABLE
+from tightfit.messages import LANGUAGES, Language
 
 DOCS = Path(__file__).parents[2] / "docs"
-SYMPTOMS, DIAGNOSE = DOCS / "symptoms.md", DOCS / "diagnose.md"
+SYMPTOMS: dict[Language, Path] = {"en": DOCS / "symptoms.md", "zh": DOCS / "zh" / "symptoms.md"}
+DIAGNOSE = DOCS / "diagnose.md"
 FILE = re.compile(r"^`([\w.-]+)`:\n+```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SESSION = re.compile(r"^```text\n\$ (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -52,8 +56,10 @@ def refreshed(text: str) -> str:
         os.environ.update(before)
 
 
-def test_the_page_of_symptoms_is_the_catalogue() -> None:
-    assert SYMPTOMS.read_text(encoding="utf-8") == symptom_page(catalogue()), "stale: run this file"
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_page_of_symptoms_is_the_catalogue(language: Language) -> None:
+    page = symptom_page(catalogue(), language)
+    assert SYMPTOMS[language].read_text(encoding="utf-8") == page, "stale: run this file"
 
 
 def test_the_examples_are_what_is_printed() -> None:
@@ -69,5 +75,6 @@ def test_every_kind_has_a_title() -> None:
 
 
 if __name__ == "__main__":
-    SYMPTOMS.write_text(symptom_page(catalogue()), encoding="utf-8")
+    for language, page in SYMPTOMS.items():
+        page.write_text(symptom_page(catalogue(), language), encoding="utf-8")
     DIAGNOSE.write_text(refreshed(DIAGNOSE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -106,7 +106,7 @@ def test_a_line_of_megabytes() -> None:
     text = "x" * (5 * PIECE_BYTES) + "\nRuntimeError: CUDA error: out of memory " + "y" * (3 * PIECE_BYTES)
     found = judge(Evidence(logs=(LogSource(name="x", text=text),))).verdict
     assert found is not None
-    assert len(found.evidence[-1].text) < 1000
+    assert len(str(found.evidence[-1].text)) < 1000
 
 
 @given(st.binary(max_size=300_000), st.integers(1, 4))
@@ -169,7 +169,7 @@ def test_a_chain_of_exceptions_is_one_case() -> None:
     assert found.verdict is not None
     assert found.verdict.id == "module-missing"
     assert found.also == ()
-    assert any("KeyError" in line.text for line in found.verdict.evidence)
+    assert any("KeyError" in str(line.text) for line in found.verdict.evidence)
     assert any(fix.command == "pip install trl" for fix in found.verdict.fixes)
 
 

@@ -27,7 +27,7 @@ from tightfit.messages import (
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tightfit"
 AREAS = sorted(path.stem for path in FOLDER.glob("*.txt"))
-CHINESE = re.compile(r"[\u4e00-\u9fff]")
+CHINESE = re.compile(r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]")
 
 
 def fields_in(text: str) -> set[str]:
@@ -36,6 +36,10 @@ def fields_in(text: str) -> set[str]:
 
 def known() -> dict[str, set[str]]:
     return {f"{area}.{name}": fields_in(both[0]) for area in AREAS for name, both in texts_of(area).items()}
+
+
+BY_NAME = {"part"}
+"""Areas whose ids are made from names of the program."""
 
 
 def ids_in_the_code() -> Iterator[tuple[Path, ast.Constant, str]]:
@@ -68,7 +72,7 @@ def test_every_text_is_there_in_every_language_with_the_same_fields() -> None:
 
 def test_every_id_in_the_code_has_a_text_and_every_text_is_said() -> None:
     said = {name for _, _, name in ids_in_the_code()}
-    assert set(known()) <= said
+    assert {each for each in known() if each.partition(".")[0] not in BY_NAME} <= said
     assert not {name for name in said - set(known()) if "-" in name}
 
 

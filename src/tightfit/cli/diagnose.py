@@ -23,7 +23,13 @@ from tightfit.cli.flags import ANSWERED, CHANGE, Parser, whole_number
 from tightfit.diagnose.catalogue import Symptom, catalogue
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge
-from tightfit.diagnose.predicted import Predicted, foretold, foretold_verdict, planned_footprint, predicted
+from tightfit.diagnose.predicted import (
+    Prediction,
+    planned_footprint,
+    predict_failure,
+    predict_training,
+    predict_verdict,
+)
 from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Diagnosis, Verdict
@@ -55,14 +61,14 @@ def diagnose(argv: Sequence[str]) -> int:
     found, expected = _expected(args, question, found)
     if getattr(args, "json", False):
         tree = as_json(found, expected)
-        print(json.dumps({**tree, **_ending_json(question.ending)}, indent=2, ensure_ascii=False))
+        print(json.dumps({**tree, **_ending_json(question.ending)}, indent=2, ensure_ascii=False, default=str))
     else:
         _draw(question, found, expected)
     ended_badly = question.ending is not None and not question.ending.well
     return FOUND if found.verdict is not None or ended_badly else 0
 
 
-def _draw(question: Question, found: Diagnosis, expected: Predicted | None) -> None:
+def _draw(question: Question, found: Diagnosis, expected: Prediction | None) -> None:
     from tightfit.screen import open_console, say
     from tightfit.screen.diagnose import draw_diagnosis
 
@@ -82,7 +88,7 @@ def _has_evidence(evidence: Evidence) -> bool:
     return bool(evidence.logs or evidence.exits or evidence.kernel)
 
 
-def _expected(args: argparse.Namespace, question: Question, found: Diagnosis) -> tuple[Diagnosis, Predicted | None]:
+def _expected(args: argparse.Namespace, question: Question, found: Diagnosis) -> tuple[Diagnosis, Prediction | None]:
     """What the memory model says: of the failure; or, where nothing has happened yet, of what is going to."""
     told = found.verdict
     alone = not _has_evidence(question.evidence)
@@ -90,20 +96,20 @@ def _expected(args: argparse.Namespace, question: Question, found: Diagnosis) ->
         known, words = question.evidence.config or KnownConfig(), {name: getattr(args, name, None) for name in _NAMED}
         if not alone:
             beside = priced_beside(Path(args.config), known, **words)
-            return found, predicted(beside.footprint, told) if beside and told else None
+            return found, predict_failure(beside.footprint, told) if beside and told else None
         priced = priced_config(Path(args.config), known, **words)
-        said = foretold(priced.footprint, priced.hardware, priced.world)
+        said = predict_training(priced.footprint, priced.hardware, priced.world)
         if priced.planned:
-            said = replace(said, sentence=f"{said.sentence} It is priced as `tightfit train` would plan it.")
+            said = replace(said, sentence=Message("diagnose.priced-as-planned", sentence=said.sentence))
         card = priced.hardware.gpu.memory_bytes if priced.hardware else 0
-        return replace(found, verdict=foretold_verdict(said, card, known, args.config)), said
+        return replace(found, verdict=predict_verdict(said, card, known, args.config)), said
     footprint = planned_footprint(question.plan) if question.plan and (told or alone) else None
     if footprint is None:
         return found, None
     if told is not None:
-        return found, predicted(footprint, told)
+        return found, predict_failure(footprint, told)
     world = question.evidence.config.world if question.evidence.config else None
-    return found, foretold(footprint, None, world or 1)
+    return found, predict_training(footprint, None, world or 1)
 
 
 def parser() -> Parser:
@@ -251,7 +257,7 @@ def _kept(stack: ExitStack) -> Path:
 # --- for programs -------------------------------------------------------------------------------
 
 
-def as_json(found: Diagnosis, expected: Predicted | None = None) -> dict[str, Any]:
+def as_json(found: Diagnosis, expected: Prediction | None = None) -> dict[str, Any]:
     """What `--json` prints; a verdict of null means that nothing is wrong."""
     tree: dict[str, Any] = {
         "verdict": None if found.verdict is None else _verdict_json(found.verdict),
@@ -290,7 +296,7 @@ def explain(argv: Sequence[str]) -> int:
     known = catalogue()
     wanted = known.symptoms if args.id == "list" else (_symptom(args.id),)
     if getattr(args, "json", False):
-        print(json.dumps([_symptom_json(each) for each in wanted], indent=2, ensure_ascii=False))
+        print(json.dumps([_symptom_json(each) for each in wanted], indent=2, ensure_ascii=False, default=str))
         return 0
     from tightfit.screen import open_console
     from tightfit.screen.diagnose import draw_symptom, draw_symptoms
@@ -317,7 +323,7 @@ def _symptom_json(symptom: Symptom) -> dict[str, Any]:
         "kind": symptom.kind,
         "role": symptom.role,
         "title": symptom.title,
-        "cause": symptom.cause_of_any,
+        "cause": symptom.cause.fill_any(),
         "confidence": symptom.confidence,
         "refines": list(symptom.refines),
         "fixes": [

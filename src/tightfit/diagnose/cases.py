@@ -144,7 +144,7 @@ def _names(symptom: Symptom, finding: Finding) -> dict[str, str]:
         told = re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", finding.message.head.rstrip(". "), count=1)
         if told.endswith(":"):
             told += " " + next((line.strip() for line in finding.after[:3] if line.strip()), "")
-        names.setdefault("message", told if len(told) <= _MOST_LETTERS else f"{told[:_MOST_LETTERS]} …")
+        names.setdefault("error", told if len(told) <= _MOST_LETTERS else f"{told[:_MOST_LETTERS]} …")
     return names
 
 

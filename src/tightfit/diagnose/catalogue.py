@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from importlib.resources import files
 from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
@@ -21,6 +20,8 @@ from tightfit.diagnose.verdict import Confidence, Kind
 from tightfit.formats.known import KnownConfig
 from tightfit.formats.registry import FOLDERS
 from tightfit.inputs.spelling import listed, nearest
+from tightfit.messages import OPTIONAL, SYMPTOM, Message
+from tightfit.messages.symptoms import LOADER, SHARED, one_line, read_files
 
 Role = Literal["fault", "state", "ending", "echo", "trailing", "note"]
 """fault: the process could not go on; state: it goes on and is worthless; ending: how a process ended, which says
@@ -33,10 +34,6 @@ OomShape = Literal["fragmented", "others", "contexts", "larger", "capped", "room
 """fragmented: enough is reserved, in pieces; others: another process holds what is missing; contexts: the other ranks'
 contexts do; larger: one tensor as large as the card; capped: a limit below the card; roomy: more is free than was
 asked; logits: what was asked is a number of rows of the vocabulary."""
-
-
-OPTIONAL = re.compile(r"\[\[(.*?)\]\]")
-"""A part of a sentence that is left out where the log does not tell what it names."""
 
 
 class Expression:
@@ -82,9 +79,27 @@ class Settings:
         return any(value is not None and value not in wanted for value, wanted in known)
 
 
+class Sentence(NamedTuple):
+    """A text of the catalogue: which message it is, and what a log has to fill in."""
+
+    id: str
+    names: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    """What may be left out where the log does not tell it."""
+
+    def fill(self, words: Mapping[str, object]) -> Message:
+        """What is not known and cannot be left out is three dots."""
+        known = {name: words.get(name, "…") for name in self.names}
+        return Message(self.id, **known, **{name: words[name] for name in self.optional if name in words})
+
+    def fill_any(self, mark: str = "{{{}}}") -> Message:
+        """Without what only some logs tell; the others' names stand in the text."""
+        return Message(self.id, **{name: mark.format(name) for name in self.names})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    text: str
+    text: Sentence
     command: str | None = None
     vendors: Mapping[str, str | None]
     """The command on another vendor's cards, where it is another; None: it does not help there."""
@@ -101,8 +116,8 @@ class Remedy:
 class Symptom:
     id: str
     kind: Kind
-    title: str
-    cause: str
+    title: Message
+    cause: Sentence
     remedies: tuple[Remedy, ...]
     role: Role = "fault"
     confidence: Confidence = "certain"
@@ -151,11 +166,6 @@ class Symptom:
     def tier(self) -> int:
         """What counts before what: faults, then ends, then echoes, then those who sweep up."""
         return _TIERS[self.role]
-
-    @property
-    def cause_of_any(self) -> str:
-        """The cause without what only some logs tell."""
-        return OPTIONAL.sub("", self.cause)
 
     @property
     def is_generic(self) -> bool:
@@ -211,22 +221,29 @@ class Catalogue:
 @cache
 def catalogue() -> Catalogue:
     """The catalogue that is shipped."""
-    texts = {
-        entry.name: entry.read_text(encoding="utf-8")
-        for entry in sorted(files("tightfit.diagnose").joinpath("symptoms").iterdir(), key=lambda each: each.name)
-        if entry.name.endswith(".yaml")
-    }
-    return read_catalogue(texts)
+    return _check(read_files())
 
 
 def read_catalogue(texts: Mapping[str, str]) -> Catalogue:
     """The catalogue in the texts of its files, by file name."""
-    trees = {name: _tree(name, text) for name, text in texts.items()}
-    shared = {}
-    for key, entry in (trees.pop("remedies.yaml", None) or {}).items():
-        shared[key] = _Entry("remedies.yaml", key, entry).remedy(entry, {})
+    trees = {}
+    for name, text in texts.items():
+        try:
+            trees[name] = LOADER(text).get_single_data()
+        except yaml.YAMLError as error:
+            raise CatalogueError(f"{name} is no YAML: {error}") from None
+    return _check(trees)
+
+
+def _check(trees: Mapping[str, Any]) -> Catalogue:
+    shared = {
+        key: _Entry(SHARED, key, entry).remedy(entry, {}, f"fix.{key}")
+        for key, entry in (trees.get(SHARED) or {}).items()
+    }
     found: dict[str, Symptom] = {}
     for name, tree in trees.items():
+        if name == SHARED:
+            continue
         if not isinstance(tree, list):
             raise CatalogueError(f"{name} is no list of symptoms")
         for entry in tree:
@@ -242,32 +259,32 @@ def read_catalogue(texts: Mapping[str, str]) -> Catalogue:
     return Catalogue(tuple(found.values()))
 
 
-def _tree(name: str, text: str) -> Any:
-    try:
-        return _LOADER(text).get_single_data()
-    except yaml.YAMLError as error:
-        raise CatalogueError(f"{name} is no YAML: {error}") from None
-
-
-_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Safe either way; the one in C reads the catalogue in a tenth of the time."""
-
-
 # --- one entry ----------------------------------------------------------------------------------
 
-_TEXTS = ("id", "kind", "title", "cause", "role", "confidence")
+_TEXTS = ("id", "kind", "title", "title_zh", "cause", "cause_zh", "role", "confidence")
 _PATTERNS = ("without", "follows", "precedes", "around", "frames")
 _NUMBERS = ("least_steps", "most_steps", "repeats", "weight")
 _KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, "lines", "names", "anywhere", "refines", "doing", "oom", "settings", "exits",
          "fixes", "sources", "catches", "bare", "vague"}  # fmt: skip
 _VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)}
 """Keys of a remedy, and whose cards each is for; the later ones count."""
-_REMEDY_KEYS = {"text", "command", "sets", "costly", "where", "unless", *_VENDORS}
+_REMEDY_KEYS = {"text", "text_zh", "command", "sets", "costly", "where", "unless", *_VENDORS}
 _SETTINGS = {field.name for field in fields(KnownConfig)} - {"file"}
 
 
-_ALWAYS = ("where", "steps", "tokens", "message")
+_ALWAYS = ("steps", "tokens", "error")
 """Names that the engine fills in."""
+
+
+_NAMES = re.compile(r"\{(\w+)\}")
+
+
+def _find_names(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What must be known, and what may be left out."""
+    if "{" not in text:
+        return (), ()
+    optional = " ".join(OPTIONAL.findall(text))
+    return tuple(sorted({*_NAMES.findall(OPTIONAL.sub("", text))})), tuple(sorted({*_NAMES.findall(optional)}))
 
 
 class _Entry:
@@ -282,7 +299,7 @@ class _Entry:
     def symptom(self, shared: Mapping[str, Remedy]) -> Symptom:
         values = self.values
         self._check_keys(values, _KEYS)
-        for key in ("id", "kind", "title", "cause", "fixes"):
+        for key in ("id", "kind", "title", "title_zh", "cause", "cause_zh", "fixes"):
             if not values.get(key):
                 raise CatalogueError(f"{self.place} has no {key}")
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", values["id"]):
@@ -291,8 +308,8 @@ class _Entry:
         symptom = Symptom(
             id=values["id"],
             kind=self._word("kind", get_args(Kind)),
-            title=self._sentence("title"),
-            cause=self._sentence("cause"),
+            title=self._sentence(values, "title", f"{values['id']}.title").fill({}),
+            cause=self._sentence(values, "cause", f"{values['id']}.cause"),
             role=self._word("role", get_args(Role), "fault"),
             confidence=self._word("confidence", get_args(Confidence), "certain"),
             lines=lines,
@@ -306,7 +323,10 @@ class _Entry:
             oom=tuple(self._choice("oom", word, get_args(OomShape)) for word in self._list("oom")),
             settings=self._settings(values.get("settings")),
             exits=tuple(self._list("exits")),
-            remedies=tuple(self._fix(fix, shared) for fix in self._list("fixes")),
+            remedies=tuple(
+                self.remedy(fix, shared, f"{values['id']}.fix-{number}")
+                for number, fix in enumerate(self._list("fixes"), 1)
+            ),
             sources=tuple(self._list("sources")),
             without=self._any("without"),
             follows=self._any("follows"),
@@ -326,30 +346,29 @@ class _Entry:
 
     def _check_names(self, symptom: Symptom) -> None:
         """What the cause has in braces must be known whenever the symptom is found, but for what may be left out."""
-        names = re.findall(r"\{(\w+)\}", OPTIONAL.sub("", symptom.cause))
-        if not names:
+        if not symptom.cause.names:
             return
         always = {*_ALWAYS, *(_SETTINGS if symptom.settings or symptom.oom else ())}
         groups = [set(pattern.compiled.groupindex) for pattern in symptom.lines]
         always |= set.intersection(*groups) if groups else set()
-        for name in names:
+        for name in symptom.cause.names:
             if name not in always:
                 raise CatalogueError(f"{self.place}: not every line of it tells the {{{name}}} of its cause")
 
-    def remedy(self, values: Any, shared: Mapping[str, Remedy]) -> Remedy:
+    def remedy(self, values: Any, shared: Mapping[str, Remedy], name: str) -> Remedy:
         if isinstance(values, str):
             if values not in shared:
                 close = nearest(values, shared)
                 raise CatalogueError(f"{self.place}: there is no remedy {values!r}{f': {close}?' if close else ''}")
             return shared[values]
-        if not isinstance(values, dict) or not values.get("text"):
-            raise CatalogueError(f"{self.place}: a fix is the name of a remedy, or a block with a text")
+        if not isinstance(values, dict) or not values.get("text") or not values.get("text_zh"):
+            raise CatalogueError(f"{self.place}: a fix is the name of a remedy, or a block with a text and a text_zh")
         self._check_keys(values, _REMEDY_KEYS)
         sets = values.get("sets") or {}
         for trainer in sets:
             self._choice("sets", trainer, (*FOLDERS, "axolotl"))
         return Remedy(
-            text=" ".join(str(values["text"]).split()),
+            text=self._sentence(values, "text", name),
             command=values.get("command"),
             vendors={
                 vendor: str(values[key]) if values[key] else None
@@ -363,9 +382,6 @@ class _Entry:
             unless=self._settings(values.get("unless")),
         )
 
-    def _fix(self, values: Any, shared: Mapping[str, Remedy]) -> Remedy:
-        return self.remedy(values, shared)
-
     def _check_keys(self, values: Mapping[Any, Any], known: set[str]) -> None:
         for key in values:
             if key not in known:
@@ -376,8 +392,12 @@ class _Entry:
         value = self.values.get(key, [])
         return value if isinstance(value, list) else [value]
 
-    def _sentence(self, key: str) -> str:
-        return " ".join(str(self.values[key]).split())
+    def _sentence(self, values: Mapping[str, Any], key: str, name: str) -> Sentence:
+        """One of the texts, which has the same names in braces in each language."""
+        english, chinese = (_find_names(one_line(values[each])) for each in (key, f"{key}_zh"))
+        if english != chinese:
+            raise CatalogueError(f"{self.place}: {key} and {key}_zh name different things in braces")
+        return Sentence(f"{SYMPTOM}.{name}", *english)
 
     def _word(self, key: str, known: tuple[Any, ...], usual: str | None = None) -> Any:
         return self._choice(key, self.values.get(key, usual), known)

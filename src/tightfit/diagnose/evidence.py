@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tightfit.formats.known import KnownConfig
+from tightfit.messages import Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSource:
     """One log. A file is read in pieces, never whole."""
 
-    name: str
+    name: Said
     """What to call it in the evidence."""
     path: Path | None = None
     text: str | None = None

@@ -11,6 +11,7 @@ from tightfit.diagnose.fitting import Around, refined
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.scan import Scan
 from tightfit.formats.known import KnownConfig
+from tightfit.messages import Message, Said
 
 _SHELL = 128
 """Shells and containers add this to a signal's number; Python's launchers negate it, and an 8-bit code wraps that."""
@@ -22,13 +23,14 @@ def signal_of(code: int) -> int | None:
     return number if 0 < number < 65 else None
 
 
-def exit_words(gone: RankExit) -> str:
+def describe_exit(gone: RankExit) -> Message:
     number = signal_of(gone.code)
+    name: Said | None
     try:
-        name = f" ({signal.Signals(number).name})" if number else ""
+        name = signal.Signals(number).name if number else None
     except ValueError:
-        name = f" (signal {number})"
-    return f"{'' if gone.rank is None else f'rank {gone.rank}: '}{gone.code}{name}"
+        name = Message("diagnose.signal", number=number)
+    return Message("diagnose.exit", rank=gone.rank, code=gone.code, signal=name)
 
 
 def exit_cases(

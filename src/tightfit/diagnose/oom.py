@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from tightfit.diagnose.catalogue import OomShape
 from tightfit.diagnose.verdict import OomNumbers
+from tightfit.messages import Message
 
 GIB = 2**30
 MIB = 2**20
@@ -155,18 +156,17 @@ def size_words(size: int) -> str:
     return f"{size / MIB:.0f} MiB"
 
 
-def number_words(numbers: OomNumbers) -> str:
-    """What the message says, as the end of a sentence; empty: it says nothing."""
+def describe_numbers(numbers: OomNumbers) -> Message | None:
+    """What the message says, as the end of a sentence; None: it says nothing."""
     if numbers.asked is None:
-        return ""
-    words = f"{size_words(numbers.asked)} were asked for"
-    whole = numbers.allowed or numbers.total
-    if numbers.left is not None and whole is not None:
-        words += f" and {size_words(numbers.left)} of {size_words(whole)} were free"
-    if numbers.allocated is not None:
-        words += f", with {size_words(numbers.allocated)} in tensors"
-        if numbers.reserved_unused:
-            words += f" and {size_words(numbers.reserved_unused)} reserved beside them"
-    if numbers.others and numbers.others >= GIB // 2:
-        words += f"; other processes held {size_words(numbers.others)}"
-    return words
+        return None
+    sizes = {
+        "asked": numbers.asked,
+        "left": numbers.left,
+        "whole": numbers.allowed or numbers.total,
+        "allocated": numbers.allocated,
+        "unused": numbers.reserved_unused or None if numbers.allocated is not None else None,
+        "others": numbers.others if numbers.others and numbers.others >= GIB // 2 else None,
+    }
+    shown = {name: None if size is None else size_words(size) for name, size in sizes.items()}
+    return Message("diagnose.oom-numbers", **shown)

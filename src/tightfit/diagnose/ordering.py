@@ -13,9 +13,10 @@ from tightfit.diagnose.oom import OomMessage
 from tightfit.diagnose.said import is_raised
 from tightfit.diagnose.scan import Finding
 from tightfit.diagnose.verdict import Kind
+from tightfit.messages import Message
 from tightfit.types import PhaseName
 
-KERNEL = "kernel log"
+KERNEL = Message("diagnose.kernel-log")
 _THREADS = 3
 _LOW: tuple[Level, ...] = ("debug", "info", "warning")
 _WARNING = re.compile(r"\b[A-Z]\w*Warning: ")

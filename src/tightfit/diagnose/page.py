@@ -1,79 +1,87 @@
-"""The page of all symptoms, made from the catalogue."""
+"""The pages of all symptoms, docs/symptoms.md and docs/zh/symptoms.md, made from the catalogue."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tightfit.diagnose.catalogue import Catalogue, Symptom
-from tightfit.diagnose.verdict import Kind
+from tightfit.diagnose.catalogue import Catalogue, Role, Symptom
+from tightfit.diagnose.verdict import Confidence, Kind
 from tightfit.diagnose.wording import fixes_of
 from tightfit.formats.known import KnownConfig
+from tightfit.messages import Language, Listing, Message, Said, say
 
-TITLES: dict[Kind, str] = {
-    "device-oom": "The GPU's memory",
-    "fragmentation": "Memory in pieces",
-    "other-process": "Somebody else on the GPU",
-    "host-oom": "The host's memory",
-    "pinned-memory": "Pinned memory",
-    "shared-memory": "Shared memory",
-    "communication": "Communication between ranks",
-    "hang": "Ranks that hang",
-    "not-finite": "Numbers that are none",
-    "loss-scale": "The loss scale",
-    "disk-full": "The disk",
-    "data": "The data",
-    "code": "The program",
-    "config": "Settings",
-    "environment": "The environment",
-    "preempted": "Asked to leave",
-    "hardware": "Hardware",
-    "unknown": "Unknown",
+TITLES: dict[Kind, Message] = {
+    "device-oom": Message("diagnose.kind-device-oom"),
+    "fragmentation": Message("diagnose.kind-fragmentation"),
+    "other-process": Message("diagnose.kind-other-process"),
+    "host-oom": Message("diagnose.kind-host-oom"),
+    "pinned-memory": Message("diagnose.kind-pinned-memory"),
+    "shared-memory": Message("diagnose.kind-shared-memory"),
+    "communication": Message("diagnose.kind-communication"),
+    "hang": Message("diagnose.kind-hang"),
+    "not-finite": Message("diagnose.kind-not-finite"),
+    "loss-scale": Message("diagnose.kind-loss-scale"),
+    "disk-full": Message("diagnose.kind-disk-full"),
+    "data": Message("diagnose.kind-data"),
+    "code": Message("diagnose.kind-code"),
+    "config": Message("diagnose.kind-config"),
+    "environment": Message("diagnose.kind-environment"),
+    "preempted": Message("diagnose.kind-preempted"),
+    "hardware": Message("diagnose.kind-hardware"),
+    "unknown": Message("diagnose.kind-unknown"),
 }
+_SURE: dict[Confidence, Message] = {
+    "certain": Message("diagnose.sure-certain"),
+    "likely": Message("diagnose.sure-likely"),
+    "possible": Message("diagnose.sure-possible"),
+}
+_ROLES: dict[Role, Message] = {
+    "ending": Message("diagnose.role-ending"),
+    "echo": Message("diagnose.role-echo"),
+    "trailing": Message("diagnose.role-trailing"),
+    "note": Message("diagnose.role-note"),
+}
+"""Those of which the page says something."""
 
-HEAD = """# Symptoms
-
-What [`tightfit diagnose`](diagnose.md) knows: {count} symptoms, by the kind of their cause. The supervisor of \
-`tightfit train` judges by the same catalogue. This page is made from it (`python tests/diagnose/test_page.py`).
-
-- *certain*, *likely*, *possible*: how sure a verdict of this name is.
-- *special case of*: it is looked for where the other was found, and says more.
-- *echo*, *trailing*: it follows from a failure elsewhere, and is the verdict only where nothing else is known.
-- *ending*: how a process ended; what it said before counts first.
-- *note*: worth knowing, and never the verdict.
-- A fix marked *changes the training* changes what is trained, and not only how.
-"""
+_OTHER: dict[Language, str] = {"en": "[中文](zh/symptoms.md)", "zh": "[English](../symptoms.md)"}
 
 
-def symptom_page(known: Catalogue) -> str:
-    """The text of docs/symptoms.md."""
-    blocks = [HEAD.format(count=len(known.symptoms))]
+def symptom_page(known: Catalogue, language: Language) -> str:
+    """The text of the page in a language."""
+    head = Message("diagnose.page-head", count=len(known.symptoms), other=_OTHER[language])
+    blocks = [head.text(language)]
     for kind, title in TITLES.items():
         ours = [symptom for symptom in known.symptoms if symptom.kind == kind]
         if ours:
-            blocks.append(f"## {title}\n")
-            blocks += [_entry(symptom) for symptom in sorted(ours, key=lambda each: each.id)]
+            blocks.append(f"## {title.text(language)}\n")
+            for symptom in sorted(ours, key=lambda each: each.id):
+                lines = (f"### {symptom.id}\n", *(say(line, language) for line in _describe(symptom, language)), "")
+                blocks.append("\n".join(lines))
     return "\n".join(blocks)
 
 
-def _entry(symptom: Symptom) -> str:
-    return "\n".join([f"### {symptom.id}\n", *_lines(symptom), ""])
-
-
-def _lines(symptom: Symptom) -> Iterator[str]:
-    facts: list[str] = [symptom.confidence]
-    if symptom.role not in ("fault", "state"):
-        facts.append(symptom.role)
+def _describe(symptom: Symptom, language: Language) -> Iterator[Said]:
+    facts = [_SURE[symptom.confidence]]
+    if symptom.role in _ROLES:
+        facts.append(_ROLES[symptom.role])
     if symptom.refines:
-        facts.append("special case of " + ", ".join(f"[{base}](#{base})" for base in symptom.refines))
-    yield f"**{symptom.title}.** {_safe(symptom.cause_of_any)}. *({'; '.join(facts)})*\n"
+        bases = Listing(f"[{base}](#{base})" for base in symptom.refines)
+        facts.append(Message("diagnose.page-special-case", bases=bases))
+    yield Message(
+        "diagnose.page-symptom",
+        title=symptom.title,
+        cause=_escape(symptom.cause.fill_any("*{}*"), language),
+        facts=Listing(facts, ";"),
+    )
+    yield ""
     for fix in fixes_of(symptom, KnownConfig(), {}):
-        cost = " *(changes the training)*" if fix.is_costly else ""
-        command = f" `{fix.command}`" if fix.command else ""
-        yield f"- {_safe(str(fix.text))}{command}{cost}"
+        fields = {"text": _escape(fix.text, language), "command": fix.command}
+        yield Message("diagnose.page-costly-fix", **fields) if fix.is_costly else Message("diagnose.page-fix", **fields)
     if symptom.sources:
-        yield f"\nFrom {', '.join(symptom.sources)}."
+        yield ""
+        yield Message("diagnose.page-sources", sources=", ".join(symptom.sources))
 
 
-def _safe(text: str) -> str:
-    """Braces are filled in from the log, and underscores are no emphasis."""
-    return text.replace("{where}", "").replace("{", "*").replace("}", "*").replace("_", "\\_")
+def _escape(said: Said, language: Language) -> str:
+    """Underscores are no emphasis."""
+    return say(said, language).replace("_", "\\_")

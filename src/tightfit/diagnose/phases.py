@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from tightfit.messages import Message
 from tightfit.types import PhaseName
 
-PLACES: Mapping[PhaseName, str] = {
-    "init": "before the first step",
-    "forward": "in the forward pass",
-    "loss": "in the loss",
-    "backward": "in the backward pass",
-    "step": "in the optimizer step",
-    "eval": "in an evaluation",
-    "save": "while saving",
+PLACES: Mapping[PhaseName, Message] = {
+    "init": Message("diagnose.at-init"),
+    "forward": Message("diagnose.at-forward"),
+    "loss": Message("diagnose.at-loss"),
+    "backward": Message("diagnose.at-backward"),
+    "step": Message("diagnose.at-step"),
+    "eval": Message("diagnose.at-eval"),
+    "save": Message("diagnose.at-save"),
 }
 """As the end of a sentence."""
 _LOSS = re.compile(

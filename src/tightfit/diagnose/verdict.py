@@ -40,11 +40,11 @@ Confidence = Literal["certain", "likely", "possible"]
 class Line:
     """One line of evidence."""
 
-    source: str
+    source: Said
     """A file's name, `exit code`, `kernel log`."""
     number: int | None
     """Of the line in the file, from 1."""
-    text: str
+    text: Said
     """Without colour codes; secrets masked."""
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from tightfit.diagnose.catalogue import OPTIONAL, Remedy, Symptom
+from tightfit.diagnose.catalogue import Remedy, Symptom
 from tightfit.diagnose.evidence import LogSource
-from tightfit.diagnose.exits import exit_words
+from tightfit.diagnose.exits import describe_exit
 from tightfit.diagnose.masks import masked
-from tightfit.diagnose.oom import number_words, size_words
+from tightfit.diagnose.oom import describe_numbers, size_words
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.scan import Finding
 from tightfit.diagnose.verdict import Fix, Line, Verdict
 from tightfit.formats.known import KnownConfig
+from tightfit.messages import Message, Said
 
 _MOST_LETTERS = 600
-_NAMES = re.compile(r"\{(\w+)\}")
-_FILLED = re.compile(r"\{(\w+)(?:\|([^{}]*))?\}")
+_NAME = re.compile(r"\{(\w+)(?:\|([^{}]*))?\}")
 _PLACE = re.compile(r"^(?:File |Cell In|│ /|/\S+:\d+ in |│ \S+:\d+)")
 
 
@@ -38,7 +38,7 @@ def verdict_of(case: Case, logs: Sequence[LogSource], config: KnownConfig) -> Ve
     )
 
 
-def fixes_of(symptom: Symptom, config: KnownConfig, words: Mapping[str, str]) -> Iterator[Fix]:
+def fixes_of(symptom: Symptom, config: KnownConfig, words: Mapping[str, object]) -> Iterator[Fix]:
     """Those that are open to this configuration, what costs nothing of the training first."""
     for remedy in sorted(symptom.remedies, key=lambda each: each.is_costly):
         if remedy.where is not None and remedy.where.contradict(config):
@@ -49,8 +49,8 @@ def fixes_of(symptom: Symptom, config: KnownConfig, words: Mapping[str, str]) ->
             continue
         command = _command(remedy, config)
         yield Fix(
-            text=filled(remedy.text, words),
-            command=None if command is None else filled(command, words),
+            text=remedy.text.fill(words),
+            command=None if command is None else _fill_command(command, words),
             is_costly=remedy.is_costly,
         )
 
@@ -69,16 +69,16 @@ def _command(remedy: Remedy, config: KnownConfig) -> str | None:
     return remedy.sets.get("deepspeed") if config.trainer != "job" else None
 
 
-def filled(text: str, words: Mapping[str, str]) -> str:
-    """The text with its names in braces replaced. What is not known: `[[ {name}]]` is left out, `{name|OTHER}` is what
-    stands behind the bar, and `{name}` is three dots."""
-    told = OPTIONAL.sub(lambda found: found[1] if set(_NAMES.findall(found[1])) <= set(words) else "", text)
-    return _FILLED.sub(lambda found: words[found[1]] if found[1] in words else found[2] or "…", told)
+def _fill_command(command: str, words: Mapping[str, object]) -> str:
+    """With its names in braces replaced. What is not known: `{name|OTHER}` is what stands behind the bar, and `{name}`
+    is three dots."""
+    return _NAME.sub(lambda found: str(words[found[1]]) if found[1] in words else found[2] or "…", command)
 
 
-def _words(case: Case, config: KnownConfig) -> dict[str, str]:
-    words = {name: masked(text) for name, text in case.names.items() if text}
-    words["where"] = f" {PLACES[case.phase]}" if case.phase is not None else ""
+def _words(case: Case, config: KnownConfig) -> dict[str, object]:
+    words: dict[str, object] = {name: masked(text) for name, text in case.names.items() if text}
+    if case.phase is not None:
+        words["where"] = PLACES[case.phase]
     for name in KnownConfig.__dataclass_fields__:
         value = getattr(config, name)
         if value is not None:
@@ -98,10 +98,13 @@ def _words(case: Case, config: KnownConfig) -> dict[str, str]:
     return words
 
 
-def _cause(case: Case, words: Mapping[str, str]) -> str:
-    sentence = filled(case.symptom.cause, words).rstrip(".")
-    numbers = number_words(case.oom.numbers) if case.oom is not None else ""
-    return f"{sentence}{f' ({numbers})' if numbers else ''}."
+def _cause(case: Case, words: Mapping[str, object]) -> Message:
+    inside = {name: value.rstrip(".") if isinstance(value, str) else value for name, value in words.items()}
+    cause = case.symptom.cause.fill(inside)
+    numbers = None if case.oom is None else describe_numbers(case.oom.numbers)
+    if numbers is None:
+        return Message("diagnose.cause", cause=cause)
+    return Message("diagnose.cause-with-numbers", cause=cause, numbers=numbers)
 
 
 def _evidence(case: Case, logs: Sequence[LogSource]) -> Iterator[Line]:
@@ -109,10 +112,10 @@ def _evidence(case: Case, logs: Sequence[LogSource]) -> Iterator[Line]:
         if finding is not None:
             yield from _lines(finding, case.symptom, logs[finding.source].name)
     if case.exit is not None:
-        yield Line(source="exit code", number=None, text=exit_words(case.exit))
+        yield Line(source=Message("diagnose.exit-code"), number=None, text=describe_exit(case.exit))
 
 
-def _lines(finding: Finding, symptom: Symptom, name: str) -> Iterator[Line]:
+def _lines(finding: Finding, symptom: Symptom, name: Said) -> Iterator[Line]:
     """The place in the traceback that tells, and the line itself."""
     if finding.traceback is not None:
         frames = finding.traceback.frames
@@ -131,6 +134,6 @@ def _lines(finding: Finding, symptom: Symptom, name: str) -> Iterator[Line]:
             yield _line(name, None, told_by.strip())
 
 
-def _line(name: str, number: int | None, text: str) -> Line:
+def _line(name: Said, number: int | None, text: str) -> Line:
     text = masked(text)
     return Line(source=name, number=number, text=text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…")

@@ -18,8 +18,11 @@ added:
     {cause:bare}             without its full stop
     {cause:stop}             with one
     {cause:sentence}         with a capital letter and a full stop
+    [[ (port {port})]]       left out where the field is missing or None
     a field that is a Message, or a `Listing` of some, is put into the same language
-    Chinese gets a space where it meets Latin letters or digits, and nowhere else
+    Chinese gets a space where it meets Latin letters or digits, and nowhere else; a field that is text stays as it is
+
+The area `symptom` is the catalogue of symptoms, whose texts stand in `diagnose/symptoms/*.yaml` (see `symptoms.py`).
 
 What a program decides, it decides from the id and the fields, never from the text.
 """
@@ -36,6 +39,8 @@ from typing import Any, Literal, get_args
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = get_args(Language)
 FOLDER = Path(__file__).parent
+SYMPTOM = "symptom"
+OPTIONAL = re.compile(r"\[\[([^\[\]]*\{[^\[\]]*)\]\]")
 
 _spoken: Language = "en"
 
@@ -70,9 +75,9 @@ class Message:
         return format(str(self), format_spec)
 
     def text(self, language: Language) -> str:
-        area, _, name = self.id.partition(".")
-        made = _Filler(language).vformat(texts_of(area)[name][LANGUAGES.index(language)], (), self.fields)
-        return space_chinese(made) if language == "zh" else made
+        filler = _Filler(language)
+        made = filler.fill(self)
+        return filler.put_back(space_chinese(made)) if language == "zh" else made
 
 
 Joint = Literal["or", "and", ",", ";", "."]
@@ -107,11 +112,8 @@ class Listing:
         return self.text(_spoken)
 
     def text(self, language: Language) -> str:
-        if not self.parts:
-            return ""
-        *most, last = (say(part, language) for part in self.parts)
-        between, before_last = _JOINTS[self.joint][LANGUAGES.index(language)]
-        return f"{between.join(most)}{before_last}{last}" if most else last
+        filler = _Filler(language)
+        return filler.put_back(filler.join(self))
 
 
 class Choice(Listing):
@@ -187,7 +189,8 @@ def _from_json(value: object) -> object:
         return Listing(map(from_json, parts), value["joint"])
     said = fields.pop("message", None)
     area, _, name = str(said).partition(".")
-    if area.isidentifier() and (FOLDER / f"{area}.txt").is_file() and name in texts_of(area):
+    is_area = area == SYMPTOM or (area.isidentifier() and (FOLDER / f"{area}.txt").is_file())
+    if is_area and name in texts_of(area):
         return Message(f"{area}.{name}", **fields)
     return ", ".join(str(part) for part in (said, *fields.values()) if part is not None)
 
@@ -200,6 +203,10 @@ def text(id: str, /, **fields: object) -> str:  # noqa: A002
 @cache
 def texts_of(area: str) -> Mapping[str, tuple[str, ...]]:
     """Of one area: name → the text in each of LANGUAGES."""
+    if area == SYMPTOM:
+        from tightfit.messages.symptoms import read_texts  # needs YAML
+
+        return read_texts()
     written = (FOLDER / f"{area}.txt").read_text(encoding="utf-8").splitlines()
     lines = [line for line in written if line.strip() and not line.startswith("#")]
     size = 1 + len(LANGUAGES)
@@ -223,16 +230,50 @@ def _chinese_fields() -> Mapping[str, Mapping[str, str]]:
 class _Filler(Formatter):
     def __init__(self, language: Language) -> None:
         self.language = language
+        self.kept: list[str] = []
+        """Text of others, in which no space may be set: a path, what a log says."""
+
+    def fill(self, message: Message) -> str:
+        area, _, name = message.id.partition(".")
+        written, fields = texts_of(area)[name][LANGUAGES.index(self.language)], message.fields
+
+        def fill_optional(found: re.Match[str]) -> str:
+            names = [name for _, name, _, _ in self.parse(found[1]) if name is not None]
+            return found[1] if all(fields.get(name) is not None for name in names) else ""
+
+        return self.vformat(OPTIONAL.sub(fill_optional, written) if "[[" in written else written, (), fields)
+
+    def join(self, listing: Listing) -> str:
+        if not listing.parts:
+            return ""
+        *most, last = (str(self.format_field(part, "")) for part in listing.parts)
+        between, before_last = _JOINTS[listing.joint][LANGUAGES.index(self.language)]
+        return f"{between.join(most)}{before_last}{last}" if most else last
+
+    def put_back(self, made: str) -> str:
+        for place, text in enumerate(self.kept):
+            made = made.replace(chr(_FIRST_KEPT + place), text)
+        return made
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         if "|" in format_spec:
             one, many = format_spec.split("|")
             return (one if value == 1 else many).replace("#", f"{value:,}")
-        if isinstance(value, Message | Listing):
-            value = value.text(self.language)
+        is_others = isinstance(value, str | Path)
+        if isinstance(value, Message):
+            value = self.fill(value)
+        elif isinstance(value, Listing):
+            value = self.join(value)
         if format_spec in ("bare", "capital", "sentence", "stop"):
-            return _reshape(str(value), format_spec, self.language)
+            value, format_spec = _reshape(str(value), format_spec, self.language), ""
+        if is_others and self.language == "zh" and space_chinese(str(value)) != str(value):
+            self.kept.append(str(value))
+            value = chr(_FIRST_KEPT + (len(self.kept) - 1))
         return super().format_field(value, format_spec)
+
+
+_FIRST_KEPT = 0xE000
+"""Marks of private use."""
 
 
 def _reshape(text: str, spec: str, language: Language) -> str:

@@ -138,7 +138,8 @@ def without_smaller(
 def _missing(verdict: Verdict) -> Shortfall:
     reason, numbers = _REASONS.get(verdict.kind, "memory"), verdict.oom
     if verdict.kind not in ("device-oom", "fragmentation"):
-        said = (numbers, *(read_oom(line.text).numbers for line in verdict.evidence))  # torch's words, where no rank's
+        # torch's words, where no rank's
+        said = (numbers, *(read_oom(str(line.text)).numbers for line in verdict.evidence))
         asked = next((each.asked for each in said if each is not None and each.asked is not None), 0)
         return Shortfall(where="host", missing_bytes=asked, phase=verdict.phase, reason=reason)
     if numbers is None:

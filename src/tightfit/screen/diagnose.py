@@ -9,6 +9,7 @@ from rich.text import Text
 
 from tightfit.diagnose.catalogue import Symptom
 from tightfit.diagnose.verdict import Confidence, Diagnosis, Fix, Line, Verdict
+from tightfit.messages import Said
 from tightfit.screen import say
 
 SURE: dict[Confidence, str] = {
@@ -20,10 +21,10 @@ _MOST_LINES = 12
 _MOST_LETTERS = 400
 
 
-def draw_diagnosis(console: Console, found: Diagnosis, expected: str | None, names: Sequence[str]) -> None:
+def draw_diagnosis(console: Console, found: Diagnosis, expected: Said | None, names: Sequence[Said]) -> None:
     """The first cause with its proof and its fixes; one sentence, where nothing is wrong."""
     if found.verdict is None and expected is not None and not names:
-        say(console, expected)
+        say(console, str(expected))
     elif found.verdict is None:
         where = names[0] if len(names) == 1 else f"{len(names)} logs"
         say(console, f"Nothing is wrong in {where}." if names else "Nothing is wrong.", style="bold green")
@@ -36,8 +37,8 @@ def draw_diagnosis(console: Console, found: Diagnosis, expected: str | None, nam
             say(console, f"{verdict.cause} [{verdict.id}]", first="  - ", indent="    ")
 
 
-def _draw_verdict(console: Console, verdict: Verdict, expected: str | None) -> None:
-    say(console, verdict.cause, style="bold red")
+def _draw_verdict(console: Console, verdict: Verdict, expected: Said | None) -> None:
+    say(console, str(verdict.cause), style="bold red")
     facts = [SURE[verdict.confidence]]
     if verdict.rank is not None:
         facts.append(f"Rank {verdict.rank} was the first.")
@@ -45,7 +46,7 @@ def _draw_verdict(console: Console, verdict: Verdict, expected: str | None) -> N
         facts.append(f"Phase: {verdict.phase}.")
     say(console, " ".join(facts))
     if expected is not None:
-        say(console, expected)
+        say(console, str(expected))
     _draw_lines(console, verdict.evidence)
     _draw_fixes(console, verdict.fixes)
     console.print()
@@ -59,7 +60,8 @@ def _draw_lines(console: Console, lines: Sequence[Line]) -> None:
     console.print("The proof:")
     for line in lines[:_MOST_LINES]:
         where = line.source if line.number is None else f"{line.source}:{line.number}"
-        shown = line.text if len(line.text) <= _MOST_LETTERS else f"{line.text[:_MOST_LETTERS]} …"
+        said = str(line.text)
+        shown = said if len(said) <= _MOST_LETTERS else f"{said[:_MOST_LETTERS]} …"
         say(console, f"{where}: {shown}", first="  ", indent="    ")
 
 
@@ -72,7 +74,7 @@ def _draw_fixes(console: Console, fixes: Sequence[Fix]) -> None:
         console.print()
         console.print(title)
         for fix in chosen:
-            say(console, fix.text, first="  - ", indent="    ")
+            say(console, str(fix.text), first="  - ", indent="    ")
             if fix.command is not None:
                 console.print(Text(f"      {fix.command}", style="cyan"), soft_wrap=True)
 
@@ -80,7 +82,7 @@ def _draw_fixes(console: Console, fixes: Sequence[Fix]) -> None:
 def draw_symptom(console: Console, symptom: Symptom, fixes: Sequence[Fix]) -> None:
     """One entry of the catalogue."""
     say(console, f"{symptom.id}: {symptom.title}", style="bold")
-    say(console, f"{symptom.cause_of_any}.")
+    say(console, f"{symptom.cause.fill_any()}.")
     facts = [f"Kind: {symptom.kind}."]
     if symptom.refines:
         facts.append(f"A special case of {', '.join(symptom.refines)}.")

@@ -1,8 +1,7 @@
 """What the planner, a diagnosis or a run says, in another language.
 
 Its sentences are made in English, where the figures are at hand. Here they are recognised by their pattern and said
-again. The pairs lie in `words/`: `sentences.*.zh.yaml` for what the program says, `symptoms.*.zh.yaml` for the
-catalogue of symptoms, file by file as in `diagnose/symptoms/`. The English has its changing parts in braces:
+again. The pairs lie in `words/sentences.*.zh.yaml`. The English has its changing parts in braces:
 
     {name}         a sentence or a word of its own, which is looked up in turn
     {told_name}    likewise, and the pattern only holds where it is known
@@ -125,16 +124,6 @@ def pairs_of(language: str) -> Iterator[tuple[str, str]]:
         yield from ((english, told) for english, told in tree["sentences"])
 
 
-@cache
-def symptoms_in(language: str) -> dict[str, str]:
-    """Every title, cause and fix of the catalogue, as it stands there → in the language."""
-    return {
-        english: told
-        for path in sorted(FOLDER.glob(f"symptoms.*.{language}.yaml"))
-        for english, told in _tree(path).items()
-    }
-
-
 @dataclass(slots=True)
 class _Teller:
     """Says one sentence."""
@@ -226,25 +215,13 @@ def _filled(told: str, parts: dict[str, str]) -> str:
 def _known(language: str) -> _Known:
     words: dict[str, str] = {}
     patterns: list[_Pattern] = []
-    for english, told in (*pairs_of(language), *_symptoms(language)):
+    for english, told in pairs_of(language):
         for body in _variants(_body(english)):
             if _HOLES.search(body) is None:
                 words.setdefault(_small(body), _filled(told, {}).removesuffix("。"))
             else:
                 patterns.append(_pattern(body, told.removesuffix("。")))
     return _Known(words, tuple(patterns))
-
-
-def _symptoms(language: str) -> Iterator[tuple[str, str]]:
-    """What a symptom's braces hold is the log's, and stays, but for the phase. A cause that is nothing but what a log
-    says tells nothing."""
-    for english, told in symptoms_in(language).items():
-        if _HOLES.fullmatch(english) is None:
-            yield _of_a_log(english), _of_a_log(told)
-
-
-def _of_a_log(text: str) -> str:
-    return _HOLES.sub(lambda found: "[[{told_where}]]" if found[1] == "where" else f"{{raw_{found[1]}}}", text)
 
 
 def _variants(english: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from starlette.requests import Request
 
-from tightfit.messages import Language, Message
+from tightfit.messages import Language, Message, Said, say
 from tightfit.web.sentences import FOLDER, Sentence, said_in
 
 LANGUAGES: dict[Language, str] = {"en": "English", "zh": "中文"}
@@ -26,6 +26,10 @@ class Words(dict[str, Any]):
     def __init__(self, language: Language) -> None:
         super().__init__(yaml.safe_load((FOLDER / f"{language}.yaml").read_text(encoding="utf-8")))
         self.language = language
+
+    def say(self, said: Said) -> str:
+        """What is text already stays as it is."""
+        return say(said, self.language)
 
     def said(self, english: Message | str) -> Sentence:
         return said_in(self.language, english if isinstance(english, Message) else " ".join(english.split()))
