@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal, Protocol, cast
 
+from tightfit.messages import Said
 from tightfit.types import ConfigError
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -36,7 +37,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EML
 class NotOurs(ConfigError):
     """Something is in the way that somebody else has put there."""
 
-    def __init__(self, path: Path, sentence: str) -> None:
+    def __init__(self, path: Path, sentence: Said) -> None:
         super().__init__(sentence)
         self.path = path
 
@@ -105,7 +106,7 @@ def find_strangers(path: Path, names: Ours) -> list[Path]:
     return list(look(path, ""))
 
 
-def check_ours(path: Path, names: Ours, advice: str) -> None:
+def check_ours(path: Path, names: Ours, advice: Said) -> None:
     """Raise for the first stranger at or below a folder. `advice`: what to do, after its name."""
     if strangers := find_strangers(path, names):
         raise NotOurs(strangers[0], f"{strangers[0]} was not written by tightfit: {advice}")

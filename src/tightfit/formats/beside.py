@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 _MARK = re.compile(r"\.tightfit-\d+$")
@@ -32,7 +33,7 @@ def beside(path: Path, suffix: str | None = None) -> Path:
         name = path.with_name(f"{stem}.tightfit-{number}{suffix or path.suffix}")
         if not name.exists():
             return name
-    raise ConfigError(f"{path.parent} holds {_MOST} files of {stem}.tightfit: remove those that are not needed")
+    raise ConfigError(Message("planfile.too-many-beside", folder=path.parent, most=_MOST, stem=stem))
 
 
 def write_beside(path: Path, text: str) -> Path:
@@ -43,7 +44,7 @@ def write_beside(path: Path, text: str) -> Path:
             file.write(text)
     except OSError as error:
         what = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{path} cannot be written ({what}): make room or give yourself the right to write") from None
+        raise ConfigError(Message("planfile.cannot-write-beside", path=path, error=what)) from None
     return path
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.formats.known import KnownConfig
 from tightfit.formats.rules import Rule
+from tightfit.messages import Message, Said
 from tightfit.types import Trainer
 
 if TYPE_CHECKING:  # the names of the dialects cost no planner
@@ -26,16 +27,16 @@ class PlanFile:
     """A file that a plan becomes."""
 
     name: str
-    what: str
+    what: Message
     """What it is, for PLAN.md."""
     write: Callable[[Plan, Target, Collection[str]], str | None]
     """Its text, beside those that were written before; None: this plan has none. A ConfigError says why it cannot say
     what the plan says."""
     is_optional: bool = False
     """Such a file is then left out, unless the launcher starts from it or the plan is for its trainer."""
-    notes: Callable[[Plan, Target], Iterable[str]] = lambda plan, target: ()
+    notes: Callable[[Plan, Target], Iterable[Said]] = lambda plan, target: ()
     """What has to be known about it."""
-    version: Callable[[Plan, Target], str | None] = lambda plan, target: None
+    version: Callable[[Plan, Target], Said | None] = lambda plan, target: None
     """The release that it is written for, as the end of a sentence."""
 
 
@@ -46,7 +47,7 @@ class Variable:
     name: str
     value: str | None
     """What it is set to, as the shell reads it; None: left out."""
-    reason: str
+    reason: Message
     unset: bool = False
     """A value that the user's shell may hold is taken away."""
 
@@ -76,9 +77,9 @@ class Dialect:
     """The trainer that its files are for, where a plan can be for one."""
 
     # --- recognising ---
-    title: str = ""
+    title: Said = ""
     """Whose files they are: DeepSpeed's."""
-    one: str = ""
+    one: Said = ""
     """One such file: a DeepSpeed JSON."""
     keys: frozenset[str] = frozenset()
     """Of the top level."""

@@ -23,6 +23,7 @@ from typing import Any
 from tightfit.formats.registry import dialects
 from tightfit.formats.worker.read import SCHEMA
 from tightfit.inputs.records import find_json
+from tightfit.messages import Message
 from tightfit.owned import NotOurs, Patterns, check_ours, move_file, remove_folder
 from tightfit.types import ConfigError
 
@@ -45,10 +46,11 @@ def write(files: Mapping[str, str], folder: Path, force: bool) -> list[Path]:
         return [folder / name for name in files]
     except OSError as error:
         _unmake(made)
-        raise ConfigError(_sentence(error, folder)) from None
+        what = (error.strerror or str(error)).lower()
+        raise ConfigError(Message("planfile.cannot-write", folder=folder, error=what)) from None
     except ValueError as error:  # a path or a text that no file system can hold
         _unmake(made)
-        raise ConfigError(f"cannot write to {str(folder)!r}: {error}: name another folder") from None
+        raise ConfigError(Message("planfile.cannot-hold", folder=repr(str(folder)), error=error)) from None
     except BaseException:
         _unmake(made)
         raise
@@ -57,20 +59,20 @@ def write(files: Mapping[str, str], folder: Path, force: bool) -> list[Path]:
 def _check(files: Mapping[str, str], folder: Path, force: bool) -> None:
     for name in files:
         if Path(name).name != name or name in ("", ".."):
-            raise ConfigError(f"{name!r} is not a file name: leave out the folder")
+            raise ConfigError(Message("planfile.not-a-name", name=repr(name)))
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file, so nothing can be written into it: name a folder")
+        raise ConfigError(Message("planfile.folder-is-file", folder=folder))
     ours = _own_names(folder)
     for name in files:
         path = folder / name
         if path.is_dir():
-            raise ConfigError(f"{path} is a folder where a file should be written: move it away")
+            raise ConfigError(Message("planfile.file-is-folder", path=path))
         if not os.path.lexists(path):
             continue
         if name not in ours or path.is_symlink():
-            raise NotOurs(path, f"{path} exists and was not written by tightfit: move it away, or name another folder")
+            raise NotOurs(path, Message("planfile.not-ours", path=path))
         if not force:
-            raise ConfigError(f"{path} exists: say --force to replace it, or name another folder")
+            raise ConfigError(Message("planfile.exists", path=path))
 
 
 def _own_names(folder: Path) -> frozenset[str]:
@@ -114,7 +116,7 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
     staging, names = folder / STAGING, "|".join(map(re.escape, {LIST, *PLAN_FILES, *files}))
     staged = Patterns(f"(old/)?({names})", "old")
     if os.path.lexists(staging):  # of a process that was killed
-        check_ours(staging, staged, "move it away, for files are written there first")
+        check_ours(staging, staged, Message("planfile.staging"))
         remove_folder(staging, staged)
     staging.mkdir()
     try:
@@ -175,8 +177,3 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _sentence(error: OSError, folder: Path) -> str:
-    what = (error.strerror or str(error)).lower()
-    return f"cannot write to {folder}: {what}; nothing was left there: make room or name another folder with --write"

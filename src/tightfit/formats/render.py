@@ -10,6 +10,7 @@ from tightfit.formats.launch.environment import launcher_of
 from tightfit.formats.plan_md import plan_md
 from tightfit.formats.registry import dialects, launchers
 from tightfit.formats.target import Target
+from tightfit.messages import Said
 from tightfit.planner.plan import Plan
 from tightfit.types import ConfigError
 
@@ -17,7 +18,7 @@ from tightfit.types import ConfigError
 def render(plan: Plan, target: Target) -> dict[str, str]:
     """Every file of a plan, by name."""
     files: dict[str, str] = {}
-    left_out: dict[str, str] = {}
+    left_out: dict[str, Said] = {}
     starts_from = launchers()[launcher_of(plan, target)].needs
     for dialect in dialects():
         for file in dialect.files:
@@ -26,7 +27,7 @@ def render(plan: Plan, target: Target) -> dict[str, str]:
             except ConfigError as error:
                 if not file.is_optional or file.name == starts_from or dialect.trainer == plan.job.trainer:
                     raise
-                left_out[file.name] = str(error)
+                left_out[file.name] = error.said
             else:
                 files |= {} if text is None else {file.name: text}
     files["PLAN.md"] = plan_md(plan, target, files, left_out)

@@ -8,6 +8,7 @@ from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way
 from tightfit.job.file import adapter_dtype_of
 from tightfit.memory import estimate
+from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 from tightfit.planner.trainers import NAMES, Abilities, scans
 from tightfit.priced import amounts
@@ -47,11 +48,15 @@ def check_fits_under(trainer: Trainer, plan: Plan, target: Target) -> None:
         return
     way = chosen_way(plan)
     found = estimate(way.shape, levers_under(trainer, plan, target), way.world, way.hardware)
-    fix = f"plan --for {trainer}"
+
     if found.gpu.required_bytes > max(way.gpu_limit_bytes, way.footprint.gpu.required_bytes):
         need, there = amounts(found.gpu.required_bytes, way.hardware.gpu.memory_bytes)
-        raise ConfigError(f"{NAMES[trainer]} would need {need} of {there} GiB for this on a GPU: {fix}")
+        raise ConfigError(
+            Message("planfile.trainer-needs-gpu", trainer=NAMES[trainer], need=need, there=there, word=trainer)
+        )
     ram = way.hardware.host_ram_bytes
     if ram is not None and found.host.peak_bytes_per_node > max(ram, way.footprint.host.peak_bytes_per_node):
         need, there = amounts(found.host.peak_bytes_per_node, ram)
-        raise ConfigError(f"{NAMES[trainer]} would need {need} of the host's {there} GiB for this: {fix}")
+        raise ConfigError(
+            Message("planfile.trainer-needs-ram", trainer=NAMES[trainer], need=need, there=there, word=trainer)
+        )

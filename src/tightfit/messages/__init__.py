@@ -157,6 +157,13 @@ def bare(said: Said) -> str:
     return str(said).rstrip(".。")
 
 
+def end_sentence(said: Said) -> str:
+    """Its text, with a full stop if it has none."""
+    made = str(said)
+    stop = "。" if _spoken == "zh" and isinstance(said, Message) else "."
+    return made if made.endswith((".", "!", "?", "。", "！", "？")) else made + stop
+
+
 def as_json(said: object) -> object:
     """A message, or a field of one, as it is written into a record: the page says it in the language of its reader."""
     if isinstance(said, Message):

@@ -15,6 +15,7 @@ from tightfit.formats.known import KnownConfig, block_in, whole, word
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import deepspeed_file_of
+from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 
 
@@ -42,15 +43,17 @@ def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
 
 DIALECT = Dialect(
     name="accelerate",
-    title="accelerate's",
-    one="an accelerate YAML",
+    title=Message("accelerate.title"),
+    one=Message("accelerate.one"),
     keys=KEYS,
     telling=("distributed_type", "compute_environment", "deepspeed_config", "fsdp_config"),
     rules=(KEY_TWICE, NOT_FINITE, JSON_COMMENTS, *BESIDE, *RULES),
     check=check_accelerate,
     known=known,
     deepspeed_at=DEEPSPEED_AT,
-    files=(PlanFile(name=FILE, what="for `accelerate launch`", write=write, is_optional=True, notes=accelerate_notes),),
+    files=(
+        PlanFile(name=FILE, what=Message("accelerate.file"), write=write, is_optional=True, notes=accelerate_notes),
+    ),
     launcher=Launcher(
         program="accelerate", reads=("worker.json", "deepspeed.json", FILE), needs=FILE, command=accelerate_command
     ),

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tightfit.formats.launch.environment import gpu_ids_of
+from tightfit.formats.launch.script import or_stop
 from tightfit.formats.target import Target
 from tightfit.formats.worker.launch import WORKER, node_flag
 from tightfit.formats.worker.write import chosen_way
+from tightfit.messages import text
 from tightfit.planner.plan import Plan
 
 
 def accelerate_command(plan: Plan, target: Target) -> Iterator[str]:
     way, ours = chosen_way(plan), plan.job.trainer == "tightfit"
     if not ours:
-        yield '(( $# > 0 )) || { echo "launch.sh: name your training script: launch.sh train.py" >&2; exit 2; }'
+        yield f"(( $# > 0 )) {or_stop(text('launch.name-script'))}"
     yield "exec accelerate launch \\"
     yield "  --config_file accelerate.yaml \\"
     if way.hardware.gpu.vendor != "cpu" and target.gpu_ids is not None:

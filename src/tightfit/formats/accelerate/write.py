@@ -23,6 +23,7 @@ from tightfit.formats.launch.hostfile import hosts_for
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import LOW_SCALE_TIERS, chosen_way
 from tightfit.inputs.versions import release
+from tightfit.messages import Message
 from tightfit.planner.plan import Plan, Way
 from tightfit.types import ConfigError, Moe, Precision
 
@@ -72,26 +73,25 @@ def accelerate_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> s
     """The file for `accelerate launch --config_file`. `deepspeed_file` is the JSON's name; None: FSDP2."""
     way = chosen_way(plan)
     if way.levers.is_fsdp2 != (deepspeed_file is None):
-        need = "has no DeepSpeed file" if way.levers.is_fsdp2 else "needs the name of its DeepSpeed file"
-        raise ConfigError(f"engine {way.levers.engine} {need}: give deepspeed_file accordingly")
+        if way.levers.is_fsdp2:
+            raise ConfigError(Message("accelerate.fsdp2-has-no-file"))
+        raise ConfigError(Message("accelerate.engine-needs-file", engine=way.levers.engine))
     values = {"compute_environment": "LOCAL_MACHINE", "debug": False}
     values |= _fsdp(way) if deepspeed_file is None else _deepspeed(way, target, deepspeed_file)
     values |= _machines(plan, way, target)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def accelerate_notes(plan: Plan, target: Target) -> tuple[str, ...]:
+def accelerate_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
     way = chosen_way(plan)
     notes = []
     if way.levers.is_fsdp2:
         notes += _fsdp_notes(plan, way)
     elif way.levers.stage == 3 and way.levers.method == "qlora":
-        notes.append(
-            "zero3_init_flag is off: a 4-bit model is loaded whole by every process and sharded afterwards, as priced."
-        )
+        notes.append(Message("accelerate.zero3-init-flag-off"))
     if way.hardware.nodes > 1 and target.hostfile is None:
-        notes.append("main_process_ip in accelerate.yaml is a placeholder: write the address of the first machine.")
+        notes.append(Message("accelerate.placeholder-ip"))
     return tuple(notes)
 
 
@@ -170,21 +170,15 @@ def _machines(plan: Plan, way: Way, target: Target) -> Block:
     return values
 
 
-def _fsdp_notes(plan: Plan, way: Way) -> list[str]:
+def _fsdp_notes(plan: Plan, way: Way) -> list[Message]:
     levers = way.levers
-    notes = ["fsdp_state_dict_type is SHARDED_STATE_DICT: `accelerate merge-weights` makes one model of the parts."]
+    notes = [Message("accelerate.sharded-state-dict")]
     if levers.checkpointing.layers:
-        notes.append(
-            f"The plan recomputes {levers.checkpointing.layers} layers, accelerate all or none: it recomputes all, "
-            "which needs less memory and is slower."
-        )
+        notes.append(Message("accelerate.recomputes-all", layers=levers.checkpointing.layers))
     if levers.checkpointing.offload:
-        notes.append("fsdp_activation_checkpointing_offload needs accelerate 1.15 or later; older ones ignore it.")
+        notes.append(Message("accelerate.offload-needs-newer"))
     if levers.precision == "fp16" and plan.job.tier in LOW_SCALE_TIERS and not pure_16bit(levers):
-        notes.append(
-            f"The tier {plan.job.tier} starts fp16's loss scale low; under FSDP2 accelerate starts it at 65,536, and "
-            "skips the first steps until it has come down."
-        )
+        notes.append(Message("accelerate.high-first-scale", tier=plan.job.tier))
     if pure_16bit(levers):
-        notes.append(f"mixed_precision is no: load the model in {levers.precision}, and it trains in that alone.")
+        notes.append(Message("accelerate.pure-16bit", precision=levers.precision))
     return notes

@@ -13,6 +13,7 @@ from tightfit.formats.deepspeed.write import deepspeed_json, deepspeed_notes
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
 from tightfit.formats.known import KnownConfig, block_in, whole, word
 from tightfit.formats.worker.write import DEEPSPEED_FILE, deepspeed_file_of
+from tightfit.messages import Message
 
 
 def known(values: Mapping[str, Any]) -> KnownConfig:
@@ -33,8 +34,8 @@ def known(values: Mapping[str, Any]) -> KnownConfig:
 
 DIALECT = Dialect(
     name="deepspeed",
-    title="DeepSpeed's",
-    one="a DeepSpeed JSON",
+    title=Message("deepspeed.title"),
+    one=Message("deepspeed.one"),
     keys=KEYS[""] | REMOVED,
     telling=("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
     rules=CHECKED,
@@ -43,7 +44,7 @@ DIALECT = Dialect(
     files=(
         PlanFile(
             name=DEEPSPEED_FILE,
-            what="DeepSpeed's settings, all that differ from its defaults",
+            what=Message("deepspeed.file"),
             write=lambda plan, target, _: deepspeed_json(plan, target) if deepspeed_file_of(plan) else None,
             notes=deepspeed_notes,
             version=lambda plan, target: f"DeepSpeed {target.deepspeed_version}",

@@ -9,6 +9,7 @@ from tightfit.formats.launch.hostfile import hosts_for
 from tightfit.formats.target import Target
 from tightfit.formats.worker.launch import WORKER
 from tightfit.formats.worker.write import chosen_way
+from tightfit.messages import text
 from tightfit.planner.plan import Plan
 
 
@@ -20,7 +21,7 @@ def deepspeed_command(plan: Plan, target: Target) -> Iterator[str]:
         where = f"--hostfile hostfile --num_nodes {hardware.nodes} --num_gpus {hardware.gpus_per_node}"
     elif hosts:
         if target.hostfile is None:
-            yield "# The machines of the file `hostfile`; replace the names in both."
+            yield f"# {text('launch.replace-both')}"
         include = "@".join(f"{name}:{listed}" for name, _ in hosts)
         where = f'--hostfile hostfile --include "{include}"'
     elif obeys_visible(plan, target, "deepspeed"):
@@ -28,7 +29,7 @@ def deepspeed_command(plan: Plan, target: Target) -> Iterator[str]:
         where = '--include "localhost:$slots"'
     else:
         where = f'--include "localhost:{listed}"'
-    yield "# Asked to stop, this launcher ends its ranks at once; `tightfit train --plan` lets them save first."
+    yield f"# {text('launch.ends-at-once')}"
     yield "exec deepspeed \\"
     yield f"  {where} \\"
     yield f'  --master_port "${{MASTER_PORT:-{target.port}}}" --no_local_rank \\'
@@ -38,15 +39,11 @@ def deepspeed_command(plan: Plan, target: Target) -> Iterator[str]:
 def _slots(plan: Plan) -> Iterator[str]:
     """The first of `gpus` as DeepSpeed's slots, in `slots`."""
     hardware = chosen_way(plan).hardware
-    hint = (
-        "launch.sh: DeepSpeed takes GPUs by different numbers, and $visible is ${!visible}: write numbers, or plan "
-        "with --launcher torchrun"
-    )
-    yield "# Beside --include DeepSpeed ignores what is visible, so it is handed on here."
+    yield f"# {text('launch.handed-on')}"
     yield 'slots=""'
     yield f'for gpu in "${{gpus[@]:0:{hardware.gpus_per_node}}}"; do'
     yield '  [[ "$gpu" =~ ^[0-9]+$ && ",$slots," != *",$gpu,"* ]] ||'
-    yield f'    {{ echo "{hint}" >&2; exit 2; }}'
+    yield f'    {{ echo "launch.sh: {text("launch.numbers-only")}" >&2; exit 2; }}'
     yield '  slots="${slots:+$slots,}$gpu"'
     yield "done"
     if hardware.gpu.vendor in HIP:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightfit.inputs.versions import Release, release
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 OLDEST, NEWEST = "0.14.0", "0.19.8"
@@ -107,13 +108,9 @@ def check_version(version: str) -> Release:
     """The release, or the sentence that says why nothing can be written for it."""
     asked = release(version)
     if asked < release(OLDEST):
-        raise ConfigError(
-            f"--deepspeed-version {version} is too old: files are written for {OLDEST} and later, so upgrade"
-        )
+        raise ConfigError(Message("deepspeed.version-too-old", version=version, oldest=OLDEST))
     if asked[0] > release(NEWEST)[0]:
-        raise ConfigError(
-            f"--deepspeed-version {version} is unknown, since configs are written for 0.x up to {NEWEST}: name one"
-        )
+        raise ConfigError(Message("deepspeed.version-unknown", version=version, newest=NEWEST))
     return asked
 
 
@@ -139,11 +136,11 @@ def without_defaults(values: Mapping[str, Any], path: str = "") -> dict[str, Any
     return kept
 
 
-def newer_than_known(version: str) -> str | None:
+def newer_than_known(version: str) -> Message | None:
     """The sentence for a release whose source we have not read; None: we have."""
     if release(version) <= release(NEWEST):
         return None
-    return f"DeepSpeed {version} is newer than any whose config we have read: the file is written as for {NEWEST}."
+    return Message("deepspeed.newer-than-known", version=version, newest=NEWEST)
 
 
 def defaults_that_moved(version: str) -> dict[str, object]:

@@ -29,6 +29,7 @@ from tightfit.formats.worker.write import chosen_way, clip, first_scale_power, l
 from tightfit.inputs.flags import LEVERS
 from tightfit.job import Job
 from tightfit.memory.host import swap_buffer_numel
+from tightfit.messages import Message
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import GIB
 from tightfit.types import ConfigError, Levers
@@ -51,33 +52,25 @@ def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) 
     return json.dumps(without_defaults(values), indent=2) + "\n"
 
 
-def deepspeed_notes(plan: Plan, target: Target) -> tuple[str, ...]:
+def deepspeed_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What a reader of the file should know, a sentence each."""
     way = chosen_way(plan)
     levers, vendor = way.levers, way.hardware.gpu.vendor
     if levers.is_fsdp2:
         return ()
     notes = [
-        "The DeepSpeed file has no activation_checkpointing block: Hugging Face models never call DeepSpeed's own "
-        "checkpointing, so the trainer's setting decides.",
-        "It has no optimizer block, since the trainer makes the optimizer; a script that leaves that to DeepSpeed "
-        "needs one."
+        Message("deepspeed.no-checkpointing-block"),
+        Message("deepspeed.no-optimizer-block")
         if not _needs_block(levers)
-        else "It has an optimizer block, since only DeepSpeed makes a host AdamW with 16-bit moments.",
+        else Message("deepspeed.has-optimizer-block"),
     ]
     if newer := newer_than_known(target.deepspeed_version):
         notes.append(newer)
     if levers.stage == 3 and not _can_gather(way):
-        notes.append(
-            "stage3_gather_16bit_weights_on_model_save is off: a whole 16-bit model would not fit the host's RAM "
-            f"beside the training ({_whole_bytes(way) / GIB:.1f} GiB more); join the parts later with zero_to_fp32.py."
-        )
+        notes.append(Message("deepspeed.gather-off", more=_whole_bytes(way) / GIB))
     if vendor in ("amd", "hygon") and levers.precision == "bf16":
         extra = 4 * levers.buckets.reduce_bucket / GIB
-        notes.append(
-            "On ROCm recent versions of accelerate reduce bf16 gradients in fp32, which takes up to "
-            f"{extra:.1f} GiB more than was priced; communication_data_type in the file overrules that."
-        )
+        notes.append(Message("deepspeed.fp32-reduce-on-rocm", extra=extra))
     return tuple(notes)
 
 
@@ -156,9 +149,7 @@ def _offload(way: Way, nvme_path: str | None) -> Block:
         if block["device"] != "nvme":
             del block["nvme_path"]
         elif nvme_path is None:
-            raise ConfigError(
-                "hardware.nvme_path is missing, and the plan offloads to NVMe: name a folder on it (--nvme-path DIR)"
-            )
+            raise ConfigError(Message("deepspeed.no-nvme-path"))
     return blocks
 
 
@@ -190,9 +181,7 @@ def _optimizer(job: Job, levers: Levers) -> Block:
     if levers.optimizer == "sgd":
         return {"type": "SGD", "params": {"lr": rate, "weight_decay": decay}}
     if levers.optimizer != HOST_ADAM:
-        raise ConfigError(
-            f"optimizer {levers.optimizer} is not one that DeepSpeed makes itself: let the script make it, or use adamw"
-        )
+        raise ConfigError(Message("deepspeed.not-its-optimizer", optimizer=levers.optimizer))
     params: Block = {"lr": rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPS, "weight_decay": decay}
     if levers.offload_optimizer != "none":
         params["fp32_optimizer_states"] = not pure_16bit(levers)
@@ -213,29 +202,21 @@ def _known(values: Block, version: str, path: str = "") -> Block:
         if knows(version, where):
             kept[name] = _known(value, version, where) if isinstance(value, dict) else value
         elif value is True and name.startswith("bf16_"):
-            raise ConfigError(
-                f"master_weights false with bf16 needs DeepSpeed 0.18.3 or later, not {version}: use fp16"
-            )
+            raise ConfigError(Message("deepspeed.pure-bf16-since", version=version))
     return kept
 
 
 def _check_engine(levers: Levers) -> None:
     if levers.is_fsdp2:
-        raise ConfigError("engine fsdp2 has no DeepSpeed file: write the accelerate YAML instead")
+        raise ConfigError(Message("deepspeed.fsdp2-has-no-file"))
     if not pure_16bit(levers):
         return
     if levers.engine == "zero0":
-        raise ConfigError(
-            "master_weights false needs engine zero1, zero2 or zero3: unsharded, DeepSpeed keeps fp32 copies"
-        )
+        raise ConfigError(Message("deepspeed.pure-needs-sharding"))
     if levers.precision == "fp16" and not _needs_block(levers):
-        raise ConfigError(
-            "master_weights false with fp16 needs offload_optimizer cpu: only DeepSpeed's host Adam has it"
-        )
+        raise ConfigError(Message("deepspeed.pure-fp16-needs-offload"))
     if levers.offload_optimizer != "none" and levers.optimizer != HOST_ADAM:
-        raise ConfigError(
-            "master_weights false with an offloaded optimizer needs optimizer adamw, DeepSpeed's host Adam"
-        )
+        raise ConfigError(Message("deepspeed.pure-offload-needs-adamw"))
 
 
 def _needs_block(levers: Levers) -> bool:

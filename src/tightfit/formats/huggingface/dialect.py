@@ -16,6 +16,7 @@ from tightfit.formats.target import Target
 from tightfit.formats.under import check_fits_under
 from tightfit.formats.worker.write import deepspeed_file_of
 from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
+from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 
 
@@ -42,8 +43,8 @@ def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
 DIALECT = Dialect(
     name="huggingface",
     trainer="trainer",
-    title="TrainingArguments",
-    one="a file of TrainingArguments",
+    title=Message("huggingface.title"),
+    one=Message("huggingface.one"),
     keys=TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS,
     telling=("output_dir", "per_device_train_batch_size"),
     claims=is_trls,
@@ -55,7 +56,7 @@ DIALECT = Dialect(
     files=(
         PlanFile(
             name="training_args.json",
-            what="Hugging Face's `TrainingArguments`, for a trainer of your own",
+            what=Message("huggingface.file"),
             write=write,
             is_optional=True,
             notes=training_args_notes,

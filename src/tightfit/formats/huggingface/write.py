@@ -26,6 +26,7 @@ from tightfit.formats.worker.write import chosen_way, clip, epochs, learning_rat
 from tightfit.inputs.versions import release
 from tightfit.job import Job
 from tightfit.memory import estimate
+from tightfit.messages import Message, Said
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.trainers import LIGER_UNDER_THE_TRAINER
 from tightfit.priced import amounts
@@ -80,78 +81,63 @@ def training_args_json(plan: Plan, target: Target, deepspeed_file: str | None) -
     return json.dumps(known, indent=2, ensure_ascii=False) + "\n"
 
 
-def training_args_notes(plan: Plan, target: Target) -> tuple[str, ...]:
+def training_args_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
     way = chosen_way(plan)
     levers, version = way.levers, target.transformers_version
     notes = []
     if release(version) > release(NEWEST):
-        notes.append(
-            f"transformers {version} is newer than any that we have read: TrainingArguments are as for {NEWEST}."
-        )
+        notes.append(Message("huggingface.newer-than-known", version=version, newest=NEWEST))
     notes += _loss_notes(way, version)
     if levers.checkpointing.layers and not levers.is_fsdp2:
-        notes.append(
-            f"The plan recomputes {levers.checkpointing.layers} layers, the Trainer all or none: it recomputes all, "
-            "which needs less memory and is slower."
-        )
+        notes.append(Message("huggingface.recomputes-all", layers=levers.checkpointing.layers))
     if levers.trains != "all":
-        notes.append(
-            f"The plan trains the {levers.trains} alone, the Trainer whatever requires a gradient: freeze the rest."
-        )
+        notes.append(Message("huggingface.trains-alone", trains=levers.trains))
     notes += _offload_notes(way)
     notes += _scan_notes(way)
     notes += _needs(way, version)
     if levers.is_fsdp2 and release(version) < release(FSDP2_SINCE):
-        notes.append(f"With transformers {version} FSDP2 comes from accelerate.yaml: start with `accelerate launch`.")
+        notes.append(Message("huggingface.fsdp2-by-accelerate", version=version))
     if way.skips_long:
-        notes.append(
-            f"The plan leaves out samples longer than {levers.sequence} tokens; the Trainer takes what it is given: "
-            "filter the data first."
-        )
+        notes.append(Message("huggingface.filter-long", sequence=levers.sequence))
     if plan.job.saving.every_minutes is not None:
-        notes.append(f"The Trainer saves by steps alone: every {save_steps(plan.job)}, and not by minutes.")
+        notes.append(Message("huggingface.saves-by-steps", steps=save_steps(plan.job)))
     if plan.job.saving.keep_every is not None:
-        notes.append("The Trainer keeps the newest checkpoints alone, and none for ever (saving.keep_every).")
+        notes.append(Message("huggingface.keeps-newest"))
     if plan.job.timeout is not None:
-        notes.append(f"The Trainer has no time limit: it does not stop after {plan.job.timeout}.")
+        notes.append(Message("huggingface.no-time-limit", timeout=plan.job.timeout))
     return tuple(notes)
 
 
-def _loss_notes(way: Way, version: str) -> list[str]:
+def _loss_notes(way: Way, version: str) -> list[Message]:
     if way.levers.loss != "fused":
         return []
     if not _knows(version, "use_liger_kernel"):
-        return [f"transformers {version} has no use_liger_kernel: its loss is the plain one, the plan's is fused."]
+        return [Message("huggingface.no-liger-switch", version=version)]
     if not fuses(way, version):
-        return [f"use_liger_kernel is off: Liger has no fused loss for {way.shape.model_type}, so it is the plain one."]
-    notes = ["Under the Trainer, Liger's fused loss stands in for ours (use_liger_kernel: pip install liger-kernel)."]
+        return [Message("huggingface.no-liger-for-model", model_type=way.shape.model_type)]
+    notes = [Message("huggingface.liger-instead")]
     return notes + list(filter(None, [liger.unproven(way.hardware)]))
 
 
-def _offload_notes(way: Way) -> list[str]:
+def _offload_notes(way: Way) -> list[Message]:
     if not way.levers.checkpointing.offload:
         return []
     if not way.levers.is_fsdp2:
-        return ["The Trainer cannot keep layer inputs on the host, as the plan does."]
+        return [Message("huggingface.no-input-offload")]
     need = _required_bytes(way, replace(way.levers, checkpointing=Checkpointing(layers=None)))
-    return [
-        "fsdp_config has no key that keeps layer inputs on the host, as the plan does; accelerate.yaml has: start with "
-        "`accelerate launch --config_file accelerate.yaml`, and the Trainer takes it from there. Started otherwise, a "
-        f"GPU needs {amounts(need)[0]} GiB."
-    ]
+    return [Message("huggingface.input-offload-by-accelerate", need=amounts(need)[0])]
 
 
-def _scan_notes(way: Way) -> list[str]:
+def _scan_notes(way: Way) -> list[Message]:
     if not _scans(way):
         return []
-    kernels = "the official kernels where mamba-ssm and causal-conv1d are installed, else the plain path"
     if way.levers.scan == "tightfit":
-        return [f"tightfit's scan, which the plan counts on, is in no other trainer: there Mamba takes {kernels}."]
-    return [f"Mamba takes {kernels}; the plan counts on the {way.levers.scan} one."]
+        return [Message("huggingface.no-tightfit-scan")]
+    return [Message("huggingface.other-scan", scan=way.levers.scan)]
 
 
-def _needs(way: Way, version: str) -> list[str]:
+def _needs(way: Way, version: str) -> list[Message]:
     """What a GPU holds under the Trainer, where that is more than the plan says."""
     levers, card = way.levers, way.hardware.gpu.memory_bytes
     needs = {}
@@ -168,13 +154,20 @@ def _needs(way: Way, version: str) -> list[str]:
         needs[scan] = _required_bytes(way, run)
     if max(needs.values()) <= way.footprint.gpu.required_bytes:
         return []
-    words = {"official": " with the official kernels", "torch": " on the plain path"} if len(needs) > 1 else {}
+    planned, size = amounts(way.footprint.gpu.required_bytes, card)
+    ids = {"official": "huggingface.gib-official", "torch": "huggingface.gib-plain"} if len(needs) > 1 else {}
     each = [
-        f"{amounts(need)[0]} GiB{words.get(scan, '')}{', which does not fit' if need > card else ''}"
+        said_to_fit(Message(ids.get(scan, "huggingface.gib"), gib=amounts(need)[0]), fits=need <= card)
         for scan, need in needs.items()
     ]
-    planned, size = amounts(way.footprint.gpu.required_bytes, card)
-    return [f"As the Trainer runs it a GPU needs {'; '.join(each)}; planned are {planned} of {size} GiB."]
+    if len(each) == 1:
+        return [Message("huggingface.trainer-needs", need=each[0], planned=planned, size=size)]
+    return [Message("huggingface.trainer-needs-two", first=each[0], second=each[1], planned=planned, size=size)]
+
+
+def said_to_fit(need: Message, *, fits: bool) -> Message:
+    """What a GPU needs, and that it has not so much."""
+    return need if fits else Message("huggingface.too-much", need=need)
 
 
 def _required_bytes(way: Way, levers: Levers) -> int:
@@ -265,10 +258,10 @@ def _memory(way: Way, version: str) -> Values:
 def _sharding(way: Way, target: Target, deepspeed_file: str | None) -> Values:
     if not way.levers.is_fsdp2:
         if deepspeed_file is None:
-            raise ConfigError(f"engine {way.levers.engine} needs the name of its DeepSpeed file: give deepspeed_file")
+            raise ConfigError(Message("huggingface.engine-needs-file", engine=way.levers.engine))
         return {"deepspeed": deepspeed_file}
     if deepspeed_file is not None:
-        raise ConfigError("engine fsdp2 has no DeepSpeed file: leave deepspeed_file out")
+        raise ConfigError(Message("huggingface.fsdp2-has-no-file"))
     asked, offloaded = release(target.transformers_version), way.levers.offload_param == "cpu"
     if asked < release(FSDP2_SINCE):
         return {}
@@ -305,19 +298,14 @@ def _knows(version: str, name: str) -> bool:
 
 def _check_version(version: str) -> None:
     if release(version) < release(OLDEST):
-        raise ConfigError(
-            f"--transformers-version {version} is too old: files are written for {OLDEST} and later, so upgrade"
-        )
+        raise ConfigError(Message("huggingface.version-too-old", version=version, oldest=OLDEST))
     if release(version)[0] > release(NEWEST)[0]:
-        raise ConfigError(f"--transformers-version {version} is unknown: name one up to {NEWEST}")
+        raise ConfigError(Message("huggingface.version-unknown", version=version, newest=NEWEST))
 
 
-def transformers_wanted(plan: Plan, target: Target) -> str:
+def transformers_wanted(plan: Plan, target: Target) -> Said:
     """The release that the file is for, and what Hygon's toolkit says to it."""
     asked = target.transformers_version
     if chosen_way(plan).hardware.gpu.vendor != "hygon" or release(asked)[:2] <= OLD_TORCH_LAST:
         return f"transformers {asked}"
-    return (
-        f"transformers {asked}, which wants a newer PyTorch than the {DTK_TORCH} that Hygon's toolkit documents: name "
-        "the one that is installed there with `--transformers-version`"
-    )
+    return Message("huggingface.wants-newer-torch", asked=asked, torch=DTK_TORCH)

@@ -14,6 +14,7 @@ from tightfit.formats.known import KnownConfig, block_in, whole, word
 from tightfit.formats.rules import JSON_COMMENTS, KEY_TWICE
 from tightfit.job import Job
 from tightfit.job.training import MARKS, translate
+from tightfit.messages import Message
 from tightfit.types import UserError
 
 
@@ -40,8 +41,8 @@ def known(values: Mapping[str, Any]) -> KnownConfig:
 
 DIALECT = Dialect(
     name="job",
-    title="job files",
-    one="a job file",
+    title=Message("lint.job-title"),
+    one=Message("lint.job-one"),
     keys=frozenset(field.name for field in fields(Job)) | set(MARKS),
     telling=("hardware", "effective_batch", "levers", "limits", "training", "saving", "preset"),
     hinting=("model",),

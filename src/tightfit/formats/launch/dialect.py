@@ -11,6 +11,7 @@ from tightfit.formats.launch.script import launch_sh
 from tightfit.formats.launch.slurm import slurm_sbatch
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way
+from tightfit.messages import Message, text
 from tightfit.planner.plan import Plan
 
 
@@ -18,8 +19,8 @@ def write_hostfile(plan: Plan, target: Target, files: Collection[str]) -> str | 
     if not _is_spread(plan):
         return None
     hosts = hosts_for(target.hostfile, chosen_way(plan).hardware.nodes, gpu_ids_of(plan, target))
-    told = "" if target.hostfile is not None else "# Replace these names by those of your machines.\n"
-    return told + hostfile_text(hosts)
+    head = "" if target.hostfile is not None else f"# {text('launch.placeholders')}\n"
+    return head + hostfile_text(hosts)
 
 
 def _is_spread(plan: Plan) -> bool:
@@ -30,11 +31,11 @@ def _is_spread(plan: Plan) -> bool:
 DIALECT = Dialect(
     name="launch",
     files=(
-        PlanFile(name="hostfile", what="the machines, for DeepSpeed's launcher", write=write_hostfile),
-        PlanFile(name="launch.sh", what="starts the training", write=launch_sh),
+        PlanFile(name="hostfile", what=Message("launch.hostfile"), write=write_hostfile),
+        PlanFile(name="launch.sh", what=Message("launch.script"), write=launch_sh),
         PlanFile(
             name="slurm.sbatch",
-            what="the same under SLURM",
+            what=Message("launch.same-under-slurm"),
             write=lambda plan, target, _: slurm_sbatch(plan, target) if _is_spread(plan) else None,
         ),
     ),

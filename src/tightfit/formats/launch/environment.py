@@ -11,6 +11,7 @@ from tightfit.formats.dialect import Variable
 from tightfit.formats.registry import launchers
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way
+from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 from tightfit.planner.trainers import STARTS
 from tightfit.types import ConfigError, Vendor
@@ -38,9 +39,9 @@ def gpu_ids_of(plan: Plan, target: Target) -> tuple[int, ...]:
         return tuple(range(wanted))
     ids = target.gpu_ids
     if len(set(ids)) != len(ids) or min(ids, default=0) < 0:
-        raise ConfigError(f"gpu_ids {','.join(map(str, ids))} must be different numbers from 0 up")
+        raise ConfigError(Message("launch.gpu-ids-differ", ids=",".join(map(str, ids))))
     if len(ids) < wanted:
-        raise ConfigError(f"gpu_ids names {len(ids)} GPUs and the plan uses {wanted} of each node: name {wanted}")
+        raise ConfigError(Message("launch.too-few-gpu-ids", count=len(ids), wanted=wanted))
     return ids[:wanted]
 
 
@@ -53,7 +54,7 @@ def environment(plan: Plan, target: Target) -> tuple[Variable, ...]:
         *_visibility(plan, target, launcher),
         *host(hardware.gpu.vendor, way.levers.offload_optimizer, hardware.gpus_per_node, target.gpus_of_node),
         *launchers()[launcher].variables(plan, target),
-        *_left_out(),
+        *(Variable(name=name, value=None, reason=reason) for name, reason in _LEFT_OUT.items()),
     )
 
 
@@ -61,17 +62,11 @@ def allocator(vendor: Vendor) -> tuple[Variable, ...]:
     """How torch's allocator is set up on this kind of card."""
     name = "PYTORCH_CUDA_ALLOC_CONF"
     if vendor == "cpu":
-        return (Variable(name=name, value=None, reason="there is no GPU whose allocator it could configure"),)
+        return (Variable(name=name, value=None, reason=Message("launch.no-gpu")),)
     if vendor in HIP:
-        reason = (
-            "guides set expandable_segments:True here; PyTorch supports it from ROCm 7 on, and on DTK it can hang"
-            if vendor == "hygon"
-            else "guides set expandable_segments:True here; PyTorch supports it on AMD from ROCm 7 on only"
-        )
+        reason = Message("launch.expandable-dtk" if vendor == "hygon" else "launch.expandable-amd")
         return (Variable(name=name, value=None, reason=reason),)
-    reason = "segments that can grow leave little unusable memory between them; the margin of the plan counts on it"
-    if vendor == "unknown":
-        reason += " (a card given by its size is taken to be NVIDIA's; on DTK take this line out)"
+    reason = Message("launch.expandable-unknown" if vendor == "unknown" else "launch.expandable")
     return (Variable(name=name, value="expandable_segments:True", reason=reason),)
 
 
@@ -82,21 +77,19 @@ def _visibility(plan: Plan, target: Target, launcher: str) -> tuple[Variable, ..
         return ()
     own, other = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if vendor in HIP else ("CUDA_VISIBLE_DEVICES", "")
     if target.gpu_ids is None:
-        reason = "no GPUs were chosen by number, so yours is respected where you set it"
-        return (Variable(name=own, value=None, reason=reason),)
+        return (Variable(name=own, value=None, reason=Message("launch.yours-respected")),)
     ids = ",".join(map(str, gpu_ids_of(plan, target)))
     rows = []
     if vendor not in HIP:
-        reason = "the numbers are those of nvidia-smi; CUDA by itself counts the fastest card first"
-        rows.append(Variable(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason=reason))
+        rows.append(Variable(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason=Message("launch.by-bus")))
     if launcher in ("deepspeed", "accelerate"):
         flag = "--include" if launcher == "deepspeed" else "--gpu_ids"
-        reason = f"{flag} chooses the GPUs: the launcher sets CUDA_VISIBLE_DEVICES for the ranks and ignores yours"
+        reason = Message("launch.launcher-chooses", flag=flag)
         rows.append(Variable(name=own, value=None, reason=reason, unset=bool(other)))
         return tuple(rows)
-    rows.append(Variable(name=own, value=ids, reason="the GPUs that were asked for; no second variable may say more"))
+    rows.append(Variable(name=own, value=ids, reason=Message("launch.asked-for")))
     if other:
-        reason = f"HIP obeys it as well as {own}, and two that differ leave no GPU"
+        reason = Message("launch.both-obeyed", own=own)
         rows.append(Variable(name=other, value=None, reason=reason, unset=True))
     return tuple(rows)
 
@@ -104,39 +97,28 @@ def _visibility(plan: Plan, target: Target, launcher: str) -> tuple[Variable, ..
 def host(vendor: Vendor, offload_optimizer: str, ranks: int, gpus_of_node: int | None = None) -> tuple[Variable, ...]:
     """What the ranks of a node share out among them; `ranks` of them. `gpus_of_node`: the GPUs that they chose theirs
     from, since other runs may have the rest, and as many cores."""
-    reason = "tokenizers' threads and forked data loaders lock each other out"
-    rows = [Variable(name="TOKENIZERS_PARALLELISM", value="false", reason=reason)]
+    tokenizers = Variable(name="TOKENIZERS_PARALLELISM", value="false", reason=Message("launch.tokenizers"))
     if offload_optimizer == "none" and vendor != "cpu":
-        reason = "nothing heavy runs on the host, so the launcher's own choice does"
-        rows.append(Variable(name="OMP_NUM_THREADS", value=None, reason=reason))
-        return tuple(rows)
+        return tokenizers, Variable(name="OMP_NUM_THREADS", value=None, reason=Message("launch.nothing-on-host"))
     # nproc obeys OMP_NUM_THREADS itself; rounding up keeps one thread for each rank of a small machine.
     cores = "$(env -u OMP_NUM_THREADS nproc)"
     sharers = max(ranks, gpus_of_node or 0)
     value = cores if sharers == 1 else f"$(( ({cores} + {sharers - 1}) / {sharers} ))"
-    what = "the optimizer steps" if offload_optimizer != "none" else "the training runs"
-    reason = (
-        f"{what} on the CPU, so the cores are shared out among the ranks: torchrun would give each one thread, "
-        "DeepSpeed's launcher each all of them"
-    )
+    reason = Message("launch.optimizer-threads" if offload_optimizer != "none" else "launch.training-threads")
     if sharers > ranks:
-        reason += f"; {sharers} GPUs are in the machine, and a run on the others needs its share"
-    rows.append(Variable(name="OMP_NUM_THREADS", value=value, reason=reason))
-    return tuple(rows)
+        reason = Message("launch.with-other-runs", reason=reason, gpus=sharers)
+    return tokenizers, Variable(name="OMP_NUM_THREADS", value=value, reason=reason)
 
 
-def _left_out() -> tuple[Variable, ...]:
-    rows = {
-        "CUDA_LAUNCH_BLOCKING": "0 is what it is anyway, and 1 makes every kernel wait: for debugging only",
-        "TORCH_USE_CUDA_DSA": "it is read when PyTorch is compiled; in an installed PyTorch it does nothing",
-        "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions": "it rounds allocations up and so costs memory; "
-        "growing segments have no use for it",
-        "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb": "it was for blocks of fixed size, which growing segments replace",
-        "NCCL_P2P_DISABLE": "NCCL finds out by itself whether cards reach each other (RTX 40 cards do not); "
-        "set by hand it slows down those that do",
-        "NCCL_IB_DISABLE": "NCCL takes the fastest network that it finds, and does without what it does not find",
-    }
-    return tuple(Variable(name=name, value=None, reason=reason) for name, reason in rows.items())
+_LEFT_OUT = {
+    "CUDA_LAUNCH_BLOCKING": Message("launch.launch-blocking"),
+    "TORCH_USE_CUDA_DSA": Message("launch.use-dsa"),
+    "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions": Message("launch.roundup"),
+    "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb": Message("launch.max-split"),
+    "NCCL_P2P_DISABLE": Message("launch.p2p"),
+    "NCCL_IB_DISABLE": Message("launch.ib"),
+}
+"""What guides set, and why it is not set here."""
 
 
 def obeys_visible(plan: Plan, target: Target, launcher: str) -> bool:

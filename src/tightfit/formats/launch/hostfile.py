@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 _NODE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)\s+slots=(?P<slots>[0-9]{1,6})(\s+#.*)?")
@@ -24,15 +25,15 @@ def parse_hostfile(text: str) -> tuple[tuple[str, int], ...]:
         found = _NODE.fullmatch(line)
         if not found:
             shown = line if len(line) <= 40 else line[:37] + "…"
-            raise ConfigError(f"line {number} of the hostfile, {shown!r}, is not a node: write `name slots=8`")
+            raise ConfigError(Message("launch.not-a-node", number=number, shown=repr(shown)))
         name, slots = found["name"], int(found["slots"])
         if name in hosts:
-            raise ConfigError(f"the hostfile names {name} in lines {lines[name]} and {number}: keep one")
+            raise ConfigError(Message("launch.node-twice", name=name, first=lines[name], second=number))
         if slots < 1:
-            raise ConfigError(f"line {number} of the hostfile gives {name} no slots: write its number of GPUs")
+            raise ConfigError(Message("launch.no-slots", number=number, name=name))
         hosts[name], lines[name] = slots, number
     if not hosts:
-        raise ConfigError("the hostfile names no node: write a line `name slots=8` for each")
+        raise ConfigError(Message("launch.no-node"))
     return tuple(hosts.items())
 
 
@@ -47,11 +48,9 @@ def hosts_for(text: str | None, nodes: int, gpu_ids: tuple[int, ...]) -> tuple[t
         return tuple((f"node-{number}", max(gpu_ids) + 1) for number in range(1, nodes + 1))
     hosts = parse_hostfile(text)
     if len(hosts) < nodes:
-        raise ConfigError(f"the hostfile names {len(hosts)} of the {nodes} nodes that the plan uses: add the others")
+        raise ConfigError(Message("launch.too-few-nodes", count=len(hosts), nodes=nodes))
     for name, slots in hosts[:nodes]:
-        if slots <= max(gpu_ids):
-            raise ConfigError(
-                f"the hostfile gives {name} {slots} slots and the plan uses GPU {max(gpu_ids)} of each node: "
-                f"write slots={max(gpu_ids) + 1}"
-            )
+        last = max(gpu_ids)
+        if slots <= last:
+            raise ConfigError(Message("launch.too-few-slots", name=name, slots=slots, last=last, needed=last + 1))
     return hosts[:nodes]

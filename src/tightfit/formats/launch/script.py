@@ -30,6 +30,7 @@ from tightfit.formats.llamafactory.write import DATASET_INFO, PLACEHOLDER_DATA, 
 from tightfit.formats.registry import launchers
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way, untrained
+from tightfit.messages import Message, Said, end_sentence, text
 from tightfit.planner.plan import Plan
 from tightfit.priced import strategy_name
 from tightfit.types import ConfigError
@@ -40,20 +41,21 @@ def launch_sh(plan: Plan, target: Target, files: Collection[str]) -> str:
     way, launcher = chosen_way(plan), launcher_of(plan, target)
     needed = launchers()[launcher].needs
     if needed is not None and needed not in files:
-        raise ConfigError(f"launcher {launcher} needs {needed}, which this plan has not: take another launcher")
+        raise ConfigError(Message("launch.needs-file", launcher=launcher, needed=needed))
     gpu_ids_of(plan, target)
     several = way.hardware.nodes > 1
     lines = [
         "#!/usr/bin/env bash",
         *comment(
-            f"Starts the training of PLAN.md: {strategy_name(way.levers)} on {way.world} × {way.hardware.gpu.name}"
+            Message("launch.starts", strategy=strategy_name(way.levers), world=way.world, gpu=way.hardware.gpu.name)
         ),
-        "# Arguments are passed on to the trainer.",
-        *(line for sentence in _before(plan) for line in comment(sentence.rstrip("."))),
-        *(_several_nodes(launcher) if several else ()),
+        f"# {text('launch.arguments')}",
+        # On what our worker would train, where that is not what its reader expects.
+        *(line for said in (untrained(plan.job) if plan.job.trainer == "tightfit" else ()) for line in comment(said)),
+        *([f"# {text('launch.one-node' if launcher == 'deepspeed' else 'launch.every-node')}"] if several else ()),
         "set -euo pipefail",
         "",
-        "# The files name each other without a folder.",
+        f"# {text('launch.no-folder')}",
         'cd -- "$(dirname -- "${BASH_SOURCE[0]}")"',
         "",
         *preflight(plan, launcher, files),
@@ -63,21 +65,22 @@ def launch_sh(plan: Plan, target: Target, files: Collection[str]) -> str:
         *(_visible(plan) if obeys_visible(plan, target, launcher) else ()),
     ]
     if several and launcher == "deepspeed":
-        lines += _deepspeed_env(environment(plan, target))
+        names = "|".join(variable.name for variable in environment(plan, target) if variable.value is not None)
+        lines += ["", f"# {text('launch.deepspeed-env')}", f"env | grep -E '^({names})=' > .deepspeed_env"]
     lines += ["", *launchers()[launcher].command(plan, target)]
     return "\n".join(lines) + "\n"
 
 
-def _before(plan: Plan) -> tuple[str, ...]:
-    """On what our worker would train, where that is not what its reader expects."""
-    return untrained(plan.job) if plan.job.trainer == "tightfit" else ()
+def or_stop(problem: str) -> str:
+    """What a line of the script ends with that may fail."""
+    return f'|| {{ echo "launch.sh: {problem}" >&2; exit 2; }}'
 
 
 def preflight(plan: Plan, launcher: str, files: Collection[str]) -> Iterator[str]:
     """What is cheaper to ask now than to find out later."""
     used = [name for name in launchers()[launcher].reads if name in files]
     yield f"for file in {' '.join(used)}; do"
-    yield '  [[ -f "$file" ]] || { echo "launch.sh: $file is missing: copy the whole folder" >&2; exit 2; }'
+    yield f'  [[ -f "$file" ]] {or_stop(text("launch.file-missing"))}'
     yield "done"
     data = plan.job.data.path or (PLACEHOLDER_DATA if "dataset_info.json" in used else None)
     if (entry := listed(data)) is not None:
@@ -85,15 +88,14 @@ def preflight(plan: Plan, launcher: str, files: Collection[str]) -> Iterator[str
     if data is not None and names_a_file(data) and not data.startswith("~"):
         # As a variable, so that no character of the name can be read as shell.
         yield f"data={shlex.quote(data)}"
-        yield '[[ -e "$data" ]] || { echo "launch.sh: no data at $data, counted from $PWD: put it there" >&2; exit 2; }'
+        yield f'[[ -e "$data" ]] {or_stop(text("launch.no-data"))}'
     program = launchers()[launcher].program
-    hint = f"launch.sh: {program} is not on PATH: activate the environment that has it"
-    yield f'command -v {program} >/dev/null || {{ echo "{hint}" >&2; exit 2; }}'
+    yield f"command -v {program} >/dev/null {or_stop(text('launch.not-on-path', program=program))}"
 
 
 def dtk() -> Iterator[str]:
     """Hygon's libraries are found through a script of the toolkit, which knows nothing of `set -u`."""
-    yield "# The toolkit's libraries."
+    yield f"# {text('launch.toolkit')}"
     yield 'if [[ -f "${DTK_ROOT:-/opt/dtk}/env.sh" ]]; then'
     yield "  set +u"
     yield "  # shellcheck disable=SC1091"
@@ -118,25 +120,18 @@ def exports(variables: Iterable[Variable]) -> Iterator[str]:
                 yield f"export {variable.name}={variable.value}"
 
 
-def comment(reason: str) -> Iterator[str]:
+def comment(said: Said) -> list[str]:
     """A sentence that no character of it can end."""
-    yield from textwrap.wrap(
-        reason[:1].upper() + reason[1:] + ".", 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    sentence = end_sentence(said)
+    # A Chinese character is as wide as two letters.
+    width = 50 if sentence.endswith("。") else 100
+    return textwrap.wrap(
+        sentence[:1].upper() + sentence[1:],
+        width,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_on_hyphens=False,
     )
-
-
-def _several_nodes(launcher: str) -> Iterator[str]:
-    if launcher == "deepspeed":
-        yield "# Run it on one node: DeepSpeed reaches the others by ssh (pdsh), in this same folder on shared disk."
-    else:
-        yield "# Run it on every node, with NODE_RANK from 0 up and MASTER_ADDR the name of node 0."
-
-
-def _deepspeed_env(variables: Iterable[Variable]) -> Iterator[str]:
-    names = "|".join(variable.name for variable in variables if variable.value is not None)
-    yield ""
-    yield "# DeepSpeed sends other nodes only the variables that it finds in this file."
-    yield f"env | grep -E '^({names})=' > .deepspeed_env"
 
 
 def _visible(plan: Plan) -> Iterator[str]:
@@ -144,10 +139,9 @@ def _visible(plan: Plan) -> Iterator[str]:
     hardware = chosen_way(plan).hardware
     wanted, listed = hardware.gpus_per_node, ",".join(map(str, range(hardware.gpus_per_node)))
     yield ""
-    yield "# The GPUs that may be seen; the ranks take the first ones."
+    yield f"# {text('launch.visible')}"
     yield "visible=CUDA_VISIBLE_DEVICES"
     if hardware.gpu.vendor in HIP:
         yield "if [[ -v HIP_VISIBLE_DEVICES ]]; then visible=HIP_VISIBLE_DEVICES; fi"
     yield f'IFS=", " read -r -a gpus <<< "${{!visible-{listed}}}"'
-    hint = f"launch.sh: $visible names ${{#gpus[@]}} of the {wanted} GPUs that the plan uses: name more, or unset it"
-    yield f'(( ${{#gpus[@]}} >= {wanted} )) || {{ echo "{hint}" >&2; exit 2; }}'
+    yield f"(( ${{#gpus[@]}} >= {wanted} )) {or_stop(text('launch.too-few-visible', wanted=wanted))}"

@@ -21,6 +21,7 @@ from tightfit.formats.launch.environment import environment, launcher_of
 from tightfit.formats.launch.script import comment, dtk, exports
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way, time_limit_s
+from tightfit.messages import Message, text
 from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, strategy_name
 
@@ -46,16 +47,21 @@ def slurm_sbatch(plan: Plan, target: Target) -> str:
         *_directives(plan, target),
         "",
         *comment(
-            f"The training of PLAN.md: {strategy_name(way.levers)} on {way.hardware.nodes} × "
-            f"{way.hardware.gpus_per_node} {way.hardware.gpu.name}. Submit it from this folder: sbatch slurm.sbatch"
+            Message(
+                "launch.sbatch",
+                strategy=strategy_name(way.levers),
+                nodes=way.hardware.nodes,
+                gpus=way.hardware.gpus_per_node,
+                gpu=way.hardware.gpu.name,
+            )
         ),
         "set -euo pipefail",
-        'cd -- "${SLURM_SUBMIT_DIR:?submit this file with sbatch}"',
+        f'cd -- "${{SLURM_SUBMIT_DIR:?{text("launch.submit")}}}"',
         "",
         *(dtk() if way.hardware.gpu.vendor == "hygon" else ()),
         *exports(variables),
         "",
-        "# The ranks meet on the first node.",
+        f"# {text('launch.first-node')}",
         'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         f'MASTER_PORT="${{MASTER_PORT:-{target.port}}}"',
         "export MASTER_ADDR MASTER_PORT",
@@ -75,40 +81,32 @@ def _directives(plan: Plan, target: Target) -> Iterator[str]:
     yield f"#SBATCH --ntasks-per-node={way.hardware.gpus_per_node if ours else 1}"
     yield f"#SBATCH --gres={kind}:{way.hardware.gpus_per_node}"
     yield "#SBATCH --exclusive"
-    yield f"# All of a node's memory; the plan needs {need} GiB of it."
+    yield f"# {text('launch.all-memory', need=need)}"
     yield "#SBATCH --mem=0"
     limit = time_limit_s(plan.job)
     if limit is not None:
-        yield f"# The job's own limit is {plan.job.timeout}; the rest is for saving."
+        yield f"# {text('launch.own-limit', limit=plan.job.timeout)}"
         yield f"#SBATCH --time={math.ceil((limit + _GRACE_S) / 60)}"
     if ours:
-        yield from _signal(way.pace.step_s)
+        yield from (f"# {line}" for line in text("launch.signal").splitlines())
+        yield f"#SBATCH --signal=USR1@{min(_WARNING_S + math.ceil(2 * way.pace.step_s), _LONGEST_WARNING_S)}"
     yield "#SBATCH --output=slurm-%j.out"
-
-
-def _signal(step_s: float) -> Iterator[str]:
-    warning_s = min(_WARNING_S + math.ceil(2 * step_s), _LONGEST_WARNING_S)
-    yield "# So many seconds before its limit SLURM asks the ranks to save a checkpoint and to leave, with exit"
-    yield "# code 4; a slow disk needs more. Submitted again the training goes on from there, and with"
-    yield "# `sbatch --requeue` SLURM itself starts it again after a preemption or the loss of a node."
-    yield f"#SBATCH --signal=USR1@{warning_s}"
 
 
 def _command(plan: Plan, target: Target) -> Iterator[str]:
     if launcher_of(plan, target) == "llamafactory":
-        yield "# Each node takes its number from SLURM."
+        yield f"# {text('launch.node-number')}"
         yield "# shellcheck disable=SC2016"
         yield "exec srun --kill-on-bad-exit=1 bash -c \\"
         yield '  \'NODE_RANK="$SLURM_NODEID" exec llamafactory-cli train llamafactory.yaml "$@"\' launch "$@"'
         return
-    yield "# The ranks hear SIGTERM from SLURM, and srun would kill them at one of its own: it ends here. SIGUSR1"
-    yield "# comes here only with --signal=B:USR1, and is passed on."
+    yield from (f"# {line}" for line in text("launch.sigterm").splitlines())
     yield "trap : TERM"
     yield """trap '[[ -z "${ranks:-}" ]] || kill -USR1 "$ranks" || true' USR1"""
     yield ""
-    yield "# Every rank may use all cores of its node: the data and the optimizer's share run on them."
+    yield f"# {text('launch.all-cores')}"
     yield 'srun --kill-on-bad-exit=1 --cpu-bind=none python -m tightfit.train worker.json "$@" &'
     yield "ranks=$!"
-    yield "# A signal ends a wait, not the ranks; the last one says how they ended."
+    yield f"# {text('launch.wait')}"
     yield 'while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done'
     yield 'wait "$ranks"'

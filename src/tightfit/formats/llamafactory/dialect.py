@@ -26,6 +26,7 @@ from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
 from tightfit.formats.target import Target
 from tightfit.formats.under import check_fits_under
 from tightfit.formats.worker.write import deepspeed_file_of
+from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 
 
@@ -65,8 +66,8 @@ def write_dataset_info(plan: Plan, target: Target, files: Collection[str]) -> st
 DIALECT = Dialect(
     name="llamafactory",
     trainer="llamafactory",
-    title="LLaMA-Factory's",
-    one="a LLaMA-Factory YAML",
+    title=Message("llamafactory.title"),
+    one=Message("llamafactory.one"),
     keys=KNOWN,
     telling=("finetuning_type", "template", "cutoff_len", "stage", "dataset", "model_name_or_path"),
     extends="huggingface",
@@ -78,13 +79,13 @@ DIALECT = Dialect(
     files=(
         PlanFile(
             name=FILE,
-            what="for `llamafactory-cli train`",
+            what=Message("llamafactory.file"),
             write=write,
             is_optional=True,
             notes=llamafactory_notes,
             version=lambda plan, target: llamafactory_wanted(target),
         ),
-        PlanFile(name="dataset_info.json", what="where LLaMA-Factory finds the data", write=write_dataset_info),
+        PlanFile(name="dataset_info.json", what=Message("llamafactory.dataset-info"), write=write_dataset_info),
     ),
     launcher=Launcher(
         program="llamafactory-cli",

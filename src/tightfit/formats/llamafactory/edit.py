@@ -16,11 +16,13 @@ from tightfit.formats.llamafactory.keys import FIELD_OF
 from tightfit.formats.target import Original
 from tightfit.formats.worker.write import chosen_way
 from tightfit.job.file import field_at
+from tightfit.messages import Message, Said, text
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import amounts, strategy_name
 
 HEAD = "# tightfit: "
 """How each line of ours begins, so that those of an earlier plan are known."""
+AS_SAID = Message("llamafactory.as-said")
 UNFUSED, FUSED = ("adamw_torch", "adamw_hf"), "adamw_torch_fused"
 PAIRS = (("warmup_steps", "warmup_ratio"), ("num_train_epochs", "max_steps"))
 """Two keys for one thing: where one is written, the other goes."""
@@ -30,21 +32,23 @@ class Edit(NamedTuple):
     key: str
     value: Any
     """None: the key goes."""
-    reason: str
+    reason: Said
 
 
-def edited(plan: Plan, original: Original, values: Mapping[str, Any], head: Sequence[str]) -> str:
+def edited(plan: Plan, original: Original, values: Mapping[str, Any], head: Message) -> str:
     """The file; `values`: what a file written from nothing would say; `head`: what stands at its top."""
     edits = edits_of(plan, original, values)
-    lines = [*head, f"Made from {original.name}; what is not named here is as it was there."]
+    lines = [str(head), text("llamafactory.made-from", name=original.name)]
     for edit in edits:
-        before = original.written.get(edit.key)
-        was = "was not there" if edit.key not in original.written else f"was {scalar(before)}"
-        lines.append(f"{edit.key} {was}: {edit.reason}.")
-    text = "\n".join(line for line in original.text.splitlines() if not line.startswith(HEAD)).strip("\n")
+        if edit.key not in original.written:
+            lines.append(text("llamafactory.was-not-there", key=edit.key, reason=edit.reason))
+        else:
+            before = scalar(original.written[edit.key])
+            lines.append(text("llamafactory.was", key=edit.key, before=before, reason=edit.reason))
+    kept = "\n".join(line for line in original.text.splitlines() if not line.startswith(HEAD)).strip("\n")
     wanted = {**original.written, **{edit.key: edit.value for edit in edits}}
     wanted = {key: value for key, value in wanted.items() if value is not None or key not in {e.key for e in edits}}
-    body = _spliced(text, edits)
+    body = _spliced(kept, edits)
     if body is None or yaml.safe_load(body) != wanted:  # a form that cannot be changed in place
         body = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=10**6).rstrip("\n")
     return "\n".join([*(HEAD + " ".join(line.split()) for line in lines), "", body]) + "\n"
@@ -77,7 +81,7 @@ def edits_of(plan: Plan, original: Original, values: Mapping[str, Any]) -> list[
 
 def _asked(plan: Plan, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
     """What the command line says instead of the file."""
-    said = "as you said"
+    said = AS_SAID
     before = original.job
     if plan.job.model != before.model:
         yield Edit("model_name_or_path", values["model_name_or_path"], said)
@@ -98,7 +102,7 @@ def _asked(plan: Plan, original: Original, values: Mapping[str, Any]) -> Iterato
 def _meant(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
     """What changes the result: because it was asked for, or allowed and needed."""
     levers, settings = way.levers, original.settings
-    why = "; ".join(map(str, way.changes)) if way.changes else "as you said"
+    why = "; ".join(map(str, way.changes)) if way.changes else AS_SAID
     if levers.sequence != settings.sequence:
         yield Edit("cutoff_len", levers.sequence, why)
     if levers.method != settings.method:
@@ -120,7 +124,7 @@ def _meant(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) 
         if bool(original.written.get(name)) != wanted:
             same = levers.precision == settings.precision
             yield Edit(
-                name, wanted, f"deepspeed.json computes in {levers.precision}, and both must say so" if same else why
+                name, wanted, Message("llamafactory.both-precisions", precision=levers.precision) if same else why
             )
 
 
@@ -128,28 +132,32 @@ def _computed(plan: Plan, way: Way, original: Original, values: Mapping[str, Any
     """How it is computed, which is what the plan is for."""
     levers, settings = way.levers, original.settings
     each = f"{levers.micro_batch} × {levers.accumulation}"
-    split = f"{plan.effective_batch} sequences a step over {way.world} GPUs are {each} on each"
+    split = Message("llamafactory.batch-split", effective_batch=plan.effective_batch, world=way.world, each=each)
     if levers.micro_batch != settings.micro_batch:
         yield Edit("per_device_train_batch_size", levers.micro_batch, split)
     if levers.accumulation != settings.accumulation:
         yield Edit("gradient_accumulation_steps", levers.accumulation, split)
     if "deepspeed" in values:
-        yield Edit("deepspeed", values["deepspeed"], f"{strategy_name(levers)}, with the sizes of the plan")
-    room = f"{amounts(way.footprint.gpu.required_bytes)[0]} GiB are needed of each GPU"
+        yield Edit(
+            "deepspeed", values["deepspeed"], Message("llamafactory.sizes-of-plan", strategy=strategy_name(levers))
+        )
+    room = amounts(way.footprint.gpu.required_bytes)[0]
     depth, before = levers.checkpointing, settings.checkpointing
     if (depth.layers == 0) != (before.layers == 0):
-        what = "every activation is kept" if depth.layers == 0 else "activations are computed again"
-        yield Edit("disable_gradient_checkpointing", depth.layers == 0, f"{what}, and {room}")
+        said = Message("llamafactory.kept" if depth.layers == 0 else "llamafactory.recomputed", room=room)
+        yield Edit("disable_gradient_checkpointing", depth.layers == 0, said)
     if depth.offload != before.offload:
-        what = "layer inputs wait on the host" if depth.offload else "layer inputs stay on the GPU"
-        yield Edit("use_unsloth_gc", depth.offload, f"{what}, and {room}")
+        said = Message("llamafactory.inputs-on-host" if depth.offload else "llamafactory.inputs-on-gpu", room=room)
+        yield Edit("use_unsloth_gc", depth.offload, said)
     if levers.loss != settings.loss:
-        said = "Liger's fused loss never holds all logits (pip install liger-kernel)"
-        yield Edit("enable_liger_kernel", levers.loss == "fused", said if levers.loss == "fused" else "the plain loss")
+        said = Message("llamafactory.fused-loss" if levers.loss == "fused" else "llamafactory.plain-loss")
+        yield Edit("enable_liger_kernel", levers.loss == "fused", said)
     if levers.attention != settings.attention:
-        yield Edit("flash_attn", values["flash_attn"], f"the plan counts on {levers.attention} attention")
+        yield Edit(
+            "flash_attn", values["flash_attn"], Message("llamafactory.counts-on-attention", attention=levers.attention)
+        )
     if levers.dataloader_workers != settings.dataloader_workers:
-        yield Edit("dataloader_num_workers", levers.dataloader_workers, "as you said")
+        yield Edit("dataloader_num_workers", levers.dataloader_workers, AS_SAID)
     yield from _optimizer(way, original)
 
 
@@ -160,7 +168,7 @@ def _optimizer(way: Way, original: Original) -> Iterator[Edit]:
         return
     if levers.offload_optimizer != "none":
         if named == FUSED:
-            yield Edit("optim", UNFUSED[0], "on the host DeepSpeed's own Adam takes its place")
+            yield Edit("optim", UNFUSED[0], Message("llamafactory.host-adam"))
         return
     ranks = way.world if levers.engine != "zero0" else 1
     copies = 2 * 4 * way.footprint.trainable_parameters // ranks
@@ -168,7 +176,7 @@ def _optimizer(way: Way, original: Original) -> Iterator[Edit]:
         yield Edit(
             "optim",
             FUSED,
-            f"{named} would take {amounts(copies)[0]} GiB of copies at each step; the result is the same",
+            Message("llamafactory.optimizer-copies", named=named, copies=amounts(copies)[0]),
         )
 
 
@@ -176,15 +184,15 @@ def _placed(plan: Plan, original: Original) -> Iterator[Edit]:
     """This file lies elsewhere than the one that it was made from."""
     for key, path in original.paths.items():
         if key != "dataset_dir" or keeps_data(plan, original):
-            yield Edit(key, path, "this file lies in another folder")
+            yield Edit(key, path, Message("llamafactory.other-folder"))
 
 
 # --- the text -----------------------------------------------------------------------------------
 
 
-def _spliced(text: str, edits: Sequence[Edit]) -> str | None:
+def _spliced(body: str, edits: Sequence[Edit]) -> str | None:
     """The text with the edits; None: it is no plain list of keys."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root = yaml.compose(body, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode) or root.flow_style:
         return None
     nodes = {key.value: (key, value) for key, value in root.value}
@@ -193,14 +201,14 @@ def _spliced(text: str, edits: Sequence[Edit]) -> str | None:
         key, value = nodes[name]
         start, end = key.end_mark.index, max(_end(value), key.end_mark.index)
         if new[name] is None:
-            begins = text.rfind("\n", 0, key.start_mark.index) + 1
-            ends = text.find("\n", end)
-            text = text[:begins] + ("" if ends < 0 else text[ends + 1 :])
+            begins = body.rfind("\n", 0, key.start_mark.index) + 1
+            ends = body.find("\n", end)
+            body = body[:begins] + ("" if ends < 0 else body[ends + 1 :])
         else:
-            colon = text.index(":", start) + 1
-            text = f"{text[:colon]} {scalar(new[name])}{text[max(end, colon) :]}"
+            colon = body.index(":", start) + 1
+            body = f"{body[:colon]} {scalar(new[name])}{body[max(end, colon) :]}"
     added = [f"{key}: {scalar(value)}" for key, value in new.items() if key not in nodes and value is not None]
-    return "\n".join([text.rstrip("\n"), *(["", *added] if added else [])])
+    return "\n".join([body.rstrip("\n"), *(["", *added] if added else [])])
 
 
 def _end(node: yaml.Node) -> int:

@@ -18,6 +18,7 @@ from tightfit.formats.target import Original
 from tightfit.job import Job, Schedule
 from tightfit.job.fields import Source, job_from_tree
 from tightfit.job.text import JobText, read_job_text
+from tightfit.messages import Message, Said
 
 READ = frozenset(
     """model_name_or_path stage do_train finetuning_type quantization_bit quantization_method pure_bf16 bf16 fp16
@@ -50,7 +51,7 @@ class LlamaFactoryJob:
     job: Job
     tree: Mapping[str, Any]
     """The fields of the job that the file sets."""
-    said: tuple[str, ...]
+    said: tuple[Said, ...]
     batch_per_gpu: int
     """Sequences a step of one GPU: micro batch × accumulation."""
 
@@ -172,9 +173,9 @@ def _is_ours(key: str, value: object) -> bool:
     return True
 
 
-def _aside(written: Mapping[str, Any], taken: set[str], file: str) -> list[str]:
+def _aside(written: Mapping[str, Any], taken: set[str], file: str) -> list[Message]:
     """The keys that do not reach the plan."""
     chosen = [key for key in written if key in CHOSEN]
     rest = [key for key in written if key not in taken and key not in CHOSEN]
-    said = [f"The plan chooses anew what {file} says in {', '.join(chosen)}."] if chosen else []
-    return [*said, *([f"Left aside from {file}: {', '.join(rest)}."] if rest else [])]
+    said = [Message("llamafactory.chooses-anew", file=file, chosen=", ".join(chosen))] if chosen else []
+    return [*said, *([Message("llamafactory.left-aside", file=file, rest=", ".join(rest))] if rest else [])]

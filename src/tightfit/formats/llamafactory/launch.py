@@ -9,13 +9,14 @@ from tightfit.formats.launch.environment import HIP
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way
 from tightfit.inputs.versions import release
+from tightfit.messages import Message, text
 from tightfit.planner.plan import Plan
 
 
 def llamafactory_command(plan: Plan, target: Target) -> Iterator[str]:
     if chosen_way(plan).hardware.nodes > 1:
         for name in ("NODE_RANK", "MASTER_ADDR"):
-            yield f'export {name}="${{{name}:?set it for each node}}"'
+            yield f'export {name}="${{{name}:?{text("launch.set-on-node")}}}"'
     yield 'exec llamafactory-cli train llamafactory.yaml "$@"'
 
 
@@ -23,20 +24,19 @@ def llamafactory_variables(plan: Plan, target: Target) -> tuple[Variable, ...]:
     """It starts torchrun itself, and reads everything about it from variables."""
     hardware = chosen_way(plan).hardware
     rows = [
-        Variable(name="FORCE_TORCHRUN", value="1", reason="LLaMA-Factory refuses DeepSpeed without torchrun"),
+        Variable(name="FORCE_TORCHRUN", value="1", reason=Message("launch.force-torchrun")),
         Variable(
             name="NPROC_PER_NODE",
             value=str(hardware.gpus_per_node),
-            reason="LLaMA-Factory would start a rank on every GPU that it sees",
+            reason=Message("launch.nproc"),
         ),
-        Variable(name="NNODES", value=str(hardware.nodes), reason="the number of machines, for its torchrun"),
+        Variable(name="NNODES", value=str(hardware.nodes), reason=Message("launch.nnodes")),
         Variable(
             name="MASTER_PORT",
             value=f'"${{MASTER_PORT:-{target.port}}}"',
-            reason="where the ranks meet; LLaMA-Factory would take any free port",
+            reason=Message("launch.master-port"),
         ),
     ]
     if hardware.gpu.vendor in HIP and release(target.llamafactory_version) >= (0, 9, 3):
-        reason = "LLaMA-Factory would set expandable_segments by itself, which these cards must not have"
-        rows.append(Variable(name="OPTIM_TORCH", value="0", reason=reason))
+        rows.append(Variable(name="OPTIM_TORCH", value="0", reason=Message("launch.optim-torch")))
     return tuple(rows)

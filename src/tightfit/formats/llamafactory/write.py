@@ -39,7 +39,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tightfit.formats.huggingface import liger
-from tightfit.formats.huggingface.write import OPTIM
+from tightfit.formats.huggingface.write import OPTIM, said_to_fit
 from tightfit.formats.llamafactory.edit import edited, keeps_data, scalar
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import (
@@ -56,6 +56,7 @@ from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.versions import release
 from tightfit.job import Job
 from tightfit.memory import estimate
+from tightfit.messages import Message, Said, text
 from tightfit.model.presets import PRESETS, checkpoint_named, checkpoint_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.trainers import OLDEST_LLAMAFACTORY, check_llamafactory, fused_under_llamafactory
@@ -120,27 +121,31 @@ def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) ->
     way, original = chosen_way(plan), target.original
     _refuse(plan, way, target)
     sections: dict[str, dict[str, Any]] = {
-        "the model": _model(plan, way),
-        "the method": _method(plan.job, way.levers),
-        "the data": _data(plan, way, target),
-        "the optimizer": _optimizer(plan.job, way.levers),
-        "memory and speed": _memory(way, deepspeed_file),
-        "evaluation": _evaluation(plan.job, way.levers),
-        "saving": _saving(plan.job),
+        "llamafactory.about-model": _model(plan, way),
+        "llamafactory.about-method": _method(plan.job, way.levers),
+        "llamafactory.about-data": _data(plan, way, target),
+        "llamafactory.about-optimizer": _optimizer(plan.job, way.levers),
+        "llamafactory.about-memory": _memory(way, deepspeed_file),
+        "llamafactory.about-evaluation": _evaluation(plan.job, way.levers),
+        "llamafactory.about-saving": _saving(plan.job),
+    }
+    known: dict[str, object] = {
+        "version": target.llamafactory_version,
+        "strategy": strategy_name(way.levers),
+        "world": way.world,
+        "gpu": way.hardware.gpu.name,
     }
     if original is not None:
         values = {key: value for section in sections.values() for key, value in section.items()}
-        title = f"LLaMA-Factory {target.llamafactory_version}, {strategy_name(way.levers)} on {way.world} × "
-        return edited(plan, original, values, [f"{title}{way.hardware.gpu.name}. Start it from this folder."])
+        return edited(plan, original, values, Message("llamafactory.head-edited", **known))
     head = [
-        f"LLaMA-Factory {target.llamafactory_version}, written by tightfit: {strategy_name(way.levers)} on "
-        f"{way.world} × {way.hardware.gpu.name}.",
-        "Start it from this folder: the files name each other without a path.",
-        *(f"Note: {sentence}." for sentence in llamafactory_notes(plan, target)),
+        Message("llamafactory.head", **known),
+        Message("llamafactory.start-here"),
+        *(Message("llamafactory.note", note=note) for note in llamafactory_notes(plan, target)),
     ]
-    lines = [f"# {' '.join(line.split())}" for line in head]
+    lines = [f"# {' '.join(str(line).split())}" for line in head]
     for title, values in sections.items():
-        lines += ["", f"# {title}", *(f"{key}: {scalar(value)}" for key, value in values.items())]
+        lines += ["", f"# {text(title)}", *(f"{key}: {scalar(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -183,18 +188,15 @@ def newest_transformers(version: str) -> str | None:
     return TRANSFORMERS_LIMITS.get(release(version)[:3])
 
 
-def llamafactory_wanted(target: Target) -> str:
+def llamafactory_wanted(target: Target) -> Said:
     """The release that the file is for, and which transformers that takes."""
-    asked, factory = target.transformers_version, f"LLaMA-Factory {target.llamafactory_version}"
-    newest = newest_transformers(target.llamafactory_version)
+    asked, version = target.transformers_version, target.llamafactory_version
+    newest = newest_transformers(version)
     if newest is None:
-        return factory
+        return f"LLaMA-Factory {version}"
     if release(asked) <= release(newest):
-        return f"{factory}, which takes transformers up to {newest}"
-    return (
-        f"{factory}, which takes transformers up to {newest} and never reads `training_args.json`; for a Trainer in "
-        f"its environment write that one with `--transformers-version {newest}`"
-    )
+        return Message("llamafactory.wanted", version=version, newest=newest)
+    return Message("llamafactory.wanted-older", version=version, newest=newest)
 
 
 def names_a_file(path: str) -> bool:
@@ -208,55 +210,47 @@ def listed(path: str | None) -> tuple[str, str] | None:
     return (folder.rstrip("/") or ("/" if folder else "."), name) if found and name else None
 
 
-def llamafactory_notes(plan: Plan, target: Target) -> tuple[str, ...]:
+def llamafactory_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
     way, job, levers = chosen_way(plan), plan.job, chosen_way(plan).levers
     notes = []
     if levers.checkpointing.layers:
         word = checkpointing_word(levers.checkpointing)
-        notes.append(
-            f"the plan recomputes some layers only ({word}), LLaMA-Factory all or none: it recomputes all, "
-            "which needs less memory and is slower"
-        )
+        notes.append(Message("llamafactory.recomputes-all", word=word))
     if levers.checkpointing.offload:
-        notes.append("use_unsloth_gc keeps the layer inputs on the host; it needs no Unsloth, and we never ran it")
+        notes.append(Message("llamafactory.unsloth-gc"))
     if levers.loss == "fused":
-        notes.append("the fused loss is Liger's here: pip install liger-kernel")
+        notes.append(Message("llamafactory.liger-loss"))
         notes += filter(None, [liger.unproven(way.hardware)])
     notes += _adapter_notes(way)
     if _packs_apart(job):
-        notes.append(
-            "neat_packing keeps packed samples apart, as tightfit does; packing alone lets them see each other"
-        )
+        notes.append(Message("llamafactory.neat-packing"))
     if levers.attention == "flash":
-        notes.append("flash_attn fa2 needs the flash-attn package")
+        notes.append(Message("llamafactory.needs-flash-attn"))
     if way.skips_long:
-        notes.append(
-            f"the plan leaves out samples longer than {levers.sequence} tokens, LLaMA-Factory cuts them: take them out "
-            "of the data first"
-        )
+        notes.append(Message("llamafactory.cuts-long", sequence=levers.sequence))
     if job.timeout is not None:
-        notes.append(f"LLaMA-Factory has no time limit: it does not stop after {job.timeout}")
+        notes.append(Message("llamafactory.no-time-limit", timeout=job.timeout))
     if job.saving.every_minutes is not None:
-        notes.append(f"LLaMA-Factory saves by steps alone: every {save_steps(job)}, and not by minutes")
+        notes.append(Message("llamafactory.saves-by-steps", steps=save_steps(job)))
     if job.saving.keep_every is not None:
-        notes.append("LLaMA-Factory keeps the newest checkpoints alone, and none for ever (saving.keep_every)")
+        notes.append(Message("llamafactory.keeps-newest"))
     if job.data.recipe is not None or (job.data.path or "").startswith("shipped:"):
-        notes.append("recipes, ablations and shipped data are tightfit's own: LLaMA-Factory needs a file of samples")
+        notes.append(Message("llamafactory.needs-samples"))
     known = names_its_data(plan, target)
     if job.data.path is None and not known:
-        notes.append(f"the job names no data: put samples into {PLACEHOLDER_DATA} in this folder")
+        notes.append(Message("llamafactory.put-samples", file=PLACEHOLDER_DATA))
     entry = listed(job.data.path)
     if entry is not None and not entry[0].startswith("/") and target.original is None:
-        notes.append(f"{DATASET_INFO} is looked for in {entry[0]}, as seen from this folder: correct dataset_dir")
+        notes.append(Message("llamafactory.looked-for-in", file=DATASET_INFO, folder=entry[0]))
     if job.data.format == "auto" and not known:
-        notes.append(f"the samples are taken to be alpaca's; {DATASET_INFO} can say sharegpt instead")
+        notes.append(Message("llamafactory.taken-for-alpaca", file=DATASET_INFO))
     if job.data.format != "text" and _template(plan, way, target) is None:
-        notes.append("no template is named: LLaMA-Factory parses the tokenizer's own")
+        notes.append(Message("llamafactory.template-of-tokenizer"))
     return tuple(notes)
 
 
-def _adapter_notes(way: Way) -> list[str]:
+def _adapter_notes(way: Way) -> list[Message]:
     """Where no DeepSpeed casts them back, its adapters are larger than those of the plan."""
     levers, card = way.levers, way.hardware.gpu.memory_bytes
     if levers.lora is None or levers.lora.dtype == "fp32":
@@ -269,11 +263,8 @@ def _adapter_notes(way: Way) -> list[str]:
     if need <= planned:
         return []
     needed, there = amounts(need, planned)
-    misfit = ", which does not fit" if need > card else ""
-    return [
-        f"LLaMA-Factory keeps adapters in fp32, the plan's are {levers.lora.dtype}: a GPU needs {needed} GiB"
-        f"{misfit}; planned are {there} GiB"
-    ]
+    size = said_to_fit(Message("huggingface.gib", gib=needed), fits=need <= card)
+    return [Message("llamafactory.adapters-fp32", dtype=levers.lora.dtype, needed=size, planned=there)]
 
 
 # --- what cannot be written ---------------------------------------------------------------------
@@ -284,18 +275,24 @@ def _refuse(plan: Plan, way: Way, target: Target) -> None:
     at = release(version)
     check_llamafactory(levers, shape, version)
     if levers.is_fsdp2:
-        raise ConfigError("llamafactory-cli cannot start FSDP2: take a ZeRO engine for LLaMA-Factory")
+        raise ConfigError(Message("llamafactory.llamafactory-cli-cannot-start-fsdp2"))
     if levers.loss == "fused" and shape.model_type not in fused_under_llamafactory(at):
-        raise ConfigError(f"LLaMA-Factory {version} has no fused loss for {shape.model_type}: pin --loss plain for it")
+        raise ConfigError(Message("llamafactory.no-fused-loss", version=version, model_type=shape.model_type))
     if not levers.master_weights and (levers.stage == 3 or levers.precision != "bf16"):
-        where = "under ZeRO-3" if levers.stage == 3 else f"in {levers.precision}"
-        raise ConfigError(f"LLaMA-Factory refuses pure 16-bit training {where}: keep the master weights")
+        if levers.stage == 3:
+            raise ConfigError(Message("llamafactory.no-pure-zero3"))
+        raise ConfigError(Message("llamafactory.no-pure-precision", precision=levers.precision))
     if way.hardware.gpu.vendor == "cpu" and levers.stage == 3:
-        raise ConfigError("LLaMA-Factory cannot set up ZeRO-3 without a GPU: take zero2 on the CPU")
+        raise ConfigError(Message("llamafactory.no-zero3-on-cpu"))
     limit = next((most for known, most in DEEPSPEED_LIMITS.items() if at[:3] == known), None)
     if limit and release(target.deepspeed_version) > release(limit):
         raise ConfigError(
-            f"LLaMA-Factory {version} refuses DeepSpeed {target.deepspeed_version}: say --deepspeed-version {limit}"
+            Message(
+                "llamafactory.refuses-deepspeed",
+                version=version,
+                deepspeed_version=target.deepspeed_version,
+                limit=limit,
+            )
         )
     _name(plan, way)
 
@@ -307,13 +304,13 @@ def _name(plan: Plan, way: Way) -> str:
     """A Hugging Face id or a folder."""
     model = plan.job.model if way.shape is plan.shape else way.shape.name
     if not isinstance(model, str):
-        raise ConfigError("LLaMA-Factory loads weights: name a model that has some instead of a block of shape fields")
+        raise ConfigError(Message("llamafactory.loads-weights"))
     preset, path = model.strip().lower(), PurePosixPath(model)
     if preset not in PRESETS:
         return str(path.parent) if path.name == "config.json" else checkpoint_named(model) or model
     weights = checkpoint_of(preset)
     if weights is None:
-        raise ConfigError(f"LLaMA-Factory loads weights, and the preset {preset} has none: name a Hugging Face id")
+        raise ConfigError(Message("llamafactory.preset-has-no-weights", preset=preset))
     return weights
 
 
@@ -447,8 +444,10 @@ def _template(plan: Plan, way: Way, target: Target) -> str | None:
     if at < since:
         first = ".".join(map(str, since))
         usual = template_of(_name(plan, way), way.shape, at)
-        hint = f"there it is {usual}" if usual else f"{first} is the first"
-        raise ConfigError(f"data.template {asked} is not in LLaMA-Factory {target.llamafactory_version}: {hint}")
+        version = target.llamafactory_version
+        if usual:
+            raise ConfigError(Message("llamafactory.template-is-there", asked=asked, version=version, usual=usual))
+        raise ConfigError(Message("llamafactory.template-since", asked=asked, version=version, first=first))
     return asked
 
 

@@ -8,6 +8,7 @@ from tightfit.formats.dialect import Dialect, Launcher
 from tightfit.formats.target import Target
 from tightfit.formats.worker.launch import WORKER, node_flag
 from tightfit.formats.worker.write import chosen_way
+from tightfit.messages import text
 from tightfit.planner.plan import Plan
 
 
@@ -16,8 +17,7 @@ def torchrun_command(plan: Plan, target: Target) -> Iterator[str]:
     where = "--master_addr 127.0.0.1"
     if hardware.nodes > 1:
         where = f"{node_flag('node_rank', 'NODE_RANK')} {node_flag('master_addr', 'MASTER_ADDR')}"
-    yield "# torchrun passes a SIGTERM on and kills the ranks 30 s after it, and it knows no SIGUSR1: a checkpoint that"
-    yield "# takes longer is lost. `tightfit train --plan` starts the ranks itself and waits for them."
+    yield from (f"# {line}" for line in text("launch.torchrun-kills").splitlines())
     yield "exec torchrun \\"
     yield f"  --nnodes {hardware.nodes} --nproc_per_node {hardware.gpus_per_node} {where} \\"
     yield f'  --master_port "${{MASTER_PORT:-{target.port}}}" \\'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tightfit.formats.dialect import Dialect, PlanFile
 from tightfit.formats.worker.write import worker_json
+from tightfit.messages import Message
 
 DIALECT = Dialect(
     name="worker",
@@ -11,7 +12,7 @@ DIALECT = Dialect(
     files=(
         PlanFile(
             name="worker.json",
-            what="for tightfit's own training worker",
+            what=Message("planfile.worker-file"),
             write=lambda plan, target, _: worker_json(plan) if plan.job.trainer == "tightfit" else None,
         ),
     ),

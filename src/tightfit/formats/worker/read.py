@@ -10,12 +10,13 @@ from typing import Any
 
 from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import read_text
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 WORKER_FILE = "worker.json"
 SCHEMA = 1
 """Of this file. A worker refuses a number that it does not know."""
-AGAIN = "write the plan again with `tightfit plan --write`"
+AGAIN = Message("planfile.write-again")
 
 
 def parse_worker(text: str, where: str) -> dict[str, Any]:
@@ -23,10 +24,10 @@ def parse_worker(text: str, where: str) -> dict[str, Any]:
     try:
         tree = parse_json(text)
     except ValueError:
-        raise ConfigError(f"{where} is no JSON: {AGAIN}") from None
+        raise ConfigError(Message("planfile.no-json", where=where, again=AGAIN)) from None
     schema = tree.get("schema") if isinstance(tree, dict) else None
     if schema != SCHEMA:
-        raise ConfigError(f"{where} has schema {schema!r}, and {SCHEMA} is known here: {AGAIN}")
+        raise ConfigError(Message("planfile.other-schema", where=where, schema=repr(schema), known=SCHEMA, again=AGAIN))
     found: dict[str, Any] = tree
     return found
 
@@ -34,7 +35,7 @@ def parse_worker(text: str, where: str) -> dict[str, Any]:
 def read_worker(path: Path) -> dict[str, Any]:
     """The file, or one sentence about what is wrong with it."""
     if not path.exists():
-        raise ConfigError(f"there is no {path}: `tightfit plan --write` makes it")
+        raise ConfigError(Message("planfile.no-worker", path=path))
     return parse_worker(read_text(path, "JSON"), str(path))
 
 

@@ -18,6 +18,7 @@ from tightfit.formats.worker.read import SCHEMA
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.job import Job, Saving
 from tightfit.job.file import timeout_s
+from tightfit.messages import Message
 from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.planner.plan import Plan, Way
@@ -37,7 +38,7 @@ LOW_SCALE_TIERS = ("fp16_safe", "extreme")
 def chosen_way(plan: Plan) -> Way:
     """The way that the files are for; without one there is nothing to write."""
     if plan.chosen is None:
-        raise ConfigError("nothing that was allowed fits, so there is nothing to write: see what --allow would open")
+        raise ConfigError(Message("planfile.nothing-to-write"))
     return plan.chosen
 
 
@@ -232,23 +233,23 @@ def _milestones(way: Way) -> dict[str, int]:
 # --- on what it would train ---------------------------------------------------------------------
 
 
-def untrained(job: Job) -> tuple[str, ...]:
+def untrained(job: Job) -> tuple[Message, ...]:
     """What whoever starts it has to know first: that it begins with drawn weights, or trains on random tokens."""
     return (*seeded(job), *without_data(job))
 
 
-def seeded(job: Job) -> tuple[str, ...]:
+def seeded(job: Job) -> tuple[Message, ...]:
     """A preset is a shape: what trains it in earnest names a model that has weights."""
     name = job.model.strip().lower() if isinstance(job.model, str) else ""
     if name not in PRESETS:
         return ()
     public = checkpoint_of(name)
-    named = f"--model {public}" if public else "--model with a folder or a Hugging Face id"
-    return (f"{name} is a shape without weights, so they are drawn from the seed: {named} starts from trained ones.",)
+    if public is None:
+        return (Message("planfile.only-shape-unpublished", name=name),)
+    return (Message("planfile.only-shape", name=name, flag=f"--model {public}"),)
 
 
-def without_data(job: Job) -> tuple[str, ...]:
+def without_data(job: Job) -> tuple[Message, ...]:
     """A plan needs no data, and a training is nothing without it."""
-    if job.data.path is not None or job.data.recipe is not None:
-        return ()
-    return ("No data is named: the samples are random tokens, for trying it out (--data FILE names yours).",)
+    named = job.data.path is not None or job.data.recipe is not None
+    return () if named else (Message("planfile.random-tokens"),)
