@@ -18,6 +18,7 @@ from tightfit.desk.stages import each_stage
 from tightfit.hardware.doctor import Checkup
 from tightfit.hardware.doctor.row import Light, Row, gib
 from tightfit.inputs.surroundings import is_installed
+from tightfit.messages import bare
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import strategy_name
 from tightfit.types import ConfigError, UserError
@@ -92,7 +93,7 @@ def _weights(check: JobCheck) -> list[Row]:
         said = check_weights(check.settled.job)
     except UserError as error:
         return [_row("weights", "red", str(error), "name a model that has weights")]
-    return [_row("weights", "green", sentence.rstrip(".")) for sentence in said]
+    return [_row("weights", "green", bare(sentence)) for sentence in said]
 
 
 # --- what starts it -----------------------------------------------------------------------------

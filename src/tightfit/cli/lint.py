@@ -16,7 +16,7 @@ from tightfit.formats.lint import examine
 from tightfit.formats.registry import kinds
 from tightfit.formats.target import Target
 from tightfit.inputs.versions import is_version
-from tightfit.messages import Message, text
+from tightfit.messages import Listing, Message, text
 from tightfit.types import ConfigError
 
 FOUND_ERRORS = 1
@@ -44,7 +44,7 @@ def parser() -> Parser:
     *others, last = [each.one for each in kinds().values()]
     parser = Parser(
         "lint",
-        text("help.lint-does", others=", ".join(others), last=last),
+        text("help.lint-does", others=Listing(others), last=last),
         "tightfit lint ds_config.json --world 8",
         "FILE [--world N] [flags]",
     )

@@ -12,6 +12,7 @@ from tightfit.formats.worker.write import seeded
 from tightfit.inputs.flags import LEVERS, flags_from_levers
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
+from tightfit.messages import Said
 from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.types import Buckets, Levers, Mamba1, Mamba2, ModelError
 
@@ -79,7 +80,7 @@ def with_a_scan_that_runs(settled: PlanInput, *, on_gpu: bool) -> PlanInput:
     return replace(settled, job=job, said=(*settled.said, said))
 
 
-def check_weights(job: Job) -> tuple[str, ...]:
+def check_weights(job: Job) -> tuple[Said, ...]:
     """A preset is a shape without weights: adapters need more than that."""
     if not isinstance(job.model, str) or job.model.strip().lower() not in PRESETS:
         return ()

@@ -24,6 +24,7 @@ from tightfit.hardware.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
 from tightfit.inputs.versions import is_version, release
 from tightfit.job import Job
+from tightfit.messages import Said
 from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
 from tightfit.planner.tiers import tiered
@@ -51,7 +52,7 @@ class Ready:
     """The GPUs of this machine that it will use; none, where the CPU stands in or other machines do it."""
     plan: Plan | None
     """None: it was written before."""
-    said: tuple[str, ...] = ()
+    said: tuple[Said, ...] = ()
 
     @property
     def own_folder(self) -> Path:

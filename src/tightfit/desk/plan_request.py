@@ -26,6 +26,7 @@ from tightfit.job.file import (
     model_of,
     names_in,
 )
+from tightfit.messages import Said
 from tightfit.model.presets import PRESETS
 from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.types import ConfigError, Hardware, HardwareError, ModelShape
@@ -40,7 +41,7 @@ class PlanInput:
     hardware: Hardware
     explicit: frozenset[str]
     """The fields of the job that the user set, by dotted name."""
-    said: tuple[str, ...]
+    said: tuple[Said, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class FileSays:
     job: Job
     explicit: frozenset[str]
     """The fields that it sets, also those set to their defaults."""
-    said: tuple[str, ...] = ()
+    said: tuple[Said, ...] = ()
     num_gpus: int | None = None
     """GPUs of a node, where the file gives a number and need not name a card."""
     batch_per_gpu: int | None = None
@@ -133,14 +134,14 @@ def _file(request: Request, launcher: str | None) -> FileSays | None:
     return FileSays(path=path, job=read.job, explicit=read.explicit, said=read.said, num_gpus=read.num_gpus)
 
 
-def _said_by(request: Request, file: FileSays | None, hardware: Hardware) -> tuple[str, ...]:
+def _said_by(request: Request, file: FileSays | None, hardware: Hardware) -> tuple[Said, ...]:
     """What the file's reader had to say, and which of its numbers makes way for a flag."""
     if file is None:
         return ()
     winner = next(iter(_counts_said(request)), None)
     if winner is None or file.num_gpus is None:
         return file.said
-    kept = [sentence for sentence in file.said if not sentence.startswith("num_gpus ")]
+    kept = [sentence for sentence in file.said if not str(sentence).startswith("num_gpus ")]
     if hardware.gpus_per_node == file.num_gpus and hardware.nodes == 1:
         return tuple(kept)
     return (*kept, f"{winner} wins over the job file's num_gpus of {file.num_gpus}.")

@@ -11,7 +11,8 @@ from tightfit.formats.dialect import Dialect
 from tightfit.formats.document import Document
 from tightfit.formats.registry import kinds
 from tightfit.formats.worker.keys import is_workers
-from tightfit.inputs.spelling import listed, nearest
+from tightfit.inputs.spelling import nearest
+from tightfit.messages import Choice, Listing, Message
 from tightfit.types import ConfigError
 
 _TELLS, _HINTS = 4, 2
@@ -26,11 +27,8 @@ def recognise(document: Document) -> Dialect:
     if is_workers(values):
         return kinds()["job"]
     if (trainer := declined_trainer(values)) is not None:
-        *others, last = [each.title for each in known]
-        raise ConfigError(
-            f"{document.path.name} is a config of {trainer}, which lint does not know: it checks {', '.join(others)} "
-            f"and {last} (--kind takes it for one of these)"
-        )
+        kept = Listing((each.title for each in known), "and")
+        raise ConfigError(Message("lint.declined", file=document.path.name, trainer=trainer, kinds=kept))
     for each in known:
         if each.claims(values):
             return each
@@ -39,17 +37,13 @@ def recognise(document: Document) -> Dialect:
     likely = [each for each in known if scores[each.name] == best]
     likely = [each for each in likely if each.extends not in {other.name for other in likely}]
     if best < 1 or len(likely) > 1:
-        raise ConfigError(
-            f"the keys of {document.path.name} do not tell whose config it is: add --kind {listed(kinds())}"
-        )
+        raise ConfigError(Message("lint.not-told", file=document.path.name, kinds=Choice(kinds())))
     foreign = [key for key in values if not _weight(key, likely[0])]
     mostly = len(foreign) >= _MOST_FOREIGN and 2 * len(foreign) > len(values)
     barely = bool(foreign) and best < _TELLS and likely[0].is_mixed
     if mostly or barely:
-        raise ConfigError(
-            f"{document.path.name} is of no config that lint knows, by its keys {', '.join(foreign[:3])}: add --kind "
-            f"{listed(kinds())} if it is one all the same"
-        )
+        keys = Listing(foreign[:3])
+        raise ConfigError(Message("lint.none-of-these", file=document.path.name, keys=keys, kinds=Choice(kinds())))
     return likely[0]
 
 

@@ -13,6 +13,7 @@ from time import perf_counter
 
 from tightfit.job import Job
 from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
+from tightfit.messages import Said
 from tightfit.planner import costly, reasons
 from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
@@ -52,7 +53,7 @@ def plan_within(
     job: Job,
     shape: ModelShape | None = None,
     hardware: Hardware | None = None,
-    said: tuple[str, ...] = (),
+    said: tuple[Said, ...] = (),
 ) -> Plan:
     """See `plan`; with what earlier runs have taught, where the bounds bring it."""
     shape = shape or model_of(job)
@@ -73,7 +74,7 @@ def plan_within(
     return replace(answer, chosen=replace(answer.chosen, changes=(*costs, *answer.chosen.changes)))
 
 
-def answered(job: Job, question: Question, said: tuple[str, ...] = (), *, advice: bool = True) -> Plan:
+def answered(job: Job, question: Question, said: tuple[Said, ...] = (), *, advice: bool = True) -> Plan:
     """The best way that a question allows; where there is none, the best with what the job allows to be changed.
 
     `advice`: see `Bounds`.
@@ -92,7 +93,7 @@ def answered(job: Job, question: Question, said: tuple[str, ...] = (), *, advice
     return replace(answer, because=reasons.of_plan(answer, question, said), search_s=perf_counter() - began)
 
 
-def _auto(bounds: Bounds, job: Job, shape: ModelShape, hardware: Hardware, said: tuple[str, ...]) -> Plan:
+def _auto(bounds: Bounds, job: Job, shape: ModelShape, hardware: Hardware, said: tuple[Said, ...]) -> Plan:
     """The first tier that fits, from the one for this card down; where none does, how far the smallest is from it."""
     *larger, smallest = from_card_down(hardware)
     for tier in larger:

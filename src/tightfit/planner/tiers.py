@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tightfit.job import Job
+from tightfit.messages import Said
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.plan import Bounds, Plan
@@ -30,7 +31,7 @@ class Tiered:
     costs: tuple[str, ...] = ()
     """What it changes in the result, against what was asked, a sentence each."""
     free: Plan | None = None
-    because: tuple[str, ...] = ()
+    because: tuple[Said, ...] = ()
 
     @property
     def fits(self) -> bool:

@@ -255,7 +255,7 @@ def commands(answer: Answered) -> tuple[tuple[str, str], ...]:
     )
 
 
-def before_the_start(answer: Answered) -> tuple[str, ...]:
+def before_the_start(answer: Answered) -> tuple[Message, ...]:
     """On what it would train, where that is not what a reader of the last command expects."""
     plan = answer.plan
     return untrained(plan.job) if plan.chosen is not None and plan.job.trainer == "tightfit" else ()

@@ -358,7 +358,7 @@ def test_what_guides_recommend_and_we_leave_out_is_not_set(plan_of: PlanOf, fold
     for name in ("CUDA_LAUNCH_BLOCKING", "TORCH_USE_CUDA_DSA", "NCCL_P2P_DISABLE"):
         assert name not in call.env
         assert rows[name].value is None
-    assert all(variable.reason and not variable.reason.endswith(".") for variable in rows.values())
+    assert all(not str(variable.reason).endswith(".") for variable in rows.values())
 
 
 # --- what is asked before anything starts --------------------------------------------------------
