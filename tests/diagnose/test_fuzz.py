@@ -24,7 +24,7 @@ LOGS = [path.read_bytes() for folder in (CAPTURED, CORPUS, HEALTHY) for path in 
 MIB = 2**20
 
 
-def judged(data: bytes, folder: Path) -> Diagnosis:
+def judge_health(data: bytes, folder: Path) -> Diagnosis:
     path = folder / "fuzz.log"
     path.write_bytes(data)
     found = judge(Evidence(logs=(LogSource(name="fuzz.log", path=path),)))
@@ -42,7 +42,7 @@ def relaxed() -> settings:
 @relaxed()
 @given(st.binary(max_size=5000))
 def test_random_bytes(tmp_path: Path, data: bytes) -> None:
-    assert judged(data, tmp_path) == judged(data, tmp_path)
+    assert judge_health(data, tmp_path) == judge_health(data, tmp_path)
 
 
 @pytest.mark.thorough
@@ -54,7 +54,7 @@ def test_true_logs_torn_and_shuffled(tmp_path: Path, log: bytes, chance: random.
     chance.shuffle(lines)
     flipped = bytes(byte ^ (chance.random() < 0.01) * 32 for byte in log)
     for damaged in (log[:cut], log[cut:], b"".join(lines), flipped):
-        found = judged(damaged, tmp_path)
+        found = judge_health(damaged, tmp_path)
         assert found.verdict is not None or not found.also
 
 
@@ -67,7 +67,7 @@ def test_numbers_that_no_machine_has(tmp_path: Path, digits: int) -> None:
         f"capacity; {number} GiB already allocated)\nfailed (exitcode: 1) local_rank: {number} (pid: 1)\n"
         f"vocab_size: {number}\nInstantaneous batch size per device = {number}\n{number}-13-01 10:00:00\n"
     )
-    verdict = judged(text.encode(), tmp_path).verdict
+    verdict = judge_health(text.encode(), tmp_path).verdict
     assert verdict is not None
     assert verdict.kind == "device-oom"
 

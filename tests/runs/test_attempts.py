@@ -125,11 +125,11 @@ def test_attempts_are_events_too_behind_a_torn_line(tmp_path: Path) -> None:
     attempts.append_event(folder, began)
     lines = folder.events.read_text().splitlines()
     assert [event_of(line) for line in lines[1:]] == [FAILED, began]
-    assert line_of(FAILED)[0] == (
+    assert str(line_of(FAILED)[0]) == (
         "✗ attempt 1 failed after step 57 (the checkpoint of step 50 is kept): Rank 1 was killed → same plan, in 4 s: "
         "it may not happen again"
     )
-    assert line_of(began)[0] == "→ attempt 2: ZeRO-3; ZeRO-2 → ZeRO-3"
+    assert str(line_of(began)[0]) == "→ attempt 2: ZeRO-3; ZeRO-2 → ZeRO-3"
 
 
 def test_events_of_another_version_are_shown_as_they_are() -> None:

@@ -103,7 +103,7 @@ def test_a_lock_is_left_when_its_maker_was_killed(lock: Path, environment: dict[
         process.wait()
         assert left_locks(environment) == (lock,)
     os.utime(lock)
-    assert left_locks(environment) == (), "too young to be judged, unless it is ours"
+    assert left_locks(environment) == (), "too young to be judge_health, unless it is ours"
     assert left_locks(environment, ours_since=began) == (lock,)
     assert left_locks(environment, ours_since=time.time() + 5) == (), "it was there before"
 

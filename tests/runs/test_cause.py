@@ -1,4 +1,4 @@
-"""Why an attempt failed, judged from what real attempts have left."""
+"""Why an attempt failed, judge_health from what real attempts have left."""
 
 from __future__ import annotations
 

@@ -209,4 +209,4 @@ def test_a_terminal_keeps_one_line_and_the_last_state() -> None:
     [(0.25, "0.2 s"), (45, "45 s"), (200, "3 min 20 s"), (7500, "2 h 05 min"), (400_000, "4.6 days"), (-3, "0.0 s")],
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert str(duration(seconds)) == words

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tightfit.messages import Said
 from tightfit.web.sentences import said_in
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tightfit"
@@ -21,15 +22,15 @@ _TAILS = {
 """What these functions add to a sentence."""
 
 
-def is_told(english: str, *, stays: str = "") -> bool:
+def is_told(english: Said, *, stays: str = "") -> bool:
     """Whether it is Chinese, all of it and with its numbers; `stays`: what may stand in it as it is."""
     told = said_in("zh", english)
     rest = told.text.replace(stays, "") if stays else told.text
-    has_all = set(NUMBER.findall(english)) <= set(NUMBER.findall(told.text))
+    has_all = set(NUMBER.findall(str(english))) <= set(NUMBER.findall(told.text))
     return not told.is_foreign and bool(CHINESE.search(rest)) and not _LEFT.search(rest) and has_all
 
 
-def untold(sentences: Iterator[str]) -> list[str]:
+def untold(sentences: Iterator[Said]) -> list[str]:
     return [f"{each} → {said_in('zh', each).text}" for each in dict.fromkeys(sentences) if not is_told(each)]
 
 

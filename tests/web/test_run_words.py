@@ -22,6 +22,7 @@ from visits import step_line
 
 from tightfit.desk.plan import answered
 from tightfit.desk.request import read_request
+from tightfit.messages import Said
 from tightfit.planner.plan import Plan
 from tightfit.planner.step_down import PLACES as PLACES_OF_A_PLAN
 from tightfit.planner.step_down import Shortfall, StepDown, step_down
@@ -31,7 +32,7 @@ from tightfit.runs.build_lock import remove, told
 from tightfit.runs.cause import blame_build_lock, find_cause
 from tightfit.runs.events import Step, event_of
 from tightfit.runs.hang import Hung
-from tightfit.runs.health import Held, Planned, Seen, judged
+from tightfit.runs.health import Held, Planned, Seen, judge_health
 from tightfit.runs.heartbeat import STAGES, Beat, Quiet
 from tightfit.runs.lines import duration, line_of
 from tightfit.runs.stacks import Frame, Stand
@@ -359,11 +360,11 @@ def sights() -> Iterator[Seen]:
 
 
 def test_lights_and_warnings_are_told() -> None:
-    said: list[str] = []
+    said: list[Said] = []
     for seen in sights():
-        found = judged(seen)
+        found = judge_health(seen)
         said += [*found.warnings, *(light.text for light in found.lights if light.text)]
-    beginnings = {" ".join(text.split()[:3]) for text in said}
+    beginnings = {" ".join(str(text).split()[:3]) for text in said}
     wanted = ("host RAM is", "the allocator had", "the loss scale", "the peak of", "GPU memory grows", "GPU 0 has")
     assert [each for each in wanted if each not in beginnings] == []
     assert untold(iter(said)) == []

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from visits import step_line, written
 
 from tightfit.cli import main
+from tightfit.messages import as_json
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.web.sight import RunSight
 
@@ -84,7 +85,7 @@ def test_a_run_on_a_card(on_gpu: Path) -> None:
     assert found["memory"]["planned"] == worker["predicted"]["gpu"]["peak_bytes"]
     assert found["memory"]["card"] == 24 * GIB
     assert found["memory"]["host"]["total"] > found["memory"]["host"]["used"] > 0
-    assert found["lights"]["lights"][0]["text"] == "33 % of GPU 0"
+    assert str(found["lights"]["lights"][0]["text"]) == "33 % of GPU 0"
 
 
 def test_a_run_elsewhere_is_what_its_events_say(on_gpu: Path) -> None:
@@ -120,7 +121,7 @@ def test_secrets_are_struck_out(tmp_path: Path) -> None:
     secret = "hf_abcdefghijklmnopqrstuvwxyz"
     lines = [{"event": "warning", "text": f"no access with {secret}"}]
     run = written(tmp_path / "run", lines, command=["tightfit", "train", f"--token={secret}"])
-    assert secret not in json.dumps(looked(run))
+    assert secret not in json.dumps(looked(run), default=as_json)
 
 
 def test_nothing_is_written(on_gpu: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from tightfit.cli.flags import CHANGE, Parser
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.inputs.times import seconds_in
-from tightfit.messages import Message, text
+from tightfit.messages import Message, id_of, text
 from tightfit.runs.lines import Lines
 from tightfit.runs.look import Look, Watcher
 from tightfit.runs.machine_eye import MachineEye
@@ -213,7 +213,7 @@ class _Plain:
 
     def _warn(self, look: Look) -> None:
         """Once as long as it holds: its figures change all the time."""
-        kinds = {re.sub(r"[\d.,]+", "", str(warning)): warning for warning in look.health.warnings}
+        kinds = {id_of(warning) or str(warning): warning for warning in look.health.warnings}
         for kind in kinds.keys() - self._warned:
             _say(f"! {kinds[kind]}")
         self._warned = frozenset(kinds)
@@ -281,8 +281,8 @@ def report(look: Look) -> dict[str, Any]:
         "host": asdict(look.host),
         "run": None if look.run is None else _run_report(look.run),
         "runs": [{"folder": entry.folder, "pid": entry.pid} for entry in look.others],
-        "lights": {light.name: {"colour": light.colour, "text": light.text} for light in look.health.lights},
-        "warnings": list(look.health.warnings),
+        "lights": {light.name: {"colour": light.colour, "text": str(light.text)} for light in look.health.lights},
+        "warnings": [str(warning) for warning in look.health.warnings],
         "problems": list(look.problems),
     }
 
@@ -292,7 +292,7 @@ def _run_report(run: RunSeen) -> dict[str, Any]:
     return {
         "folder": str(run.folder),
         "state": None if run.record is None else run.record.state,
-        "ended": run.ended,
+        "ended": None if run.ended is None else str(run.ended),
         "well": run.well,
         "model": None if worker is None else worker.model,
         "engine": None if worker is None else worker.engine,

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from tightfit.inputs.records import parse_json
-from tightfit.messages import Said, as_json, change_texts, from_json
+from tightfit.messages import Message, Said, as_json, change_texts, from_json
 
 _MOST_TEXT = 2000
 """Characters of a sentence that are kept: a screen is not a log."""
@@ -243,6 +245,43 @@ Event = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How an event of a name is read: each field by its type, from the key of its own name."""
+
+    event: type[Any]
+    without: Mapping[str, object] = field(default_factory=dict)
+    """What stands for a field that is missing. One that neither is here nor may be None makes it another event."""
+    at: Mapping[str, str] = field(default_factory=dict)
+    """Fields with another key; `block.key`: within a block."""
+
+
+_NO_REASON = {"text": Message("runs.no-reason")}
+_IN_A_STEP = {name: f"memory.{name}" for name in ("now_bytes", "peak_bytes", "host_bytes")}
+_KINDS: Mapping[str, _Kind] = {
+    "start": _Kind(Started, at={name: f"predicted.{name}" for name in ("peak_bytes", "limit_bytes")}),
+    "progress": _Kind(Progress, {"what": Message("runs.working")}),
+    "proof": _Kind(Proof, {"name": "", "text": ""}),
+    "memory": _Kind(MemoryMark, {"milestone": "?"}),
+    "probe": _Kind(Probe),
+    "step": _Kind(Step, at=_IN_A_STEP),
+    "eval": _Kind(Evaluation),
+    "warning": _Kind(Warned),
+    "overflow": _Kind(Warned),
+    "saved": _Kind(Saved, {"folder": "?"}, {"written_bytes": "bytes"}),
+    "checkpoint": _Kind(Checkpointed, {"folder": "?"}, {"written_bytes": "bytes"}),
+    "checkpoint_failed": _Kind(CheckpointFailed, _NO_REASON),
+    "resumed": _Kind(Resumed, {"folder": "?"}),
+    "passed_over": _Kind(PassedOver, {"folder": "?", **_NO_REASON}),
+    "stopping": _Kind(Stopping, {"text": Message("runs.asked-to-stop")}),
+    "attempt": _Kind(AttemptBegan, {"plan": "?"}),
+    "attempt_failed": _Kind(AttemptFailed, {"kind": "unknown", "action": "?", "because": "", **_NO_REASON}),
+    "error": _Kind(Failed, {"kind": "crash", **_NO_REASON}),
+    "pictures": _Kind(Pictures),
+    "end": _Kind(Ended, {"reason": "done"}),
+}
+
+
 def event_of(line: str | bytes) -> Event | None:
     """The event in a line; None: there is none."""
     return events_of([line.encode("utf-8", "replace") if isinstance(line, str) else line])[0]
@@ -265,6 +304,12 @@ def time_of(line: bytes) -> float | None:
     return _number(tree.get("at")) if isinstance(tree, dict) else None
 
 
+def attempt_line(event: AttemptBegan | AttemptFailed, at: float) -> str:
+    """The line that says it, for whoever writes events beside the worker."""
+    name = "attempt" if isinstance(event, AttemptBegan) else "attempt_failed"
+    return json.dumps({"event": name, "at": round(at, 3), **asdict(event)}, allow_nan=False, default=as_json) + "\n"
+
+
 def _tree(line: bytes) -> Any:
     try:
         return parse_json(line.decode("utf-8", "replace"))
@@ -276,208 +321,51 @@ def _event(values: Any) -> Event | None:
     if not isinstance(values, dict) or not isinstance(values.get("event"), str):
         return None
     name = values["event"]
-    reader = _READERS.get(name)
-    event = reader(values) if reader is not None else None
-    return event or Other(name=name[:80], text=_rest(values))
+    found: dict[str, Any] = {}
+    if name not in _KINDS:
+        return _other(values)
+    for block, rows in _blocks(name):
+        inside = values if block is None else values.get(block)
+        get = inside.get if isinstance(inside, dict) else _no_key
+        for field_name, key, convert, without in rows:
+            if (value := convert(get(key))) is None:
+                if without is _MISSING:
+                    return _other(values)
+                value = without
+            found[field_name] = value
+    event: Event = _KINDS[name].event(**found)
+    return event
 
 
-def _started(values: Mapping[str, Any]) -> Event:
-    block = values.get("predicted")
-    predicted: Mapping[str, Any] = block if isinstance(block, dict) else {}
-    return Started(
-        model=_text(values.get("model")),
-        engine=_text(values.get("engine")),
-        world=_count(values.get("world")),
-        launcher=_text(values.get("launcher")),
-        peak_bytes=_count(predicted.get("peak_bytes")),
-        limit_bytes=_count(predicted.get("limit_bytes")) or None,
-    )
+def _other(values: Mapping[str, Any]) -> Other:
+    keys = ("step", "streak", "loss_scale", "layer", "where")
+    if values["event"] == "overflow" and all(key in values for key in keys):
+        said = Message("runs.overflow", **{key: clean(str(values[key])) for key in keys})
+        return Other(name="overflow", text=said)
+    rest = ", ".join(f"{key} {value}" for key, value in values.items() if key not in ("event", "at"))
+    return Other(name=values["event"][:80], text=read_said(values.get("text")) or clean(rest))
 
 
-def _progress(values: Mapping[str, Any]) -> Event:
-    what = read_said(values.get("what")) or "working"
-    return Progress(what=what, done=_number(values.get("done")), total=_number(values.get("total")))
+_MISSING = object()
+_Row = tuple[str, str, Callable[[object], Any], object]
 
 
-def _proof(values: Mapping[str, Any]) -> Event:
-    name = _text(values.get("name")) or ""
-    return Proof(name=name, ok=values.get("ok") is True, text=read_said(values.get("text")) or name)
+def _no_key(key: str) -> None:
+    del key
 
 
-def _memory(values: Mapping[str, Any]) -> Event:
-    return MemoryMark(
-        milestone=_text(values.get("milestone")) or "?",
-        predicted_bytes=_count(values.get("predicted_bytes")),
-        measured_bytes=_count(values.get("measured_bytes")),
-        host_bytes=_count(values.get("host_bytes")),
-    )
-
-
-def _probe(values: Mapping[str, Any]) -> Event:
-    return Probe(seconds=_number(values.get("seconds")), peak_bytes=_count(values.get("peak_bytes")))
-
-
-def _step(values: Mapping[str, Any]) -> Event | None:
-    step = _count(values.get("step"))
-    if step is None:
-        return None
-    memory = values.get("memory")
-    held: Mapping[str, Any] = memory if isinstance(memory, dict) else {}
-    return Step(
-        step=step,
-        steps=_count(values.get("steps")),
-        loss=_number(values.get("loss"), finite=False),
-        learning_rate=_number(values.get("learning_rate")),
-        tokens_per_s=_number(values.get("tokens_per_s")),
-        step_s=_number(values.get("step_s")),
-        seconds_left=_number(values.get("seconds_left")),
-        now_bytes=_count(held.get("now_bytes")),
-        peak_bytes=_count(held.get("peak_bytes")),
-        host_bytes=_count(held.get("host_bytes")),
-        loss_scale=_number(values.get("loss_scale")),
-        skipped=values.get("skipped") is True,
-        alloc_retries=_count(values.get("alloc_retries")),
-    )
-
-
-def _evaluation(values: Mapping[str, Any]) -> Event:
-    return Evaluation(
-        step=_count(values.get("step")),
-        loss=_number(values.get("loss"), finite=False),
-        perplexity=_number(values.get("perplexity"), finite=False),
-    )
-
-
-def _warned(values: Mapping[str, Any]) -> Event | None:
-    text = read_said(values.get("text"))
-    return Warned(text=text) if text else None
-
-
-def _saved(values: Mapping[str, Any]) -> Event:
-    return Saved(
-        folder=_text(values.get("folder")) or "?",
-        written_bytes=_count(values.get("bytes")),
-        files=_texts(values.get("files")),
-    )
-
-
-def _checkpointed(values: Mapping[str, Any]) -> Event:
-    return Checkpointed(
-        step=_count(values.get("step")),
-        folder=_text(values.get("folder")) or "?",
-        written_bytes=_count(values.get("bytes")),
-        seconds=_number(values.get("seconds")),
-        blocked_s=_number(values.get("blocked_s")),
-        background=values.get("background") is True,
-    )
-
-
-def _checkpoint_failed(values: Mapping[str, Any]) -> Event:
-    return CheckpointFailed(
-        step=_count(values.get("step")), text=read_said(values.get("text")) or "no reason was given"
-    )
-
-
-def _resumed(values: Mapping[str, Any]) -> Event:
-    return Resumed(
-        step=_count(values.get("step")),
-        folder=_text(values.get("folder")) or "?",
-        from_engine=_text(values.get("from_engine")),
-        from_world=_count(values.get("from_world")),
-        changed=_saids(values.get("changed")),
-    )
-
-
-def _passed_over(values: Mapping[str, Any]) -> Event:
-    return PassedOver(
-        folder=_text(values.get("folder")) or "?", text=read_said(values.get("text")) or "no reason was given"
-    )
-
-
-def _stopping(values: Mapping[str, Any]) -> Event:
-    return Stopping(text=read_said(values.get("text")) or "asked to stop")
-
-
-def _attempt(values: Mapping[str, Any]) -> Event | None:
-    number = _count(values.get("number"))
-    if number is None:
-        return None
-    return AttemptBegan(number=number, plan=read_said(values.get("plan")) or "?", changed=_saids(values.get("changed")))
-
-
-def _attempt_failed(values: Mapping[str, Any]) -> Event | None:
-    number = _count(values.get("number"))
-    if number is None:
-        return None
-    return AttemptFailed(
-        number=number,
-        kind=_text(values.get("kind")) or "unknown",
-        text=read_said(values.get("text")) or "no reason was given",
-        step=_count(values.get("step")),
-        kept_step=_count(values.get("kept_step")),
-        action=_text(values.get("action")) or "?",
-        because=read_said(values.get("because")) or "",
-        wait_s=_number(values.get("wait_s")),
-    )
-
-
-def attempt_line(event: AttemptBegan | AttemptFailed, at: float) -> str:
-    """The line that says it, for whoever writes events beside the worker."""
-    name = "attempt" if isinstance(event, AttemptBegan) else "attempt_failed"
-    return json.dumps({"event": name, "at": round(at, 3), **asdict(event)}, allow_nan=False, default=as_json) + "\n"
-
-
-def _failed(values: Mapping[str, Any]) -> Event:
-    return Failed(
-        rank=_count(values.get("rank")),
-        kind=_text(values.get("kind")) or "crash",
-        text=read_said(values.get("text")) or "no reason was given",
-    )
-
-
-def _pictures(values: Mapping[str, Any]) -> Event:
-    return Pictures(files=_texts(values.get("files")))
-
-
-def _ended(values: Mapping[str, Any]) -> Event:
-    summary = values.get("summary")
-    return Ended(
-        reason=_text(values.get("reason")) or "done",
-        summary=finite(summary) if isinstance(summary, dict) else {},
-    )
-
-
-_READERS: dict[str, Callable[[Mapping[str, Any]], Event | None]] = {
-    "start": _started,
-    "progress": _progress,
-    "proof": _proof,
-    "memory": _memory,
-    "probe": _probe,
-    "step": _step,
-    "eval": _evaluation,
-    "warning": _warned,
-    "overflow": _warned,
-    "saved": _saved,
-    "checkpoint": _checkpointed,
-    "checkpoint_failed": _checkpoint_failed,
-    "resumed": _resumed,
-    "passed_over": _passed_over,
-    "stopping": _stopping,
-    "attempt": _attempt,
-    "attempt_failed": _attempt_failed,
-    "error": _failed,
-    "pictures": _pictures,
-    "end": _ended,
-}
-
-
-def _rest(values: Mapping[str, Any]) -> Said:
-    """An event that is not known, as plain text."""
-    text = read_said(values.get("text"))
-    if text:
-        return text
-    parts = [f"{key} {value}" for key, value in values.items() if key not in ("event", "at")]
-    return clean(", ".join(parts))
+@cache
+def _blocks(name: str) -> Sequence[tuple[str | None, Sequence[_Row]]]:
+    """Of an event, block by block: each field with its key, its reader, and what stands for it where it is missing."""
+    kind = _KINDS[name]
+    hints, rows = get_type_hints(kind.event), dict[str | None, list[_Row]]()
+    for each in fields(kind.event):
+        block, _, key = kind.at.get(each.name, each.name).rpartition(".")
+        hint = hints[each.name]
+        convert = _any_number if each.name in ("loss", "perplexity") else _CONVERTERS[hint]
+        without = kind.without.get(each.name, None if NoneType in get_args(hint) else _MISSING)
+        rows.setdefault(block or None, []).append((each.name, key, convert, without))
+    return tuple(rows.items())
 
 
 def _text(value: object) -> str | None:
@@ -489,14 +377,8 @@ def read_said(value: object) -> Said | None:
     return change_texts(from_json(value), clean) or None if isinstance(value, dict) else _text(value)
 
 
-def _saids(values: object) -> tuple[Said, ...]:
-    found = map(read_said, values) if isinstance(values, list) else ()
-    return tuple(said for said in found if said)
-
-
-def _texts(values: object) -> tuple[str, ...]:
-    found = map(_text, values) if isinstance(values, list) else ()
-    return tuple(text for text in found if text)
+def _all(read: Callable[[object], Any]) -> Callable[[object], tuple[Any, ...]]:
+    return lambda values: tuple(found for each in values if (found := read(each))) if isinstance(values, list) else ()
 
 
 def clean(text: str) -> str:
@@ -516,17 +398,23 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _number(value: object, *, finite: bool = True) -> float | None:
-    """A number; a loss may be NaN, which has to be shown, and nothing else may."""
-    if type(value) is float and value - value == 0:  # most are
+def _any_number(value: object) -> float | None:
+    """A loss may be NaN, which has to be shown."""
+    if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        number = float(value)
+        return float(value)
     except OverflowError:
         return None
-    return None if finite and (number != number or number in (float("inf"), float("-inf"))) else number
+
+
+def _number(value: object) -> float | None:
+    if type(value) is float and value - value == 0:  # most are
+        return value
+    number = _any_number(value)
+    return None if number is None or number - number != 0 else number
 
 
 def _count(value: object) -> int | None:
@@ -534,3 +422,17 @@ def _count(value: object) -> int | None:
         return value
     number = _number(value)
     return None if number is None or number < 0 else int(number)
+
+
+_CONVERTERS: Mapping[Any, Callable[[object], Any]] = {
+    int: _count,
+    int | None: _count,
+    float | None: _number,
+    str: _text,
+    str | None: _text,
+    Said: read_said,
+    bool: lambda value: value is True,
+    tuple[str, ...]: _all(_text),
+    tuple[Said, ...]: _all(read_said),
+    Mapping[str, Any]: lambda value: finite(value) if isinstance(value, dict) else {},
+}

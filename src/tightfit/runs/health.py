@@ -8,13 +8,13 @@ one; it is worth a warning where it gets to the end of the memory before the run
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-from tightfit.messages import Said
+from tightfit.messages import Message, Said
 from tightfit.priced import GIB
 from tightfit.runs.events import Step
 from tightfit.runs.lines import MIB, duration, loss_words, size_words
@@ -54,6 +54,8 @@ class Light:
     """One of the three."""
 
     name: str
+    """For programs."""
+    title: Message
     colour: Colour
     text: Said
 
@@ -68,7 +70,7 @@ class Health:
 class Held:
     """A memory, and what is held of it; None: nobody says."""
 
-    name: str
+    name: Said
     used_bytes: int | None
     total_bytes: int | None
 
@@ -111,94 +113,85 @@ class Seen:
     """Whether the run has not made a step since."""
 
 
-def judged(seen: Seen) -> Health:
+def judge_health(seen: Seen) -> Health:
     """Lights and warnings."""
-    return Health(lights=(_memory(seen), _loss(seen), _oom(seen)), warnings=_warnings(seen))
+    if seen.oom is not None:
+        colour: Colour = "red" if seen.oom_is_last else "yellow"
+        oom = Light(name="no OOM", title=Message("runs.no-oom"), colour=colour, text=seen.oom)
+    else:
+        colour, why = ("green", "") if seen.has_run else ("unknown", Message("runs.no-run"))
+        oom = Light(name="no OOM", title=Message("runs.no-oom"), colour=colour, text=why)
+    colour, text = _judge_loss(seen)
+    loss = Light(name="loss falling", title=Message("runs.loss-falling"), colour=colour, text=text)
+    return Health(lights=(_judge_memory(seen), loss, oom), warnings=tuple(_find_warnings(seen)))
 
 
 # --- lights -------------------------------------------------------------------------------------
 
 
-def _memory(seen: Seen) -> Light:
-    name = f"memory under {FULL:.0%}".replace("%", " %")
-    known = [(held.share, held.name) for held in seen.memories if held.share is not None]
+def _judge_memory(seen: Seen) -> Light:
+    percent = f"{100 * FULL:.0f}"
+    name, title = f"memory under {percent} %", Message("runs.memory-under", percent=percent)
+    known = [(held.share, held) for held in seen.memories if held.share is not None]
     if not known:
-        return Light(name=name, colour="unknown", text="nobody says how much is used")
-    share, where = max(known)
+        return Light(name=name, title=title, colour="unknown", text=Message("runs.use-unknown"))
+    share, held = max(known, key=lambda each: (each[0], str(each[1].name)))
     colour: Colour = "green" if share < FULL else "yellow" if share < BRIM else "red"
-    return Light(name=name, colour=colour, text=f"{100 * share:.0f} % of {where}")
+    return Light(
+        name=name, title=title, colour=colour, text=Message("runs.share-of", percent=100 * share, where=held.name)
+    )
 
 
-def _loss(seen: Seen) -> Light:
-    name = "loss falling"
-
-    def light(colour: Colour, text: str) -> Light:
-        return Light(name=name, colour=colour, text=text)
-
+def _judge_loss(seen: Seen) -> tuple[Colour, Message]:
     if not seen.has_run:
-        return light("unknown", "no run is watched")
+        return "unknown", Message("runs.no-run")
     made = [step for step in seen.steps if not step.skipped][-WINDOW:]
-    if made and (made[-1].loss is None or not math.isfinite(made[-1].loss)):
-        return light("red", f"no, it is no number since step {_first_bad(made):,}")
-    losses = [step.loss for step in made if step.loss is not None and math.isfinite(step.loss)]
-    if len(losses) < FEW:
-        return light("unknown", "too few steps yet")
-    if not any(losses[-FEW:]):
-        return light("red", "no, it is exactly 0, so nothing is learned: try precision bf16 or fp32")
-    first, *_, last = quarters(losses)
-    words = f"{loss_words(first)} → {loss_words(last)} in {len(losses)} steps"
-    if last > WORSE * first and first > 0:
-        return light("red", f"no, it rises: {words}")
-    if abs(last - first) <= FLAT * abs(first):
-        return light("yellow", f"no, it is flat: {words}")
-    return light("green", words) if last < first else light("yellow", f"no, it rises: {words}")
-
-
-def _first_bad(made: Sequence[Step]) -> int:
-    bad = made[-1].step
+    bad = made[-1:]
     for step in reversed(made):
         if step.loss is not None and math.isfinite(step.loss):
             break
-        bad = step.step
-    return bad
-
-
-def _oom(seen: Seen) -> Light:
-    if seen.oom is None:
-        colour: Colour = "green" if seen.has_run else "unknown"
-        return Light(name="no OOM", colour=colour, text="" if seen.has_run else "no run is watched")
-    return Light(name="no OOM", colour="red" if seen.oom_is_last else "yellow", text=seen.oom)
+        bad = [step]
+    if made and (made[-1].loss is None or not math.isfinite(made[-1].loss)):
+        return "red", Message("runs.loss-no-number", step=bad[0].step)
+    losses = [step.loss for step in made if step.loss is not None and math.isfinite(step.loss)]
+    if len(losses) < FEW:
+        return "unknown", Message("runs.few-steps")
+    if not any(losses[-FEW:]):
+        return "red", Message("runs.loss-is-zero")
+    first, *_, last = quarters(losses)
+    course = Message("runs.loss-course", first=loss_words(first), last=loss_words(last), steps=len(losses))
+    if abs(last - first) <= FLAT * abs(first):
+        return "yellow", Message("runs.loss-flat", course=course)
+    if last < first:
+        return "green", course
+    return "red" if last > WORSE * first and first > 0 else "yellow", Message("runs.loss-rises", course=course)
 
 
 # --- warnings -----------------------------------------------------------------------------------
 
 
-def _warnings(seen: Seen) -> tuple[str, ...]:
-    found = [
-        *_near(seen),
-        _above_plan(seen),
-        _growing(seen),
-        _host_growing(seen),
-        _host_low(seen),
-        _retries(seen.steps),
-        _scale(seen.steps),
-    ]
-    return tuple(said for said in found if said is not None)
-
-
-def _near(seen: Seen) -> list[str]:
-    """Cards with next to nothing left. Of a card that the run is on, what its allocator keeps for later counts as free:
-    what tensors need at their most is set against the card."""
-    said = []
+def _find_warnings(seen: Seen) -> Iterator[Message]:
+    # Cards with next to nothing left. Of a card that the run is on, what its allocator keeps for later counts as free:
+    # what tensors need at their most is set against the card.
     for held in seen.memories:
         used, total = held.used_bytes, held.total_bytes
         if held in seen.own and (need := _needed(seen)) is not None:
             used = need
-        if used is None or not total or used < total * (1 - NEAR):
-            continue
-        left = size_words(max(0, total - used))
-        said.append(f"{held.name} has {left} of {size_words(total)} left: a longer batch may not fit")
-    return said
+        if used is not None and total and used >= total * (1 - NEAR):
+            left, whole = size_words(max(0, total - used)), size_words(total)
+            yield Message("runs.nearly-full", name=held.name, left=left, total=whole)
+    peak = max((step.peak_bytes or 0 for step in seen.steps), default=0)
+    if seen.planned is not None and peak > seen.planned.peak_bytes * 1.05:
+        more = 100 * (peak / max(1, seen.planned.peak_bytes) - 1)
+        planned = size_words(seen.planned.peak_bytes)
+        yield Message("runs.above-plan", peak=size_words(peak), more=more, planned=planned)
+    yield from _find_growth(seen)
+    yield from _find_low_ram(seen)
+    # The allocator had to free its cache and try again: the next time may be the one that fails.
+    counts = [step.alloc_retries for step in seen.steps if step.alloc_retries is not None][-RETRY_STEPS - 1 :]
+    if counts and counts[-1] > counts[0]:
+        yield Message("runs.allocator-retries", times=counts[-1] - counts[0], steps=len(counts) - 1)
+    yield from _find_falling_scale(seen.steps)
 
 
 def _needed(seen: Seen) -> int | None:
@@ -207,14 +200,6 @@ def _needed(seen: Seen) -> int | None:
     if not peak or seen.planned is None:
         return None
     return peak + max(0, seen.planned.required_bytes - seen.planned.peak_bytes)
-
-
-def _above_plan(seen: Seen) -> str | None:
-    peak = max((step.peak_bytes or 0 for step in seen.steps), default=0)
-    if seen.planned is None or peak <= seen.planned.peak_bytes * 1.05:
-        return None
-    more = 100 * (peak / max(1, seen.planned.peak_bytes) - 1)
-    return f"the peak of {size_words(peak)} is {more:.0f} % above the plan's {size_words(seen.planned.peak_bytes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,31 +237,24 @@ def quarters(values: Sequence[float]) -> list[float]:
     return [median(values[start:stop]) for start, stop in pairwise(cuts)]
 
 
-def _growing(seen: Seen) -> str | None:
-    values = [(step.step, step.now_bytes) for step in seen.steps[2:] if step.now_bytes is not None]
+def _find_growth(seen: Seen) -> Iterator[Message]:
+    held = [(step.step, step.now_bytes) for step in seen.steps[2:] if step.now_bytes is not None]
     totals = [held.total_bytes for held in seen.own if held.total_bytes is not None]
     need = _needed(seen)
     room = max(0, min(totals) - need) if totals and need is not None else None
-    found = growth(values, room, 32 * MIB)
-    return _growth_words(found, seen.steps, "GPU memory", "the card")
-
-
-def _host_growing(seen: Seen) -> str | None:
-    values = [(step.step, step.host_bytes) for step in seen.steps[2:] if step.host_bytes is not None]
+    of_ranks = [(step.step, step.host_bytes) for step in seen.steps[2:] if step.host_bytes is not None]
     free, ranks = _free(seen.host), 1 if seen.planned is None else seen.planned.ranks_here
-    found = growth(values, None if free is None else free // ranks, 64 * MIB)
-    return _growth_words(found, seen.steps, "the ranks' host memory", "the RAM")
-
-
-def _growth_words(found: Growth | None, steps: Sequence[Step], what: str, whole: str) -> str | None:
-    if found is None:
-        return None
-    last, said = steps[-1].steps, f"{what} grows by {size_words(int(found.per_step_bytes))} a step"
-    if found.full_at is None:
-        return f"{said}, as if something were kept that should not be"
-    if last is not None and found.full_at > last:
-        return None
-    return f"{said}, and fills {whole} at about step {found.full_at:,}" + ("" if last is None else f" of {last:,}")
+    gpu, host = growth(held, room, 32 * MIB), growth(of_ranks, None if free is None else free // ranks, 64 * MIB)
+    last = seen.steps[-1].steps if seen.steps else None
+    for found, leaks, fills in ((gpu, "runs.gpu-leaks", "runs.gpu-fills"), (host, "runs.ram-leaks", "runs.ram-fills")):
+        if found is None:
+            continue
+        size = size_words(int(found.per_step_bytes))
+        if found.full_at is None:
+            yield Message(leaks, size=size)
+        elif last is None or found.full_at <= last:
+            of = "" if last is None else Message("runs.of-steps", steps=last)
+            yield Message(fills, size=size, step=found.full_at, of=of)
 
 
 def _free(held: Held) -> int | None:
@@ -285,18 +263,17 @@ def _free(held: Held) -> int | None:
     return max(0, held.total_bytes - held.used_bytes)
 
 
-def _host_low(seen: Seen) -> str | None:
+def _find_low_ram(seen: Seen) -> Iterator[Message]:
     free, total = _free(seen.host), seen.host.total_bytes
     if free is None or not total:
-        return None
+        return
     lives = seen.planned is not None and seen.planned.offloads
-    under = ", and the offloaded states live there" if lives else ""
-    if free < HOST_LOW * total:
-        return f"host RAM is running out: {size_words(free)} of {size_words(total)} left{under}"
+    under = Message("runs.offload-lives-there") if lives else ""
     lasts = _lasts_s(seen.host_free)
-    if lasts is not None and lasts < HORIZON_S:
-        return f"host RAM is running out: at this pace the {size_words(free)} left last {duration(lasts)}{under}"
-    return None
+    if free < HOST_LOW * total:
+        yield Message("runs.ram-low", left=size_words(free), total=size_words(total), under=under)
+    elif lasts is not None and lasts < HORIZON_S:
+        yield Message("runs.ram-lasts", left=size_words(free), time=duration(lasts), under=under)
 
 
 def _lasts_s(free: Sequence[tuple[float, int]]) -> float | None:
@@ -312,18 +289,7 @@ def _lasts_s(free: Sequence[tuple[float, int]]) -> float | None:
     return free[-1][1] / pace
 
 
-def _retries(steps: Sequence[Step]) -> str | None:
-    """The allocator had to free its cache and try again: the next time may be the one that fails."""
-    counts = [step.alloc_retries for step in steps if step.alloc_retries is not None][-RETRY_STEPS - 1 :]
-    if not counts or counts[-1] <= counts[0]:
-        return None
-    more = counts[-1] - counts[0]
-    times, since = "once" if more == 1 else f"{more:,} times", len(counts) - 1
-    when = "step" if since == 1 else f"{since} steps"
-    return f"the allocator had to free its cache and retry {times} in the last {when}: memory is within the margin"
-
-
-def _scale(steps: Sequence[Step]) -> str | None:
+def _find_falling_scale(steps: Sequence[Step]) -> Iterator[Message]:
     scales = [(step.step, step.loss_scale) for step in steps if step.loss_scale is not None]
     falls: list[tuple[int, float]] = []
     for (before, above), (after, scale) in pairwise(scales):
@@ -331,10 +297,6 @@ def _scale(steps: Sequence[Step]) -> str | None:
             falls = []
         elif scale < above:
             falls = [*falls, (after, scale)] if falls else [(before, above), (after, scale)]
-    if len(falls) <= FALLS or scales[-1][0] - falls[-1][0] > RECENT:
-        return None
-    (since, top), (_, now) = falls[0], falls[-1]
-    return (
-        f"the loss scale fell {len(falls) - 1} times in a row, from {top:,.0f} to {now:,.0f} since step {since:,}: "
-        "fp16 overflows, and precision bf16 would not"
-    )
+    if len(falls) > FALLS and scales[-1][0] - falls[-1][0] <= RECENT:
+        (since, top), (_, now) = falls[0], falls[-1]
+        yield Message("runs.scale-falls", times=len(falls) - 1, top=top, now=now, step=since)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from tightfit.messages import bare
+from tightfit.messages import Listing, Message, Said, text
 from tightfit.priced import GIB
 from tightfit.runs.events import (
     AttemptBegan,
@@ -36,10 +36,10 @@ MIB = 2**20
 EVERY_S = 10.0
 """What goes on is said so often where every line stays."""
 MILESTONES = {
-    "init": "engine ready",
-    "forward": "first forward",
-    "backward": "first backward",
-    "step": "first optimizer step",
+    "init": Message("runs.engine-ready"),
+    "forward": Message("runs.first-forward"),
+    "backward": Message("runs.first-backward"),
+    "step": Message("runs.first-optimizer-step"),
 }
 
 
@@ -74,11 +74,11 @@ class Lines:
                 due = about != self._about or self._clock() - self._said_at >= EVERY_S
             self._going_on(about, line, due=due)
             return
-        line, style = line_of(event)
-        if line:
+        said, style = line_of(event)
+        if said:
             if self._every_steps is None or self._about != "step":
                 self.end()
-            self._say(line, style)
+            self._say(str(said), style)
 
     def _going_on(self, about: str, line: str, *, due: bool) -> None:
         if about != self._about:
@@ -97,124 +97,164 @@ class Lines:
 
 def moving_line(event: Progress | Step, predicted_bytes: int) -> tuple[str, str]:
     """What is going on, and how far it is."""
-    if isinstance(event, Progress):
-        return str(event.what), _progress_line(event)
-    return "step", step_line(event, predicted_bytes)
+    if isinstance(event, Step):
+        return "step", step_line(event, predicted_bytes)
+    if event.total == 1 and event.done == 0:  # one thing, of which nobody knows how far it is
+        return str(event.what), f"{event.what} …"
+    if event.total is not None and event.total > 0 and event.done is not None:
+        return str(event.what), f"{event.what}: {100 * min(1.0, event.done / event.total):.0f} %"
+    return str(event.what), str(event.what) if event.done is None else f"{event.what}: {event.done:,.0f}"
 
 
-def line_of(event: Event) -> tuple[str, str]:
+def line_of(event: Event) -> tuple[Said, str]:
     """What is said once, and how it looks."""
     if isinstance(event, Proof):
-        return f"{'✓' if event.ok else '✗'} {event.text}", "" if event.ok else "bold red"
+        said = event.text or event.name
+        if event.ok:
+            return Message("runs.proved", said=said), ""
+        return Message("runs.not-proved", said=said), "bold red"
     if isinstance(event, MemoryMark):
         return _memory_line(event), ""
     if isinstance(event, Probe):
-        took = "" if event.seconds is None else f" in {duration(event.seconds)}"
-        peak = "" if event.peak_bytes is None else f", peak {size_words(event.peak_bytes)}"
-        return f"✓ the largest batch passed{took}{peak}", ""
+        took = "" if event.seconds is None else Message("runs.in-time", time=duration(event.seconds))
+        peak = "" if event.peak_bytes is None else Message("runs.with-peak", size=size_words(event.peak_bytes))
+        return Message("runs.probed", took=took, peak=peak), ""
     if isinstance(event, Evaluation):
-        step = "" if event.step is None else f" at step {event.step:,}"
-        perplexity = "" if event.perplexity is None else f", perplexity {event.perplexity:.4g}"
-        return f"evaluation{step}: loss {loss_words(event.loss)}{perplexity}", "bold"
+        perplexity = "" if event.perplexity is None else Message("runs.perplexity", value=event.perplexity)
+        at = _at_step(event.step)
+        return Message("runs.evaluated", at=at, loss=loss_words(event.loss), perplexity=perplexity), "bold"
     if isinstance(event, Warned):
-        return f"! {event.text}", "yellow"
+        return Message("runs.warned", said=event.text), "yellow"
     if isinstance(event, Saved):
-        size = "" if event.written_bytes is None else f" ({size_words(event.written_bytes)})"
-        return f"saved {event.folder}{size}", ""
+        size = "" if event.written_bytes is None else Message("runs.of-size", size=size_words(event.written_bytes))
+        return Message("runs.saved", folder=event.folder, size=size), ""
     if isinstance(event, Pictures):
-        return (f"drew {', '.join(event.files)}" if event.files else ""), ""
+        return Message("runs.drew", files=", ".join(event.files)) if event.files else "", ""
     if isinstance(event, Checkpointed | CheckpointFailed | Resumed | PassedOver | Stopping):
         return _checkpoint_line(event)
     if isinstance(event, AttemptBegan | AttemptFailed):
         return _attempt_line(event)
     if isinstance(event, Other):
-        return f"{event.name}: {event.text}", ""
+        return Message("runs.other-event", name=event.name, said=event.text), ""
     assert isinstance(event, Started | Ended | Failed | Progress | Step)
     return "", ""
 
 
-def _checkpoint_line(event: Checkpointed | CheckpointFailed | Resumed | PassedOver | Stopping) -> tuple[str, str]:
+def _at_step(step: int | None) -> Said:
+    return "" if step is None else Message("runs.at-step", step=step)
+
+
+def _checkpoint_line(event: Checkpointed | CheckpointFailed | Resumed | PassedOver | Stopping) -> tuple[Said, str]:
     if isinstance(event, Stopping):
-        return f"! {event.text}", "bold yellow"
+        return Message("runs.warned", said=event.text), "bold yellow"
     if isinstance(event, PassedOver):
-        return f"! {event.folder} was passed over: {event.text}", "yellow"
-    at = "" if event.step is None else f" at step {event.step:,}"
+        return Message("runs.passed-over", folder=event.folder, why=event.text), "yellow"
     if isinstance(event, CheckpointFailed):
-        return f"✗ NO CHECKPOINT{at}: {bare(event.text)}; the training goes on", "bold red"
+        return Message("runs.no-checkpoint", at=_at_step(event.step), why=event.text), "bold red"
     if isinstance(event, Resumed):
-        ranks = "" if event.from_world is None else f" on {event.from_world} rank{'' if event.from_world == 1 else 's'}"
-        wrote = "" if event.from_engine is None else f", written by {event.from_engine}{ranks}"
-        changed = f"; changed since: {'; '.join(map(str, event.changed))}" if event.changed else ""
-        return f"✓ going on{at.replace('at', 'from')} ({event.folder}{wrote}{changed})", "bold"
-    size = "" if event.written_bytes is None else f", {size_words(event.written_bytes)}"
-    took = "" if event.seconds is None else f" in {duration(event.seconds)}"
-    waited = ""
+        step = "" if event.step is None else Message("runs.from-step", step=event.step)
+        by = "" if event.from_engine is None else Message("runs.written-by", engine=event.from_engine)
+        if event.from_engine is not None and event.from_world is not None:
+            by = Message("runs.written-by-ranks", engine=event.from_engine, ranks=event.from_world)
+        changed: Said = Message("runs.changed-since", changes=Listing(event.changed, ";")) if event.changed else ""
+        return Message("runs.resumed", step=step, folder=event.folder, by=by, changed=changed), "bold"
+    waited: Said = ""
     if event.background and event.blocked_s is not None:
-        waited = f", of which the training waited {duration(event.blocked_s)}"
-    return f"✓ checkpoint{at}{size}{took}{waited}", ""
+        waited = Message("runs.training-waited", time=duration(event.blocked_s))
+    return Message(
+        "runs.checkpoint",
+        at=_at_step(event.step),
+        size="" if event.written_bytes is None else Message("runs.and-size", size=size_words(event.written_bytes)),
+        took="" if event.seconds is None else Message("runs.in-time", time=duration(event.seconds)),
+        waited=waited,
+    ), ""
 
 
-def _attempt_line(event: AttemptBegan | AttemptFailed) -> tuple[str, str]:
+def _attempt_line(event: AttemptBegan | AttemptFailed) -> tuple[Said, str]:
     if isinstance(event, AttemptBegan):
-        changed = f"; {', '.join(map(str, event.changed))}" if event.changed else ""
-        return f"→ attempt {event.number}: {event.plan}{changed}", "bold"
-    at = "before the first step" if event.step is None else f"after step {event.step:,}"
-    kept = "" if event.kept_step is None else f" (the checkpoint of step {event.kept_step:,} is kept)"
-    wait = f", in {duration(event.wait_s)}" if event.wait_s else ""
-    failed = f"✗ attempt {event.number} failed {at}{kept}: {bare(event.text)}"
-    return f"{failed} → {event.action}{wait}: {bare(event.because)}", "bold yellow"
+        plan: Said = event.plan
+        if event.changed:
+            plan = Message("runs.plan-changed", plan=plan, changes=Listing(event.changed))
+        return Message("runs.attempt-begins", number=event.number, plan=plan), "bold"
+    return Message(
+        "runs.attempt-failed",
+        number=event.number,
+        at=after_step(event.step),
+        kept="" if event.kept_step is None else Message("runs.checkpoint-kept", step=event.kept_step),
+        cause=event.text,
+        action=action_words(event.action),
+        wait=Message("runs.after-wait", time=duration(event.wait_s)) if event.wait_s else "",
+        because=event.because,
+    ), "bold yellow"
 
 
-def _memory_line(event: MemoryMark) -> str:
+def after_step(step: int | None) -> Message:
+    """Where an attempt ended."""
+    return Message("runs.before-first-step") if step is None else Message("runs.after-step", step=step)
+
+
+def action_words(action: str) -> Said:
+    """What was done about a failure; as it is, where a newer version did something else."""
+    return {
+        "same plan": Message("runs.same-plan"),
+        "smaller plan": Message("runs.smaller-plan"),
+        "wait": Message("runs.wait"),
+        "make room": Message("runs.make-room"),
+        "skip data": Message("runs.skip-data"),
+        "precision": Message("runs.other-precision"),
+        "older checkpoint": Message("runs.older-checkpoint"),
+        "stop": Message("runs.stop"),
+    }.get(action, action)
+
+
+def _memory_line(event: MemoryMark) -> Said:
     """On a GPU beside the plan; on the CPU what the whole process holds, which a plan of tensors says nothing about."""
     name = MILESTONES.get(event.milestone, event.milestone)
     if event.measured_bytes is None:
-        return "" if event.host_bytes is None else f"  memory, {name}: {size_words(event.host_bytes)} of RAM"
+        if event.host_bytes is None:
+            return ""
+        return Message("runs.held-ram", name=name, size=size_words(event.host_bytes))
     measured = size_words(event.measured_bytes)
-    predicted = "" if event.predicted_bytes is None else f" (planned {size_words(event.predicted_bytes)})"
-    return f"  memory, {name}: {measured}{predicted}"
-
-
-def _progress_line(event: Progress) -> str:
-    if event.total == 1 and event.done == 0:  # one thing, of which nobody knows how far it is
-        return f"{event.what} …"
-    if event.total is not None and event.total > 0 and event.done is not None:
-        return f"{event.what}: {100 * min(1.0, event.done / event.total):.0f} %"
-    return str(event.what) if event.done is None else f"{event.what}: {event.done:,.0f}"
+    if event.predicted_bytes is None:
+        return Message("runs.held-memory", name=name, size=measured)
+    return Message("runs.held-planned", name=name, size=measured, planned=size_words(event.predicted_bytes))
 
 
 def step_line(step: Step, predicted_bytes: int) -> str:
     """The line that moves."""
-    parts = [
-        f"step {step.step:,}" + ("" if step.steps is None else f"/{step.steps:,}"),
-        f"loss {loss_words(step.loss)}",
-    ]
+    at = Message("runs.step", step=step.step)
+    if step.steps is not None:
+        at = Message("runs.step-of", step=step.step, of=step.steps)
+    parts = [str(at), text("runs.loss", loss=loss_words(step.loss))]
     if step.tokens_per_s is not None:
-        parts.append(f"{step.tokens_per_s:,.0f} tokens/s")
+        parts.append(text("runs.pace", tokens=step.tokens_per_s))
     if step.seconds_left is not None:
-        parts.append(f"{duration(step.seconds_left)} left")
+        parts.append(text("runs.time-left", time=duration(step.seconds_left)))
     if step.peak_bytes:
-        now = "" if step.now_bytes is None else f"{size_words(step.now_bytes)} now, "
-        parts.append(f"memory {now}{size_words(step.peak_bytes)} peak, {size_words(predicted_bytes)} planned")
+        peak, planned = size_words(step.peak_bytes), size_words(predicted_bytes)
+        if step.now_bytes is None:
+            parts.append(text("runs.memory-peak", peak=peak, planned=planned))
+        else:
+            parts.append(text("runs.memory-now", now=size_words(step.now_bytes), peak=peak, planned=planned))
     elif step.host_bytes is not None:
-        parts.append(f"{size_words(step.host_bytes)} of RAM")
+        parts.append(text("runs.ram", size=size_words(step.host_bytes)))
     if step.loss_scale is not None:
-        parts.append(f"scale {step.loss_scale:,.0f}")
+        parts.append(text("runs.scale", scale=step.loss_scale))
     if step.skipped:
-        parts.append("skipped")
+        parts.append(text("runs.skipped"))
     return "  ".join(parts)
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float) -> Message:
     """`45 s`, `3 min 20 s`, `2 h 05 min`."""
     whole = max(0, round(seconds))
     if whole < 60:
-        return f"{whole} s" if seconds >= 1 else f"{max(0.0, seconds):.1f} s"
+        return Message("runs.seconds", s=f"{whole}" if seconds >= 1 else f"{max(0.0, seconds):.1f}")
     if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
+        return Message("runs.minutes", min=whole // 60, s=whole % 60)
     if whole < 86_400 * 3:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole / 86_400:.1f} days"
+        return Message("runs.hours", h=whole // 3600, min=whole % 3600 // 60)
+    return Message("runs.days", days=whole / 86_400)
 
 
 def loss_words(loss: float | None) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.hardware.probes.card import Card
-from tightfit.messages import Said
-from tightfit.runs.health import Health, Held, Planned, Seen, judged
+from tightfit.messages import Message, Said
+from tightfit.runs.health import Health, Held, Planned, Seen, judge_health
 from tightfit.runs.lines import duration
 from tightfit.runs.machine_eye import Host, MachineEye, oom_kills
 from tightfit.runs.reservations import Reservation, Reservations
@@ -103,7 +103,7 @@ class Watcher:
         )
 
     def _health(self, cards: tuple[CardSeen, ...], own: frozenset[int], host: Host, run: RunSeen | None) -> Health:
-        ram = Held(name="host RAM", used_bytes=host.used_bytes, total_bytes=host.total_bytes)
+        ram = Held(name=Message("runs.host-ram"), used_bytes=host.used_bytes, total_bytes=host.total_bytes)
         held = {
             each.card.index: Held(
                 name=f"GPU {each.card.index}", used_bytes=each.card.used_bytes, total_bytes=each.card.total_bytes
@@ -113,7 +113,7 @@ class Watcher:
         planned = None if run is None else run.planned
         on_cpu = not held or (planned is not None and not planned.on_gpu)
         oom, is_last = self._oom(run)
-        found = judged(
+        found = judge_health(
             Seen(
                 memories=(ram,) if on_cpu else tuple(held.values()),
                 host=ram,
@@ -137,17 +137,17 @@ class Watcher:
             return run.oom, run.oom_is_last or (run.ended is not None and not run.well)
         now = oom_kills()
         if now is not None and self._kills is not None and now > self._kills:
-            return "the kernel has ended a process of this machine for want of RAM", True
+            return Message("runs.kernel-killed"), True
         return None, False
 
 
-def _quiet(run: RunSeen) -> str | None:
+def _quiet(run: RunSeen) -> Message | None:
     if run.quiet_s is None or run.step is None:
         return None
     usual = max(QUIET_S, QUIET_STEPS * (run.step.step_s or 0.0))
     if run.quiet_s < usual:
         return None
-    return f"nothing was heard of the run for {duration(run.quiet_s)}; its steps take {duration(run.step.step_s or 0)}"
+    return Message("runs.nothing-heard", time=duration(run.quiet_s), step=duration(run.step.step_s or 0))
 
 
 def planned_rank_bytes(planned: Planned | None, run: RunSeen) -> int | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.records import find_record
-from tightfit.messages import Said
+from tightfit.messages import Message, Said
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths, read_attempts
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Failed, Progress, Resumed, Started, Step
 from tightfit.runs.folder import RunFolder
@@ -149,11 +149,11 @@ class RunSeen:
     """The last ones of this start."""
     peak_bytes: int | None
     ranks: tuple[Rank, ...]
-    lines: tuple[tuple[str, str], ...]
+    lines: tuple[tuple[Said, str], ...]
     """What has happened, and how it looks; the newest last."""
     oom: Said | None
     oom_is_last: bool
-    ended: str | None
+    ended: Message | None
     """How, in a few words; None: it goes on."""
     well: bool
     """Whether it ended as it should, or goes on."""
@@ -178,15 +178,15 @@ def check_run(path: Path) -> Path:
     """The run's folder that is meant, or why it is none."""
     place = path.expanduser().absolute()
     if not place.exists():
-        raise ConfigError(f"there is nothing at {path}: name a run's folder, or none to watch the machine")
+        raise ConfigError(Message("runs.nothing-at", path=path))
     if not place.is_dir():
-        raise ConfigError(f"{path} is a file: name a run's folder, or none to watch the machine")
+        raise ConfigError(Message("runs.is-a-file", path=path))
     if not os.access(place, os.R_OK | os.X_OK):
-        raise ConfigError(f"{path} may not be read: ask its owner, or name another run's folder")
+        raise ConfigError(Message("runs.may-not-be-read", path=path))
     here = RunFolder(place)
     parts = (here.record, here.events, here.plan / WORKER_FILE, place / ATTEMPTS)
     if not any(part.exists() for part in parts):
-        raise ConfigError(f"{path} is no run's folder: name one that `tightfit train` made, or none for the machine")
+        raise ConfigError(Message("runs.no-runs-folder", path=path))
     return place
 
 
@@ -200,7 +200,7 @@ class RunEye:
         self._tally = Tally()
         self._losses: deque[float] = deque(maxlen=LOSSES)
         self._steps: deque[Step] = deque(maxlen=STEPS)
-        self._lines: deque[tuple[str, str]] = deque(maxlen=LINES)
+        self._lines: deque[tuple[Said, str]] = deque(maxlen=LINES)
         self._doing: Progress | None = None
         self._oom: Said | None = None
         self._oom_is_last = False
@@ -242,7 +242,7 @@ class RunEye:
             steps=tuple(self._steps),
             peak_bytes=self._tally.peak_bytes,
             ranks=() if ended is not None else self._ranks.look(),
-            lines=(*((f"{path} is damaged, and was passed over", "yellow") for path in broken), *self._lines),
+            lines=(*((Message("runs.damaged", path=path), "yellow") for path in broken), *self._lines),
             oom=self._oom,
             oom_is_last=self._oom_is_last,
             ended=ended,
@@ -269,7 +269,7 @@ class RunEye:
         if isinstance(event, Failed | AttemptFailed):
             self._failed = event if isinstance(event, Failed) else None
             if event.kind in OOM_KINDS:
-                self._oom, self._oom_is_last = str(event.text), True
+                self._oom, self._oom_is_last = event.text, True
         line = line_of(event)
         if line[0]:
             self._lines.append(line)
@@ -302,31 +302,29 @@ class RunEye:
         except OSError:
             return None
 
-    def _ending_unrecorded(self) -> tuple[str | None, bool]:
-        """Of a worker that another launcher started, or of another trainer, whose record comes at its end."""
-        if self._tally.ended is not None:
-            return f"it ended: {self._tally.ended.reason}", True
-        if self._attempts and _is_last(self._attempts[-1]):
-            state = self._attempts[-1].state
-            return f"its last attempt ended: {state}", state in ("done", "stopped")
-        return None, True
-
-    def _ending(self, record: RunRecord | None, lives: bool | None) -> tuple[str | None, bool]:
+    def _ending(self, record: RunRecord | None, lives: bool | None) -> tuple[Message | None, bool]:
         """How it ended, and whether that is well."""
-        if record is None:
-            return self._ending_unrecorded()
+        if record is None:  # a worker that another launcher started, or another trainer, whose record comes at its end
+            if self._tally.ended is not None:
+                return Message("runs.it-ended", how=self._tally.ended.reason), True
+            if self._attempts and _is_last(self._attempts[-1]):
+                state = self._attempts[-1].state
+                return Message("runs.last-attempt-ended", how=state), state in ("done", "stopped")
+            return None, True
         if lives is not False:
             return None, True
-        last = self._tally.last
-        at = "before its first step" if last is None else f"after step {last.step:,}"
+        at = Message("runs.before-its-first-step")
+        if self._tally.last is not None:
+            at = Message("runs.after-step", step=self._tally.last.step)
         if record.state == "running":
-            return f"its process {record.pid} has gone without a word, {at}", False
-        code = "" if record.exit_code in (None, 0) else f", exit code {record.exit_code}"
-        words = {"done": "it is done", "stopped": "it was stopped and has saved where it was", "failed": "it failed"}
-        return f"{words.get(record.state, f'it ended: {record.state}')}, {at}{code}", record.state in (
-            "done",
-            "stopped",
-        )
+            return Message("runs.gone-silently", pid=record.pid, at=at), False
+        how = {
+            "done": Message("runs.is-done"),
+            "stopped": Message("runs.was-stopped"),
+            "failed": Message("runs.it-failed"),
+        }.get(record.state, Message("runs.it-ended", how=record.state))
+        code = "" if record.exit_code in (None, 0) else Message("runs.with-exit-code", code=record.exit_code)
+        return Message("runs.ended", how=how, at=at, code=code), record.state in ("done", "stopped")
 
 
 def _is_last(record: AttemptRecord) -> bool:

@@ -132,9 +132,9 @@ class Board:
                 self._say(self._last)
             self._live.update(Text(self._last, no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
-            line, style = line_of(event)
-            if line:
-                self._say(line, style)
+            said, style = line_of(event)
+            if said:
+                self._say(str(said), style)
 
     def _say(self, line: str, style: str = "") -> None:
         self._console.print(Text(line, style=style), soft_wrap=True)

@@ -104,7 +104,7 @@ def _cpu(host: Host) -> str:
 
 def light_words(light: Light) -> str:
     """`✓ loss falling: 2.4101 → 2.3000 in 200 steps`"""
-    return f"{MARKS[light.colour]} {light.name}" + (f": {light.text}" if light.text else "")
+    return f"{MARKS[light.colour]} {light.title}" + (f": {light.text}" if light.text else "")
 
 
 def _light(light: Light) -> Text:
@@ -123,7 +123,7 @@ def _head(run: RunSeen, at: float) -> list[Text]:
     if len(run.attempts) > 1:
         words.append(f"attempt {run.attempts[-1].number}")
     if run.ended is not None:
-        words.append(run.ended)
+        words.append(str(run.ended))
     elif run.record is not None and run.record.started is not None:
         words.append(f"for {duration(at - run.record.started.timestamp())}")
     return [Text("; ".join(words), style="bold" if run.well else "bold red")]

@@ -16,7 +16,21 @@ from pathlib import Path
 
 from tightfit.diagnose.masks import masked
 from tightfit.inputs.spelling import open_regular
-from tightfit.runs.events import AttemptBegan, Ended, Event, Progress, Resumed, Started, Step, events_of, time_of
+from tightfit.messages import Said, change_texts
+from tightfit.runs.events import (
+    AttemptBegan,
+    Checkpointed,
+    Ended,
+    Event,
+    Probe,
+    Progress,
+    Proof,
+    Resumed,
+    Started,
+    Step,
+    events_of,
+    time_of,
+)
 from tightfit.runs.lines import line_of
 from tightfit.web.series import Bucket, Series, single
 
@@ -30,15 +44,16 @@ TAIL_BYTES = 64 * 1024
 _CHUNK = 512 * 1024
 _LONGEST = 1 << 22
 _SAMPLE_BYTES = 2048
+_GOOD = (Checkpointed, Probe, Proof, Resumed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class HistoryLine:
     """Something that happened once."""
 
     at: float | None
     """Seconds since the epoch."""
-    text: str
+    text: Said
     """What looks like a secret is struck out."""
     mood: str
     """`good`, `warn`, `bad` or nothing."""
@@ -55,7 +70,7 @@ class History:
         self._offset, self._torn, self._rough = 0, b"", True
         self.series = Series()
         self._sampled: Series | None = None
-        self.said: deque[Said] = deque(maxlen=LINES)
+        self.said: deque[HistoryLine] = deque(maxlen=LINES)
         self._recent: deque[Step] = deque(maxlen=RECENT)
         self.doing: Progress | None = None
         self.ended: Ended | None = None
@@ -142,10 +157,12 @@ class History:
         self._say(event, line)
 
     def _say(self, event: Event, line: bytes) -> None:
-        text, style = line_of(event)
-        if text:
-            mood = "bad" if "red" in style else "warn" if "yellow" in style else "good" if text[0] == "✓" else ""
-            self.said.append(Said(at=time_of(line), text=masked(text), mood=mood))
+        said, style = line_of(event)
+        if said:
+            mood = (
+                "bad" if "red" in style else "warn" if "yellow" in style else "good" if isinstance(event, _GOOD) else ""
+            )
+            self.said.append(HistoryLine(at=time_of(line), text=change_texts(said, masked), mood=mood))
 
 
 def _bucket(step: Step) -> Bucket:

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from tightfit.messages import Language, Message, Said, space_chinese
+from tightfit.messages import Language, Message, Said, change_texts, say, space_chinese
 
 FOLDER = Path(__file__).with_name("words")
 FILES = ("sentences.runs", "sentences", "sentences.errors", "sentences.worker")
@@ -103,8 +103,9 @@ class _Known:
 
 @lru_cache(maxsize=4096)
 def said_in(language: Language, english: Said) -> Sentence:
-    if isinstance(english, Message):
-        return Sentence(english.text(language), is_foreign=False)
+    if isinstance(english, Message):  # what an old record holds as text stands in it
+        message = change_texts(english, lambda part: said_in(language, part).text if " " in part else part)
+        return Sentence(say(message, language), is_foreign=False)
     if language == "en":
         return Sentence(english, is_foreign=False)
     teller = _Teller(_known(language))

@@ -17,11 +17,12 @@ from typing import Any
 
 from tightfit.diagnose.masks import masked
 from tightfit.formats.worker.read import WORKER_FILE
+from tightfit.messages import Message
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_attempts
 from tightfit.runs.checkpoints import CHECKPOINTS, Torn, checked, newest_first, step_of
 from tightfit.runs.folder import RunFolder
-from tightfit.runs.health import OOM_KINDS, Held, Planned, Seen, judged
-from tightfit.runs.lines import duration
+from tightfit.runs.health import OOM_KINDS, Held, Planned, Seen, judge_health
+from tightfit.runs.lines import action_words, duration
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.processes import this_host
 from tightfit.runs.record import RunRecord, read_run
@@ -119,7 +120,7 @@ class RunSight:
             "command": None if record is None else masked(" ".join(record.command))[:2000],
         }
 
-    def _quiet(self) -> str | None:
+    def _quiet(self) -> Message | None:
         try:
             quiet = time.time() - self._folder.events.stat().st_mtime
         except OSError:
@@ -172,7 +173,7 @@ class RunSight:
     ) -> Section:
         """As `tightfit watch` judges."""
         host = memory["host"] or {"used": None, "total": None}
-        ram = Held(name="host RAM", used_bytes=host["used"], total_bytes=host["total"])
+        ram = Held(name=Message("runs.host-ram"), used_bytes=host["used"], total_bytes=host["total"])
         cards = tuple(Held(name=row["name"], used_bytes=row["now"], total_bytes=row["total"]) for row in memory["rows"])
         causes = [each.cause for each in attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
         planned = None
@@ -184,7 +185,7 @@ class RunSight:
                 offloads=worker.offload_optimizer == "cpu",
                 on_gpu=memory["on_gpu"],
             )
-        found = judged(
+        found = judge_health(
             Seen(
                 memories=cards if memory["on_gpu"] else (ram,),
                 host=ram,
@@ -258,7 +259,7 @@ def _attempt(record: AttemptRecord) -> Section:
         "kept_step": record.kept_step,
         "cause": None if cause is None else {"id": cause.id, "sentence": cause.sentence, "rank": cause.rank},
         "evidence": [] if cause is None else [masked(line)[:400] for line in cause.evidence[:6]],
-        "next": None if following is None else {"action": following.action, "because": following.because},
+        "next": None if following is None else {"action": action_words(following.action), "because": following.because},
         "changed": [] if following is None else list(following.changed),
     }
 
