@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightfit.messages import text
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEEDED = ("u", "delta", "A", "B", "C")
 OPTIONAL = ("D", "z", "delta_bias", "initial_state", "starts")
@@ -78,12 +80,12 @@ def checked(scan: Scan) -> Scan:
     """The same, or ScanError."""
     _check_kinds(scan)
     if scan.u.dim() != 3:
-        raise ScanError(f"u must be (batch, channels, length), not {list(scan.u.shape)}")
+        raise ScanError(text("scan.u-shape", shape=list(scan.u.shape)))
     if scan.A.dim() != 2 or scan.A.shape[0] != scan.u.shape[1]:
-        raise ScanError(f"A must be ({scan.u.shape[1]} channels, states), not {list(scan.A.shape)}")
+        raise ScanError(text("scan.a-shape", channels=scan.u.shape[1], shape=list(scan.A.shape)))
     batch, channels, states, length = scan.sizes
     if not all((batch, channels, states, length)):
-        raise ScanError(f"u {list(scan.u.shape)} with A {list(scan.A.shape)} is empty: there is nothing to scan")
+        raise ScanError(text("scan.empty", u=list(scan.u.shape), a=list(scan.A.shape)))
     wanted = {
         "delta": (batch, channels, length),
         "B": (batch, states, length),
@@ -94,11 +96,11 @@ def checked(scan: Scan) -> Scan:
         "initial_state": (batch, channels, states),
         "starts": (batch, length),
     }
-    beside = f"beside u {list(scan.u.shape)} and A {list(scan.A.shape)}"
+    beside = text("scan.beside-u", u=list(scan.u.shape), a=list(scan.A.shape))
     for name, shape in wanted.items():
         tensor = getattr(scan, name)
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ScanError(f"{name} must be {list(shape)} {beside}, not {list(tensor.shape)}")
+            raise ScanError(text("scan.shape", name=name, wanted=list(shape), beside=beside, shape=list(tensor.shape)))
     return scan
 
 
@@ -109,10 +111,10 @@ def _check_kinds(scan: Scan) -> None:
         if tensor is None and name in OPTIONAL:
             continue
         if not isinstance(tensor, Tensor):
-            raise ScanError(f"{name} must be a tensor, not {type(tensor).__name__}")
+            raise ScanError(text("scan.no-tensor", name=name, kind=type(tensor).__name__))
         if name == "starts" and tensor.dtype != torch.bool:
-            raise ScanError(f"starts must be bool, true where a document starts, not {tensor.dtype}")
+            raise ScanError(text("scan.starts-dtype", dtype=tensor.dtype))
         if name != "starts" and tensor.dtype not in FLOATS:
-            raise ScanError(f"{name} is {tensor.dtype}: the scan takes bf16, fp16, fp32 and fp64")
+            raise ScanError(text("scan.scan-dtype", name=name, dtype=tensor.dtype))
         if tensor.device != scan.u.device:
-            raise ScanError(f"{name} is on {tensor.device} and u on {scan.u.device}: put them on one device")
+            raise ScanError(text("scan.u-device", name=name, device=tensor.device, other=scan.u.device))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tightfit.mamba.arguments import FLOATS, ScanError
+from tightfit.messages import text
 
 Path = Literal["torch", "triton"]
 
@@ -89,10 +90,10 @@ def causal_conv1d(
 def checked(conv: Conv) -> Conv:
     """The same, or ScanError."""
     if conv.x.dim() != 3 or 0 in conv.x.shape:
-        raise ScanError(f"x must be (batch, channels, length) and not empty, not {list(conv.x.shape)}")
+        raise ScanError(text("scan.x-shape", shape=list(conv.x.shape)))
     batch, channels, length = conv.x.shape
     if conv.weight.dim() != 2 or conv.weight.shape[0] != channels or conv.width == 0:
-        raise ScanError(f"weight must be ({channels} channels, width), not {list(conv.weight.shape)}")
+        raise ScanError(text("scan.weight-shape", channels=channels, shape=list(conv.weight.shape)))
     wanted = {
         "bias": (conv.bias, (channels,)),
         "initial": (conv.initial, (batch, channels, conv.width - 1)),
@@ -100,17 +101,25 @@ def checked(conv: Conv) -> Conv:
     }
     for name, (tensor, shape) in wanted.items():
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ScanError(f"{name} must be {list(shape)} beside x {list(conv.x.shape)}, not {list(tensor.shape)}")
+            raise ScanError(
+                text(
+                    "scan.shape-beside-x",
+                    name=name,
+                    wanted=list(shape),
+                    x=list(conv.x.shape),
+                    shape=list(tensor.shape),
+                )
+            )
     for name in ("x", "weight", "bias", "initial"):
         tensor = getattr(conv, name)
         if tensor is not None and tensor.dtype not in FLOATS:
-            raise ScanError(f"{name} is {tensor.dtype}: the convolution takes bf16, fp16, fp32 and fp64")
+            raise ScanError(text("scan.conv-dtype", name=name, dtype=tensor.dtype))
     for name in ("weight", "bias", "initial", "starts"):
         tensor = getattr(conv, name)
         if tensor is not None and tensor.device != conv.x.device:
-            raise ScanError(f"{name} is on {tensor.device} and x on {conv.x.device}: put them on one device")
+            raise ScanError(text("scan.x-device", name=name, device=tensor.device, other=conv.x.device))
     if conv.starts is not None and conv.starts.dtype != torch.bool:
-        raise ScanError(f"starts must be bool, true where a document starts, not {conv.starts.dtype}")
+        raise ScanError(text("scan.starts-dtype", dtype=conv.starts.dtype))
     return conv
 
 

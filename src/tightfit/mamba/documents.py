@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from tightfit.mamba.arguments import ScanError
+from tightfit.messages import text
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def reading_positions(original: Callable[..., Any]) -> Callable[..., Any]:
 def _starts(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
     shape = position_ids.shape if tokens is None else tokens.shape[:2]
     if position_ids.dim() != 2 or position_ids.shape[1:] != shape[1:] or position_ids.shape[0] not in (1, shape[0]):
-        raise ScanError(f"position_ids must be {list(shape)} as the tokens are, not {list(position_ids.shape)}")
+        raise ScanError(text("scan.positions-shape", wanted=list(shape), shape=list(position_ids.shape)))
     return (position_ids == 0).expand(shape)
 
 

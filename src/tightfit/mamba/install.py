@@ -27,6 +27,7 @@ from tightfit.mamba.conv import causal_conv1d
 from tightfit.mamba.documents import Documents, reading_positions, unpacked
 from tightfit.mamba.mixer import Weights, mamba_mixer, normed
 from tightfit.mamba.scan import selective_scan
+from tightfit.messages import text
 
 MIXERS = {
     "transformers.models.mamba.modeling_mamba": "MambaMixer",
@@ -162,11 +163,9 @@ def _forward_before(original: Callable[..., Any], *, masks_both: bool) -> Callab
         if cache_params is None and known and maskable and not offloaded:
             return whole(self, hidden_states, attention_mask, starts)
         if starts is not None and cache_params is not None:
-            raise ScanError("starts, where documents start, can be given only without a cache: use_cache=False")
+            raise ScanError(text("scan.starts-with-cache"))
         if starts is not None:
-            raise ScanError(
-                "starts, where documents start, cannot be given with offloaded weights or a mask of padding"
-            )
+            raise ScanError(text("scan.starts-with-mask"))
         # As it was called: what is None has the same default in every version.
         if attention_mask is not None:
             more["attention_mask"] = attention_mask
@@ -222,7 +221,7 @@ def _convolved(mixer: Any, x: Tensor, starts: Tensor | None) -> Tensor:
         silu = mixer.activation in SILU
         u = causal_conv1d(x, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, silu=silu, starts=starts)
     elif starts is not None:
-        raise ScanError("starts cannot cut a convolution that has hooks or an adapter: take them off conv1d")
+        raise ScanError(text("scan.starts-with-hooks"))
     else:
         u, silu = mixer.conv1d(x)[..., : x.shape[2]], False
     activated: Tensor = u if silu else mixer.act(u)

@@ -29,6 +29,7 @@ from tightfit.mamba import chunked
 from tightfit.mamba.arguments import Gradients, Scan, ScanError
 from tightfit.mamba.conv import Conv, conv_backward, conv_forward
 from tightfit.mamba.scan import fitting
+from tightfit.messages import text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +73,17 @@ def mamba_mixer(
     channels, states = weights.A_log.shape
     rank = weights.dt_proj.shape[1]
     if xz.dim() != 3 or xz.shape[1] != 2 * channels or 0 in xz.shape:
-        raise ScanError(f"xz must be (batch, {2 * channels}, length) and not empty, not {list(xz.shape)}")
+        raise ScanError(text("scan.xz-shape", channels=2 * channels, shape=list(xz.shape)))
     if tuple(weights.x_proj.shape) != (rank + 2 * states, channels):
         wanted = [rank + 2 * states, channels]
-        raise ScanError(f"x_proj must be {wanted} beside dt_proj and A_log, not {list(weights.x_proj.shape)}")
+        raise ScanError(text("scan.x-proj-shape", wanted=wanted, shape=list(weights.x_proj.shape)))
     for name, tensor in (("keep", keep), ("starts", starts)):
         if tensor is not None and tuple(tensor.shape) != (xz.shape[0], xz.shape[2]):
-            raise ScanError(f"{name} must be {[xz.shape[0], xz.shape[2]]} beside xz, not {list(tensor.shape)}")
+            raise ScanError(
+                text("scan.shape-beside-xz", name=name, wanted=[xz.shape[0], xz.shape[2]], shape=list(tensor.shape))
+            )
     if starts is not None and starts.dtype != torch.bool:
-        raise ScanError(f"starts must be bool, true where a document starts, not {starts.dtype}")
+        raise ScanError(text("scan.starts-dtype", dtype=starts.dtype))
     w = weights
     out: Tensor = _Mixer.apply(  # type: ignore[no-untyped-call]
         xz, w.conv, w.conv_bias, w.x_proj, w.dt_proj, w.dt_bias, w.A_log, w.D, w.out_proj, w.out_bias, keep, starts,

@@ -13,6 +13,7 @@ from torch import Tensor
 from tightfit.mamba.arguments import Scan, ScanError, checked
 from tightfit.mamba.chunked import chunked_scan
 from tightfit.mamba.reference import reference_scan
+from tightfit.messages import text
 
 Path = Literal["reference", "chunked", "triton"]
 
@@ -81,30 +82,30 @@ def _run(scan: Scan, path: Path) -> tuple[Tensor, Tensor]:
 def _check_triton(scan: Scan, path: str) -> None:
     """Whoever asks for a path by name gets that one or ScanError, never another."""
     if path not in get_args(Path):
-        raise ScanError(f"there is no path {path!r}: there are {', '.join(get_args(Path))}")
+        raise ScanError(text("scan.no-path", path=path, known=", ".join(get_args(Path))))
     if scan.sizes[2] > MOST_STATES:
-        raise ScanError(f"A has {scan.sizes[2]} states and the triton path takes {MOST_STATES}: use path='chunked'")
+        raise ScanError(text("scan.too-many-states", states=scan.sizes[2], most=MOST_STATES))
     for name in ("u", "A"):
         if getattr(scan, name).dtype == torch.float64:
-            raise ScanError(f"{name} is fp64 and the triton path computes in fp32: use path='chunked'")
+            raise ScanError(text("scan.triton-fp64", name=name))
     if not _has_triton():
-        raise ScanError("path='triton' needs the triton package: leave path out, and one that works here is taken")
+        raise ScanError(text("scan.needs-triton"))
     if scan.u.device.type != "cuda":
-        raise ScanError(f"u is on {scan.u.device} and path='triton' needs a GPU: leave path out")
+        raise ScanError(text("scan.triton-needs-gpu", device=scan.u.device))
 
 
 def fitting(scan: Scan) -> Path:
     """Triton on a GPU; the chunked path elsewhere, and where Triton cannot."""
     device = scan.u.device.type
     if device not in ("cuda", "cpu", "meta"):
-        _say(f"on {device} the selective scan takes its slow path: the fast one needs CUDA or ROCm")
+        _say(text("scan.slow-device", device=device))
     if device != "cuda" or torch.float64 in (scan.u.dtype, scan.A.dtype):
         return "chunked"
     if not _has_triton():
-        _say("the triton package is not installed: the selective scan takes its slow path")
+        _say(text("scan.slow-without-triton"))
         return "chunked"
     if scan.sizes[2] > MOST_STATES:
-        _say(f"a selective scan of more than {MOST_STATES} states takes its slow path")
+        _say(text("scan.slow-many-states", most=MOST_STATES))
         return "chunked"
     return "triton"
 

@@ -134,6 +134,12 @@ def id_of(said: Said) -> str | None:
     return said.id if isinstance(said, Message) else None
 
 
+def message_of(error: BaseException) -> Said:
+    """What an error says: the message that it was raised with, or its text, on one line."""
+    said = error.args[0] if error.args else ""
+    return said if isinstance(said, Message) else " ".join(str(error).split())
+
+
 def say(said: Said, language: Language) -> str:
     """The text of a message in a language; what is text already stays as it is."""
     return said.text(language) if isinstance(said, Message) else said

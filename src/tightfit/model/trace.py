@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.spelling import shown
-from tightfit.messages import Message
+from tightfit.messages import Message, from_json
 from tightfit.owned import replace_file
 from tightfit.types import Block, ModelError, ModelShape, NormKind, Tensor, Traced
 
@@ -32,7 +32,7 @@ def trace_config(config: Mapping[str, object], name: str, *, python: str = sys.e
     if "error" in answer:
         if answer["error"]["kind"] == "missing":
             raise ModelError(Message("model.trace-needs-torch", name=shown(name)))
-        said = answer["error"]["message"]
+        said = str(from_json(answer["error"]["message"]))
         raise ModelError(
             Message("model.not-traced", name=shown(name), said=said if len(said) <= 200 else said[:199] + "…")
         )
@@ -104,7 +104,7 @@ def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
         tied=answer["tied"],
         final_norm=norm,
         max_positions=answer["max_positions"],
-        notes=(note, *answer["notes"]),
+        notes=(note, *(str(from_json(said)) for said in answer["notes"])),
     )
 
 

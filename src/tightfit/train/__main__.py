@@ -128,7 +128,7 @@ def _worker(argv: Sequence[str]) -> NoReturn:
             if words.kind not in USERS and not isinstance(error, TightfitError):
                 traceback.print_exc()
             elif words.text and (rank == 0 or words.kind not in USERS):
-                print(f"tightfit: {words.text}", file=sys.stderr)  # noqa: T201
+                print(f"tightfit: {' '.join(str(words.text).split())}", file=sys.stderr)  # noqa: T201
         # No orderly farewell: the others may wait in a collective that never comes.
         leave(code)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.messages import Message
 from tightfit.train.build import DTYPES, body_of
 from tightfit.train.config import AdapterSettings
 from tightfit.types import ConfigError, Levers, Lora
@@ -34,7 +35,7 @@ def add_adapters(model: Any, lora: Lora, settings: AdapterSettings, dtype: torch
     try:
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise ConfigError(f"PEFT cannot adapt these targets: {str(error).partition(chr(10))[0]}") from error
+        raise ConfigError(Message("train.peft-targets", why=str(error).partition(chr(10))[0])) from error
     for module in adapted.modules():
         for leaf, param in list(module._parameters.items()):
             if param is not None and param.requires_grad and param.dtype != dtype:
@@ -76,7 +77,7 @@ def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.d
     try:
         import bitsandbytes.nn
     except ImportError:
-        raise ConfigError("qlora needs bitsandbytes: pip install 'tightfit[qlora]'") from None
+        raise ConfigError(Message("train.qlora-needs-bitsandbytes")) from None
     layers: Any = bitsandbytes.nn
     body = body_of(model)
     head = body.get_output_embeddings()

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.messages import Message
 from tightfit.train import build
 from tightfit.train.adapters import adapter_dtype, add_adapters, quantise
-from tightfit.train.audit import Oddity, audit
+from tightfit.train.audit import audit
 from tightfit.train.compiled import report_meanwhile
 from tightfit.train.config import WorkerConfig
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
@@ -39,8 +40,8 @@ class Assembled:
     twin: Any
     """The same model without adapters on the meta device: names and shapes for saving."""
     recomputed: int
-    oddities: tuple[Oddity, ...]
-    said: tuple[str, ...]
+    oddities: tuple[Message, ...]
+    said: tuple[Message, ...]
 
 
 class SeededWeights:
@@ -69,15 +70,12 @@ def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events)
     """The engine, with every parameter filled."""
     levers = config.levers
     if levers.engine == "zero0" and levers.precision == "fp16":
-        raise ConfigError("engine zero0 cannot train in fp16: it divides by a loss scale that it never applied")
+        raise ConfigError(Message("train.zero0-fp16"))
     if not levers.is_fsdp2 and levers.precision == "fp16":
         from deepspeed.accelerator import get_accelerator
 
         if not get_accelerator().is_fp16_supported():
-            raise ConfigError(
-                "DeepSpeed refuses fp16 here, since this processor does not compute it: plan again on this machine, "
-                "where bf16 stands in for it, or use --engine fsdp2"
-            )
+            raise ConfigError(Message("train.deepspeed-fp16"))
     hf = build.hf_config(config.model, found.weights)
     kernel, said = build.attention_of(levers, place.on_gpu, hf)
     scan_said = install_scan(hf.model_type, levers)
@@ -119,7 +117,7 @@ class _ModelAssembly:
     def rests_in(self, name: str, param: nn.Parameter) -> torch.dtype:
         return param.dtype if ".lora_" in name else build.rests_in(self.levers, trains=param.requires_grad)
 
-    def engine(self, twin: Any, source: WeightSource | None, events: Events) -> tuple[Engine, tuple[Oddity, ...], int]:
+    def engine(self, twin: Any, source: WeightSource | None, events: Events) -> tuple[Engine, tuple[Message, ...], int]:
         drawn = twin if self.levers.lora is None else self.adapted(self.skeleton())
         origin = Origin(draws=SeededWeights(drawn, self.config.training.seed), weights=source, rounding=self.working)
         zero3 = self.levers.stage == 3 and self.levers.method != "qlora"
@@ -138,12 +136,12 @@ class _ModelAssembly:
         if not zero3:
             build.cast_meta(model, self.rests_in)
         recomputed = recompute(model, self.levers.checkpointing)
-        progress = events.progress("weights")
+        progress = events.progress(Message("train.reading-weights"))
         if self.levers.is_fsdp2:
             return self._fsdp2(model, origin, progress), oddities, recomputed
         materialise(model, self.place.device)
         fill(model, origin, self.place.rank, progress)
-        with report_meanwhile("starting DeepSpeed", events.doing):
+        with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
             return self._deepspeed(model), oddities, recomputed
 
     def _deepspeed(self, model: Any) -> Engine:

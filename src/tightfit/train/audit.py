@@ -9,34 +9,24 @@ the buffers are left as the model's authors made them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from tightfit.messages import Message
 from tightfit.train.build import cast_meta
 
 
-@dataclass(frozen=True, slots=True)
-class Oddity:
-    name: str
-    dtype: str
-    became: str
-
-    def __str__(self) -> str:
-        return f"{self.name} was {self.dtype} and is {self.became}"
-
-
-def audit(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) -> tuple[Oddity, ...]:
+def audit(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) -> tuple[Message, ...]:
     """Give each floating-point parameter the dtype that it should have; what was not so before."""
-    found: list[Oddity] = []
+    found: list[Message] = []
 
     def right(name: str, param: nn.Parameter) -> torch.dtype:
         dtype = wanted(name, param)
         if not param.dtype.is_floating_point:
             return param.dtype
         if dtype != param.dtype:
-            found.append(Oddity(name, _word(param.dtype), _word(dtype)))
+            found.append(_oddity(name, param.dtype, dtype))
         return dtype
 
     cast_meta(model, right)
@@ -44,9 +34,10 @@ def audit(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) 
         for leaf, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.dtype == torch.float64:
                 module._buffers[leaf] = buffer.float()
-                found.append(Oddity(f"{prefix}.{leaf}".lstrip("."), "float64", "float32"))
+                found.append(_oddity(f"{prefix}.{leaf}".lstrip("."), torch.float64, torch.float32))
     return tuple(found)
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _oddity(name: str, was: torch.dtype, now: torch.dtype) -> Message:
+    old, new = (str(dtype).removeprefix("torch.") for dtype in (was, now))
+    return Message("train.was-and-is", name=name, old=old, new=new)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.messages import Message
 from tightfit.train.config import ModelSource
 from tightfit.types import AttentionKernel, Levers, ModelError
 
@@ -63,17 +64,17 @@ _CAPPED = ("gemma2", "vaultgemma")
 """Kinds of model whose attention scores have a cap, which sdpa has not: transformers drops it silently, or refuses."""
 
 
-def attention_of(levers: Levers, on_gpu: bool, config: Any = None) -> tuple[AttentionKernel, str | None]:
+def attention_of(levers: Levers, on_gpu: bool, config: Any = None) -> tuple[AttentionKernel, Message | None]:
     """The kernel to use, and what to say where it is not the one that was asked for."""
     why = None
     if levers.attention == "flash":
         if on_gpu and importlib.util.find_spec("flash_attn") is not None:
             return "flash", None
-        why = "the flash-attn package is not installed" if on_gpu else "flash attention needs a GPU"
+        why = Message("train.no-flash-attn") if on_gpu else Message("train.flash-needs-gpu")
     if levers.attention != "eager" and _is_capped(config):
-        uncapped = f"sdpa has no cap on attention scores, which {config.model_type} needs"
-        return "eager", f"{why or uncapped}: eager is used"
-    return ("sdpa", f"{why}: sdpa is used") if why else (levers.attention, None)
+        uncapped = Message("train.sdpa-no-cap", model_type=config.model_type)
+        return "eager", Message("train.uses-eager", why=why or uncapped)
+    return ("sdpa", Message("train.uses-sdpa", why=why)) if why else (levers.attention, None)
 
 
 def _is_capped(config: Any) -> bool:
@@ -101,7 +102,9 @@ def _make_model(config: Any, dtype: torch.dtype, attention: AttentionKernel, tru
         try:
             model = maker.from_config(config, trust_remote_code=trust_remote_code, **options)
         except ValueError as error:
-            raise ModelError(f"transformers builds no causal model of {config.model_type}: {_first(error)}") from error
+            raise ModelError(
+                Message("train.no-causal-model", model_type=config.model_type, error=_first(error))
+            ) from error
         model.tie_weights()
     model.train()
     return model
@@ -163,7 +166,7 @@ def layers_of(model: Any) -> list[nn.Module]:
     """The decoder's layers, bottom to top."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise ModelError(f"{type(model).__name__} has no list of layers, so nothing of it can be sharded or recomputed")
+        raise ModelError(Message("train.no-layers", model=type(model).__name__))
     return max((list(each) for each in lists), key=len)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from tightfit.messages import Message, Said, message_of
 from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manifest, Span, StoredFile, covered, digest
@@ -46,7 +47,7 @@ class SaveOutcome:
     folder: Path
     bytes: int
     seconds: float
-    problem: str | None = None
+    problem: Said | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ class Saver:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def _no_room(self, needed: int) -> str | None:
+    def _no_room(self, needed: int) -> Message | None:
         """The newest one stays while the next is written, so there must be room for both."""
         where = self._run / checkpoints.CHECKPOINTS  # which may lie on another disk than the rest
         free, unseen = needed, ""
@@ -141,11 +142,8 @@ class Saver:
         if not short:
             return None
         if unseen:
-            return f"no checkpoint of this step: the disk of {where} cannot be looked at ({unseen})"
-        return (
-            f"no checkpoint of this step: it needs {needed / 1e9:.2f} GB and {where} has {free / 1e9:.2f} GB left; "
-            "make room, or keep fewer with --keep-last"
-        )
+            return Message("train.checkpoint-disk-unseen", where=where, why=unseen)
+        return Message("train.checkpoint-needs-room", needed=needed / 1e9, where=where, free=free / 1e9)
 
     def _write(
         self, folder: Path, step: int, state: Mapping[str, Any], held: Mapping[str, list[TensorPiece]] | None
@@ -165,8 +163,9 @@ class Saver:
                     with suppress(OSError, NotOurs):  # the new one stands; what holds a user's file stays too
                         checkpoints.remove(old)
         except Exception as error:  # training goes on; whoever follows it is told
-            text = " ".join(str(error).split()) or type(error).__name__
-            return SaveOutcome(step=step, folder=folder, bytes=written, seconds=time.monotonic() - began, problem=text)
+            problem = message_of(error) or type(error).__name__
+            seconds = time.monotonic() - began
+            return SaveOutcome(step=step, folder=folder, bytes=written, seconds=seconds, problem=problem)
         return SaveOutcome(step=step, folder=folder, bytes=written, seconds=time.monotonic() - began)
 
     def _beside(self, state: Mapping[str, Any]) -> Any:
@@ -202,9 +201,7 @@ def _seal(staging: Path, step: int, spans: Mapping[str, Any]) -> None:
             of_one = tuple(sorted(spans[name], key=lambda span: span.start)) if name in spans else ()
             files[name] = StoredFile(size, of_one or (Span(0, size, digest(path.read_bytes())),))
             if not covered(files[name]):
-                raise SaveError(
-                    f"not every byte of {name} is known to have been written: all ranks must share that folder"
-                )
+                raise SaveError(Message("train.bytes-unaccounted", name=name))
     written = datetime.now().astimezone().isoformat(timespec="seconds")
     disk.write_text(staging / MANIFEST, Manifest(step=step, written=written, files=files).text())
 

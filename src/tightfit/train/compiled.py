@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tightfit.messages import Message
 from tightfit.runs.build_lock import LOCK
 
 
@@ -19,9 +20,8 @@ def extensions_folder() -> Path:
     return Path(_get_build_directory("deepspeed_shm_comm", False)).parent
 
 
-USUALLY = {"deepspeed_shm_comm": "1 min", "cpu_adam": "1 to 2 min", "async_io": "2 min", "fused_adam": "1 to 2 min"}
-"""On two free cores; by the folder of the part."""
-ELSE = "a few min"
+USUALLY = {"deepspeed_shm_comm": (1, 1), "cpu_adam": (1, 2), "async_io": (2, 2), "fused_adam": (1, 2)}
+"""Minutes on two free cores, at least and at most, by the folder of the part."""
 LOOK_S = 1.0
 
 
@@ -32,9 +32,13 @@ class Compiling:
     part: str
     since: float
 
-    def __str__(self) -> str:
-        at = time.strftime("%H:%M", time.localtime(self.since))
-        return f"compiling {self.part} since {at} (once; usually {USUALLY.get(self.part, ELSE)})"
+    @property
+    def message(self) -> Message:
+        at, (least, most) = time.strftime("%H:%M", time.localtime(self.since)), USUALLY.get(self.part, (0, 0))
+        usually = Message("train.minutes", minutes=most) if most else Message("train.a-few-min")
+        if least < most:
+            usually = Message("train.minutes-to", least=least, most=most)
+        return Message("train.compiling", part=self.part, at=at, usually=usually)
 
 
 def compiling(folder: Path) -> Compiling | None:
@@ -49,7 +53,7 @@ def compiling(folder: Path) -> Compiling | None:
 
 
 @contextmanager
-def report_meanwhile(what: str, tell: Callable[[str], None]) -> Iterator[None]:
+def report_meanwhile(what: Message, tell: Callable[[Message], None]) -> Iterator[None]:
     """Say what is done in the block, and while DeepSpeed compiles for it, which part and since when.
 
     Each is said once: nobody may take this for a sign of life of a process that waits for a lock without end.
@@ -61,7 +65,7 @@ def report_meanwhile(what: str, tell: Callable[[str], None]) -> Iterator[None]:
         while not done.wait(LOOK_S):
             now = compiling(folder)
             if now != said:
-                tell(what if now is None else str(now))
+                tell(what if now is None else now.message)
             said = now
 
     tell(what)

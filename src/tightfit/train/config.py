@@ -14,6 +14,7 @@ from typing import Any, Literal
 from tightfit.formats.worker.read import read_worker
 from tightfit.inputs.flags import levers_as_written
 from tightfit.inputs.records import read_json
+from tightfit.messages import Message
 from tightfit.types import ConfigError, Levers, PhaseName
 
 
@@ -143,7 +144,7 @@ def read_worker_config(path: Path) -> WorkerConfig:
     try:
         return _config(tree, path.parent)
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path} lacks {error}: write the plan again with this version of tightfit") from None
+        raise ConfigError(Message("train.worker-json-lacks", path=path, key=error)) from None
 
 
 def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
@@ -172,7 +173,7 @@ def _deepspeed(path: Path) -> Mapping[str, Any]:
     try:
         config: Mapping[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): write the plan again") from None
+        raise ConfigError(Message("train.plan-unreadable", path=path, why=error)) from None
     return config
 
 

@@ -26,6 +26,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
+from tightfit.messages import Listing, Message, Said, message_of
 from tightfit.train.engines.states import MASTER, LossScale, moments
 from tightfit.train.safetensors_files import Stored
 from tightfit.train.saved_names import adapter_name
@@ -81,17 +82,21 @@ class DeepSpeedCheckpoint:
     tensors: Mapping[str, Mapping[str, _Parts]] = field(repr=False)
     """Kind → name → values."""
 
-    def missing_for(self, optimizer: Optimizer, trained_elements: int) -> str | None:
+    def missing_for(self, optimizer: Optimizer, trained_elements: int) -> Message | None:
         """Why a job with this optimizer cannot go on with the states, in words; None: it can."""
         if not self.kinds:
-            return "without ZeRO's files of its ranks it holds no optimizer states that have names"
+            return Message("train.no-named-states")
         if self.trained_elements != trained_elements:
-            return f"it trained {self.trained_elements:,} numbers, and this job trains {trained_elements:,}"
+            return Message(
+                "train.other-trained",
+                then=self.trained_elements,
+                now=trained_elements,
+            )
         needed = moments(optimizer)
         if needed and needed != MOMENTS:
-            return f"its optimizer's moments are not those of {optimizer}"
+            return Message("train.other-moments", optimizer=optimizer)
         if not self.kinds.issuperset(needed):
-            return f"its optimizer kept no {' and '.join(MOMENTS)}, which {optimizer} goes on with"
+            return Message("train.moments-missing", moments=Listing(MOMENTS, "and"), optimizer=optimizer)
         return None
 
     def named_for(self, twin: Any, *, adapters: bool) -> NamedTensors:
@@ -99,27 +104,18 @@ class DeepSpeedCheckpoint:
         own = {name: parts.shape for held in (WEIGHT, MASTER) for name, parts in self.tensors.get(held, {}).items()}
         trained = {adapter_name(name): (name,) for name in own if ".lora_" in name}
         if adapters and not trained:
-            raise ConfigError(
-                f"{self.folder} holds a whole model and no adapters: make a model of it with `tightfit export` and "
-                "name that with --model"
-            )
+            raise ConfigError(Message("train.states-of-whole-model", folder=self.folder))
         if adapters:
             return NamedTensors(self, trained)
         if trained:
-            raise ConfigError(
-                f"{self.folder} was made of a model with adapters: go on with --method lora, or export the adapter "
-                "that its program saved"
-            )
+            raise ConfigError(Message("train.states-of-adapters", folder=self.folder))
         stored = {name: Stored(self.folder, "F32", shape, 0, 0) for name, shape in own.items()}
         found = map_names(twin, stored)
         if lacking := (*found.missing, *found.needs_conversion):
-            raise ConfigError(
-                f"{self.folder} holds no {lacking[0]} as this model has it: name the model that it is of, or make one "
-                "of it with `tightfit export`"
-            )
+            raise ConfigError(Message("train.states-lack", folder=self.folder, name=lacking[0]))
         for name, tensor in twin.state_dict(keep_vars=True).items():
             if problem := wrong_shape(name, tuple(tensor.shape), found.parts[name], stored):
-                raise ConfigError(f"{self.folder} is of another model: {problem}")
+                raise ConfigError(Message("train.states-of-another-model", folder=self.folder, problem=problem))
         return NamedTensors(self, found.parts)
 
 
@@ -139,11 +135,15 @@ class NamedTensors:
 
     def read_state(self, kind: str, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         if not self.holds(kind, name):
-            raise ConfigError(f"{self._opened.folder} holds no {kind} of {name}: it is of another model")
+            raise ConfigError(Message("train.states-lack-kind", folder=self._opened.folder, kind=kind, name=name))
         held = self._opened.tensors[kind]
         ends = _Parts(shape, [part for key in self._parts[name] for part in held[key].parts])
         if sum(part.numel() for part in ends.parts) != math.prod(shape):
-            raise ConfigError(f"{self._opened.folder} holds a {kind} of {name} of another size than {list(shape)}")
+            raise ConfigError(
+                Message(
+                    "train.states-of-another-size", folder=self._opened.folder, kind=kind, name=name, shape=list(shape)
+                )
+            )
         return ends.read(start, stop)
 
     def close(self) -> None:
@@ -159,22 +159,16 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool) -> DeepSpeedCheckpoint:
     if any("_expert_" in path.name or path.name.startswith("layer_") for path in folder.glob("*.pt")) or any(
         "mp_rank_00" not in path.name for path in (*models, *ranks)
     ):
-        raise ConfigError(
-            f"{folder} is of a model that was cut into tensor, pipeline or expert parallel parts, which neither this "
-            "nor `tightfit export` puts together: let the program that wrote it save the model"
-        )
+        raise ConfigError(Message("train.states-parallel", folder=folder))
     if not models:
-        raise ConfigError(f"{folder} has no model_states file: name a whole DeepSpeed checkpoint with --resume")
+        raise ConfigError(Message("train.no-model-states", folder=folder))
     heads = [_load(path, trust_pickle=trust_pickle) for path in models]
     tails = [_load(path, trust_pickle=trust_pickle) for path in ranks]
     try:
         return _open(folder, heads, tails)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ConfigError(
-            f"the parts in {folder} do not fit together ({why}): make a model of it with `tightfit export` and name "
-            "that with --model"
-        ) from None
+        why = Message("train.raised", kind=type(error).__name__, why=message_of(error))
+        raise ConfigError(Message("train.states-do-not-fit", folder=folder, why=why)) from None
 
 
 def _rank(path: Path) -> int:
@@ -191,18 +185,15 @@ def _load(path: Path, *, trust_pickle: bool) -> Mapping[str, Any]:
             )
     except Exception as error:  # a damaged file can end in anything
         if isinstance(error, UnpicklingError) and (asked := _strangers(path)):
-            raise ConfigError(
-                f"{path} holds more than tensors and plain values ({asked[0]}), and to open it can run any program: "
-                "add --trust-pickle if you trust whoever made it"
-            ) from None
+            raise ConfigError(Message("train.states-need-trust", path=path, asked=asked[0])) from None
         why = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{path} cannot be read ({why}): copy it again, or name another with --resume") from None
+        raise ModelError(Message("train.states-unreadable", path=path, why=why)) from None
     if not isinstance(found, Mapping):
-        raise ModelError(f"{path} is no file of a DeepSpeed checkpoint: name another with --resume")
+        raise ModelError(Message("train.not-deepspeed-states", path=path))
     return found
 
 
-def _strangers(path: Path) -> list[str]:
+def _strangers(path: Path) -> list[Said]:
     """The classes that the file asks for beyond those that are read safely; none, where it is no such file."""
     known = {f"{each.__module__}.{each.__qualname__}" for each in _STAND_INS}
     try:
@@ -210,7 +201,7 @@ def _strangers(path: Path) -> list[str]:
     except ValueError:
         return []
     except AttributeError:  # an older torch, which cannot tell
-        return ["of classes that this torch does not name"]
+        return [Message("train.unnamed-classes")]
     return [name for name in listed if name not in known]
 
 
@@ -223,13 +214,13 @@ def _open(folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapp
     stage = int(ranks[0]["zero_stage"]) if ranks else 0
     shapes = [{_plain(name): tuple(shape) for name, shape in group.items()} for group in head.get("param_shapes") or ()]
     if not ranks and stage == 0 and any(tensor.numel() == 0 for tensor in head["module"].values()):
-        raise ValueError("the optim_states files are missing, which hold the weights of ZeRO 3")
+        raise ValueError(Message("train.no-optim-states"))
     tensors: dict[str, dict[str, _Parts]] = {WEIGHT: _of_the_model(heads, stage)}
     if ranks:
         counts = ranks[0]["partition_count"]
         world = max(counts) if isinstance(counts, list) else int(counts)
         if world != len(ranks):
-            raise ValueError(f"{world} ranks wrote it, and there are files of {len(ranks)}")
+            raise ValueError(Message("train.other-ranks-wrote", world=world, ranks=len(ranks)))
         place = _cut if stage == 3 else _end_to_end
         for kind, groups in _vectors(ranks, stage).items():
             tensors[kind] = dict(place(shapes, groups, ranks[0]))
@@ -276,7 +267,7 @@ def _of_the_model(heads: Sequence[Mapping[str, Any]], stage: int) -> dict[str, _
 def _crop(parts: Sequence[Tensor], numel: int) -> list[Tensor]:
     """Without what the last ranks have as padding."""
     if sum(part.numel() for part in parts) < numel:
-        raise ValueError(f"{sum(part.numel() for part in parts)} numbers are there of {numel}")
+        raise ValueError(Message("train.numbers-missing", found=sum(part.numel() for part in parts), wanted=numel))
     kept, left = [], numel
     for part in parts:
         kept.append(part[: min(left, part.numel())])
@@ -322,7 +313,7 @@ def _end_to_end(
         vectors = [rank[index] for rank in ranks]
         stretch, begin = max(vector.numel() for vector in vectors), 0
         if len(ranks) == 1 and vectors[0].numel() < sum(map(math.prod, group.values())):
-            raise ValueError("a group has fewer numbers than its parameters")
+            raise ValueError(Message("train.group-too-small"))
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             end = begin + math.prod(shape)
             parts = []

@@ -13,6 +13,7 @@ import traceback
 from tightfit.diagnose.oom import read_oom
 from tightfit.diagnose.phases import phase_of
 from tightfit.diagnose.verdict import OomNumbers
+from tightfit.messages import Message, message_of
 from tightfit.runs.heartbeat import DISK_FULL, PHASES, Stage
 from tightfit.runs.last_words import BUG, USER, LastWords
 from tightfit.types import PhaseName, TightfitError, UserError
@@ -25,31 +26,30 @@ _IN_A_STEP: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
 
 def last_words(error: BaseException, rank: int, stage: Stage, step: int) -> tuple[int, LastWords]:
     """The exit code, and what is left behind; empty words: another rank has said it."""
-    at, text = time.time(), " ".join(str(error).split())
+    at, said, text = time.time(), message_of(error), " ".join(str(error).split())
     kind, code, numbers = BUG, FAILED, OomNumbers()
     if isinstance(error, UserError):
         kind, code = DISK_FULL if is_disk_full(error) else USER, USER_ERROR
     elif isinstance(error, OSError) and is_disk_full(error):
         kind, code = DISK_FULL, USER_ERROR
-        where = f" ({error.filename})" if error.filename else ""
-        text = f"the disk is full{where}: make room, or name another folder with --output"
+        said = Message("train.disk-full", where=f" ({error.filename})" if error.filename else "")
     elif type(error).__name__ == "OthersFailed":
-        kind, code, text = USER, USER_ERROR, ""
+        kind, code, said = USER, USER_ERROR, ""
     elif isinstance(error, TightfitError):
         kind = getattr(error, "kind", type(error).__name__.lower())
     elif (where_short := _short_of_memory(error, text)) is not None:
         kind, numbers = where_short, read_oom(text).numbers
         text = text.partition(" If reserved but unallocated")[0]
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _CUDA_OOM in text:
-            code, text = OUT_OF_MEMORY, text or type(error).__name__
+            code, said = OUT_OF_MEMORY, text or type(error).__name__
         else:
-            text = f"{type(error).__name__}: {text}"
+            said = f"{type(error).__name__}: {text}"
     else:
-        text = f"{type(error).__name__}: {text}"
+        said = f"{type(error).__name__}: {text}"
     return code, LastWords(
         rank=rank,
         kind=kind,
-        text=text,
+        text=said,
         at=at,
         phase=_phase(error, stage),
         step=step or None,

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tightfit.messages import as_json
+from tightfit.messages import Message, Said, as_json, text
 from tightfit.owned import open_own
 from tightfit.runs.events import event_of, finite
 from tightfit.runs.lines import Lines
@@ -47,7 +47,9 @@ class Events:
         if self._file is None:
             return
         line = json.dumps(
-            finite({"event": event, "at": round(time.time(), 3), **fields}), allow_nan=False, default=as_json
+            finite({"event": event, "at": round(time.time(), 3), **fields}),
+            allow_nan=False,
+            default=lambda said: finite(as_json(said)),
         )
         with self._one_at_a_time:
             self._put(line.encode() + b"\n")
@@ -58,14 +60,14 @@ class Events:
         elif event == "eval":
             self.watcher.evaluation(fields)
 
-    def progress(self, what: str) -> ProgressEvents:
+    def progress(self, what: Message) -> ProgressEvents:
         return ProgressEvents(self, what)
 
-    def told(self, what: str, done: int, total: int) -> None:
+    def told(self, what: Said, done: int, total: int) -> None:
         """For those that say each time what they do."""
         self.write("progress", what=what, done=done, total=total)
 
-    def doing(self, what: str) -> None:
+    def doing(self, what: Message) -> None:
         """For what has no measure."""
         self.told(what, 0, 1)
 
@@ -77,8 +79,8 @@ class Events:
             self._put(b"")
             self._file.close()
             if self._waiting:
-                text = f"the disk is full, and {self.path} lacks its last {self._waiting.count(NEWLINE)} lines"
-                print(f"tightfit: {text}", file=sys.stderr)  # noqa: T201
+                said = text("train.events-cut-off", path=self.path, lines=self._waiting.count(NEWLINE))
+                print(f"tightfit: {said}", file=sys.stderr)  # noqa: T201
 
     def _put(self, data: bytes) -> None:
         """A disk that is full for a while, as it may be while a checkpoint is tried, is no reason to stop training: the
@@ -97,10 +99,10 @@ class Events:
 class ProgressEvents:
     """Long work, told at most once a second."""
 
-    def __init__(self, events: Events, what: str) -> None:
+    def __init__(self, events: Events, what: Message) -> None:
         self._events, self._what, self._last = events, what, 0.0
 
-    def __call__(self, done: int, total: int, what: str | None = None) -> None:
+    def __call__(self, done: int, total: int, what: Message | None = None) -> None:
         now = time.monotonic()
         if now - self._last >= 1 or done >= total:
             self._last = now

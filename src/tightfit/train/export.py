@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tightfit.inputs.records import read_record
+from tightfit.messages import Message
 from tightfit.train.export_source import Exported, Spec, Told, recognise
 from tightfit.types import ConfigError, UserError
 
@@ -29,7 +30,7 @@ def main(path: str) -> int:
     with _own_stdout() as out:
 
         def say(**event: object) -> None:
-            out.write(json.dumps(event) + "\n")
+            out.write(json.dumps(event, default=str) + "\n")
             out.flush()
 
         try:
@@ -56,15 +57,12 @@ def export(spec: Spec, told: Told) -> Exported:
     found = recognise(spec)
     target = Path(spec.to)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists and is not empty: name another folder with --to")
+        raise ConfigError(Message("train.target-not-empty", target=target))
     if found.kind == "deepspeed" and not spec.trust_pickle:
-        raise ConfigError(
-            f"{found.folder} is a DeepSpeed checkpoint, whose files are pickles and can run any program when they are "
-            "opened: add --trust-pickle if you trust whoever made it"
-        )
+        raise ConfigError(Message("train.export-needs-trust", folder=found.folder))
     for package in ("torch", "transformers", "accelerate", *(["deepspeed"] if found.kind == "deepspeed" else [])):
         if find_spec(package) is None:
-            raise ConfigError(f"an export needs {package}: pip install 'tightfit[train]'")
+            raise ConfigError(Message("train.export-needs", package=package))
     if found.kind == "deepspeed":
         from tightfit.train.export_deepspeed import export_checkpoint
 

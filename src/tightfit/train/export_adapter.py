@@ -18,6 +18,7 @@ import torch
 
 from tightfit.formats.worker.read import find_worker
 from tightfit.inputs.records import read_json
+from tightfit.messages import Message
 from tightfit.train.export_model import MetaModel, Output, choose_dtype, model_on_meta, write
 from tightfit.train.export_source import Exported, ExportSource, Spec, Told
 from tightfit.train.safetensors_files import Files, read_header
@@ -78,7 +79,7 @@ def export_merged(found: ExportSource, spec: Spec, told: Told) -> Exported:
     adapter = read_adapter(found.folder)
     named = spec.base or adapter.base
     if named is None:
-        raise ModelError(f"{found.folder} does not say which model it adapts: name it with --base")
+        raise ModelError(Message("train.adapter-names-no-base", folder=found.folder))
     # A base that is given relative to nothing: as it is, or where the adapter lies.
     here = (found.folder / named).resolve()
     base = find_weights(str(here) if not Path(named).exists() and here.is_dir() else named, progress=told)
@@ -109,16 +110,16 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         config = read_json(folder / "adapter_config.json")
     except (OSError, ValueError) as error:
-        raise ModelError(f"the adapter_config.json in {folder} cannot be read: {error}") from error
+        raise ModelError(Message("train.adapter-config-unreadable", folder=folder, why=error)) from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ModelError(f"{folder} holds an adapter of the kind {kind}: only LoRA can be merged into a model")
+        raise ModelError(Message("train.not-lora", folder=folder, kind=kind))
     _refuse(config, folder)
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         pickled = (folder / "adapter_model.bin").exists()
-        why = "is pickled: save it again with safetensors" if pickled else "has no adapter_model.safetensors"
-        raise ModelError(f"the adapter in {folder} {why}")
+        why = Message("train.adapter-pickled") if pickled else Message("train.adapter-no-file")
+        raise ModelError(Message("train.adapter-in", folder=folder, why=why))
     stored, metadata = read_header(path)
     files = Files()
     tensors = {name: files.read(one, 0, one.numel).reshape(one.shape) for name, one in stored.items()}
@@ -128,22 +129,18 @@ def read_adapter(folder: Path) -> Adapter:
 
 def _refuse(config: Mapping[str, Any], folder: Path) -> None:
     for key, what in (
-        ("use_dora", "DoRA's magnitudes"),
-        ("lora_bias", "biases of its own"),
-        ("layer_replication", "layers that the base does not have"),
-        ("trainable_token_indices", "single tokens of the embedding"),
-        ("alora_invocation_tokens", "tokens that switch it on"),
-        ("use_qalora", "QA-LoRA's groups"),
+        ("use_dora", Message("train.dora")),
+        ("lora_bias", Message("train.own-biases")),
+        ("layer_replication", Message("train.own-layers")),
+        ("trainable_token_indices", Message("train.single-tokens")),
+        ("alora_invocation_tokens", Message("train.switching-tokens")),
+        ("use_qalora", Message("train.qalora")),
     ):
         if config.get(key):
-            raise ModelError(
-                f"the adapter in {folder} has {what} ({key}), which this cannot merge: use PEFT's merge_and_unload"
-            )
+            raise ModelError(Message("train.cannot-merge", folder=folder, what=what, key=key))
     start = config.get("init_lora_weights", True)
     if start not in HARMLESS_STARTS:
-        raise ModelError(
-            f"the adapter in {folder} began as {start}, which changes the base too: use PEFT's merge_and_unload"
-        )
+        raise ModelError(Message("train.start-changes-base", folder=folder, start=start))
 
 
 def place_deltas(adapter: Adapter, whole: MetaModel) -> tuple[dict[str, Delta], dict[str, torch.Tensor]]:
@@ -165,9 +162,7 @@ def place_deltas(adapter: Adapter, whole: MetaModel) -> tuple[dict[str, Delta], 
     for module, pair in pairs.items():
         name, delta = _delta(module, pair, adapter, whole)
         if name in deltas:
-            raise ModelError(
-                f"the adapter changes {name!r} twice, which this cannot merge: use PEFT's merge_and_unload"
-            )
+            raise ModelError(Message("train.changed-twice", name=name))
         deltas[name] = delta
     return deltas, replaced
 
@@ -176,7 +171,7 @@ def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whol
     embedding = "embedding_A" in pair
     a, b = (pair.get(f"embedding_{which}" if embedding else which) for which in "AB")
     if a is None or b is None or a.dim() != 2 or b.dim() != 2:
-        raise ModelError(f"the adapter at {module!r} is no pair of matrices, which this cannot merge")
+        raise ModelError(Message("train.no-pair", module=module))
     path = plain_name(f"{module}.").removesuffix(".")
     name, shape = f"{path}.weight", whole.shapes.get(f"{path}.weight")
     _refuse_tied(name, whole)
@@ -187,7 +182,7 @@ def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whol
         transposed = transposed or (type(whole.model.get_submodule(path)).__name__ == "Conv1D")
     wanted = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
     if shape != wanted:
-        raise ModelError(f"the adapter at {path!r} is for a weight of {list(wanted)}, and the model's is {list(shape)}")
+        raise ModelError(Message("train.adapter-other-shape", path=path, wanted=list(wanted), shape=list(shape)))
     return name, Delta(a, b, adapter.scale(path, a.shape[0]), transposed)
 
 
@@ -209,24 +204,18 @@ def _experts_delta(
 def _refuse_tied(name: str, whole: MetaModel) -> None:
     """A head that is the embedding cannot become another matrix than it."""
     if whole.first_name(name) not in (None, name):
-        raise ModelError(
-            f"the adapter changes {name!r}, which is tied to the embedding, so that merging would change both: "
-            "use it unmerged"
-        )
+        raise ModelError(Message("train.adapter-tied", name=name))
 
 
-def _stranger(key: str, whole: MetaModel) -> str:
-    return f"the adapter has {key!r}, and {type(whole.model).__name__} nothing that it fits: name its base with --base"
+def _stranger(key: str, whole: MetaModel) -> Message:
+    return Message("train.adapter-fits-nothing", key=key, model=type(whole.model).__name__)
 
 
-def _notes(found: ExportSource, adapter: Adapter, base: str) -> tuple[str, ...]:
-    notes = [f"merged into {base}"]
+def _notes(found: ExportSource, adapter: Adapter, base: str) -> tuple[Message, ...]:
+    notes = [Message("train.merged", base=base)]
     quantised = adapter.metadata.get("base_quantised") or _run_method(found.run)
     if quantised:
-        notes.append(
-            "the base was quantised while the adapter was trained, and is not here: answers may differ a little from "
-            "those seen in training"
-        )
+        notes.append(Message("train.base-was-quantised"))
     return tuple(notes)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tightfit.messages import Message
 from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.train.build import DTYPES
 from tightfit.train.export_model import Output, model_on_meta, write
@@ -25,24 +26,20 @@ def export_checkpoint(found: ExportSource, spec: Spec, told: Told) -> Exported:
     """Weights from the checkpoint, everything else from where the config is."""
     settings = _config_folder(found.folder, spec, told)
     whole = model_on_meta(settings, trust_remote_code=spec.trust_remote_code)
-    told("opening the checkpoint", 0, 1)
+    told(Message("train.opening-checkpoint"), 0, 1)
     tensors = _open(found.folder)
-    told("opening the checkpoint", 1, 1)
+    told(Message("train.opening-checkpoint"), 1, 1)
     if any(".lora_" in name for name in tensors):
-        raise ModelError(
-            f"{found.folder} was made of a model with adapters: export the adapter folder that its program saved"
-        )
+        raise ModelError(Message("train.export-the-adapter", folder=found.folder))
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     stored = {name: Stored(found.folder, "F32", tuple(one.shape), 0, 0) for name, one in tensors.items()}
     named = map_names(whole.model, stored)
     lacking = (*named.missing, *named.needs_conversion)
     if lacking:
-        raise ModelError(
-            f"the checkpoint lacks {lacking[0]!r}, which the config in {settings} wants: name its own config"
-        )
+        raise ModelError(Message("train.checkpoint-lacks", name=lacking[0], config=settings))
     for name, shape in whole.shapes.items():
         if problem := wrong_shape(name, shape, named.parts[name], stored):
-            raise ModelError(f"{problem}: name the checkpoint's own config with --config")
+            raise ModelError(Message("train.name-its-config", problem=problem))
     held: dict[str, torch.Tensor] = {}
 
     def values(name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
@@ -62,9 +59,7 @@ def _config_folder(checkpoint: Path, spec: Spec, told: Told) -> Path:
     for folder in (checkpoint, checkpoint.parent):
         if (folder / "config.json").is_file():
             return folder
-    raise ConfigError(
-        f"{checkpoint} does not say what model it is: name the folder or id that has its config.json with --config"
-    )
+    raise ConfigError(Message("train.checkpoint-of-what", checkpoint=checkpoint))
 
 
 def _open(folder: Path) -> dict[str, Any]:
@@ -73,12 +68,12 @@ def _open(folder: Path) -> dict[str, Any]:
 
     states = states_folder(folder)
     if states is None:
-        raise ModelError(f"{folder} has no global_step folder, so there is no checkpoint in it")
+        raise ModelError(Message("train.no-global-step", folder=folder))
     try:
         return dict(get_fp32_state_dict_from_zero_checkpoint(str(states.parent), tag=states.name, lazy_mode=True))
     except (FileNotFoundError, ValueError, KeyError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"DeepSpeed cannot put the checkpoint in {folder} together: {reason}") from error
+        raise ModelError(Message("train.deepspeed-cannot-merge", folder=folder, why=reason)) from error
 
 
 def _config_dtype(config: Any) -> torch.dtype:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tightfit.messages import Message
 from tightfit.train.build import DTYPES, quiet_transformers, skeleton
 from tightfit.train.export_source import Exported, ExportSource, Kind, Spec, Told
 from tightfit.train.saved_model import FileStyle, TensorPiece, write_model
@@ -62,15 +63,15 @@ def model_on_meta(folder: Path, *, trust_remote_code: bool = False) -> MetaModel
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json: name the folder or id that has the model's config")
+        raise ModelError(Message("train.no-config", folder=folder))
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
         except (ValueError, KeyError, OSError) as error:
             reason = str(error).strip().partition("\n")[0]
-            raise ModelError(f"transformers cannot read the config in {folder}: {reason}") from error
+            raise ModelError(Message("train.config-unreadable", folder=folder, why=reason)) from error
         if getattr(config, "quantization_config", None) is not None:
-            raise ModelError(f"the model in {folder} is stored quantised: name an unquantised copy of it")
+            raise ModelError(Message("train.stored-quantised", folder=folder))
         return MetaModel(skeleton(config, torch.float32, "eager", trust_remote_code=trust_remote_code), folder)
 
 
@@ -82,7 +83,7 @@ class Output:
     folder: Path
     dtype: Callable[[str], torch.dtype]
     beside: tuple[Path, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Message, ...] = ()
 
 
 def export_copy(found: ExportSource, spec: Spec, told: Told) -> Exported:
@@ -117,7 +118,7 @@ def write(whole: MetaModel, values: Values, output: Output, told: Told) -> Expor
             for start, stop in _chunks(shape):
                 yield TensorPiece(name, shape, start, values(name, shape, start, stop))
                 done += (stop - start) * output.dtype(name).itemsize
-                told(f"writing {output.folder.name}", done, total)
+                told(Message("train.writing", name=output.folder.name), done, total)
 
     config = model_files(whole.model.config, type(whole.model).__name__, dtype)
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tightfit.messages import Message
 from tightfit.runs.deepspeed_folder import deepspeed_checkpoint
 from tightfit.types import ConfigError, ModelError
 
 Kind = Literal["model", "adapter", "deepspeed"]
 
-Told = Callable[[str, int, int], None]
+Told = Callable[[Message, int, int], None]
 """What is being done, how much of it is done, of how much."""
 
 
@@ -51,28 +52,25 @@ class Exported:
     folder: Path
     bytes: int
     dtype: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[Message, ...] = ()
 
 
 def recognise(spec: Spec) -> ExportSource:
     """A run's folder, a model, an adapter, or a DeepSpeed checkpoint; anything else is an error that says so."""
     source = Path(spec.source).expanduser()
     if not source.is_dir():
-        raise ModelError(f"there is no folder {spec.source}: give a run, an adapter or a checkpoint")
+        raise ModelError(Message("train.no-export-folder", source=spec.source))
     run = source if (source / "run.json").exists() or (source / "plan").is_dir() else None
     folder = source / "model" if run is not None and not (source / "config.json").exists() else source
     if run is not None and not folder.is_dir():
-        raise ModelError(f"the run in {source} has saved no model yet: let it end first")
+        raise ModelError(Message("train.no-model-yet", source=source))
     if (folder / "adapter_config.json").exists():
         return ExportSource(kind="adapter", folder=folder, run=run)
     checkpoint = deepspeed_checkpoint(folder)
     if checkpoint is not None:
         return ExportSource(kind="deepspeed", folder=checkpoint)
     if not (folder / "config.json").exists():
-        raise ModelError(
-            f"{folder} is no run, model, adapter or DeepSpeed checkpoint: it has no config.json, adapter_config.json "
-            "or global_step folder"
-        )
+        raise ModelError(Message("train.cannot-export", folder=folder))
     if spec.merge:
-        raise ConfigError(f"there is nothing to merge: {folder} holds a whole model and no adapter, so drop --merge")
+        raise ConfigError(Message("train.nothing-to-merge", folder=folder))
     return ExportSource(kind="model", folder=folder, run=run)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from tightfit.messages import Message
 from tightfit.train.checkpoint import Saver
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
@@ -115,7 +116,7 @@ class Loop:
         """A window that ruined the training, and that the user allowed to skip. The schedule goes on as if it had been
         trained on."""
         ids = ", ".join(str(int(number)) for number in window.samples[:SAMPLES])
-        self.events.write("warning", text=f"step {step + 1} is left out, as --allow skip-data says: samples {ids}")
+        self.events.write("warning", text=Message("train.step-skipped", step=step + 1, ids=ids))
         ending = self._save(step + 1, self._agree(0.0))
         if ending is None:
             self._evaluate(step)
@@ -139,10 +140,10 @@ class Loop:
         self.saver.poll(self.events)
         every = self.config.saving.every_steps
         if ending is not None:
-            why = self.stop.why or ("another rank was asked" if votes.asked else "the job's time is over")
+            why = self.stop.why or (Message("train.other-rank-asked") if votes.asked else Message("train.time-over"))
             if votes.asked and self.place.launcher == "tightfit":
-                why = "as asked"  # its signal is not the one that the user sent
-            self.events.write("stopping", text=f"{why}: step {done} of {self.steps} is saved, then the run stops")
+                why = Message("train.as-asked")  # its signal is not the one that the user sent
+            self.events.write("stopping", text=Message("train.stopping", why=why, done=done, steps=self.steps))
         if ending is not None or done == self.steps or votes.due or (every is not None and done % every == 0):
             self.supervised.heartbeat.at("save", done)
             self.saved_at = time.monotonic()
@@ -150,7 +151,7 @@ class Loop:
         if ending is not None:
             self.saver.wait(self.events)
             if self.saver.last != done:
-                raise NotSaved(f"the run was asked to stop at step {done}, and no checkpoint of it could be written")
+                raise NotSaved(Message("train.not-saved", done=done))
         return ending
 
     def _accumulate(self, step: int, window: Window) -> torch.Tensor:
@@ -195,17 +196,23 @@ class Loop:
         """A loss that is no number will not become one again; under fp16 an overflow of the loss is only skipped."""
         if stepped.skipped and stepped.loss_scale is not None and stepped.loss_scale < SMALLEST_SCALE:
             raise ScaleExhausted(
-                f"step {step + 1} overflowed at a loss scale of {stepped.loss_scale:g}, so the scale is not why: "
-                f"{AGAINST_OVERFLOWS}"
+                Message(
+                    "train.scale-exhausted",
+                    step=step + 1,
+                    scale=stepped.loss_scale,
+                    advice=AGAINST_OVERFLOWS,
+                )
             )
         if math.isfinite(loss) or (stepped.skipped and stepped.loss_scale is not None):
             if stepped.grad_norm is None or math.isfinite(stepped.grad_norm) or stepped.skipped:
                 return
-            what = f"the gradients of step {step + 1} are {stepped.grad_norm}"  # and the weights with them
+            what = Message(
+                "train.bad-gradients", step=step + 1, norm=str(stepped.grad_norm)
+            )  # and the weights with them
         else:
-            what = f"the loss of step {step + 1} is {loss}"
+            what = Message("train.bad-loss", step=step + 1, loss=str(loss))
         ids = ", ".join(str(int(number)) for number in window.samples[:SAMPLES])
-        raise Diverged(f"{what}: lower the learning rate, or look at samples {ids} of the data")
+        raise Diverged(Message("train.diverged", what=what, ids=ids))
 
     def _evaluate(self, step: int) -> None:
         every = self.config.evaluation_steps

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tightfit.memory.loss import fused_chunk_tokens
+from tightfit.messages import Message
 from tightfit.train.build import body_of
 from tightfit.types import ConfigError, Loss, ModelError
 
@@ -143,17 +144,14 @@ class WindowLoss:
     def _was_asked(self, body: Any, *_: Any) -> None:
         """Models of older libraries, or with code of their own, may take the mean of each micro batch themselves."""
         if not self._asked:
-            raise ModelError(
-                f"{type(body).__name__} computes its own loss, which would weigh micro batches wrongly: "
-                "use --loss fused, or a newer transformers"
-            )
+            raise ModelError(Message("train.own-loss", model=type(body).__name__))
 
     def _fuse(self, body: Any) -> None:
         """Inside the head's own forward, so that an engine that gathers its weight does so for the loss."""
         head, divide = body.get_output_embeddings(), self
         altered = any(getattr(body.config, key, None) not in (None, none) for key, none in LOGITS_ALTERED.items())
         if getattr(head, "bias", None) is not None or altered:
-            raise ConfigError(f"--loss fused cannot do the head of {type(body).__name__}: use --loss plain")
+            raise ConfigError(Message("train.no-fused-loss", model=type(body).__name__))
 
         def head_forward(self: Any, hidden: Tensor) -> Tensor:
             return linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, self.labels, divide.divisor)

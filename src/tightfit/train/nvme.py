@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit.messages import Message
 from tightfit.owned import Patterns, find_strangers, flock, remove_folder
 from tightfit.types import Buckets, Levers, UserError
 
@@ -71,9 +72,9 @@ def check(deepspeed: Mapping[str, Any], rank: int, needs: Needs) -> None:
     _check_room(_folders(deepspeed), needs.file_bytes)
     _check_lock(_locked_bytes(deepspeed, needs))
     if shutil.which("c++") is None:
-        raise NvmeError("NVMe offload compiles a part of DeepSpeed: apt install g++ libaio-dev")
+        raise NvmeError(Message("train.nvme-needs-compiler"))
     if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise NvmeError("NVMe offload needs libaio: apt install libaio-dev")
+        raise NvmeError(Message("train.nvme-needs-libaio"))
 
 
 def load() -> None:
@@ -84,10 +85,7 @@ def load() -> None:
         AsyncIOBuilder().load(verbose=False)
     except (RuntimeError, ImportError, OSError) as error:
         reason = " ".join(str(error).split())[-200:]
-        raise NvmeError(
-            f"NVMe offload needs libaio and a C++ compiler (apt install libaio-dev g++): DeepSpeed's async_io did not "
-            f"build ({reason})"
-        ) from error
+        raise NvmeError(Message("train.nvme-did-not-build", why=reason)) from error
 
 
 def _folders(deepspeed: Mapping[str, Any]) -> set[Path]:
@@ -103,12 +101,12 @@ def _check_folder(folder: Path) -> None:
         number, name = tempfile.mkstemp(prefix=".direct-", dir=folder)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise NvmeError(f"cannot write to nvme_path {folder} ({reason}): name a folder on the NVMe") from None
+        raise NvmeError(Message("train.nvme-unwritable", folder=folder, why=reason)) from None
     os.close(number)
     try:
         os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
     except OSError:
-        raise NvmeError(f"nvme_path {folder} takes no direct I/O: name a folder on the NVMe, not on a tmpfs") from None
+        raise NvmeError(Message("train.nvme-no-direct-io", folder=folder)) from None
     finally:
         os.unlink(name)
 
@@ -117,13 +115,10 @@ def _check_strangers(folder: Path, rank: int) -> None:
     """DeepSpeed empties the folders for its swap files without a look at what lies there."""
     for place in (folder / "zero_stage_3", *folder.glob("zero_stage_3/*")):
         if place.is_symlink():
-            raise NvmeError(f"{place} is a link, and DeepSpeed would empty what it leads to: name another nvme_path")
+            raise NvmeError(Message("train.nvme-link", place=place))
     for place in folder.glob(f"zero_stage_3/*/rank{rank}"):
         if strangers := find_strangers(place, SWAP_FILES):
-            raise NvmeError(
-                f"{strangers[0]} is no swap file, and DeepSpeed would remove it: move it away, or name another "
-                "nvme_path"
-            )
+            raise NvmeError(Message("train.nvme-stranger", path=strangers[0]))
 
 
 def _claim(folder: Path, rank: int) -> None:
@@ -131,7 +126,7 @@ def _claim(folder: Path, rank: int) -> None:
     number = os.open(folder / f".rank{rank}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     if flock(number, wait=False) == "busy":  # else the process holds it open, and so locked, to its end
         os.close(number)
-        raise NvmeError(f"another run swaps to nvme_path {folder}: name another folder for this one")
+        raise NvmeError(Message("train.nvme-in-use", folder=folder))
 
 
 def _check_room(folders: set[Path], need_bytes: int) -> None:
@@ -145,8 +140,7 @@ def _check_room(folders: set[Path], need_bytes: int) -> None:
     if has < need_bytes:
         need, room = need_bytes / GIBIBYTE, has / GIBIBYTE
         raise NvmeError(
-            f"the swap files need {need:,.1f} GiB and nvme_path {', '.join(sorted(map(str, folders)))} has "
-            f"{room:,.1f} GiB free: make room, or name a folder on a larger disk"
+            Message("train.nvme-too-small", need=need, path=", ".join(sorted(map(str, folders))), free=room)
         )
 
 
@@ -169,10 +163,7 @@ def _check_lock(locked_bytes: int) -> None:
     """Buffers are locked in memory; where that is not allowed DeepSpeed aborts."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and limit < locked_bytes and not _may_lock():
-        raise NvmeError(
-            f"NVMe offload locks {locked_bytes / MEBIBYTE:,.0f} MiB of memory and {limit / MEBIBYTE:,.1f} may be "
-            "locked here: run `ulimit -l unlimited` first (in a container: --ulimit memlock=-1)"
-        )
+        raise NvmeError(Message("train.nvme-memlock", locked=locked_bytes / MEBIBYTE, limit=limit / MEBIBYTE))
 
 
 def _may_lock() -> bool:

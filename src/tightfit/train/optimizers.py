@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tightfit.messages import Message
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines.local_parts import Groups, LocalParts
 from tightfit.types import ConfigError, Optimizer
@@ -22,7 +23,7 @@ def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """What trains, in one group; with weight decay, norms and biases in another one without."""
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if not trainable:
-        raise ConfigError("nothing of the model trains: freeze fewer layers, or use adapters")
+        raise ConfigError(Message("train.nothing-trains"))
     if weight_decay == 0:
         return [{"params": [param for _, param in trainable], "weight_decay": 0.0}]
     decayed = [param for name, param in trainable if _decays(name, param)]
@@ -59,7 +60,7 @@ def _eight_bit(kind: Optimizer, param_groups: Groups) -> torch.optim.Optimizer:
     try:
         import bitsandbytes.optim as eight_bit
     except ImportError:
-        raise ConfigError(f"optimizer {kind} needs bitsandbytes: pip install 'tightfit[qlora]'") from None
+        raise ConfigError(Message("train.optimizer-needs-bitsandbytes", optimizer=kind)) from None
     on_host = param_groups[0]["params"][0].device.type == "cpu"  # where nothing can be paged out
     paged = kind == "paged_adamw8bit" and not on_host
     maker: Any = getattr(eight_bit, "PagedAdamW8bit" if paged else "AdamW8bit")
@@ -84,7 +85,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
                 if param.numel():  # a rank without rows is never stepped
                     optimizer.init_state(group, param, gindex, pindex)
             else:
-                raise TypeError(f"the states of {type(optimizer).__name__} are made by its first step only")
+                raise TypeError(Message("train.no-states-yet", optimizer=type(optimizer).__name__))
 
 
 def adamw_states(param: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tightfit.hardware.slurm import has_its_own_gpu, slurm_rank
+from tightfit.messages import Message, text
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.fake_group import join_alone
 from tightfit.types import ConfigError, HardwareError
@@ -60,10 +61,10 @@ def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Opti
         return Place(rank=0, local_rank=0, world=ranks, device=device, launcher="rehearsal", rehearsal=True)
     rank, local, world, launcher = _read_launcher(environment)
     if world != ranks:
-        fix = f"start it with `tightfit train --plan {config.plan}`, or with the launch.sh beside the plan"
+        fix = Message("train.how-to-start", plan=config.plan)
         if world == 1:
-            raise ConfigError(f"the plan is for {ranks} ranks and this is a single process: {fix}")
-        raise ConfigError(f"the plan is for {ranks} ranks and {world} were started: {fix}")
+            raise ConfigError(Message("train.single-process", ranks=ranks, fix=fix))
+        raise ConfigError(Message("train.other-ranks", ranks=ranks, world=world, fix=fix))
     device = _device(local, config, environment)
     job = environment.get("SLURM_JOB_ID")
     return Place(rank=rank, local_rank=local, world=world, device=device, launcher=launcher, job=job)
@@ -74,7 +75,7 @@ def _read_launcher(environment: Mapping[str, str]) -> tuple[int, int, int, str]:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         launcher = environment.get("TIGHTFIT_LAUNCHER", "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "")
-        return rank, int(environment.get("LOCAL_RANK", rank)), world, launcher or "a launcher"
+        return rank, int(environment.get("LOCAL_RANK", rank)), world, launcher or text("train.a-launcher")
     if (found := slurm_rank(environment)) is not None:
         return found.rank, found.local_rank, found.world, "srun"
     return 0, 0, 1, "python"
@@ -84,13 +85,11 @@ def _device(local_rank: int, config: WorkerConfig, environment: Mapping[str, str
     if config.world.vendor == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise HardwareError("the plan is for GPUs and torch sees none here: plan again on this machine")
+        raise HardwareError(Message("train.no-gpus"))
     count = torch.cuda.device_count()
     index = device_index(local_rank, count, environment)
     if index is None:
-        raise HardwareError(
-            f"the plan uses {config.world.gpus_per_node} GPUs of this machine and {count} can be seen: plan again"
-        )
+        raise HardwareError(Message("train.too-few-gpus", wanted=config.world.gpus_per_node, count=count))
     return torch.device("cuda", index)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tightfit.messages import Message
 from tightfit.train.build import body_of, layers_of
 from tightfit.types import Checkpointing, ConfigError
 
@@ -30,9 +31,7 @@ def recompute(model: Any, how: Checkpointing) -> int:
     wanted = len(layers) if how.layers is None else how.layers
     if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         if wanted != len(layers) or how.offload:
-            raise ConfigError(
-                f"the layers of {type(body).__name__} cannot recompute one by one: use checkpointing full or none"
-            )
+            raise ConfigError(Message("train.cannot-recompute-some", model=type(body).__name__))
         return wanted
     layer: Any
     for index, layer in enumerate(layers):

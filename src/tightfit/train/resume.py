@@ -7,6 +7,7 @@ stage and the number of ranks may be others than those that saved it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tightfit.inputs.records import parse_json
+from tightfit.messages import Message, Said, as_json, from_json, message_of
 from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import OPTIMIZER, Torn, Unknown
@@ -31,10 +34,6 @@ from tightfit.train.safetensors_files import Files, Stored, read_header
 from tightfit.train.shards import outline
 from tightfit.train.standing import counters_of
 from tightfit.types import ConfigError
-
-UNKNOWN = "unknown: "
-"""Before the reason why nobody can tell: a newer version's, or a disk that does not answer. To go back behind such a
-one would lose what it holds, for the run comes to its step again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,27 +63,24 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> FoundCheckpo
     candidates = [Path(line) for line in said.splitlines()]
     problems = []
     for folder in candidates:
-        problem = _problem(folder, place, events)
-        if problem is not None and problem.startswith(UNKNOWN):
-            raise ConfigError(
-                f"whether {folder} is whole cannot be seen ({problem.removeprefix(UNKNOWN)}): try again, or name an "
-                "older one with --resume PATH"
-            )
-        if problem is None:
+        found_wrong = _problem(folder, place, events)
+        if found_wrong is None:
             state = checkpoints.read_state(folder)
             return FoundCheckpoint(folder=folder, step=int(state["step"]), state=state)
+        unknown, problem = found_wrong
+        if unknown:  # to go back behind it would lose what it holds, for the run comes to its step again
+            raise ConfigError(Message("train.checkpoint-unseen", folder=folder, why=problem))
         problems.append((folder, problem))
         events.write("passed_over", folder=str(folder), text=problem)
     if problems:
         folder, problem = problems[0]
         older = len(problems) - 1
-        others = f", nor is any of the {older} older ones" if older > 1 else ", nor is the older one" if older else ""
-        raise ConfigError(
-            f"{folder} is no whole checkpoint ({problem}){others}: name another with --resume PATH, or start over with "
-            "--resume none"
+        others = (
+            Message("train.nor-older", older=older) if older > 1 else Message("train.nor-the-older") if older else ""
         )
+        raise ConfigError(Message("train.checkpoint-torn", folder=folder, problem=problem, others=others))
     if wanted != AUTO:
-        raise ConfigError(f"there is no checkpoint in {wanted}: `tightfit checkpoints {wanted}` lists what is there")
+        raise ConfigError(Message("train.no-checkpoint", wanted=wanted))
     return None
 
 
@@ -107,15 +103,16 @@ def clear(run: Path, place: Place) -> None:
     meet(place)
 
 
-def _problem(folder: Path, place: Place, events: Events) -> str | None:
-    """Why the folder is no whole checkpoint, or may not be; each rank looks at its share of the bytes."""
+def _problem(folder: Path, place: Place, events: Events) -> tuple[bool, Said] | None:
+    """Whether nobody can tell (it is a newer version's, or the disk does not answer), and why the folder is no whole
+    checkpoint, or may not be; each rank looks at its share of the bytes."""
     told = ""
     try:
         manifest = checkpoints.checked(folder)
         checkpoints.read_state(folder)
         share = checkpoints.spans_of(manifest)[place.rank :: place.world]
         size, done = sum(span.stop - span.start for _, span in share), 0
-        progress = events.progress("verifying the checkpoint")
+        progress = events.progress(Message("train.verifying"))
 
         def add(count: int) -> None:
             nonlocal done
@@ -124,8 +121,12 @@ def _problem(folder: Path, place: Place, events: Events) -> str | None:
 
         checkpoints.verify(folder, share, add)
     except Torn as error:
-        told = (UNKNOWN if isinstance(error, Unknown) else "") + str(error)
-    return next((text for text in words(place, told) if text), None)
+        told = json.dumps([isinstance(error, Unknown), as_json(message_of(error))])
+    first = next((text for text in words(place, told) if text), None)
+    if first is None:
+        return None
+    unknown, why = parse_json(first)
+    return bool(unknown), from_json(why)
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -147,8 +148,13 @@ class StateFiles:
         stored = self._stored.get(f"{kind}/{name}")
         if stored is None or stored.shape != shape:
             raise ConfigError(
-                f"{self._folder} holds no {kind} of {name} with {list(shape)} elements: it is of another optimizer or "
-                "model, so start over with --resume none"
+                Message(
+                    "train.checkpoint-lacks-kind",
+                    folder=self._folder,
+                    kind=kind,
+                    name=name,
+                    shape=list(shape),
+                )
             )
         return self._files.read(stored, start, stop)
 
@@ -180,7 +186,7 @@ class AdapterFile:
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         stored = self._stored.get(name)
         if stored is None or stored.shape != shape:
-            raise ConfigError(f"the checkpoint holds no adapter {name} of shape {list(shape)}: it is of another job")
+            raise ConfigError(Message("train.checkpoint-lacks-adapter", name=name, shape=list(shape)))
         return self._files.read(stored, start, stop)
 
 

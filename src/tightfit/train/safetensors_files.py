@@ -22,6 +22,7 @@ import torch
 
 from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import read_text
+from tightfit.messages import Message
 from tightfit.types import ConfigError, ModelError
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -68,14 +69,14 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         with path.open("rb") as file:
             length = struct.unpack("<Q", file.read(LENGTH_BYTES).ljust(LENGTH_BYTES, b"\xff"))[0]
             if size < LENGTH_BYTES or length > min(LARGEST_HEADER, size - LENGTH_BYTES):
-                raise ModelError(f"{path} is no safetensors file, or was cut off: fetch or copy it again")
+                raise ModelError(Message("train.not-safetensors", path=path))
             header = json.loads(file.read(length))
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+        raise ModelError(Message("train.cannot-read", path=path, why=(error.strerror or str(error)).lower())) from error
     except ValueError as error:
-        raise ModelError(f"{path} has a header that is not JSON: fetch or copy it again") from error
+        raise ModelError(Message("train.header-not-json", path=path)) from error
     if not isinstance(header, dict):
-        raise ModelError(f"{path} has a header that is not a JSON object: fetch or copy it again")
+        raise ModelError(Message("train.header-no-object", path=path))
     metadata = header.pop("__metadata__", None) or {}
     first = LENGTH_BYTES + length
     stored = {name: _read_entry(path, name, entry, first, size) for name, entry in header.items()}
@@ -88,16 +89,14 @@ def _read_entry(path: Path, name: str, entry: object, first: int, size: int) -> 
         begin, end = (int(offset) for offset in entry["data_offsets"])
         found = Stored(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), first + begin, first + end)
     except (AssertionError, KeyError, TypeError, ValueError):
-        raise ModelError(f"{path} says of {name!r} not where it lies: fetch or copy the file again") from None
+        raise ModelError(Message("train.tensor-nowhere", path=path, name=name)) from None
     if not 0 <= begin <= end or min(found.shape, default=0) < 0:
-        raise ModelError(f"{path} says of {name!r} that it lies nowhere: fetch or copy the file again")
+        raise ModelError(Message("train.tensor-lies-nowhere", path=path, name=name))
     if found.end > size:
-        raise ModelError(
-            f"{path} was cut off: {name!r} ends {found.end - size} bytes behind it; fetch or copy it again"
-        )
+        raise ModelError(Message("train.file-cut-off", path=path, name=name, over=found.end - size))
     dtype = DTYPES.get(found.dtype)
     if dtype is not None and found.numel * dtype.itemsize != end - begin:
-        raise ModelError(f"{path} gives {name!r} {end - begin} bytes, which is not its shape: fetch or copy it again")
+        raise ModelError(Message("train.tensor-other-size", path=path, name=name, size=end - begin))
     return found
 
 
@@ -123,23 +122,20 @@ def _read_index(index: Path) -> list[Path]:
     try:
         names = set(parse_json(read_text(index, "JSON"))["weight_map"].values())
     except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{index} is no index of safetensors files: fetch or copy it again") from None
+        raise ModelError(Message("train.no-index", index=index)) from None
     files = sorted(index.parent / str(name) for name in names)
     for file in files:
         if file.parent != index.parent or not file.is_file():
-            raise ModelError(f"{index} names {file.name}, which is not beside it: fetch or copy the folder again")
+            raise ModelError(Message("train.index-names", index=index, name=file.name))
     return files
 
 
-def _no_weights(folder: Path) -> str:
+def _no_weights(folder: Path) -> Message:
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-        return (
-            f"the weights in {folder} are pickled, and a pickle can run any program: take a copy with safetensors, "
-            "or convert it with transformers' save_pretrained"
-        )
+        return Message("train.weights-pickled", folder=folder)
     if (folder / "adapter_config.json").exists():
-        return f"{folder} holds an adapter and no model: give the model that it adapts"
-    return f"{folder} holds no model.safetensors: give a folder or an id with safetensors weights"
+        return Message("train.adapter-no-model", folder=folder)
+    return Message("train.no-safetensors", folder=folder)
 
 
 class Files:
@@ -152,9 +148,7 @@ class Files:
         """Elements [start, stop) of a stored tensor, flat, as stored."""
         dtype = DTYPES.get(stored.dtype)
         if dtype is None:
-            raise ModelError(
-                f"{stored.file} holds {stored.dtype} numbers, which are quantised: take a copy in bf16, fp16 or fp32"
-            )
+            raise ModelError(Message("train.file-quantised", file=stored.file, dtype=stored.dtype))
         result = torch.empty(stop - start, dtype=dtype)
         if start == stop:
             return result
@@ -165,10 +159,12 @@ class Files:
                 try:
                     self._open[stored.file] = os.open(stored.file, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
-                    raise ModelError(f"cannot read {stored.file}: {(error.strerror or str(error)).lower()}") from error
+                    raise ModelError(
+                        Message("train.cannot-read", path=stored.file, why=(error.strerror or str(error)).lower())
+                    ) from error
             count = os.preadv(self._open[stored.file], [view[:READ_BYTES]], position)
             if count == 0:
-                raise ModelError(f"{stored.file} became shorter while it was read: fetch or copy it again")
+                raise ModelError(Message("train.file-shrank", file=stored.file))
             view = view[count:]
             position += count
         return result

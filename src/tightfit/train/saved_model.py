@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 
 from tightfit.inputs.records import read_json
+from tightfit.messages import Message
 from tightfit.owned import Listed, NotOurs, check_ours
 from tightfit.runs import disk
 from tightfit.runs.checkpoints import STAGED, check_removable, digest, remove_orphan, replaced_of, staging_of
@@ -199,7 +200,7 @@ class Writer:
         if others is not None:
             raise SaveError(others)
         if not self.folder.is_dir():
-            raise SaveError(f"rank 0 could not put {self.folder} in place")
+            raise SaveError(Message("train.not-in-place", folder=self.folder))
 
     def abandon(self) -> None:
         """Remove what is only half written."""
@@ -226,9 +227,9 @@ class Writer:
             disk.sync_path(parent.parent)
         if os.path.lexists(self.staging):
             # A former attempt was killed, or could not clear up: its first note says that it is ours.
-            advice = f"move it away, for {self.folder.name} is written there first"
+            advice = Message("train.move-away", name=self.folder.name)
             if self.staging.is_symlink() or (any(self.staging.iterdir()) and not self._note(0, "began").is_file()):
-                raise NotOurs(self.staging, f"{self.staging} was not written by tightfit: {advice}")
+                raise NotOurs(self.staging, Message("train.not-ours", staging=self.staging, advice=advice))
             check_ours(self.staging, STAGED, advice)
             disk.remove_folder(self.staging, STAGED)
         disk.make_new_folder(self.staging)
@@ -307,18 +308,18 @@ class Writer:
             covered = _merge(spans.get(name, []))
             if place.numel and covered != [(0, place.numel)]:
                 held = sum(stop - start for start, stop in covered)
-                raise SaveError(f"only {held} of the {place.numel} elements of {name!r} were written by any rank")
+                raise SaveError(Message("train.elements-missing", held=held, wanted=place.numel, name=name))
 
     def _confirm(self) -> None:
         """Reached only without a problem: the note says that this rank is done."""
         disk.write_text(self._note(self._rank, "done"), "done")
 
-    def _problem_of_others(self) -> str | None:
+    def _problem_of_others(self) -> Message | None:
         late = [rank for rank in range(self._world) if not self._note(rank, "done").exists()]
         if not late:
             return None
-        what = "rank" if len(late) == 1 else "ranks"
-        return f"{what} {', '.join(map(str, late))} could not write to {self.folder}: all ranks must share that folder"
+        ranks = ", ".join(map(str, late))
+        return Message("train.ranks-did-not-write", count=len(late), ranks=ranks, folder=self.folder)
 
     def _put_in_place(self, seal: Seal | None) -> None:
         for note in sorted(self.staging.glob(".rank-*")):
@@ -392,7 +393,7 @@ def _header(shard: Sequence[str], names: Names, metadata: Mapping[str, str]) -> 
     for name in sorted(shard, key=lambda one: -names[one][1].itemsize):  # wide numbers first: all stay aligned
         shape, dtype = names[name]
         if dtype not in NAMES:
-            raise SaveError(f"{name!r} is {dtype}, which safetensors files of ours do not hold")
+            raise SaveError(Message("train.unknown-dtype", name=name, dtype=dtype))
         begins[name] = end
         end += math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
@@ -431,5 +432,5 @@ def _write_piece(descriptor: int, place: _Place, piece: TensorPiece, *, hashes: 
 
 def _readable(problem: OSError, folder: Path) -> UserError:
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"there is no room to write {folder}: free some space, or save somewhere else")
-    return UserError(f"cannot write {folder}: {(problem.strerror or str(problem)).lower()}")
+        return UserError(Message("train.no-room", folder=folder))
+    return UserError(Message("train.cannot-write", folder=folder, why=(problem.strerror or str(problem)).lower()))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tightfit.mamba.install import install
+from tightfit.messages import Message
 from tightfit.types import Levers
 
 _MODULES = {
@@ -22,7 +23,7 @@ _MODULES = {
 }
 
 
-def install_scan(model_type: str, levers: Levers) -> str | None:
+def install_scan(model_type: str, levers: Levers) -> Message | None:
     """Prepare the model's module; what to say where the scan is another than was planned."""
     if model_type not in _MODULES:
         return None
@@ -34,7 +35,7 @@ def install_scan(model_type: str, levers: Levers) -> str | None:
     if not (official and levers.scan == "official"):
         _wide_time_step(module)
     if levers.scan == "official" and not official:
-        return "the mamba-ssm package is not installed: the scan is transformers' own, slower and larger than planned"
+        return Message("train.no-mamba-ssm")
     return None
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit.messages import Message
 from tightfit.train.shards import plain_name
 from tightfit.types import ModelError
 
@@ -100,7 +101,7 @@ class Scratch:
         first = self._first_names.get(name, name)
         rule = self._rules.get(first)
         if rule is None:
-            raise ModelError(f"no weights can be drawn for {name!r}: the model does not say how it begins")
+            raise ModelError(Message("train.cannot-initialise", name=name))
         numel = math.prod(shape)
         if not 0 <= start <= stop <= numel:
             raise ValueError(f"{name} has {numel} elements, not {start} to {stop}")

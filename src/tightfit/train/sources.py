@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from tightfit.messages import Message
 from tightfit.train.safetensors_files import DTYPES, Files, Stored, tensors_of
 from tightfit.train.sources_convert import convert
 from tightfit.train.sources_hub import Progress, find_weights, silent
@@ -51,8 +52,14 @@ class Safetensors:
         ends = list(accumulate(part.numel for part in parts))
         if not 0 <= start <= stop <= ends[-1] or ends[-1] != math.prod(shape):
             raise ModelError(
-                f"{name!r} has {ends[-1]} elements in {self.folder}, not the {math.prod(shape)} of {list(shape)}: "
-                "the weights are of another model than the config"
+                Message(
+                    "train.other-size",
+                    name=name,
+                    found=ends[-1],
+                    folder=self.folder,
+                    wanted=math.prod(shape),
+                    shape=list(shape),
+                )
             )
         pieces = []
         index = bisect.bisect_right(ends, start) if start < ends[-1] else len(ends) - 1
@@ -74,9 +81,7 @@ class Safetensors:
 
     def _stored_parts(self, name: str) -> list[Stored]:
         if name not in self._parts:
-            raise ModelError(
-                f"{self.folder} holds no tensor {name!r}: the weights are of another model than the config"
-            )
+            raise ModelError(Message("train.no-such-tensor", folder=self.folder, name=name))
         return [self.stored[key] for key in self._parts[name]]
 
 
@@ -89,10 +94,7 @@ def open_weights(
     named = map_names(model, stored)
     if named.needs_conversion:
         if cache is None:
-            raise ModelError(
-                f"{named.needs_conversion[0]!r} lies in another form in {folder}: load the model with transformers "
-                "and save it again"
-            )
+            raise ModelError(Message("train.needs-conversion", name=named.needs_conversion[0], folder=folder))
         folder = convert(folder, type(model), cache, progress=progress)
         stored = tensors_of(folder)
         named = map_names(model, stored)
@@ -100,20 +102,16 @@ def open_weights(
         raise ModelError(_describe_missing(named.missing, folder, model))
     for name, tensor in model.state_dict(keep_vars=True).items():
         if problem := wrong_shape(name, tuple(tensor.shape), named.parts[name], stored):
-            raise ModelError(f"{problem}: the weights in {folder} are of another model than the config")
+            raise ModelError(Message("train.weights-of-another-model", problem=problem, folder=folder))
     return Safetensors(folder, named.parts)
 
 
 def _check_dtypes(folder: Path, stored: Mapping[str, Stored]) -> None:
     for name, one in stored.items():
         if one.dtype not in DTYPES:
-            raise ModelError(
-                f"{folder} holds {name!r} in {one.dtype}, which is quantised: take a copy in bf16, fp16 or fp32"
-            )
+            raise ModelError(Message("train.weights-quantised", folder=folder, name=name, dtype=one.dtype))
 
 
-def _describe_missing(names: tuple[str, ...], folder: Path, model: torch.nn.Module) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"{folder} lacks {names[0]!r}{more}, which {type(model).__name__} needs: give the weights that the config is of"
-    )
+def _describe_missing(names: tuple[str, ...], folder: Path, model: torch.nn.Module) -> Message:
+    more = Message("train.and-more", count=len(names) - 1) if len(names) > 1 else ""
+    return Message("train.weights-lack", folder=folder, name=names[0], more=more, model=type(model).__name__)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tightfit.messages import Message
 from tightfit.owned import flock
 from tightfit.train.saved_model import TensorPiece, write_model
 from tightfit.train.sources_hub import Progress, silent
@@ -30,9 +31,9 @@ def convert(folder: Path, model_class: type[torch.nn.Module], cache: Path, *, pr
     try:
         flock(lock)  # the first rank converts, the others wait for it
         if not target.is_dir():
-            progress(f"converting {folder.name}", 0, 1)
+            progress(Message("train.converting", name=folder.name), 0, 1)
             _write(folder, model_class, target)
-            progress(f"converting {folder.name}", 1, 1)
+            progress(Message("train.converting", name=folder.name), 1, 1)
     finally:
         os.close(lock)
     return target
@@ -43,7 +44,7 @@ def _write(folder: Path, model_class: type[torch.nn.Module], target: Path) -> No
         loaded = model_class.from_pretrained(folder, dtype="auto", use_safetensors=True)  # type: ignore[attr-defined]
     except Exception as error:  # transformers has many ways to fail; the user reads one sentence
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelError(f"transformers cannot load {folder}: {reason}") from error
+        raise ModelError(Message("train.cannot-load", folder=folder, why=reason)) from error
     tensors = {name: tensor.detach() for name, tensor in loaded.named_parameters()}
     kept = set(loaded.state_dict())
     tensors |= {name: tensor for name, tensor in loaded.named_buffers() if name in kept}

@@ -16,9 +16,10 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
 
 from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import read_text
+from tightfit.messages import Message
 from tightfit.types import ModelError
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[Message, int, int], None]
 """What is being done, how much of it is done, and how much there is; bytes or pieces."""
 
 PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
@@ -28,7 +29,7 @@ MODELSCOPE = "modelscope:"
 TIMEOUT_S = 10
 
 
-def silent(what: str, done: int, total: int) -> None:
+def silent(what: Message, done: int, total: int) -> None:
     """Progress that nobody looks at."""
 
 
@@ -40,9 +41,9 @@ def find_weights(source: str, *, progress: Progress = silent) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError(f"{source} is a file: give the folder that holds the weights and the config.json")
+        raise ModelError(Message("train.is-a-file", source=source))
     if source.startswith((".", "/", "~")):
-        raise ModelError(f"there is no folder {source}")
+        raise ModelError(Message("train.no-folder", source=source))
     try:
         try:
             folder = Path(snapshot_download(source, allow_patterns=PATTERNS, local_files_only=True))
@@ -55,9 +56,7 @@ def find_weights(source: str, *, progress: Progress = silent) -> Path:
         return Path(snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=_bar(source, progress)))
     except Exception as error:  # whatever the network and its libraries raise, the user reads one sentence
         if isinstance(error, hub.GatedRepoError):
-            raise ModelError(
-                f"{source} is gated: accept its licence on its Hugging Face page and log in with `hf auth login`"
-            ) from error
+            raise ModelError(Message("train.gated", source=source)) from error
         if not isinstance(error, hub.HFValidationError) and _modelscope() is not None:
             return _from_modelscope(source, error)
         raise ModelError(_problem(source, error)) from error
@@ -83,7 +82,7 @@ def _bar(name: str, progress: Progress) -> type[Any]:
 
         def display(self, *args: Any, **options: Any) -> None:
             if self.unit == "B" and self.total:
-                progress(f"fetching {name}", int(self.n), int(self.total))
+                progress(Message("train.fetching", name=name), int(self.n), int(self.total))
 
     return Bar
 
@@ -98,28 +97,26 @@ def _modelscope() -> Any | None:
 def _from_modelscope(name: str, hub_error: Exception | None) -> Path:
     package = _modelscope()
     if package is None:
-        raise ModelError(f"{name} must be fetched from ModelScope: pip install modelscope")
+        raise ModelError(Message("train.needs-modelscope", name=name))
     try:
         return Path(package.snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:
         also = f"; Hugging Face: {_reason(hub_error)}" if hub_error is not None else ""
-        raise ModelError(
-            f"{name} could not be fetched from ModelScope ({_reason(error)}{also}): check the id, or give a folder"
-        ) from error
+        raise ModelError(Message("train.modelscope-failed", name=name, why=_reason(error), also=also)) from error
 
 
-def _problem(name: str, error: Exception) -> str:
+def _problem(name: str, error: Exception) -> Message:
     if isinstance(error, hub.HFValidationError):
-        return f"{name!r} is no folder and no Hugging Face id: give a folder, or an id such as org/name"
+        return Message("train.no-hub-id", name=name)
     if isinstance(error, hub.OfflineModeIsEnabled):
-        return f"{name} is not in the Hugging Face cache, which is all there is while HF_HUB_OFFLINE is set"
+        return Message("train.not-cached-offline", name=name)
     if isinstance(error, hub.LocalEntryNotFoundError):
-        return f"{name} is not in the Hugging Face cache, and there is no network: give a folder"
+        return Message("train.not-cached", name=name)
     if isinstance(error, hub.RepositoryNotFoundError):
-        return f"Hugging Face has no model {name} that you may read: check the id, or log in with `hf auth login`"
+        return Message("train.not-on-hub", name=name)
     if isinstance(error, hub.EntryNotFoundError):
-        return f"{name} on Hugging Face has no config.json, so it is no transformers model"
-    return f"the weights of {name} could not be fetched from Hugging Face ({_reason(error)}): give a folder"
+        return Message("train.hub-no-config", name=name)
+    return Message("train.hub-failed", name=name, why=_reason(error))
 
 
 def _reason(error: Exception | None) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tightfit.messages import Message
 from tightfit.train.safetensors_files import Stored
 
 PREFIXES = ("model.", "backbone.", "transformer.", "gpt_neox.", "language_model.", "model.language_model.")
@@ -159,13 +160,15 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
     return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"\.", key)]
 
 
-def wrong_shape(name: str, shape: tuple[int, ...], keys: tuple[str, ...], stored: Mapping[str, Stored]) -> str | None:
+def wrong_shape(
+    name: str, shape: tuple[int, ...], keys: tuple[str, ...], stored: Mapping[str, Stored]
+) -> Message | None:
     """What does not agree, in words; None: all is well."""
     if len(keys) == 1 and stored[keys[0]].shape != shape:
         # mamba-ssm and others leave out dimensions of size one; the elements lie the same.
         squeezed = [tuple(n for n in one if n != 1) for one in (stored[keys[0]].shape, shape)]
         if squeezed[0] != squeezed[1]:
-            return f"{name!r} is {list(stored[keys[0]].shape)} in the weights and {list(shape)} in the config"
+            return Message("train.shapes-differ", name=name, shape=list(stored[keys[0]].shape), wanted=list(shape))
     if len(keys) > 1 and sum(stored[key].numel for key in keys) != math.prod(shape):
-        return f"{name!r} is made of {len(keys)} tensors whose sizes do not add up to {list(shape)}"
+        return Message("train.sizes-differ", name=name, count=len(keys), shape=list(shape))
     return None

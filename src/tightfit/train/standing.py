@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from tightfit.messages import Message
 from tightfit.runs.checkpoints import SCHEMA, Torn
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
@@ -86,7 +87,7 @@ def _plain(tree: Any) -> Any:
     return tree if isinstance(tree, (str, int, float, bool)) or tree is None else str(tree)
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Message]:
     """What of the job is not what it was, a sentence each."""
     found = [(path, old, new) for path, old, new in _compare(then, now)]
     changed = [path for path, *_ in found]
@@ -95,9 +96,9 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if path == "data.path" and "data.fingerprint" not in changed:
             continue  # the same samples from another place
         if path == "data.fingerprint":
-            said.append("the samples of the data are others")
+            said.append(Message("train.other-samples"))
         else:
-            said.append(f"{path} was {old} and is {new}")
+            said.append(Message("train.was-and-is", name=path, old=old, new=new))
     return said
 
 
@@ -111,10 +112,14 @@ def _compare(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, An
         yield path, then, now
 
 
-def schedule_differences(then: Mapping[str, Any], config: WorkerConfig) -> list[str]:
+def schedule_differences(then: Mapping[str, Any], config: WorkerConfig) -> list[Message]:
     """What of the optimizer's numbers is not what it was: a longer run, say, which is the user's to choose."""
     now = asdict(config.training)
-    return [f"{path} was {old} and is {new}" for path, old, new in _compare(then, now) if path != "seed"]
+    return [
+        Message("train.was-and-is", name=path, old=old, new=new)
+        for path, old, new in _compare(then, now)
+        if path != "seed"
+    ]
 
 
 def counters_of(state: Mapping[str, Any]) -> Counters:
@@ -124,4 +129,4 @@ def counters_of(state: Mapping[str, Any]) -> Counters:
             optimizer_steps=int(state["optimizer"]["steps"]), scale=None if scale is None else LossScale(**scale)
         )
     except (KeyError, TypeError, ValueError):
-        raise Torn("its state.json lacks what the optimizer needs") from None
+        raise Torn(Message("train.state-lacks")) from None

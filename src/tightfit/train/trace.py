@@ -36,6 +36,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tightfit.messages import Message, Said, as_json, message_of
+
 MISSING: str | None = None
 try:  # their absence is an answer, not a crash; as Any, because much of what is used here is untyped
     torch: Any = import_module("torch")
@@ -53,7 +55,7 @@ ATTENTION = "tightfit_fused"
 class TraceError(Exception):
     """The model cannot be measured; `kind` is 'missing', 'unknown' or 'failed'."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: Said) -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -72,8 +74,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         answer = trace(Path(arguments[0]))
     except TraceError as error:
-        answer = {"error": {"kind": error.kind, "message": " ".join(str(error).split())}}
-    sys.stdout.write(json.dumps(answer) + "\n")
+        answer = {"error": {"kind": error.kind, "message": as_json(message_of(error))}}
+    sys.stdout.write(json.dumps(answer, default=as_json) + "\n")
     return 0
 
 
@@ -95,7 +97,7 @@ def trace(path: Path) -> dict[str, Any]:
             problem = error
             continue
         if attention != ATTENTION:
-            answer["notes"].append(f"its attention was measured as {attention}, without the fused kernel")
+            answer["notes"].append(Message("train.attention-measured", attention=attention))
         return answer
     raise TraceError("failed", f"{type(problem).__name__}: {problem}")
 
@@ -104,7 +106,7 @@ def _measure(model: Any) -> dict[str, Any]:
     # Where the list of modules lives that holds most of the parameters.
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     if not lists:
-        raise TraceError("failed", "the model has no list of layers")
+        raise TraceError("failed", Message("train.trace-no-layers"))
     name, _ = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     stem = str(name)
     before, tensors, after = _tensors(model, stem)
@@ -147,9 +149,9 @@ def _build(path: Path, attention: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
-        raise TraceError("unknown", f"transformers cannot read this config: {error}") from error
+        raise TraceError("unknown", Message("train.trace-config", why=error)) from error
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        raise TraceError("unknown", f"transformers has no causal language model of type {config.model_type}")
+        raise TraceError("unknown", Message("train.trace-no-model", model_type=config.model_type))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.bfloat16
@@ -204,7 +206,7 @@ def _kinds(model: Any, stem: str, tensors: list[list[Any]]) -> tuple[list[int], 
 # --- measuring ----------------------------------------------------------------------------------
 
 
-def _costs(model: Any, layers: list[Any]) -> tuple[list[dict[str, int]], list[str]]:
+def _costs(model: Any, layers: list[Any]) -> tuple[list[dict[str, int]], list[Message]]:
     """Bytes a token for each layer, and notes. The first two lengths give the slope, the third judges it."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4 * STEP
     step = max(1, min(STEP, positions // 4))
@@ -220,7 +222,7 @@ def _costs(model: Any, layers: list[Any]) -> tuple[list[dict[str, int]], list[st
             }
         )
         bent = bent or longest.saved - longer.saved > 1.01 * 2 * (longer.saved - short.saved)
-    note = f"its memory grows faster than the sequence: beyond {2 * step} tokens it is underestimated"
+    note = Message("train.trace-grows", length=2 * step)
     return costs, [note] if bent else []
 
 
@@ -262,7 +264,7 @@ def _capture(model: Any, layers: list[Any], length: int) -> dict[int, tuple[tupl
     finally:
         for handle in handles:
             handle.remove()
-    raise TraceError("failed", "the model does not call all of its layers")
+    raise TraceError("failed", Message("train.trace-uncalled"))
 
 
 def _account(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Account:

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 PROJECT = "tightfit"
@@ -95,14 +96,12 @@ class _TensorBoard:
         try:
             writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError:
-            raise ConfigError(
-                "--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard"
-            ) from None
+            raise ConfigError(Message("train.needs-tensorboard")) from None
         try:
             self._writer = writer(str(folder))
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            raise ConfigError(f"{folder} cannot be written ({why}): leave --tensorboard out, or mend that") from None
+            raise ConfigError(Message("train.tensorboard-unwritable", folder=folder, why=why)) from None
         if facts:
             rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
             self._writer.add_text("run", f"| fact | value |\n|---|---|\n{rows}")
@@ -122,14 +121,12 @@ class _Wandb:
         try:
             library: Any = import_module("wandb")
         except ImportError:
-            raise ConfigError("--wandb needs the package wandb, which is not installed: pip install wandb") from None
+            raise ConfigError(Message("train.needs-wandb")) from None
         try:
             self._run = library.init(project=PROJECT, name=folder.name, dir=str(folder), config=dict(facts))
         except Exception as error:  # of many kinds: no key, no network, no right to write
             why = " ".join(str(error).split())[:300].rstrip(".")
-            raise ConfigError(
-                f"wandb does not start ({why}): run `wandb login`, or set WANDB_MODE=offline to report later"
-            ) from None
+            raise ConfigError(Message("train.wandb-failed", why=why)) from None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.surroundings import inherited
+from tightfit.messages import Listing, Message, Said
 from tightfit.runs import build_lock
 from tightfit.runs.checkpoints import Keeping
 from tightfit.runs.deepspeed_folder import states_folder
@@ -67,7 +68,7 @@ class Prepared:
     hf_config: Any
     tokenizer: Any
     split: Split
-    said: tuple[str, ...]
+    said: tuple[Said, ...]
 
 
 def run(
@@ -99,7 +100,7 @@ def _lock(config: WorkerConfig, options: Options, place: Place) -> FolderLock | 
             _call_off(places.rendezvous(place))
         if isinstance(error, OSError) and error.errno not in FULL:
             why = (error.strerror or str(error)).lower()
-            raise ConfigError(f"{config.folder} cannot be written ({why}): name another --output") from None
+            raise ConfigError(Message("train.folder-unwritable", folder=config.folder, why=why)) from None
         raise
 
 
@@ -147,9 +148,7 @@ class Worker:
 
     def run(self) -> Ending:
         if (self.config.folder / MODEL).exists() and not self.options.rehearse:
-            raise ConfigError(
-                f"{self.config.folder} holds a finished run: move it away, or name another folder for this one"
-            )
+            raise ConfigError(Message("train.run-finished", folder=self.config.folder))
         swapping = self.config.deepspeed if nvme.on_nvme(self.config.levers) else None
         if swapping is not None:
             nvme.check(swapping, self.place.rank, self._swaps())
@@ -236,7 +235,7 @@ class Worker:
         named = self.config.data.get("tokenizer") or (str(weights) if weights is not None else None)
         tokenizer = load_tokenizer(named, hf.vocab_size, trust_remote_code=source.trust_remote_code)
         spec = data_spec(self.config, hf.model_type)
-        prepare(spec, tokenizer, self.cache / "data", self.events.progress("data"))
+        prepare(spec, tokenizer, self.cache / "data", self.events.progress(Message("train.reading-data")))
         split = open_samples(spec, tokenizer, self.cache / "data")
         return Prepared(weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=explain(spec, tokenizer))
 
@@ -257,7 +256,11 @@ class Worker:
         milestones = Milestones(self.events, meter, config.predicted, place)
         milestones.reached("init")
         self._prove(*proofs(config, place, made.engine.held()))
-        for sentence in (*prepared.said, *made.said, *(f"dtype repaired: {odd}" for odd in made.oddities)):
+        for sentence in (
+            *prepared.said,
+            *made.said,
+            *(Message("train.dtype-repaired", oddity=odd) for odd in made.oddities),
+        ):
             self.events.write("warning", text=sentence)
         dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
         windows = dealt(samples)
@@ -310,16 +313,10 @@ class Worker:
             make_way(run, found, wanted, self.place)
             return None
         if found.step > steps:
-            raise ConfigError(
-                f"{found.folder} is {found.step:,} steps into the training, and the job ends after {steps:,}: give it "
-                "more with --max-steps, or start over with --resume none"
-            )
+            raise ConfigError(Message("train.past-the-end", folder=found.folder, step=found.step, steps=steps))
         changed = differences(found.state["job"], job)
         if changed and not self.options.resume_anyway:
-            raise ConfigError(
-                f"{found.folder} is of another job ({'; '.join(changed)}): start over with --resume none, name another "
-                "--output, or go on from it all the same with --resume-anyway"
-            )
+            raise ConfigError(Message("train.another-job", folder=found.folder, changed=Listing(changed, ";")))
         make_way(run, found, wanted, self.place)
         plan = found.state["plan"]
         self.events.write(
@@ -353,7 +350,7 @@ class Worker:
         if lacking is not None:
             self.events.write(
                 "warning",
-                text=f"Only the weights of {folder} were taken over, and training begins at step 0: {lacking}.",
+                text=Message("train.weights-alone", folder=folder, lacking=lacking),
             )
             return found
         then, now = opened.effective_batch, self.config.effective_batch
@@ -363,17 +360,16 @@ class Worker:
             folder=str(folder),
             from_engine=f"zero{opened.stage}",
             from_world=opened.world,
-            changed=[f"effective_batch was {then} and is {now}"] if then not in (None, now) else [],
+            changed=[Message("train.batch-changed", then=then, now=now)] if then not in (None, now) else [],
         )
         self.events.write(
             "warning",
-            text="Of a DeepSpeed checkpoint weights, moments and step are taken over; the learning rate's schedule and "
-            f"the order of the samples are this job's own, from step {found.step:,} on.",
+            text=Message("train.deepspeed-resumed", step=found.step),
         )
         return found
 
     def _load(self, found: Checkpoint, made: Assembled) -> None:
-        self.events.told("loading the checkpoint", 0, 1)
+        self.events.told(Message("train.loading-checkpoint"), 0, 1)
         whole = self.config.levers.lora is None
         values: tuple[TensorSource, StoredStates]
         if found.deepspeed is not None:
@@ -384,7 +380,7 @@ class Worker:
         else:
             values = AdapterFile(found.folder), StateFiles(found.folder)
         load(found, made.engine, values, self.place, filled=whole)
-        self.events.told("loading the checkpoint", 1, 1)
+        self.events.told(Message("train.loading-checkpoint"), 1, 1)
 
     def _saver(self, made: Assembled, model: TensorSet, steps: int) -> Saver:
         orders = self.config.saving
@@ -404,7 +400,7 @@ class Worker:
             if self.place.leads:
                 for text in build_lock.clear(inherited({})):
                     self.events.write("warning", text=text)
-            with report_meanwhile("loading DeepSpeed", self.events.doing):
+            with report_meanwhile(Message("train.loading-deepspeed"), self.events.doing):
                 join(self.place)
                 if nvme.on_nvme(self.config.levers):
                     nvme.load()
@@ -426,7 +422,7 @@ class Worker:
         for proof in found:
             self.events.write("proof", name=proof.name, ok=proof.ok, text=proof.text)
             if not proof.ok:
-                raise NotAsPlanned(f"the plan is not what runs: {proof.text}")
+                raise NotAsPlanned(Message("train.not-as-planned", proof=proof.text))
 
     def _probe(self, made: Assembled, windows: Windows, largest: Window, milestones: Milestones) -> None:
         found = probe(made.engine, windows, largest, milestones, self.place)

@@ -8,13 +8,14 @@ that (`encode`, `build`, `cache`), and what a loop sees (`view`, `samples`, `ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tightfit.messages import Message, Said
+from tightfit.train.data.build import Progress
 from tightfit.train.data.cache import build_store, identify, lock
 from tightfit.train.data.order import Order
 from tightfit.train.data.samples import (
@@ -54,7 +55,7 @@ __all__ = [
 ]
 
 
-def prepare(spec: DataSpec, tokenizer: Any, cache: Path, progress: Callable[[int, int, str], None]) -> None:
+def prepare(spec: DataSpec, tokenizer: Any, cache: Path, progress: Progress) -> None:
     """Build what `open_samples` maps, unless it is there. One process of a node calls it."""
     check_spec(spec)
     if spec.generated:
@@ -81,12 +82,12 @@ def open_samples(spec: DataSpec, tokenizer: Any, cache: Path) -> Split:
     return open_view(identify(spec, codec_of(tokenizer, spec.template), cache), cache)
 
 
-def explain(spec: DataSpec, tokenizer: Any) -> tuple[str, ...]:
+def explain(spec: DataSpec, tokenizer: Any) -> tuple[Said, ...]:
     """What was chosen for the user and has to be known, a sentence each: to be shown once."""
     from tightfit.train.data.recipe import resolve
 
     if spec.generated:
-        return ("No data is named: the samples are random tokens.",)
+        return (Message("data.random-samples"),)
     resolved = resolve(spec) if spec.by_recipe else None
     return (*codec_of(tokenizer, spec.template).said, *(resolved.said if resolved else ()))
 

@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tightfit.messages import Message, Said, message_of
 from tightfit.train.data.encode import Encoded, Encoder, encoder_of
 from tightfit.train.data.layouts import ExampleError, Layout, example_of
 from tightfit.train.data.prompt import Prompter, SectionCount, prompter_of
@@ -39,7 +40,7 @@ ALONE_BYTES = 2**20
 """Below this, starting processes takes longer than the work."""
 MOST_PROCESSES = 16
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, Message | None], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class BadExample:
 
     line: int
     """Counted from the piece's first, from 0."""
-    text: str
+    text: Said
 
 
 @dataclass(slots=True)
@@ -179,7 +180,7 @@ def encode_piece(task: Task) -> Counts | BadExample:
                 try:
                     _encode_line(raw, task, encoder, shard, tally)
                 except (ExampleError, ConfigError) as error:
-                    return BadExample(line=line, text=str(error))
+                    return BadExample(line=line, text=message_of(error))
         except UnicodeDecodeError:
             return BadExample(line=line, text="")
     return tally.counts()
@@ -189,9 +190,9 @@ def _encode_line(raw: str, task: Task, encoder: Encoder, shard: _Shard, tally: _
     try:
         tree = json.loads(raw)
     except ValueError as error:
-        raise ExampleError(f"is not JSON: {json_fault(error)}") from None
+        raise ExampleError(Message("data.not-json", why=json_fault(error))) from None
     except RecursionError:
-        raise ExampleError("is not JSON that can be read: it is nested too deeply") from None
+        raise ExampleError(Message("data.nested-too-deeply")) from None
     tally.examples += 1
     groups: tuple[int, int] | None = None
     if task.layout.kind == "recipe":
@@ -288,12 +289,12 @@ def encode_pieces(tasks: list[Task], progress: Progress) -> Iterator[tuple[Task,
     """Every piece with its counts, in order. The first wrong example in that order is the error."""
     total = sum(task.piece.end - task.piece.start for task in tasks)
     done = 0
-    progress(0, total, "tokenising")
+    progress(0, total, Message("data.tokenising"))
     for task, outcome in _run(tasks, total):
         if isinstance(outcome, BadExample):
             raise _sentence(task.piece, outcome)
         done += task.piece.end - task.piece.start
-        progress(done, total, "tokenising")
+        progress(done, total, Message("data.tokenising"))
         yield task, outcome
 
 
@@ -316,9 +317,7 @@ def _run(tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, Counts | B
             for first, future in waiting:
                 yield first, future.result()
         except BrokenProcessPool:
-            raise ConfigError(
-                "a process that tokenises was killed, likely for memory: free some, or cut very long examples"
-            ) from None
+            raise ConfigError(Message("data.tokeniser-killed")) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -344,7 +343,9 @@ def _sentence(piece: FilePart, fault: BadExample) -> ConfigError:
             block = file.read(min(left, PIECE_BYTES))
             before += block.count(b"\n")
             left -= len(block)
-    return ConfigError(f"{piece.unit} {before + fault.line + 1} of {piece.named} {fault.text}")
+    number = before + fault.line + 1
+    name = Message("data.example", number=number) if piece.unit == "example" else Message("data.line", number=number)
+    return ConfigError(Message("data.bad-example", name=name, path=piece.named, problem=fault.text))
 
 
 def append(source: Path, target: BinaryIO) -> None:

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.inputs.records import read_json
+from tightfit.messages import Message, message_of
 from tightfit.owned import check_ours, find_strangers, flock, move_file, open_own, remove_folder, replace_file
 from tightfit.runs.layout import DATA_BUILDING, DATA_SET
 from tightfit.runs.processes import is_alive
@@ -142,7 +143,7 @@ def _tasks(want: Wanted, staging: Path, progress: Progress) -> Iterator[Task]:
     number = 0
     for path, kind, layout, unit, named in _files(want, staging, progress):
         if path.stat().st_size == 0:
-            raise ConfigError(f"{named} is empty: name a file with examples")
+            raise ConfigError(Message("data.empty", path=named))
         for piece in pieces_of(path, kind, unit=unit, named=named):  # type: ignore[arg-type]
             yield Task(
                 number=number,
@@ -172,7 +173,7 @@ def _files(want: Wanted, staging: Path, progress: Progress) -> Iterator[tuple[Pa
             continue
         path, unit = each.path, "line"
         if each.kind == "array":
-            progress(0, 1, f"reading {each.path.name}")
+            progress(0, 1, Message("data.reading", name=each.path.name))
             path, unit = staging / f"list-{number}.jsonl", "example"
             with path.open("w", encoding="utf-8") as file:
                 for item in array_items(each.path):
@@ -187,8 +188,9 @@ def first_layout(file: SourceFile, format_name: str) -> Layout:
         try:
             return layout_of(tree, format_name)
         except ExampleError as error:
-            raise ConfigError(f"{name} of {file.path} {error}") from None
-    raise ConfigError(f"{file.path} is empty: name a file with examples")
+            problem = message_of(error)
+            raise ConfigError(Message("data.bad-example", name=name, path=file.path, problem=problem)) from None
+    raise ConfigError(Message("data.empty", path=file.path))
 
 
 class _Assembly:
@@ -285,10 +287,10 @@ class _Assembly:
 def _nothing(want: Wanted, made: _Assembly) -> ConfigError:
     name = want.resolved.name if want.resolved else want.spec.path
     if made.examples and want.spec.overlong == "skip":
-        return ConfigError(f"no sample of {name} fits into {want.spec.sequence} tokens: make the sequence longer")
+        return ConfigError(Message("data.no-sample-fits", name=name, sequence=want.spec.sequence))
     if made.examples:
-        return ConfigError(f"no answer of {name} begins within {want.spec.sequence} tokens: make the sequence longer")
-    return ConfigError(f"{name} gives no tokens: name a file with examples, or a --tokenizer that knows its text")
+        return ConfigError(Message("data.no-answer-fits", name=name, sequence=want.spec.sequence))
+    return ConfigError(Message("data.no-tokens", name=name))
 
 
 def _check_arms(want: Wanted, targets: str, cache: Path) -> None:
@@ -299,10 +301,7 @@ def _check_arms(want: Wanted, targets: str, cache: Path) -> None:
     arms = read_json(path) if path.is_file() else {}
     others = {name: digest for name, digest in arms.items() if digest != targets}
     if others:
-        raise ConfigError(
-            f"the ablation {want.resolved.arm} has other answers than {', '.join(others)}, so their losses cannot be "
-            "compared: lower the sections' budgets or make the sequence longer"
-        )
+        raise ConfigError(Message("data.other-answers", arm=want.resolved.arm, others=", ".join(others)))
     replace_file(path, json.dumps({**arms, want.resolved.arm: targets}).encode(), sync=True)
 
 
@@ -317,8 +316,7 @@ def lock(cache: Path, key: str) -> Iterator[None]:
         file = open_own(cache / f"{key}.lock", "ab")
     except OSError as error:
         raise ConfigError(
-            f"the cache {cache} cannot be written ({(error.strerror or str(error)).lower()}): "
-            "name another with XDG_CACHE_HOME"
+            Message("data.cache-unwritable", cache=cache, why=(error.strerror or str(error)).lower())
         ) from None
     with file:
         flock(file.fileno())
@@ -338,17 +336,14 @@ def stage(folder: Path) -> Iterator[Path]:
     try:
         yield staging
         if os.path.lexists(folder):  # without a manifest, and so not whole
-            check_ours(folder, DATA_SET, "move it away, or name another cache with XDG_CACHE_HOME")
+            check_ours(folder, DATA_SET, Message("data.move-away"))
             remove_folder(folder, DATA_SET)
         move_file(staging, folder)
         _sync(folder.parent)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise ConfigError(
-            f"the disk of {folder.parent} is full or has a limit on file sizes: make room, "
-            "or name another cache with XDG_CACHE_HOME"
-        ) from None
+        raise ConfigError(Message("data.disk-full", folder=folder.parent)) from None
     finally:
         if staging.exists():
             remove_folder(staging, DATA_BUILDING)
@@ -391,7 +386,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         values = read_json(folder / MANIFEST)
     except (OSError, ValueError):
-        raise ConfigError(f"the cache {folder} is not complete: delete it, and it will be built again") from None
+        raise ConfigError(Message("data.cache-incomplete", folder=folder)) from None
     assert isinstance(values, dict)
     return values
 
@@ -408,5 +403,5 @@ def map_file(path: Path, dtype: str) -> npt.NDArray[Any] | None:
 def map_needed_file(path: Path, dtype: str) -> npt.NDArray[Any]:
     found = map_file(path, dtype)
     if found is None:
-        raise ConfigError(f"the cache {path.parent} has lost {path.name}: delete it, and it will be built again")
+        raise ConfigError(Message("data.cache-lost", folder=path.parent, name=path.name))
     return found

@@ -23,6 +23,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tightfit.messages import Message, Said
 from tightfit.types import ConfigError
 
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
@@ -70,7 +71,7 @@ class ChatTemplate:
     """A compiled template that knows its own limits."""
 
     source: str
-    name: str
+    name: Said
     special: tuple[tuple[str, str], ...]
 
     @cached_property
@@ -85,7 +86,7 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except TemplateError as error:
-            raise ConfigError(f"the chat template {self.name} is not valid Jinja: {error}") from None
+            raise ConfigError(Message("data.template-invalid", name=self.name, why=error)) from None
 
     def render(self, turns: Sequence[Turn], *, prompt: bool = False) -> str:
         """The text, with marks where the template has them. Raises jinja2's error where it refuses."""
@@ -146,9 +147,7 @@ class ChatTemplate:
                     self._answer(text, turns, at) for at, turn in enumerate(turns) if turn.role == "assistant"
                 )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise ConfigError(
-                f"the chat template {self.name} refuses a chat: {error}; name another, chatml say"
-            ) from None
+            raise ConfigError(Message("data.template-refuses", name=self.name, why=error)) from None
         return Rendered(text=text, answers=answers[-1:] if last_only else answers)
 
     def _answer(self, text: str, turns: Sequence[Turn], at: int) -> tuple[int, int]:
@@ -158,10 +157,7 @@ class ChatTemplate:
         shown = content if content in text[len(before) :] else content.rpartition("</think>")[2].strip()
         found = text.find(shown, len(before))
         if not text.startswith(before) or found < 0:
-            raise ConfigError(
-                f"the chat template {self.name} rewrites earlier turns or answers, so that it cannot be seen what the "
-                "model must write: name another template, chatml say"
-            )
+            raise ConfigError(Message("data.template-rewrites", name=self.name))
         alone = self.render(turns[: at + 1])
         if text.startswith(alone):
             end = len(alone)

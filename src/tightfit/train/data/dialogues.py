@@ -27,13 +27,11 @@ from typing import Any, Literal, Protocol
 
 from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import open_regular, shown
+from tightfit.messages import Message, Said
 from tightfit.train.data.sources import SHIPPED, SHIPPED_WORDS, SourceFile, not_utf8, one_file, trees_in
 from tightfit.types import ConfigError
 
-NOTICE = (
-    "RealPersonaChat (CC BY-SA 4.0): its authors forbid imitating its speakers, so train no model to pass for one "
-    "of them."
-)
+NOTICE = Message("data.persona-licence")
 
 FIELDS = ("profile", "traits", "scene", "history", "context")
 LOOK_BACK = 64
@@ -80,7 +78,7 @@ class Talks:
     """Everything that is read, to be hashed."""
     fields: tuple[str, ...]
     reader: _CorpusReader
-    said: tuple[str, ...] = ()
+    said: tuple[Message, ...] = ()
 
     def records(self, shuffled: frozenset[str] = frozenset()) -> Iterator[dict[str, Any]]:
         """Every record in order; `shuffled` fields are those of other people's."""
@@ -117,17 +115,17 @@ def open_talks(
         _check_target(target, path)
         return _real_persona_chat(here, choice)
     if not here.is_file():
-        raise ConfigError(f"there is no source {path}: name a file, a folder of dialogues, or shipped:dialogues")
+        raise ConfigError(Message("data.no-source", path=path))
     reader = _Own(file=one_file(here, "auto"), target=target, speaker=speaker)
     first = next(reader.talks(), None)
     if first is None:
-        raise ConfigError(f"{here} is empty: name a file with examples")
+        raise ConfigError(Message("data.empty", path=here))
     return Talks(name=str(here), files=(here,), fields=tuple(first[1][0].fields), reader=reader)
 
 
 def _check_target(target: str, path: str) -> None:
     if target != "reply":
-        raise ConfigError(f"target {target!r} is no field of the dialogues of {path}: it is called reply")
+        raise ConfigError(Message("data.target-is-reply", target=target, path=path))
 
 
 # --- shuffling ------------------------------------------------------------------------------------
@@ -151,7 +149,7 @@ def _with_others(talk: Talk, seen: deque[Talk], ahead: deque[Talk], fields: froz
     people, records = talk
     donor = next((other for other in (*reversed(seen), *ahead) if not people & other[0] and other[1]), None)
     if donor is None:
-        raise ConfigError(f"no field of {name} can be shuffled: there are no dialogues of other people to take it from")
+        raise ConfigError(Message("data.nothing-to-shuffle", name=name))
     others = donor[1]
     made = (
         replace(record, fields={**record.fields, **{field: others[at % len(others)].fields[field] for field in fields}})
@@ -197,7 +195,7 @@ class _History:
             }
             records.append(
                 AnswerRecord(
-                    name=f"{name} turn {at + 1}",
+                    name=str(Message("data.turn", name=name, number=at + 1)),
                     fields=fields,
                     target=text,
                     speaker=people[who].name,
@@ -237,10 +235,10 @@ def _real_persona_chat(folder: Path, choice: _Choice) -> Talks:
     root = folder if (folder / "interlocutors.json").is_file() else folder / "real_persona_chat"
     people, dialogues = root / "interlocutors.json", root / "dialogues"
     if not people.is_file() or not dialogues.is_dir():
-        raise ConfigError(f"{folder} is no folder of dialogues: it needs interlocutors.json and dialogues/*.json")
+        raise ConfigError(Message("data.not-dialogues", folder=folder))
     files = tuple(sorted(dialogues.glob("*.json")))
     if not files:
-        raise ConfigError(f"{dialogues} is empty: it needs a JSON file for each dialogue")
+        raise ConfigError(Message("data.no-dialogues", folder=dialogues))
     reader = _RealPersonaChat(people=people, files=files, choice=choice)
     return Talks(name=str(folder), files=(people, *files), fields=FIELDS, reader=reader, said=(NOTICE,))
 
@@ -263,7 +261,7 @@ class _RealPersonaChat:
                 if len(pair) != 2 or any(who not in pair or not isinstance(text, str) for who, text in turns):
                     raise KeyError("utterances")
             except (KeyError, TypeError) as error:
-                raise ConfigError(f"{file} is no dialogue: {error} is missing or wrong") from None
+                raise ConfigError(Message("data.not-a-dialogue", file=file, key=error)) from None
             yield history.talk(name, pair, turns, "")
 
     def _people(self) -> dict[str, _Person]:
@@ -273,7 +271,7 @@ class _RealPersonaChat:
         for number, (who, each) in enumerate(sorted(tree.items())):
             persona = each.get("persona") if isinstance(each, Mapping) else None
             if not isinstance(persona, list) or not all(isinstance(line, str) for line in persona):
-                raise ConfigError(f"{who} in {self.people} has no persona, which must be a list of sentences")
+                raise ConfigError(Message("data.no-persona", who=who, people=self.people))
             # `BigFive_Openness` above the middle → `openness: high`.
             made[who] = _Person(
                 name=who,
@@ -310,9 +308,9 @@ def _object(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise not_utf8(path) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+        raise ConfigError(Message("data.unreadable-json", path=path, why=error)) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must be a JSON object")
+        raise ConfigError(Message("data.not-an-object", path=path))
     return tree
 
 
@@ -330,25 +328,25 @@ class _Own:
     def talks(self) -> Iterator[Talk]:
         numbers: dict[str, int] = {}
         for number, (unit, tree) in enumerate(trees_in(self.file), start=1):
-            where = f"{unit} of {self.file.path}"
+            where = Message("data.of-file", name=unit, path=self.file.path)
             if not isinstance(tree, Mapping):
-                raise ConfigError(f"{where} is {shown(tree)}, not an object with fields")
+                raise ConfigError(Message("data.record-no-object", where=where, found=shown(tree)))
             target = tree.get(self.target)
             if not isinstance(target, str):
-                raise ConfigError(f"{where} has no {self.target}, which is the recipe's target and must be text")
+                raise ConfigError(Message("data.record-lacks-target", where=where, target=self.target))
             who = str(tree.get(self.speaker)) if self.speaker else str(number)
             if self.speaker and tree.get(self.speaker) is None:
-                raise ConfigError(f"{where} has no {self.speaker}, by which the recipe splits")
+                raise ConfigError(Message("data.record-lacks-speaker", where=where, speaker=self.speaker))
             fields = {key: _field(value, key, where) for key, value in tree.items() if key != self.target}
             group = numbers.setdefault(who, len(numbers))
             record = AnswerRecord(
-                name=unit, fields=fields, target=target, speaker=who if self.speaker else "", partner="",
+                name=str(unit), fields=fields, target=target, speaker=who if self.speaker else "", partner="",
                 groups=(group, -1),
             )  # fmt: skip
             yield frozenset([who]), (record,)
 
 
-def _field(value: Any, key: str, where: str) -> Any:
+def _field(value: Any, key: str, where: Said) -> Any:
     """Text, a list of lines, or nothing; numbers are written out."""
     if value is None:
         return ""
@@ -356,4 +354,4 @@ def _field(value: Any, key: str, where: str) -> Any:
         return str(value)
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         return value
-    raise ConfigError(f"{key} in {where} must be text or a list of lines, not {shown(value)}")
+    raise ConfigError(Message("data.not-lines", key=key, where=where, value=shown(value)))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tightfit.inputs.spelling import shown
+from tightfit.messages import Message
 from tightfit.train.data.chat import Turn
 from tightfit.types import ConfigError
 
@@ -75,7 +76,7 @@ class Example:
 def layout_of(tree: Any, format_name: str) -> Layout:
     """The layout of a file, told from its first example unless the format was named."""
     if not isinstance(tree, Mapping):
-        raise ExampleError(f"is {shown(tree)}, not an object with fields")
+        raise ExampleError(Message("data.no-object", found=shown(tree)))
     if format_name != "auto":
         layout = BY_FORMAT[format_name]
         return _turns_as_they_are(tree, layout) if layout.kind == "sharegpt" else layout
@@ -85,10 +86,7 @@ def layout_of(tree: Any, format_name: str) -> Layout:
         return ALPACA
     if "text" in tree:
         return TEXT
-    raise ExampleError(
-        f"has the fields {', '.join(map(str, list(tree)[:8])) or '(none)'}, of which no format is known: "
-        "text, alpaca (instruction, output), sharegpt (conversations) or messages"
-    )
+    raise ExampleError(Message("data.unknown-fields", fields=", ".join(map(str, list(tree)[:8])) or "(none)"))
 
 
 def _turns_as_they_are(tree: Mapping[str, Any], layout: Layout) -> Layout:
@@ -106,13 +104,13 @@ def _turns_as_they_are(tree: Mapping[str, Any], layout: Layout) -> Layout:
 def example_of(tree: Any, layout: Layout) -> Example:
     """One example, or an `ExampleError` that says what it lacks."""
     if not isinstance(tree, Mapping):
-        raise ExampleError(f"is {shown(tree)}, not an object with fields")
+        raise ExampleError(Message("data.no-object", found=shown(tree)))
     if layout.kind == "text":
         assert layout.prompt is not None
         return Example(text=_text(tree, layout.prompt))
     turns = _alpaca(tree, layout) if layout.kind == "alpaca" else _conversation(tree, layout)
     if not any(turn.role == "assistant" for turn in turns):
-        raise ExampleError("has no turn of the assistant, so there is nothing to learn from it: leave it out")
+        raise ExampleError(Message("data.no-assistant-turn"))
     return Example(turns=turns)
 
 
@@ -120,7 +118,7 @@ def _alpaca(tree: Mapping[str, Any], layout: Layout) -> tuple[Turn, ...]:
     made = [Turn("system", text)] if (text := _optional(tree, layout.system)) else []
     for pair in (tree.get(layout.history) or []) if layout.history else []:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
-            raise ExampleError(f"has a {layout.history} that is no list of pairs [question, answer]")
+            raise ExampleError(Message("data.history-no-pairs", history=layout.history))
         made += [Turn("user", pair[0]), Turn("assistant", pair[1])]
     assert layout.prompt is not None
     assert layout.response is not None
@@ -133,18 +131,20 @@ def _alpaca(tree: Mapping[str, Any], layout: Layout) -> tuple[Turn, ...]:
 def _conversation(tree: Mapping[str, Any], layout: Layout) -> tuple[Turn, ...]:
     turns = tree.get(layout.turns)
     if not isinstance(turns, list) or not turns:
-        raise ExampleError(f"has no {layout.turns}: it must be a list of turns")
+        raise ExampleError(Message("data.no-turns", turns=layout.turns))
     roles = dict(layout.roles)
     made = [Turn("system", text)] if (text := _optional(tree, layout.system)) else []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, Mapping):
             raise ExampleError(
-                f"has {shown(turn)} as turn {number}, not an object with {layout.role} and {layout.content}"
+                Message(
+                    "data.turn-no-object", turn=shown(turn), number=number, role=layout.role, content=layout.content
+                )
             )
         role = turn.get(layout.role)
         if not isinstance(role, str) or role not in roles:
             raise ExampleError(
-                f"has {shown(role)} as {layout.role} of turn {number}: it must be one of {', '.join(roles)}"
+                Message("data.unknown-role", found=shown(role), key=layout.role, number=number, roles=", ".join(roles))
             )
         made.append(Turn(roles[role], _content(turn, layout.content, number)))
     return tuple(made)
@@ -157,21 +157,22 @@ def _content(turn: Mapping[str, Any], key: str, number: int) -> str:
         return value
     if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
         return "".join(str(part.get("text", "")) for part in value)
-    raise ExampleError(f"has no text in {key} of turn {number}")
+    raise ExampleError(Message("data.turn-no-text", key=key, number=number))
 
 
 def _text(tree: Mapping[str, Any], key: str) -> str:
     value = tree.get(key)
     if not isinstance(value, str):
-        what = f"{shown(value)} as" if value is not None else "no"
-        raise ExampleError(f"has {what} {key}, which must be text")
+        if value is None:
+            raise ExampleError(Message("data.no-text", key=key))
+        raise ExampleError(Message("data.field-no-text", value=shown(value), key=key))
     return value
 
 
 def _optional(tree: Mapping[str, Any], key: str | None) -> str:
     value = tree.get(key) if key else None
     if value is not None and not isinstance(value, str):
-        raise ExampleError(f"has {shown(value)} as {key}, which must be text")
+        raise ExampleError(Message("data.field-no-text", value=shown(value), key=key))
     return value or ""
 
 
@@ -189,11 +190,11 @@ _TAGS = {
 def layout_of_entry(entry: Mapping[str, Any], name: str) -> Layout:
     """The layout that an entry of `dataset_info.json` describes."""
     if entry.get("ranking"):
-        raise ConfigError(f"the data set {name} holds rankings, which only preference training uses: name another")
+        raise ConfigError(Message("data.rankings", name=name))
     formatting = entry.get("formatting", "alpaca")
     columns, tags = entry.get("columns"), entry.get("tags") or {}
     if not isinstance(columns, Mapping | None) or not isinstance(tags, Mapping):
-        raise ConfigError(f"columns and tags of the data set {name} must be objects")
+        raise ConfigError(Message("data.columns-no-objects", name=name))
     if formatting == "alpaca":
         if columns is None:
             return replace(ALPACA, history=None, system=None)
@@ -220,4 +221,4 @@ def layout_of_entry(entry: Mapping[str, Any], name: str) -> Layout:
             content=str(tags.get("content_tag", base.content)),
             roles=known,
         )
-    raise ConfigError(f"the data set {name} has the formatting {shown(formatting)}: it must be alpaca or sharegpt")
+    raise ConfigError(Message("data.unknown-formatting", name=name, formatting=shown(formatting)))

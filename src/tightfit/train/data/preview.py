@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.records import read_json
+from tightfit.messages import Message, Said, message_of
 from tightfit.train.data.build import PIECE_BYTES
 from tightfit.train.data.cache import first_layout
 from tightfit.train.data.chat import Rendered
@@ -43,7 +44,7 @@ def main(path: str) -> int:
     vocabulary = asked.get("vocab_size") or ANY_VOCABULARY
     tokenizer = load_tokenizer(spec.tokenizer, vocabulary, trust_remote_code=bool(asked.get("trust_remote_code")))
     for line in preview(spec, tokenizer, int(asked["count"])):
-        sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
     return 0
 
 
@@ -82,12 +83,12 @@ def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, An
     """Every line of the preview."""
     check_spec(spec)
     if spec.generated:
-        raise ConfigError("no data is named, so there is nothing to preview: name some, --data shipped:text say")
+        raise ConfigError(Message("data.nothing-to-preview"))
     codec = codec_of(tokenizer, spec.template)
     encoder = encoder_of(codec, spec.sequence, spec.overlong)
     head = {
         "kind": "head",
-        "tokenizer": spec.tokenizer or "the shipped byte-level tokenizer",
+        "tokenizer": spec.tokenizer or Message("data.byte-tokenizer"),
         "template": codec.template_name,
         "sequence": spec.sequence,
     }
@@ -124,12 +125,12 @@ def _text_lines(path: Path, encoder: Encoder, count: int) -> Iterator[dict[str, 
             raise not_utf8(path) from None
         text = raw[: error.start].decode("utf-8-sig")
     if not text:
-        raise ConfigError(f"{path} is empty: name a file with examples")
+        raise ConfigError(Message("data.empty", path=path))
     total = _Sum()
     samples = encoder.samples(Example(text=text))
     total.add(samples)
     for number, sample in enumerate(samples[:count], start=1):
-        yield _example(f"part {number}", encoder, sample, None)
+        yield _example(Message("data.part", number=number), encoder, sample, None)
     yield total.line(None)
 
 
@@ -141,7 +142,8 @@ def _example_lines(file: SourceFile, layout: Layout, encoder: Encoder, count: in
             example = example_of(tree, layout)
             samples = encoder.samples(example)
         except (ExampleError, ConfigError) as error:
-            raise ConfigError(f"{name} of {file.path} {error}") from None
+            problem = message_of(error)
+            raise ConfigError(Message("data.bad-example", name=name, path=file.path, problem=problem)) from None
         total.add(samples)
         if shown < count and samples:
             shown += 1
@@ -171,7 +173,8 @@ def _arm_lines(resolved: Resolved, encoder: Encoder, count: int) -> Iterator[dic
         try:
             made = prompter.prompt(record)
         except ExampleError as error:
-            raise ConfigError(f"{record['name']} of {resolved.name} {error}") from None
+            name, problem = record["name"], message_of(error)
+            raise ConfigError(Message("data.bad-example", name=name, path=resolved.name, problem=problem)) from None
         total.add([made.encoded] if made.encoded is not None else [], made.sections)
         if shown < count and made.encoded is not None:
             shown += 1
@@ -183,7 +186,7 @@ def _arm_lines(resolved: Resolved, encoder: Encoder, count: int) -> Iterator[dic
 # --- one example ----------------------------------------------------------------------------------
 
 
-def _example(name: str, encoder: Encoder, sample: Encoded, rendered: Rendered | None) -> dict[str, Any]:
+def _example(name: Said, encoder: Encoder, sample: Encoded, rendered: Rendered | None) -> dict[str, Any]:
     # The sample's text as the tokens say it, in runs with and without loss: what is learned, not what was meant.
     learned = sample.learned.tolist()
     pieces = []

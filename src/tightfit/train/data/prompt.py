@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tightfit.inputs.records import parse_json
+from tightfit.messages import Message
 from tightfit.train.data.chat import STAND_IN, Rendered, Turn
 from tightfit.train.data.encode import Encoded, Encoder
 from tightfit.train.data.layouts import ExampleError
@@ -96,7 +97,7 @@ class Prompter:
                 break
             parts = self._shorten(parts, excess)
         else:
-            raise ExampleError("could not be brought within the sequence: make the sequence longer")
+            raise ExampleError(Message("data.prompt-too-long"))
         return Prompted(
             encoded=replace(encoded, cut=cut) if encoded.loss_tokens else None,
             rendered=rendered,

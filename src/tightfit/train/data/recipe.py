@@ -31,6 +31,7 @@ from typing import Any, Literal
 import yaml
 
 from tightfit.inputs.spelling import nearest, read_text, shown, unknown_key
+from tightfit.messages import Choice, Message, Said, text
 from tightfit.train.data.dialogues import Talks, open_talks
 from tightfit.train.data.sources import SHIPPED
 from tightfit.train.data.spec import DataSpec
@@ -92,7 +93,7 @@ class Resolved:
         return self.talks.files
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def said(self) -> tuple[Message, ...]:
         return self.talks.said
 
     @property
@@ -163,8 +164,10 @@ def ablation_of(recipe: Recipe, name: str | None) -> tuple[str, tuple[tuple[str,
         raise _no_field(unknown[0], fields, recipe.name)
     known = [*defined, ALL_ON, *fields]
     close = nearest(name, known)
-    hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}, and fields joined by _and_"
-    raise ConfigError(f"the recipe {recipe.name} has no ablation {name!r}: {hint}")
+    hint = (
+        Message("data.did-you-mean", close=close) if close else Message("data.known-ablations", known=", ".join(known))
+    )
+    raise ConfigError(Message("data.no-ablation", recipe=recipe.name, name=name, hint=hint))
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -174,16 +177,17 @@ def read_recipe(name: str) -> Recipe:
     """A recipe file, or one that ships."""
     path = SHIPPED / SHIPPED_RECIPES[name] if name in SHIPPED_RECIPES else Path(name).expanduser()
     if not path.is_file():
-        shipped = " or ".join(SHIPPED_RECIPES)
-        raise ConfigError(f"there is no recipe {name}: name a YAML file, or {shipped}")
+        raise ConfigError(Message("data.no-recipe", name=name, shipped=Choice(SHIPPED_RECIPES)))
     try:
-        tree = yaml.safe_load(read_text(path, "a recipe"))
+        tree = yaml.safe_load(read_text(path, text("data.a-recipe")))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"the recipe {path.name} is not YAML{where}: {getattr(error, 'problem', error)}") from None
+        where = Message("data.at-line", line=mark.line + 1) if mark else ""
+        raise ConfigError(
+            Message("data.recipe-not-yaml", name=path.name, where=where, why=getattr(error, "problem", error))
+        ) from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"the recipe {path.name} must have fields: source, target, sections")
+        raise ConfigError(Message("data.recipe-no-fields", name=path.name))
     return _recipe(tree, path)
 
 
@@ -194,15 +198,15 @@ def _recipe(tree: Mapping[Any, Any], path: Path) -> Recipe:
             raise unknown_key(str(key), KEYS, file)
     sections = tree.get("sections")
     if not isinstance(sections, list) or not sections:
-        raise ConfigError(f"sections in {file} must be a list of the prompt's parts, each with a field")
+        raise ConfigError(Message("data.sections-no-list", file=file))
     made = tuple(_section(each, number, file) for number, each in enumerate(sections, start=1))
     fields = [section.field for section in made]
     for field in fields:
         if fields.count(field) > 1:
-            raise ConfigError(f"sections in {file} has {field} twice: name each field once")
+            raise ConfigError(Message("data.section-twice", file=file, field=field))
     answers = tree.get("answers", "both")
     if answers not in ("first", "second", "both"):
-        raise ConfigError(f"answers in {file} must be first, second or both, not {shown(answers)}")
+        raise ConfigError(Message("data.unknown-answers", file=file, answers=shown(answers)))
     return Recipe(
         name=file,
         folder=path.parent,
@@ -218,18 +222,18 @@ def _recipe(tree: Mapping[Any, Any], path: Path) -> Recipe:
 
 
 def _section(tree: Any, number: int, file: str) -> Section:
-    where = f"section {number} of {file}"
+    where = Message("data.section", number=number, file=file)
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where} must be a block with a field, not {shown(tree)}")
+        raise ConfigError(Message("data.section-no-block", where=where, found=shown(tree)))
     for key in tree:
         if key not in SECTION_KEYS:
-            raise unknown_key(str(key), SECTION_KEYS, where)
+            raise unknown_key(str(key), SECTION_KEYS, str(where))
     role = tree.get("role", "user")
     if role not in ("system", "user"):
-        raise ConfigError(f"role in {where} must be system or user, not {shown(role)}")
+        raise ConfigError(Message("data.section-role", where=where, role=shown(role)))
     template = _word(tree, "template", where, "{text}")
     if "{text}" not in template:
-        raise ConfigError(f"template in {where} must hold {{text}}, where the field's text goes")
+        raise ConfigError(Message("data.template-no-text", where=where))
     return Section(
         field=_word(tree, "field", where, None),
         role=role,
@@ -241,38 +245,38 @@ def _section(tree: Any, number: int, file: str) -> Section:
 
 def _ablations(tree: Any, fields: list[str], file: str) -> Iterator[tuple[str, tuple[tuple[str, Switch], ...]]]:
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"ablations in {file} must be names, each with the fields that it switches")
+        raise ConfigError(Message("data.ablations-no-names", file=file))
     words: dict[Any, Switch] = {True: "on", False: "off", "on": "on", "off": "off", "shuffled": "shuffled"}
     for name, switches in tree.items():
         if not isinstance(switches or {}, Mapping):
-            raise ConfigError(f"the ablation {name} in {file} must say a switch for each field, as in {{profile: off}}")
+            raise ConfigError(Message("data.ablation-no-switch", name=name, file=file))
         for field, switch in (switches or {}).items():
             if field not in fields:
-                raise _no_field(str(field), fields, f"the ablation {name} in {file}")
+                raise _no_field(str(field), fields, Message("data.ablation", name=name, file=file))
             if not isinstance(switch, str | bool) or switch not in words:
                 raise ConfigError(
-                    f"{field} of the ablation {name} in {file} must be on, off or shuffled, not {shown(switch)}"
+                    Message("data.unknown-switch", field=field, name=name, file=file, switch=shown(switch))
                 )
         yield str(name), tuple((str(field), words[switch]) for field, switch in (switches or {}).items())
 
 
-def _word(tree: Mapping[Any, Any], key: str, where: str, default: str | None) -> str:
+def _word(tree: Mapping[Any, Any], key: str, where: Said, default: str | None) -> str:
     value = tree.get(key, default)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{key} in {where} must be text, not {shown(value)}")
+        raise ConfigError(Message("data.key-no-text", key=key, where=where, value=shown(value)))
     return value
 
 
-def _count(tree: Mapping[Any, Any], key: str, where: str) -> int | None:
+def _count(tree: Mapping[Any, Any], key: str, where: Said) -> int | None:
     value = tree.get(key)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key} in {where} must be a whole number of at least 1, not {shown(value)}")
+        raise ConfigError(Message("data.no-count", key=key, where=where, value=shown(value)))
     return value
 
 
-def _no_field(field: str, known: Any, where: str) -> ConfigError:
+def _no_field(field: str, known: Any, where: Said) -> ConfigError:
     close = nearest(field, known)
-    hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
-    return ConfigError(f"{where} names the field {field!r}, which no example has: {hint}")
+    hint = Message("data.did-you-mean", close=close) if close else Message("data.there-are", known=", ".join(known))
+    return ConfigError(Message("data.no-such-field", where=where, field=field, hint=hint))

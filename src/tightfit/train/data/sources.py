@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from tightfit.inputs.records import find_json, parse_json
 from tightfit.inputs.spelling import nearest, read_text
+from tightfit.messages import Listing, Message
 from tightfit.owned import replace_file
 from tightfit.train.data.layouts import TEXT, Layout, layout_of_entry
 from tightfit.types import ConfigError
@@ -56,7 +57,7 @@ def find_source(path: str, format_name: str) -> DataSource:
     if path in SHIPPED_WORDS:
         return DataSource(files=(SourceFile(path=SHIPPED / SHIPPED_WORDS[path], kind="text"),), layout=None)
     if path.startswith("shipped:"):
-        raise ConfigError(f"there is no data {path}: there are {' and '.join(SHIPPED_WORDS)}")
+        raise ConfigError(Message("data.no-shipped-data", path=path, known=Listing(SHIPPED_WORDS, "and")))
     here = Path(path).expanduser()
     if here.is_dir():
         return DataSource(files=_files_in(here, format_name), layout=_layout_named_by(format_name))
@@ -65,8 +66,8 @@ def find_source(path: str, format_name: str) -> DataSource:
     info = _info_of(path)
     if info is not None:
         return _from_info(*info, format_name)
-    hint = "" if "/" in path or "." in path else "; a data set of the Hub has to be downloaded first"
-    raise ConfigError(f"there is no file or folder {path}: name the data's path{hint}")
+    hint = "" if "/" in path or "." in path else Message("data.download-first")
+    raise ConfigError(Message("data.no-data", path=path, hint=hint))
 
 
 def _layout_named_by(format_name: str) -> Layout | None:
@@ -77,9 +78,9 @@ def one_file(path: Path, format_name: str) -> SourceFile:
     """One file of examples, by its name and its first letter."""
     if path.name == INFO:
         names = ", ".join(list(_read_info(path))[:5])
-        raise ConfigError(f"{path} describes data sets: add which one after a colon, {path}:NAME (it has {names})")
+        raise ConfigError(Message("data.which-data-set", file=path, names=names))
     if path.suffix.lower() in (".parquet", ".csv", ".arrow", ".zip", ".gz", ".xlsx"):
-        raise ConfigError(f"{path} is no file that can be read here: save the data as JSONL")
+        raise ConfigError(Message("data.save-as-jsonl", path=path))
     return SourceFile(path=path, kind=_detect_kind(path, _kind(path.name, format_name)))
 
 
@@ -91,7 +92,7 @@ def _detect_kind(path: Path, kind: FileKind) -> FileKind:
         with path.open("rb") as file:
             first = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(Message("data.cannot-read", path=path, why=(error.strerror or str(error)).lower())) from None
     return "lines" if first == b"{" else "array"
 
 
@@ -109,9 +110,7 @@ def _kind(name: str, format_name: str) -> FileKind:
 def _files_in(folder: Path, format_name: str) -> tuple[SourceFile, ...]:
     if (folder / INFO).is_file():
         names = ", ".join(list(_read_info(folder / INFO))[:5])
-        raise ConfigError(
-            f"{folder} holds several data sets: add which one after a colon, {folder}:NAME (it has {names})"
-        )
+        raise ConfigError(Message("data.folder-of-data-sets", folder=folder, names=names))
     known = (*TEXT_ENDINGS, *LINE_ENDINGS, ".json")
     found = sorted(
         path
@@ -121,7 +120,7 @@ def _files_in(folder: Path, format_name: str) -> tuple[SourceFile, ...]:
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
     if not found:
-        raise ConfigError(f"the folder {folder} holds no .txt, .jsonl or .json files: name another")
+        raise ConfigError(Message("data.folder-without-data", folder=folder))
     return tuple(SourceFile(path=path, kind=_detect_kind(path, _kind(path.name, format_name))) for path in found)
 
 
@@ -141,9 +140,9 @@ def _read_info(path: Path) -> Mapping[str, Any]:
     try:
         tree = parse_json(read_text(path, "JSON"))
     except ValueError as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+        raise ConfigError(Message("data.unreadable-json", path=path, why=error)) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must be an object: a data set's name and its entry")
+        raise ConfigError(Message("data.info-no-object", path=path))
     return tree
 
 
@@ -152,11 +151,15 @@ def _from_info(path: Path, name: str, format_name: str) -> DataSource:
     entry = entries.get(name)
     if not isinstance(entry, Mapping):
         close = nearest(name, entries)
-        hint = f"did you mean {close}?" if close else f"it has {', '.join(list(entries)[:8])}"
-        raise ConfigError(f"{path} has no data set {name}: {hint}")
+        hint = (
+            Message("data.did-you-mean", close=close)
+            if close
+            else Message("data.it-has", known=", ".join(list(entries)[:8]))
+        )
+        raise ConfigError(Message("data.no-data-set", path=path, name=name, hint=hint))
     file = entry.get("file_name")
     if not isinstance(file, str):
-        raise ConfigError(f"the data set {name} of {path} is no local file: download it and give the entry a file_name")
+        raise ConfigError(Message("data.not-local", name=name, path=path))
     layout = layout_of_entry(entry, name)
     here = path.parent / file
     if here.is_dir():
@@ -164,7 +167,7 @@ def _from_info(path: Path, name: str, format_name: str) -> DataSource:
     elif here.is_file():
         files = (one_file(here, format_name if format_name != "auto" else "alpaca"),)
     else:
-        raise ConfigError(f"there is no file {here}, which the data set {name} of {path} names: put it there")
+        raise ConfigError(Message("data.no-data-file", file=here, name=name, path=path))
     count = entry.get("num_samples")
     return DataSource(files=files, layout=layout, limit=count if isinstance(count, int) and count > 0 else None)
 
@@ -216,22 +219,24 @@ def _blocks(path: Path) -> Iterator[bytes]:
 # --- examples as they lie -------------------------------------------------------------------------
 
 
-def trees_in(file: SourceFile) -> Iterator[tuple[str, Any]]:
+def trees_in(file: SourceFile) -> Iterator[tuple[Message, Any]]:
     """Every example of a file with its place: `line 17`, or `example 17` of a list."""
     if file.kind == "array":
         for number, item in enumerate(array_items(file.path), start=1):
-            yield f"example {number}", item
+            yield Message("data.example", number=number), item
         return
     with file.path.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
             if not raw.strip():
                 continue
             try:
-                yield f"line {number}", parse_json(raw.decode("utf-8-sig"))
+                yield Message("data.line", number=number), parse_json(raw.decode("utf-8-sig"))
             except UnicodeDecodeError:
                 raise not_utf8(file.path) from None
             except ValueError as error:
-                raise ConfigError(f"line {number} of {file.path} is not JSON: {json_fault(error)}") from None
+                raise ConfigError(
+                    Message("data.line-not-json", number=number, path=file.path, why=json_fault(error))
+                ) from None
 
 
 def json_fault(error: ValueError) -> str:
@@ -249,7 +254,7 @@ def array_items(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8-sig") as file:
         buffer = _read(file, step, path).lstrip()
         if buffer[:1] != "[":
-            raise ConfigError(f"{path} must hold a JSON list of examples; a file with an example a line ends in .jsonl")
+            raise ConfigError(Message("data.not-a-list", path=path))
         at = 1
         while True:
             more = _read(file, step, path)
@@ -263,7 +268,9 @@ def array_items(path: Path) -> Iterator[Any]:
                 except ValueError as error:
                     if more and len(buffer) - start < LONGEST_ITEM:
                         break
-                    raise ConfigError(f"example {number + 1} of {path} is not JSON: {json_fault(error)}") from None
+                    raise ConfigError(
+                        Message("data.example-not-json", number=number + 1, path=path, why=json_fault(error))
+                    ) from None
                 number, at = number + 1, end
                 yield item
             step = max(step, len(buffer) - at)  # an item longer than the buffer: read twice as much
@@ -293,7 +300,7 @@ def not_utf8(path: Path) -> ConfigError:
         except UnicodeDecodeError as error:
             at = before - held + error.start
             line += block[: max(0, error.start - held)].count(b"\n")
-            return ConfigError(f"{path} is not UTF-8 at line {line} (byte {at}): save it as UTF-8")
+            return ConfigError(Message("data.not-utf8", path=path, line=line, at=at))
         line += block.count(b"\n")
         before += len(block)
-    return ConfigError(f"{path} is not UTF-8: it ends within a letter (byte {before}): save it as UTF-8")
+    return ConfigError(Message("data.utf8-cut-off", path=path, at=before))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tightfit.messages import Message
 from tightfit.types import ConfigError, Scan
 
 FORMATS = ("auto", "text", "alpaca", "sharegpt", "messages")
@@ -61,24 +62,21 @@ class DataSpec:
 def check_spec(spec: DataSpec) -> None:
     """What cannot work, whatever the files hold."""
     if spec.format not in FORMATS:
-        raise ConfigError(f"there is no data format {spec.format!r}: there are {', '.join(FORMATS)}")
+        raise ConfigError(Message("data.unknown-format", format=spec.format, known=", ".join(FORMATS)))
     if spec.sequence < 2:
-        raise ConfigError(f"a sequence of {spec.sequence} tokens has nothing to predict: make it at least 2")
+        raise ConfigError(Message("data.sequence-too-short", sequence=spec.sequence))
     if spec.packing:
         _check_packing(spec)
     if spec.ablation is not None and not spec.by_recipe:
-        raise ConfigError(f"the ablation {spec.ablation!r} needs a recipe: name one, --recipe shipped:persona say")
+        raise ConfigError(Message("data.ablation-needs-recipe", ablation=spec.ablation))
 
 
 def _check_packing(spec: DataSpec) -> None:
     apart = spec.model_type in KEPT_APART
     if not carries_state(spec.model_type) or (apart and spec.scan == "tightfit"):
         return
-    instead = "use --scan tightfit, which stops at them, or leave" if apart else "leave"
-    raise ConfigError(
-        f"packing would let documents leak into each other in {spec.model_type} models, whose scan runs on over their "
-        f"borders: {instead} data.packing out"
-    )
+    instead = Message("data.use-our-scan") if apart else "leave"
+    raise ConfigError(Message("data.packing-leaks", model_type=spec.model_type, instead=instead))
 
 
 def carries_state(model_type: str) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.inputs.spelling import nearest, read_text
+from tightfit.messages import Message, Said, text
 from tightfit.types import ConfigError
 
 CHATML = """\
@@ -94,26 +95,30 @@ FALLBACK = "plain"
 class Chosen:
     """A template, and why it is this one."""
 
-    name: str
+    name: Said
     source: str
-    said: tuple[str, ...] = ()
+    said: tuple[Message, ...] = ()
 
 
 def choose_template(asked: str | None, own: str | None) -> Chosen:
     """The template that was asked for, else the tokenizer's own, else a simple one."""
     if asked is None:
         if own:
-            return Chosen(name="the tokenizer's own", source=own)
-        said = f"The tokenizer has no chat template: chats are laid out by the {FALLBACK!r} one."
+            return Chosen(name=Message("data.own-template"), source=own)
+        said = Message("data.fallback-template", fallback=FALLBACK)
         return Chosen(name=FALLBACK, source=TEMPLATES[FALLBACK], said=(said,))
     name = OTHER_NAMES.get(asked.lower(), asked.lower())
     if name in TEMPLATES:
         return Chosen(name=name, source=TEMPLATES[name])
     path = Path(asked).expanduser()
     if path.is_file():
-        return Chosen(name=path.name, source=read_text(path, "a chat template in Jinja"))
+        return Chosen(name=path.name, source=read_text(path, text("data.jinja-template")))
     if path.suffix in (".jinja", ".j2") or "/" in asked:
-        raise ConfigError(f"there is no chat template {asked}: name a Jinja file or one of {', '.join(TEMPLATES)}")
+        raise ConfigError(Message("data.no-template-file", asked=asked, known=", ".join(TEMPLATES)))
     close = nearest(asked, TEMPLATES)
-    hint = f"did you mean {close}?" if close else f"there are {', '.join(TEMPLATES)}, or a path to a Jinja file"
-    raise ConfigError(f"there is no chat template {asked!r}: {hint}")
+    hint = (
+        Message("data.did-you-mean", close=close)
+        if close
+        else Message("data.known-templates", known=", ".join(TEMPLATES))
+    )
+    raise ConfigError(Message("data.no-template", asked=asked, hint=hint))

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tightfit.inputs.records import parse_json
+from tightfit.messages import Message, Said, as_json, from_json
 from tightfit.train.data.templates import CHATML, choose_template
 from tightfit.types import ConfigError, ModelError
 
@@ -35,11 +36,11 @@ class Codec:
     """`eos_token` … → its text, as chat templates want them."""
     template: str
     """The chat template's Jinja source."""
-    template_name: str
+    template_name: Said
     bos_id: int | None
     """Set where the tokenizer itself puts one before a text."""
     eos_id: int | None
-    said: tuple[str, ...] = ()
+    said: tuple[Said, ...] = ()
     """What was chosen for the user, a sentence each."""
 
     @cached_property
@@ -91,12 +92,13 @@ class Codec:
         return str(self.backend.decode([int(each) for each in ids], skip_special_tokens=False))
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), ensure_ascii=False), encoding="utf-8")
+        path.write_text(json.dumps(asdict(self), ensure_ascii=False, default=as_json), encoding="utf-8")
 
     @staticmethod
     def load(path: Path) -> Codec:
         values = parse_json(path.read_text(encoding="utf-8"))
-        return Codec(**{**values, "said": tuple(values["said"])})
+        name, said = from_json(values["template_name"]), tuple(map(from_json, values["said"]))
+        return Codec(**{**values, "template_name": name, "said": said})
 
 
 def _tokens_of(made: Any, text: str, first: int, last: int) -> tuple[int, int]:
@@ -116,10 +118,7 @@ def codec_of(tokenizer: Any, template: str | None) -> Codec:
     """What a build needs of a transformers tokenizer. `template`: a name, a file, or None for the tokenizer's own."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ConfigError(
-            f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no fast version: "
-            "name one that has a tokenizer.json"
-        )
+        raise ConfigError(Message("data.not-fast", tokenizer=tokenizer.name_or_path or type(tokenizer).__name__))
     special = {name: str(value) for name in SPECIAL if (value := getattr(tokenizer, name, None)) is not None}
     # Some tokenizers have several templates by name; `default` is for plain chat.
     own = tokenizer.chat_template
@@ -141,16 +140,13 @@ def load_tokenizer(source: str | None, vocab_size: int, *, trust_remote_code: bo
     """A fast tokenizer whose tokens the model knows. `source`: a folder or a name; None: the shipped byte-level one."""
     if source is None:
         tokenizer = byte_tokenizer()
-        name = "the shipped byte-level tokenizer"
+        name = Message("data.byte-tokenizer")
     else:
         tokenizer = _from_source(source, trust_remote_code)
-        name = f"the tokenizer of {source}"
+        name = Message("data.tokenizer-of", source=source)
     largest = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if largest > vocab_size:
-        raise ConfigError(
-            f"{name} has {largest} tokens but the model's vocabulary only {vocab_size}: "
-            "name the model's own with --tokenizer, or give the model a larger vocab_size"
-        )
+        raise ConfigError(Message("data.vocabulary-too-small", tokenizer=name, tokens=largest, vocab_size=vocab_size))
     return tokenizer
 
 
@@ -169,9 +165,9 @@ def _from_source(source: str, trust_remote_code: bool) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise ModelError(f"no tokenizer could be loaded from {source}: {reason}; name one with --tokenizer") from None
+        raise ModelError(Message("data.no-tokenizer", source=source, why=reason)) from None
     if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(f"the tokenizer of {source} has no fast version: name one that has a tokenizer.json")
+        raise ConfigError(Message("data.tokenizer-not-fast", source=source))
     return tokenizer
 
 

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from tightfit.messages import Message
 from tightfit.train.data.cache import (
     MANIFEST,
     Store,
@@ -114,9 +115,7 @@ def build_view(want: Wanted, cache: Path) -> None:
                     )
                 left += int(np.count_nonzero(side == NEITHER))
         if not train.rows:
-            raise ConfigError(
-                f"evaluation.split {want.spec.evaluation_split} leaves nothing to train on: make it smaller"
-            )
+            raise ConfigError(Message("data.nothing-left-to-train", split=want.spec.evaluation_split))
         write_manifest(staging, {"train": train.counts(), "held": held.counts(), "left_out": left})
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from tightfit.messages import Message
 from tightfit.train.build import DTYPES
 from tightfit.train.engines.states import Counters, Shapes, State
 from tightfit.types import TightfitError
@@ -31,9 +32,7 @@ class ScaleExhausted(Diverged):
     kind = "loss-scale"
 
 
-AGAINST_OVERFLOWS = (
-    "use precision bf16 or fp32, lower the learning rate, or give a new model a smaller initializer_range"
-)
+AGAINST_OVERFLOWS = Message("engine.against-overflows")
 """What helps where no loss scale does."""
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.mamba.install import whole_mixers
+from tightfit.messages import Message
 from tightfit.train import optimizers
 from tightfit.train.engines import AGAINST_OVERFLOWS, HeldHere, ScaleExhausted, Stepped, precisions
 from tightfit.train.engines.deepspeed_states import (
@@ -79,8 +80,7 @@ class DeepSpeed:
         groups = optimizers.groups(model, weight_decay)
         if self.stage and "8bit" in self._levers.optimizer:
             raise ConfigError(
-                f"under {self._levers.engine} the states of optimizer {self._levers.optimizer} belong to no parameter "
-                "alone, so no checkpoint can hold them: plan again, with --engine fsdp2 or --optimizer adamw"
+                Message("engine.states-of-no-parameter", engine=self._levers.engine, optimizer=self._levers.optimizer)
             )
         kind, offloaded = self._levers.optimizer, self._levers.offload_optimizer != "none"
         if kind == "adamw" and offloaded:
@@ -115,9 +115,7 @@ class DeepSpeed:
         except Exception as error:
             if "loss scale already at minimum" not in str(error):
                 raise
-            raise ScaleExhausted(
-                f"gradients overflow at the smallest loss scale, so the scale is not why: {AGAINST_OVERFLOWS}"
-            ) from None
+            raise ScaleExhausted(Message("engine.smallest-scale", advice=AGAINST_OVERFLOWS)) from None
         norm = self._engine.get_global_grad_norm()
         scale = self._engine.optimizer.loss_scale if self._levers.precision == "fp16" else None
         return Stepped(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from tightfit.messages import Message
 from tightfit.train import optimizers
 from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
@@ -60,7 +61,7 @@ class Fsdp2:
         self.model, self._levers, self._place, self._clip = model, levers, place, training.clip
         self._loss = WindowLoss(model, levers.loss)
         if levers.optimizer == "adafactor":
-            raise ConfigError("optimizer adafactor cannot work on FSDP2's shards: use a ZeRO engine, or adamw")
+            raise ConfigError(Message("engine.adafactor-fsdp2"))
         self._trainable = [param for param in model.parameters() if param.requires_grad]
         self._optimizer = optimizers.make_optimizer(
             levers.optimizer, optimizers.groups(model, training.weight_decay), fused=True
