@@ -196,12 +196,7 @@ class Loop:
         """A loss that is no number will not become one again; under fp16 an overflow of the loss is only skipped."""
         if stepped.skipped and stepped.loss_scale is not None and stepped.loss_scale < SMALLEST_SCALE:
             raise ScaleExhausted(
-                Message(
-                    "train.scale-exhausted",
-                    step=step + 1,
-                    scale=stepped.loss_scale,
-                    advice=AGAINST_OVERFLOWS,
-                )
+                Message("train.scale-exhausted", step=step + 1, scale=stepped.loss_scale, advice=AGAINST_OVERFLOWS)
             )
         if math.isfinite(loss) or (stepped.skipped and stepped.loss_scale is not None):
             if stepped.grad_norm is None or math.isfinite(stepped.grad_norm) or stepped.skipped:
