@@ -48,7 +48,7 @@ def test_a_training_from_end_to_end(tmp_path: Path) -> None:
     assert not (tmp_path / "output/lock").exists()
     proofs = [json.loads(line) for line in (tmp_path / "output/events.jsonl").read_text().splitlines()]
     assert all(event["ok"] for event in proofs if event["event"] == "proof")
-    assert any("started by tightfit" in event["text"] for event in proofs if event["event"] == "proof")
+    assert any(event["text"].get("launcher") == "tightfit" for event in proofs if event["event"] == "proof")
 
 
 def test_bad_data_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from warm import Rank, run_workers
 from tightfit.formats.render import render
 from tightfit.formats.target import Target
 from tightfit.job.file import job_from_flags
+from tightfit.messages import from_json
 from tightfit.planner import plan
 from tightfit.types import Gpu, Hardware
 
@@ -113,8 +114,19 @@ def run_ranks(
 
 def read_run(run: Path, codes: list[int], said: list[Path]) -> Ran:
     log = run / "events.jsonl"
-    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    events = [in_words(json.loads(line)) for line in log.read_text().splitlines()] if log.exists() else []
     return Ran(run, codes, events, [path.read_text() for path in said])
+
+
+def in_words(event: dict[str, Any]) -> dict[str, Any]:
+    """Messages of an event as a reader of English sees them."""
+
+    def told(value: object) -> object:
+        if isinstance(value, list):
+            return [told(each) for each in value]
+        return str(from_json(value)) if isinstance(value, dict) and "message" in value else value
+
+    return {name: told(value) for name, value in event.items()}
 
 
 def start_ranks(

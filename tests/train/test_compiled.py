@@ -11,21 +11,22 @@ from pathlib import Path
 import pytest
 
 import patience
+from tightfit.messages import Message
 from tightfit.train.compiled import extensions_folder, report_meanwhile
 
 
 def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.train.compiled.LOOK_S", 0.01)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    said: list[str] = []
+    said: list[Message] = []
 
     def until(text: str) -> None:
         end = patience.now() + 20
-        while said[-1] != text:
+        while str(said[-1]) != text:
             assert patience.now() < end, said
             time.sleep(0.01)
 
-    with report_meanwhile("starting DeepSpeed", said.append):
+    with report_meanwhile(Message("train.starting-deepspeed"), said.append):
         for part, usual in (("cpu_adam", "1 to 2 min"), ("odd", "a few min")):
             lock = tmp_path / part / "lock"
             lock.parent.mkdir()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from forking import Forked, Server, checkpoints_of, contents, small_plan
 from plain import write_examples
-from running import edit
+from running import edit, in_words
 
 from tightfit.runs.checkpoints import MANIFEST, Torn, read_manifest
 from tightfit.train.events import EVENTS, Events
@@ -81,7 +81,7 @@ def chosen(run: Path, wanted: str = "auto") -> tuple[FoundCheckpoint | None, lis
         found = choose(run, wanted, ALONE, events)
     finally:
         events.close()
-    told = [json.loads(line) for line in (run / EVENTS).read_text().splitlines()]
+    told = [in_words(json.loads(line)) for line in (run / EVENTS).read_text().splitlines()]
     return found, [each for each in told if each["event"] == "passed_over"]
 
 

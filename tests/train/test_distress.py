@@ -70,7 +70,7 @@ def caused(error: Exception) -> Exception:
 )
 def test_errors_have_their_kind_code_and_sentence(error: Exception, kind: str, code: int, text: str) -> None:
     found, words = last_words(error, 0, "prepare", 0)
-    assert (found, words.kind, words.text, words.phase, words.step) == (code, kind, text, None, None)
+    assert (found, words.kind, str(words.text), words.phase, words.step) == (code, kind, text, None, None)
 
 
 @pytest.mark.parametrize(

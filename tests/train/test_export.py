@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from small_adapters import adapter_of, base_of, loaded, merged_by_peft
 
+from tightfit.messages import Message
 from tightfit.train.export import export
 from tightfit.train.export_source import Spec
 from tightfit.types import UserError
@@ -24,11 +25,11 @@ Config = dict[str, Any]
 
 def merge(adapter: Path, to: Path, **more: Any) -> tuple[str, ...]:
     """Export, and what was said of it."""
-    said: list[tuple[str, int, int]] = []
+    said: list[tuple[Message, int, int]] = []
     done = export(Spec(source=str(adapter), to=str(to), **more), lambda *event: said.append(event))
     assert said[-1][1] == said[-1][2] > 0
     assert done.bytes == (to / "model.safetensors").stat().st_size
-    return done.notes
+    return tuple(map(str, done.notes))
 
 
 def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

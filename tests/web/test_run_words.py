@@ -137,7 +137,7 @@ def test_all_events_that_have_a_line_are_tried() -> None:
 
 
 def test_what_is_compiled_is_told() -> None:
-    assert untold(str(Compiling(part, 0.0)) for part in (*USUALLY, "odd")) == []
+    assert untold(str(Compiling(part, 0.0).message) for part in (*USUALLY, "odd")) == []
 
 
 def test_what_is_proved_at_the_start_is_told() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tightfit.messages import Message
 from tightfit.train.data.chat import STAND_IN, ChatTemplate, Turn
 from tightfit.train.data.encode import encoder_of
 from tightfit.train.data.templates import CHATML, GEMMA, TEMPLATES
@@ -142,14 +143,14 @@ def test_a_template_that_is_no_jinja_is_one_sentence(tmp_path: Path, bytes_token
 
 
 def test_templates_by_name(bytes_tokenizer: Any, words_tokenizer: Any, tmp_path: Path) -> None:
-    assert codec_of(bytes_tokenizer, None).template_name == "the tokenizer's own"
+    assert codec_of(bytes_tokenizer, None).template_name == Message("data.own-template")
     assert codec_of(bytes_tokenizer, "Gemma3").template == GEMMA
     mine = tmp_path / "mine.jinja"
     mine.write_text(BARE_CHATML, encoding="utf-8")
     assert codec_of(bytes_tokenizer, str(mine)).template == BARE_CHATML
     bare = codec_of(words_tokenizer, None)
     assert bare.template_name == "plain"
-    assert bare.said == ("The tokenizer has no chat template: chats are laid out by the 'plain' one.",)
+    assert bare.said == (Message("data.fallback-template", fallback="plain"),)
     with pytest.raises(ConfigError, match="there is no chat template 'chatlm': did you mean chatml"):
         codec_of(bytes_tokenizer, "chatlm")
     with pytest.raises(ConfigError, match=r"there is no chat template no/such\.jinja"):
