@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from small_models import FAMILIES, config_of, on_meta, real
 
+from tightfit.messages import Message
 from tightfit.train.sources import Safetensors, open_weights
 from tightfit.train.sources_names import map_names
 from tightfit.types import ModelError
@@ -131,7 +132,7 @@ def test_a_form_that_only_transformers_knows_is_converted_once(tmp_path: Path, m
             folder, on_meta(config_of("llama")), tmp_path / "cache", progress=lambda what, *_: said.append(what)
         )
         assert_same(source, model)
-    assert said == ["converting turned"] * 2  # its beginning and its end, once
+    assert said == [Message("train.converting", name="turned")] * 2  # its beginning and its end, once
 
 
 def test_names_are_mapped_without_reading_weights() -> None:

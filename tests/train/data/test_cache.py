@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tightfit.messages import Message
 from tightfit.train.data import DataSpec, Split, open_samples
 from tightfit.train.data.cache import stage
 from tightfit.train.data.sources import SHIPPED
@@ -59,8 +60,8 @@ def test_the_second_start_reads_no_data(built: Built, bytes_tokenizer: Any, tmp_
     spec = DataSpec(path=str(path), sequence=64)
     told: list[Any] = []
     first = built(spec, bytes_tokenizer, told)
-    assert told[0] == (0, 1000, "tokenising")
-    assert told[-1] == (1000, 1000, "tokenising")
+    assert told[0] == (0, 1000, Message("data.tokenising"))
+    assert told[-1] == (1000, 1000, Message("data.tokenising"))
     told.clear()
     again = built(spec, bytes_tokenizer, told)
     assert told == []

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tightfit.messages import Message
 from tightfit.train.data import DataSpec, Samples, Split, describe
 from tightfit.train.data.samples import IGNORED
 from tightfit.train.data.sources import SourceFile, array_items, trees_in
@@ -284,4 +285,4 @@ def test_lists_longer_than_the_buffer_come_item_by_item(tmp_path: Path) -> None:
     items = [{"text": "x" * (3_000_000 if at == 2 else 10)} for at in range(6)] + [7, "]", [1, {"a": "[,]"}]]
     path.write_text(json.dumps(items, indent=1), encoding="utf-8")
     assert list(array_items(path)) == items
-    assert [name for name, _ in trees_in(SourceFile(path=path, kind="array"))][-1] == "example 9"
+    assert [name for name, _ in trees_in(SourceFile(path=path, kind="array"))][-1] == Message("data.example", number=9)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tightfit.messages import Message
 from tightfit.train.data import DataSpec, Samples, Split, describe, explain
 from tightfit.train.data.cache import identify, open_store
 from tightfit.train.data.recipe import read_recipe, resolve
@@ -235,7 +236,7 @@ def test_real_persona_chat_with_its_notice(built: Built, bytes_tokenizer: Any, t
     assert records[0]["fields"]["profile"] == ["私はBBです。", "猫が好きです。"]
     assert records[0]["fields"]["traits"] == ["openness: high"]
     assert records[4]["fields"]["history"] == ["発話1-0", "発話1-2", "発話1-4"]
-    assert any("forbid imitating its speakers" in sentence for sentence in explain(spec, bytes_tokenizer))
+    assert Message("data.persona-licence") in explain(spec, bytes_tokenizer)
     assert not explain(PERSONA, bytes_tokenizer)
 
 
