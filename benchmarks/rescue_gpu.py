@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli import train_flags as cli_train_flags
+from tightfit.desk.calibration import Calibrations
 from tightfit.desk.plan_files import startable_of
 from tightfit.desk.plan_request import PlanInput, resolve_request
 from tightfit.desk.request import read_request
@@ -40,7 +41,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, step_down
 from tightfit.priced import strategy_name
 from tightfit.runs.attempts import read_attempts
-from tightfit.runs.calibration import Calibrations, learned_from_failure
+from tightfit.runs.calibration import learned_from_failure
 from tightfit.types import Checkpointing, Engine, Levers, Phase, PhaseName
 
 GIB = 2**30

@@ -111,6 +111,17 @@ def test_imports_go_one_way() -> None:
     assert not wrong, "a room imports one that stands below it in ORDER"
 
 
+def test_few_rooms_stand_on_one_another() -> None:
+    """Whoever changes a room has to know those below it: the longest chain of them is what there is to learn."""
+    below: dict[str, set[str]] = {room: set() for room in ORDER}
+    for path, name in our_imports():
+        below[room_of(path)].add(room_of_name(name))
+    floors: dict[str, int] = {}
+    for room in ORDER:
+        floors[room] = 1 + max((floors[other] for other in below[room] - {room}), default=0)
+    assert max(floors.values()) <= 10, floors
+
+
 def test_no_module_imports_itself_by_a_detour() -> None:
     """`import_module` of a name that is computed shows nowhere; everything else does, inside functions too."""
     modules = {

@@ -18,11 +18,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, TypeVar
-
-from tightfit.messages import Message, Said
+from typing import Any, Literal, Protocol, TypeVar
 
 # --- errors -------------------------------------------------------------------------------------
+
+
+class MessageLike(Protocol):
+    """What `messages/` makes, of which nothing is imported here."""
+
+    @property
+    def id(self) -> str: ...
 
 
 class TightfitError(Exception):
@@ -32,10 +37,11 @@ class TightfitError(Exception):
 class UserError(TightfitError):
     """The input is wrong. The message is one sentence and names the fix."""
 
-    def __init__(self, said: Message | str, *, at: str = "") -> None:
+    def __init__(self, said: MessageLike | str, *, at: str = "") -> None:
         """`at`: the key of a file that is wrong, with the block that it stands in; empty: it is about no single one."""
         super().__init__(said)
-        self.said, self.at = said, at
+        self.said: Any = said
+        self.at = at
 
 
 class ModelError(UserError):
@@ -274,7 +280,7 @@ class Hardware:
     host_ram_bytes: int | None = None
     """A node's RAM; None: unknown."""
     nvme_bytes: int | None = None
-    because: tuple[Said, ...] = ()
+    because: tuple[Any, ...] = ()
 
     @property
     def world(self) -> int:
@@ -660,7 +666,7 @@ class Footprint:
     gpu: GpuFootprint
     host: HostFootprint
     trainable_parameters: int
-    because: tuple[Said, ...] = field(default=())
+    because: tuple[Any, ...] = ()
 
 
 # --- the pace -----------------------------------------------------------------------------------
@@ -688,5 +694,5 @@ class Pace:
     """Of all GPUs together."""
     causes: Mapping[Cause, float]
     """Seconds of a step by cause. What overlaps is counted once, so they add up to `step_s`."""
-    because: tuple[Said, ...] = ()
+    because: tuple[Any, ...] = ()
     """What had to be assumed."""

@@ -15,7 +15,7 @@ from tightfit.cli import train_report as cli_train_report
 from tightfit.cli.train_again import Manner, TrainCourse
 from tightfit.cli.train_machine import Nodes
 from tightfit.cli.train_request import Ready, rendered
-from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.calibration import FILE, Calibrations, calibration_of
 from tightfit.desk.request import Request, read_request
 from tightfit.diagnose.verdict import OomNumbers, Verdict
 from tightfit.formats.target import Target
@@ -27,7 +27,6 @@ from tightfit.planner import plan_within
 from tightfit.planner.calibration import Calibration, Entry, data_mark
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.step_down import Shortfall
-from tightfit.runs.calibration import FILE, Calibrations
 from tightfit.runs.events import MemoryMark
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.own import Changed

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 
 HERE = Path(__file__).parent
 FIXTURES, CAPTURED = HERE / "fixtures", HERE / "captured"

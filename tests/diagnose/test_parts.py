@@ -17,8 +17,8 @@ from tightfit.diagnose.lines import message_of, moment_of
 from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import GIB, MIB, read_oom
 from tightfit.diagnose.reading import PIECE_BYTES, is_binary, pieces
-from tightfit.diagnose.settings import known_from_file
-from tightfit.formats.known import KnownConfig
+from tightfit.formats.settings import known_from_file
+from tightfit.job.known import KnownConfig
 
 SAID = "RuntimeError: no such thing"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tightfit
-from tightfit.diagnose.predicted import planned_footprint
+from tightfit.formats.worker.footprint import planned_footprint
 from tightfit.model.load import find_config
 
 

@@ -16,7 +16,7 @@ from tightfit.diagnose.judge import judge
 from tightfit.diagnose.lines import message_of, prefix_of
 from tightfit.diagnose.verdict import Verdict
 from tightfit.diagnose.wrapped import unwrapped
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 
 TRACEBACK = """Traceback (most recent call last):
   File "/job/train.py", line 88, in <module>

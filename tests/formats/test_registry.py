@@ -15,7 +15,7 @@ import tightfit
 
 DIALECT = """
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 from tightfit.formats.rules import KEY_TWICE, NOT_FINITE, rules
 
 
@@ -101,7 +101,7 @@ def test_lint_has_it_in_its_help(package: Path, tmp_path: Path) -> None:
 
 def test_diagnose_reads_what_its_file_says(package: Path, config: Path) -> None:
     script = (
-        "from pathlib import Path; from tightfit.diagnose.settings import known_from_file; "
+        "from pathlib import Path; from tightfit.formats.settings import known_from_file; "
         f"known = known_from_file(Path({str(config)!r})); print(known.trainer, known.micro_batch)"
     )
     environment = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rows import levers_of, shape_of
 
+from tightfit.desk.calibration import FILE, MOST_ENTRIES, Calibrations
 from tightfit.formats.worker.write import _milestones, worker_json
 from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job
@@ -33,7 +34,7 @@ from tightfit.planner.calibration import (
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import Shortfall
 from tightfit.planner.way_up import room_above, unused_share
-from tightfit.runs.calibration import FILE, MOST_ENTRIES, Calibrations, learned, learned_from_failure
+from tightfit.runs.calibration import learned, learned_from_failure
 from tightfit.runs.events import Event, MemoryMark, event_of
 from tightfit.runs.worker_file import worker_file
 
@@ -410,7 +411,7 @@ ADD = """
 import sys
 from pathlib import Path
 from tightfit.planner.calibration import Entry, Measured, Training, WayMark
-from tightfit.runs.calibration import Calibrations
+from tightfit.desk.calibration import Calibrations
 folder, number = Path(sys.argv[1]), sys.argv[2]
 for turn in range(10):
     entry = Entry(

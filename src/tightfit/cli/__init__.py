@@ -144,7 +144,7 @@ def _version() -> str:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    from tightfit import __version__
+    from tightfit.inputs.versions import find_installed
 
     found = [f"Python {platform.python_version()}"]
     for name in ("torch", "deepspeed", "transformers", "accelerate", "peft", "bitsandbytes", "triton"):
@@ -152,7 +152,7 @@ def _version() -> str:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return f"tightfit {__version__}\n{', '.join(found)}"
+    return f"tightfit {find_installed('tightfit') or 'that is not installed'}\n{', '.join(found)}"
 
 
 def _help() -> str:

@@ -25,17 +25,17 @@ from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.predicted import (
     Prediction,
-    planned_footprint,
     predict_failure,
     predict_training,
     predict_verdict,
 )
 from tightfit.diagnose.reading import is_binary
-from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import fixes_of
-from tightfit.formats.known import KnownConfig
+from tightfit.formats.settings import known_from_file
+from tightfit.formats.worker.footprint import planned_footprint
 from tightfit.inputs.spelling import nearest
+from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, text
 from tightfit.owned import name_errors
 from tightfit.runs.watching import damaged

@@ -13,8 +13,8 @@ from typing import Any
 from tightfit.desk.estimate import estimated
 from tightfit.desk.request import read_request
 from tightfit.formats.document import read_document
-from tightfit.formats.known import KnownConfig
 from tightfit.formats.recognise import recognise
+from tightfit.job.known import KnownConfig
 from tightfit.model.presets import PRESETS, checkpoint_named
 from tightfit.priced import Priced
 from tightfit.types import ConfigError, UserError

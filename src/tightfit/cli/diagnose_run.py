@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
-from tightfit.diagnose.predicted import planned_footprint
-from tightfit.formats.known import KnownConfig
+from tightfit.formats.worker.footprint import planned_footprint
 from tightfit.inputs.records import find_record
+from tightfit.job.known import KnownConfig
 from tightfit.messages import say
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths
 from tightfit.runs.cause import known_config

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tightfit.cli.train_pins import check_weights, with_a_scan_that_runs
 from tightfit.cli.train_request import HOW_FAR, answer_of
-from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan_files import startable_of, way_out
 from tightfit.desk.plan_request import PlanInput, resolve_request
 from tightfit.desk.request import read_request

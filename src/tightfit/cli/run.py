@@ -20,6 +20,7 @@ from tightfit.cli.flags import CHANGE, Parser, whole_number
 from tightfit.cli.run_plan import Known, Planner, RunSetting, UserSaid, file_of, prediction
 from tightfit.cli.run_wait import wait_for_gpus
 from tightfit.cli.train_flags import hang_timeout_s
+from tightfit.desk.calibration import Calibrations
 from tightfit.diagnose.verdict import Verdict
 from tightfit.inputs.flags import LEVERS, meant
 from tightfit.inputs.surroundings import cache_folder, inherited
@@ -27,7 +28,6 @@ from tightfit.job import Allowance
 from tightfit.messages import Message, text
 from tightfit.planner.calibration import Entry
 from tightfit.runs.build_lock import left_locks, told
-from tightfit.runs.calibration import Calibrations
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.external.command import NAMES, recognise
 from tightfit.runs.external.config import ExternalTraining, read_training

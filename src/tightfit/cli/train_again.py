@@ -10,7 +10,7 @@ from tightfit.cli.train_machine import Busy, check_free, reservations, wait_whil
 from tightfit.cli.train_report import learn
 from tightfit.cli.train_request import Ready, rendered, target_of_run
 from tightfit.cli.train_written import written_plan
-from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.calibration import Calibrations, calibration_of
 from tightfit.desk.plan_files import startable_of
 from tightfit.desk.request import Request
 from tightfit.diagnose.verdict import Verdict
@@ -25,7 +25,7 @@ from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
 from tightfit.priced import strategy_name
-from tightfit.runs.calibration import Calibrations, learned_from_failure
+from tightfit.runs.calibration import learned_from_failure
 from tightfit.runs.cause import known_config
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.launch import RankStart

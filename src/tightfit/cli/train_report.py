@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from tightfit.cli.train_request import Ready
+from tightfit.desk.calibration import Calibrations
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.way_up import room_above
-from tightfit.runs.calibration import Calibrations, learned
+from tightfit.runs.calibration import learned
 from tightfit.runs.events import Checkpointed, Resumed
 from tightfit.runs.run import Outcome
 from tightfit.runs.tally import Tally

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tightfit.cli.train_flags import TrainOptions
 from tightfit.cli.train_machine import Machine, Nodes, machine_for, nodes_of
 from tightfit.cli.train_pins import check_weights, pinned_by_deepspeed, with_a_scan_that_runs, with_whole_folder
-from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out
 from tightfit.desk.plan_request import PlanInput, resolve_request
 from tightfit.desk.request import Request

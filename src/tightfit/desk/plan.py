@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan_files import (
     Answer,
     Startable,

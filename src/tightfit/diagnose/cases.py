@@ -17,7 +17,7 @@ from tightfit.diagnose.phases import phase_of
 from tightfit.diagnose.said import is_raised
 from tightfit.diagnose.scan import Finding, Scan
 from tightfit.diagnose.tracebacks import HEADER
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 
 _MOST_LETTERS = 160
 _LINES_ON = 3

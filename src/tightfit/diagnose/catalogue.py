@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
@@ -17,11 +18,13 @@ import yaml
 from tightfit.diagnose.doing import Doing
 from tightfit.diagnose.gate import Mark, alternatives, marks_of
 from tightfit.diagnose.verdict import Confidence, Kind
-from tightfit.formats.known import KnownConfig
-from tightfit.formats.registry import FOLDERS
 from tightfit.inputs.spelling import listed, nearest
+from tightfit.job.known import KnownConfig
 from tightfit.messages import OPTIONAL, SYMPTOM, Message
 from tightfit.messages.symptoms import LOADER, SHARED, one_line, read_files
+
+_DIALECTS = tuple(sorted(path.parent.name for path in Path(__file__).parents[1].glob("formats/*/dialect.py")))
+"""The programs whose keys a remedy may set."""
 
 Role = Literal["fault", "state", "ending", "echo", "trailing", "note"]
 """fault: the process could not go on; state: it goes on and is worthless; ending: how a process ended, which says
@@ -366,7 +369,7 @@ class _Entry:
         self._check_keys(values, _REMEDY_KEYS)
         sets = values.get("sets") or {}
         for trainer in sets:
-            self._choice("sets", trainer, (*FOLDERS, "axolotl"))
+            self._choice("sets", trainer, (*_DIALECTS, "axolotl"))
         return Remedy(
             text=self._sentence(values, "text", name),
             command=values.get("command"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 from tightfit.messages import Said
 
 

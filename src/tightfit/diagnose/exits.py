@@ -10,7 +10,7 @@ from tightfit.diagnose.evidence import RankExit
 from tightfit.diagnose.fitting import Around, refined
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.scan import Scan
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said
 
 _SHELL = 128

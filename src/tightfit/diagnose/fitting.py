@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tightfit.diagnose.catalogue import Catalogue, OomShape, Symptom
 from tightfit.diagnose.doing import Doing
 from tightfit.diagnose.scan import Finding
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

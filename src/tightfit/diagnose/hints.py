@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tightfit.formats.known import KnownConfig, completed
+from tightfit.job.known import KnownConfig, completed
 
 _DEVICE = rb"['\"]?\s*[:=]\s*\{?\s*['\"]?device['\"]?\s*[:=]\s*['\"]?(cpu|nvme)"
 _HYGON = (b"dtk", b"dcu", b"hygon", b"gfx")

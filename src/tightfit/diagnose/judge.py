@@ -18,7 +18,7 @@ from tightfit.diagnose.ordering import KERNEL, Case, in_order
 from tightfit.diagnose.scan import scan
 from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import verdict_of
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 
 __all__ = ["Evidence", "KnownConfig", "LogSource", "RankExit", "judge", "known_symptom"]
 

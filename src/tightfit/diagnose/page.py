@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tightfit.diagnose.catalogue import Catalogue, Role, Symptom
 from tightfit.diagnose.verdict import Confidence, Kind
 from tightfit.diagnose.wording import fixes_of
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 from tightfit.messages import Language, Listing, Message, Said, say
 
 TITLES: dict[Kind, Message] = {

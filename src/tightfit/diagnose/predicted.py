@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.diagnose.wording import fixes_of
-from tightfit.formats.known import KnownConfig
-from tightfit.formats.worker.read import find_worker
-from tightfit.inputs.flags import levers_as_written
-from tightfit.memory import estimate
+from tightfit.job.known import KnownConfig
 from tightfit.messages import Listing, Message, Said, texts_of
-from tightfit.model.load import load_model, shape_from_config
 from tightfit.priced import GIB
-from tightfit.types import Footprint, Gpu, Hardware, Phase, PhaseName, UserError
+from tightfit.types import Footprint, Hardware, Phase, PhaseName
 
 _MEMORY = ("device-oom", "fragmentation", "other-process")
 _MOST = 3
@@ -76,20 +71,6 @@ def predict_failure(footprint: Footprint, verdict: Verdict) -> Prediction | None
         required_bytes=footprint.gpu.required_bytes,
         fits=None if oom is None or oom.total is None else footprint.gpu.required_bytes <= oom.total,
     )
-
-
-def planned_footprint(plan: Path) -> Footprint | None:
-    """What the plan of a run of ours takes; None: there is none, or none that can be read."""
-    try:
-        tree = find_worker(plan)
-        model, world = tree["model"], tree["world"]
-        found = model["config"]  # None: it lies beside the weights
-        shape = load_model(model["weights"]) if found is None else shape_from_config(found, str(model["name"]))
-        card = Gpu(name=world["vendor"], vendor=world["vendor"], memory_bytes=world["gpu_memory_bytes"])
-        hardware = Hardware(gpu=card, nodes=world["nodes"], gpus_per_node=world["gpus_per_node"])
-        return estimate(shape, levers_as_written(tree), world["ranks"], hardware)
-    except (ValueError, KeyError, TypeError, AttributeError, UserError):
-        return None
 
 
 def predict_training(footprint: Footprint, hardware: Hardware | None, world: int) -> Prediction:

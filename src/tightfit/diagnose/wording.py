@@ -14,7 +14,7 @@ from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.scan import Finding
 from tightfit.diagnose.verdict import Fix, Line, Verdict
-from tightfit.formats.known import KnownConfig
+from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said
 
 _MOST_LETTERS = 600

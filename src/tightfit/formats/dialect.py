@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tightfit.formats.known import KnownConfig
 from tightfit.formats.rules import Rule
+from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said
 from tightfit.types import Trainer
 

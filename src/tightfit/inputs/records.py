@@ -1,6 +1,6 @@
 """Records: the small JSON files by which our processes speak to each other, and to later starts and versions.
 
-A record is one frozen dataclass. `read_record` is its only reader and `write_record` its only writer: a file is
+A record is one frozen dataclass. `read_record` is its only reader and `record_text` what its writer writes: a file is
 replaced whole, and read only where it is an ordinary file of a sensible size. Every field must have the type that the
 class says; a field that the class does not know, as a newer version may have written, is passed over, and one that has
 a default may be missing. A class with a `SCHEMA` refuses files of another one. Whatever is wrong is an OSError where
@@ -22,7 +22,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from tightfit.inputs.spelling import MOST_TEXT_BYTES, open_regular, shown
 from tightfit.messages import Message, as_json, from_json
-from tightfit.owned import replace_file
 
 T = TypeVar("T")
 
@@ -68,13 +67,8 @@ def find_record(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def write_record(path: Path, record: Any, more: Mapping[str, Any] | None = None, *, sync: bool = False) -> None:
-    """Put it in place whole or not at all. `more`: what else the file says, to people. OSError: all is as it was."""
-    replace_file(path, record_text(record, more).encode(), sync=sync)
-
-
 def record_text(record: Any, more: Mapping[str, Any] | None = None) -> str:
-    """What `write_record` writes."""
+    """What the file of a record holds, for `replace_file` of `owned.py`. `more`: what else it says, to people."""
     schema = {"schema": record.SCHEMA} if hasattr(record, "SCHEMA") else {}
     return json_text({**schema, **asdict(record), **(more or {})})
 

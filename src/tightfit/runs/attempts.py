@@ -18,9 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from tightfit.inputs.records import find_record, write_record
+from tightfit.inputs.records import find_record, record_text
 from tightfit.messages import Said
-from tightfit.owned import NotOurs, open_own
+from tightfit.owned import NotOurs, open_own, replace_file
 from tightfit.runs.events import AttemptBegan, AttemptFailed, attempt_line
 from tightfit.runs.folder import RunFolder
 
@@ -116,7 +116,7 @@ def write_attempt(run: Path, record: AttemptRecord) -> bool:
     path = attempt_path(run, record.number)
     try:
         path.parent.mkdir(exist_ok=True)
-        write_record(path, record)
+        replace_file(path, record_text(record).encode())
     except OSError:
         return False
     return True

@@ -1,29 +1,14 @@
-"""Measured against predicted, kept in the user's cache: what a run has taught, and where it is written down.
-
-A small JSON file, replaced whole. One that is torn, foreign or of another version of tightfit, whose predictions may
-differ, counts for nothing; and a cache that cannot be written keeps nothing. A calibration is worth having and never
-needed. What is done with it stands in `planner/calibration.py`.
-"""
+"""Measured against predicted: what a run has taught. What is done with it stands in `planner/calibration.py`, and where
+it is written down in `desk/calibration.py`."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, ClassVar
 
-from tightfit.inputs.records import as_record, find_json, find_record, write_record
-from tightfit.inputs.surroundings import faults_are_injected
-from tightfit.job import Job
-from tightfit.owned import flock
 from tightfit.planner.calibration import (
     COMPONENT,
-    Calibration,
     Entry,
     Measured,
     data_mark,
@@ -35,96 +20,6 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs.events import Event, MemoryMark, Step
 from tightfit.types import PhaseName
-
-FILE = "calibration.json"
-MOST_ENTRIES = 256
-"""The newest that are kept."""
-
-_DAY = re.compile(r"\d{4}-\d\d-\d\d")
-
-
-class Calibrations:
-    """The file in one folder: `inputs.surroundings.cache_folder()`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
-
-    def read(self, job: Job | None = None) -> Calibration:
-        """All entries that are ours, for planning this job; never raises."""
-        return Calibration(entries=_entries(self._path), data=None if job is None else data_mark(job))
-
-    def add(self, entry: Entry) -> bool:
-        """Write an entry down; False: there is no place to write it to, or it was invented by a fault of the tests."""
-        if faults_are_injected() or (os.path.lexists(self._path) and not _is_ours(self._path)):
-            return False
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._alone():
-                entries = self.read().with_entry(entry).entries[-MOST_ENTRIES:]
-                write_record(self._path, CalibrationFile(tightfit=_version(), entries=entries), sync=True)
-        except OSError:
-            return False
-        return True
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Two runs that end together must not lose each other's lesson."""
-        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            flock(lock)
-            yield
-        finally:
-            os.close(lock)
-
-
-# --- reading ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationFile:
-    SCHEMA: ClassVar[int] = 1
-
-    tightfit: str
-    """The version whose predictions these are held against."""
-    entries: tuple[Any, ...]
-    """Each an `Entry`; one that is none counts for nothing, and the others stay."""
-
-
-def _is_ours(path: Path) -> bool:
-    """A file of that name in somebody's folder stays as it is."""
-    tree = find_json(path)
-    if tree is None:
-        return path.is_file() and not path.is_symlink() and path.stat().st_size == 0
-    return isinstance(tree, dict) and {"schema", "entries"} <= set(tree)
-
-
-def _entries(path: Path) -> tuple[Entry, ...]:
-    kept = find_record(path, CalibrationFile)
-    if kept is None or kept.tightfit != _version():
-        return ()
-    return tuple(entry for tree in kept.entries if (entry := _entry(tree)) is not None)
-
-
-def _entry(tree: object) -> Entry | None:
-    """None: not one of ours."""
-    try:
-        entry = as_record(tree, Entry)
-    except ValueError:
-        return None
-    counts = [entry.sequence]
-    for each in entry.measured:
-        counts += [each.predicted_bytes, each.measured_bytes, each.runs]
-    return entry if min(counts) >= 1 and _DAY.fullmatch(entry.day) else None
-
-
-def _version() -> str:
-    try:
-        return version("tightfit")
-    except PackageNotFoundError:  # run from a folder that was never installed
-        return ""
-
-
-# --- learning -----------------------------------------------------------------------------------
 
 
 def learned(events: Iterable[Event], plan: Plan) -> Entry | None:

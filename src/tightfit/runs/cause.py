@@ -16,8 +16,8 @@ from typing import Any
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Fix, Kind, Line, OomNumbers, Verdict
-from tightfit.formats.known import KnownConfig
 from tightfit.formats.worker.read import WORKER_FILE, find_worker
+from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said
 from tightfit.runs import build_lock
 from tightfit.runs.attempts import Cause

@@ -10,7 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
-from tightfit.inputs.records import as_record, find_json, record_text, write_record
+from tightfit.inputs.records import as_record, find_json, record_text
+from tightfit.owned import replace_file
 from tightfit.runs.processes import began_at, is_alive, this_host
 
 RECORD = "run.json"
@@ -58,7 +59,7 @@ class RunRecord:
         ended = None if state == "running" else now()
         said, path = replace(self, state=state, exit_code=exit_code, ended=ended), run / RECORD
         try:
-            write_record(path, said)
+            replace_file(path, record_text(said).encode())
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not is_full or not _write_over(path, record_text(said).encode()):

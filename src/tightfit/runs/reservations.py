@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.inputs.records import find_record, write_record
-from tightfit.owned import flock
+from tightfit.inputs.records import find_record, record_text
+from tightfit.owned import flock, replace_file
 from tightfit.runs.processes import is_alive, mark_of, this_host
 
 
@@ -95,7 +95,7 @@ class Reservations:
     def add(self, entry: Reservation) -> bool:
         """Write an entry down; False: there is no place to write it to."""
         try:
-            write_record(self._path(entry), entry)
+            replace_file(self._path(entry), record_text(entry).encode())
         except OSError:
             return False
         return True

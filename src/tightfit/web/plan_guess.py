@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import fields, replace
 
-from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan_request import resolve_request
 from tightfit.inputs.flags import LEVERS, check_levers
 from tightfit.pace import pace

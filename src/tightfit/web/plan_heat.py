@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tightfit.desk.calibrated import calibration_of
+from tightfit.desk.calibration import calibration_of
 from tightfit.inputs.flags import MOST_BATCH
 from tightfit.job.file import pinned
 from tightfit.planner import SEQUENCES_A_GPU

@@ -11,10 +11,10 @@ from tightfit.formats.accelerate.launch import accelerate_command
 from tightfit.formats.accelerate.rules import RULES
 from tightfit.formats.accelerate.write import accelerate_notes, accelerate_yaml
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
-from tightfit.formats.known import KnownConfig, block_in, whole, word
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import deepspeed_file_of
+from tightfit.job.known import KnownConfig, block_in, whole, word
 from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 

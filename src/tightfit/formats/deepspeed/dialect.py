@@ -11,8 +11,8 @@ from tightfit.formats.deepspeed.launch import deepspeed_command
 from tightfit.formats.deepspeed.rules import CHECKED
 from tightfit.formats.deepspeed.write import deepspeed_json, deepspeed_notes
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
-from tightfit.formats.known import KnownConfig, block_in, whole, word
 from tightfit.formats.worker.write import DEEPSPEED_FILE, deepspeed_file_of
+from tightfit.job.known import KnownConfig, block_in, whole, word
 from tightfit.messages import Message
 
 

@@ -10,11 +10,11 @@ from tightfit.formats.huggingface.check import DEEPSPEED_AT, check_training_argu
 from tightfit.formats.huggingface.rules import IN_ANY_TRAINER, RULES
 from tightfit.formats.huggingface.trl import is_trls
 from tightfit.formats.huggingface.write import training_args_json, training_args_notes, transformers_wanted
-from tightfit.formats.known import KnownConfig, whole
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
 from tightfit.formats.target import Target
 from tightfit.formats.under import check_fits_under
 from tightfit.formats.worker.write import deepspeed_file_of
+from tightfit.job.known import KnownConfig, whole
 from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
 from tightfit.messages import Message
 from tightfit.planner.plan import Plan

@@ -10,9 +10,9 @@ from typing import Any
 from tightfit.formats.dialect import Dialect
 from tightfit.formats.job.check import check_job
 from tightfit.formats.job.rules import RULES
-from tightfit.formats.known import KnownConfig, block_in, whole, word
 from tightfit.formats.rules import JSON_COMMENTS, KEY_TWICE
 from tightfit.job import Job
+from tightfit.job.known import KnownConfig, block_in, whole, word
 from tightfit.job.training import MARKS, translate
 from tightfit.messages import Message
 from tightfit.types import UserError

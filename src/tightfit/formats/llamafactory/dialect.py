@@ -10,7 +10,6 @@ from tightfit.formats.dialect import Dialect, Launcher, PlanFile
 from tightfit.formats.huggingface.check import DEEPSPEED_AT
 from tightfit.formats.huggingface.dialect import known as known_arguments
 from tightfit.formats.huggingface.rules import IN_ANY_TRAINER
-from tightfit.formats.known import KnownConfig, word
 from tightfit.formats.llamafactory.check import check_llamafactory
 from tightfit.formats.llamafactory.keys import KNOWN
 from tightfit.formats.llamafactory.launch import llamafactory_command, llamafactory_variables
@@ -26,6 +25,7 @@ from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
 from tightfit.formats.target import Target
 from tightfit.formats.under import check_fits_under
 from tightfit.formats.worker.write import deepspeed_file_of
+from tightfit.job.known import KnownConfig, word
 from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 

@@ -21,8 +21,8 @@ from tightfit.formats.accelerate.dialect import known as known_accelerate
 from tightfit.formats.beside import beside, json_with, write_beside, yaml_text_with, yaml_tree_with
 from tightfit.formats.deepspeed.dialect import known as known_deepspeed
 from tightfit.formats.document import Document, read_document
-from tightfit.formats.known import block_in, whole
 from tightfit.inputs.spelling import as_number
+from tightfit.job.known import block_in, whole
 from tightfit.job.training_arguments import TRAINING_ARGUMENTS
 from tightfit.runs.external.command import (
     CONFIG,

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tightfit.inputs.records import find_record, write_record
+from tightfit.inputs.records import find_record, record_text
+from tightfit.owned import replace_file
 from tightfit.runs.attempts import ATTEMPTS
 from tightfit.runs.folder import set_aside
 from tightfit.runs.lock import FolderLock, InUse
@@ -44,7 +45,8 @@ class ExternalRecord(RunRecord):
         """Whole or not at all. `more`: what was predicted and found."""
         ended = None if state == "running" else now()
         with suppress(OSError):  # a full disk costs the record and never the run
-            write_record(folder / RECORD, replace(self, state=state, exit_code=exit_code, ended=ended), more)
+            ended_now = replace(self, state=state, exit_code=exit_code, ended=ended)
+            replace_file(folder / RECORD, record_text(ended_now, more).encode())
 
 
 def begin_record(command: Sequence[str], mark: str) -> ExternalRecord:

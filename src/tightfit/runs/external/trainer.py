@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
-from tightfit.diagnose.settings import known_from_file
 from tightfit.diagnose.verdict import Line, Verdict
-from tightfit.formats.known import KnownConfig, completed
+from tightfit.formats.settings import known_from_file
 from tightfit.inputs.surroundings import inherited
+from tightfit.job.known import KnownConfig, completed
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.formats.document import read_document
-from tightfit.formats.known import KnownConfig, completed
 from tightfit.formats.recognise import recognise
 from tightfit.formats.registry import kinds
+from tightfit.job.known import KnownConfig, completed
 from tightfit.types import UserError
 
 
