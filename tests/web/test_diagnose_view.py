@@ -87,9 +87,9 @@ def test_a_form_without_a_script_gets_a_page(tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (b" \n\t\n", "is empty"),
-        (b"\x7fELF" + bytes(range(256)), "no text"),
-        (b"\x1f\x8b\x08\x00abc", "no text"),
-        (bytes(5000), "no text"),
+        (b"\x7fELF" + bytes(range(256)), "not text"),
+        (b"\x1f\x8b\x08\x00abc", "not text"),
+        (bytes(5000), "not text"),
     ],
 )
 def test_what_is_no_log_is_answered_with_a_sentence(data: bytes, said: str, tmp_path: Path) -> None:

@@ -107,8 +107,8 @@ def test_the_largest_preset_that_fits(visitor: Any) -> None:
 @pytest.mark.parametrize(
     ("query", "said"),
     [
-        (f"{QUERY}&max=colour", "--max knows no"),
-        (f"{QUERY}", "--max knows no"),
+        (f"{QUERY}&max=colour", "unknown --max"),
+        (f"{QUERY}", "unknown --max"),
         ("model=7b_mamba&gpus=1&card=2GB&host-ram=4GB&max=seq", "not even the smallest fits"),
         (f"{QUERY}&seq=abc&max=micro-batch", "whole number"),
     ],

@@ -119,7 +119,7 @@ def _tier_report(tiered: Tiered) -> dict[str, Any]:
         plain["because"] = [*plain["because"], *tiered.because]
     return plain | {
         "tier": tiered.tier.name,
-        "about": tiered.tier.about,
+        "about": str(tiered.tier.about),
         "costs": list(tiered.costs),
         "problem": tiered.problem or None,
     }

@@ -12,6 +12,7 @@ from typing import Any
 from tightfit.job import Job
 from tightfit.job import Tier as TierName
 from tightfit.memory.optimizers import EIGHT_BIT
+from tightfit.messages import Message
 from tightfit.planner.candidates import BY_PARAMETER, FRUGAL, has_fsdp2
 from tightfit.priced import GIB
 from tightfit.types import ConfigError, Hardware, Precision
@@ -22,7 +23,7 @@ class Tier:
     """What a name stands for."""
 
     name: TierName
-    about: str
+    about: Message
     engine: str
     offload_optimizer: str = "none"
     offload_param: str = "none"
@@ -58,7 +59,7 @@ TIERS: dict[str, Tier] = {
     for tier in (
         Tier(
             name="deepspeed",
-            about="ZeRO-2, for cards of more than 12 GB",
+            about=Message("plan.tier-deepspeed"),
             engine="zero2",
             micro_batch=4,
             accumulation=4,
@@ -66,7 +67,7 @@ TIERS: dict[str, Tier] = {
         ),
         Tier(
             name="stage2_offload",
-            about="ZeRO-2 with the optimizer on the host, for 6 to 12 GB",
+            about=Message("plan.tier-stage2-offload"),
             engine="zero2",
             offload_optimizer="cpu",
             micro_batch=3,
@@ -75,7 +76,7 @@ TIERS: dict[str, Tier] = {
         ),
         Tier(
             name="stage3",
-            about="ZeRO-3, for 4 to 6 GB",
+            about=Message("plan.tier-stage3"),
             engine="zero3",
             micro_batch=2,
             accumulation=8,
@@ -83,7 +84,7 @@ TIERS: dict[str, Tier] = {
         ),
         Tier(
             name="minimal",
-            about="ZeRO-3 with everything on the host, for less than 4 GB",
+            about=Message("plan.tier-minimal"),
             engine="zero3",
             **_BOTH,  # type: ignore[arg-type]
             micro_batch=1,
@@ -92,14 +93,14 @@ TIERS: dict[str, Tier] = {
         ),
         Tier(
             name="standard",
-            about="ZeRO-3 with everything on the host, eight sequences a GPU",
+            about=Message("plan.tier-standard"),
             engine="zero3",
             **_BOTH,  # type: ignore[arg-type]
             accumulation=8,
         ),
         Tier(
             name="fp16_safe",
-            about="standard in fp16, with a loss scale that starts low",
+            about=Message("plan.tier-fp16-safe"),
             engine="zero3",
             **_BOTH,  # type: ignore[arg-type]
             accumulation=8,
@@ -107,7 +108,7 @@ TIERS: dict[str, Tier] = {
         ),
         Tier(
             name="extreme",
-            about="ZeRO-3 with everything on the host, one sequence of 512 tokens a GPU",
+            about=Message("plan.tier-extreme"),
             engine="zero3",
             **_BOTH,  # type: ignore[arg-type]
             accumulation=1,
@@ -116,7 +117,7 @@ TIERS: dict[str, Tier] = {
         ),
         Tier(
             name="optimized",
-            about="ZeRO-3 with everything on the host and little gathered at a time, 512 tokens",
+            about=Message("plan.tier-optimized"),
             engine="zero3",
             **_BOTH,  # type: ignore[arg-type]
             accumulation=32,
@@ -125,7 +126,7 @@ TIERS: dict[str, Tier] = {
         ),
         Tier(
             name="quantized",
-            about="ZeRO-2 on 4-bit weights, 512 tokens",
+            about=Message("plan.tier-quantized"),
             engine="zero2",
             accumulation=32,
             sequence=512,
@@ -133,7 +134,7 @@ TIERS: dict[str, Tier] = {
         ),
         Tier(
             name="limit",
-            about="ZeRO-2 on 4-bit weights, 256 tokens",
+            about=Message("plan.tier-limit"),
             engine="zero2",
             accumulation=64,
             sequence=256,

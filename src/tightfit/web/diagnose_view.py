@@ -14,6 +14,7 @@ from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.verdict import Diagnosis
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 from tightfit.web.bodies import body_of
 from tightfit.web.pages import page, part
@@ -41,9 +42,9 @@ def diagnose_log(data: bytes, name: str) -> Diagnosis:
     """What the command line would say about this log."""
     source = LogSource(name=name, text=_text(data))
     if data.startswith(_PACKED) or is_binary(source):
-        raise ConfigError("this is no text, so it is no log: paste or drop what the program printed, unpacked")
+        raise ConfigError(Message("web.no-text"))
     if not data.strip():
-        raise ConfigError("the log is empty: paste or drop what the program printed")
+        raise ConfigError(Message("web.empty-log"))
     return judge(Evidence(logs=(source,)))
 
 

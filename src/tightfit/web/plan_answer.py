@@ -10,6 +10,7 @@ from functools import cached_property
 
 from tightfit.desk.plan import answered
 from tightfit.desk.plan_files import files_of
+from tightfit.messages import Message, Said
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS, checkpoint_named
 from tightfit.planner.plan import Plan, Way
@@ -40,14 +41,15 @@ class Answered:
         return (*((self.plan.chosen,) if self.plan.chosen else ()), *rivals, *((free,) if free else ()))
 
     @cached_property
-    def files(self) -> dict[str, str] | str:
+    def files(self) -> dict[str, str] | Said:
         """The files that `--write` would write, by name; or the sentence that says why there are none."""
         if self.plan.chosen is None:
             return {}
         try:
             return files_of(self.plan)
         except UserError as error:
-            return str(error)
+            why: Said = error.said
+            return why
 
 
 _kept: OrderedDict[tuple[str, bool], tuple[float, Answered]] = OrderedDict()
@@ -75,7 +77,7 @@ def _of_a_tier(asked: AddressQuestion, found: object) -> Answered:
     assert isinstance(found, Tiered), "neither all tiers nor a limit can be asked for in an address"
     plan = found.plan
     assert plan is not None, "what a tier cannot run is an error before"
-    about = f"Tier {found.tier.name}: {found.tier.about}."
+    about = Message("web.tier", name=found.tier.name, about=found.tier.about)
     return Answered(asked, replace(plan, because=(about, *found.because, *plan.because)), found)
 
 

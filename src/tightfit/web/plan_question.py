@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 from tightfit.desk.request import Request, read_request
 from tightfit.inputs.flags import spelt
 from tightfit.job.fields import FREE_LEVERS
+from tightfit.messages import Message
 from tightfit.model import families
 from tightfit.model.presets import PRESETS, checkpoint_named
 from tightfit.types import ConfigError, ModelError
@@ -85,9 +86,9 @@ class AddressQuestion:
         given |= {name: value for name, value in self.said if name in WORDS}
         given |= {name: whole(name, value) for name, value in self.said if name in NUMBERS}
         if whole("effective_batch", self.get("effective_batch") or "1") > MOST_BATCH:
-            raise ConfigError(f"the page plans for up to {MOST_BATCH} sequences a step: use tightfit plan for more")
+            raise ConfigError(Message("web.most-sequences", most=MOST_BATCH))
         if self.get("tier").lower() == "all":
-            raise ConfigError("--tier all is a comparison: name one tier, or use tightfit plan --tier all")
+            raise ConfigError(Message("web.tier-all"))
         if self.allow:
             given["allow"] = ",".join(self.allow)
         return given
@@ -96,13 +97,11 @@ class AddressQuestion:
         card, count, nodes = self.get("card"), self.get("gpus"), whole("nodes", self.get("nodes") or "1")
         if card.lower() == THIS:
             if nodes != 1:
-                raise ConfigError("this machine is one node: name the card to plan for several")
+                raise ConfigError(Message("web.one-node"))
             return {"gpus": THIS} | ({"num_gpus": whole("gpus", count)} if count else {})
         gpus = whole("gpus", count or "1")
         if gpus < 1 or nodes < 1 or gpus * nodes > MOST_GPUS:
-            raise ConfigError(
-                f"the page plans for 1 to {MOST_GPUS} GPUs, not {nodes * gpus}: use tightfit plan for more"
-            )
+            raise ConfigError(Message("web.most-gpus", most=MOST_GPUS, gpus=nodes * gpus))
         return {"gpus": f"{nodes}x{gpus}x{card}" if nodes > 1 else f"{gpus}x{card}"}
 
     def flags(self) -> list[str]:
@@ -124,7 +123,7 @@ def read_address(pairs: Sequence[tuple[str, str]]) -> AddressQuestion:
         if name not in FIELDS or not value:
             continue
         if len(value) > (MOST_CONFIG_BYTES if name == "config" else MOST_WORD):
-            raise ConfigError(f"{spelt(name)} is too long: shorten it to {MOST_WORD} characters")
+            raise ConfigError(Message("web.too-long", name=spelt(name), most=MOST_WORD))
         if name == "allow":
             allow += [each.strip() for each in value.split(",") if each.strip()]
         else:
@@ -169,9 +168,7 @@ def _check_model(word: str) -> None:
     if word.lower() in PRESETS or checkpoint_named(word) is not None:
         return
     if not _ID.fullmatch(word) or os.path.exists(os.path.expanduser(word)) or word.endswith((".json", ".yaml", ".yml")):
-        raise ModelError(
-            f"{word[:60]!r} is no preset and no Hugging Face id: the page opens no files, so paste the config.json"
-        )
+        raise ModelError(Message("web.no-model", word=word[:60]))
 
 
 def block_of(text: str) -> dict[str, object]:
@@ -179,10 +176,10 @@ def block_of(text: str) -> dict[str, object]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        said = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise ModelError(f"what was pasted is not JSON ({said}): paste the whole of a config.json") from None
+        said = Message("web.nested-too-deep") if isinstance(error, RecursionError) else str(error)
+        raise ModelError(Message("web.no-json", why=said)) from None
     if not isinstance(config, dict):
-        raise ModelError("what was pasted is JSON but no config: it must begin with { and name a model_type")
+        raise ModelError(Message("web.no-config"))
     if isinstance(config.get("text_config"), dict) and "model_type" not in config:
         config = config["text_config"]
     _, reader = families.read(config, "pasted")
@@ -191,5 +188,5 @@ def block_of(text: str) -> dict[str, object]:
 
 def whole(name: str, text: str) -> int:
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.replace("_", "").replace(",", "")):
-        raise ConfigError(f"{spelt(name)} takes a whole number, not {text[:40]!r}")
+        raise ConfigError(Message("web.no-whole-number", name=spelt(name), text=text[:40]))
     return int(text.replace("_", "").replace(",", ""))

@@ -113,7 +113,7 @@ async def _files(request: Request) -> Response:
 async def _zip(request: Request) -> Response:
     answer = await _find_answer(request, advice=False)
     files = await beside(lambda: answer.files)
-    if isinstance(files, str) or not files:
+    if not isinstance(files, dict) or not files:
         raise HTTPException(404)
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -210,8 +210,12 @@ def _draw(answer: Answered, language: str, *, advice: bool) -> dict[str, object]
 
 def _files_of(answer: Answered) -> dict[str, object]:
     files = answer.files
-    none = isinstance(files, str)
-    return {"files": {} if none else files, "why_none": files if none else "", "address": answer.asked.address()}
+    has_files = isinstance(files, dict)
+    return {
+        "files": files if has_files else {},
+        "why_none": "" if has_files else files,
+        "address": answer.asked.address(),
+    }
 
 
 def _all_of(answer: Answered, language: str, *, others: bool = False) -> dict[str, object]:

@@ -15,6 +15,7 @@ from types import FrameType
 
 import uvicorn
 
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 from tightfit.web import threads
 from tightfit.web.app import make_app
@@ -33,7 +34,7 @@ def listen(host: str, port: int | None) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):
-        raise ConfigError(f"--host {host!r} is no address of this machine: leave it out, or say 0.0.0.0") from None
+        raise ConfigError(Message("web.no-address", host=host)) from None
     tried = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
     why = ""
     for each in tried:
@@ -46,7 +47,7 @@ def listen(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             made.close()
             why = (error.strerror or str(error)).lower()
-    raise ConfigError(f"nothing can listen on {host} port {tried[-1]} ({why}): name another --port or --host")
+    raise ConfigError(Message("web.cannot-listen", host=host, port=tried[-1], why=why))
 
 
 class _Server(uvicorn.Server):

@@ -214,9 +214,9 @@ class RunSight:
                 manifest = checked(folder)
                 row |= {"written": manifest.written, "bytes": manifest.bytes}
             except Torn as torn:
-                row["torn"] = str(torn)
+                row["torn"] = torn.args[0]
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                row["torn"] = "it cannot be read"
+                row["torn"] = Message("web.cannot-be-read")
             rows.append(row)
         return rows
 
