@@ -24,6 +24,7 @@ from tightfit.inputs.flags import LEVERS
 from tightfit.inputs.spelling import nearest
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS
+from tightfit.messages import Message
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.tiers import Tiered
@@ -87,7 +88,7 @@ class Planned:
         from tightfit.formats.plan_folder import write
 
         if self.plan.chosen is None:
-            raise ConfigError("nothing fits, so there is nothing to write: see .remedies")
+            raise ConfigError(Message("cli.nothing-fits-so-3"))
         return write(files_of(self.plan, original=self.original), Path(folder), force)
 
     def __str__(self) -> str:
@@ -152,12 +153,12 @@ def plan(job: Job | str | Path | None = None, /, **flags: Any) -> Planned:
     """The fastest way that fits: for a job, a job file, or the flags of `tightfit plan`, which win over a file's."""
     if isinstance(job, Job):
         if flags:
-            raise ConfigError("a Job says everything itself: leave the other arguments out, or change its fields")
+            raise ConfigError(Message("cli.job-says-everything"))
         request = read_request({}, job)
     else:
         request = _read_flags(job, flags, PLAN_FLAGS, "plan")
     if request.flags.get("tier", request.job and request.job.tier) == "all":
-        raise ConfigError('tier="all" is a comparison: ask for one tier after the other')
+        raise ConfigError(Message("cli.tier-all-comparison-2"))
     answer, _ = plans.answered(request)
     assert not isinstance(answer, list)
     return Planned(answer, plans.original_for(request))
@@ -173,7 +174,8 @@ def _read_flags(file: str | Path | None, flags: dict[str, Any], known: frozenset
     for name in flags:
         if name not in known:
             close = nearest(name, sorted(known))
-            raise ConfigError(f"tightfit.{verb} has no {name}" + (f": did you mean {close}?" if close else ""))
+            hint = Message("cli.meant", close=close) if close else ""
+            raise ConfigError(Message("cli.no-argument", verb=verb, name=name, hint=hint))
     given = {
         OTHER_WORD.get(name, name): value
         for name, value in flags.items()

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from tightfit.messages import Message, text
 from tightfit.priced import Priced, amounts, shown
 from tightfit.types import ZERO3, Buckets, Checkpointing, Levers, PhaseName, UserError
 
-COSTLY = "changes the training"
+COSTLY = Message("cli.changes-training")
 FEW_LIVE, FEW_PREFETCHED = 100_000_000, 10_000_000
 """A tenth and less of DeepSpeed's own limits on gathered weights."""
 
@@ -37,7 +38,7 @@ class Case:
 
 
 Change = Callable[[Levers], Levers]
-Rule = tuple[Callable[[Case], bool], str, Change | None]
+Rule = tuple[Callable[[Case], bool], Message, Change | None]
 """When it may help, what to say, and the levers it leads to; None: it changes the training, and is not priced."""
 Ask = Callable[[Levers], int]
 """What the GPU would need with these levers, in bytes."""
@@ -59,31 +60,31 @@ def _buckets(**changes: int) -> Change:
 _BOTH_TO_HOST = _pull(offload_param="cpu", offload_optimizer="cpu")
 _SMALLER_BATCH: Rule = (
     lambda case: case.levers.micro_batch > 1,
-    "--micro-batch {half} with --accum {twice} is the same training in smaller pieces",
+    Message("cli.smaller-pieces"),
     _smaller_batch,
 )
-_SHORTER: Rule = (lambda case: True, f"only a shorter --seq would, and that {COSTLY}", None)
-_LORA: Rule = (lambda case: case.levers.method == "full", f"--method lora trains adapters alone, which {COSTLY}", None)
+_SHORTER: Rule = (lambda case: True, Message("cli.only-shorter-seq", costly=COSTLY), None)
+_LORA: Rule = (lambda case: case.levers.method == "full", Message("cli.method-lora-trains", costly=COSTLY), None)
 _TO_HOST: tuple[Rule, ...] = (
     (
         lambda case: case.on_gpu and case.levers.is_fsdp2,
-        "--offload-param cpu moves them to host RAM, with the weights",
+        Message("cli.offload-param-cpu-moves"),
         _BOTH_TO_HOST,
     ),
     (
         lambda case: case.on_gpu and case.levers.engine == "zero0",
-        "--engine zero2 --offload-optimizer cpu moves them to host RAM",
+        Message("cli.engine-zero2-offload-optimizer"),
         _pull(engine="zero2", offload_optimizer="cpu"),
     ),
     (
         lambda case: case.on_gpu and case.levers.engine != "zero0",
-        "--offload-optimizer cpu moves them to host RAM",
+        Message("cli.offload-optimizer-cpu-moves"),
         _pull(offload_optimizer="cpu"),
     ),
 )
 _SHARE_OPTIMIZER: Rule = (
     lambda case: case.many and case.levers.engine == "zero0",
-    "--engine zero1 shares them among the {world} GPUs",
+    Message("cli.engine-zero1-shares"),
     _pull(engine="zero1"),
 )
 
@@ -91,37 +92,37 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weights": (
         (
             lambda case: case.many and case.levers.engine in ("zero0", "zero1", "zero2"),
-            "--engine zero3 shares them among the {world} GPUs",
+            Message("cli.engine-zero3-shares"),
             _pull(engine=ZERO3),
         ),
         (
             lambda case: case.levers.offload_param == "none" and case.levers.is_fsdp2,
-            "--offload-param cpu keeps them in host RAM between uses",
+            Message("cli.offload-param-cpu-keeps"),
             _BOTH_TO_HOST,
         ),
         (
             lambda case: case.levers.offload_param == "none" and case.levers.stage == 3,
-            "--offload-param cpu keeps them in host RAM between uses",
+            Message("cli.offload-param-cpu-keeps"),
             _pull(offload_param="cpu"),
         ),
         (
             lambda case: case.levers.offload_param == "none" and case.levers.engine in ("zero0", "zero1", "zero2"),
-            "--engine zero3 --offload-param cpu keeps them in host RAM between uses",
+            Message("cli.engine-zero3-offload-param"),
             _pull(engine=ZERO3, offload_param="cpu"),
         ),
-        (lambda case: case.levers.method != "qlora", f"--method qlora holds them in 4 bits, which {COSTLY}", None),
+        (lambda case: case.levers.method != "qlora", Message("cli.method-qlora-holds", costly=COSTLY), None),
     ),
     "gathered weights": (
         (
             lambda case: case.levers.stage == 3 and case.levers.buckets.prefetch_bucket > FEW_PREFETCHED,
-            "--max-live-parameters 1e8 --prefetch-bucket 1e7 gather less at a time",
+            Message("cli.gather-less"),
             _buckets(max_live_parameters=FEW_LIVE, prefetch_bucket=FEW_PREFETCHED),
         ),
     ),
     "gradients": (
         (
             lambda case: case.many and case.levers.engine in ("zero0", "zero1"),
-            "--engine zero2 keeps this GPU's share only",
+            Message("cli.engine-zero2-keeps"),
             _pull(engine="zero2"),
         ),
         *_TO_HOST,
@@ -130,7 +131,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "buckets": (
         (
             lambda case: case.levers.buckets.reduce_bucket >= Buckets().reduce_bucket,
-            "--reduce-bucket 5e7 makes them ten times smaller",
+            Message("cli.reduce-bucket-5e7-makes"),
             _buckets(reduce_bucket=Buckets().reduce_bucket // 10),
         ),
     ),
@@ -140,7 +141,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_TO_HOST,
         (
             lambda case: case.levers.optimizer == "adamw",
-            f"--optimizer adamw8bit (with --engine fsdp2) holds them in 8 bits, which {COSTLY}",
+            Message("cli.optimizer-adamw8bit-engine", costly=COSTLY),
             None,
         ),
         _LORA,
@@ -148,13 +149,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "activations": (
         (
             lambda case: case.levers.checkpointing.layers is not None,
-            "--checkpointing full computes them again instead",
+            Message("cli.checkpointing-full-computes"),
             _pull(checkpointing=Checkpointing(layers=None)),
         ),
         _SMALLER_BATCH,
         (
             lambda case: not case.levers.checkpointing.offload,
-            "--checkpointing full+offload keeps the layers' inputs in host RAM",
+            Message("cli.checkpointing-full-offload"),
             _pull(checkpointing=Checkpointing(layers=None, offload=True)),
         ),
         _SHORTER,
@@ -162,31 +163,31 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "recompute": (
         (
             lambda case: case.levers.attention == "eager",
-            "--attention sdpa never holds the attention matrix",
+            Message("cli.attention-sdpa-never"),
             _pull(attention="sdpa"),
         ),
         (
             lambda case: case.levers.scan == "torch",
-            "--scan tightfit never holds the scan's states",
+            Message("cli.scan-tightfit-never"),
             _pull(scan="tightfit"),
         ),
         _SMALLER_BATCH,
         _SHORTER,
     ),
     "logits": (
-        (lambda case: case.levers.loss == "plain", "--loss fused never holds them whole", _pull(loss="fused")),
+        (lambda case: case.levers.loss == "plain", Message("cli.loss-fused-never"), _pull(loss="fused")),
         _SMALLER_BATCH,
         _SHORTER,
     ),
     "temporaries": (
         (
             lambda case: case.phase == "step" and case.many and case.levers.engine == "zero0",
-            "--engine zero1 takes this GPU's share of the step only",
+            Message("cli.engine-zero1-takes"),
             _pull(engine="zero1"),
         ),
         (
             lambda case: case.phase == "step" and case.on_gpu and case.levers.stage not in (None, 0),
-            "--offload-optimizer cpu takes the optimizer's step on the host",
+            Message("cli.offload-optimizer-cpu-takes"),
             _pull(offload_optimizer="cpu"),
         ),
         _SMALLER_BATCH,
@@ -218,6 +219,5 @@ def _shrink(component: str, case: Case, helps: Callable[[Change | None], bool]) 
         if holds(case) and helps(change):
             levers = case.levers
             half = -(-levers.micro_batch // 2)
-            return sentence.format(world=case.world, half=half, twice=levers.accumulation * 2)
-    more = "more GPUs or " if case.levers.shards_parameters else ""
-    return f"no lever lowers what is needed here; {more}a smaller model would"
+            return str(sentence).format(world=case.world, half=half, twice=levers.accumulation * 2)
+    return text("cli.more-gpus-would" if case.levers.shards_parameters else "cli.smaller-model-would")

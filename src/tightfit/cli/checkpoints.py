@@ -89,10 +89,10 @@ def _check(args: argparse.Namespace) -> None:
     if not hasattr(args, "prune"):
         for name in ("dry_run", "keep_last", "keep_every"):
             if hasattr(args, name):
-                raise ConfigError(f"{spelt(name)} needs --prune: a list removes nothing")
+                raise ConfigError(Message("cli.needs-prune-list", name=spelt(name)))
     for name in ("keep_last", "keep_every"):
         if getattr(args, name, 1) < 1:
-            raise ConfigError(f"{spelt(name)} must be at least 1, not {getattr(args, name)}")
+            raise ConfigError(Message("cli.must-at-least", name=spelt(name), args=getattr(args, name)))
 
 
 def _keeping(args: argparse.Namespace, run: Path) -> Keeping:
@@ -112,10 +112,10 @@ def _held(run: Path, *, dry: bool) -> Iterator[None]:
         else:
             lock = FolderLock.take(run)
     except InUse as error:
-        raise ConfigError(f"{error.who}: wait for it to end") from None
+        raise ConfigError(Message("cli.wait-end", who=error.who)) from None
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{run} cannot be written ({why}), so nothing can be removed there") from None
+        raise ConfigError(Message("cli.cannot-written-so", run=run, why=why)) from None
     try:
         yield
     finally:

@@ -34,12 +34,12 @@ LEFT = 1
 SMALL = MIB // 10
 """What takes less is not worth a figure."""
 TITLES = {
-    "process": "Processes that outlived their run",
-    "shared memory": "Shared memory",
-    "staging": "Half-written files",
-    "lock": "Locks",
-    "reservation": "Reservations",
-    "cache": "Caches",
+    "process": Message("cli.processes-outlived-their"),
+    "shared memory": Message("cli.shared-memory"),
+    "staging": Message("cli.half-written-files"),
+    "lock": Message("cli.locks"),
+    "reservation": Message("cli.reservations"),
+    "cache": Message("cli.caches"),
 }
 
 
@@ -57,18 +57,19 @@ class Holder:
 
     @property
     def words(self) -> str:
-        held = "" if self.held_bytes is None else f"{self.held_bytes / MIB:,.0f} MiB of "
-        gpus = f"GPU {', '.join(map(str, self.gpus))}"
-        return f"process {self.pid} ({self.command}) holds {held}{gpus}"
+        who, gpus = {"pid": self.pid, "command": self.command}, ", ".join(map(str, self.gpus))
+        if self.held_bytes is None:
+            return text("cli.process-on-gpu", **who, gpus=gpus)
+        return text("cli.process-holds", **who, mib=self.held_bytes / MIB, gpus=gpus)
 
 
 def clean(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
     if hasattr(args, "yes") and hasattr(args, "dry_run"):
-        raise ConfigError("--yes removes and --dry-run does not: say one of them")
+        raise ConfigError(Message("cli.yes-removes-dry-run"))
     if hasattr(args, "json") and not (hasattr(args, "yes") or hasattr(args, "dry_run")):
-        raise ConfigError("--json asks nothing: say --dry-run or --yes with it")
+        raise ConfigError(Message("cli.json-asks-nothing"))
     places = [_place(text) for text in args.places] if getattr(args, "places", None) else [Path.cwd()]
     cache = cache_folder()
     found = leftovers(places, cache, caches=hasattr(args, "caches"))
@@ -80,10 +81,10 @@ def clean(argv: Sequence[str]) -> int:
         return LEFT if failed else 0
     _show(found, holders, cache, caches=hasattr(args, "caches"))
     code = 0
-    if found.leftovers and (hasattr(args, "yes") or (asks and _yes("Remove all of this? Type yes: "))):
+    if found.leftovers and (hasattr(args, "yes") or (asks and _yes(text("cli.remove-all-type")))):
         code = _tell(found, _removed(found))
     elif found.leftovers:
-        print("\nNothing was removed: --yes removes it.")
+        print(text("cli.nothing-removed-yes"))
     if asks:
         _ask_for_each(holders)
     return code
@@ -107,9 +108,9 @@ def parser() -> Parser:
 def _place(text: str) -> Path:
     place = Path(text).expanduser()
     if not place.exists():
-        raise ConfigError(f"there is nothing at {text}: name a run's folder, or one that holds runs")
+        raise ConfigError(Message("cli.nothing-at", text=text))
     if not place.is_dir():
-        raise ConfigError(f"{text} is a file: name a run's folder, or one that holds runs")
+        raise ConfigError(Message("cli.file-not-run", text=text))
     return place
 
 
@@ -127,7 +128,7 @@ def _holders(found: Found) -> tuple[Holder, ...]:
         for process in card.processes or ():
             if process.pid not in going and _is_mine(process.pid):
                 held.setdefault(process.pid, []).append((card.index, process.held_bytes))
-                names[process.pid] = process.command or "unknown command"
+                names[process.pid] = process.command or text("cli.unknown-command")
     return tuple(
         Holder(
             pid=pid,
@@ -154,12 +155,16 @@ def _ask_for_each(holders: Sequence[Holder]) -> None:
         if holder.run is not None:
             continue
         print()
-        if not _yes(f"End process {holder.pid} ({holder.command})? It is not one of our runs. Type yes: "):
+        if not _yes(text("cli.end-process-one", pid=holder.pid, command=holder.command)):
             continue
         why = ask_to_end(holder.pid, holder.mark)
-        if why is not None and _yes(f"{why[0].upper()}{why[1:]}. End it at once, unsaved? Type yes: "):
+        if why is not None and _yes(text("cli.end-at-once", why=why)):
             why = end(holder.pid, holder.mark, at_once=True)
-        print(f"process {holder.pid} has ended" if why is None else f"process {holder.pid}: {why}")
+        print(
+            text("cli.process-ended", pid=holder.pid)
+            if why is None
+            else text("cli.process-why", pid=holder.pid, why=why)
+        )
 
 
 def _yes(question: str) -> bool:
@@ -175,23 +180,27 @@ def _show(found: Found, holders: Sequence[Holder], cache: Path, *, caches: bool)
 
     console = open_console()
     if not found.leftovers:
-        say(console, "Nothing is left of dead runs.", style="bold green")
+        say(console, text("cli.nothing-left-dead"), style="bold green")
     for kind in dict.fromkeys(each.kind for each in found.leftovers):
-        draw_list(console, f"{TITLES[kind]}:", [_words(each) for each in found.leftovers if each.kind == kind])
+        draw_list(
+            console,
+            text("cli.title", title=TITLES[kind]),
+            [_words(each) for each in found.leftovers if each.kind == kind],
+        )
     held = sum(each.bytes or 0 for each in found.leftovers)
     if held:
         console.print()
-        say(console, f"{len(found.leftovers)} in all, {size_words(held)} of memory and disk.")
-    draw_list(console, "Left alone, as they live:", [str(run) for run in found.live])
-    draw_list(console, "Cannot be judged from here:", [f"{sentence.rstrip('.')}." for sentence in found.unsure])
+        say(console, text("cli.all-memory-disk", leftovers=len(found.leftovers), held=size_words(held)))
+    draw_list(console, text("cli.left-alone-they"), [str(run) for run in found.live])
+    draw_list(console, text("cli.cannot-judged-here"), [f"{sentence.rstrip('.')}." for sentence in found.unsure])
     kept = cached_things(cache)
     if kept and not caches:
-        draw_list(console, "Caches, which stay unless --caches is said:", [str(path) for path in kept])
+        draw_list(console, text("cli.caches-stay-unless"), [str(path) for path in kept])
     elif kept and found.live:
-        draw_list(console, "Caches, which stay while a run lives:", [str(path) for path in kept])
-    ours = [f"{each.words}, of the live run in {each.run}." for each in holders if each.run is not None]
+        draw_list(console, text("cli.caches-stay-while"), [str(path) for path in kept])
+    ours = [text("cli.live-run", words=each.words, run=each.run) for each in holders if each.run is not None]
     others = [f"{each.words}." for each in holders if each.run is None]
-    draw_list(console, "Your processes on GPUs:", [f"{each[0].upper()}{each[1:]}" for each in (*ours, *others)])
+    draw_list(console, text("cli.your-processes-gpus"), [f"{each[0].upper()}{each[1:]}" for each in (*ours, *others)])
 
 
 def _words(leftover: Leftover) -> str:
@@ -211,9 +220,10 @@ def _removed(found: Found) -> dict[Leftover, str]:
 
 def _tell(found: Found, failed: dict[Leftover, str]) -> int:
     gone = [each for each in found.leftovers if each not in failed]
-    print(f"\nRemoved {len(gone)} of {len(found.leftovers)}, {size_words(sum(each.bytes or 0 for each in gone))}.")
+    freed = size_words(sum(each.bytes or 0 for each in gone))
+    print("\n" + text("cli.removed", gone=len(gone), all=len(found.leftovers), freed=freed))
     for leftover, why in failed.items():
-        print(f"tightfit: {leftover.what} could not be removed: {why}", file=sys.stderr)
+        print(f"tightfit: {text('cli.could-removed', what=leftover.what, why=why)}", file=sys.stderr)
     return LEFT if failed else 0
 
 

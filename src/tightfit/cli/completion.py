@@ -11,7 +11,7 @@ from importlib import import_module
 
 from tightfit.cli.flags import ANSWERED, Parser
 from tightfit.inputs.flags import LEVERS, meant, words_of
-from tightfit.messages import text
+from tightfit.messages import Message, text
 from tightfit.types import Checkpointing, ConfigError
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -40,7 +40,7 @@ def completion(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
     if args.shell not in SHELLS:
-        raise ConfigError(f"completion knows no shell {args.shell!r}{meant(args.shell, SHELLS)}")
+        raise ConfigError(Message("cli.no-shell", shell=repr(args.shell), hint=meant(args.shell, SHELLS)))
     import shtab
 
     print(shtab.complete(_everything(), args.shell))

@@ -53,9 +53,7 @@ def data(argv: Sequence[str]) -> int:
         return 0
     if argv[0] != "preview":
         close = nearest(argv[0], ["preview"])
-        raise ConfigError(
-            f"tightfit data has no {argv[0]!r}: " + ("did you mean preview?" if close else "there is preview")
-        )
+        raise ConfigError(Message("cli.no-data-verb-but" if close else "cli.no-data-verb", word=repr(argv[0])))
     return _preview(parser().parse(argv[1:]))
 
 
@@ -78,9 +76,9 @@ def parser() -> Parser:
 def _preview(args: argparse.Namespace) -> int:
     count = getattr(args, "count", 3)
     if not 0 <= count <= 1000:
-        raise ConfigError(f"--count must be from 0 to 1000, not {count}")
+        raise ConfigError(Message("cli.count-must-0", count=count))
     if any(find_spec(name) is None for name in NEEDED):
-        raise ConfigError("a preview needs the training packages: pip install 'tightfit[train]'")
+        raise ConfigError(Message("cli.preview-needs-training"))
     job, folder = _job(args)
     spec = _spec(job, folder, named=hasattr(args, "model") or hasattr(args, "file"))
     lines = _ask({**spec, "count": count})
@@ -140,4 +138,4 @@ def _fail(code: int, stderr: str) -> NoReturn:
     said = [line.removeprefix("tightfit: ") for line in stderr.splitlines() if line.startswith("tightfit: ")]
     if code == USER_ERROR and said:
         raise ConfigError(said[-1])
-    raise RuntimeError(f"the preview ended with exit code {code}:\n{stderr}")
+    raise RuntimeError(Message("cli.preview-ended-exit", code=code, stderr=stderr))

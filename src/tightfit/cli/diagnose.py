@@ -136,7 +136,7 @@ def _exit_code(text: str) -> int:
     except ValueError:
         code = 1000
     if not -64 <= code <= 255:
-        raise argparse.ArgumentTypeError(f"--exit-code takes a number from -64 to 255, not {text!r}")
+        raise argparse.ArgumentTypeError(Message("cli.exit-code-takes-number", text=repr(text)))
     return code
 
 
@@ -148,14 +148,14 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
     config = known_from_file(Path(args.config)) if hasattr(args, "config") else None
     words = getattr(args, "inputs", [])
     if not words and given is None and config is None:
-        raise ConfigError("there is nothing to judge by: name a log, a run's folder, or - for standard input")
+        raise ConfigError(Message("cli.there-nothing-judge"))
     for name in _NAMED:
         if hasattr(args, name) and config is None:
-            raise ConfigError(f"--{name} goes with --config: it says what the config does not")
+            raise ConfigError(Message("cli.goes-config", name=name))
     if len(words) == 1 and words[0] != "-" and _is_folder(words[0]):
         question = of_run(Path(words[0]))
         for record in damaged(Path(words[0])):
-            print(f"tightfit: {record} is damaged, and was passed over", file=sys.stderr)
+            print(f"tightfit: {text('cli.damaged-passed-over', record=record)}", file=sys.stderr)
     else:
         sources = tuple(_source(word, stack) for word in words)
         if given is None and sources:
@@ -174,15 +174,15 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
 def _source(word: str, stack: ExitStack) -> LogSource:
     """One log, looked at before it is read."""
     if word == "-":
-        return LogSource(name="standard input", path=_kept(stack))
+        return LogSource(name=text("cli.standard-input"), path=_kept(stack))
     if _is_folder(word):
-        raise ConfigError(f"{word} is a folder: name the log files in it, or a single folder of a run")
+        raise ConfigError(Message("cli.folder-name-log", word=word))
     path = Path(word)
     packed = _PACKED.get(path.suffix.lower())
     if packed is not None:
-        raise ConfigError(f"{word} is packed: pipe it, as in `{packed} {word} | tightfit diagnose -`")
+        raise ConfigError(Message("cli.packed-pipe-tightfit", word=word, packed=packed))
     if not path.is_file():
-        raise ConfigError(f"{word} is a pipe or a device: pipe the log in, as in `cat … | tightfit diagnose -`")
+        raise ConfigError(Message("cli.pipe-device-pipe", word=word))
     source = LogSource(name=word, path=path, rank=rank_of(path))
     _check_text(source)
     if path.stat().st_size >= LARGE_BYTES and sys.stderr.isatty():
@@ -202,7 +202,8 @@ class _Progress:
             self._shown = percent
             size = f"{self._size_bytes / 2**30:.1f} GiB"
             end = "\n" if percent == 100 else ""
-            print(f"\rreading {self._name}: {percent} % of {size}", end=end, file=sys.stderr, flush=True)
+            line = text("cli.reading-log", name=self._name, percent=percent, size=size)
+            print(f"\r{line}", end=end, file=sys.stderr, flush=True)
 
 
 def _is_folder(word: str) -> bool:
@@ -210,9 +211,9 @@ def _is_folder(word: str) -> bool:
     try:
         return stat.S_ISDIR(os.stat(word).st_mode)
     except (FileNotFoundError, ValueError):  # ValueError: a name that no file can have
-        raise ConfigError(f"there is no file {word!r}: name a log, a run's folder, or - for standard input") from None
+        raise ConfigError(Message("cli.there-file-name", word=repr(word))) from None
     except OSError as error:
-        raise ConfigError(f"{word} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(Message("cli.cannot-read", word=word, lower=(error.strerror or str(error)).lower())) from None
 
 
 def _check_text(source: LogSource) -> None:
@@ -221,24 +222,26 @@ def _check_text(source: LogSource) -> None:
         with source.path.open("rb"):
             pass
     except OSError as error:
-        raise ConfigError(f"{source.name} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(
+            Message("cli.cannot-read", word=source.name, lower=(error.strerror or str(error)).lower())
+        ) from None
     if is_binary(source):
-        raise ConfigError(f"{source.name} is no text, so it is no log: name a file of what the program printed")
+        raise ConfigError(Message("cli.not-a-log", name=source.name))
 
 
 def _check_not_empty(sources: Sequence[LogSource]) -> None:
     sized = [source.path for source in sources if source.path is not None and source.path.is_file()]
     if len(sized) == len(sources) and not any(path.stat().st_size for path in sized):
-        names = sources[0].name if len(sources) == 1 else "each of these files"
-        raise ConfigError(f"{names} is empty: add --exit-code if all that is known is how the program ended")
+        names = sources[0].name if len(sources) == 1 else text("cli.each-these-files")
+        raise ConfigError(Message("cli.empty-add-exit-code", names=names))
 
 
 def _kept(stack: ExitStack) -> Path:
     """Standard input as a file: a pipe can be read once only."""
     if sys.stdin is None:
-        raise ConfigError("there is no standard input: name a log file")
+        raise ConfigError(Message("cli.there-standard-input"))
     kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tightfit-"))) / "stdin.log"
-    source = LogSource(name="standard input", path=kept)
+    source = LogSource(name=text("cli.standard-input"), path=kept)
     copied = 0
     with name_errors(kept), kept.open("wb", buffering=0) as file:
         while portion := sys.stdin.buffer.read(COPIED_BYTES):
@@ -247,10 +250,7 @@ def _kept(stack: ExitStack) -> Path:
                 _check_text(source)
             copied += len(portion)
             if copied > MOST_PIPED_BYTES:
-                raise ConfigError(
-                    f"standard input gave more than {MOST_PIPED_BYTES >> 30} GiB: save the log and name the file, "
-                    "of which only the parts that matter are read"
-                )
+                raise ConfigError(Message("cli.standard-input-gave", most_piped_bytes=MOST_PIPED_BYTES >> 30))
     return kept
 
 
@@ -312,8 +312,8 @@ def _symptom(name: str) -> Symptom:
     known = catalogue().by_id
     if name not in known:
         close = nearest(name, known)
-        meant = f": did you mean {close}?" if close else ": `tightfit explain list` names them all"
-        raise ConfigError(f"there is no symptom {name!r}{meant}")
+        meant = text("cli.meant", close=close) if close else text("cli.tightfit-explain-list")
+        raise ConfigError(Message("cli.there-symptom", name=repr(name), meant=meant))
     return known[name]
 
 

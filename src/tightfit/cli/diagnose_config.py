@@ -15,6 +15,7 @@ from tightfit.desk.request import read_request
 from tightfit.formats.document import read_document
 from tightfit.formats.recognise import recognise
 from tightfit.job.known import KnownConfig
+from tightfit.messages import Message
 from tightfit.model.presets import PRESETS, checkpoint_named
 from tightfit.priced import Priced
 from tightfit.types import ConfigError, UserError
@@ -26,9 +27,9 @@ def priced_config(path: Path, known: KnownConfig, *, model: str | None, gpus: st
     kind = recognise(document).name
     word = model or _model_in(document.values)
     if word is None and not isinstance(document.values.get("model"), dict) and "preset" not in document.values:
-        raise ConfigError(f"{path.name} does not say which model it trains: add --model")
+        raise ConfigError(Message("cli.does-say-model", name=path.name))
     if word is not None and not _is_here(word):
-        raise ConfigError(f"the model {word} is not on this machine: name its folder, or a preset, with --model")
+        raise ConfigError(Message("cli.model-machine-name", word=word))
     asked: dict[str, Any] = {"model": model, "gpus": gpus}
     if kind in ("job", "llamafactory"):
         asked["file"] = str(path)

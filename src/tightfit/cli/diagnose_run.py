@@ -15,7 +15,7 @@ from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.formats.worker.footprint import planned_footprint
 from tightfit.inputs.records import find_record
 from tightfit.job.known import KnownConfig
-from tightfit.messages import say
+from tightfit.messages import Message, say, text
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths
 from tightfit.runs.cause import known_config
 from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
@@ -63,8 +63,8 @@ def of_run(path: Path) -> Question:
     """Logs, last words and exit code of a run of ours."""
     if not any((path / name).exists() for name in PARTS):
         inside = sorted(each.name for each in path.iterdir() if each.suffix in (".log", ".txt", ".out", ".err"))
-        hint = f"name the logs in it ({inside[0]} …)" if inside else "name a log file, or the folder of a run"
-        raise ConfigError(f"{path} is no run's folder: {hint}")
+        hint = text("cli.name-logs", inside=inside[0]) if inside else text("cli.name-log-file")
+        raise ConfigError(Message("cli.run-s-folder", path=path, hint=hint))
     folder = RunFolder(path)
     newest = _newest_attempt(path)
     record = read_run(path)
@@ -80,7 +80,7 @@ def of_run(path: Path) -> Question:
     if ending is not None:  # the codes of ranks that were told to end, or of an attempt before, prove nothing
         exits = (RankExit(rank=None, code=0, at=0.0),) if ending.well else ()
     if not sources and not exits and planned_footprint(folder.plan) is None:
-        raise ConfigError(f"{path} holds no logs: the run left nothing to judge by")
+        raise ConfigError(Message("cli.holds-logs-run", path=path))
     config: KnownConfig = known_config(folder.plan)
     return Question(evidence=Evidence(logs=tuple(sources), exits=exits, config=config), plan=folder.plan, ending=ending)
 
@@ -111,19 +111,16 @@ def _ending(path: Path, record: RunRecord | None) -> Ending | None:
     if record is None or record.state not in ("stopped", "running"):
         return None
     kept = written_first(path)
-    goes_on = "the same command begins anew"
+    goes_on = text("cli.same-command-begins")
     if kept is not None:
-        goes_on = f"the checkpoint of step {step_of(kept):,} is kept, and the same command goes on from there"
+        goes_on = text("cli.checkpoint-step-kept", kept=step_of(kept))
     if record.state == "stopped":
-        return Ending(sentence=f"The run was asked to stop, and did: {goes_on}.", well=True)
+        return Ending(sentence=text("cli.run-asked-stop", goes_on=goes_on), well=True)
     if record.lives is None:
         return None
     if record.lives:
-        return Ending(sentence="The run is still going.", well=True)
+        return Ending(sentence=text("cli.run-still-going"), well=True)
     return Ending(
-        sentence=(
-            f"The run's own process {record.pid} has gone without a word, as after `kill -9`, the kernel's OOM killer "
-            f"or a machine that went down: {goes_on}."
-        ),
+        sentence=(text("cli.run-s-own", pid=record.pid, goes_on=goes_on)),
         well=False,
     )

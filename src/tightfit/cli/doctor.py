@@ -30,7 +30,7 @@ def doctor(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     output = getattr(args, "output", None)
     if output is not None and Path(output).expanduser().is_file():
-        raise ConfigError(f"--output {output} is a file: name a folder")
+        raise ConfigError(Message("cli.output-file-name", output=output))
     found = _with_job(args.job, output) if hasattr(args, "job") else examine(Path(output or ".").expanduser())
     found = _without_secrets(found)
     rows = sorted(found.rows, key=lambda row: GROUPS.index(row.group))
@@ -49,12 +49,12 @@ def _with_job(job: str, output: str | None) -> Checkup:
     from tightfit.cli.doctor_job import read
 
     begun = time.monotonic()
-    read_text(Path(job), "a job file")
+    read_text(Path(job), text("cli.job-file"))
     seen = examine(None)
     try:
         check = read(job, output)
     except HardwareError as error:  # of this machine, which is what was asked about
-        row = Row(id="plan", group="job", light="red", what=f"no plan: {str(error).rstrip('.')}")
+        row = Row(id="plan", group="job", light="red", what=text("cli.no-plan", value=str(error).rstrip(".")))
         seen = with_disk(seen, measure(Path(output or ".").expanduser()))
         return replace(seen, rows=(*seen.rows, row), seconds=time.monotonic() - begun)
     seen = with_disk(seen, measure(check.folder))

@@ -18,7 +18,7 @@ from tightfit.desk.stages import each_stage
 from tightfit.hardware.doctor import Checkup
 from tightfit.hardware.doctor.row import Light, Row, gib
 from tightfit.inputs.surroundings import is_installed
-from tightfit.messages import bare
+from tightfit.messages import bare, text
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import strategy_name
 from tightfit.types import ConfigError, UserError
@@ -77,14 +77,24 @@ def _plan_row(check: JobCheck) -> Row:
     hardware = check.settled.hardware
     gpus = check.settled.job.hardware.gpus
     elsewhere = gpus is not None and gpus.strip().lower() != "this"
-    where = f"{hardware.world} × {hardware.gpu.name}" + (" (named by the job)" if elsewhere else "")
+    where = f"{hardware.world} × {hardware.gpu.name}"
+    where = text("cli.named-by-job", where=where) if elsewhere else where
     if check.plan is None:
-        return _row("plan", "red", f"no plan: {str(check.problem).rstrip('.')}", "change what it names in the job file")
+        return _row(
+            "plan", "red", text("cli.no-plan", value=str(check.problem).rstrip(".")), text("cli.change-what-names")
+        )
     way = check.plan.chosen
     if way is None:
-        return _row("plan", "red", f"nothing fits {where}", way_out(check.plan, HOW_FAR))
+        return _row("plan", "red", text("cli.nothing-fits", where=where), way_out(check.plan, str(HOW_FAR)))
     need, have = way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes
-    what = f"{check.settled.shape.name} fits {where} as {strategy_name(way.levers)}: {gib(need)} of {gib(have)} a GPU"
+    what = text(
+        "cli.fits-gpu",
+        name=check.settled.shape.name,
+        where=where,
+        levers=strategy_name(way.levers),
+        need=gib(need),
+        have=gib(have),
+    )
     return _row("plan", "green", what)
 
 
@@ -92,7 +102,7 @@ def _weights(check: JobCheck) -> list[Row]:
     try:
         said = check_weights(check.settled.job)
     except UserError as error:
-        return [_row("weights", "red", str(error), "name a model that has weights")]
+        return [_row("weights", "red", str(error), text("cli.name-model-weights"))]
     return [_row("weights", "green", bare(sentence)) for sentence in said]
 
 
@@ -102,19 +112,19 @@ def _weights(check: JobCheck) -> list[Row]:
 def _launcher(check: JobCheck, found: Checkup) -> Row:
     """What the ranks could not start without."""
     if check.is_llamafactory and not _on_path("llamafactory-cli"):
-        fix = "install LLaMA-Factory, or train with `tightfit train`, which reads the same file"
-        return _row("launcher", "yellow", "llamafactory-cli is not on PATH", fix, "pip install llamafactory")
+        fix = text("cli.install-llama-factory-train")
+        return _row("launcher", "yellow", text("cli.no-llamafactory"), fix, "pip install llamafactory")
     way = check.plan.chosen if check.plan is not None else None
     missing = [package for package in _needed(check, way) if not is_installed(package.replace("-", "_"))]
     if missing:
         extra = "qlora" if missing == ["bitsandbytes"] else "train"
-        what = f"the job needs {', '.join(missing)}, not installed here"
-        return _row("launcher", "red", what, "install what is missing", f"pip install 'tightfit[{extra}]'")
+        what = text("cli.job-needs-installed", missing=", ".join(missing))
+        return _row("launcher", "red", what, text("cli.install-what-missing"), f"pip install 'tightfit[{extra}]'")
     there = [tool for tool in ("torchrun", "deepspeed", "accelerate") if _on_path(tool)]
-    also = f"; {', '.join(there)} {'is' if len(there) == 1 else 'are'} there for other launches" if there else ""
-    return _row(
-        "launcher", "green", f"`tightfit train` starts the ranks itself, and what they import is installed{also}"
-    )
+    what = text("cli.ranks-start")
+    if there:
+        what = text("cli.ranks-start-and", what=what, tools=", ".join(there), n=len(there))
+    return _row("launcher", "green", what)
 
 
 def _needed(check: JobCheck, way: Way | None) -> list[str]:
@@ -138,13 +148,13 @@ def _data(settled: PlanInput) -> Row:
 
     path = settled.job.data.path
     if path is None:
-        return _row("data", "green", "the job names no data: it trains on generated samples")
+        return _row("data", "green", text("cli.job-names-data"))
     if path.startswith("shipped:"):
-        return _row("data", "green", f"the data is {path}, which comes with tightfit")
+        return _row("data", "green", text("cli.data-comes-tightfit", path=path))
     info, colon, _ = path.partition(".json:")
     path = f"{info}.json" if colon else path
     if not names_a_file(path):
-        return _row("data", "green", f"the data is {path}: a data set's name, which is looked for when it starts")
+        return _row("data", "green", text("cli.data-data-set", path=path))
     place = Path(path).expanduser()
     try:
         files = [place] if place.is_file() else sorted(each for each in place.iterdir() if each.is_file())[:_MOST_FILES]
@@ -152,13 +162,14 @@ def _data(settled: PlanInput) -> Row:
         closed = next((each for each in files if not os.access(each, os.R_OK)), None)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        return _row("data", "red", f"the data at {path} cannot be read: {why}", "see that data.path names it rightly")
+        return _row("data", "red", text("cli.data-at-cannot", path=path, why=why), text("cli.see-data-path"))
     if closed is not None:
-        return _row("data", "red", f"{closed} may not be read", "give yourself the right to", f"chmod u+r {closed}")
+        return _row(
+            "data", "red", text("cli.may-read", closed=closed), text("cli.give-yourself-right"), f"chmod u+r {closed}"
+        )
     if not size:
-        return _row("data", "red", f"the data at {path} is empty", "see that data.path names it rightly")
-    count = "1 file" if len(files) == 1 else f"{len(files)} files"
-    return _row("data", "green", f"the data at {path}: {count}, {gib(size)}")
+        return _row("data", "red", text("cli.data-at-empty", path=path), text("cli.see-data-path"))
+    return _row("data", "green", text("cli.data-at", path=path, count=len(files), size=gib(size)))
 
 
 def checkpoint_bytes(settled: PlanInput, way: Way) -> int:
@@ -179,16 +190,20 @@ def _disk(check: JobCheck, found: Checkup) -> list[Row]:
         return []
     each = checkpoint_bytes(check.settled, way)
     wanted = each * (saving.keep_last + 1)
-    what = (
-        f"a checkpoint takes about {gib(each)}; {saving.keep_last} that stay and one in the making take {gib(wanted)} "
-        f"of the {gib(free)} free at {check.folder}"
+    what = text(
+        "cli.checkpoint-takes-about",
+        each=gib(each),
+        keep_last=saving.keep_last,
+        wanted=gib(wanted),
+        free=gib(free),
+        folder=check.folder,
     )
     if wanted <= free:
         return [_row("checkpoints", "green", what)]
     if each * 2 <= free:
-        fix = f"keep fewer with keep_last: {max(1, free // each - 1)}, or make room"
+        fix = text("cli.keep-fewer-keep", value=max(1, free // each - 1))
         return [_row("checkpoints", "yellow", what, fix)]
-    return [_row("checkpoints", "red", what, "make room, or name a folder on a larger disk with saving.folder")]
+    return [_row("checkpoints", "red", what, text("cli.make-room-name"))]
 
 
 def _room_now(check: JobCheck, found: Checkup) -> list[Row]:
@@ -200,7 +215,7 @@ def _room_now(check: JobCheck, found: Checkup) -> list[Row]:
     need = way.footprint.gpu.required_bytes
     free = [card for card in found.cards.cards if card.free_bytes is None or card.free_bytes >= need]
     wanted = way.hardware.gpus_per_node
-    what = f"{len(free)} of {len(found.cards.cards)} GPUs have the {gib(need)} free that it needs on {wanted}"
+    what = text("cli.gpus-free-needs", free=len(free), cards=len(found.cards.cards), need=gib(need), wanted=wanted)
     if len(free) >= wanted:
         return [_row("room-now", "green", what)]
-    return [_row("room-now", "red", what, "wait for the others with `tightfit train --wait-for-gpu`")]
+    return [_row("room-now", "red", what, text("cli.wait-others-tightfit"))]

@@ -93,9 +93,13 @@ def _fitting(priced: Priced, most: int = 3) -> list[str]:
         if fitting:
             break
     return [
-        f"{strategy_name(each.levers)}: {_strategy_flags(each.levers, priced.levers)}; needs "
-        f"{each.footprint.gpu.required_bytes / 2**30:.1f} GiB a GPU and "
-        f"{each.footprint.host.peak_bytes_per_node / 2**30:.0f} GiB of host RAM a node."
+        text(
+            "cli.fits-as",
+            way=strategy_name(each.levers),
+            flags=_strategy_flags(each.levers, priced.levers),
+            gpu=each.footprint.gpu.required_bytes / 2**30,
+            host=each.footprint.host.peak_bytes_per_node / 2**30,
+        )
         for each in fitting[:most]
     ]
 

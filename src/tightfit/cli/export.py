@@ -34,7 +34,7 @@ def export(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     dtype: str | None = getattr(args, "dtype", None)
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype knows no {dtype!r}: it takes {', '.join(DTYPES)}")
+        raise ConfigError(Message("cli.dtype-knows-takes", dtype=repr(dtype), dtypes=", ".join(DTYPES)))
     source = Path(args.source)
     target = Path(args.to) if hasattr(args, "to") else _beside(source)
     _check_ended(source)
@@ -100,17 +100,14 @@ def _check_ended(source: Path) -> None:
     """A run that was stopped has no model of its own yet, but what it has saved can be had."""
     newest = written_first(source)
     if newest is not None and (source / "run.json").exists() and not (source / "model").exists():
-        raise ModelError(
-            f"the run in {source} has not ended, so it has no model yet: name its newest checkpoint, {newest}, or let "
-            "it end first"
-        )
+        raise ModelError(Message("cli.run-not-ended", source=source, newest=newest))
 
 
 def _check_target(target: Path) -> None:
     if target.is_dir() and any(target.iterdir()):
-        raise ConfigError(f"{target} exists and is not empty: name another folder with --to")
+        raise ConfigError(Message("cli.exists-empty-name", target=target))
     if target.exists() and not target.is_dir():
-        raise ConfigError(f"{target} is a file: name a folder with --to")
+        raise ConfigError(Message("cli.file-name-folder", target=target))
 
 
 def _absolute(path: Path) -> str:
@@ -145,7 +142,7 @@ def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any]
     if code == INTERRUPTED:
         return INTERRUPTED, None
     sys.stderr.writelines(last)
-    print(f"tightfit: the export failed with exit code {code}", file=sys.stderr)
+    print(f"tightfit: {text('cli.export-failed-exit', code=code)}", file=sys.stderr)
     return FAILED, None
 
 
@@ -190,10 +187,14 @@ class _Line:
 
 
 def _as_text(end: dict[str, Any]) -> str:
-    what = {"adapter": "the adapter, merged", "deepspeed": "the checkpoint", "model": "the model"}[end["kind"]]
+    what = {
+        "adapter": text("cli.adapter-merged"),
+        "deepspeed": text("cli.the-checkpoint"),
+        "model": text("cli.the-model"),
+    }[end["kind"]]
     lines = [f"{what}: {end['folder']} ({_size(end['bytes'])}, {end['dtype']})"]
     lines += [f"  {note}" for note in end["notes"]]
-    lines.append(f'  use it: AutoModelForCausalLM.from_pretrained("{end["folder"]}")')
+    lines.append(text("cli.use-automodelforcausallm-pretrained", end=end["folder"]))
     return "\n".join(lines)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import textwrap
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar, get_args
@@ -17,6 +15,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 from tightfit.inputs.flags import LEVERS, spelt, words_of
 from tightfit.inputs.spelling import nearest
 from tightfit.messages import Message, Said, explain_field, text
+from tightfit.messages.wide import wrap
 from tightfit.types import ConfigError, Group, Lever
 
 Options = TypeVar("Options")
@@ -91,34 +90,9 @@ GROUPS = {
 """The headings of the help."""
 
 
-def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most so many cells. Chinese has no spaces: a line may end behind every character, but not before the
-    mark that follows it."""
-    wide, marks = "\u4e00-\u9fff", "，。；：、）”！？"
-    units = re.findall(rf"[（“]*(?:[{wide}]|[^\s{wide}（“{marks}]+)[{marks}]*|\s+|.", text)
-    if not re.search(f"[{wide}]", text):
-        return textwrap.wrap(text, width)
-    lines = [""]
-    for unit in units:
-        if count_cells(lines[-1] + unit.rstrip()) > width:
-            lines.append("")
-        lines[-1] += unit if lines[-1] else unit.lstrip()
-    return [line.rstrip() for line in lines]
-
-
-def count_cells(text: str) -> int:
-    """The columns that a text takes in a terminal."""
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
-
-
-def indent(text: str, first: str) -> str:
-    """The text in lines, the first behind `first` and the others below it."""
-    return first + f"\n{' ' * len(first)}".join(wrap(text, 79 - len(first)))
-
-
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return wrap(" ".join(text.split()), width)
+        return wrap(" ".join(text.split()), width).split("\n")
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"tightfit {verb}",
             usage=f"tightfit {verb} {usage}",
-            description="\n".join(wrap(description, 79)),
+            description=wrap(description, 79),
             epilog=f"{text('help.example')}\n  {example}",
             formatter_class=HelpFormatter,
             allow_abbrev=False,
@@ -142,10 +116,10 @@ class Parser(argparse.ArgumentParser):
         """Itself, with its exit codes and what it writes at the end of its help, before the example."""
         self.add_argument("--lang", metavar="en|zh", help=text("help.lang"))  # taken out before: see `main`
         wide = max(map(len, codes))
-        lines = [indent(str(meaning), f"  {code:<{wide}}  ") for code, meaning in codes.items()]
+        lines = [wrap(str(meaning), 79, f"  {code:<{wide}}  ", " " * (wide + 4)) for code, meaning in codes.items()]
         ending = "\n".join([text("help.exit-codes"), *lines])
         if writes is not None:
-            ending = f"{text('help.writes')}\n{indent(str(writes), '  ')}\n\n{ending}"
+            ending = f"{text('help.writes')}\n{wrap(str(writes), 79, '  ', '  ')}\n\n{ending}"
         self.epilog = f"{ending}\n\n{self.epilog}"
         return self
 

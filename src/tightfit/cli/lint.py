@@ -28,10 +28,10 @@ def lint(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     kind: str | None = getattr(args, "kind", None)
     if kind is not None and kind not in kinds():
-        raise ConfigError(f"--kind knows no {kind!r}: it takes {', '.join(kinds())}")
+        raise ConfigError(Message("cli.kind-knows-takes", kind=repr(kind), kinds=", ".join(kinds())))
     world = getattr(args, "world", None)
     if world is not None and world < 1:
-        raise ConfigError(f"--world takes at least 1, not {world}")
+        raise ConfigError(Message("cli.world-takes-at", world=world))
     report = examine(Path(args.file), _target(args), kind=kind, world=world)
     if getattr(args, "json", False):
         print(json.dumps(_as_json(report), indent=2, ensure_ascii=False))
@@ -70,7 +70,12 @@ def _target(args: argparse.Namespace) -> Target:
     for name, version in given.items():
         if not is_version(version):
             raise ConfigError(
-                f"--{name.replace('_', '-')} takes a version such as {getattr(Target(), name)}, not {version!r}"
+                Message(
+                    "cli.takes-version",
+                    value=name.replace("_", "-"),
+                    target=getattr(Target(), name),
+                    version=repr(version),
+                )
             )
     return Target(**given)
 

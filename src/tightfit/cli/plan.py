@@ -116,11 +116,12 @@ def plan(argv: Sequence[str]) -> int:
         return 0
     from tightfit.screen.plan import waiting
 
-    with waiting("pricing every way …"):
+    with waiting(text("cli.pricing-every-way")):
         answers = [answered(each) for each in stages or [request]]
     for number, (answer, files) in enumerate(answers, start=1):
         if stages:
-            print(f"{NEXT if number > 1 else ''}# Stage {number} of {len(stages)}\n")
+            title = text("cli.stage-of", number=number, all=len(stages))
+            print(f"{NEXT if number > 1 else ''}# {title}\n")
         _draw(answer, files)
     return 0
 
@@ -132,7 +133,7 @@ def _draw(answer: Answer, files: Sequence[Path] | None) -> None:
     console = open_console()
     if isinstance(answer, list):
         screen_plan.draw_tiers(console, answer)
-        draw_list(console, "The same here, since what you say yourself wins over a tier:", alike(answer))
+        draw_list(console, text("cli.same-here-since"), alike(answer))
     elif isinstance(answer, Tiered):
         screen_plan.draw_tier(console, answer)
     elif isinstance(answer, Limit):

@@ -61,11 +61,11 @@ WITH_PLAN = {*OWN_FLAGS, "json"}
 _NAME_ONE = "name one with --tokenizer"
 """Said of a tokenizer that cannot be had."""
 WHERE = {
-    "init": "while the engine was set up",
-    "forward": "in the first forward pass",
-    "backward": "in the first backward pass",
-    "step": "after the first backward pass and before the step was over",
-    "steps": "in one of the steps",
+    "init": Message("cli.while-engine-set"),
+    "forward": Message("cli.first-forward-pass"),
+    "backward": Message("cli.first-backward-pass"),
+    "step": Message("cli.after-first-backward"),
+    "steps": Message("cli.one-steps"),
 }
 """Where memory ran out → in words."""
 
@@ -105,19 +105,17 @@ def _read_options(given: Mapping[str, Any]) -> RehearseOptions:
     """What was given, unless flags contradict each other."""
     options = read_options(RehearseOptions, given)
     if options.steps < 1:
-        raise ConfigError(f"--steps must be at least 1, not {options.steps}")
+        raise ConfigError(Message("cli.steps-must-at", steps=options.steps))
     if options.from_plan is not None:
         more = sorted(set(given) - WITH_PLAN)
         if more:
-            what = "a job file" if more[0] == "file" else spelt(more[0])
-            raise ConfigError(
-                f"--from-plan {options.from_plan} has decided that already: leave {what} out, or --from-plan"
-            )
+            what = text("cli.job-file") if more[0] == "file" else spelt(more[0])
+            raise ConfigError(Message("cli.from-plan-decided-already", from_plan=options.from_plan, what=what))
     if options.keep is not None:
         path = Path(options.keep).expanduser().absolute()
         check_folder(path)
         if path.exists() and any(path.iterdir()):
-            raise ConfigError(f"{path} is not empty: name a new folder with --keep")
+            raise ConfigError(Message("cli.empty-name-new", path=path))
     return options
 
 
@@ -202,7 +200,7 @@ def _reserved(ready: Ready, folder: RunFolder) -> Iterator[None]:
     with registry.alone():
         taken = next((entry for entry in registry.live() for key in keys if key in entry.gpus), None)
         if taken is not None:
-            raise HardwareError(f"the GPU was just taken by {taken.words}: start again, or name another with --on")
+            raise HardwareError(Message("cli.gpu-just-taken", words=taken.words))
         registry.add(ours)
     try:
         yield
@@ -218,7 +216,7 @@ def _ended(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str | None
     if failure is not None and failure.is_users:
         raise ConfigError(str(failure.sentence).replace(_NAME_ONE, f"{_NAME_ONE}, or go without: --full-length"))
     if outcome.state == "interrupted":
-        print("tightfit: interrupted; the rehearsal has ended", file=sys.stderr)
+        print(f"tightfit: {text('cli.interrupted-rehearsal-ended')}", file=sys.stderr)
         return outcome.exit_code
     kept = None if keep is None else str(Path(keep).expanduser().absolute())
     killed = any(gone.code == -signal.SIGKILL for gone in outcome.exits)
@@ -300,18 +298,22 @@ def _rows(ready: Ready, outcome: Outcome, probe: Probe | None) -> tuple[FigureRo
     largest = None if probe is None else probe.seconds
     return (
         *rows,
-        FigureRow(key="peak", name="memory, peak", unit="bytes", predicted=worker.peak_bytes, measured=peak),
-        FigureRow(key="host", name="RAM of this rank", unit="bytes", predicted=ready.host_bytes, measured=host),
+        FigureRow(key="peak", name=text("cli.memory-peak"), unit="bytes", predicted=worker.peak_bytes, measured=peak),
+        FigureRow(key="host", name=text("cli.ram-rank"), unit="bytes", predicted=ready.host_bytes, measured=host),
         FigureRow(
             key="largest_step_s",
-            name="a step of the largest batch",
+            name=text("cli.step-largest-batch"),
             unit="seconds",
             predicted=worker.step_s,
             measured=largest,
         ),
-        FigureRow(key="step_s", name="a step, median", unit="seconds", predicted=worker.step_s, measured=step_s),
+        FigureRow(key="step_s", name=text("cli.step-median"), unit="seconds", predicted=worker.step_s, measured=step_s),
         FigureRow(
-            key="tokens_per_s", name="tokens a second", unit="tokens", predicted=worker.tokens_per_s, measured=pace
+            key="tokens_per_s",
+            name=text("cli.tokens-second"),
+            unit="tokens",
+            predicted=worker.tokens_per_s,
+            measured=pace,
         ),
     )
 

@@ -20,6 +20,7 @@ from tightfit.hardware.words import parse_size
 from tightfit.inputs.records import json_text
 from tightfit.job import Job
 from tightfit.memory.overhead import beside
+from tightfit.messages import Message, text
 from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import DRAWN_STD
 from tightfit.planner.plan import Plan
@@ -76,7 +77,7 @@ def prepare(request: Request, options: RehearseOptions) -> Ready:
     if options.from_plan is not None:
         source = Path(options.from_plan).expanduser().absolute()
         files, plan = dict(read_plan_folder(source)), None
-        said: tuple[str, ...] = (f"The plan is the one in {source}.",)
+        said: tuple[str, ...] = (text("cli.plan-one", source=source),)
         worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
     else:
         plan, files = _planned(request, cap)
@@ -89,9 +90,9 @@ def prepare(request: Request, options: RehearseOptions) -> Ready:
             tree["data"] |= {"path": None, "recipe": None, "ablation": None, "tokenizer": None}
         orders, notes = rehearsed(tree), _notes(tree, worker, plan)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise ConfigError(f"{WORKER_FILE} is not whole: write the plan again with `tightfit plan --write`") from None
+        raise ConfigError(Message("cli.whole-write-plan", worker_file=WORKER_FILE)) from None
     if cap is not None and cap > card:
-        raise ConfigError(f"--cap {options.cap} is more than the {card / GIB:.1f} GiB of the card: lower it")
+        raise ConfigError(Message("cli.cap-more-than", cap=options.cap, card=card / GIB))
     cap = card if cap is None else cap
     tensors = _tensor_bytes(worker, cap)
     found = occupancy()
@@ -115,7 +116,7 @@ def _planned(request: Request, cap: int | None) -> tuple[Plan, dict[str, str]]:
     def smaller(job: Job, hardware: Hardware) -> Hardware:
         if cap is None or cap >= hardware.gpu.memory_bytes:
             return hardware
-        said = f"Each card is taken to have {cap / GIB:.1f} GiB (--cap)."
+        said = text("cli.each-card-taken", cap=cap / GIB)
         gpu = replace(hardware.gpu, memory_bytes=cap)
         return replace(hardware, gpu=gpu, because=(*hardware.because, said))
 
@@ -126,7 +127,7 @@ def _planned(request: Request, cap: int | None) -> tuple[Plan, dict[str, str]]:
     target = Target()
     answer = answer_of(request, settled, startable_of(settled.job, target), every_gpu=False)
     if answer.chosen is None:
-        raise ConfigError(f"nothing fits, so there is nothing to rehearse: {way_out(answer, HOW_FAR)}")
+        raise ConfigError(Message("cli.nothing-fits-so-2", answer=way_out(answer, str(HOW_FAR))))
     return answer, dict(rendered(answer, settled.job, target))
 
 
@@ -136,10 +137,10 @@ def _words(plan: Plan) -> tuple[str, ...]:
 
     way = plan.chosen
     assert way is not None
-    tokens = f"{plan.effective_batch} × {way.levers.sequence} tokens a step"
+    tokens = text("cli.tokens-step", effective_batch=plan.effective_batch, sequence=way.levers.sequence)
     return (
         f"{model_words(plan)}, on {hardware_words(way.hardware)}: {tokens}",
-        f"{strategy_name(way.levers)}, one rank of {way.world}.",
+        text("cli.one-rank", levers=strategy_name(way.levers), world=way.world),
     )
 
 
@@ -150,10 +151,7 @@ def _tensor_bytes(worker: WorkerFile, cap: int) -> int | None:
     left = cap - sum(beside(0, worker.ranks, None).values())
     if left <= 0:
         outside = (cap - left) / GIB
-        raise ConfigError(
-            f"a card of {cap / GIB:.2f} GiB leaves nothing for tensors, as context and communicator take "
-            f"{outside:.2f} GiB: raise --cap"
-        )
+        raise ConfigError(Message("cli.card-gib-leaves", cap=cap / GIB, outside=outside))
     return left
 
 
@@ -164,28 +162,25 @@ def _device(devices: tuple[Device, ...], worker: WorkerFile, cap: int, number: i
     """The GPU to rehearse on; None: the plan is for the CPU."""
     if worker.vendor == "cpu":
         if number is not None:
-            raise ConfigError("the plan is for the CPU, so there is no GPU to rehearse it on: leave --on out")
+            raise ConfigError(Message("cli.plan-cpu-so"))
         return None
     if not devices:
-        raise HardwareError(
-            "the plan is for GPUs and its rehearsal needs one, which this machine has not: "
-            "run it where there is one, or leave --gpus out to rehearse on the CPU"
-        )
+        raise HardwareError(Message("cli.plan-gpus-rehearsal"))
     taken = {key: entry for entry in reservations().live() for key in entry.gpus}
     if number is None:
         free = [device for device in devices if device.key not in taken]
         if not free:
             who = taken[devices[0].key].words
-            raise HardwareError(f"every GPU is in use, the first by {who}: wait for it, or use another machine")
+            raise HardwareError(Message("cli.every-gpu-use", who=who))
         chosen = max(free, key=lambda device: device.free_bytes or 0)
     else:
         named = [device for device in devices if device.number == number]
         if not named:
             numbers = ", ".join(str(device.number) for device in devices)
-            raise HardwareError(f"--on {number} is no GPU of this machine: there are {numbers}")
+            raise HardwareError(Message("cli.gpu-machine-there", number=number, numbers=numbers))
         chosen = named[0]
         if chosen.key in taken:
-            raise HardwareError(f"GPU {number} is in use by {taken[chosen.key].words}: name another with --on, or wait")
+            raise HardwareError(Message("cli.gpu-use-name", number=number, words=taken[chosen.key].words))
     _check_room(chosen, min(worker.required_bytes, cap))
     return chosen
 
@@ -195,16 +190,20 @@ def _check_room(device: Device, need: int) -> None:
     if device.total_bytes is not None and device.total_bytes < need:
         wanted, there = amounts(need, device.total_bytes)
         raise HardwareError(
-            f"the plan needs {wanted} GiB and GPU {device.number} has {there} GiB: rehearse it on a larger card, or "
-            f"plan for one like this with --cap {int(device.total_bytes / GIB)}GB"
+            Message(
+                "cli.plan-needs-gib",
+                wanted=wanted,
+                number=device.number,
+                there=there,
+                total_bytes=int(device.total_bytes / GIB),
+            )
         )
     if device.free_bytes is not None and device.free_bytes < need:
         wanted, there = amounts(need, device.free_bytes)
         who = max(device.holders, key=lambda each: each.held_bytes or 0, default=None)
-        held = f", as {holder_words(who)} holds the rest" if who else ""
+        held = text("cli.holds-rest", who=holder_words(who)) if who else ""
         raise HardwareError(
-            f"GPU {device.number} has {there} GiB free and the rehearsal needs {wanted} GiB{held}: end that, or name "
-            "another with --on"
+            Message("cli.too-little-to-rehearse", number=device.number, there=there, wanted=wanted, held=held)
         )
 
 
@@ -239,20 +238,17 @@ def _notes(tree: Mapping[str, Any], worker: WorkerFile, plan: Plan | None) -> tu
     if worker.ranks > 1:
         way = None if plan is None else plan.chosen
         sent = 0.0 if way is None else way.pace.causes.get("communication", 0.0)
-        part = f"; {sent:.2g} s of the predicted step are" if sent else ""
-        said.append(f"Nothing is sent in a rehearsal, so the measured pace has no communication{part}.")
+        part = text("cli.s-predicted-step", sent=sent) if sent else ""
+        said.append(text("cli.nothing-sent-rehearsal", part=part))
     if tree["model"]["weights"] is None or draws_weights(tree):
-        said.append("The weights are drawn at random: neither memory nor pace depends on their values.")
+        said.append(text("cli.weights-drawn-at"))
     if tree["data"].get("path") is None and tree["data"].get("recipe") is None:
-        said.append("The samples are random, and all of the full length.")
+        said.append(text("cli.samples-random-all"))
     return tuple(said)
 
 
 def _about(device: Device | None) -> tuple[str, ...]:
     """Where it was measured."""
     if device is not None:
-        return (f"The pace is that of the {device.name} here; the plan's is that of the card it was made for.",)
-    return (
-        "Without a GPU only the RAM of the whole process is measured, Python and torch included; the predicted pace of "
-        "a CPU compares ways and no more.",
-    )
+        return (text("cli.pace-here-plan", name=device.name),)
+    return (text("cli.without-gpu-only"),)

@@ -25,7 +25,7 @@ from tightfit.diagnose.verdict import Verdict
 from tightfit.inputs.flags import LEVERS, meant
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
-from tightfit.messages import Message, text
+from tightfit.messages import Message, Said, text
 from tightfit.planner.calibration import Entry
 from tightfit.runs.build_lock import left_locks, told
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     args, words = _parsed(argv)
     command = recognise(words)
     if shutil.which(words[0]) is None and not hasattr(args, "dry_run"):
-        raise ConfigError(f"there is no program {words[0]} here: see that it is installed, and in this environment")
+        raise ConfigError(Message("cli.there-program-here", words=words[0]))
     external = read_training(command)
     planner = Planner(_setting(args))
     known = planner.known(external)
@@ -195,7 +195,7 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
         asked = [word for word in words if word in ("-h", "--help")]
         if asked:
             made.parse(asked)
-        raise ConfigError("a -- is missing before the command: write `tightfit run -- python train.py`")
+        raise ConfigError(Message("cli.missing-before"))
     args = made.parse(words[:cut])
     _attempts(args)
     _allow(args)
@@ -203,14 +203,14 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     for name in ("seq", "micro_batch"):
         most = LEVERS[name].most or 0
         if not 1 <= getattr(args, name, 1) <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} takes 1 to {most}, not {getattr(args, name)}")
+            raise ConfigError(Message("cli.takes-1", value=name.replace("_", "-"), most=most, args=getattr(args, name)))
     return args, tuple(words[cut + 1 :])
 
 
 def _attempts(args: argparse.Namespace) -> int:
     many: int = getattr(args, "max_attempts", MAX_ATTEMPTS)
     if many < 1:
-        raise ConfigError(f"--max-attempts must be at least 1, not {many}: 1 starts the command once")
+        raise ConfigError(Message("cli.run-attempts-at-least-one", many=many))
     return many
 
 
@@ -218,8 +218,10 @@ def _allow(args: argparse.Namespace) -> tuple[Allowance, ...]:
     names = [name.strip() for name in getattr(args, "allow", "").split(",") if name.strip()]
     for name in names:
         if name not in ALLOWED:
-            also = " (only tightfit train can do that)" if name in get_args(Allowance) else meant(name, ALLOWED)
-            raise ConfigError(f"--allow knows no {name!r} here{also}: it takes {' and '.join(ALLOWED)}")
+            also = text("cli.only-tightfit-train") if name in get_args(Allowance) else meant(name, ALLOWED)
+            raise ConfigError(
+                Message("cli.allow-knows-here", name=repr(name), also=also, allowed=" and ".join(ALLOWED))
+            )
     return tuple(name for name in get_args(Allowance) if name in names)
 
 
@@ -237,24 +239,25 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 # --- telling ------------------------------------------------------------------------------------
 
 
-def _say(text: str) -> None:
+def _say(said: Said) -> None:
     """On stderr: the command's own output stays what it is. The two words keep what is told apart from the sentence of
     a `tightfit` that was refused, for a diagnosis of the log."""
     try:
-        print(f"tightfit run: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        print(f"tightfit run: {' '.join(str(said).split())}", file=sys.stderr, flush=True)
     except OSError:  # a terminal that has closed must not cost the run
         return
 
 
 def _recognised(external: ExternalTraining) -> str:
     files = ", ".join(path.name for path in external.files)
-    return f"{NAMES[external.command.launcher]}{f', configured by {files}' if files else ''}"
+    name = NAMES[external.command.launcher]
+    return text("cli.configured", name=name, files=files) if files else str(name)
 
 
 def _say_start(external: ExternalTraining, known: Known | str, place: ClaimedRun) -> None:
-    _say(f"{_recognised(external)}; logs and records in {place.path}")
+    _say(text("cli.logs-records", external=_recognised(external), path=place.path))
     if place.before is not None:
-        _say(f"the run in {place.path} is taken over: its process {place.before.pid} has gone without a word")
+        _say(text("cli.run-taken-over", path=place.path, pid=place.before.pid))
     _say(_predicted(external, known))
     if external.command.launcher != "other" and (left := left_locks(inherited(external.environment))):
         _say(told(left))
@@ -265,7 +268,7 @@ def _predicted(external: ExternalTraining, known: Known | str) -> str:
         return known
     said, file = prediction(known), file_of(external)
     if known.priced.fits is False and file is not None:
-        said += f" It is started all the same; `tightfit plan {shlex.quote(str(file))}` finds a way that fits."
+        return text("cli.started-all-same", said=said, file=shlex.quote(str(file)))
     return said
 
 
@@ -283,21 +286,22 @@ def _dry_run(args: argparse.Namespace, external: ExternalTraining, known: Known 
 def _say_end(trainer: ExternalTrainer, ended: RunResult) -> None:
     most = trainer.peak
     gpus = "".join(f", GPU {word} {size / 2**30:.1f} GiB" for word, size in sorted(most.gpu_bytes.items()))
-    peak = f"most memory seen: host {most.host_bytes / 2**30:.1f} GiB{gpus}"
+    peak = text("cli.most-memory-seen", host_bytes=most.host_bytes / 2**30, gpus=gpus)
     many = len(ended.records)
-    times = "at the first attempt" if many == 1 else f"after {many} attempts"
+    times = text("cli.at-first-attempt") if many == 1 else text("cli.after-attempts", many=many)
     if ended.outcome.state == "done":
-        _say(f"done {times}; {peak}")
+        _say(text("cli.run-done", times=times, peak=peak))
         if ended.verdict is not None:
-            _say(f"but look at it: {ended.verdict.cause}")
+            _say(text("cli.but-look-at", cause=ended.verdict.cause))
     elif ended.outcome.state == "interrupted":
-        _say(f"stopped as asked; {peak}")
+        _say(text("cli.stopped-asked", peak=peak))
     else:
         own = ended.records[-1].exit_codes
-        said = "it ended as if all were well" if own and not any(own) else "it failed"
-        _say_failure(ended, trainer.folder, f"{said} {times}; {peak}")
+        well = own and not any(own)
+        first = text("cli.ended-if-all" if well else "cli.it-failed", times=times, peak=peak)
+        _say_failure(ended, trainer.folder, first)
     if trainer.files:
-        _say(f"configs written: {', '.join(str(path) for path in trainer.files)}")
+        _say(text("cli.configs-written", files=", ".join(str(path) for path in trainer.files)))
 
 
 def _say_failure(ended: RunResult, folder: Path, first: str) -> None:
@@ -307,11 +311,11 @@ def _say_failure(ended: RunResult, folder: Path, first: str) -> None:
         return
     _say(str(found.cause))
     if ended.because:
-        _say(f"not started again: {ended.because}")
+        _say(text("cli.started-again", because=ended.because))
     for fix in found.fixes[:_MOST_FIXES]:
-        costly = " (changes the training)" if fix.is_costly else ""
+        costly = text("cli.changes-in-brackets") if fix.is_costly else ""
         _say(f"  - {fix.text}{f' [{fix.command}]' if fix.command else ''}{costly}")
-    _say(f"more: `tightfit diagnose {folder}`, `tightfit explain {found.id}`")
+    _say(text("cli.more-tightfit-diagnose", folder=folder, which=found.id))
 
 
 # --- records ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Adapters, Allowance, Job
 from tightfit.job.training_arguments import OPTIMIZERS
 from tightfit.memory import estimate
+from tightfit.messages import text
 from tightfit.model.load import load_model
 from tightfit.owned import replace_file
 from tightfit.pace import pace
@@ -104,14 +105,14 @@ def known_of(
     try:
         machine = machine_of(external, hardware)
         if (reason := _unpriced(external, hardware)) is not None:
-            return f"nothing is predicted: {reason}"
+            return text("cli.not-predicted", reason=reason)
         found = (
             _llamafactory(external, machine)
             if external.is_llamafactory
             else _script(external, machine, said or UserSaid())
         )
         if isinstance(found, str):
-            return f"nothing is predicted: {found}"
+            return text("cli.nothing-predicted-2", found=found)
         job, shape, levers = found
         pins: dict[str, Any] = {
             name: flags_from_levers(levers)[name] for name in PINS if name in flags_from_levers(levers)
@@ -122,10 +123,10 @@ def known_of(
         assumed: tuple[str, ...] = ()
         scans = any(isinstance(block.mixer, Mamba1) for block in shape.blocks)
         if scans and not external.script.mentions("mamba_ssm"):
-            assumed = (f"Its scan is taken to hold what mamba_ssm's does; {external.name} may have another.",)
+            assumed = (text("cli.scan-taken-hold", name=external.name),)
         return Known(job=job, shape=shape, levers=levers, hardware=machine, calibration=calibration, assumed=assumed)
     except UserError as error:
-        return f"nothing is predicted: {error}"
+        return text("cli.nothing-predicted-3", error=error)
 
 
 def machine_of(external: ExternalTraining, hardware: Hardware) -> Hardware:
@@ -141,24 +142,21 @@ def _unpriced(external: ExternalTraining, hardware: Hardware) -> str | None:
     kind = accelerate.get("distributed_type")
     sharded = external.command.launcher_flag("use_fsdp") is not None or bool(external.said("fsdp", "fsdp_config"))
     if kind == "FSDP" or sharded:
-        return "FSDP as accelerate sets it up is not priced: it gathers embedding and head with the whole model"
+        return text("cli.fsdp-accelerate-sets")
     if kind in ("MEGATRON_LM", "XLA") or external.command.launcher_flag("use_megatron_lm", "tpu") is not None:
-        return f"{kind or 'Megatron'} is not priced"
+        return text("cli.not-priced", value=kind or "Megatron")
     if external.command.launcher_flag("use_deepspeed", "zero_stage") is not None and external.deepspeed is None:
-        return "DeepSpeed is set up by flags of accelerate: put them into a file and name it with --config_file"
+        return text("cli.deepspeed-set-up")
     if external.script.preference_trainer is not None:
         trainer = external.script.preference_trainer
-        return f"{trainer} holds more than one text and one model at a time, which is not priced"
+        return text("cli.holds-more-than", trainer=trainer)
     if external.command.launcher == "trl" or external.script.is_trl:
-        return "TRL chooses the dtype of the weights, the packing and the loss by its release, which is not priced"
+        return text("cli.trl-chooses-dtype")
     several = external.command.starter == "python" and hardware.gpus_per_node > 1
     if several and external.script.is_hugging_face and external.deepspeed is None:
         environment = inherited({**external.command.variables, **external.environment})
         if (many := visible_gpus(hardware, environment)) > 1:
-            return (
-                f"plain python on {many} GPUs makes transformers use DataParallel, which gathers on the first of them: "
-                f"start it with torchrun --nproc_per_node {many}"
-            )
+            return text("cli.plain-python-gpus", many=many)
     return None
 
 
@@ -171,10 +169,7 @@ def warning_of(external: ExternalTraining, hardware: Hardware) -> str | None:
     if many < 2 or external.command.script is None:
         return None
     words = " ".join(external.command.words[external.command.script_at - 1 :])
-    return (
-        f"python starts one process, so DeepSpeed shards nothing and {many - 1} of {many} GPUs stay idle: start it as "
-        f"`deepspeed --num_gpus {many} {words}`"
-    )
+    return text("cli.python-starts-one", many=many - 1, many2=many, words=words)
 
 
 def _llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
@@ -185,7 +180,7 @@ def _llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[Job, M
         values["deepspeed"] = str(external.deepspeed.path.absolute())
     if _mixed_precision(external) in ("bf16", "fp16") and not {"bf16", "fp16", "pure_bf16"} & set(values):
         values[str(_mixed_precision(external))] = True
-    name = external.settings.path.name if external.settings is not None else "the command line"
+    name = external.settings.path.name if external.settings is not None else text("cli.command-line")
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         path = Path(folder) / name
         replace_file(path, yaml.safe_dump(values, sort_keys=False).encode())
@@ -229,20 +224,20 @@ def _script(external: ExternalTraining, machine: Hardware, said: UserSaid) -> tu
     """A script with the usual flags: transformers' own, and the usual names of model and length."""
     model = said.model or _first(external, MODELS, str)
     if model is None:
-        return "the command does not say which model it trains: add --model before the --"
+        return text("cli.command-does-say")
     length = said.sequence or _first(external, LENGTHS, int)
     if length is None:
-        return "the command does not say how long its sequences are: add --seq before the --"
+        return text("cli.command-does-say-2")
     if any(external.said(name) for name in ADAPTERS):
-        return "the script trains adapters in a way of its own"
+        return text("cli.script-trains-adapters")
     now, batch = knobs_of(external), batch_of(external)
     in_file = external.deepspeed.values if external.deepspeed is not None else {}
     micro = said.micro_batch or batch.micro or _first(external, BATCHES, int)
     if micro is None and not isinstance(in_file.get("train_micro_batch_size_per_gpu"), int):
-        return f"the micro batch is not known ({batch.because}): add --micro-batch before the --"
+        return text("cli.micro-batch-known", because=batch.because)
     optimizer = external.said("optim") or "adamw_torch"
     if optimizer not in OPTIMIZERS:
-        return f"optim {optimizer} is not priced"
+        return text("cli.optim-priced", optimizer=optimizer)
     shape = load_model(model)
     levers = replace(
         Levers(),
@@ -287,10 +282,21 @@ def _first(external: ExternalTraining, names: Iterable[str], kind: type[T]) -> T
 def prediction(known: Known) -> str:
     """One line: whether it fits, and where it is highest."""
     priced = known.priced
-    where = f"{strategy_name(known.levers)}, micro batch {known.levers.micro_batch} × {known.levers.accumulation}"
+    where = text(
+        "cli.micro-batch",
+        levers=strategy_name(known.levers),
+        micro_batch=known.levers.micro_batch,
+        accumulation=known.levers.accumulation,
+    )
     added = priced.footprint.gpu.phases[priced.footprint.gpu.peak_phase].components.get(COMPONENT, 0)
-    measured = f" Earlier runs held {added / GIB:.1f} GiB more than predicted: counted in." if added > 0 else ""
-    said = f"{verdict(priced)} The peak is in the {priced.footprint.gpu.peak_phase} phase ({where}).{measured}"
+    measured = text("cli.earlier-runs-held", added=added / GIB) if added > 0 else ""
+    said = text(
+        "cli.peak-phase",
+        priced=verdict(priced),
+        peak_phase=priced.footprint.gpu.peak_phase,
+        where=where,
+        measured=measured,
+    )
     return " ".join((said, *known.assumed))
 
 
@@ -474,7 +480,7 @@ def _step(external: ExternalTraining, known: Known, found: StepDown) -> NextConf
     because = " ".join(str(said) for said in found.because if said.id != "plan.what-changes")
     crosses = moved or (new.method != old.method)
     scheme = scheme_of(new, old)
-    changed = (*map(str, found.changed), *((f"the scheme {scheme}",) if scheme else ()))
+    changed = (*map(str, found.changed), *((text("cli.scheme", scheme=scheme),) if scheme else ()))
     return NextConfig(
         knobs=knobs, changed=changed, because=because, crosses=crosses, costs=tuple(map(str, way.changes))
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tightfit.cli.train_machine import Busy, most_held, reservations, wait_while_busy
 from tightfit.hardware.occupancy import Device, occupancy
+from tightfit.messages import Message, text
 from tightfit.priced import amounts
 
 FREE_SHARE = 0.9
@@ -26,7 +27,7 @@ def _look(need_bytes: int | None, count: int) -> bool:
     taken = {key: entry for entry in reservations().live() for key in entry.gpus}
     for device in occupancy().devices[:count]:
         if device.key in taken:
-            raise Busy(f"GPU {device.number} is in use by {taken[device.key].words}: wait for it")
+            raise Busy(Message("cli.gpu-use-wait", number=device.number, words=taken[device.key].words))
         _check(device, need_bytes)
     return True
 
@@ -36,12 +37,10 @@ def _check(device: Device, need_bytes: int | None) -> None:
     if free is None:
         return
     who = most_held(device)
-    held, of = who and f", as {who} holds the rest", (device.key, who) if who else (device.key,)
+    held, of = who and text("cli.holds-rest", who=who), (device.key, who) if who else (device.key,)
     if need_bytes is not None and free < need_bytes:
         needed, left = amounts(need_bytes, free)
-        raise Busy(
-            f"GPU {device.number} has {left} GiB free and the command is predicted to need {needed}{held}: wait", of
-        )
+        raise Busy(Message("cli.too-little-for-command", number=device.number, left=left, needed=needed, held=held), of)
     if need_bytes is None and total is not None and free < FREE_SHARE * total:
         left, whole = amounts(free, total)
-        raise Busy(f"GPU {device.number} has {left} of {whole} GiB free{held}: wait", of)
+        raise Busy(Message("cli.too-little-free", number=device.number, left=left, whole=whole, held=held), of)

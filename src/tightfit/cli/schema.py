@@ -15,14 +15,7 @@ from tightfit.job.fields import FREE_LEVERS, JobField, Takes, job_fields, meanin
 from tightfit.messages import explain_field, text
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-SHORT = {
-    "saving": {
-        "every": {
-            "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}, {"type": "null"}],
-            "description": "Steps (500) or time (10m) between two checkpoints: every_steps and every_minutes in one.",
-        }
-    }
-}
+SHORT = {"saving": {"every": [{"type": "integer", "minimum": 1}, {"type": "string"}, {"type": "null"}]}}
 """By block: words that stand for several of its fields, and are not fields of `Job`."""
 
 
@@ -53,12 +46,13 @@ def job_schema() -> dict[str, Any]:
     made = TypeAdapter(Job).json_schema()
     blocks = made.pop("$defs", {})
     made["properties"] = _described(made["properties"], "", blocks)
-    return {"$schema": DIALECT} | made | {"title": "tightfit job file"}
+    return {"$schema": DIALECT} | made | {"title": text("cli.job-title")}
 
 
 def field_table() -> str:
     """Every field that holds a value: its name, what it takes, its default and its meaning."""
-    rows = [("field", "takes", "default", "meaning"), ("---",) * 4]
+    heads = (text("cli.field"), text("cli.takes"), text("cli.default"), text("cli.meaning"))
+    rows = [heads, ("---",) * 4]
     rows += [_row(field) for field in job_fields().values() if not _holds_others(field)]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
 
@@ -72,10 +66,12 @@ def _described(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, 
     for name, each in properties.items():
         path = prefix + name
         if "$ref" in each:
+            about = text("cli.every")
+            short = {each: {"anyOf": kinds, "description": about} for each, kinds in SHORT.get(path, {}).items()}
             block = dict(blocks[each["$ref"].rpartition("/")[2]])
             described[name] = _without_title(block) | {
                 "description": explain_field("job", path, meanings()[path]),
-                "properties": _described(block["properties"], f"{path}.", blocks) | SHORT.get(path, {}),
+                "properties": _described(block["properties"], f"{path}.", blocks) | short,
             }
         elif path == "levers":
             described[name] = _levers_schema()
@@ -127,7 +123,7 @@ def _holds_others(field: JobField) -> bool:
 def _row(field: JobField) -> tuple[str, str, str, str]:
     lever = field.name.removeprefix("levers.")
     if lever != field.name:
-        return f"`{field.name}`", field.phrase, "the plan chooses", _lever_meaning(lever)
+        return f"`{field.name}`", field.phrase, text("cli.plan-chooses"), _lever_meaning(lever)
     return (
         f"`{field.name}`",
         field.phrase,
@@ -138,7 +134,7 @@ def _row(field: JobField) -> tuple[str, str, str, str]:
 
 def _default(field: JobField) -> str:
     if field.required:
-        return "must be said"
+        return text("cli.must-said")
     if field.default is None or field.default == ():
         return ""
     return f"`{field.default}`" if isinstance(field.default, str) else f"`{json.dumps(field.default)}`"

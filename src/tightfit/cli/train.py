@@ -27,6 +27,7 @@ from tightfit.desk.request import Request, read_request
 from tightfit.desk.stages import each_stage
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.occupancy import Holder
+from tightfit.messages import Listing, Message, text
 from tightfit.planner.plan import Plan
 from tightfit.runs.decide import Policy
 from tightfit.runs.events import Event
@@ -208,7 +209,7 @@ def _dry_run(ready: Ready, asked: Asked) -> int:
     console.print()
     where = f"GPU {', '.join(str(device.number) for device in ready.devices)}" if ready.devices else "the CPU"
     ranks = f"{ready.worker.ranks} rank{'' if ready.worker.ranks == 1 else 's'}"
-    say(console, f"Nothing was started or written (--dry-run): {ranks} would run on {where}, in {ready.folder}.")
+    say(console, text("cli.nothing-started-written", ranks=ranks, where=where, folder=ready.folder))
     return 0
 
 
@@ -287,10 +288,11 @@ def _say_end(ready: Ready, asked: Asked, ended: RunResult) -> None:
 def _stopped(asked: Asked, outcome: Outcome) -> str:
     """How far it came, and how to go on."""
     tally = outcome.tally
-    done = "before the first step" if tally.last is None else f"after step {tally.last.step:,}"
+    done = text("cli.before-first-step") if tally.last is None else text("cli.after-step", step=tally.last.step)
     if outcome.state == "stopped":
-        return f"stopped {done} and saved a checkpoint: {how_to_go_on(asked.resume, wrote=True)}"
-    return "; ".join(filter(None, [f"interrupted {done}", _safe(asked, outcome), "every process has ended"]))
+        return text("cli.stopped-saved-checkpoint", done=done, resume=how_to_go_on(asked.resume, wrote=True))
+    said = [text("cli.interrupted", done=done), _safe(asked, outcome), text("cli.every-process-ended")]
+    return str(Listing(filter(None, said), ";"))
 
 
 def _safe(asked: Asked, outcome: Outcome) -> str:
@@ -298,7 +300,7 @@ def _safe(asked: Asked, outcome: Outcome) -> str:
     step, wrote = outcome.tally.safe_step, outcome.tally.checkpoint is not None
     if step is None:
         return ""
-    return f"there is a checkpoint of step {step:,}, and {how_to_go_on(asked.resume, wrote=wrote)}"
+    return text("cli.there-checkpoint-step", step=step, resume=how_to_go_on(asked.resume, wrote=wrote))
 
 
 def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> RunResult:
@@ -380,6 +382,4 @@ def _check_taken(ready: Ready, live: Sequence[Reservation]) -> None:
     for device in ready.devices:
         for entry in live:
             if device.key in entry.gpus:
-                raise Busy(
-                    f"GPU {device.number} was just taken by {entry.words}: start again, or choose others with --gpu-ids"
-                )
+                raise Busy(Message("cli.gpu-just-taken-2", number=device.number, words=entry.words))

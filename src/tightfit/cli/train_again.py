@@ -19,6 +19,7 @@ from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.catalogue import native_bf16
 from tightfit.hardware.occupancy import occupancy
 from tightfit.inputs.surroundings import cache_folder
+from tightfit.messages import text
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Entry, phase_bytes
 from tightfit.planner.lever_changes import lever_changes
@@ -100,8 +101,13 @@ class TrainCourse:
         known = known_config(self._folder.plan)
         plan = self.ready.plan
         way = self.ready.worker.engine if plan is None or plan.chosen is None else strategy_name(plan.chosen.levers)
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{way}, micro batch {known.micro_batch} × {known.accumulation} on {ranks}"
+        return text(
+            "cli.micro-batch-2",
+            way=way,
+            micro_batch=known.micro_batch,
+            accumulation=known.accumulation,
+            ranks=self.ranks,
+        )
 
     @property
     def ranks(self) -> int:
@@ -135,7 +141,7 @@ class TrainCourse:
     # --- another plan ---------------------------------------------------------------------------
 
     def smaller(self, shortfall: Shortfall, verdict: Verdict) -> Changed | Refused:
-        last = self._last("plan again for less memory with `tightfit plan … --write`")
+        last = self._last(text("cli.plan-again-less"))
         if isinstance(last, Refused):
             return last
         assert last.chosen is not None, "what has no way was never started"
@@ -154,19 +160,19 @@ class TrainCourse:
         return self._changed(last.chosen, found)
 
     def in_bf16(self) -> Changed | Refused:
-        last = self._last("plan again with `tightfit plan … --precision bf16 --write`")
+        last = self._last(text("cli.plan-again-tightfit"))
         if isinstance(last, Refused):
             return last
         assert last.chosen is not None, "what has no way was never started"
         if native_bf16(last.hardware.gpu.arch) is False:
-            return Refused(because=f"the {last.hardware.gpu.name} has no bf16 of its own: use --precision fp32")
+            return Refused(because=text("cli.bf16-own-use", name=last.hardware.gpu.name))
         job = replace(last.job, precision="bf16", effective_batch=last.effective_batch)
         found = plan_within(self.bounds, job, last.shape, last.hardware)
         if found.chosen is None:
-            return Refused(because="no plan in bf16 fits")
+            return Refused(because=text("cli.plan-bf16-fits"))
         self._found = Found(plan=found, bounds=self.bounds)
         changed = ("precision fp16 → bf16", *lever_changes(last.chosen, found.chosen))
-        return Changed(because="fp16 overflowed, and bf16 has the range of fp32", changed=changed, another_job=True)
+        return Changed(because=text("cli.fp16-overflowed-bf16"), changed=changed, another_job=True)
 
     def take(self) -> None:
         found = self._found

@@ -145,19 +145,19 @@ def read_train_options(given: Mapping[str, Any]) -> TrainOptions:
     if "plan" in given:
         more = sorted(set(given) - _WITH_PLAN)
         if more:
-            what = "a job file" if more[0] == "file" else spelt(more[0])
-            raise ConfigError(f"--plan {options.plan} has decided that already: leave {what} out, or leave --plan out")
+            what = text("cli.job-file") if more[0] == "file" else spelt(more[0])
+            raise ConfigError(Message("cli.plan-decided-already", plan=options.plan, what=what))
     for name in ("max_gpus", "nodes"):
         if given.get(name, 1) < 1:
-            raise ConfigError(f"{spelt(name)} must be at least 1, not {given[name]}")
+            raise ConfigError(Message("cli.at-least-one", name=spelt(name), given=given[name]))
     if "max_gpus" in given and ("num_gpus" in given or "gpu_ids" in given):
         other = "num_gpus" if "num_gpus" in given else "gpu_ids"
-        raise ConfigError(f"--max-gpus and {spelt(other)} both say how many GPUs: leave one out")
+        raise ConfigError(Message("cli.max-gpus-both-say", other=spelt(other)))
     if given.get("max_attempts", 1) < 1:
-        raise ConfigError(f"--max-attempts must be at least 1, a single start, not {given['max_attempts']}")
+        raise ConfigError(Message("cli.attempts-at-least-one", given=given["max_attempts"]))
     hang_timeout_s(options.hang_timeout)
     if not 1 <= given.get("port", 1) <= 65_535:
-        raise ConfigError(f"--port must be from 1 to 65535, not {given['port']}")
+        raise ConfigError(Message("cli.port-must-1", given=given["port"]))
     _check_nodes(given)
     return options
 
@@ -168,26 +168,26 @@ def hang_timeout_s(text: str | None) -> float | None:
         return None
     seconds = float(text) if text.isdecimal() and len(text) < 9 else seconds_in(text)
     if not seconds:
-        raise ConfigError(f"--hang-timeout takes a time such as 300s, 10m or 1h, not {text!r}")
+        raise ConfigError(Message("cli.hang-timeout-takes-time", text=repr(text)))
     return seconds
 
 
 def _check_nodes(given: Mapping[str, Any]) -> None:
     together = [name for name in ("nodes", "node_rank", "master_addr") if name in given]
     if together and "hostfile" in given:
-        raise ConfigError(f"--hostfile starts every machine from here: leave {spelt(together[0])} out")
+        raise ConfigError(Message("cli.hostfile-starts-every", together=spelt(together[0])))
     if "node_rank" in given and "master_addr" not in given and given["node_rank"] != 0:
-        raise ConfigError(f"--node-rank {given['node_rank']} needs --master-addr, the machine with number 0")
+        raise ConfigError(Message("cli.node-rank-needs-master-addr", given=given["node_rank"]))
     if "node_rank" in given and "nodes" not in given:
-        raise ConfigError("--node-rank needs --nodes, the number of machines")
+        raise ConfigError(Message("cli.node-rank-needs-nodes"))
     nodes, rank = given.get("nodes", 1), given.get("node_rank", 0)
     assert isinstance(nodes, int)
     assert isinstance(rank, int)
     if nodes > 1 and "node_rank" not in given:
-        raise ConfigError(f"--nodes {nodes} needs --node-rank on each machine, from 0 to {nodes - 1}")
+        raise ConfigError(Message("cli.nodes-needs-node-rank", nodes=nodes, nodes2=nodes - 1))
     if not 0 <= rank < nodes:
-        raise ConfigError(f"--node-rank must be from 0 to {nodes - 1}, not {rank}")
+        raise ConfigError(Message("cli.node-rank-must-0", nodes=nodes - 1, rank=rank))
     if nodes > 1 and given.get("max_attempts", 1) != 1:
-        raise ConfigError("--max-attempts starts again on one machine, or with --hostfile: leave --nodes or it out")
+        raise ConfigError(Message("cli.max-attempts-starts-again"))
     if nodes > 1 and "master_addr" not in given:
-        raise ConfigError("--nodes needs --master-addr on each machine: the name of the machine with number 0")
+        raise ConfigError(Message("cli.nodes-needs-master-addr"))

@@ -15,6 +15,7 @@ from tightfit.hardware.occupancy import Device, Holder, Occupancy, occupancy
 from tightfit.hardware.slurm import slurm_node
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Job
+from tightfit.messages import Message, Said, text
 from tightfit.priced import GIB, amounts
 from tightfit.runs.reservations import Reservation, Reservations
 from tightfit.runs.worker_file import WorkerFile
@@ -37,22 +38,17 @@ def _as_it_is(job: Job, hardware: Hardware) -> Hardware:
     there, claimed = ram_here()[0], hardware.host_ram_bytes
     if job.hardware.host_ram is not None and there is not None and claimed is not None and claimed > there:
         if claimed > ROUNDED * there:
-            raise HardwareError(
-                f"--host-ram {job.hardware.host_ram} is more than the {there / GIB:.1f} GiB that this machine has: "
-                "lower it, or leave it out"
-            )
+            raise HardwareError(Message("cli.host-ram-more-than", host_ram=job.hardware.host_ram, there=there / GIB))
         gpu = hardware.gpu
         if gpu.vendor == "cpu":
             gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, there // 2))
-        said = f"Host RAM: {there / GIB:.1f} GiB, which is what this machine has of {job.hardware.host_ram}."
+        said = text("cli.host-ram-gib", there=there / GIB, host_ram=job.hardware.host_ram)
         hardware = replace(hardware, gpu=gpu, host_ram_bytes=there, because=(*hardware.because, said))
     if hardware.nvme_bytes is not None and job.hardware.nvme_path is not None:
         folder = Path(job.hardware.nvme_path).expanduser().absolute()
         free = disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
         if hardware.nvme_bytes > free:
-            raise HardwareError(
-                f"--nvme {job.hardware.nvme} is more than the {free / GIB:.1f} GiB that are free at {folder}: lower it"
-            )
+            raise HardwareError(Message("cli.nvme-more-than", nvme=job.hardware.nvme, free=free / GIB, folder=folder))
     return hardware
 
 
@@ -62,9 +58,9 @@ class Busy(HardwareError):
     `of` names what is awaited where the sentence holds amounts that change: the GPU, and the process on it.
     """
 
-    def __init__(self, message: str, of: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: Said, of: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.of = of or (message,)
+        self.of = of or (str(message),)
 
 
 DEFAULT_PORT = 29500
@@ -138,23 +134,21 @@ class Machine:
             hardware = self._free_gpus(job, hardware)
             hardware = self._free_ram(job, hardware)
         if self.max_gpus is not None and self.max_gpus < hardware.gpus_per_node:
-            said = f"GPUs used of each node: at most {self.max_gpus} of {hardware.gpus_per_node}."
+            said = text("cli.gpus-used-each", max_gpus=self.max_gpus, gpus_per_node=hardware.gpus_per_node)
             hardware = replace(hardware, gpus_per_node=self.max_gpus, because=(*hardware.because, said))
         if hardware.nodes == 1 and self.nodes.count > 1:
             if self.nodes.hostfile is not None and hardware.gpu.vendor == "cpu":
-                raise HardwareError(
-                    "this machine has no GPU to judge the others by: name theirs with --gpus 8xA100-80GB"
-                )
-            said = f"All {self.nodes.count} nodes are taken to be like this one."
+                raise HardwareError(Message("cli.machine-gpu-judge"))
+            said = text("cli.all-nodes-taken", count=self.nodes.count)
             hardware = replace(hardware, nodes=self.nodes.count, because=(*hardware.because, said))
         return hardware
 
     def check_ids(self, *, named: bool) -> None:
         """GPUs by number, where numbers mean nothing or two things."""
         if self.occupancy.chosen_by_user:
-            raise ConfigError(f"{self.occupancy.variable} and --gpu-ids both choose GPUs: unset one of them")
+            raise ConfigError(Message("cli.gpu-ids-both-choose", variable=self.occupancy.variable))
         if not self.occupancy.devices and not named:
-            raise HardwareError("--gpu-ids names GPUs and this machine has none: leave it out to train on the CPU")
+            raise HardwareError(Message("cli.gpu-ids-names-gpus"))
 
     def _free_gpus(self, job: Job, hardware: Hardware) -> Hardware:
         devices, taken = self.occupancy.devices, self.taken
@@ -166,13 +160,14 @@ class Machine:
             return hardware
         who = taken[busy[0].key].words
         if not free:
-            raise Busy(f"every GPU is in use, the first by {who}: wait for it with --wait-for-gpu")
+            raise Busy(Message("cli.every-gpu-use-2", who=who))
         if self.num_gpus is not None:
             raise Busy(
-                f"--num-gpus is {self.num_gpus} and {len(free)} GPUs are free, as GPU {busy[0].number} is in use by "
-                f"{who}: say --num-gpus {len(free)}, or wait with --wait-for-gpu"
+                Message(
+                    "cli.num-gpus-gpus-free", num_gpus=self.num_gpus, free=len(free), number=busy[0].number, who=who
+                )
             )
-        said = f"GPUs used: {len(free)} of {len(devices)}; GPU {busy[0].number} is in use by {who}."
+        said = text("cli.gpus-used-gpu", free=len(free), devices=len(devices), number=busy[0].number, who=who)
         return replace(hardware, gpus_per_node=len(free), because=(*hardware.because, said))
 
     def _free_ram(self, job: Job, hardware: Hardware) -> Hardware:
@@ -183,14 +178,11 @@ class Machine:
         left = ram - reserved
         who = self.live[0].words
         if left <= 0:
-            raise Busy(
-                f"live runs have reserved all {ram / GIB:.1f} GiB of RAM, the first of them {who}: wait for it with "
-                "--wait-for-gpu"
-            )
+            raise Busy(Message("cli.live-runs-reserved", ram=ram / GIB, who=who))
         gpu = hardware.gpu
         if gpu.vendor == "cpu":
             gpu = replace(gpu, memory_bytes=left // 2)
-        said = f"Host RAM: {amounts(left)[0]} of {ram / GIB:.1f} GiB, as live runs have reserved the rest ({who})."
+        said = text("cli.host-ram-reserved", left=amounts(left)[0], ram=ram / GIB, who=who)
         return replace(hardware, gpu=gpu, host_ram_bytes=left, because=(*hardware.because, said))
 
     def check(self, worker: WorkerFile) -> None:
@@ -201,9 +193,9 @@ class Machine:
         left = None if ram is None else ram - self.reserved_bytes
         if left is not None and worker.ram_bytes_per_node > left:
             need, there = amounts(worker.ram_bytes_per_node, max(left, 0))
-            held = f", after what live runs have reserved ({self.live[0].words})" if self.live else ""
+            held = text("cli.after-what-live", words=self.live[0].words) if self.live else ""
             raise (Busy if self.live else HardwareError)(
-                f"the plan needs {need} GiB of RAM and {there} GiB are free{held}: plan again here"
+                Message("cli.plan-needs-gib-2", need=need, there=there, held=held)
             )
 
     def devices_for(self, worker: WorkerFile, ids: Sequence[int] | None) -> tuple[Device, ...]:
@@ -214,8 +206,8 @@ class Machine:
             return ()
         devices, wanted = self.occupancy.devices, worker.gpus_per_node
         if len(devices) < wanted:
-            has = f"this machine has {len(devices)}" if devices else "this machine has none"
-            raise HardwareError(f"the plan wants {_gpus(wanted)} and {has}: plan again here, or leave --gpus out")
+            has = text("cli.machine-has", devices=len(devices)) if devices else text("cli.machine-none")
+            raise HardwareError(Message("cli.plan-wants-plan", wanted=_gpus(wanted), has=has))
         chosen = self._by_number(ids, wanted) if ids is not None else self._unasked(worker)
         for device in chosen:
             check_free(device, worker)
@@ -224,16 +216,14 @@ class Machine:
     def _by_number(self, ids: Sequence[int], wanted: int) -> tuple[Device, ...]:
         devices = self.occupancy.devices
         if max(ids) >= len(devices):
-            raise HardwareError(f"--gpu-ids has {max(ids)}, and the GPUs of this machine are 0 to {len(devices) - 1}")
+            raise HardwareError(Message("cli.gpu-ids-gpus-machine", ids=max(ids), devices=len(devices) - 1))
         if len(ids) < wanted:
-            raise HardwareError(f"--gpu-ids names {_gpus(len(ids))} and the plan wants {wanted}: name {wanted}")
+            raise HardwareError(Message("cli.gpu-ids-names-plan", ids=_gpus(len(ids)), wanted=wanted))
         chosen = tuple(devices[number] for number in ids[:wanted])
         for device in chosen:
             if device.key in self.taken:
                 who = self.taken[device.key].words
-                raise Busy(
-                    f"GPU {device.number} is in use by {who}: choose others with --gpu-ids, or wait with --wait-for-gpu"
-                )
+                raise Busy(Message("cli.gpu-use-choose", number=device.number, who=who))
         return chosen
 
     def _unasked(self, worker: WorkerFile) -> tuple[Device, ...]:
@@ -242,8 +232,7 @@ class Machine:
         if len(free) < worker.gpus_per_node:
             who = self.live[0].words if self.live else "others"
             raise Busy(
-                f"the plan wants {_gpus(worker.gpus_per_node)} and {len(free)} are free, as {who} holds the rest: wait "
-                "with --wait-for-gpu"
+                Message("cli.plan-wants-free", gpus_per_node=_gpus(worker.gpus_per_node), free=len(free), who=who)
             )
         roomy = [device for device in free if _has_room(device, worker)]
         narrow = [device for device in free if device not in roomy]
@@ -284,8 +273,13 @@ def check_free(device: Device, worker: WorkerFile) -> None:
     need, free = amounts(worker.required_bytes, device.free_bytes)
     who = most_held(device)
     raise Busy(
-        f"GPU {device.number} has {free} GiB free and the plan needs {need} GiB{who and f', as {who} holds the rest'}: "
-        "wait with --wait-for-gpu, or choose others with --gpu-ids",
+        Message(
+            "cli.too-little-for-plan",
+            number=device.number,
+            free=free,
+            need=need,
+            held=Message("cli.holds-rest", who=who) if who else "",
+        ),
         of=(device.key, who) if who else (device.key,),
     )
 

@@ -12,7 +12,7 @@ from tightfit.formats.worker.write import seeded
 from tightfit.inputs.flags import LEVERS, flags_from_levers
 from tightfit.inputs.surroundings import is_installed
 from tightfit.job import Job
-from tightfit.messages import Said
+from tightfit.messages import Message, Said, text
 from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.types import Buckets, Levers, Mamba1, Mamba2, ModelError
 
@@ -44,7 +44,11 @@ def pinned_by_deepspeed(settled: PlanInput, path: str) -> PlanInput:
     }
     job = _filled(settled.job, values, settled.explicit)
     job = replace(job, levers={**named, **settled.job.levers})
-    kept = f"{settings.file} says {', '.join(f'{name} {value}' for name, value in list(named.items())[:3])}: kept."
+    kept = text(
+        "cli.says-kept",
+        file=settings.file,
+        items=", ".join((f"{name} {value}" for name, value in list(named.items())[:3])),
+    )
     said = (kept, *settings.because, *_chosen_anew(settings.buckets, settings.file))
     return replace(settled, job=job, said=(*settled.said, *said))
 
@@ -59,7 +63,7 @@ def _chosen_anew(buckets: Buckets, file: str) -> tuple[str, ...]:
     usual = Buckets()
     for name in ("sub_group_size", "contiguous_gradients"):
         if getattr(buckets, name) != getattr(usual, name):
-            return (f"{name} of {file} is left at DeepSpeed's own {getattr(usual, name)}: a plan cannot change it.",)
+            return (text("cli.left-at-deepspeed", name=name, file=file, usual=getattr(usual, name)),)
     return ()
 
 
@@ -71,11 +75,11 @@ def with_a_scan_that_runs(settled: PlanInput, *, on_gpu: bool) -> PlanInput:
     if settled.job.levers.get("scan") is not None:
         return settled
     if Mamba1 in kinds or not on_gpu:
-        scan, said = "tightfit", "The selective scan is our own (--scan tightfit): it needs no build."
+        scan, said = "tightfit", text("cli.selective-scan-our")
     elif is_installed("mamba_ssm"):
-        scan, said = "official", "The selective scan is mamba_ssm's (--scan official): it is installed."
+        scan, said = "official", text("cli.selective-scan-mamba")
     else:
-        scan, said = "torch", "The selective scan is transformers' (--scan torch): mamba_ssm is not installed."
+        scan, said = "torch", text("cli.selective-scan-transformers")
     job = replace(settled.job, levers={**settled.job.levers, "scan": scan})
     return replace(settled, job=job, said=(*settled.said, said))
 
@@ -89,11 +93,8 @@ def check_weights(job: Job) -> tuple[Said, ...]:
     if job.method == "full":
         return seeded(job)
     if public is not None:
-        raise ModelError(
-            f"{name} is a shape without weights, and --method {job.method} adapts a trained model: "
-            f"use --model {public}, which has that shape"
-        )
-    return (f"{name} has no public weights: the adapters are trained on weights drawn from the seed, for trying only.",)
+        raise ModelError(Message("cli.shape-without-weights", name=name, method=job.method, public=public))
+    return (text("cli.public-weights-adapters", name=name),)
 
 
 def with_whole_folder(job: Job) -> Job:

@@ -24,7 +24,7 @@ from tightfit.hardware.occupancy import Device, Occupancy
 from tightfit.inputs.surroundings import is_installed
 from tightfit.inputs.versions import is_version, release
 from tightfit.job import Job
-from tightfit.messages import Said
+from tightfit.messages import Message, Said, text
 from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
 from tightfit.planner.tiers import tiered
@@ -108,14 +108,14 @@ def _planned(request: Request, options: TrainOptions, machine: Machine, nodes: N
     )
 
 
-HOW_FAR = "`tightfit plan` with the same flags shows how far it is"
+HOW_FAR = Message("cli.tightfit-plan-same")
 
 
 class NothingFits(ConfigError):
     """With all that was priced, for whoever shows how far it is."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(f"nothing fits, so nothing was started: {way_out(plan, HOW_FAR)}")
+        super().__init__(Message("cli.nothing-fits-so", plan=way_out(plan, str(HOW_FAR))))
         self.plan = plan
 
 
@@ -128,14 +128,14 @@ def answer_of(request: Request, settled: PlanInput, startable: Startable, *, eve
         if job.tier is None:
             return plan_within(startable.bounds(every_gpu=every_gpu), job, settled.shape, settled.hardware, said)
         if job.tier == "all":
-            raise ConfigError("--tier all is a comparison: name one tier to train with")
+            raise ConfigError(Message("cli.tier-all-comparison"))
         found = tiered(job.tier, job, settled.shape, settled.hardware, settled.explicit, startable.calibration)
     except ConfigError as error:
         raise of_the_file(error, request) from None
     if found.plan is None:
         raise ConfigError(found.problem)
     if found.without_it is not None:
-        raise ConfigError(f"the tier {found.tier.name} does not fit, so nothing was started: {found.without_it}")
+        raise ConfigError(Message("cli.tier-does-fit", name=found.tier.name, without_it=found.without_it))
     return replace(found.plan, because=(*said, *found.because, *found.plan.because))
 
 
@@ -180,7 +180,7 @@ def _from_folder(plan: str, request: Request, machine: Machine, nodes: Nodes) ->
         occupancy=machine.occupancy,
         devices=devices,
         plan=None,
-        said=(f"The plan is the one in {source}.",),
+        said=(text("cli.plan-one", source=source),),
     )
 
 
@@ -189,7 +189,7 @@ def _ids(text: str | None) -> tuple[int, ...] | None:
         return None
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() and len(word) < 6 for word in words) or len(set(words)) < len(words):
-        raise ConfigError(f"--gpu-ids takes different numbers such as 0,1,2, not {text!r}")
+        raise ConfigError(Message("cli.gpu-ids-takes-different", text=repr(text)))
     return tuple(map(int, words))
 
 
@@ -201,12 +201,9 @@ def _check_nodes(nodes: Nodes, worker: WorkerFile) -> None:
     if nodes.hostfile is not None or worker.nodes == nodes.count:
         return
     if nodes.count == 1:
-        raise HardwareError(
-            f"the plan is for {worker.nodes} nodes: name them with --hostfile, or start it on each with --nodes, "
-            "--node-rank and --master-addr"
-        )
+        raise HardwareError(Message("cli.plan-nodes-name", nodes=worker.nodes))
     used = "1 node" if worker.nodes == 1 else f"{worker.nodes} nodes"
-    raise HardwareError(f"the plan uses {used} and {nodes.count} were named: name as many, or plan again")
+    raise HardwareError(Message("cli.plan-uses-were", used=used, count=nodes.count))
 
 
 def check_data(job: Job) -> None:
@@ -218,7 +215,7 @@ def check_data(job: Job) -> None:
     entry = listed(path)
     place = Path(path) if entry is None else Path(entry[0], DATASET_INFO)
     if not place.expanduser().exists():
-        raise ConfigError(f"there is no data at {path}: see that --data, or data.path, names a file or folder")
+        raise ConfigError(Message("cli.there-data-at", path=path))
 
 
 def check_packages(worker: WorkerFile) -> None:
@@ -228,18 +225,15 @@ def check_packages(worker: WorkerFile) -> None:
     needed += ["peft"] if worker.method != "full" else []
     for package in needed:
         if not is_installed(package):
-            raise ConfigError(f"training needs {package}, which is not installed: pip install 'tightfit[train]'")
+            raise ConfigError(Message("cli.training-needs-installed", package=package))
     check_torch(version("torch"))
     what = "--method qlora" if worker.method == "qlora" else f"--optimizer {worker.optimizer}"
     if ("8bit" in worker.optimizer or worker.method == "qlora") and not is_installed("bitsandbytes"):
-        raise ConfigError(f"{what} needs bitsandbytes, which is not installed: pip install 'tightfit[qlora]'")
+        raise ConfigError(Message("cli.needs-bitsandbytes-installed", what=what))
 
 
 def check_torch(found: str) -> None:
     """A vendor's build is never replaced for the user, so an old one has to be named."""
     if is_version(found) and release(found) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
-        raise ConfigError(
-            f"torch {found} is older than our worker, which needs {least}: get a newer one from whoever built it, "
-            "or let another trainer run under `tightfit run`"
-        )
+        raise ConfigError(Message("cli.torch-older-than", found=found, least=least))

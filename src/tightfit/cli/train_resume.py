@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tightfit.cli.train_flags import TrainOptions
 from tightfit.formats.worker.read import WORKER_FILE, find_worker, parse_worker
+from tightfit.messages import Message, text
 from tightfit.runs.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
@@ -30,24 +31,21 @@ def sentence_of(resume: Resume, folder: Path, *, more: bool = False) -> str | No
     """What a start in this folder does that its user may not expect; None: it begins at the beginning. `more`: it
     asks for more than a finished run there made."""
     if resume.place not in (AUTO, NONE):
-        return f"The run goes on from {resume.place}."
+        return text("cli.resumes-from", place=resume.place)
     step = goes_on(folder, resume.place, more=more)
     if step is None:
         return None
     if (folder / "model").exists():
-        return (
-            f"{folder} holds a finished run with checkpoints up to step {step:,}, and more is asked for: the run "
-            "goes on from the newest whole one, and the old model moves to earlier/."
-        )
-    held = f"{folder} holds checkpoints up to step {step:,}"
-    return f"{held}: the run goes on from the newest whole one; --resume none begins anew."
+        return text("cli.holds-finished-run", folder=folder, step=step)
+    held = text("cli.holds-checkpoints-up", folder=folder, step=step)
+    return text("cli.run-goes-newest", held=held)
 
 
 def how_to_go_on(resume: Resume, *, wrote: bool) -> str:
     """After a run from which there is a checkpoint; `wrote`: it is one of its own."""
     if resume.place == AUTO or not wrote:
-        return "the same command goes on from there"
-    return f"the same command without --resume {resume.place} goes on from there"
+        return text("cli.same-command-goes")
+    return text("cli.same-command-without", place=resume.place)
 
 
 def resume_of(options: TrainOptions) -> Resume:
@@ -55,12 +53,12 @@ def resume_of(options: TrainOptions) -> Resume:
     anyway, trust_pickle, word = options.resume_anyway, options.trust_pickle, options.resume
     if word.lower() in (AUTO, NONE):
         if trust_pickle:
-            raise ConfigError("--trust-pickle is for a DeepSpeed checkpoint: name one with --resume, or leave it out")
+            raise ConfigError(Message("cli.trust-pickle-deepspeed-checkpoint"))
         if anyway and word.lower() == NONE:
-            raise ConfigError("--resume none goes on from nothing: leave --resume-anyway out")
+            raise ConfigError(Message("cli.resume-none-goes"))
         return Resume(place=word.lower(), anyway=anyway)
     if not word.strip():
-        raise ConfigError("--resume takes auto, none or the path of a checkpoint, not nothing")
+        raise ConfigError(Message("cli.resume-takes-auto"))
     place = _checked(Path(word).expanduser().absolute())
     return Resume(place=str(place), anyway=anyway, trust_pickle=trust_pickle)
 
@@ -83,24 +81,24 @@ def asks_for_more(folder: Path, worker: str) -> bool:
 def _checked(path: Path) -> Path:
     """The checkpoint, or the run that has one."""
     if not path.exists():
-        raise ConfigError(f"there is nothing at {path}: name a checkpoint or a run's folder with --resume")
+        raise ConfigError(Message("cli.nothing-to-resume-at", path=path))
     if path.name == CHECKPOINTS and step_of(path) is None:
         path = path.parent
     if (path / MANIFEST).is_file() and step_of(path) is None:
-        raise ConfigError(f"{path} is a checkpoint under another name: rename it to {_own_name(path)}")
+        raise ConfigError(Message("cli.checkpoint-under-another", path=path, path2=_own_name(path)))
     if (path / MANIFEST).is_file() or written_first(path) is not None:
         return path
     if (states := states_folder(path)) is not None:
         return states
     if newest_first(path):
-        raise ConfigError(f"{path} has no checkpoint that was finished: `tightfit checkpoints {path}` says why")
+        raise ConfigError(Message("cli.checkpoint-finished-tightfit", path=path))
     if step_of(path) is not None:
-        raise ConfigError(f"{path} has no {MANIFEST}, so it was never finished: name another checkpoint with --resume")
-    raise ConfigError(f"{path} is no checkpoint and no run with checkpoints: name one with --resume, or leave it out")
+        raise ConfigError(Message("cli.so-never-finished", path=path, manifest=MANIFEST))
+    raise ConfigError(Message("cli.checkpoint-run-checkpoints", path=path))
 
 
 def _own_name(path: Path) -> str:
     try:
         return folder_of(path, read_manifest(path).step).name
     except Torn:
-        return "step- and the number of its step in eight digits"
+        return text("cli.step-number-step")

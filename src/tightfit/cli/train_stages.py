@@ -13,6 +13,7 @@ from tightfit.desk.request import Request
 from tightfit.desk.stages import Stage, stage_asked
 from tightfit.job.file import job_from_text
 from tightfit.job.stages import merged_folder, model_left_by
+from tightfit.messages import Message, text
 from tightfit.runs.record import read_run
 from tightfit.types import ConfigError
 
@@ -24,18 +25,16 @@ def train_stages(stages: Sequence[Request], options: TrainOptions, train: Callab
         record = read_run(stage.folder)
         again = options.overwrite
         if record is not None and record.state == "done" and not again:
-            _say(options, f"{stage.words} is done already, in {stage.folder}.")
+            _say(options, text("cli.done-already", words=stage.words, folder=stage.folder))
         elif stage.model is not None and not stage.model.exists():
             assert options.dry_run, "every stage before it is done"
-            _say(options, f"{stage.words} is planned when stage {stage.number - 1} has left its model.")
+            _say(options, text("cli.planned-when-stage", words=stage.words, number=stage.number - 1))
             continue
         else:
             merged = merged_folder(stage.root, stage.number)
             if again and merged.exists():
-                raise ConfigError(
-                    f"{merged} holds what stage {stage.number} left before: remove it, or name another --output"
-                )
-            _say(options, f"{stage.words}, in {stage.folder}.")
+                raise ConfigError(Message("cli.holds-what-stage", merged=merged, number=stage.number))
+            _say(options, text("cli.stage-in", words=stage.words, folder=stage.folder))
             code = train(request)
             if code != 0:
                 return code
@@ -56,8 +55,8 @@ def _merge(stage: Stage) -> None:
     from tightfit.cli.export import export
 
     if export([str(stage.folder), "--to", str(merged_folder(stage.root, stage.number))]) != 0:
-        raise ConfigError(f"the adapters of stage {stage.number} could not be merged into its model")
+        raise ConfigError(Message("cli.adapters-stage-could", number=stage.number))
 
 
-def _say(options: TrainOptions, text: str) -> None:
-    print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+def _say(options: TrainOptions, said: str) -> None:
+    print(said, file=sys.stderr if options.json else sys.stdout, flush=True)

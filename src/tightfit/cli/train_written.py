@@ -17,6 +17,7 @@ from tightfit.inputs.flags import LEVERS, TRAINING, flags_from_levers, levers_as
 from tightfit.job import Adapters, Data, Evaluation, Job, Limits, Machine, Saving
 from tightfit.job.file import model_of
 from tightfit.memory import estimate
+from tightfit.messages import Message
 from tightfit.pace import pace
 from tightfit.planner.plan import Plan, Way
 from tightfit.types import ConfigError, Hardware, Levers, ModelShape
@@ -33,7 +34,7 @@ def written_plan(folder: Path) -> Plan:
         hardware = _hardware(tree)
         shape = model_of(job)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError("the plan's worker.json does not say all that another plan needs") from None
+        raise ConfigError(Message("cli.plan-s-worker")) from None
     return _plan(job, shape, levers, hardware)
 
 

@@ -32,8 +32,7 @@ def ui(argv: Sequence[str]) -> int:
     site = Site(token=secrets.token_urlsafe(32), host=host, port=listening.getsockname()[1], roots=roots)
     if not site.is_local:
         print(
-            f"tightfit: warning: with --host {host} other machines can reach the page, and what they send is not "
-            "encrypted: whoever gets the link sees these runs",
+            f"tightfit: {text('cli.warning-host-other', host=host)}",
             file=sys.stderr,
         )
     serve(site, listening, partial(_ready, site.link, opens=not hasattr(args, "no_open")))
@@ -59,7 +58,7 @@ def _port(args: argparse.Namespace) -> int | None:
         return None
     said = args.port
     if not (said.isascii() and said.isdecimal() and len(said) <= 5 and 1 <= int(said) <= 65_535):
-        raise ConfigError(f"--port takes a number from 1 to 65535, not {said!r}")
+        raise ConfigError(Message("cli.port-takes-number", said=repr(said)))
     return int(said)
 
 
@@ -69,16 +68,16 @@ def _roots(given: Sequence[str]) -> tuple[Path, ...]:
         try:
             place = Path(word).expanduser().resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
-            raise ConfigError(f"--root {word}: there is no such folder; name one that holds runs") from None
+            raise ConfigError(Message("cli.root-there-such", word=word)) from None
         if not place.is_dir():
-            raise ConfigError(f"--root {word} is a file: name a folder that holds runs")
+            raise ConfigError(Message("cli.root-file-name", word=word))
         found.append(place)
     return tuple(dict.fromkeys(found))
 
 
 def _ready(link: str, *, opens: bool) -> None:
-    print(f"tightfit: the page is at {link}", flush=True)
-    print("tightfit: Ctrl-C ends it", flush=True)
+    print(f"tightfit: {text('cli.page-at', link=link)}", flush=True)
+    print(f"tightfit: {text('cli.ctrl-c-ends')}", flush=True)
     if opens:
         import webbrowser
 

@@ -52,7 +52,7 @@ def watch(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     interval = _interval(args)
     if hasattr(args, "json") and not hasattr(args, "once"):
-        raise ConfigError("--json needs --once: --log FILE records every look as JSON")
+        raise ConfigError(Message("cli.json-needs-once"))
     run = check_run(Path(args.run)) if hasattr(args, "run") else None
     with ExitStack() as stack:
         log = stack.enter_context(_Log(Path(args.log))) if hasattr(args, "log") else None
@@ -90,9 +90,9 @@ def _interval(args: argparse.Namespace) -> float:
     if found is None:
         found = seconds_in(text)
     if found is None:
-        raise ConfigError(f"--interval takes seconds, like 1, 0.5 or 2m, not {text!r}")
+        raise ConfigError(Message("cli.interval-takes-seconds", text=repr(text)))
     if not LEAST_S <= found <= MOST_S:
-        raise ConfigError(f"--interval must be from {LEAST_S:g} to {MOST_S:,.0f} seconds, not {text}")
+        raise ConfigError(Message("cli.interval-must-seconds", least_s=LEAST_S, most_s=MOST_S, text=text))
     return found
 
 
@@ -136,8 +136,8 @@ def _followed(watcher: Watcher, interval: float, log: _Log | None) -> int:
 
 def _last_words(run: RunSeen) -> str:
     """How it ended, and what to ask next."""
-    words = f"the run in {run.folder} has ended: {run.ended}"
-    return words if run.well else f"{words}; `tightfit diagnose {run.folder}` says why"
+    words = text("cli.run-ended", folder=run.folder, ended=run.ended)
+    return words if run.well else text("cli.tightfit-diagnose-says", words=words, folder=run.folder)
 
 
 class _Screen:
@@ -227,8 +227,8 @@ def _say(line: str, style: str = "") -> None:
 
 
 def _first_words(run: RunSeen) -> str:
-    at = "before its first step" if run.step is None else f"at step {run.step.step:,}"
-    return f"watching the run in {run.folder}, {at}"
+    at = text("cli.before-its-first-step") if run.step is None else text("cli.at-step", step=run.step.step)
+    return text("cli.watching-run", folder=run.folder, at=at)
 
 
 # --- for programs -------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class _Log:
             self._file: TextIO = path.expanduser().open("a", encoding="utf-8")
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            raise ConfigError(f"{path} cannot be written ({why}): name another file with --log") from None
+            raise ConfigError(Message("cli.cannot-written-name", path=path, why=why)) from None
 
     def __enter__(self) -> _Log:
         return self
@@ -261,7 +261,7 @@ class _Log:
         except OSError as error:
             if not self._silent:
                 why = (error.strerror or str(error)).lower()
-                print(f"tightfit: {self._path} lacks lines from here on ({why})", file=sys.stderr)
+                print(f"tightfit: {text('cli.lacks-lines-here', path=self._path, why=why)}", file=sys.stderr)
             self._silent = True
 
 

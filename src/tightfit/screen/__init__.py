@@ -7,7 +7,6 @@ there is none). Sizes are bytes until the last moment and GiB on screen.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.hardware.catalogue import Card
-from tightfit.messages import Said
+from tightfit.messages import Listing, Message, Said, text
+from tightfit.messages.wide import count_cells, pad, wrap
 from tightfit.priced import (
     GIB,
     Priced,
@@ -56,8 +56,46 @@ SPARE_FILLS = "%oxvz@&"
 
 OVERHEAD = (":", "bright_black")
 
+COMPONENTS = {
+    "weights": Message("screen.weights"),
+    "gathered_weights": Message("screen.gathered-weights"),
+    "gradients": Message("screen.gradients"),
+    "buckets": Message("screen.buckets"),
+    "master_weights": Message("screen.master-weights"),
+    "optimizer_states": Message("screen.optimizer-states"),
+    "activations": Message("screen.activations"),
+    "recompute": Message("screen.recompute"),
+    "logits": Message("screen.logits"),
+    "temporaries": Message("screen.temporaries"),
+    "allocator_slack": Message("screen.allocator-slack"),
+    "context": Message("screen.context"),
+    "communicator": Message("screen.communicator"),
+    "libraries": Message("screen.libraries"),
+    "measured_error": Message("screen.measured-error"),
+}
+PHASES: dict[str, Message] = {
+    "init": Message("screen.init"),
+    "forward": Message("screen.forward"),
+    "loss": Message("screen.loss"),
+    "backward": Message("screen.backward"),
+    "step": Message("screen.step"),
+    "eval": Message("screen.eval"),
+    "save": Message("screen.save"),
+}
+"""The phases of a training step."""
+
 SHORT = 34
 """A reason up to this length stands in the table's own row."""
+
+
+def component_words(name: str) -> str:
+    """A component as people read it."""
+    return str(COMPONENTS.get(name, shown(name)))
+
+
+def phase_words(name: str) -> str:
+    """A phase of a step as people read it."""
+    return str(PHASES.get(name, name))
 
 
 class _Terminal(Console):
@@ -85,7 +123,7 @@ def open_console() -> Console:
 
 def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitting: Sequence[str] = ()) -> None:
     """The whole answer: bars, components, verdict, and what would shrink the largest parts."""
-    console.print(Text(f"{priced.shape.name}: {trained(priced)}", style="bold"))
+    console.print(Text(text("screen.about", name=priced.shape.name, what=trained(priced)), style="bold"))
     say(console, strategy_line(priced))
     say(console, training_line(priced))
     for note in priced.shape.notes:
@@ -100,9 +138,9 @@ def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitti
     say(console, verdict(priced), style=style)
     say(console, _start_line(priced))
     say(console, _host_line(priced))
-    draw_list(console, "The same training would fit as:", fitting)
-    draw_list(console, "The largest parts, and what would shrink them:", advice)
-    draw_list(console, "Because:", priced.because)
+    draw_list(console, text("screen.would-fit-as"), fitting)
+    draw_list(console, text("screen.largest-parts"), advice)
+    draw_list(console, text("screen.because"), priced.because)
 
 
 def component_fills(phases: Sequence[Phase]) -> dict[str, tuple[str, str]]:
@@ -123,16 +161,21 @@ def _draw_bars(console: Console, priced: Priced, fills: Mapping[str, tuple[str, 
         cells = bar([(fills[part], size) for part, size in phase.components.items()], scale, room, card)
         mark = " ←" if name == gpu.peak_phase else ""
         console.print(
-            Text(f"{name:<{label}}"), cells, Text(f"{phase.total_bytes / unit:>{number - 2}.2f}{mark}"), sep=""
+            Text(pad(phase_words(name), label)),
+            cells,
+            Text(f"{phase.total_bytes / unit:>{number - 2}.2f}{mark}"),
+            sep="",
         )
     worst = _worst(gpu)
     parts = [(fills[part], size) for part, size in worst.components.items()]
     parts.append((OVERHEAD, max(0, gpu.required_bytes - worst.total_bytes)))
     line = bar(parts, scale, room, card)
-    console.print(Text(f"{'needs':<{label}}"), line, Text(f"{gpu.required_bytes / unit:>{number - 2}.2f}"), sep="")
-    note = f"{word} on one GPU; ← the peak of a training step"
+    console.print(
+        Text(pad(text("screen.needs"), label)), line, Text(f"{gpu.required_bytes / unit:>{number - 2}.2f}"), sep=""
+    )
+    note = Message("screen.bars-note", unit=word)
     if priced.hardware is not None and card is not None:
-        note += f"; │ {card / unit:.2f}, all that a {priced.hardware.gpu.name} has"
+        note = Message("screen.bars-note-card", note=note, size=card / unit, name=priced.hardware.gpu.name)
     say(console, note, indent=" " * label, style="dim")
 
 
@@ -156,19 +199,24 @@ def bar(parts: Sequence[tuple[tuple[str, str], int]], scale: int, room: int, lim
 def _draw_components(console: Console, priced: Priced, fills: Mapping[str, tuple[str, str]]) -> None:
     gpu = priced.footprint.gpu
     unit, word = _unit(gpu.required_bytes)
-    console.print(Text(f"Held at the peak, in {gpu.peak_phase}, {word}:"))
-    rows = [(fills[name], shown(name), size) for name, size in gpu.phases[gpu.peak_phase].components.items() if size]
+    console.print(Text(text("screen.held-at-peak", phase=phase_words(gpu.peak_phase), unit=word)))
+    rows = [
+        (fills[name], component_words(name), size)
+        for name, size in gpu.phases[gpu.peak_phase].components.items()
+        if size
+    ]
     for (fill, style), name, size in rows:
         share = f"{100 * size / max(1, gpu.peak_bytes):4.0f} %"
-        console.print(Text.assemble("  ", (fill, style), f" {name:<26}{size / unit:>9.2f}  {share}"))
-    console.print(Text(f"    {'peak':<26}{gpu.peak_bytes / unit:>9.2f}", style="bold"))
+        console.print(Text.assemble("  ", (fill, style), f" {pad(name, 26)}{size / unit:>9.2f}  {share}"))
+    console.print(Text(f"    {pad(text('screen.peak'), 26)}{gpu.peak_bytes / unit:>9.2f}", style="bold"))
     worst = _worst(gpu)
     if worst.name != gpu.peak_phase:
-        console.print(Text(f"    {'but in ' + worst.name:<26}{worst.total_bytes / unit:>9.2f}", style="bold"))
+        name = text("screen.but-in", phase=phase_words(worst.name))
+        console.print(Text(f"    {pad(name, 26)}{worst.total_bytes / unit:>9.2f}", style="bold"))
     for name, size in gpu.overhead.items():
         if size:
-            console.print(Text.assemble("  ", OVERHEAD, f" {shown(name):<26}{size / unit:>9.2f}"))
-    console.print(Text(f"    {'needs':<26}{gpu.required_bytes / unit:>9.2f}", style="bold"))
+            console.print(Text.assemble("  ", OVERHEAD, f" {pad(component_words(name), 26)}{size / unit:>9.2f}"))
+    console.print(Text(f"    {pad(text('screen.needs'), 26)}{gpu.required_bytes / unit:>9.2f}", style="bold"))
 
 
 def _worst(gpu: GpuFootprint) -> Phase:
@@ -176,20 +224,21 @@ def _worst(gpu: GpuFootprint) -> Phase:
     return max(gpu.phases.values(), key=lambda phase: (phase.total_bytes, phase.name == gpu.peak_phase))
 
 
-def _start_line(priced: Priced) -> str:
+def _start_line(priced: Priced) -> Message:
     gpu = priced.footprint.gpu
     start, _ = amounts(gpu.init_peak_bytes, gpu.peak_bytes)
-    tail = ", more than a step of training" if gpu.init_peak_bytes > gpu.peak_bytes else ""
-    return f"Start-up: {start} GiB on the GPU while the model is built and the engine initialised{tail}."
+    most = gpu.init_peak_bytes > gpu.peak_bytes
+    return Message("screen.start-up-most" if most else "screen.start-up", size=start)
 
 
-def _host_line(priced: Priced) -> str:
+def _host_line(priced: Priced) -> Message:
     host = priced.footprint.host
     node, rank = amounts(host.peak_bytes_per_node, host.peak_bytes_per_rank)
     ram = priced.hardware.host_ram_bytes if priced.hardware else None
-    have = "" if ram is None else f" of {amounts(ram)[0]}"
-    each = "" if host.peak_bytes_per_node == host.peak_bytes_per_rank else f", {rank} a process"
-    return f"Host RAM: {node}{have} GiB a node{each}."
+    have = "" if ram is None else Message("screen.of-ram", size=amounts(ram)[0])
+    alone = host.peak_bytes_per_node == host.peak_bytes_per_rank
+    each = "" if alone else Message("screen.each-process", size=rank)
+    return Message("screen.host-ram", node=node, have=have, each=each)
 
 
 def draw_list(console: Console, title: str, sentences: Sequence[Said]) -> None:
@@ -204,13 +253,8 @@ def draw_list(console: Console, title: str, sentences: Sequence[Said]) -> None:
 
 def say(console: Console, sentence: Said, *, first: str | None = None, indent: str = "", style: str = "") -> None:
     """Prose, wrapped here and not by the console, which leaves blanks at the ends of lines."""
-    wrapped = textwrap.fill(
-        str(sentence),
-        max(console.width, NARROWEST),
-        initial_indent=indent if first is None else first,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
+    width = max(console.width, NARROWEST)
+    wrapped = wrap(str(sentence), width, indent if first is None else first, indent, break_on_hyphens=False)
     console.print(Text(wrapped, style=style))
 
 
@@ -226,40 +270,68 @@ def draw_comparison(console: Console, rows: Sequence[tuple[str, Priced | str]]) 
     """The strategies side by side, as people keep such tables by hand."""
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
     for priced in [outcome for _, outcome in rows if isinstance(outcome, Priced)][:1]:
-        console.print(Text(f"{priced.shape.name}: {trained(priced)}", style="bold"))
+        console.print(Text(text("screen.about", name=priced.shape.name, what=trained(priced)), style="bold"))
         say(console, f"{machine_words(priced)} · {training_line(priced)}")
         console.print()
-    table = table_of("strategy", "peak", "start-up", "needs", "host/node", "fits")
+    table = table_of(
+        text("screen.strategy"),
+        text("screen.peak"),
+        text("screen.start-up-head"),
+        text("screen.needs"),
+        text("screen.host-node"),
+        text("screen.fits"),
+    )
     problems = []
     for name, outcome in rows:
         if isinstance(outcome, str):
-            short = len(name) + len(outcome) < SHORT
-            table.add_row(f"{name}: {outcome}" if short else name, *"-----")
-            problems += [] if short else [f"{name}: {outcome}"]
+            line = text("screen.about", name=name, what=outcome)
+            short = count_cells(line) < SHORT + len(": ")
+            table.add_row(line if short else name, *"-----")
+            problems += [] if short else [line]
             continue
         gpu, host = outcome.footprint.gpu, outcome.footprint.host
         sizes = (gpu.peak_bytes, gpu.init_peak_bytes, gpu.required_bytes, host.peak_bytes_per_node)
         table.add_row(name, *(f"{size / GIB:.2f}" for size in sizes), _yes_no(outcome.fits))
     console.print(table)
-    say(console, "GiB on one GPU; host: GiB of RAM on one node.", style="dim")
-    draw_list(console, "Without numbers:", problems)
+    say(console, text("screen.comparison-note"), style="dim")
+    draw_list(console, text("screen.without-numbers"), problems)
 
 
 def draw_models(console: Console, shapes: Sequence[ModelShape]) -> None:
     """The presets with their true sizes."""
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    table = table_of("model", "parameters", "", "layers", "hidden", "vocabulary")
+    table = table_of(
+        text("screen.model"),
+        text("screen.parameters"),
+        "",
+        text("screen.layers"),
+        text("screen.hidden"),
+        text("screen.vocabulary"),
+    )
     for shape in shapes:
         counts = (f"{shape.parameters:,}", billions(shape.parameters), str(shape.n_layers))
         table.add_row(shape.name, *counts, str(shape.hidden_size), str(shape.vocab_size))
     console.print(table)
-    draw_list(console, "Notes:", [f"{shape.name}: {'; '.join(shape.notes)}" for shape in shapes if shape.notes])
+    draw_list(
+        console,
+        text("screen.notes"),
+        [text("screen.about", name=shape.name, what=Listing(shape.notes, ";")) for shape in shapes if shape.notes],
+    )
 
 
 def draw_shares(console: Console, shares: Sequence[Share]) -> None:
     """What each preset would hold on one GPU."""
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    table = table_of("model", "params", "weights", "grads", "optim.", "activ.", "needs", "fits")
+    table = table_of(
+        text("screen.model"),
+        text("screen.params"),
+        text("screen.weights"),
+        text("screen.grads"),
+        text("screen.optim"),
+        text("screen.activ"),
+        text("screen.needs"),
+        text("screen.fits"),
+    )
     for share in shares:
         parts = (share.weights_bytes, share.gradients_bytes, share.optimizer_bytes, share.activations_bytes)
         needs = share.priced.footprint.gpu.required_bytes
@@ -271,26 +343,30 @@ def draw_shares(console: Console, shares: Sequence[Share]) -> None:
         say(console, training_words(share.priced.levers))
         console.print()
     console.print(table)
-    note = "GiB on one GPU, each part at its largest: not all are held at once. Needs: with what the runtime takes."
-    say(console, note, style="dim")
+    say(console, text("screen.shares-note"), style="dim")
 
 
 def draw_gpus(console: Console, cards: Sequence[Card]) -> None:
     """The catalogue."""
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    table = table_of("card", "box", "usable", "bf16", "fp16", "GB/s", "link", "GB/s")
+    table = table_of(
+        text("screen.card"),
+        text("screen.box"),
+        text("screen.usable"),
+        "bf16",
+        "fp16",
+        "GB/s",
+        text("screen.link"),
+        "GB/s",
+    )
     for card in cards:
         gpu = card.gpu
-        name = gpu.name if card.devices == 1 else f"{gpu.name} (each of {card.devices})"
+        name = gpu.name if card.devices == 1 else text("screen.each-of", name=gpu.name, devices=card.devices)
         rates = (_rate(gpu.bf16_flops, 1e12), _rate(gpu.fp16_flops, 1e12), _rate(gpu.memory_bytes_per_s, 1e9))
         link = (gpu.link or "?", _rate(gpu.link_bytes_per_s, 1e9))
         table.add_row(name, str(card.size_gib), f"{gpu.memory_bytes / GIB:.1f}", *rates, *link)
     console.print(table)
-    note = (
-        "box, usable: GiB as sold and as the driver reports; what the context and the communicator take of it is "
-        "counted in `needs`. bf16, fp16: dense TFLOP/s as the maker states. ?: not stated."
-    )
-    say(console, note, style="dim")
+    say(console, text("screen.gpus-note"), style="dim")
 
 
 def _rate(value: float | None, unit: float) -> str:
@@ -306,4 +382,6 @@ def table_of(*heads: str) -> Table:
 
 
 def _yes_no(fits: bool | None) -> Text:
-    return {True: Text("yes", "green"), False: Text("no", "red"), None: Text("?", "dim")}[fits]
+    return {True: Text(text("screen.yes"), "green"), False: Text(text("screen.no"), "red"), None: Text("?", "dim")}[
+        fits
+    ]

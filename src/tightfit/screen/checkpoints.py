@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from tightfit.messages import Message, end_sentence, text
 from tightfit.priced import GIB
 from tightfit.runs.inventory import Found, Goner, Inventory, Maker
 from tightfit.screen import MIB, TABLE, draw_list, say, table_of
@@ -22,10 +23,10 @@ EVERY_S = 10.0
 def draw_inventory(console: Console, there: Inventory, holder: str | None) -> None:
     """The table, the sum, and what is wrong. `holder`: who writes there now."""
     if not there.checkpoints and not there.orphans:
-        say(console, f"There are no checkpoints in {there.run}.")
+        say(console, text("screen.no-checkpoints", run=there.run))
         return
     console.width = max(console.width, TABLE)  # narrower, a row would lose its end
-    table = table_of("step", "size", "written", "plan", "")
+    table = table_of(text("screen.step-head"), text("screen.size"), text("screen.written"), text("screen.plan"), "")
     for found in there.checkpoints:
         table.add_row(
             f"{found.step:,}", size(found.bytes), found.written or "?", maker_words(found.maker), _state(found)
@@ -33,26 +34,22 @@ def draw_inventory(console: Console, there: Inventory, holder: str | None) -> No
     if there.checkpoints:
         console.print(table)
     count, broken = len(there.checkpoints), len(there.broken)
-    words = f"{count} checkpoint{'' if count == 1 else 's'}, {size(there.bytes)} in all"
-    if broken:
-        words += f"; {broken} cannot be gone on from"
-    say(console, f"{words}.")
-    draw_list(console, "Not whole:", [f"{found.folder.name}: {found.problem}." for found in there.broken])
-    left = "left by a process that was killed" if holder is None else "being written or removed by the run that lives"
-    draw_list(
-        console,
-        "Half-done:",
-        [f"{orphan.path.name} ({size(orphan.bytes)}): {left}." for orphan in there.orphans],
-    )
+    said = {"n": count, "size": size(there.bytes)}
+    say(console, text("screen.some-broken", **said, broken=broken) if broken else text("screen.checkpoints", **said))
+    problems = [text("screen.problem", name=found.folder.name, problem=found.problem) for found in there.broken]
+    draw_list(console, text("screen.not-whole"), problems)
+    left = Message("screen.left-by-killed" if holder is None else "screen.left-by-live")
+    half = [text("screen.named-size", name=each.path.name, size=size(each.bytes), said=left) for each in there.orphans]
+    draw_list(console, text("screen.half-done"), half)
     if holder is not None:
         console.print()
-        say(console, f"{holder}.", style="dim")
+        say(console, end_sentence(holder), style="dim")
 
 
 def _state(found: Found) -> Text:
     if found.problem is not None:
-        return Text("NOT WHOLE" if found.certain else "UNKNOWN", "bold red")
-    return Text("verified" if found.verified else "complete", "green")
+        return Text(text("screen.not-whole-mark" if found.certain else "screen.unknown-mark"), "bold red")
+    return Text(text("screen.verified" if found.verified else "screen.complete"), "green")
 
 
 def maker_words(maker: Maker | None) -> str:
@@ -66,15 +63,19 @@ def maker_words(maker: Maker | None) -> str:
 
 def draw_pruned(console: Console, gone: Sequence[Goner], stay: int, *, dry: bool) -> None:
     """What went, and what that freed."""
-    stays = f"{stay} checkpoint{' stays' if stay == 1 else 's stay'}"
+    stays = Message("screen.stays", n=stay)
     if not gone:
         console.print()
-        say(console, f"Nothing to remove: {stays}.")
+        say(console, text("screen.nothing-to-remove", stays=stays))
         return
-    title = "Would go (--dry-run):" if dry else "Removed:"
-    draw_list(console, title, [f"{each.path.name} ({size(each.bytes)}): {each.because}." for each in gone])
+    title = text("screen.would-go" if dry else "screen.removed")
+    draw_list(
+        console,
+        title,
+        [text("screen.named-size", name=each.path.name, size=size(each.bytes), said=each.because) for each in gone],
+    )
     freed = size(sum(each.bytes for each in gone))
-    say(console, f"{freed} {'would be' if dry else 'were'} freed; {stays}.", style="bold")
+    say(console, text("screen.would-be-freed" if dry else "screen.freed", size=freed, stays=stays), style="bold")
 
 
 class Verifying:
@@ -87,7 +88,7 @@ class Verifying:
 
     def __enter__(self) -> Verifying:
         if not self._quiet and sys.stderr.isatty():
-            self._status = Console(stderr=True).status("verifying …", spinner="line")
+            self._status = Console(stderr=True).status(text("screen.verifying"), spinner="line")
             self._status.start()
         return self
 
@@ -99,7 +100,7 @@ class Verifying:
 
     def heard(self, found: Found, done_bytes: int) -> None:
         self._done += done_bytes
-        line = f"verifying {found.folder.name}: {size(self._done)} of {size(self._total)}"
+        line = text("screen.verifying-one", name=found.folder.name, done=size(self._done), total=size(self._total))
         if self._status is not None:
             self._status.update(line)
         elif not self._quiet and self._clock() - self._said_at >= EVERY_S:

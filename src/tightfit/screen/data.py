@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from tightfit.messages import Listing, Message, text
 from tightfit.screen import TABLE, say, table_of
 
 OPEN, CLOSE = "⟦", "⟧"
@@ -34,13 +35,15 @@ class Preview:
 def draw_preview(console: Console, preview: Preview) -> None:
     """Examples with their loss mask, then what was counted."""
     head = preview.head
-    console.print(Text(f"{head['source']}, in sequences of {head['sequence']} tokens", style="bold"), soft_wrap=True)
-    layout = "" if head["format"] == "text" else f"; chats are laid out by {head['template']}"
-    say(console, f"Tokenizer: {head['tokenizer']}{layout}.")
+    console.print(
+        Text(text("screen.sequences-of", source=head["source"], n=head["sequence"]), style="bold"), soft_wrap=True
+    )
+    layout = "" if head["format"] == "text" else Message("screen.laid-out-by", template=head["template"])
+    say(console, text("screen.tokenizer", name=head["tokenizer"], layout=layout))
     for sentence in head["said"]:
         say(console, sentence, style="italic")
     if preview.examples:
-        say(console, f"What counts in the loss stands in {OPEN}brackets{CLOSE}.", style="dim")
+        say(console, text("screen.counts-in-loss", open=OPEN, close=CLOSE), style="dim")
     for example in preview.examples:
         _draw_example(console, example)
     console.print()
@@ -53,36 +56,56 @@ def draw_preview(console: Console, preview: Preview) -> None:
 def _draw_example(console: Console, example: Mapping[str, Any]) -> None:
     console.print()
     cut = example["whole_tokens"] - example["tokens"]
-    words = f"{example['name']}: {example['tokens']} tokens, {example['loss_tokens']} learned"
-    words += f", {cut} cut off" if cut > 0 else ""
+    words = text(
+        "screen.example",
+        name=example["name"],
+        tokens=example["tokens"],
+        learned=example["loss_tokens"],
+        cut=Message("screen.cut-off", n=cut) if cut > 0 else "",
+    )
     console.print(Text(words, style="bold"), soft_wrap=True)
-    text = Text()
+    pieces = Text()
     for piece in example["pieces"]:
-        text.append(
+        pieces.append(
             f"{OPEN}{piece['text']}{CLOSE}" if piece["loss"] else piece["text"], "green" if piece["loss"] else ""
         )
-    console.print(text, soft_wrap=True)
+    console.print(pieces, soft_wrap=True)
     if example["sections"]:
         parts = [f"{each['field']} {each['tokens']}{_count_lost(each)}" for each in example["sections"]]
-        say(console, f"Tokens by section: {', '.join(parts)}.", style="dim")
+        say(console, text("screen.by-section", parts=Listing(parts)), style="dim")
 
 
 def _count_lost(section: Mapping[str, Any]) -> str:
-    return f" ({section['lost']} lost)" if section["lost"] else ""
+    return text("screen.lost", n=section["lost"]) if section["lost"] else ""
 
 
 def _draw_counts(console: Console, summaries: Sequence[Mapping[str, Any]]) -> None:
     console.width = max(console.width, TABLE)
     named = any(summary["ablation"] for summary in summaries)
-    table = table_of("ablation" if named else "", "examples", "samples", "tokens", "learned", "cut", "skipped")
+    table = table_of(
+        text("screen.ablation") if named else "",
+        text("screen.examples"),
+        text("screen.samples"),
+        "tokens",
+        text("screen.learned"),
+        text("screen.cut"),
+        text("screen.skipped"),
+    )
     for summary in summaries:
         counts = ("examples", "samples", "tokens", "loss_tokens", "cut", "skipped")
-        table.add_row(summary["ablation"] or "looked at", *(f"{summary[name]:,}" for name in counts))
+        table.add_row(summary["ablation"] or text("screen.seen"), *(f"{summary[name]:,}" for name in counts))
     console.print(table)
 
 
 def _draw_sections(console: Console, summaries: Sequence[Mapping[str, Any]]) -> None:
-    table = table_of("ablation", "section", "tokens each", "lost", "cut in", "gone in")
+    table = table_of(
+        text("screen.ablation"),
+        text("screen.section"),
+        text("screen.tokens-each"),
+        text("screen.lost-head"),
+        text("screen.cut-in"),
+        text("screen.gone-in"),
+    )
     for summary in summaries:
         for at, each in enumerate(summary["sections"]):
             whole = max(1, each["tokens"] + each["lost"])
@@ -95,4 +118,4 @@ def _draw_sections(console: Console, summaries: Sequence[Mapping[str, Any]]) -> 
                 f"{each['dropped']}",
             )
     console.print(table)
-    say(console, "Lost: share of a section's tokens that did not fit; cut in, gone in: examples.", style="dim")
+    say(console, text("screen.sections-note"), style="dim")

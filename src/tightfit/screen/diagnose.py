@@ -9,13 +9,13 @@ from rich.text import Text
 
 from tightfit.diagnose.catalogue import Symptom
 from tightfit.diagnose.verdict import Confidence, Diagnosis, Fix, Line, Verdict
-from tightfit.messages import Said
-from tightfit.screen import say
+from tightfit.messages import Listing, Message, Said, end_sentence, text
+from tightfit.screen import phase_words, say
 
-SURE: dict[Confidence, str] = {
-    "certain": "That is certain.",
-    "likely": "That is likely.",
-    "possible": "It is one guess.",
+SURE: dict[Confidence, Message] = {
+    "certain": Message("screen.certain"),
+    "likely": Message("screen.likely"),
+    "possible": Message("screen.possible"),
 }
 _MOST_LINES = 12
 _MOST_LETTERS = 400
@@ -26,13 +26,14 @@ def draw_diagnosis(console: Console, found: Diagnosis, expected: Said | None, na
     if found.verdict is None and expected is not None and not names:
         say(console, str(expected))
     elif found.verdict is None:
-        where = names[0] if len(names) == 1 else f"{len(names)} logs"
-        say(console, f"Nothing is wrong in {where}." if names else "Nothing is wrong.", style="bold green")
+        where = names[0] if len(names) == 1 else Message("screen.logs", n=len(names))
+        said = Message("screen.nothing-wrong-in", where=where) if names else Message("screen.nothing-wrong")
+        say(console, said, style="bold green")
     else:
         _draw_verdict(console, found.verdict, expected)
     if found.also:
         console.print()
-        console.print("Also:" if found.verdict is not None else "Worth knowing:")
+        console.print(text("screen.also" if found.verdict is not None else "screen.worth-knowing"))
         for verdict in found.also:
             say(console, f"{verdict.cause} [{verdict.id}]", first="  - ", indent="    ")
 
@@ -41,23 +42,23 @@ def _draw_verdict(console: Console, verdict: Verdict, expected: Said | None) -> 
     say(console, str(verdict.cause), style="bold red")
     facts = [SURE[verdict.confidence]]
     if verdict.rank is not None:
-        facts.append(f"Rank {verdict.rank} was the first.")
+        facts.append(Message("screen.first-rank", rank=verdict.rank))
     if verdict.phase is not None:
-        facts.append(f"Phase: {verdict.phase}.")
-    say(console, " ".join(facts))
+        facts.append(Message("screen.in-phase", phase=phase_words(verdict.phase)))
+    say(console, str(Listing(facts, ".")))
     if expected is not None:
         say(console, str(expected))
     _draw_lines(console, verdict.evidence)
     _draw_fixes(console, verdict.fixes)
     console.print()
-    say(console, f"More: tightfit explain {verdict.id}")
+    say(console, text("screen.more", id=verdict.id))
 
 
 def _draw_lines(console: Console, lines: Sequence[Line]) -> None:
     if not lines:
         return
     console.print()
-    console.print("The proof:")
+    console.print(text("screen.proof"))
     for line in lines[:_MOST_LINES]:
         where = line.source if line.number is None else f"{line.source}:{line.number}"
         said = str(line.text)
@@ -68,11 +69,12 @@ def _draw_lines(console: Console, lines: Sequence[Line]) -> None:
 def _draw_fixes(console: Console, fixes: Sequence[Fix]) -> None:
     free = [fix for fix in fixes if not fix.is_costly]
     costly = [fix for fix in fixes if fix.is_costly]
-    for title, chosen in (("What helps, the cheapest first:", free), ("What changes the training:", costly)):
+    titles = Message("screen.what-helps"), Message("screen.what-changes")
+    for title, chosen in zip(titles, (free, costly), strict=True):
         if not chosen:
             continue
         console.print()
-        console.print(title)
+        console.print(str(title))
         for fix in chosen:
             say(console, str(fix.text), first="  - ", indent="    ")
             if fix.command is not None:
@@ -81,25 +83,25 @@ def _draw_fixes(console: Console, fixes: Sequence[Fix]) -> None:
 
 def draw_symptom(console: Console, symptom: Symptom, fixes: Sequence[Fix]) -> None:
     """One entry of the catalogue."""
-    say(console, f"{symptom.id}: {symptom.title}", style="bold")
-    say(console, f"{symptom.cause.fill_any()}.")
-    facts = [f"Kind: {symptom.kind}."]
+    say(console, text("screen.about", name=symptom.id, what=symptom.title), style="bold")
+    say(console, end_sentence(symptom.cause.fill_any()))
+    facts = [Message("screen.kind", kind=symptom.kind)]
     if symptom.refines:
-        facts.append(f"A special case of {', '.join(symptom.refines)}.")
+        facts.append(Message("screen.special-case", of=Listing(symptom.refines)))
     if symptom.role in ("echo", "trailing"):
-        facts.append("It follows from another failure: what came before it counts first.")
+        facts.append(Message("screen.follows"))
     if symptom.role == "note":
-        facts.append("Worth knowing, and not by itself a reason to stop.")
-    say(console, " ".join(facts))
+        facts.append(Message("screen.is-note"))
+    say(console, str(Listing(facts, ".")))
     if symptom.lines:
         console.print()
-        console.print("A log shows it by:")
+        console.print(text("screen.log-shows"))
         for pattern in symptom.lines[:_MOST_LINES]:
             console.print(Text(f"  {pattern.text}"), soft_wrap=True)
     _draw_fixes(console, fixes)
     if symptom.sources:
         console.print()
-        say(console, f"From: {', '.join(symptom.sources)}.")
+        say(console, text("screen.sources", names=", ".join(symptom.sources)))
 
 
 def draw_symptoms(console: Console, symptoms: Sequence[Symptom]) -> None:

@@ -8,17 +8,32 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from tightfit.hardware.doctor.row import Light, Row, worst
+from tightfit.hardware.doctor.row import Group, Light, Row, worst
+from tightfit.messages import Message, end_sentence, text
+from tightfit.messages.wide import pad, wrap
 from tightfit.screen import NARROWEST, say
 
 _INDENT = " " * 8
-_WORDS: dict[Light, str] = {
-    "green": "Nothing is in the way of a training here.",
-    "yellow": "A training can run here; the yellow lines may bite.",
-    "red": "The red lines are in the way of a training.",
+_WORDS: dict[Light, Message] = {
+    "green": Message("screen.all-green"),
+    "yellow": Message("screen.some-yellow"),
+    "red": Message("screen.some-red"),
 }
-
-_LACKING = "Plans can be made here; a training needs what is not installed."
+_LIGHTS: dict[Light, Message] = {
+    "green": Message("screen.green"),
+    "yellow": Message("screen.yellow"),
+    "red": Message("screen.red"),
+}
+_GROUPS: dict[Group, Message] = {
+    "GPUs": Message("screen.gpus"),
+    "links": Message("screen.links"),
+    "host": Message("screen.host-group"),
+    "disk": Message("screen.disk"),
+    "software": Message("screen.software"),
+    "building": Message("screen.building"),
+    "environment": Message("screen.environment"),
+    "job": Message("screen.job"),
+}
 
 
 def draw_checkup(console: Console, rows: Sequence[Row], seconds: float) -> None:
@@ -26,25 +41,24 @@ def draw_checkup(console: Console, rows: Sequence[Row], seconds: float) -> None:
     for number, (group, members) in enumerate(groupby(rows, key=lambda row: row.group)):
         if number:
             console.print()
-        console.print(Text(group, style="bold"))
+        console.print(Text(str(_GROUPS[group]), style="bold"))
         for row in members:
             _draw_row(console, row)
     console.print()
     verdict = worst(rows)
     lacking = verdict == "yellow" and any(row.id == "packages" and row.light == "yellow" for row in rows)
-    say(console, f"{_LACKING if lacking else _WORDS[verdict]} Looked at in {seconds:.1f} s.", style=f"bold {verdict}")
+    words = Message("screen.not-installed") if lacking else _WORDS[verdict]
+    say(console, text("screen.looked-at", verdict=words, seconds=seconds), style=f"bold {verdict}")
 
 
 def _draw_row(console: Console, row: Row) -> None:
-    import textwrap
-
-    width = max(console.width, NARROWEST)
-    lines = textwrap.wrap(f"{_capital(row.what)}.", width - len(_INDENT), break_on_hyphens=False)
-    console.print(Text.assemble((f"{row.light:<8}", row.light), lines[0]), soft_wrap=True)
+    width = max(console.width, NARROWEST) - len(_INDENT)
+    lines = wrap(end_sentence(_capital(str(row.what))), width, break_on_hyphens=False).split("\n")
+    console.print(Text.assemble((pad(_LIGHTS[row.light], len(_INDENT)), row.light), lines[0]), soft_wrap=True)
     for line in lines[1:]:
         console.print(Text(f"{_INDENT}{line}"), soft_wrap=True)
     if row.fix is not None:
-        say(console, f"→ {_capital(row.fix)}.", first=_INDENT, indent=f"{_INDENT}  ")
+        say(console, f"→ {end_sentence(_capital(str(row.fix)))}", first=_INDENT, indent=f"{_INDENT}  ")
     for command in row.commands:
         console.print(Text(f"{_INDENT}  {command}", style="cyan"), soft_wrap=True)
 

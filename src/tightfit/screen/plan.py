@@ -19,14 +19,22 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.messages import id_of
+from tightfit.messages import Choice, Listing, Message, end_sentence, id_of, text
+from tightfit.messages.wide import count_cells, pad, pad_left
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
 from tightfit.planner.tiers import Tiered
 from tightfit.priced import ENGINES, GIB, amounts, strategy_name
 from tightfit.screen import NARROWEST, TABLE, WIDEST, bar, draw_list, say
-from tightfit.screen.plan_words import duration_words, hardware_words, lever_flags, model_words, reason_lines
+from tightfit.screen.plan_words import (
+    hardware_words,
+    head_words,
+    lever_flags,
+    model_words,
+    reason_lines,
+    verdict_words,
+)
 from tightfit.types import Levers
 
 CHOSEN, UNFIT = "→", "×"
@@ -43,15 +51,32 @@ TEXT = ("", "engine", "offload", "checkpoint", "batch", "GPUs", "GPU", "lacks")
 UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
+LIMITS = {
+    "seq": ("screen.no-sequence-fits", "screen.longest-sequence"),
+    "micro-batch": ("screen.no-micro-batch-fits", "screen.largest-micro-batch"),
+    "model": ("screen.no-preset-fits", "screen.largest-preset"),
+}
+"""What is said where none fits, and where one does."""
+HEADS = {
+    "engine": Message("screen.engine"),
+    "offload": Message("screen.offload"),
+    "checkpoint": Message("screen.checkpoint"),
+    "batch": Message("screen.batch"),
+    "host": Message("screen.host"),
+    "free": Message("screen.free"),
+    "lacks": Message("screen.lacks"),
+}
+"""The columns whose heads are words."""
+
 Row = tuple[str, Way]
 """The mark before a way, and the way."""
 
 
-def waiting(text: str) -> AbstractContextManager[object]:
+def waiting(said: str) -> AbstractContextManager[object]:
     """A line that says so while a person waits; nothing in a pipe or a log."""
     if not sys.stderr.isatty():
         return nullcontext()
-    return Console(stderr=True).status(text, spinner="line")
+    return Console(stderr=True).status(said, spinner="line")
 
 
 # --- the answers --------------------------------------------------------------------------------
@@ -64,23 +89,23 @@ def draw_plan(console: Console, plan: Plan, lead: Sequence[str] = (), *, with_mo
     rows = [(CHOSEN if way is plan.chosen else "" if way.fits else UNFIT, way) for way in worth_showing(plan)]
     if rows:
         columns = draw_ways(console, rows)
-        nearest = ["the nearest first"] if plan.chosen is None and len(rows) > 1 else []
+        nearest = [text("screen.nearest-first")] if plan.chosen is None and len(rows) > 1 else []
         _draw_legend(console, plan, rows, columns, nearest)
         hidden = len(plan.alternatives) + (plan.chosen is not None) - len(rows)
-        more = f"; {hidden} more in --json" if hidden > 0 else ""
-        say(console, f"{plan.considered:,} ways were priced{more}.", style="dim")
-    unfit = "Nothing fits that keeps the training as it is."
-    if plan.job.limits.allow:
-        unfit = "Nothing fits, even with what was allowed."
+        more = Message("screen.more-in-json", n=hidden) if hidden > 0 else ""
+        say(console, text("screen.ways-priced", n=plan.considered, more=more), style="dim")
+    unfit = text("screen.nothing-fits-allowed" if plan.job.limits.allow else "screen.nothing-fits")
     _draw_verdict(console, plan, unfit, with_model=with_model)
-    draw_list(console, "Because:", [*lead, *reason_lines(plan)])
-    draw_list(console, "Never run by us:", plan.unproven)
+    draw_list(console, text("screen.because"), [*lead, *reason_lines(plan)])
+    draw_list(console, text("screen.never-run"), plan.unproven)
 
 
 def draw_shortages(console: Console, plan: Plan) -> None:
     """Where nothing fits: how much every way of the table lacks, and of what."""
-    lacking = [f"{strategy_name(way.levers)} {missing(way)}." for way in worth_showing(plan)]
-    draw_list(console, "What each lacks:", lacking)
+    lacking = [
+        text("screen.lacking", way=strategy_name(way.levers), missing=missing(way)) for way in worth_showing(plan)
+    ]
+    draw_list(console, text("screen.what-each-lacks"), lacking)
 
 
 def draw_tier(console: Console, tiered: Tiered) -> None:
@@ -89,47 +114,52 @@ def draw_tier(console: Console, tiered: Tiered) -> None:
     assert plan is not None, "what a tier cannot run is an error before anything is drawn"
     _draw_head(console, plan)
     way = plan.chosen or next(iter(worth_showing(plan)), None)
-    held = "" if way is None else f": {amounts(way.footprint.gpu.required_bytes)[0]} GiB a GPU here"
-    say(console, f"Tier {tiered.tier.name}: {tiered.tier.about}.")
-    say(console, f"A tier fixes the levers; what it holds follows from model and sequence{held}.")
+    say(console, text("screen.tier-about", name=tiered.tier.name, about=tiered.tier.about))
+    if way is None:
+        say(console, text("screen.tier-fixes"))
+    else:
+        say(console, text("screen.tier-holds", size=amounts(way.footprint.gpu.required_bytes)[0]))
     console.print()
     rows = [("tier", way)] if way else []
     if tiered.free is not None and tiered.free.chosen is not None:
         rows.append(("free", tiered.free.chosen))
     if rows:
         columns = draw_ways(console, rows)
-        free = ["free: what the search would do without a tier"] if len(rows) > 1 else []
+        free = [text("screen.free-search")] if len(rows) > 1 else []
         _draw_legend(console, plan, rows, columns, free)
-    why = f": it {missing(way)}" if way else ""
-    _draw_verdict(console, plan, f"The tier {tiered.tier.name} does not fit{why}.")
+    unfit = Message("screen.tier-unfit", name=tiered.tier.name)
+    if way is not None:
+        unfit = Message("screen.tier-lacks", name=tiered.tier.name, missing=missing(way))
+    _draw_verdict(console, plan, str(unfit))
     if plan.chosen is None:  # otherwise the verdict has said it
-        draw_list(console, "The tier brings, where you said nothing:", [f"{cost}." for cost in tiered.costs])
+        draw_list(console, text("screen.tier-brings"), [end_sentence(cost) for cost in tiered.costs])
     lines = [*tiered.because, *reason_lines(plan)]
-    draw_list(console, "Because:", [line for line in lines if id_of(line) != "plan.nearest-way"])
-    draw_list(console, "Never run by us:", plan.unproven)
+    draw_list(console, text("screen.because"), [line for line in lines if id_of(line) != "plan.nearest-way"])
+    draw_list(console, text("screen.never-run"), plan.unproven)
 
 
 def draw_tiers(console: Console, rows: Sequence[Tiered]) -> None:
     """Every tier, with what it costs."""
     plans = [tiered.plan for tiered in rows if tiered.plan is not None]
     for plan in plans[:1]:
-        say(console, f"{model_words(plan)}, on {hardware_words(plan.hardware)}", style="bold")
+        said = text("screen.trained-on", what=model_words(plan), hardware=hardware_words(plan.hardware))
+        say(console, said, style="bold")
         console.print()
     names = max(len(tiered.tier.name) for tiered in rows)
-    before = names + len("  999.9  fits  tokens/s  ")
+    fits, pace = text("screen.fits"), "tokens/s"
+    before = names + len("  999.9  ") + count_cells(fits) + len("  tokens/s  ")
     beside = console.width >= TABLE
-    console.print(
-        Text(f"{'tier':<{names}}  {'GiB':>5}  fits  tokens/s{'  what it changes' if beside else ''}", style="bold")
-    )
+    what = f"  {text('screen.what-it-changes')}" if beside else ""
+    console.print(Text(f"{pad(text('screen.tier'), names)}  {'GiB':>5}  {fits}  {pace}{what}", style="bold"))
     console.print(Text("─" * (console.width if beside else before - 2)))
     for tiered in rows:
         way = None if tiered.plan is None else tiered.plan.chosen or next(iter(worth_showing(tiered.plan)), None)
-        cells, changes = ("-", "-", "-"), tiered.problem or "no engine runs it"
+        cells, changes = ("-", "-", "-"), tiered.problem or text("screen.no-engine")
         if way is not None:
             needs = f"{way.footprint.gpu.required_bytes / GIB:.1f}"
-            cells = (needs, "yes" if way.fits else "no", f"{way.pace.tokens_per_s:,.0f}")
-            changes = "; ".join(tiered.costs) or "nothing"
-        first = f"{tiered.tier.name:<{names}}  {cells[0]:>5}  {cells[1]:>4}  {cells[2]:>8}"
+            cells = (needs, text("screen.yes" if way.fits else "screen.no"), f"{way.pace.tokens_per_s:,.0f}")
+            changes = str(Listing(tiered.costs, ";")) or text("screen.nothing")
+        first = f"{tiered.tier.name:<{names}}  {cells[0]:>5}  {pad_left(cells[1], count_cells(fits))}  {cells[2]:>8}"
         style = "" if way and way.fits else "dim"
         if beside:
             say(console, changes, first=f"{first}  ", indent=" " * before, style=style)
@@ -138,20 +168,18 @@ def draw_tiers(console: Console, rows: Sequence[Tiered]) -> None:
             say(console, changes, indent="    ", style=style)
     for plan in plans[:1]:
         limit = f"{plan.hardware.gpu.memory_bytes / GIB:.1f}"
-        say(console, f"GiB on one GPU, which has {limit}; tokens a second of all GPUs.", style="dim")
-        draw_list(console, "Never run by us:", plan.unproven)
+        say(console, text("screen.tiers-note", size=limit), style="dim")
+        draw_list(console, text("screen.never-run"), plan.unproven)
 
 
 def draw_limit(console: Console, limit: Limit) -> None:
     """The most that fits, and the plan for it."""
-    names = {"seq": "longest sequence", "micro-batch": "largest micro batch", "model": "largest preset"}
-    units = {"seq": " tokens", "micro-batch": " sequences a GPU", "model": ""}
-    name = names[limit.wanted]
-    if limit.value is None:
-        said = f"No {name.partition(' ')[2]} fits: this is how far the smallest is from it."
-    else:
-        said = f"The {name} that fits: {limit.value}{units[limit.wanted]}."
-    say(console, said, style="bold green" if limit.value is not None else "bold red")
+    none, most = LIMITS[limit.wanted]
+    say(
+        console,
+        text(none) if limit.value is None else text(most, n=limit.value),
+        style="bold green" if limit.value is not None else "bold red",
+    )
     console.print()
     draw_plan(console, limit.plan, limit.because, with_model=limit.wanted == "model")
 
@@ -160,10 +188,12 @@ def draw_files(console: Console, files: Sequence[Path]) -> None:
     """What was written, and how to start it."""
     folder, names = files[0].parent, [path.name for path in files]
     console.print()
-    say(console, f"Written to {folder}: {', '.join(names)}", indent="  ", first="")
+    say(console, text("screen.written-to", folder=folder, names=", ".join(names)), indent="  ", first="")
     ours = "tightfit.train" in (folder / "launch.sh").read_text(encoding="utf-8")
-    start = "tightfit train --plan " + shlex.quote(str(folder)) + ", or " if ours else ""
-    console.print(Text(f"Start it with: {start}bash {shlex.quote(str(folder / 'launch.sh'))}"), soft_wrap=True)
+    start = f"bash {shlex.quote(str(folder / 'launch.sh'))}"
+    if ours:
+        start = str(Choice((f"tightfit train --plan {shlex.quote(str(folder))},", start)))
+    console.print(Text(text("screen.start-with", command=start)), soft_wrap=True)
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -176,7 +206,10 @@ def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
     if len({way.world for _, way in rows}) == 1:
         columns.remove("GPUs")
     columns.remove("free" if not any(way.fits for _, way in rows) else "lacks")
-    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in columns}
+    heads = {name: str(HEADS.get(name, name)) for name in columns}
+    widths = {
+        name: max(count_cells(each) for each in (heads[name], *(line[name] for line in lines))) for name in columns
+    }
     room = min(console.width, WIDEST)
     widths["GPU"] = SHORTEST_BAR
     for name in LEFT_OUT if room < TABLE else ():
@@ -184,7 +217,7 @@ def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
             columns.remove(name)
             del widths[name]
     gap = _widen(widths, room) if "GPU" in widths else 1
-    _draw_line(console, {name: name for name in columns}, widths, gap, "bold")
+    _draw_line(console, {name: heads[name] for name in columns}, widths, gap, "bold")
     console.print(Text("─" * (sum(widths.values()) + 1 + gap * (len(widths) - 2))), soft_wrap=True)
     card = rows[0][1].hardware.gpu.memory_bytes
     scale = min(max(card, *(way.footprint.gpu.required_bytes for _, way in rows)), round(MOST_OVER * card))
@@ -211,9 +244,9 @@ def _draw_line(
     line = Text()
     for place, (name, cell) in enumerate(cells.items()):
         width = widths[name]
-        text = cell if isinstance(cell, Text) else Text(f"{cell:<{width}}" if name in TEXT else f"{cell:>{width}}")
+        drawn = cell if isinstance(cell, Text) else Text((pad if name in TEXT else pad_left)(cell, width))
         line.append(" " * (0 if not place else 1 if place == 1 else gap))
-        line.append_text(text)
+        line.append_text(drawn)
     line.rstrip()
     line.stylize_before(style)
     console.print(line, soft_wrap=True)
@@ -259,22 +292,23 @@ def _draw_legend(
     """What the marks and columns mean, those that are there."""
     size, ram = f"{plan.hardware.gpu.memory_bytes / GIB:.1f} GiB", plan.hardware.host_ram_bytes
     marks = {mark for mark, _ in rows}
-    parts = [f"{mark} {word}" for mark, word in ((CHOSEN, "chosen"), (UNFIT, "does not fit")) if mark in marks]
-    parts += [*more, f"│ the card's {size}" if "GPU" in columns else f"GiB: of the card's {size}"]
+    words = ((CHOSEN, Message("screen.chosen")), (UNFIT, Message("screen.does-not-fit")))
+    parts = [f"{mark} {word}" for mark, word in words if mark in marks]
+    parts += [*more, text("screen.card-line" if "GPU" in columns else "screen.card-gib", size=size)]
     if "batch" in columns:
-        parts.append("batch: micro × accumulation")
-    words = {
-        "opt": "opt: the optimizer",
-        "all": "all: optimizer and weights",
-        "NVMe+CPU": "NVMe+CPU: optimizer+weights",
+        parts.append(text("screen.batch-note"))
+    places = {
+        "opt": Message("screen.opt-note"),
+        "all": Message("screen.all-note"),
+        "NVMe+CPU": Message("screen.both-note"),
     }
     offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows if "offload" in columns}
-    parts += [word for key, word in words.items() if key in offloads]
+    parts += [str(word) for key, word in places.items() if key in offloads]
     if "host" in columns:
-        parts.append("host: GiB of RAM a node")
+        parts.append(text("screen.host-note"))
         if ram is not None and any(way.footprint.host.peak_bytes_per_node > ram for _, way in rows):
-            parts.append(f"!: more than the {amounts(ram)[0]} it has")
-    say(console, "; ".join(parts), style="dim")
+            parts.append(text("screen.over-note", size=amounts(ram)[0]))
+    say(console, str(Listing(parts, ";")), style="dim")
 
 
 # --- the words ----------------------------------------------------------------------------------
@@ -282,8 +316,8 @@ def _draw_legend(
 
 def _draw_head(console: Console, plan: Plan) -> None:
     way = plan.chosen or next(iter(worth_showing(plan)), None)
-    batch = f"{plan.effective_batch} × {way.levers.sequence if way else plan.job.sequence} tokens a step"
-    say(console, f"{model_words(plan)}, on {hardware_words(plan.hardware)}: {batch}", style="bold")
+    tokens = way.levers.sequence if way else plan.job.sequence
+    say(console, head_words(plan, plan.hardware, tokens), style="bold")
     for note in (way.shape if way else plan.shape).notes:
         say(console, note, style="italic")
     console.print()
@@ -296,19 +330,20 @@ def _draw_verdict(console: Console, plan: Plan, otherwise: str, *, with_model: b
         say(console, otherwise, style="bold red")
         return
     needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
-    said = f"{strategy_name(way.levers)}: {way.pace.tokens_per_s:,.0f} tokens/s in {needed} of {size} GiB"
-    say(console, f"{said}{duration_words(plan)}.", style="bold green")
+    say(console, verdict_words(plan, way, needed, size), style="bold green")
     draw_levers(console, lever_flags(plan, way, with_model=with_model))
-    draw_list(console, "IT CHANGES THE TRAINING:", [f"{change}." for change in way.changes])
+    draw_list(console, text("screen.it-changes"), [end_sentence(change) for change in way.changes])
 
 
 def draw_levers(console: Console, flags: Sequence[str]) -> None:
     """No line ends between a flag and its value: people copy this."""
+    title = text("screen.levers")
+    width = max(console.width, NARROWEST) - count_cells(title) + len(title)
     wrapped = textwrap.fill(
         " ".join(flag.replace(" ", UNBROKEN) for flag in flags),
-        max(console.width, NARROWEST),
-        initial_indent="Levers: ",
-        subsequent_indent=" " * len("Levers: "),
+        width,
+        initial_indent=title,
+        subsequent_indent=" " * count_cells(title),
         break_long_words=False,
         break_on_hyphens=False,
     )

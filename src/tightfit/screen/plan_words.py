@@ -13,10 +13,10 @@ from tightfit.hardware.catalogue import native_bf16
 from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import flags_from_levers, spelt
 from tightfit.job.file import levers_of
-from tightfit.messages import Message, Said
+from tightfit.messages import Message, Said, text
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import further, is_cut_off, steps_of, time_words, worth_showing
-from tightfit.priced import billions
+from tightfit.priced import billions, strategy_name
 from tightfit.types import Hardware, Levers, Lora, UserError
 
 ALWAYS = ("engine", "micro_batch", "accum", "checkpointing")
@@ -39,19 +39,34 @@ def model_words(plan: Plan) -> str:
 
 def hardware_words(hardware: Hardware) -> str:
     """`2 nodes × 8 × A100`, `6 × 24GB cards`."""
-    nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
     name = hardware.gpu.name
     many = "s" if hardware.gpus_per_node > 1 and name.endswith(" card") else ""
-    return f"{nodes}{hardware.gpus_per_node} × {name}{many}"
+    if hardware.nodes == 1:
+        return f"{hardware.gpus_per_node} × {name}{many}"
+    return text("screen.nodes", nodes=hardware.nodes, per_node=hardware.gpus_per_node, name=f"{name}{many}")
 
 
-def duration_words(plan: Plan) -> str:
-    """The tail of the verdict, where the steps are known."""
+def head_words(plan: Plan, hardware: Hardware, tokens: int) -> Message:
+    """What is trained on what, and how much of it in a step."""
+    what, where = model_words(plan), hardware_words(hardware)
+    return Message("screen.head", what=what, hardware=where, batch=plan.effective_batch, tokens=tokens)
+
+
+def verdict_words(plan: Plan, way: Way, needed: str, size: str) -> Message:
+    """How fast it is, in what, and how long it takes where the steps are known."""
     steps = steps_of(plan.job, plan.effective_batch)
-    if plan.hours is None or steps is None:
-        return ""
-    late = f", more than the timeout of {plan.job.timeout}" if is_cut_off(plan) else ""
-    return f", about {time_words(plan.hours)} for {steps:,} step{'' if steps == 1 else 's'}{late}"
+    duration: Message | str = ""
+    if plan.hours is not None and steps is not None:
+        late = Message("screen.late", timeout=plan.job.timeout) if is_cut_off(plan) else ""
+        duration = Message("screen.duration", time=time_words(plan.hours), steps=steps, late=late)
+    return Message(
+        "screen.verdict",
+        way=strategy_name(way.levers),
+        pace=way.pace.tokens_per_s,
+        needed=needed,
+        size=size,
+        duration=duration,
+    )
 
 
 def lever_flags(plan: Plan, way: Way, *, with_model: bool = False) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from tightfit.messages import bare
+from tightfit.messages import Message, Said, bare, text
 from tightfit.priced import GIB
 from tightfit.runs.failure import Failure
 from tightfit.screen import MIB, draw_list, say, table_of
@@ -44,7 +44,7 @@ class Rehearsal:
     verdict: Verdict
     phase: str | None
     """Where memory ran out, for programs."""
-    where: str | None
+    where: Said | None
     """The same for people."""
     error: str | None
     """What the worker said."""
@@ -62,7 +62,7 @@ class Rehearsal:
 def draw_rehearsal(console: Console, found: Rehearsal) -> None:
     """The table, the verdict, and what has to be known about the figures."""
     console.print()
-    table = table_of("", "predicted", "measured", "difference")
+    table = table_of("", text("screen.predicted"), text("screen.measured"), text("screen.difference"))
     for row in found.rows:
         table.add_row(row.name, _value(row.predicted, row.unit), _value(row.measured, row.unit), _difference(row))
     console.print(table)
@@ -70,32 +70,35 @@ def draw_rehearsal(console: Console, found: Rehearsal) -> None:
     say(console, verdict_words(found), style="bold green" if found.passed else "bold red")
     if found.error is not None:
         say(console, found.error, style="dim")
-    draw_list(console, "About these figures:", found.notes)
+    draw_list(console, text("screen.about-figures"), found.notes)
     if found.folder is not None:
         console.print()
-        say(console, f"Kept: {found.folder}", indent="  ", first="")
+        say(console, text("screen.kept", folder=found.folder), indent="  ", first="")
 
 
 def verdict_words(found: Rehearsal) -> str:
-    who = "the only rank" if found.ranks == 1 else f"rank 0 of {found.ranks}"
+    who = Message("screen.only-rank") if found.ranks == 1 else Message("screen.rank-0", ranks=found.ranks)
     card = _value(found.cap_bytes, "bytes")
     if found.verdict == "out of memory":
-        return f"Failed: {who} ran out of memory {found.where}, with {card} for each."
+        return text("screen.ran-out", who=who, where=found.where or "", card=card)
     peak = next((row.measured for row in found.rows if row.key == ("peak" if found.tensor_bytes else "host")), None)
-    held = "" if peak is None else f": its peak is {_value(peak, 'bytes')}"
+    held = "" if peak is None else Message("screen.its-peak", size=_value(peak, "bytes"))
     if found.verdict == "over the cap":
-        return f"Failed: {who} took more than its {card}{held}."
-    room = "" if found.tensor_bytes is None else f" of the {_value(found.tensor_bytes, 'bytes')} left for tensors"
-    steps = f"{found.steps} step{'' if found.steps == 1 else 's'}"
-    return f"Passed: {who} made {steps} within {card}{held}{room if peak is not None else ''}."
+        return text("screen.over-cap", who=who, card=card, held=held)
+    room: Message | str = ""
+    if found.tensor_bytes is not None and peak is not None:
+        room = Message("screen.left-for-tensors", size=_value(found.tensor_bytes, "bytes"))
+    return text("screen.passed", who=who, steps=found.steps, card=card, held=held, room=room)
 
 
 def draw_failure(console: Console, failure: Failure, folder: str | None) -> None:
     """A rehearsal that failed for another reason than memory."""
-    console.print(Text(f"tightfit: the rehearsal failed: {bare(failure.sentence)}", style="bold"), soft_wrap=True)
+    console.print(
+        Text(f"tightfit: {text('screen.rehearsal-failed', why=bare(failure.sentence))}", style="bold"), soft_wrap=True
+    )
     if failure.tail:
-        where = f"{failure.log}" if folder is not None else "its log, which --keep DIR would keep"
-        console.print(Text(f"The last lines of {where}:"), soft_wrap=True)
+        log = failure.log if folder is not None else Message("screen.its-log")
+        console.print(Text(text("screen.last-lines", log=log)), soft_wrap=True)
     for line in failure.tail:
         console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
 

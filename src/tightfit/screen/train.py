@@ -17,9 +17,9 @@ from rich.text import Text
 
 from tightfit.diagnose.verdict import Verdict
 from tightfit.hardware.occupancy import Holder, Occupancy
-from tightfit.messages import bare
+from tightfit.messages import Listing, Message, bare, end_sentence, text
 from tightfit.planner.plan import Plan
-from tightfit.priced import amounts, strategy_name
+from tightfit.priced import amounts
 from tightfit.runs.attempts import AttemptRecord
 from tightfit.runs.events import Event, Progress, Step
 from tightfit.runs.failure import Failure, traceback_in
@@ -29,7 +29,7 @@ from tightfit.runs.tally import Tally
 from tightfit.runs.worker_file import WorkerFile
 from tightfit.screen import draw_list, say, table_of
 from tightfit.screen.plan import draw_levers
-from tightfit.screen.plan_words import duration_words, hardware_words, lever_flags, model_words, reason_lines
+from tightfit.screen.plan_words import head_words, lever_flags, reason_lines, verdict_words
 
 MOST_FIXES = 4
 """Remedies that are named at the end; `tightfit diagnose` knows them all."""
@@ -41,17 +41,15 @@ def draw_start(console: Console, plan: Plan, folder: str) -> None:
     """What is about to run, and why so. All other ways that were priced are in PLAN.md."""
     way = plan.chosen
     assert way is not None, "what does not fit is an error before anything is drawn"
-    tokens = f"{plan.effective_batch} × {way.levers.sequence} tokens a step"
-    say(console, f"{model_words(plan)}, on {hardware_words(way.hardware)}: {tokens}", style="bold")
+    say(console, head_words(plan, way.hardware, way.levers.sequence), style="bold")
     needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
-    pace = f"{way.pace.tokens_per_s:,.0f} tokens/s in {needed} of {size} GiB{duration_words(plan)}"
-    say(console, f"{strategy_name(way.levers)}: {pace}.", style="bold green")
+    say(console, verdict_words(plan, way, needed, size), style="bold green")
     draw_levers(console, [flag for flag in lever_flags(plan, way) if not flag.startswith("--world ")])
-    draw_list(console, "IT CHANGES THE TRAINING:", [f"{change}." for change in way.changes])
-    draw_list(console, "Because:", reason_lines(plan))
-    draw_list(console, "Never run by us:", plan.unproven)
+    draw_list(console, text("screen.it-changes"), [end_sentence(change) for change in way.changes])
+    draw_list(console, text("screen.because"), reason_lines(plan))
+    draw_list(console, text("screen.never-run"), plan.unproven)
     console.print()
-    say(console, f"The run's folder: {folder}", indent="  ", first="")
+    say(console, text("screen.run-folder", folder=folder), indent="  ", first="")
 
 
 def draw_occupancy(
@@ -62,29 +60,51 @@ def draw_occupancy(
     def draw_holders(holders: Sequence[Holder]) -> None:
         for holder in holders:
             held = "?" if holder.held_bytes is None else f"{holder.held_bytes / MIB:,.0f}"
-            who = "  ".join((holder.user or "unknown user", holder.command or "unknown command"))
-            say(console, f"{held:>8} MiB  process {holder.pid}  {who}", first="  ", indent=" " * 16)
+            say(
+                console,
+                f"{held:>8} MiB  {process_words(holder.pid, holder.user, holder.command)}",
+                first="  ",
+                indent=" " * 16,
+            )
 
     for device in found.devices:
-        say(console, f"GPU {device.number}, {device.name}: {_free(device.free_bytes, device.total_bytes)}")
+        say(
+            console,
+            text(
+                "screen.about",
+                name=f"GPU {device.number}, {device.name}",
+                what=_free(device.free_bytes, device.total_bytes),
+            ),
+        )
         draw_holders(device.holders)
         for entry in live:
             if device.key in entry.gpus:
-                say(console, f"taken by {entry.words}", first="  ", indent="    ")
+                say(console, text("screen.taken-by", who=entry.words), first="  ", indent="    ")
     if found.unplaced:
-        say(console, "On some GPU (its tool does not say on which):")
+        say(console, text("screen.on-some-gpu"))
         draw_holders(found.unplaced)
     if not found.devices:
-        say(console, "There is no GPU here: training runs on the CPU, in host RAM.")
-    say(console, f"Host RAM: {_free(free_ram_bytes, ram_bytes)}")
+        say(console, text("screen.no-gpu"))
+    say(console, text("screen.free-ram", what=_free(free_ram_bytes, ram_bytes)))
     for entry in live:
-        say(console, f"{size_words(entry.host_bytes)} are reserved by {entry.words}", first="  ", indent="    ")
+        say(
+            console,
+            text("screen.reserved-by", size=size_words(entry.host_bytes), who=entry.words),
+            first="  ",
+            indent="    ",
+        )
 
 
-def _free(free_bytes: int | None, total_bytes: int | None) -> str:
-    total = "an unknown size" if total_bytes is None else f"{total_bytes / MIB:,.0f} MiB"
-    free = "an unknown part" if free_bytes is None else f"{free_bytes / MIB:,.0f} MiB"
-    return f"{free} of {total} free"
+def process_words(pid: int, user: str | None, command: str | None) -> str:
+    """A process with its owner and its command, as far as they are known."""
+    who = user or text("screen.unknown-user")
+    return text("screen.process", pid=pid, user=who, command=command or text("screen.unknown-command"))
+
+
+def _free(free_bytes: int | None, total_bytes: int | None) -> Message:
+    total = Message("screen.unknown-size") if total_bytes is None else f"{total_bytes / MIB:,.0f} MiB"
+    free = Message("screen.unknown-part") if free_bytes is None else f"{free_bytes / MIB:,.0f} MiB"
+    return Message("screen.part-free", free=free, total=total)
 
 
 # --- while it runs ------------------------------------------------------------------------------
@@ -149,24 +169,24 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
     last = tally.last
     if last is not None:
         first = "" if tally.first_loss is None or last.step <= 1 else f"{loss_words(tally.first_loss)} → "
-        steps = f"{last.step:,} step{'' if last.step == 1 else 's'}"
+        since: Message | str = ""
         if tally.resumed is not None and tally.resumed.step:
-            steps += f", from step {tally.resumed.step:,} on in this {'attempt' if attempts > 1 else 'start'}"
-        say(console, f"Trained {worker.model} for {steps}: loss {first}{loss_words(last.loss)}.", style="bold green")
+            since = Message("screen.since-attempt" if attempts > 1 else "screen.since-start", step=tally.resumed.step)
+        loss = f"{first}{loss_words(last.loss)}"
+        said = text("screen.trained", model=worker.model, steps=last.step, since=since, loss=loss)
+        say(console, said, style="bold green")
         if attempts > 1:
-            say(console, f"It took {attempts} attempts: {folder}/attempts has a record of each.")
+            say(console, text("screen.took-attempts", n=attempts, folder=folder))
         console.print()
     _draw_table(console, worker, tally)
     model = f"{folder}/model"
     if worker.method == "full":
-        use = f"transformers' AutoModelForCausalLM.from_pretrained({model!r}) loads it"
-        came_out = [f"The model is in {model}; {use}."]
+        came_out = [text("screen.model-is-in", model=model, quoted=repr(model))]
     else:
-        merge = f"tightfit export {folder} --merge"
-        came_out = [f"The adapters are in {model}.", f"As one model with its base: {merge}"]
+        came_out = [text("screen.adapters-are-in", model=model), text("screen.as-one-model", folder=folder)]
     if tally.pictures:
-        came_out.append(f"Pictures of loss and memory: {', '.join(tally.pictures)}")
-    draw_list(console, "What came out:", came_out)
+        came_out.append(text("screen.pictures", names=", ".join(tally.pictures)))
+    draw_list(console, text("screen.what-came-out"), came_out)
 
 
 def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
@@ -174,14 +194,14 @@ def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
     for mark in tally.marks:
         name = MILESTONES.get(mark.milestone, mark.milestone)
         if mark.measured_bytes is not None:
-            rows.append((f"memory, {name}", mark.predicted_bytes, mark.measured_bytes, "bytes"))
+            rows.append((text("screen.memory-at", what=name), mark.predicted_bytes, mark.measured_bytes, "bytes"))
         elif mark.host_bytes is not None:  # of the whole process: no plan is comparable with it
-            rows.append((f"RAM, {name}", None, mark.host_bytes, "bytes"))
+            rows.append((text("screen.ram-at", what=name), None, mark.host_bytes, "bytes"))
     if tally.peak_bytes is not None:
-        rows.append(("memory, peak of the steps", worker.peak_bytes, tally.peak_bytes, "bytes"))
-    rows.append(("a step", worker.step_s, tally.step_s, "seconds"))
-    rows.append(("tokens a second", worker.tokens_per_s, tally.tokens_per_s, ""))
-    table = table_of("", "predicted", "measured", "")
+        rows.append((text("screen.memory-peak"), worker.peak_bytes, tally.peak_bytes, "bytes"))
+    rows.append((text("screen.a-step"), worker.step_s, tally.step_s, "seconds"))
+    rows.append((text("screen.tokens-per-second"), worker.tokens_per_s, tally.tokens_per_s, ""))
+    table = table_of("", text("screen.predicted"), text("screen.measured"), "")
     shown = {
         "bytes": lambda value: size_words(int(value)),
         "seconds": lambda value: f"{value:.3g} s",
@@ -193,17 +213,19 @@ def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
         table.add_row(name, *cells, f"{100 * (measured or 0) / (predicted or 1):.0f} %" if known else "")
     console.print(table)
     if worker.vendor == "cpu":
-        say(console, "No rates of the CPU are known, so its predicted pace compares ways and no more.", style="dim")
+        say(console, text("screen.no-cpu-rates"), style="dim")
 
 
 def draw_failure(console: Console, failure: Failure, verdict: Verdict | None = None) -> None:
     """What failed first, and what that rank printed last; of a bug the whole traceback."""
-    console.print(Text(f"tightfit: the training failed: {bare(failure.sentence)}", style="bold"), soft_wrap=True)
+    console.print(
+        Text(f"tightfit: {text('screen.training-failed', why=bare(failure.sentence))}", style="bold"), soft_wrap=True
+    )
     tail = failure.tail
     if verdict is not None and verdict.kind == "code" and failure.log is not None:
         tail = traceback_in(failure.log) or tail
     if tail:
-        console.print(Text(f"The last lines of {failure.log}:"), soft_wrap=True)
+        console.print(Text(text("screen.last-lines", log=failure.log)), soft_wrap=True)
     for line in tail:
         console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
 
@@ -215,19 +237,21 @@ def draw_attempts(
     if verdict is None:
         return
     last, same = records[-1].next, bare(verdict.cause).lower() == bare(failure.sentence).lower()
-    draw_list(console, "Why:", [] if same else [verdict.cause])
+    draw_list(console, text("screen.why"), [] if same else [verdict.cause])
     if len(records) > 1:
-        draw_list(console, "What was tried:", [_describe_attempt(record) for record in records])
-    stopped = [] if last is None else [f"Nothing more was tried: {bare(last.because)}."]
+        draw_list(console, text("screen.what-was-tried"), [_describe_attempt(record) for record in records])
+    stopped = [] if last is None else [text("screen.nothing-more-tried", because=bare(last.because))]
     helps = [fix.text if fix.command is None else f"{fix.text} {fix.command}" for fix in verdict.fixes[:MOST_FIXES]]
-    draw_list(console, "What would help:", [*stopped, *helps])
+    draw_list(console, text("screen.what-would-help"), [*stopped, *helps])
 
 
 def _describe_attempt(record: AttemptRecord) -> str:
-    at = "before the first step" if record.last_step is None else f"after step {record.last_step:,}"
-    cause = "" if record.cause is None else f": {bare(record.cause.sentence)}"
+    step = record.last_step
+    at = Message("screen.before-first-step") if step is None else Message("screen.after-step", step=step)
+    cause = "" if record.cause is None else Message("screen.colon", said=bare(record.cause.sentence))
     following = "" if record.next is None or record.next.action == "stop" else f" → {record.next.action}"
-    changed = (
-        f" ({', '.join(map(str, record.next.changed))})" if record.next is not None and record.next.changed else ""
-    )
-    return f"Attempt {record.number}, {record.plan}, failed {at}{cause}{following}{changed}."
+    changed: Message | str = ""
+    if record.next is not None and record.next.changed:
+        changed = Message("screen.in-brackets", said=Listing(record.next.changed))
+    said = {"number": record.number, "plan": record.plan, "at": at, "cause": cause}
+    return text("screen.attempt-failed", **said, following=following, changed=changed)

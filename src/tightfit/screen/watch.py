@@ -17,7 +17,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from tightfit.hardware.probes.card import CardProcess
-from tightfit.messages import bare
+from tightfit.messages import Listing, Message, bare, text
+from tightfit.messages.wide import pad, pad_left
 from tightfit.priced import GIB
 from tightfit.runs.attempts import AttemptRecord
 from tightfit.runs.health import BRIM, FULL, Light
@@ -25,6 +26,7 @@ from tightfit.runs.lines import MIB, duration, loss_words
 from tightfit.runs.look import Look, planned_rank_bytes
 from tightfit.runs.machine_eye import Host
 from tightfit.runs.watching import RunSeen
+from tightfit.screen.train import process_words
 
 MARKS = {"green": "✓", "yellow": "!", "red": "✗", "unknown": "?"}
 STYLES = {"green": "green", "yellow": "bold yellow", "red": "bold red", "unknown": "dim"}
@@ -49,6 +51,16 @@ _COLUMNS = (
     ("power", 7, 77),
     ("processes", 22, 100),
 )
+_HEADS = {
+    "now": Message("screen.now"),
+    "peak": Message("screen.peak"),
+    "plan": Message("screen.plan"),
+    "total": Message("screen.total"),
+    "use": Message("screen.use"),
+    "temp": Message("screen.temp"),
+    "power": Message("screen.power"),
+    "processes": Message("screen.processes-head"),
+}
 
 
 def picture(look: Look, width: int, height: int | None = None, *, plain_letters: bool = False) -> list[Text]:
@@ -63,11 +75,16 @@ def picture(look: Look, width: int, height: int | None = None, *, plain_letters:
     run = look.run
     if run is not None:
         failed = [each for each in run.attempts if each.state == "failed"][-3:]
-        lines += _with_title("Attempts that failed", [Text(f"  {_attempt(each)}") for each in failed])
-        lines += _with_title("Events", [Text(f"  {line}", style=style) for line, style in run.lines[-LATEST:]])
-    lines += _with_title("Processes", [Text(f"  {line}") for line in _process_lines(look)])
+        lines += _with_title(text("screen.failed-attempts"), [Text(f"  {_attempt(each)}") for each in failed])
+        lines += _with_title(
+            text("screen.events"), [Text(f"  {line}", style=style) for line, style in run.lines[-LATEST:]]
+        )
+    lines += _with_title(text("screen.processes"), [Text(f"  {line}") for line in _process_lines(look)])
     if run is None:
-        lines += _with_title("Runs", [Text(f"  {entry.folder} (process {entry.pid})") for entry in look.others])
+        lines += _with_title(
+            text("screen.runs"),
+            [Text(f"  {text('screen.run-process', folder=entry.folder, pid=entry.pid)}") for entry in look.others],
+        )
     lines += [Text(f"! {problem}", style="yellow") for problem in look.problems]
     more = lines
     if height is not None:
@@ -86,20 +103,25 @@ def one_line(look: Look) -> str:
     """The machine in one line, for where every line stays."""
     parts = []
     for each in look.cards:
-        use = "" if each.card.use_percent is None else f", {each.card.use_percent:.0f} % busy"
-        sizes = f"{_amount(each.card.used_bytes)} of {_amount(each.card.total_bytes)} GiB"
-        parts.append(f"GPU {each.card.index} {sizes}{use}")
-    parts.append(f"host RAM {_amount(look.host.used_bytes)} of {_amount(look.host.total_bytes)} GiB")
-    return "; ".join(filter(None, (*parts, _cpu(look.host))))
+        use = each.card.use_percent
+        used, total = _amount(each.card.used_bytes), _amount(each.card.total_bytes)
+        busy = "" if use is None else Message("screen.gpu-busy", percent=use)
+        parts.append(text("screen.gpu-part", number=each.card.index, used=used, total=total, busy=busy))
+    used, total = _amount(look.host.used_bytes), _amount(look.host.total_bytes)
+    parts.append(text("screen.host-part", used=used, total=total))
+    cpu = _cpu(look.host)
+    return str(Listing((*parts, f"CPU {cpu}") if cpu else parts, ";"))
 
 
 def _cpu(host: Host) -> str:
-    """`CPU 87 % of 16 cores busy, load 14.2`; empty: the system does not say."""
-    cores = "" if host.cores is None else f" of {host.cores} core{'' if host.cores == 1 else 's'}"
-    busy = "" if host.cpu_percent is None else f"{host.cpu_percent:.0f} %{cores} busy"
-    load = "" if host.load is None else f"load {host.load:.1f}"
-    found = ", ".join(filter(None, (busy, load)))
-    return f"CPU {found}" if found else ""
+    """`87 % of 16 cores busy, load 14.2`; empty: the system does not say."""
+    found = []
+    if host.cpu_percent is not None:
+        cores = "" if host.cores is None else Message("screen.of-cores", n=host.cores)
+        found.append(Message("screen.cpu-busy", percent=host.cpu_percent, cores=cores))
+    if host.load is not None:
+        found.append(Message("screen.load", load=host.load))
+    return str(Listing(found))
 
 
 def light_words(light: Light) -> str:
@@ -118,15 +140,15 @@ def _head(run: RunSeen, at: float) -> list[Text]:
     words = [_short(run.folder)]
     if run.worker is not None:
         worker = run.worker
-        ranks = f"{worker.ranks} rank{'' if worker.ranks == 1 else 's'}"
-        words.append(f"{worker.model}, {worker.method}, {worker.engine} on {ranks}")
+        what = f"{worker.model}, {worker.method}, {worker.engine}"
+        words.append(text("screen.on-ranks", what=what, n=worker.ranks))
     if len(run.attempts) > 1:
-        words.append(f"attempt {run.attempts[-1].number}")
+        words.append(text("screen.attempt", number=run.attempts[-1].number))
     if run.ended is not None:
         words.append(str(run.ended))
     elif run.record is not None and run.record.started is not None:
-        words.append(f"for {duration(at - run.record.started.timestamp())}")
-    return [Text("; ".join(words), style="bold" if run.well else "bold red")]
+        words.append(text("screen.for-time", time=duration(at - run.record.started.timestamp())))
+    return [Text(str(Listing(words, ";")), style="bold" if run.well else "bold red")]
 
 
 def _short(folder: Path) -> str:
@@ -145,23 +167,23 @@ def _progress(run: RunSeen, width: int, *, plain_letters: bool) -> list[Text]:
         share = ""
         if doing is not None and doing.total and doing.done is not None and doing.total > 1:
             share = f": {100 * min(1.0, doing.done / doing.total):.0f} %"
-        return [Text(f"{'starting' if doing is None else doing.what}{share} …")]
+        return [Text(f"{text('screen.starting') if doing is None else doing.what}{share} …")]
     parts = [
-        f"step {step.step:,}" + ("" if step.steps is None else f"/{step.steps:,}"),
-        f"loss {loss_words(step.loss)}",
+        text("screen.step-part", step=f"{step.step:,}" + ("" if step.steps is None else f"/{step.steps:,}")),
+        text("screen.loss-part", loss=loss_words(step.loss)),
     ]
     if step.tokens_per_s is not None:
         parts.append(f"{step.tokens_per_s:,.0f} tokens/s")
     if step.seconds_left is not None and run.ended is None:
-        parts.append(f"{duration(step.seconds_left)} left")
+        parts.append(text("screen.time-left", time=duration(step.seconds_left)))
     if step.loss_scale is not None:
-        parts.append(f"scale {step.loss_scale:,.0f}")
+        parts.append(text("screen.scale", scale=step.loss_scale))
     lines = [Text("  ".join(parts))]
     if len(run.losses) > 1:
         room = max(8, min(SPARK, width - 24))
         ends = f"{loss_words(run.losses[0])} ", f" {loss_words(run.losses[-1])}"
         drawn = sparkline(run.losses, room, PLAIN_LEVELS if plain_letters else LEVELS)
-        lines.append(Text.assemble("loss ", ends[0], (drawn, "cyan"), ends[1]))
+        lines.append(Text.assemble(f"{text('screen.loss')} ", ends[0], (drawn, "cyan"), ends[1]))
     return lines
 
 
@@ -182,9 +204,12 @@ def _table(look: Look, width: int) -> list[Text]:
     columns = [column for column in _COLUMNS if width >= column[2]]
     room = min(WIDEST_BAR, max(BAR, width - LABEL - sum(size for _, size, _ in columns)))
     old = look.cards and look.cards_age_s > OLD_S
-    title = f"GiB, {look.cards_age_s:.0f} s ago" if old else "memory, GiB"
-    heads = "".join(f"{name:>{size}}" if name != "processes" else f"  {name}" for name, size, _ in columns)
-    lines = [Text(f"{'':{LABEL}}{title:<{room}}{heads}", style="dim")]
+    title = text("screen.gib-ago", seconds=look.cards_age_s) if old else text("screen.memory-gib")
+    words = {name: str(_HEADS[name]) for name, _, _ in columns}
+    heads = "".join(
+        pad_left(words[name], size) if name != "processes" else f"  {words[name]}" for name, size, _ in columns
+    )
+    lines = [Text(f"{'':{LABEL}}{pad(title, room)}{heads}", style="dim")]
     for each in look.cards:
         card = each.card
         sizes = _RowSizes(card.used_bytes, each.peak_bytes, each.planned_bytes, card.total_bytes)
@@ -197,9 +222,9 @@ def _table(look: Look, width: int) -> list[Text]:
         lines.append(_row(f"GPU {card.index}", sizes, room, columns, cells))
     lines += [_row(name, sizes, room, columns, {"processes": who}) for name, sizes, who in _rank_rows(look)]
     host = look.host
-    lines.append(_row("host", _RowSizes(host.used_bytes, None, None, host.total_bytes), room, columns, {}))
+    lines.append(_row(text("screen.host"), _RowSizes(host.used_bytes, None, None, host.total_bytes), room, columns, {}))
     if cpu := _cpu(host):
-        lines.append(Text(cpu.replace("CPU ", f"{'CPU':<{LABEL}}", 1)))
+        lines.append(Text(f"{'CPU':<{LABEL}}{cpu}"))
     return lines
 
 
@@ -241,12 +266,12 @@ def _row(
         "total": _amount(sizes.total),
         **cells,
     }
-    line = Text(f"{name:<{LABEL}}")
+    line = Text(pad(name, LABEL))
     line.append_text(_bar(sizes, room - 1))
     line.append(" ")
     for head, size, _ in columns:
-        text = texts.get(head, "")
-        line.append(f"{text:>{size}}" if head != "processes" else f"  {text}")
+        cell = texts.get(head, "")
+        line.append(pad_left(cell, size) if head != "processes" else f"  {cell}")
     return line
 
 
@@ -278,7 +303,7 @@ def _who(processes: Sequence[CardProcess] | None) -> str:
     if processes is None:
         return "?"
     if not processes:
-        return "none"
+        return text("screen.none")
     first = processes[0]
     more = f" +{len(processes) - 1}" if len(processes) > 1 else ""
     return f"{first.pid}{f' {first.user}' if first.user else ''}{more}"[:20]
@@ -292,10 +317,11 @@ def _with_title(title: str, lines: list[Text]) -> list[Text]:
 
 
 def _attempt(record: AttemptRecord) -> str:
-    at = "before the first step" if record.last_step is None else f"after step {record.last_step:,}"
-    cause = "" if record.cause is None else f": {bare(record.cause.sentence)}"
+    step = record.last_step
+    at = Message("screen.before-first-step") if step is None else Message("screen.after-step", step=step)
+    cause = "" if record.cause is None else Message("screen.colon", said=bare(record.cause.sentence))
     following = "" if record.next is None else f" → {record.next.action}"
-    return f"{record.number}, {record.plan}, {at}{cause}{following}"
+    return f"{Listing((str(record.number), record.plan, at))}{cause}{following}"
 
 
 def _process_lines(look: Look) -> list[str]:
@@ -303,8 +329,8 @@ def _process_lines(look: Look) -> list[str]:
     for each in look.cards:
         for process in each.card.processes or ():
             held = "?" if process.held_bytes is None else f"{process.held_bytes / MIB:,.0f}"
-            who = "  ".join((process.user or "unknown user", process.command or "unknown command"))
-            lines.append(f"GPU {each.card.index}  {held:>8} MiB  process {process.pid}  {who}")
+            who = process_words(process.pid, process.user, process.command)
+            lines.append(f"GPU {each.card.index}  {held:>8} MiB  {who}")
     return lines
 
 
