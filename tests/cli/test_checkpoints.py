@@ -80,7 +80,7 @@ def test_the_list_names_what_is_wrong_and_still_answers(run: Path, capsys: Capsy
     assert out.count("NOT WHOLE") == 2
     assert "step-00000300: it has no manifest.json: its writing did not come to an end." in out
     assert "step-00000200: model.safetensors has 5 bytes instead of 4,096." in out
-    assert "2 cannot be gone on from" in out
+    assert "2 cannot be resumed" in out
     assert ".step-00000400.partial (1.0 KiB): left by a process that was killed." in out
 
 

@@ -146,7 +146,7 @@ def _looked(args: argparse.Namespace, run: Path) -> Inventory:
 def _show(args: argparse.Namespace, there: Inventory, gone: Sequence[Goner] | None) -> None:
     dry = hasattr(args, "dry_run")
     if hasattr(args, "json"):
-        print(json.dumps(report(there, gone, dry=dry), indent=2, ensure_ascii=False))
+        print(json.dumps(report(there, gone, dry=dry), indent=2, default=str, ensure_ascii=False))
         return
     from tightfit.screen import open_console
     from tightfit.screen.checkpoints import draw_inventory, draw_pruned

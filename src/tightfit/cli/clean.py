@@ -77,7 +77,11 @@ def clean(argv: Sequence[str]) -> int:
     asks = not hasattr(args, "dry_run") and sys.stdin.isatty() and sys.stdout.isatty()
     if hasattr(args, "json"):
         failed = _removed(found) if hasattr(args, "yes") else {}
-        print(json.dumps(report(found, holders, failed, removed=hasattr(args, "yes")), indent=2, ensure_ascii=False))
+        print(
+            json.dumps(
+                report(found, holders, failed, removed=hasattr(args, "yes")), indent=2, default=str, ensure_ascii=False
+            )
+        )
         return LEFT if failed else 0
     _show(found, holders, cache, caches=hasattr(args, "caches"))
     code = 0

@@ -85,7 +85,7 @@ def _preview(args: argparse.Namespace) -> int:
     if hasattr(args, "json"):
         kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("head", "example", "summary")}
         shown = {"head": kinds["head"][0], "examples": kinds["example"], "summaries": kinds["summary"]}
-        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        print(json.dumps(shown, indent=2, default=str, ensure_ascii=False))
         return 0
     from tightfit.screen import open_console
 

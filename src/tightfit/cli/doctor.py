@@ -35,7 +35,7 @@ def doctor(argv: Sequence[str]) -> int:
     found = _without_secrets(found)
     rows = sorted(found.rows, key=lambda row: GROUPS.index(row.group))
     if getattr(args, "json", False):
-        print(json.dumps(as_json(found, rows), indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(as_json(found, rows), indent=2, default=str, ensure_ascii=False, allow_nan=False))
     else:
         from tightfit.screen import open_console
         from tightfit.screen.doctor import draw_checkup

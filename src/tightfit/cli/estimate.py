@@ -67,7 +67,7 @@ def estimate(argv: Sequence[str]) -> int:
 
 def _show(priced: Priced, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report(priced), indent=2))
+        print(json.dumps(report(priced), indent=2, default=str, ensure_ascii=False))
         return
     from tightfit.cli.advice import advise
     from tightfit.screen import draw_estimate, open_console
@@ -118,7 +118,7 @@ def _strategy_flags(levers: Levers, asked: Levers) -> str:
 def _show_comparison(rows: Sequence[tuple[str, Outcome]], as_json: bool) -> None:
     if as_json:
         listed = [strategy_report(name, outcome) for name, outcome in rows]
-        print(json.dumps({"strategies": listed}, indent=2))
+        print(json.dumps({"strategies": listed}, indent=2, default=str, ensure_ascii=False))
         return
     from tightfit.screen import draw_comparison, open_console
 

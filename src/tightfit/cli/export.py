@@ -55,7 +55,7 @@ def export(argv: Sequence[str]) -> int:
         replace_file(path, json.dumps(spec).encode())
         code, end = _follow([*WORKER, str(path)], quiet=as_json)
     if end is not None:
-        print(json.dumps(end, indent=2, ensure_ascii=False) if as_json else _as_text(end))
+        print(json.dumps(end, indent=2, default=str, ensure_ascii=False) if as_json else _as_text(end))
     return code
 
 

@@ -34,7 +34,7 @@ def lint(argv: Sequence[str]) -> int:
         raise ConfigError(Message("cli.world-takes-at", world=world))
     report = examine(Path(args.file), _target(args), kind=kind, world=world)
     if getattr(args, "json", False):
-        print(json.dumps(_as_json(report), indent=2, ensure_ascii=False))
+        print(json.dumps(_as_json(report), indent=2, default=str, ensure_ascii=False))
     else:
         print(_as_text(report))
     return FOUND_ERRORS if report.count("error") else 0

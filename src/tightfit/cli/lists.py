@@ -74,7 +74,7 @@ def gpus(argv: Sequence[str]) -> int:
 
     if hasattr(args, "json"):
         cards = [_gpu_report(card.gpu) | {"devices": card.devices} for card in CARDS]
-        print(json.dumps({"gpus": cards}, indent=2))
+        print(json.dumps({"gpus": cards}, indent=2, default=str, ensure_ascii=False))
         return 0
     from tightfit.screen import draw_gpus, open_console
 
@@ -95,7 +95,11 @@ def _presets() -> list[ModelShape]:
 def _list_models(as_json: bool) -> None:
     shapes = _presets()
     if as_json:
-        print(json.dumps({"models": [_model_report(shape) for shape in shapes]}, indent=2))
+        print(
+            json.dumps(
+                {"models": [_model_report(shape) for shape in shapes]}, indent=2, default=str, ensure_ascii=False
+            )
+        )
         return
     from tightfit.screen import draw_models, open_console
 
@@ -109,7 +113,11 @@ def _price_models(request: Request, as_json: bool) -> None:
     base = Levers(engine=ZERO3 if world > 1 else "zero0")
     shares = [Share(price(shape, levers_from_flags(flags, shape, base), world, hardware)) for shape in _presets()]
     if as_json:
-        print(json.dumps({"models": [_share_report(share) for share in shares]}, indent=2))
+        print(
+            json.dumps(
+                {"models": [_share_report(share) for share in shares]}, indent=2, default=str, ensure_ascii=False
+            )
+        )
         return
     from tightfit.screen import draw_shares, open_console
 

@@ -112,7 +112,7 @@ def plan(argv: Sequence[str]) -> int:
 
         made = [report(*answered(each)) for each in stages or [request]]
         tree = {"stages": made} if stages else made[0]
-        print(json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(tree, indent=2, default=str, ensure_ascii=False, allow_nan=False))
         return 0
     from tightfit.screen.plan import waiting
 

@@ -229,7 +229,7 @@ def _ended(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str | None
         return outcome.exit_code
     found = _rehearsal(ready, outcome, probe, kept)
     if as_json:
-        print(json.dumps(report(found), indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(report(found), indent=2, default=str, ensure_ascii=False, allow_nan=False))
     else:
         from tightfit.screen import open_console
         from tightfit.screen.rehearse import draw_rehearsal

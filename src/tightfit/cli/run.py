@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace, place: ClaimedRun, external: ExternalTraining
     note.ended(report)
     _say_end(trainer, ended)
     if as_json:
-        print(json.dumps(report, indent=2, ensure_ascii=False))
+        print(json.dumps(report, indent=2, default=str, ensure_ascii=False))
     return trainer.exit_code
 
 
@@ -274,7 +274,11 @@ def _predicted(external: ExternalTraining, known: Known | str) -> str:
 
 def _dry_run(args: argparse.Namespace, external: ExternalTraining, known: Known | str, warning: str | None) -> int:
     if hasattr(args, "json"):
-        print(json.dumps({**_start_report(external, known), "warning": warning}, indent=2, ensure_ascii=False))
+        print(
+            json.dumps(
+                {**_start_report(external, known), "warning": warning}, indent=2, default=str, ensure_ascii=False
+            )
+        )
         return 0
     print(f"{_recognised(external)}: {shlex.join(external.command.words)}")
     print(_predicted(external, known))

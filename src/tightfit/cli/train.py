@@ -141,7 +141,7 @@ def _check_memory(request: Request, options: TrainOptions) -> int:
     machine = machine_for(request, options, nodes_of(request, options))
     total, free = this_machine().host_ram_bytes, free_ram()
     if options.json:
-        print(json.dumps(_memory_report(machine, total, free), indent=2, ensure_ascii=False))
+        print(json.dumps(_memory_report(machine, total, free), indent=2, default=str, ensure_ascii=False))
         return 0
     from tightfit.screen import open_console
     from tightfit.screen.train import draw_occupancy
@@ -181,7 +181,11 @@ def _show_shortages(plan: Plan, *, as_json: bool) -> None:
     if as_json:
         from tightfit.desk.plan_report import plan_report
 
-        print(json.dumps({"folder": None, "plan": plan_report(plan)}, indent=2, ensure_ascii=False, allow_nan=False))
+        print(
+            json.dumps(
+                {"folder": None, "plan": plan_report(plan)}, indent=2, default=str, ensure_ascii=False, allow_nan=False
+            )
+        )
         return
     from tightfit.screen import open_console
     from tightfit.screen.plan import draw_plan, draw_shortages
@@ -196,7 +200,11 @@ def _dry_run(ready: Ready, asked: Asked) -> int:
         from tightfit.desk.plan_report import plan_report
 
         plain = {} if ready.plan is None else plan_report(ready.plan)
-        print(json.dumps({"folder": str(ready.folder), "plan": plain}, indent=2, ensure_ascii=False, allow_nan=False))
+        print(
+            json.dumps(
+                {"folder": str(ready.folder), "plan": plain}, indent=2, default=str, ensure_ascii=False, allow_nan=False
+            )
+        )
         return 0
     from tightfit.screen import open_console, say
     from tightfit.screen.plan import draw_plan
@@ -256,7 +264,14 @@ def _ended(course: TrainCourse, asked: Asked, ended: RunResult, claimed: Claimed
     faster = way_up(ready.plan, outcome.tally, course.bounds) if outcome.state == "done" else None
     if asked.as_json and ready.nodes.rank == 0:
         plain = report(ready, outcome, faster)
-        print(json.dumps({**plain, "attempts": [asdict(each) for each in ended.records]}, indent=2, ensure_ascii=False))
+        print(
+            json.dumps(
+                {**plain, "attempts": [asdict(each) for each in ended.records]},
+                indent=2,
+                default=str,
+                ensure_ascii=False,
+            )
+        )
     _say_end(ready, asked, ended)
     if not asked.as_json and ready.nodes.rank == 0:
         say_way_up(faster)

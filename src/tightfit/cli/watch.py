@@ -103,7 +103,7 @@ def _once(look: Look, log: _Log | None, *, as_json: bool) -> int:
     if log is not None:
         log.add(look)
     if as_json:
-        print(json.dumps(report(look), indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(report(look), indent=2, default=str, ensure_ascii=False, allow_nan=False))
         return 0
     from tightfit.screen import open_console
     from tightfit.screen.watch import picture
@@ -256,7 +256,7 @@ class _Log:
 
     def add(self, look: Look) -> None:
         try:
-            self._file.write(json.dumps(report(look), ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.write(json.dumps(report(look), ensure_ascii=False, allow_nan=False, default=str) + "\n")
             self._file.flush()
         except OSError as error:
             if not self._silent:
