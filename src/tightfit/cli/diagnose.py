@@ -61,11 +61,7 @@ def diagnose(argv: Sequence[str]) -> int:
     found, expected = _expected(args, question, found)
     if getattr(args, "json", False):
         tree = as_json(found, expected)
-        print(
-            json.dumps(
-                {**tree, **_ending_json(question.ending)}, indent=2, default=str, ensure_ascii=False, default=str
-            )
-        )
+        print(json.dumps({**tree, **_ending_json(question.ending)}, indent=2, ensure_ascii=False, default=str))
     else:
         _draw(question, found, expected)
     ended_badly = question.ending is not None and not question.ending.well
@@ -300,9 +296,7 @@ def explain(argv: Sequence[str]) -> int:
     known = catalogue()
     wanted = known.symptoms if args.id == "list" else (_symptom(args.id),)
     if getattr(args, "json", False):
-        print(
-            json.dumps([_symptom_json(each) for each in wanted], indent=2, default=str, ensure_ascii=False, default=str)
-        )
+        print(json.dumps([_symptom_json(each) for each in wanted], indent=2, ensure_ascii=False, default=str))
         return 0
     from tightfit.screen import open_console
     from tightfit.screen.diagnose import draw_symptom, draw_symptoms
