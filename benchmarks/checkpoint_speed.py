@@ -240,7 +240,14 @@ POSING = (
 
 def page(cpu_rows: list[Row], gpu_rows: list[Row]) -> str:
     """The rows as a page: what was measured, and nothing else."""
-    parts = ["# What a checkpoint costs", INTRODUCTION, "## Two ranks, no GPU", SIDES, RULES]
+    parts = [
+        "# What a checkpoint costs",
+        "[中文](zh/checkpoint-speed.md)",
+        INTRODUCTION,
+        "## Two ranks, no GPU",
+        SIDES,
+        RULES,
+    ]
     for row in cpu_rows:
         parts += [_said(row), cpu_tables(row)]
     measured = [row for row in gpu_rows if "error" not in row]

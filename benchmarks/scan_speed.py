@@ -272,6 +272,7 @@ def page(rows: list[Row], on_gpu: list[Row], official: list[Row]) -> str:
     ran = f"{first['cores']} cores, torch {first['versions']['torch']}, load {first['load']} when it began."
     parts = [
         "# The selective scan",
+        "[中文](zh/scan.md)",
         INTRODUCTION,
         "## On a GPU",
         GPU_METHOD,

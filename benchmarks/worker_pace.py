@@ -321,6 +321,8 @@ def page(rows: list[dict[str, Any]]) -> str:
     rate = best_rate()
     return f"""# The worker's pace
 
+[中文](zh/worker-pace.md)
+
 {INTRODUCTION}
 
 | run | steps | s a step | tokens/s a GPU | of the card's measured bf16 rate | peak, GiB | planned, GiB \

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ENGLISH = [*sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
-NOT_YET = {page.name for page in ENGLISH}
+NOT_YET = {"symptoms.md"}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
@@ -69,7 +69,7 @@ def code(page: Path) -> set[str]:
 
 
 def figures(page: Path) -> set[str]:
-    return set(FIGURE.findall(prose(page)))
+    return set(FIGURE.findall(re.sub(r"\]\([^)]*\)", "]", prose(page))))
 
 
 def copied(page: Path) -> str:
