@@ -20,7 +20,7 @@ from recorded_attempts import recorded
 
 import patience
 from tightfit.runs import build_lock
-from tightfit.runs.build_lock import build_folder, clear, left_locks, remove, told
+from tightfit.runs.build_lock import build_folder, clear, describe, left_locks, remove
 from tightfit.runs.cause import find_cause
 from tightfit.runs.hang import Hung
 from tightfit.runs.heartbeat import Beat, Quiet
@@ -141,7 +141,7 @@ def test_a_lock_on_a_shared_disk_may_be_another_machines(
     lock.touch()
     assert clear(environment) == [], "whoever made it may have only just begun"
     aged(lock)
-    assert clear(environment) == [told([lock])]
+    assert clear(environment) == [describe([lock])]
     assert lock.exists()
 
 
@@ -160,8 +160,8 @@ def test_a_lock_on_a_disk_of_this_machine_is_removed(
 
 def test_the_sentences_name_the_file_and_what_to_type(lock: Path) -> None:
     lock.touch()
-    assert told([lock]).endswith(f"if nobody does, rm {lock}")
-    assert remove([lock]) == f"a process that was killed while it compiled had left {lock}: removed"
+    assert str(describe([lock])).endswith(f"if nobody does, rm {lock}")
+    assert str(remove([lock])) == f"a process that was killed while it compiled had left {lock}: removed"
     assert not lock.exists()
 
 

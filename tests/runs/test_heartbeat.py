@@ -176,7 +176,7 @@ def test_of_ranks_in_one_stage_the_one_outside_of_a_collective_is_waited_for() -
     stands = (stand(0, C10D, "m.py"), stand(1, C10D, "m.py"), stand(2, "data.py", "m.py"))
     hung = Hung(quiet=Quiet(rank=0, silent_s=300.0, beats=beats), stands=stands)
     assert hung.rank == 2
-    assert hung.sentence == "rank 2 gave no sign of life for 300 s in the forward pass of step 4 (data.py:1 in f)"
+    assert str(hung.sentence) == "rank 2 gave no sign of life for 300 s in the forward pass of step 4 (data.py:1 in f)"
 
 
 def test_a_rank_that_does_not_even_answer_is_waited_for() -> None:

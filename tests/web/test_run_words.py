@@ -28,7 +28,7 @@ from tightfit.planner.step_down import PLACES as PLACES_OF_A_PLAN
 from tightfit.planner.step_down import Shortfall, StepDown, step_down
 from tightfit.runs import events as run_events
 from tightfit.runs.attempts import Action
-from tightfit.runs.build_lock import remove, told
+from tightfit.runs.build_lock import describe, remove
 from tightfit.runs.cause import blame_build_lock, find_cause
 from tightfit.runs.events import Step, event_of
 from tightfit.runs.hang import Hung
@@ -152,7 +152,7 @@ def test_what_is_proved_at_the_start_is_told() -> None:
 def test_what_the_worker_warns_of_is_told(tmp_path: Path) -> None:
     locks = [tmp_path / "fused_adam" / "lock", tmp_path / "cpu_adam" / "lock", tmp_path / "c" / "lock"]
     said = [
-        *spoken_in("train/scan.py"), remove(locks[:1]), remove(locks), told(locks[:1]), told(locks[:2]),
+        *spoken_in("train/scan.py"), remove(locks[:1]), remove(locks), describe(locks[:1]), describe(locks[:2]),
         "dtype repaired: model.norm.weight was float32 and is bfloat16",
         *(f"Only the weights of /a/global_step3 were taken over, and training begins at step 0: {why}." for why in (
             "without ZeRO's files of its ranks it holds no optimizer states that have names",

@@ -27,7 +27,7 @@ from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
 from tightfit.messages import Message, Said, text
 from tightfit.planner.calibration import Entry
-from tightfit.runs.build_lock import left_locks, told
+from tightfit.runs.build_lock import describe, left_locks
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.external.command import NAMES, recognise
 from tightfit.runs.external.config import ExternalTraining, read_training
@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace, place: ClaimedRun, external: ExternalTraining
         note = _Note(folder, begin_record(words, trainer.mark), external, known)
         trainer.begun = note.begun
         if place.before is not None:
-            _say(trainer.go_on())
+            _say(str(trainer.go_on()))
         ended = Supervisor(trainer=trainer, folder=folder, policy=orders.policy, signals=signals).run()
     report = {**_start_report(external, known), **_end_report(folder, trainer, ended)}
     note.ended(report)
@@ -260,7 +260,7 @@ def _say_start(external: ExternalTraining, known: Known | str, place: ClaimedRun
         _say(text("cli.run-taken-over", path=place.path, pid=place.before.pid))
     _say(_predicted(external, known))
     if external.command.launcher != "other" and (left := left_locks(inherited(external.environment))):
-        _say(told(left))
+        _say(str(describe(left)))
 
 
 def _predicted(external: ExternalTraining, known: Known | str) -> str:
@@ -347,7 +347,7 @@ def _end_report(folder: Path, trainer: ExternalTrainer, ended: RunResult) -> dic
         "exit_code": trainer.exit_code,
         "last_command": list(trainer.external.command.words),
         "written": [str(path) for path in trainer.files],
-        "because": ended.because or None,
+        "because": str(ended.because) or None,
         "verdict": None if ended.verdict is None else _verdict_report(ended.verdict),
         "peak": {"host_bytes": trainer.peak.host_bytes, "gpu_bytes": dict(trainer.peak.gpu_bytes)},
         "attempts": [asdict(record) for record in ended.records],

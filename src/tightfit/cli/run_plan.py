@@ -21,7 +21,7 @@ from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Adapters, Allowance, Job
 from tightfit.job.training_arguments import OPTIMIZERS
 from tightfit.memory import estimate
-from tightfit.messages import text
+from tightfit.messages import Listing, Message, text
 from tightfit.model.load import load_model
 from tightfit.owned import replace_file
 from tightfit.pace import pace
@@ -477,13 +477,12 @@ def _step(external: ExternalTraining, known: Known, found: StepDown) -> NextConf
         sequence=new.sequence if now.sequence is not None else None,
         buckets=_buckets(old, new),
     )
-    because = " ".join(str(said) for said in found.because if said.id != "plan.what-changes")
+    reasons = [said for said in found.because if said.id != "plan.what-changes"]
+    because = Message("runs.several", parts=Listing(reasons, "."))
     crosses = moved or (new.method != old.method)
     scheme = scheme_of(new, old)
-    changed = (*map(str, found.changed), *((text("cli.scheme", scheme=scheme),) if scheme else ()))
-    return NextConfig(
-        knobs=knobs, changed=changed, because=because, crosses=crosses, costs=tuple(map(str, way.changes))
-    )
+    changed = (*found.changed, *((Message("cli.scheme", scheme=scheme),) if scheme else ()))
+    return NextConfig(knobs=knobs, changed=changed, because=because, crosses=crosses, costs=tuple(way.changes))
 
 
 def _buckets(old: Levers, new: Levers) -> tuple[tuple[str, int | bool], ...]:

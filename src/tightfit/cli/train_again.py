@@ -19,7 +19,7 @@ from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.catalogue import native_bf16
 from tightfit.hardware.occupancy import occupancy
 from tightfit.inputs.surroundings import cache_folder
-from tightfit.messages import text
+from tightfit.messages import Listing, Message, Said, text
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Entry, phase_bytes
 from tightfit.planner.lever_changes import lever_changes
@@ -154,7 +154,7 @@ class TrainCourse:
             elsewhere = step_down(last, whole, bounds=bounds, before=tuple(self._tried))
             found, shortfall = (found, shortfall) if isinstance(elsewhere, NoWay) else (elsewhere, whole)
         if isinstance(found, NoWay):
-            return Refused(because=" ".join(map(str, found.because)), puzzling=_puzzling(last.chosen, shortfall))
+            return Refused(because=_together(found.because), puzzling=_puzzling(last.chosen, shortfall))
         tried = Tried(way=last.chosen, shortfall=shortfall)
         self._found = Found(plan=found.plan, tried=tried, bounds=bounds, entry=entry)
         return self._changed(last.chosen, found)
@@ -203,14 +203,12 @@ class TrainCourse:
         same_states = (before.levers.method, before.levers.lora, before.levers.optimizer, before.shape) == (
             after.levers.method, after.levers.lora, after.levers.optimizer, after.shape
         )  # fmt: skip
-        because = " ".join(str(said) for said in found.because if said.id != "plan.what-changes")
-        return Changed(
-            because=because, changed=tuple(map(str, found.changed)), another_job=another, carries=same_states
-        )
+        because = _together([said for said in found.because if said.id != "plan.what-changes"])
+        return Changed(because=because, changed=tuple(found.changed), another_job=another, carries=same_states)
 
     # --- others ---------------------------------------------------------------------------------
 
-    def wait_for_room(self, say: Callable[[str], None], give_up: Callable[[], bool]) -> Refused | None:
+    def wait_for_room(self, say: Callable[[Said], None], give_up: Callable[[], bool]) -> Refused | None:
         """Nobody is asked to end anything: it is said who holds the memory."""
         began, patient = time.monotonic(), self._manner.patient
         if wait_while_busy(self._look, say, lambda: give_up() or (not patient and time.monotonic() - began > WAITS_S)):
@@ -218,7 +216,7 @@ class TrainCourse:
         try:
             self._look()
         except Busy as error:
-            return Refused(because=str(error))
+            return Refused(because=error.said)
         return None
 
     def _look(self) -> bool:
@@ -234,3 +232,7 @@ def _puzzling(way: Way, shortfall: Shortfall) -> bool:
     """Whether the plan was predicted to leave most of the card free where it failed."""
     held = phase_bytes(way.footprint, "gpu", shortfall.phase, way.hardware)
     return shortfall.where == "gpu" and held < way.gpu_limit_bytes // 2
+
+
+def _together(said: Sequence[Message]) -> Message:
+    return Message("runs.several", parts=Listing(said, "."))

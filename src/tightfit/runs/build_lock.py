@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tightfit.messages import Listing, Message
 from tightfit.runs.processes import PROC, every_pid
 
 LOCK = "lock"
@@ -61,25 +62,28 @@ def left_locks(environment: Mapping[str, str], *, ours_since: float | None = Non
     return tuple(path for _, path in sorted(left))
 
 
-def clear(environment: Mapping[str, str]) -> list[str]:
-    """Remove the locks that nobody can hold any more, name those that another machine or user may; the sentences."""
-    ours = [path for path in left_locks(environment, ours_since=0.0) if _can_be_seen(path)]
-    others = [path for path in left_locks(environment) if path not in ours]
-    return [*([remove(ours)] if ours else []), *([told(others)] if others else [])]
+def clear(environment: Mapping[str, str], since: float | None = None) -> list[Message]:
+    """Remove the locks that nobody can hold any more, name those that another machine or user may; what is said.
+
+    `since`: only those that were made from that moment on.
+    """
+    ours = [path for path in left_locks(environment, ours_since=since or 0.0) if _can_be_seen(path)]
+    others = [path for path in left_locks(environment, ours_since=since) if path not in ours]
+    return [*([remove(ours)] if ours else []), *([describe(others)] if others else [])]
 
 
-def remove(locks: Sequence[Path]) -> str:
-    """Take them away; the sentence about it."""
+def remove(locks: Sequence[Path]) -> Message:
+    """Take them away; what is said about it."""
     for path in locks:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    return f"a process that was killed while it compiled had left {_named(locks)}: removed"
+    return Message("runs.locks-removed", locks=_name_locks(locks))
 
 
-def told(locks: Sequence[Path]) -> str:
+def describe(locks: Sequence[Path]) -> Message:
     """What to do about those that may be somebody else's."""
-    what = f"{_named(locks)} {'is' if len(locks) == 1 else 'are'} held by no process of yours"
-    return f"{what}, and whoever has to compile there waits without end: if nobody does, {command(locks)}"
+    id_ = "runs.lock-held" if len(locks) == 1 else "runs.locks-held"
+    return Message(id_, locks=_name_locks(locks), command=command(locks))
 
 
 def command(locks: Sequence[Path]) -> str:
@@ -87,8 +91,10 @@ def command(locks: Sequence[Path]) -> str:
     return f"rm {shlex.join(map(str, locks))}"
 
 
-def _named(locks: Sequence[Path]) -> str:
-    return " and ".join(map(str, locks)) if len(locks) < 3 else f"{locks[0]} and {len(locks) - 1} more locks"
+def _name_locks(locks: Sequence[Path]) -> Message:
+    if len(locks) < 3:
+        return Message("runs.several", parts=Listing(map(str, locks), "and"))
+    return Message("runs.more-locks", first=locks[0], more=len(locks) - 1)
 
 
 def _locks(folder: Path) -> Iterator[Path]:

@@ -119,7 +119,7 @@ def _gather_evidence(known: FailedAttempt) -> Evidence:
 
 def _describe_hang(hung: Hung, config: KnownConfig) -> Verdict:
     lines = [
-        Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {beat.words}") for beat in hung.quiet.beats
+        Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {beat.where}") for beat in hung.quiet.beats
     ]
     lines += [
         Line(source=f"stack of rank {stand.rank}", number=None, text=stand.place.words)
@@ -144,17 +144,17 @@ def _look_for_build_lock(verdict: Verdict, hung: Hung, starts: Sequence[RankStar
         return verdict
     rank = hung.rank if any(stand.rank == hung.rank for stand in waiting) else waiting[0].rank
     environment = next((start.environment for start in starts if start.rank == rank), {})
-    return blame_build_lock(replace(verdict, rank=rank), f"Rank {rank}", build_lock.left_locks(environment))
+    who = Message("runs.rank", rank=rank)
+    return blame_build_lock(replace(verdict, rank=rank), who, build_lock.left_locks(environment))
 
 
-def blame_build_lock(verdict: Verdict, who: str, locks: Sequence[Path]) -> Verdict:
+def blame_build_lock(verdict: Verdict, who: Message, locks: Sequence[Path]) -> Verdict:
     """The same hang with its cause: a lock that a killed process has left, or somebody who still compiles."""
-    waits = f"{who} waits for torch's lock on a part that is compiled at its first use"
     if not locks:
-        return replace(verdict, cause=f"{waits}, and whoever holds it has not finished.")
-    fix = Fix(text="Remove the lock that a killed process has left.", command=build_lock.command(locks))
-    said = f"{waits} ({locks[0]}), which a process has left that was killed while it compiled"
-    return replace(verdict, cause=f"{said}: {build_lock.command(locks)}.", fixes=(fix, *verdict.fixes))
+        return replace(verdict, cause=Message("runs.build-goes-on", who=who))
+    command = build_lock.command(locks)
+    cause = Message("runs.build-lock-left", who=who, lock=locks[0], command=command)
+    return replace(verdict, cause=cause, fixes=(Fix(text=Message("runs.remove-lock"), command=command), *verdict.fixes))
 
 
 def _describe_divergence(words: LastWords, config: KnownConfig) -> Verdict:
@@ -201,7 +201,7 @@ def _describe_full_disk(beat: Beat, failure: Failure | None) -> Verdict:
         kind="disk-full",
         cause=cause,
         confidence="certain",
-        evidence=(Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {DISK_FULL} {beat.words}"),),
+        evidence=(Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {DISK_FULL} {beat.where}"),),
         fixes=(),
         rank=beat.rank,
         phase=PHASES.get(beat.stage),
@@ -249,9 +249,8 @@ def rule_out_memory(verdict: Verdict, kernel: KernelSaid) -> Verdict:
     """A process that was killed had the memory, where the kernel's record can be read and says nothing of it."""
     if not is_suspicion(verdict) or not kernel.readable or kernel.lines:
         return verdict
-    who = "A process" if verdict.rank is None else f"Rank {verdict.rank}"
-    said = "was killed from outside (SIGKILL), and not by the kernel for want of memory: its record says nothing of it"
-    return replace(verdict, kind="preempted", cause=f"{who} {said}.")
+    who = Message("runs.a-process") if verdict.rank is None else Message("runs.rank", rank=verdict.rank)
+    return replace(verdict, kind="preempted", cause=Message("runs.killed-by-somebody", who=who))
 
 
 def _place(verdict: Verdict, known: FailedAttempt) -> Verdict:

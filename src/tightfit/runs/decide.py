@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tightfit.diagnose.oom import read_oom
 from tightfit.diagnose.verdict import RETRYABLE, Kind, Verdict
+from tightfit.messages import Message, Said
 from tightfit.planner.step_down import Reason, Shortfall
 from tightfit.runs.attempts import Action, AttemptRecord
 from tightfit.runs.cause import NUMBERS, is_suspicion
@@ -40,7 +41,7 @@ class Policy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     action: Action
-    because: str
+    because: Said
     wait_s: float = 0.0
     shortfall: Shortfall | None = None
     """Of a smaller plan."""
@@ -51,21 +52,25 @@ class Decision:
 def decide(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy, precision: str) -> Decision:
     """`records`: of all attempts, the failed one last, without its `next` as yet; `precision`: of its plan."""
     if verdict.kind not in RETRYABLE:
-        return stop("the same would happen again")
+        return stop(Message("runs.same-again"))
     tries = tries_in_a_row(records)
     if tries >= policy.max_attempts:
-        return stop(_given_up(policy.max_attempts))
+        return stop(
+            Message("runs.one-attempt")
+            if policy.max_attempts == 1
+            else Message("runs.attempts-in-vain", most=policy.max_attempts)
+        )
     if verdict.kind in NUMBERS:
         return _numbers(verdict, records, policy, precision)
     if verdict.kind in _REASONS and not (is_suspicion(verdict) and not _again(verdict, records)):
-        return _smaller(verdict)
+        return Decision(action="smaller plan", because=Message("runs.needs-less"), shortfall=_missing(verdict))
     if verdict.kind == "other-process":
-        return Decision(action="wait", because="the plan goes on when the GPU has room again")
+        return Decision(action="wait", because=Message("runs.when-room"))
     if verdict.kind == "disk-full" and not _again(verdict, records):
-        return Decision(action="make room", because="what checkpoints need not keep is removed")
+        return Decision(action="make room", because=Message("runs.leftovers-go"))
     if _again(verdict, records):
-        return stop("it failed twice in the same way and at the same step")
-    return _same_plan(records, "it may not happen again")
+        return stop(Message("runs.failed-twice"))
+    return _same_plan(records, Message("runs.may-pass"))
 
 
 def tries_in_a_row(records: Sequence[AttemptRecord]) -> int:
@@ -74,7 +79,7 @@ def tries_in_a_row(records: Sequence[AttemptRecord]) -> int:
     return next((back for back in range(1, len(kept)) if kept[-back] > max(kept[:-back])), len(kept))
 
 
-def _same_plan(records: Sequence[AttemptRecord], because: str) -> Decision:
+def _same_plan(records: Sequence[AttemptRecord], because: Said) -> Decision:
     wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (tries_in_a_row(records) - 1))
     return Decision(action="same plan", because=because, wait_s=wait_s)
 
@@ -96,19 +101,15 @@ def _numbers(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy,
     """What ruined the numbers would do so again: the same plan alone cannot help."""
     step, last = verdict.step, records[-1]
     if precision == "fp16" and "precision" in policy.allow:
-        return Decision(
-            action="precision", because="fp16 overflows where bf16 does not, and --allow precision was said"
-        )
+        return Decision(action="precision", because=Message("runs.bf16-allowed"))
     if step is None or "skip-data" not in policy.allow:
-        ways = "--allow skip-data leaves these samples out"
-        if precision == "fp16":
-            ways += ", --allow precision goes on in bf16"
-        return stop(f"to go on would change the training: {ways}")
+        is_fp16 = precision == "fp16"
+        return stop(Message("runs.needs-leave-fp16") if is_fp16 else Message("runs.needs-leave"))
     before = records[-2] if len(records) > 1 else None
     at_once = step == (last.kept_step or 0) + 1 + _left_out_since(records)
     if at_once and before is not None and before.next is not None and before.next.action == "skip data":
-        return Decision(action="older checkpoint", because="the first step after the newest one always fails")
-    return Decision(action="skip data", because=f"step {step:,} is left out, as --allow skip-data says", step=step)
+        return Decision(action="older checkpoint", because=Message("runs.first-step-fails"))
+    return Decision(action="skip data", because=Message("runs.step-left-out", step=step), step=step)
 
 
 def _left_out_since(records: Sequence[AttemptRecord]) -> int:
@@ -118,20 +119,14 @@ def _left_out_since(records: Sequence[AttemptRecord]) -> int:
     return sum(record.next is not None and record.next.action == "skip data" for record in earlier)
 
 
-def _smaller(verdict: Verdict) -> Decision:
-    because = "memory was missing, and a plan that needs less is taken"
-    return Decision(action="smaller plan", because=because, shortfall=_missing(verdict))
-
-
 def without_smaller(
-    verdict: Verdict, records: Sequence[AttemptRecord], because: str, *, puzzling: bool = False
+    verdict: Verdict, records: Sequence[AttemptRecord], because: Said, *, puzzling: bool = False
 ) -> Decision:
     """No plan needs less. The host is shared with others, who may want less the next time; a GPU may be, where the plan
     cannot have been what filled it (`puzzling`)."""
     shared = verdict.kind in ("host-oom", "pinned-memory")
     if (shared or puzzling) and not _again(verdict, records):
-        whose = " of the host, which others use too" if shared else ", and this one was predicted to need far less"
-        return _same_plan(records, f"no plan needs less{whose}: it is tried once more")
+        return _same_plan(records, Message("runs.host-once-more") if shared else Message("runs.once-more"))
     return stop(because)
 
 
@@ -150,11 +145,5 @@ def _missing(verdict: Verdict) -> Shortfall:
     return Shortfall(where="gpu", missing_bytes=max(0, missing), phase=verdict.phase, reason=reason, room_bytes=room)
 
 
-def stop(because: str) -> Decision:
+def stop(because: Said) -> Decision:
     return Decision(action="stop", because=because)
-
-
-def _given_up(most: int) -> str:
-    if most == 1:
-        return "--max-attempts 1 allows no second one"
-    return f"{most} attempts in a row kept no new step (--max-attempts)"

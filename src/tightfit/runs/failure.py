@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.messages import Said
+from tightfit.messages import Message, Said
 from tightfit.runs.heartbeat import DISK_FULL
 from tightfit.runs.last_words import USERS, LastWords
 from tightfit.runs.launch import LOOK_S, Exit, RankStart
@@ -64,11 +64,17 @@ def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Seq
     gone = fell or min(silent or [each for each in exits if each.code], key=lambda each: each.at)
     is_users, tail = gone.code == USER, tail_of(gone.start.log)
     is_disk_full = gone.code >= 0 and _is_full(gone.start.log.parent)  # nothing that it said could be written
-    who = gone.start.name.replace("-", " ")
+    who = gone.start.shown
+    sentence: Said
     if is_disk_full:
-        sentence = f"{who} could not go on, as the disk of {gone.start.log.parent.parent} is full: make room"
+        sentence = Message("runs.disk-of-is-full", who=who, folder=gone.start.log.parent.parent)
+    elif is_users and tail:
+        sentence = tail[-1]
+    elif gone.code >= 0:
+        sentence = Message("runs.exited", who=who, code=gone.code)
     else:
-        sentence = tail[-1] if is_users and tail else _end_in_words(who, gone.code)
+        id_ = "runs.killed" if -gone.code == signal.SIGKILL else "runs.crashed"
+        sentence = Message(id_, who=who, signal=_signal_name(-gone.code))
     return _failure(gone.start.rank, gone.start, sentence, is_users=is_users, is_disk_full=is_disk_full)
 
 
@@ -114,16 +120,6 @@ def _last_lines(log: Path, most_bytes: int) -> tuple[str, ...]:
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
     plain = ["".join(letter if letter.isprintable() else " " for letter in line).rstrip() for line in lines]
     return tuple(line[:400] for line in plain if line)
-
-
-def _end_in_words(who: str, code: int) -> str:
-    """For a rank that left without a word of its own."""
-    if code >= 0:
-        return f"{who} ended with exit code {code}"
-    name = _signal_name(-code)
-    if -code == signal.SIGKILL:
-        return f"{who} was killed from outside ({name}): most often the machine had run out of RAM"
-    return f"{who} crashed ({name})"
 
 
 def _is_full(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from tightfit.messages import Message
 from tightfit.runs.heartbeat import Beat, Quiet
 from tightfit.runs.launch import LOOK_S, Ranks
 from tightfit.runs.stacks import Frame, Stand, odd_one, read_stand
@@ -44,10 +45,11 @@ class Hung:
         return next((stand.place for stand in self.stands if stand.rank == self.rank), None)
 
     @property
-    def sentence(self) -> str:
-        mute = ", and did not answer when it was asked for its stacks" if self.stands else ""
-        where = mute if self.place is None else f" ({self.place.words})"
-        return f"rank {self.rank} gave no sign of life for {self.quiet.silent_s:.0f} s {self.beat.words}{where}"
+    def sentence(self) -> Message:
+        said = {"rank": self.rank, "silent_s": self.quiet.silent_s, "where": self.beat.where}
+        if self.place is not None:
+            return Message("runs.hangs-at", place=self.place.words, **said)
+        return Message("runs.hangs-mute" if self.stands else "runs.hangs", **said)
 
     def beat_of(self, rank: int) -> Beat:
         return next(beat for beat in self.quiet.beats if beat.rank == rank)

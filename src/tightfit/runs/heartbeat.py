@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tightfit.inputs.spelling import open_regular
+from tightfit.messages import Message
 from tightfit.owned import open_own
 from tightfit.types import PhaseName
 
@@ -69,20 +70,27 @@ class Beat:
         return self.step, inside, STAGES.index(self.stage)
 
     @property
-    def words(self) -> str:
+    def where(self) -> Message:
         """`in the forward pass of step 4`"""
-        doing = {
-            "prepare": "while data and weights were prepared",
-            "init": "while the model was built",
-            "forward": "in the forward pass of step {}",
-            "backward": "in the backward pass of step {}",
-            "step": "in the optimizer's step {}",
-            "vote": "in the exchange after step {}",
-            "save": "while step {} was saved" if self.step else "while the model was saved",
-            "eval": "in the evaluation after step {}",
-            "end": "at the end",
-        }
-        return doing[self.stage].format(f"{self.step:,}")
+        if self.stage in ("prepare", "init", "end") or (self.stage == "save" and not self.step):
+            return _WITHOUT_STEP[self.stage]
+        return Message(_IN_STEP[self.stage], step=self.step)
+
+
+_WITHOUT_STEP: Mapping[Stage, Message] = {
+    "prepare": Message("runs.in-prepare"),
+    "init": Message("runs.in-init"),
+    "save": Message("runs.in-save-model"),
+    "end": Message("runs.in-end"),
+}
+_IN_STEP: Mapping[Stage, str] = {
+    "forward": "runs.in-forward",
+    "backward": "runs.in-backward",
+    "step": "runs.in-step",
+    "vote": "runs.in-vote",
+    "save": "runs.in-save",
+    "eval": "runs.in-eval",
+}
 
 
 class Heartbeat:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from tightfit.messages import Message
 from tightfit.owned import open_own
 from tightfit.runs.parent import PARENT_FD
 from tightfit.runs.processes import end_session, members_of, tell, tell_one
@@ -42,6 +43,11 @@ class RankStart:
     environment: Mapping[str, str]
     """The whole of it."""
     log: Path
+
+    @property
+    def shown(self) -> str:
+        """`rank 3`: its name for people."""
+        return self.name.replace("-", " ")
 
     @property
     def saves(self) -> bool:
@@ -174,4 +180,4 @@ class Ranks:
                 )
         except OSError as error:
             what = (error.strerror or str(error)).lower()
-            raise ConfigError(f"{start.command[0]} cannot be started ({what}): see that it is installed here") from None
+            raise ConfigError(Message("runs.cannot-start", program=start.command[0], why=what)) from None

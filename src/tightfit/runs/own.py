@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tightfit.diagnose.verdict import Verdict
+from tightfit.messages import Listing, Message, Said
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts, disk
 from tightfit.runs.attempts import AttemptRecord
@@ -37,8 +38,8 @@ LEAST_ROOM_BYTES = 64 * 2**20
 class Changed:
     """The next attempt is computed in another way."""
 
-    because: str
-    changed: tuple[str, ...]
+    because: Said
+    changed: tuple[Said, ...]
     another_job: bool = False
     """As the user allowed, it changes what is trained, so that a checkpoint has to be resumed all the same."""
     carries: bool = True
@@ -49,7 +50,7 @@ class Changed:
 class Refused:
     """That is not to be had."""
 
-    because: str
+    because: Said
     puzzling: bool = False
     """By far less was predicted than there is: something else may have held the memory."""
 
@@ -58,7 +59,7 @@ class Course(Protocol):
     """How the training is computed at present, and how else it could be."""
 
     @property
-    def words(self) -> str:
+    def words(self) -> Said:
         """The plan in a line."""
         ...
 
@@ -91,7 +92,7 @@ class Course(Protocol):
         """Go on with what was found last."""
         ...
 
-    def wait_for_room(self, say: Callable[[str], None], give_up: Callable[[], bool]) -> Refused | None:
+    def wait_for_room(self, say: Callable[[Said], None], give_up: Callable[[], bool]) -> Refused | None:
         """Until the GPUs have room for the plan; None: they have."""
         ...
 
@@ -134,7 +135,7 @@ class OwnTrainer:
     """Of the last attempt."""
 
     @property
-    def words(self) -> str:
+    def words(self) -> Said:
         return self.course.words
 
     @property
@@ -203,15 +204,17 @@ class OwnTrainer:
         """A rank that fails when the model stands already takes nothing away from it."""
         if outcome.state != "failed" or outcome.tally.saved is None or not self.folder.model.is_dir():
             return outcome
-        sentence = "" if outcome.failure is None else f": {outcome.failure.sentence}"
-        self.show(Warned(text=f"the model is saved, and then not every rank left in order{sentence}"))
+        said = Message("runs.saved-then-failed")
+        if outcome.failure is not None:
+            said = Message("runs.saved-then", why=outcome.failure.sentence)
+        self.show(Warned(text=said))
         return replace(outcome, state="done", exit_code=0, failure=None)
 
     # --- what follows ---------------------------------------------------------------------------
 
     def carry_out(
         self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[str, ...]]:
+    ) -> tuple[Decision, tuple[Said, ...]]:
         if decision.action in ("smaller plan", "precision"):
             return self._change_plan(decision, verdict, records)
         if decision.action == "wait":
@@ -229,7 +232,7 @@ class OwnTrainer:
 
     def _change_plan(
         self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[str, ...]]:
+    ) -> tuple[Decision, tuple[Said, ...]]:
         if decision.shortfall is not None:
             found = self.course.smaller(decision.shortfall, verdict)
             if isinstance(found, Refused):
@@ -240,8 +243,7 @@ class OwnTrainer:
                 return stop(found.because), ()
         kept = self.kept_step
         if not found.carries and kept is not None:
-            what = "; ".join(found.changed)
-            return stop(f"what would fit ({what}) cannot go on from the checkpoint of step {kept:,}"), ()
+            return stop(Message("runs.fits-but-not-from", changes=Listing(found.changed, ";"), step=kept)), ()
         attempts.keep_plan(self.folder, records[-1].number)
         self.course.take()
         self.resume = replace(self.resume, anyway=self.resume.anyway or found.another_job)
@@ -260,9 +262,8 @@ class OwnTrainer:
             needed = LEAST_ROOM_BYTES
         room = disk.room(run)
         if room < needed:
-            left = f"{run} has {room / 1e6:,.0f} MB left and needs {needed / 1e6:,.0f} MB"
-            return stop(f"{left}: make room, and the same command goes on")
-        done = f"{freed / 1e6:,.0f} MB of leftovers were removed" if freed else "there is room again"
+            return stop(Message("runs.needs-room", folder=run, left=room / 1e6, need=needed / 1e6))
+        done = Message("runs.leftovers-gone", size=freed / 1e6) if freed else Message("runs.room-again")
         return replace(decision, because=done)
 
     def _go_back(self, decision: Decision) -> Decision:
@@ -272,18 +273,18 @@ class OwnTrainer:
             except Torn:
                 continue
             self.older = folder
-            return replace(decision, because=f"{decision.because}, so the run goes on from {folder.name}")
-        return stop(f"{decision.because}, and there is no older one")
+            return replace(decision, because=Message("runs.goes-back", why=decision.because, name=folder.name))
+        return stop(Message("runs.no-older-one", why=decision.because))
 
     # --- telling --------------------------------------------------------------------------------
 
-    def after_failure(self, failed: AttemptFailed, changed: tuple[str, ...]) -> None:
+    def after_failure(self, failed: AttemptFailed, changed: tuple[Said, ...]) -> None:
         attempts.append_event(self.folder, failed)
         if failed.action != "stop":  # how it ends is said at the end
             self.show(failed)
             attempts.put_aside(self.folder, failed.number, self.logs)
 
-    def before_next(self, number: int, changed: tuple[str, ...]) -> None:
+    def before_next(self, number: int, changed: tuple[Said, ...]) -> None:
         event = AttemptBegan(number=number, plan=self.course.words, changed=changed)
         attempts.append_event(self.folder, event)
         self.show(event)

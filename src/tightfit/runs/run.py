@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from tightfit.messages import Message
 from tightfit.runs.events import Event, Stopping
 from tightfit.runs.failure import USER, Failure, first_failure, tail_of
 from tightfit.runs.folder import RunFolder
@@ -140,7 +141,8 @@ def run(
 
     def ask() -> None:
         ranks.ask()
-        pass_on([Stopping(text=_stopping_text(starts, tally))])
+        saves = tally.began and all(start.saves for start in starts)
+        pass_on([Stopping(text=Message("runs.stops-saving") if saves else Message("runs.stops-ending"))])
 
     def look() -> bool:
         pass_on(follower.poll())
@@ -169,12 +171,6 @@ def run(
 def _step_s(tally: Tally) -> float | None:
     """What a step takes; the first ones have to do until there are more."""
     return tally.step_s or (None if tally.last is None else tally.last.step_s)
-
-
-def _stopping_text(starts: Sequence[RankStart], tally: Tally) -> str:
-    saves = tally.began and all(start.saves for start in starts)
-    what = "saving a checkpoint at the next step" if saves else "every process is asked to end"
-    return f"{what}; Ctrl-C again leaves at once"
 
 
 def _stay(ranks: Ranks, signals: Signals, look: Callable[[], bool], ask: Callable[[], None], patience_s: float) -> None:
@@ -260,7 +256,7 @@ def _straggler(start: RankStart) -> Failure:
     return Failure(
         rank=start.rank,
         is_users=False,
-        sentence=f"{start.name.replace('-', ' ')} went on for {STRAGGLER_S:.0f} s after others had ended",
+        sentence=Message("runs.straggler", who=start.shown, seconds=STRAGGLER_S),
         tail=(),
         log=start.log,
     )

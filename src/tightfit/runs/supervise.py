@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tightfit.diagnose.verdict import Verdict
+from tightfit.messages import Message, Said
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord, Next
 from tightfit.runs.cause import to_record
@@ -53,7 +54,7 @@ class Trainer(Protocol):
     """Who trains, and how at present."""
 
     @property
-    def words(self) -> str:
+    def words(self) -> Said:
         """How it is computed, or the command, in a line."""
         ...
 
@@ -77,15 +78,15 @@ class Trainer(Protocol):
 
     def carry_out(
         self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[str, ...]]:
+    ) -> tuple[Decision, tuple[Said, ...]]:
         """What was done, and what it changed, one by one; a decision to stop, where it could not be done."""
         ...
 
-    def after_failure(self, failed: AttemptFailed, changed: tuple[str, ...]) -> None:
+    def after_failure(self, failed: AttemptFailed, changed: tuple[Said, ...]) -> None:
         """Say what follows, and put aside what the attempt has left."""
         ...
 
-    def before_next(self, number: int, changed: tuple[str, ...]) -> None:
+    def before_next(self, number: int, changed: tuple[Said, ...]) -> None:
         """The next attempt begins: take what was found for it, and say so."""
         ...
 
@@ -99,7 +100,7 @@ class RunResult:
     """None, where nobody supervised."""
     verdict: Verdict | None = None
     """Of the last attempt, where it failed or was odd."""
-    because: str = ""
+    because: Said = ""
     """Why there is no further attempt, where one failed."""
 
     @property
@@ -138,7 +139,7 @@ class Supervisor:
             except UserError as error:
                 if last is None:  # nothing is lost, and nothing has to be kept
                     raise
-                return self._not_started(last, str(error))
+                return self._not_started(last, error.said)
             last, verdict = attempt.outcome, attempt.verdict
             self._close(attempt)
             if last.state not in ("failed", "user error"):
@@ -153,19 +154,19 @@ class Supervisor:
                 time.sleep(LOOK_S)
             if self.signals.caught:
                 asked = replace(last, state="interrupted", exit_code=self.signals.exit_code, failure=None)
-                return self._ended(asked, verdict, "it was asked to stop")
+                return self._ended(asked, verdict, Message("runs.was-asked-to-stop"))
             self.trainer.before_next(number + 1, changed)
 
-    def _decide(self, verdict: Verdict) -> tuple[Decision, tuple[str, ...]]:
+    def _decide(self, verdict: Verdict) -> tuple[Decision, tuple[Said, ...]]:
         if self.signals.caught:
-            return stop("it was asked to stop"), ()
+            return stop(Message("runs.was-asked-to-stop")), ()
         decision = decide(verdict, self.records, self.policy, self.trainer.precision)
         try:
             return self.trainer.carry_out(decision, verdict, self.records)
         except UserError as error:
-            return stop(str(error)), ()
+            return stop(error.said), ()
 
-    def _not_started(self, last: Outcome, sentence: str) -> RunResult:
+    def _not_started(self, last: Outcome, sentence: Said) -> RunResult:
         """What an attempt needs is not there any more: a GPU that somebody else has taken meanwhile."""
         failure = Failure(rank=0, is_users=False, sentence=sentence, tail=(), log=None)
         outcome = replace(last, state="failed", exit_code=FAILED, failure=failure)
@@ -173,7 +174,7 @@ class Supervisor:
         self._write(replace(self.records[-1], next=Next(action="stop", because=sentence)))
         return self._ended(outcome, because=sentence)
 
-    def _ended(self, outcome: Outcome, verdict: Verdict | None = None, because: str = "") -> RunResult:
+    def _ended(self, outcome: Outcome, verdict: Verdict | None = None, because: Said = "") -> RunResult:
         return RunResult(outcome=outcome, records=tuple(self.records), verdict=verdict, because=because)
 
     # --- records --------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class Supervisor:
             )
         )
 
-    def _note(self, decision: Decision, changed: tuple[str, ...], verdict: Verdict) -> None:
+    def _note(self, decision: Decision, changed: tuple[Said, ...], verdict: Verdict) -> None:
         following = Next(action=decision.action, because=decision.because, changed=changed, wait_s=decision.wait_s)
         record = replace(self.records[-1], next=following)
         self._write(record)

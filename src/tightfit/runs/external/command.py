@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
+from tightfit.messages import Message, Said
 from tightfit.types import ConfigError
 
 Launcher = Literal["llamafactory", "trl", "deepspeed", "accelerate", "torchrun", "python", "other"]
 
-NAMES: dict[Launcher, str] = {
+NAMES: dict[Launcher, Said] = {
     "llamafactory": "LLaMA-Factory",
     "trl": "TRL",
-    "deepspeed": "DeepSpeed's launcher",
+    "deepspeed": Message("external.deepspeeds-launcher"),
     "accelerate": "accelerate",
     "torchrun": "torchrun",
-    "python": "a Python script",
-    "other": "a program that is not known here",
+    "python": Message("external.a-script"),
+    "other": Message("external.unknown-program"),
 }
 
 _MODULES: dict[str, Launcher] = {
@@ -117,9 +118,9 @@ class Command:
 def recognise(words: tuple[str, ...]) -> Command:
     """What the command starts; an unknown program is one that is only watched."""
     if not words:
-        raise ConfigError("no command was given: write it after --, as in `tightfit run -- python train.py`")
+        raise ConfigError(Message("external.no-command"))
     if _ASSIGNMENT.match(words[0]):
-        raise ConfigError(f"{words[0]} is no command: set variables before tightfit, or begin with `env {words[0]} …`")
+        raise ConfigError(Message("external.assignment", word=words[0]))
     at = _program(words)
     name = PurePath(words[at]).name
     if name in ("llamafactory-cli", "lmf"):

@@ -24,6 +24,7 @@ from tightfit.formats.document import Document, read_document
 from tightfit.inputs.spelling import as_number
 from tightfit.job.known import block_in, whole
 from tightfit.job.training_arguments import TRAINING_ARGUMENTS
+from tightfit.messages import Message, Said
 from tightfit.runs.external.command import (
     CONFIG,
     CONFIG_ENDS,
@@ -102,7 +103,7 @@ class ExternalTraining:
         return tuple(each.path for each in (self.settings, self.deepspeed, self.accelerate) if each is not None)
 
     @property
-    def name(self) -> str:
+    def name(self) -> Said:
         """What does the training, in a sentence."""
         command = self.command
         return Path(command.script).name if command.script is not None else NAMES[command.launcher]
@@ -177,8 +178,8 @@ def _found(named: str, external: ExternalTraining) -> Path:
     places += [] if by is None else [by.path.parent / named]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        who = by.path.name if by is not None else "the command"
-        raise ConfigError(f"{who} names the DeepSpeed file {named}, which is not there: correct the path")
+        who = by.path.name if by is not None else Message("runs.the-command")
+        raise ConfigError(Message("external.no-deepspeed-file", who=who, name=named))
     return found
 
 
@@ -206,7 +207,7 @@ def _source(script: str | None) -> str:
     path = Path(script)
     if not path.is_file():
         if script.endswith(".py"):
-            raise ConfigError(f"there is no script {script}: correct its path")
+            raise ConfigError(Message("external.no-script", script=script))
         return ""
     try:
         with path.open("rb") as file:
@@ -275,7 +276,7 @@ class Batch:
 
     micro: int | None = None
     accumulation: int | None = None
-    because: str = ""
+    because: Said = ""
     """Why it is not known, as the end of a sentence; empty: it is."""
 
 
@@ -288,7 +289,7 @@ def batch_of(external: ExternalTraining) -> Batch:
     said = {name: external.said(name) for name in (MICRO, ACCUMULATION)}
     for name, value in said.items():
         if value is not None and whole(value) is None:
-            return Batch(because=f"{name} is {value!r}, which is no whole number")
+            return Batch(because=Message("external.no-whole-number", name=name, value=repr(value)))
     micro, accumulation = whole(said[MICRO]), whole(said[ACCUMULATION])
     in_file = whole(values.get("train_micro_batch_size_per_gpu")), whole(values.get(ACCUMULATION))
     if external.takes_arguments:
@@ -302,40 +303,40 @@ def batch_of(external: ExternalTraining) -> Batch:
     if external.takes(MICRO) or external.takes(ACCUMULATION):
         if micro is None or accumulation is None:
             missing = MICRO if micro is None else ACCUMULATION
-            return Batch(because=f"the command does not say {missing}, and {external.name} may have any default")
+            return Batch(because=Message("external.not-said", key=missing, name=external.name))
         return Batch(micro=micro, accumulation=accumulation)
     if in_file[0] is None:
-        return Batch(because=f"no config that can be read says the batch of {external.name}")
+        return Batch(because=Message("external.no-config-says", name=external.name))
     if not external.script.uses_deepspeeds_batch:
-        return Batch(because=f"{external.name} does not take its batch from the DeepSpeed file")
+        return Batch(because=Message("external.not-from-deepspeed", name=external.name))
     if values.get(ACCUMULATION, values.get("train_batch_size")) is None:
         return Batch(micro=in_file[0], accumulation=1)  # DeepSpeed's own
     if in_file[1] is None:
-        return Batch(because=f"the DeepSpeed file leaves {ACCUMULATION} open")
+        return Batch(because=Message("external.left-open", key=ACCUMULATION))
     return Batch(micro=in_file[0], accumulation=in_file[1])
 
 
-def _doubt(external: ExternalTraining) -> str | None:
+def _doubt(external: ExternalTraining) -> Message | None:
     """What could make the batch another one than the settings say, or a smaller micro batch another training."""
     script, name = external.script, external.name
     if external.said("auto_find_batch_size") is True:
-        return "auto_find_batch_size looks for the batch itself"
+        return Message("external.finds-batch")
     if external.is_llamafactory:
         stage = external.said("stage")
-        return f"with stage {stage} the loss depends on the micro batch" if stage in _ACROSS_STAGES else None
+        return Message("external.stage-depends", stage=stage) if stage in _ACROSS_STAGES else None
     if unread := _unread(external):
-        return f"{name} reads {unread} in a way of its own"
+        return Message("external.own-way", name=name, file=unread)
     beside_it = None if external.command.script is None else Path(external.command.script).with_suffix(".args")
     if script.takes_arguments and beside_it is not None and beside_it.is_file():
-        return f"{name} also takes what stands in {beside_it.name}"
+        return Message("external.also-takes", name=name, file=beside_it.name)
     if key := script.sets(MICRO, ACCUMULATION, "auto_find_batch_size"):
-        return f"{name} sets {key} itself"
+        return Message("external.sets-itself", name=name, key=key)
     if script.has_own_loss:
-        return f"{name} has a loss of its own, which may depend on the micro batch"
+        return Message("external.own-loss", name=name)
     if script.across_the_batch is not None:
-        return f"the loss of {script.across_the_batch} depends on the micro batch"
+        return Message("external.loss-depends", trainer=script.across_the_batch)
     if script.generates and (external.said("steps_per_generation") is not None or external.said("loss_type") == "bnpo"):
-        return "what is generated, or the loss, depends on the micro batch"
+        return Message("external.generation-depends")
     return None
 
 
@@ -470,10 +471,10 @@ def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining,
     try:
         again = replace(read_training(command), environment=external.environment)
     except UserError as error:
-        raise ConfigError(f"the next config cannot be read back: {error}") from None
+        raise ConfigError(Message("external.not-read-back", why=error.said)) from None
     before, after = batch_of(external), batch_of(again)
     if (before.micro or 0) * (before.accumulation or 0) != (after.micro or 0) * (after.accumulation or 0):
-        raise ConfigError("the next config would change the effective batch: set the batch by hand, and start it again")
+        raise ConfigError(Message("external.other-batch"))
     return again, tuple(files)
 
 

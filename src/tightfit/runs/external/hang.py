@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.hardware.probes import probe_cards
+from tightfit.messages import Message
 from tightfit.runs.processes import PROC, stat_of
 
 BUSY_SHARE = 0.05
@@ -36,7 +37,7 @@ class Stuck:
     silent_s: float
     stands: tuple[tuple[int, str], ...]
     """A line for each process: where it stands."""
-    how: str
+    how: Message
     """Who said so, and what could not be said."""
     told: bool
     """Whether the Python stacks are known."""
@@ -115,11 +116,11 @@ def ask_for_stacks(pids: Sequence[int], silent_s: float, place: Path) -> Stuck:
         texts.append(f"--- process {pid}: {_command(pid)}\n{said}\n")
     with suppress(OSError):
         (place / STACKS).write_text("\n".join(texts), encoding="utf-8")
-    how = "py-spy told the stacks"
+    how = Message("external.by-py-spy")
     if spy is None:
-        how = "only what the kernel knows: with py-spy installed (pip install py-spy) the Python stacks would be here"
+        how = Message("external.without-py-spy")
     elif mute:
-        how = "py-spy may not look into every process: as root, or with kernel.yama.ptrace_scope=0, it may"
+        how = Message("external.py-spy-may-not")
     waits = any(_BATON.search(text) for text in texts)
     told = spy is not None and not mute
     return Stuck(silent_s=silent_s, stands=tuple(stands), how=how, told=told, waits_for_a_build=waits)

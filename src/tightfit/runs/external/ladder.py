@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tightfit.messages import Message, Said
 from tightfit.runs.external.config import ExternalTraining, Knobs
 
 SHORTEST = 128
@@ -24,16 +25,19 @@ FRUGAL: tuple[tuple[str, int | bool], ...] = (
 LIMIT_TOKENS = 256
 
 
+_NEXT_SCHEME = Message("external.next-scheme")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextConfig:
     """Another way to compute the training."""
 
     knobs: Knobs
-    changed: tuple[str, ...]
-    because: str = "memory was missing, and the next scheme is tried"
+    changed: tuple[Said, ...]
+    because: Said = _NEXT_SCHEME
     crosses: bool = False
     """A checkpoint of the last way cannot be resumed with its optimizer."""
-    costs: tuple[str, ...] = ()
+    costs: tuple[Said, ...] = ()
     """What it changes in the training, as the user allowed."""
 
 
@@ -48,8 +52,7 @@ def rungs(external: ExternalTraining, now: Knobs, allow: frozenset[str], *, host
         return
     yield from _batch(now)
     if now.checkpointing is False:
-        again = "activations are computed again (checkpointing)"
-        yield NextConfig(knobs=replace(now, checkpointing=True), changed=(again,))
+        yield NextConfig(knobs=replace(now, checkpointing=True), changed=(Message("external.recomputes"),))
     for step in (*_engine(external, now), *_costly(external, now, allow)):
         crosses = any(getattr(step.knobs, name) != getattr(now, name) for name in _LAID_OUT_BY)
         yield replace(step, crosses=crosses)
@@ -58,7 +61,7 @@ def rungs(external: ExternalTraining, now: Knobs, allow: frozenset[str], *, host
 def _on_the_host(now: Knobs) -> Iterator[NextConfig]:
     offloads = {now.offload_optimizer, now.offload_param} & {"cpu", "nvme"}
     if offloads and now.pin_memory is not False:
-        yield NextConfig(knobs=replace(now, pin_memory=False), changed=("offloaded memory is not locked any more",))
+        yield NextConfig(knobs=replace(now, pin_memory=False), changed=(Message("external.unpinned"),))
 
 
 def _batch(now: Knobs) -> Iterator[NextConfig]:
@@ -67,7 +70,13 @@ def _batch(now: Knobs) -> Iterator[NextConfig]:
         return
     smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
     new = replace(now, micro_batch=smaller, accumulation=accumulation * (micro // smaller))
-    word = f"micro batch × accumulation {micro} × {accumulation} → {new.micro_batch} × {new.accumulation}"
+    word = Message(
+        "external.smaller-batch",
+        micro=micro,
+        accumulation=accumulation,
+        new_micro=new.micro_batch,
+        new_accumulation=new.accumulation,
+    )
     yield NextConfig(knobs=new, changed=(word,))
 
 
@@ -75,16 +84,16 @@ def _engine(external: ExternalTraining, now: Knobs) -> Iterator[NextConfig]:
     if now.stage is None:
         return
     if now.stage < 2:
-        word = f"ZeRO stage {now.stage} → 2"
+        word = Message("external.stage", old=now.stage, new=2)
         yield NextConfig(knobs=replace(now, stage=2), changed=(word,))
     elif now.offload_optimizer == "none":
-        yield NextConfig(knobs=replace(now, offload_optimizer="cpu"), changed=("optimizer on the host",))
+        yield NextConfig(knobs=replace(now, offload_optimizer="cpu"), changed=(Message("external.optimizer-on-host"),))
     elif now.stage == 2:
-        yield NextConfig(knobs=replace(now, stage=3), changed=("ZeRO stage 2 → 3",))
+        yield NextConfig(knobs=replace(now, stage=3), changed=(Message("external.stage", old=2, new=3),))
     elif now.offload_param == "none":
-        yield NextConfig(knobs=replace(now, offload_param="cpu"), changed=("weights on the host",))
+        yield NextConfig(knobs=replace(now, offload_param="cpu"), changed=(Message("external.weights-on-host"),))
     elif external.deepspeed is not None and not _is_frugal(external):
-        yield NextConfig(knobs=replace(now, buckets=FRUGAL), changed=("little gathered at a time (optimized)",))
+        yield NextConfig(knobs=replace(now, buckets=FRUGAL), changed=(Message("external.gathers-little"),))
 
 
 def _is_frugal(external: ExternalTraining) -> bool:
@@ -99,25 +108,25 @@ def _costly(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> It
         new = replace(now, quantised=True)
         yield NextConfig(
             knobs=new,
-            changed=("4-bit weights (quantized)",),
-            costs=("the frozen weights have 4 bits (NF4) instead of 16",),
+            changed=(Message("external.quantized"),),
+            costs=(Message("external.quantized-cost"),),
         )
     length = now.sequence
     if "shorter-seq" in allow and external.is_llamafactory and length is not None and length // 2 >= SHORTEST:
         shorter = length // 2
-        name = " (limit)" if now.quantised and shorter <= LIMIT_TOKENS else ""
+        id_ = "external.shorter-limit" if now.quantised and shorter <= LIMIT_TOKENS else "external.shorter"
         yield NextConfig(
             knobs=replace(now, sequence=shorter),
-            changed=(f"sequence {length} → {shorter}{name}",),
-            costs=(f"sequences are cut at {shorter} tokens instead of {length}",),
+            changed=(Message(id_, old=length, new=shorter),),
+            costs=(Message("external.shorter-cost", new=shorter, old=length),),
         )
 
 
-def would_help(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> tuple[str, ...]:
+def would_help(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> tuple[Message, ...]:
     """What was not allowed, or cannot be written here."""
     said = []
     if now.quantised is False and "quantize" not in allow:
-        said.append("--allow quantize would train the adapters on 4-bit weights")
+        said.append(Message("external.allow-quantize"))
     if external.is_llamafactory and "shorter-seq" not in allow and (now.sequence or 0) >= 2 * SHORTEST:
-        said.append("--allow shorter-seq would cut the sequences")
+        said.append(Message("external.allow-shorter"))
     return tuple(said)

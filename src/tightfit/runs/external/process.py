@@ -21,6 +21,7 @@ from typing import IO, BinaryIO
 
 from tightfit.hardware.occupancy import Occupancy, occupancy
 from tightfit.inputs.surroundings import inherited
+from tightfit.messages import Message
 from tightfit.owned import open_own
 from tightfit.runs.external.hang import Stillness, Stuck, ask_for_stacks
 from tightfit.runs.kernel import KernelRecord, KernelSaid
@@ -119,14 +120,12 @@ def _spawn(words: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen
             start_new_session=True,
         )
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(
-            f"there is no program {words[0]} here: see that it is installed, and in this environment"
-        ) from None
+        raise ConfigError(Message("external.no-program", program=words[0])) from None
     except PermissionError:
-        raise ConfigError(f"{words[0]} may not be run: name a program, as in `python {words[0]}`") from None
+        raise ConfigError(Message("external.may-not-run", program=words[0])) from None
     except OSError as error:
         what = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{words[0]} cannot be started ({what}): name a program, as in `python train.py`") from None
+        raise ConfigError(Message("external.cannot-start", program=words[0], why=what)) from None
 
 
 def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: ProcessWatch) -> int | None:

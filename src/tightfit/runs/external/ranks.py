@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from tightfit.messages import Message
 from tightfit.runs.external.config import ExternalTraining
 from tightfit.types import ConfigError, Hardware
 
@@ -45,7 +46,7 @@ def visible_gpus(hardware: Hardware, environment: Mapping[str, str]) -> int:
         if name in environment:
             shown = [word for word in environment[name].split(",") if word.strip()]
             if not shown or shown[0].strip() == "-1":
-                raise ConfigError(f"{name}={environment[name]} hides every GPU: take it away")
+                raise ConfigError(Message("external.hides-gpus", name=name, value=environment[name]))
             return min(len(shown), hardware.gpus_per_node)
     return hardware.gpus_per_node
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tightfit.inputs.records import find_record, record_text
+from tightfit.messages import Message
 from tightfit.owned import replace_file
 from tightfit.runs.attempts import ATTEMPTS
 from tightfit.runs.folder import set_aside
@@ -87,7 +88,7 @@ def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False
     for path in numbered:
         if path not in there and (place := _make(path)) is not None:
             return place
-    raise ConfigError(f"there are {_MOST_FOLDERS} folders {FOLDER}-N here: remove some, or name one with --output")
+    raise ConfigError(Message("external.many-folders", most=_MOST_FOLDERS, folder=FOLDER))
 
 
 def find_abandoned(path: Path) -> ExternalRecord | None:
@@ -103,11 +104,10 @@ def _claim_named(path: Path, command: tuple[str, ...], *, take_over: bool) -> Cl
         if before is None:
             record = read_run(path) if path.is_dir() else None
             if record is not None and record.lives:
-                raise ConfigError(f"--output {path} is in use by process {record.pid}: wait for it, or name another")
-            raise ConfigError(f"--output {path} is there already: name a new folder, for old logs are never replaced")
+                raise ConfigError(Message("external.output-in-use", path=path, pid=record.pid))
+            raise ConfigError(Message("external.output-there", path=path))
         if before.command != command:
-            other = shlex.join(before.command)
-            raise ConfigError(f"--output {path} holds the run of another command ({other}): name a new folder")
+            raise ConfigError(Message("external.other-command", path=path, command=shlex.join(before.command)))
         return _take_over(path, before, take_over=take_over)
     place = _make(path, exist_ok=True)
     assert place is not None
@@ -123,7 +123,7 @@ def _make(path: Path, *, exist_ok: bool = False) -> ClaimedRun | None:
         return None
     except OSError as error:
         what = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{path} cannot be made ({what}): name another folder with --output") from None
+        raise ConfigError(Message("external.cannot-make", path=path, why=what)) from None
 
 
 def _take_over(path: Path, before: ExternalRecord, *, take_over: bool) -> ClaimedRun:

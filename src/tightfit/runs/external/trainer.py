@@ -21,10 +21,11 @@ from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.formats.settings import known_from_file
 from tightfit.inputs.surroundings import inherited
 from tightfit.job.known import KnownConfig, completed
+from tightfit.messages import Listing, Message, Said, bare, text
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord
-from tightfit.runs.build_lock import left_locks, remove
+from tightfit.runs.build_lock import clear, left_locks
 from tightfit.runs.cause import NUMBERS, blame_build_lock, rule_out_memory
 from tightfit.runs.decide import LONGEST_WAIT_S, Decision, stop, without_smaller
 from tightfit.runs.events import AttemptFailed
@@ -111,11 +112,11 @@ class ExternalTrainer:
         kept = kept_by(self.external)
         return None if kept is None else kept.step
 
-    def go_on(self) -> str:
+    def go_on(self) -> Message:
         """Begin where a run before this one was when it was killed; where that is."""
         kept = kept_by(self.external)
         if lost := self._lost(kept):
-            raise ConfigError(f"the run before this one was killed, and {lost}")
+            raise ConfigError(Message("external.killed-before", why=lost))
         where = self._resume(Edits(), kept)
         self._take()
         return where
@@ -139,8 +140,8 @@ class ExternalTrainer:
         for word, size in gone.peak.gpu_bytes.items():
             self.peak.gpu_bytes[word] = max(self.peak.gpu_bytes.get(word, 0), size)
         # A process that was killed while it compiled would keep every later start waiting.
-        if left := left_locks(inherited(self.external.environment), ours_since=began):
-            self.say(remove(left))
+        for said in clear(inherited(self.external.environment), since=began):
+            self.say(str(said))
         state, verdict = self._judge(gone, place / LOG)
         no_result = gone.code == 0 and state == "failed"
         self.exit_code = NO_RESULT if no_result else gone.code if gone.code >= 0 else 128 - gone.code
@@ -172,7 +173,7 @@ class ExternalTrainer:
         if not failed:  # a model of NaNs is no result, whatever the program thinks of it
             return ("failed" if found is not None and found.kind in NUMBERS else "done"), found
         if found is None:
-            said = f"The command ended with exit code {gone.code}, and nothing in its output says why."
+            said = Message("external.silent-exit", code=gone.code)
             found = Verdict(id="silent-exit", kind="unknown", cause=said, confidence="possible", evidence=(), fixes=())
         return "failed", rule_out_memory(found, gone.kernel)
 
@@ -180,10 +181,9 @@ class ExternalTrainer:
 
     def carry_out(
         self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[str, ...]]:
+    ) -> tuple[Decision, tuple[Said, ...]]:
         if verdict.kind in NUMBERS:
-            same = "the same numbers would come again: what helps has to be changed in the training itself"
-            return stop(same), ()
+            return stop(Message("external.same-numbers")), ()
         if decision.action == "smaller plan" and decision.shortfall is not None:
             return self._smaller(decision, decision.shortfall, verdict, records)
         if decision.action == "wait":
@@ -192,26 +192,22 @@ class ExternalTrainer:
         if decision.action == "same plan":
             return self._again(decision), ()
         if decision.action == "make room":
-            why = "tightfit removes nothing of another program: make room on the disk, and start it again"
-            return stop(why), ()
+            return stop(Message("external.make-room")), ()
         return decision, ()
 
     def _again(self, decision: Decision) -> Decision:
         """The same command, from where it can resume."""
         kept, means = kept_by(self.external), means_of(self.external)
         if lost := self._lost(kept):
-            return stop(f"the cause may pass, but {lost}")
+            return stop(Message("external.may-pass-but", why=lost))
         if means == "none" and not self.retry_anyway:
-            return stop(
-                "the cause may pass, but the program is not known to go on from a checkpoint: start it again, or say "
-                "--retry-anyway"
-            )
+            return stop(Message("external.may-pass-unknown"))
         where = self._resume(Edits(), kept)
-        return replace(decision, because=f"{decision.because}; {where}")
+        return replace(decision, because=_because(decision.because, where))
 
     def _smaller(
         self, decision: Decision, shortfall: Shortfall, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[str, ...]]:
+    ) -> tuple[Decision, tuple[Said, ...]]:
         kept = kept_by(self.external)
         step = self._step(shortfall, verdict, kept)
         if step is None:
@@ -219,33 +215,24 @@ class ExternalTrainer:
             return (self._again(other) if other.action == "same plan" else other), ()
         edits = edits_of(self.external, knobs_of(self.external), step.knobs)
         if lost := self._lost(kept):
-            return stop(f"{'; '.join(step.changed)} may fit, but {lost}"), ()
+            return stop(Message("external.may-fit-but", changes=Listing(step.changed, ";"), why=lost)), ()
         place = saves_itself(self.external) if kept is None else kept.path
         if step.crosses and place is not None and not (self.external.is_llamafactory and kept and kept.adapter):
             if not self.retry_anyway:
-                what = "; ".join(step.changed)
-                why = (
-                    f"what may fit ({what}) cannot go on from {place.name} with its optimizer: change that and start "
-                    "anew in another folder, or say --retry-anyway to begin again"
-                )
-                return stop(why), ()
+                changes = Listing(step.changed, ";")
+                return stop(Message("external.may-fit-anew", changes=changes, name=place.name)), ()
             kept, edits = None, replace(edits, trainer={**edits.trainer, "resume_from_checkpoint": None})
         where = self._resume(edits, kept, crosses=step.crosses)
         self.advisor.took(step)
-        costs = f"; as allowed, {', '.join(step.costs)}" if step.costs else ""
-        return replace(decision, because=f"{step.because.rstrip('.')}{costs}; {where}"), step.changed
+        costs = [Message("external.as-allowed", costs=Listing(step.costs))] if step.costs else []
+        return replace(decision, because=_because(step.because, *costs, where)), step.changed
 
-    def _lost(self, kept: Kept | None) -> str | None:
+    def _lost(self, kept: Kept | None) -> Message | None:
         """What a new start would throw away, and how to prevent it; None: nothing, or the user wants it so."""
         if kept is None or means_of(self.external) != "none" or self.retry_anyway:
             return None
-        why = "is not known to go on from a checkpoint"
-        if self.external.script.calls_plain_train:
-            why = "calls trainer.train() without resume_from_checkpoint and would begin at step 0"
-        return (
-            f"{self.external.name} {why}, and the {kept.step} steps in {kept.path} would be trained anew: hand "
-            "args.resume_from_checkpoint to trainer.train() there, or say --retry-anyway to begin again"
-        )
+        id_ = "external.plain-train" if self.external.script.calls_plain_train else "external.may-not-resume"
+        return Message(id_, name=self.external.name, steps=kept.step, path=kept.path)
 
     def _step(self, shortfall: Shortfall, verdict: Verdict, kept: Kept | None) -> NextConfig | None:
         """The planner's, where it knows the model; else a rung down. Those first that a checkpoint survives."""
@@ -266,60 +253,70 @@ class ExternalTrainer:
             return first
         return next((step for step in found if not step.crosses), first)
 
-    def _resume(self, edits: Edits, kept: Kept | None, *, crosses: bool = False) -> str:
+    def _resume(self, edits: Edits, kept: Kept | None, *, crosses: bool = False) -> Message:
         """Make the next command, with its config written; where it resumes, in words."""
         external, trainer = self.external, dict(edits.trainer)
         means = means_of(external)
         if kept is None or means == "none":
-            where = "it begins again, since there is no checkpoint to go on from"
+            where = Message("external.begins-again")
             if kept is not None:
-                where = f"it begins again, as you asked: {external.name} does not go on from {kept.path.name}"
+                where = Message("external.begins-as-asked", name=external.name, checkpoint=kept.path.name)
             if external.said("resume_from_checkpoint") is not None and "resume_from_checkpoint" not in trainer:
-                where = f"it goes on from {external.said('resume_from_checkpoint')}, as before"
+                where = Message("external.from-as-before", name=external.said("resume_from_checkpoint"))
         elif crosses:
             trainer |= _carry_adapter(external, kept)
-            where = (
-                f"the adapter of step {kept.step} is kept (results go to {trainer['output_dir']}), and optimizer, "
-                "schedule and data start afresh"
-            )
+            where = Message("external.adapter-kept", step=kept.step, folder=trainer["output_dir"])
         elif means == "by itself":
-            where = f"it finds {kept.path.name} by itself"
+            where = Message("external.finds-itself", name=kept.path.name)
         else:
             trainer["resume_from_checkpoint"] = str(kept.path)
-            where = f"it goes on from {kept.path.name}"
+            where = Message("external.goes-on-from", name=kept.path.name)
         if kept is None and means == "by itself":
-            where = "it goes on from what its script finds by itself"
+            where = Message("external.goes-on-itself")
         self.following, files = written(external, replace(edits, trainer=trainer))
         self.files += files
         return where
 
-    def _nothing_left(self) -> str:
+    def _nothing_left(self) -> Message:
         now, policy = knobs_of(self.external), self.orders.policy
-        said = "; ".join(would_help(self.external, now, policy.allow))
+        said: list[Said] = [*would_help(self.external, now, policy.allow)]
         if (unknown := batch_of(self.external).because) and (self.external.is_hugging_face or self.external.files):
-            said = "; ".join(part for part in (said, f"the batch is left alone, since {unknown}") if part)
-            return f"nothing else is left that tightfit could change ({said}): make one of the changes below by hand"
+            said.append(Message("external.batch-left-alone", why=unknown))
+            return Message("external.nothing-else", what=Listing(said, ";"))
         if not self.external.files:
-            return "there is no config that tightfit could change: make one of the changes below, and start it again"
-        return f"nothing is left to change in {self.external.files[0].name}{f' without leave: {said}' if said else ''}"
+            return Message("external.no-config")
+        file = self.external.files[0].name
+        if said:
+            return Message("external.nothing-without-leave", file=file, what=Listing(said, ";"))
+        return Message("external.nothing-left", file=file)
 
     # --- telling --------------------------------------------------------------------------------
 
-    def after_failure(self, failed: AttemptFailed, changed: tuple[str, ...]) -> None:
+    def after_failure(self, failed: AttemptFailed, changed: tuple[Said, ...]) -> None:
         if failed.action == "stop":  # how it ends is said at the end
             return
-        self.say(f"attempt {failed.number} failed: {failed.text}")
-        what = f"{'; '.join(changed)}. " if changed else ""
-        wait = f" (after {failed.wait_s:.0f} s)" if failed.wait_s else ""
-        self.say(f"{what}{str(failed.because)[0].upper()}{str(failed.because)[1:]}{wait}.")
+        self.say(text("external.attempt-failed", number=failed.number, cause=failed.text))
+        because: Said = failed.because
+        if failed.wait_s:
+            because = Message("external.after-wait", because=because, seconds=failed.wait_s)
+        if changed:
+            self.say(text("external.changes-because", changes=Listing(changed, ";"), because=because))
+        else:
+            self.say(text("runs.sentence", said=because))
 
-    def before_next(self, number: int, changed: tuple[str, ...]) -> None:
+    def before_next(self, number: int, changed: tuple[Said, ...]) -> None:
         self._take()
-        self.say(f"attempt {number}: {self.external.command.words_shown}")
+        self.say(text("external.attempt", number=number, command=self.external.command.words_shown))
 
     def _take(self) -> None:
         assert self.following is not None, "a decision that is not to stop has made one"
         self.external, self.following = self.following, None
+
+
+def _because(*reasons: Said) -> Message:
+    """Sentences of others lose their full stops."""
+    plain = (Message("external.bare", said=said) if isinstance(said, Message) else bare(said) for said in reasons)
+    return Message("runs.several", parts=Listing(plain, ";"))
 
 
 def _describe_hang(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
@@ -327,14 +324,12 @@ def _describe_hang(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
     lines = [Line(source=f"process {pid}", number=None, text=place) for pid, place in stuck.stands]
     found = replace(
         known_symptom("stuck", KnownConfig()),
-        cause=(
-            f"The command printed nothing for {stuck.silent_s:.0f} s, and none of its processes used the CPU or a GPU."
-        ),
+        cause=Message("external.stuck", seconds=stuck.silent_s),
         confidence="likely",
-        evidence=(*lines, Line(source="stacks", number=None, text=stuck.how)),
+        evidence=(*lines, Line(source="stacks", number=None, text=str(stuck.how))),
     )
     if stuck.waits_for_a_build or (locks and not stuck.told):
-        named = blame_build_lock(found, "The command", locks)
+        named = blame_build_lock(found, Message("runs.the-command"), locks)
         return replace(named, kind="environment") if locks else named  # it would wait again
     return found
 
