@@ -154,7 +154,9 @@ def test_a_lock_on_a_disk_of_this_machine_is_removed(
     with monkeypatch.context() as other:
         other.setattr("os.geteuid", lambda: lock.stat().st_uid + 1)
         assert clear(environment) == [], "another user's processes do not show what they hold"
-    assert clear(environment) == [f"a process that was killed while it compiled had left {lock}: removed"]
+    assert list(map(str, clear(environment))) == [
+        f"a process that was killed while it compiled had left {lock}: removed"
+    ]
     assert not lock.exists()
 
 
@@ -181,12 +183,14 @@ def test_a_rank_that_waits_for_it_is_told_so(lock: Path, environment: dict[str, 
         assert stand.waits_for_a_build
         verdict = _judged(stand, environment)
         assert verdict.kind == "hang"
-        assert f"Rank 0 waits for torch's lock on a part that is compiled at its first use ({lock})" in verdict.cause
-        assert verdict.cause.endswith(f"killed while it compiled: rm {lock}.")
+        assert f"Rank 0 waits for torch's lock on a part that is compiled at its first use ({lock})" in str(
+            verdict.cause
+        )
+        assert str(verdict.cause).endswith(f"killed while it compiled: rm {lock}.")
         assert verdict.fixes[0].command == f"rm {lock}"
         remove([lock])
         wait_until(lambda: b"went on" in log.read_bytes())
-    assert "whoever holds it has not finished" in _judged(stand, environment).cause
+    assert "whoever holds it has not finished" in str(_judged(stand, environment).cause)
 
 
 def _judged(stand: Stand, environment: dict[str, str]):  # type: ignore[no-untyped-def]

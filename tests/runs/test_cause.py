@@ -59,7 +59,7 @@ def test_the_numbers_of_an_out_of_memory_come_along() -> None:
 
 def test_the_kernels_record_tells_a_kill_from_want_of_memory() -> None:
     killed, starved = find_cause(recorded("kill")), find_cause(recorded("host-oom-killed"))
-    assert "not by the kernel" in killed.cause
+    assert "not by the kernel" in str(killed.cause)
     assert any("kernel log" in str(line.source) for line in starved.evidence)
     assert not is_suspicion(starved)
 

@@ -185,7 +185,7 @@ def test_a_rank_that_does_not_even_answer_is_waited_for() -> None:
     stands = (stand(0, C10D), stand(2, C10D))
     hung = Hung(quiet=Quiet(rank=0, silent_s=20.0, beats=beats), stands=stands)
     assert hung.rank == 1
-    assert hung.sentence.endswith("of step 4, and did not answer when it was asked for its stacks")
+    assert str(hung.sentence).endswith("of step 4, and did not answer when it was asked for its stacks")
 
 
 def test_a_thread_that_writes_a_checkpoint_counts_where_all_wait_for_it() -> None:

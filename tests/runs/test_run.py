@@ -97,7 +97,7 @@ def test_a_users_mistake_is_said_once_and_ends_all(folder: RunFolder, mode: str)
     outcome, _ = ran(folder, mode)
     assert (outcome.state, outcome.exit_code) == ("user error", 2)
     assert outcome.failure is not None
-    assert outcome.failure.sentence.endswith(": mend it")
+    assert str(outcome.failure.sentence).endswith(": mend it")
     assert not outcome.tally.began
 
 
@@ -122,8 +122,8 @@ def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(folder: RunFolder
     outcome, _ = ran(folder, "killed")
     assert outcome.failure is not None
     assert outcome.failure.rank == 1
-    assert "SIGKILL" in outcome.failure.sentence
-    assert "RAM" in outcome.failure.sentence
+    assert "SIGKILL" in str(outcome.failure.sentence)
+    assert "RAM" in str(outcome.failure.sentence)
 
 
 def test_what_will_not_end_is_ended(folder: RunFolder) -> None:

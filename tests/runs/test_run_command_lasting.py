@@ -19,6 +19,7 @@ import pytest
 
 import patience
 import warm_desk
+from tightfit.messages import from_json
 from tightfit.runs.external.hang import Stillness
 from tightfit.runs.record import read_run
 
@@ -281,7 +282,7 @@ def test_a_lock_that_a_killed_compiler_left_is_named_before_and_after(
     found = attempts(here / "tightfit-run-1")
     assert len(found) == 1, done.stderr  # it would wait again
     assert found[0]["cause"] is not None, done.stderr
-    assert "waits for torch's lock" in found[0]["cause"]["sentence"]
+    assert "waits for torch's lock" in str(from_json(found[0]["cause"]["sentence"]))
     how = "py-spy told the stacks" if spied else "with py-spy installed"
     assert how in found[0]["cause"]["evidence"][-1]
 

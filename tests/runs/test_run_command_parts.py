@@ -158,7 +158,7 @@ def descend(now: ExternalTraining, allow: frozenset[str] = frozenset(), most: in
         rung = next(iter(rungs(now, knobs_of(now), allow)), None)
         if rung is None:
             return said
-        said += rung.changed
+        said += map(str, rung.changed)
         before = knobs_of(now)
         now, files = written(now, edits_of(now, before, rung.knobs))
         assert all(file.exists() for file in files)
