@@ -140,6 +140,8 @@ def test_a_lock_on_a_shared_disk_may_be_another_machines(
     disk.append(kind)
     lock.touch()
     assert clear(environment) == [], "whoever made it may have only just begun"
+    assert clear(environment, since=0.0) == [describe([lock])], "after an attempt it is named, and stays"
+    assert lock.exists()
     aged(lock)
     assert clear(environment) == [describe([lock])]
     assert lock.exists()
