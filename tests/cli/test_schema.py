@@ -2,7 +2,7 @@
 
     python tests/cli/test_schema.py
 
-writes the table of docs/job.md anew.
+writes the table of docs/job.md anew, and that of docs/zh/job.md but for what a field takes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,32 @@ from tightfit.cli.schema import field_table, job_schema, schema
 from tightfit.job import Job
 from tightfit.job.fields import FREE_LEVERS, job_fields, meanings
 from tightfit.job.file import read_job
+from tightfit.messages import speak
 from tightfit.types import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "job.md"
-TABLE = re.compile(r"(<!-- fields: .*? -->\n)(.*?)(<!-- end of fields -->)", re.DOTALL)
+CHINESE = PAGE.parent / "zh" / "job.md"
+TABLE = re.compile(r"(<!-- fields.*? -->\n)(.*?)(<!-- end of fields -->)", re.DOTALL)
 YAML = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def refreshed(page: str) -> str:
     """The page with its table made anew."""
     return TABLE.sub(lambda match: f"{match[1]}{field_table()}\n{match[3]}", page)
+
+
+def refreshed_chinese(page: str) -> str:
+    """Names, defaults and meanings are the program's; what a field takes is written on the page."""
+    speak("zh")
+    try:
+        rows = [line.split(" | ") for line in field_table().splitlines()]
+    finally:
+        speak("en")
+    table = TABLE.search(page)
+    assert table
+    takes = dict(line.split(" | ")[:2] for line in table[2].splitlines())
+    made = [" | ".join([name, takes.get(name, english), *rest]) for name, english, *rest in rows]
+    return page.replace(table[2], "\n".join(made) + "\n")
 
 
 def properties(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -101,6 +117,8 @@ def test_the_page_has_this_table() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert TABLE.search(page)
     assert page == refreshed(page), f"stale: run python tests/cli/{Path(__file__).name}"
+    chinese = CHINESE.read_text(encoding="utf-8")
+    assert chinese == refreshed_chinese(chinese), f"stale: run python tests/cli/{Path(__file__).name}"
 
 
 def test_every_file_on_the_page_is_a_job(tmp_path: Path) -> None:
@@ -121,3 +139,4 @@ def test_the_full_example_leaves_nothing_to_say(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    CHINESE.write_text(refreshed_chinese(CHINESE.read_text(encoding="utf-8")), encoding="utf-8")

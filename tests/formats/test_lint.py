@@ -272,6 +272,10 @@ def test_flags_that_are_wrong(tmp_path: Path, words: list[str], sentence: str) -
 
 def test_the_docs_list_every_rule() -> None:
     assert rule_table() in DOCS.read_text(encoding="utf-8")
+    chinese = (DOCS.parent / "zh" / DOCS.name).read_text(encoding="utf-8")
+    for row in rule_table().splitlines()[2:]:
+        name, kinds_of_file, severity, _ = row.split(" | ", 3)
+        assert f"{name} | {kinds_of_file} | {severity} | " in chinese
     assert len({rule.finds for rule in kinds_by_rule()}) >= len(kinds_by_rule()) - 1
 
 
