@@ -67,7 +67,7 @@ def test_what_somebody_took_meanwhile_stays(tmp_path: Path) -> None:
     try:
         why = remove(found)
         assert why is not None
-        assert "is in use by the run of process" in why
+        assert "is in use by the run of process" in str(why)
         assert half.exists()
         again = leftovers([tmp_path], tmp_path / "cache")
         assert (again.leftovers, again.live) == ((), (run,))

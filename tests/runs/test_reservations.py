@@ -70,7 +70,7 @@ def test_a_cache_that_cannot_be_written_reserves_nothing(tmp_path: Path) -> None
 
 
 def test_the_words_name_folder_and_process(tmp_path: Path) -> None:
-    assert entry(Path("/data/run")).words == f"the run in /data/run (process {os.getpid()})"
+    assert str(entry(Path("/data/run")).words) == f"the run in /data/run (process {os.getpid()})"
 
 
 def test_only_one_reserves_at_a_time(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def _holder(run: Path) -> str | None:
     try:
         check_unlocked(run)
     except InUse as error:
-        return error.who
+        return str(error.who)
     return None
 
 
@@ -169,7 +169,7 @@ def report(there: Inventory, gone: Sequence[Goner] | None, *, dry: bool) -> dict
     if gone is not None:
         plain["pruned"] = {
             "dry_run": dry,
-            "removed": [{"path": str(each.path), "bytes": each.bytes, "because": each.because} for each in gone],
+            "removed": [{"path": str(each.path), "bytes": each.bytes, "because": str(each.because)} for each in gone],
             "freed_bytes": sum(each.bytes for each in gone),
         }
     return plain
@@ -191,6 +191,6 @@ def _plain(found: Found) -> dict[str, Any]:
             "method": maker.method,
         },
         "complete": found.problem is None,
-        "problem": found.problem,
+        "problem": None if found.problem is None else str(found.problem),
         "verified": found.verified,
     }

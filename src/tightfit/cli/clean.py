@@ -196,7 +196,8 @@ def _show(found: Found, holders: Sequence[Holder], cache: Path, *, caches: bool)
         console.print()
         say(console, text("cli.all-memory-disk", leftovers=len(found.leftovers), held=size_words(held)))
     draw_list(console, text("cli.left-alone-they"), [str(run) for run in found.live])
-    draw_list(console, text("cli.cannot-judged-here"), [f"{sentence.rstrip('.')}." for sentence in found.unsure])
+    unsure = [text("runs.ended-sentence", said=said) for said in found.unsure]
+    draw_list(console, text("cli.cannot-judged-here"), unsure)
     kept = cached_things(cache)
     if kept and not caches:
         draw_list(console, text("cli.caches-stay-unless"), [str(path) for path in kept])
@@ -218,7 +219,7 @@ def _removed(found: Found) -> dict[Leftover, str]:
     for leftover in found.leftovers:
         why = remove(leftover)
         if why is not None:
-            failed[leftover] = why
+            failed[leftover] = str(why)
     return failed
 
 
@@ -238,16 +239,16 @@ def report(found: Found, holders: Sequence[Holder], failed: dict[Leftover, str],
         "leftovers": [
             {
                 "kind": each.kind,
-                "what": each.what,
+                "what": str(each.what),
                 "bytes": each.bytes,
                 "pid": each.pid,
-                "because": each.because,
+                "because": str(each.because),
                 "problem": failed.get(each),
             }
             for each in found.leftovers
         ],
         "live": [str(run) for run in found.live],
-        "unsure": list(found.unsure),
+        "unsure": [str(said) for said in found.unsure],
         "gpu_processes": [
             {
                 "pid": each.pid,

@@ -35,8 +35,8 @@ PLAN_FILES = frozenset(file.name for dialect in dialects() for file in dialect.f
 EXECUTABLE = (".sh", ".sbatch")
 
 
-def write(files: Mapping[str, str], folder: Path, force: bool) -> list[Path]:
-    """Write the files, by name, into the folder; existing ones are replaced with `force` only."""
+def write(files: Mapping[str, str], folder: Path, force: bool, *, flag: str = "--write") -> list[Path]:
+    """Write the files, by name, into the folder, which `flag` names; existing ones are replaced with `force` only."""
     made: list[Path] = []
     listed = {} if RECORD in files else {LIST: json.dumps({"schema": SCHEMA, "files": sorted(files)}) + "\n"}
     try:
@@ -47,7 +47,7 @@ def write(files: Mapping[str, str], folder: Path, force: bool) -> list[Path]:
     except OSError as error:
         _unmake(made)
         what = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("planfile.cannot-write", folder=folder, error=what)) from None
+        raise ConfigError(Message("planfile.cannot-write", folder=folder, error=what, flag=flag)) from None
     except ValueError as error:  # a path or a text that no file system can hold
         _unmake(made)
         raise ConfigError(Message("planfile.cannot-hold", folder=repr(str(folder)), error=error)) from None

@@ -25,6 +25,7 @@ import xxhash
 
 from tightfit.inputs.records import read_json
 from tightfit.inputs.spelling import open_regular
+from tightfit.messages import Message, Said
 from tightfit.owned import Listed, NotOurs, Ours, Patterns, check_ours
 from tightfit.runs import disk
 from tightfit.types import TightfitError
@@ -60,6 +61,10 @@ STAGED: Ours = Patterns(HALF_WRITTEN, _FOLDERS)
 
 class Torn(TightfitError):
     """A folder that is no whole checkpoint; the sentence says why."""
+
+    def __init__(self, said: Said) -> None:
+        super().__init__(said)
+        self.said = said
 
 
 class Unknown(Torn):
@@ -160,15 +165,15 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         tree = read_json(folder / MANIFEST, most_bytes=_MOST_MANIFEST_BYTES)
     except FileNotFoundError:
-        raise Torn(f"it has no {MANIFEST}: its writing did not come to an end") from None
+        raise Torn(Message("runs.not-finished", name=MANIFEST)) from None
     except OSError as error:
-        raise Unknown(f"its {MANIFEST} cannot be read ({_why(error)})") from None
+        raise Unknown(Message("runs.its-cannot-read-why", name=MANIFEST, why=_why(error))) from None
     except ValueError:
-        raise Torn(f"its {MANIFEST} is no JSON") from None
+        raise Torn(Message("runs.its-no-json", name=MANIFEST)) from None
     if not isinstance(tree, dict) or tree.pop("itself", None) != _own_digest(tree):
-        raise Torn(f"its {MANIFEST} was changed after it was written")
+        raise Torn(Message("runs.its-changed", name=MANIFEST))
     if tree.get("schema") != SCHEMA:
-        raise Unknown(f"its schema is {tree.get('schema')}, and this version reads {SCHEMA}")
+        raise Unknown(Message("runs.other-schema", found=tree.get("schema"), known=SCHEMA))
     try:
         files = {
             name: StoredFile(int(one["bytes"]), tuple(Span(int(a), int(b), str(c)) for a, b, c in one["spans"]))
@@ -176,25 +181,25 @@ def read_manifest(folder: Path) -> Manifest:
         }
         return Manifest(step=int(tree["step"]), written=str(tree["written"]), files=files)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise Torn(f"its {MANIFEST} does not say what a manifest says") from None
+        raise Torn(Message("runs.its-no-manifest", name=MANIFEST)) from None
 
 
 def checked(folder: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all there with their sizes, or Torn. Quick: reads no file."""
     manifest = read_manifest(folder)
     if manifest.step != step_of(folder):
-        raise Torn(f"it is of step {manifest.step}, which its name does not say")
+        raise Torn(Message("runs.other-step", step=manifest.step))
     for name, file in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
-            raise Torn(f"{name} is missing") from None
+            raise Torn(Message("runs.file-missing", name=name)) from None
         except OSError as error:
-            raise Unknown(f"{name} cannot be looked at ({_why(error)})") from None
+            raise Unknown(Message("runs.file-not-seen", name=name, why=_why(error))) from None
         if size != file.bytes:
-            raise Torn(f"{name} has {size:,} bytes instead of {file.bytes:,}")
+            raise Torn(Message("runs.other-size", name=name, size=size, all=file.bytes))
         if not covered(file):
-            raise Torn(f"its {MANIFEST} has no hash for a part of {name}")
+            raise Torn(Message("runs.no-hash", name=MANIFEST, file=name))
     return manifest
 
 
@@ -217,7 +222,7 @@ def verify(folder: Path, spans: Iterable[tuple[str, Span]], progress: Callable[[
     """Hash those spans again; Torn at the first that differs. `progress` hears of bytes done."""
     for name, span in spans:
         if _hashed(folder / name, span, progress) != span.digest:
-            raise Torn(f"{name} is damaged between bytes {span.start:,} and {span.stop:,}")
+            raise Torn(Message("runs.damaged-between", name=name, start=span.start, stop=span.stop))
 
 
 def _hashed(path: Path, span: Span, progress: Callable[[int], None]) -> str:
@@ -230,9 +235,9 @@ def _hashed(path: Path, span: Span, progress: Callable[[int], None]) -> str:
                 left -= len(data)
                 progress(len(data))
     except FileNotFoundError:
-        raise Torn(f"{path.name} is missing") from None
+        raise Torn(Message("runs.file-missing", name=path.name)) from None
     except OSError as error:
-        raise Unknown(f"{path.name} cannot be read ({_why(error)})") from None
+        raise Unknown(Message("runs.file-not-read", name=path.name, why=_why(error))) from None
     return state.hexdigest()
 
 
@@ -245,13 +250,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         tree = read_json(folder / STATE, finite=True)
     except FileNotFoundError:
-        raise Torn(f"its {STATE} is missing") from None
+        raise Torn(Message("runs.its-missing", name=STATE)) from None
     except OSError as error:
-        raise Unknown(f"its {STATE} cannot be read ({_why(error)})") from None
+        raise Unknown(Message("runs.its-cannot-read-why", name=STATE, why=_why(error))) from None
     except ValueError:
-        raise Torn(f"its {STATE} cannot be read") from None
+        raise Torn(Message("runs.its-cannot-read", name=STATE)) from None
     if not isinstance(tree, dict):
-        raise Torn(f"its {STATE} cannot be read")
+        raise Torn(Message("runs.its-cannot-read", name=STATE))
     _check_numbers(tree, step_of(folder))
     return tree
 
@@ -260,18 +265,21 @@ def _check_numbers(state: Mapping[str, Any], named: int | None) -> None:
     """Torn: a number that the folder's name does not say, that no training has, or that another one contradicts."""
     step = state.get("step")
     if type(step) is not int or step < 0 or (named is not None and step != named):
-        raise Torn(f"its {STATE} says step {step!r}" + ("" if named is None else f", and its name {named}"))
+        if named is None:
+            raise Torn(Message("runs.its-step", name=STATE, step=repr(step)))
+        raise Torn(Message("runs.its-step-and-name", name=STATE, step=repr(step), named=named))
     job, optimizer = state.get("job"), state.get("optimizer")
     batch = job.get("effective_batch") if isinstance(job, dict) else None
     made = optimizer.get("steps") if isinstance(optimizer, dict) else None
     for key, value, most in (("samples", state.get("samples"), None), ("optimizer.steps", made, step)):
         if value is not None and (type(value) is not int or value < 0 or (most is not None and value > most)):
-            raise Torn(f"its {STATE} says {key} {value!r} at step {step}")
+            raise Torn(Message("runs.its-number", name=STATE, key=key, value=repr(value), step=step))
     if type(batch) is int and state.get("samples") not in (None, step * batch):
-        raise Torn(f"its {STATE} says {state['samples']} samples, and {step} steps of {batch} are {step * batch}")
+        samples = state["samples"]
+        raise Torn(Message("runs.its-samples", name=STATE, samples=samples, steps=step, batch=batch, all=step * batch))
     epoch = state.get("epoch")
     if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float) or epoch < 0):
-        raise Torn(f"its {STATE} says epoch {epoch!r}")
+        raise Torn(Message("runs.its-epoch", name=STATE, epoch=repr(epoch)))
 
 
 # --- which go ------------------------------------------------------------------------------------
@@ -347,8 +355,8 @@ def check_removable(folder: Path) -> None:
     """NotOurs: something in it is somebody else's, or all of it."""
     names = own_files(folder)
     if names is None:
-        raise NotOurs(folder, f"{folder} is no checkpoint that tightfit wrote, and stays: remove it yourself")
-    check_ours(folder, names, f"{folder} stays as it is; move that away first")
+        raise NotOurs(folder, Message("runs.no-checkpoint-of-ours", folder=folder))
+    check_ours(folder, names, Message("runs.stays-as-is", folder=folder))
 
 
 def remove(folder: Path) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.formats.plan_folder import write
+from tightfit.messages import Message
 from tightfit.owned import NotOurs, Ours, find_strangers, move_file, remove_file, remove_folder
 from tightfit.runs.checkpoints import CHECKPOINTS, newest_first, step_of
 from tightfit.runs.layout import EARLIER, EVENTS, HALF, NEIGHBOURS, RunFiles, is_run
@@ -76,9 +77,9 @@ def check_folder(path: Path, *, overwrite: bool = False, resume: str = NONE, mor
         _check_parent(path)
         return
     if not path.is_dir():
-        raise ConfigError(f"{path} is a file: name a folder with --output")
+        raise ConfigError(Message("runs.output-is-file", path=path))
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path} may not be written to: name another folder with --output")
+        raise ConfigError(Message("runs.output-not-writable", path=path))
     check_unlocked(path, here=True)
     _check_contents(path, overwrite=overwrite, goes_on=more and goes_on(path, resume, more=True) is not None)
 
@@ -86,9 +87,9 @@ def check_folder(path: Path, *, overwrite: bool = False, resume: str = NONE, mor
 def _check_parent(path: Path) -> None:
     parent = next(place for place in path.parents if place.exists())
     if not parent.is_dir():
-        raise ConfigError(f"{parent} is a file, so {path} cannot be made: name another folder with --output")
+        raise ConfigError(Message("runs.parent-is-file", parent=parent, path=path))
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{parent} may not be written to: name another folder with --output")
+        raise ConfigError(Message("runs.output-not-writable", path=parent))
 
 
 def _check_contents(path: Path, *, overwrite: bool, goes_on: bool) -> None:
@@ -98,15 +99,9 @@ def _check_contents(path: Path, *, overwrite: bool, goes_on: bool) -> None:
     if not names:
         return
     if not is_run(path):
-        raise NotOurs(
-            path / min(names),
-            f"{path} holds {min(names)!r} and is no run's folder: name a new or empty one with --output",
-        )
+        raise NotOurs(path / min(names), Message("runs.holds-other", path=path, name=repr(min(names))))
     if "model" in names and not overwrite and not goes_on:
-        raise ConfigError(
-            f"{path} holds a finished run: name another --output, say --overwrite, or ask for more steps or epochs to "
-            "go on from its newest checkpoint"
-        )
+        raise ConfigError(Message("runs.holds-finished", path=path))
     there = [path / name for name in sorted(names)]
     strangers = _strangers(path, RunFiles(path)) if overwrite else list(filter(_is_stranger, there))
     if strangers:
@@ -114,7 +109,7 @@ def _check_contents(path: Path, *, overwrite: bool, goes_on: bool) -> None:
 
 
 def _not_ours(path: Path) -> NotOurs:
-    return NotOurs(path, f"{path} was not written by tightfit: move it away, or name another --output")
+    return NotOurs(path, Message("runs.not-ours-move", path=path))
 
 
 def _numbered(earlier: Path) -> bool:
@@ -207,12 +202,10 @@ class ClaimedFolder:
     def begin(self, files: Mapping[str, str], record: RunRecord) -> None:
         """Write down what is to run."""
         try:
-            write(files, self.folder.plan, force=True)
+            write(files, self.folder.plan, force=True, flag="--output")
             record.write(self.folder.path)
         except OSError as error:
             raise _unwritable(self.folder.path, error) from None
-        except ConfigError as error:  # `write` speaks of the flag of `tightfit plan`
-            raise ConfigError(str(error).replace("--write", "--output")) from None
 
     def release(self, *, done: bool = False) -> None:
         """Let it go. A finished run that this one was to replace goes when this one is `done`, and not before."""
@@ -243,8 +236,8 @@ class ClaimedFolder:
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     why = (error.strerror or str(error)).lower()
-    room = "make room, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return ConfigError(f"{path} cannot be written ({why}): {room}name another folder with --output")
+    id_ = "runs.cannot-write-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "runs.cannot-write"
+    return ConfigError(Message(id_, path=path, why=why))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,9 +290,7 @@ def set_aside(path: Path, moving: Sequence[Path], files: Ours | None = None) -> 
     here, ours = path.stat().st_dev, files or RunFiles(path)
     for place in moving:
         if place.parent.stat().st_dev != here:
-            raise ConfigError(
-                f"{place} is newer and lies on another disk than {path}: move it away, or remove it, first"
-            )
+            raise ConfigError(Message("runs.newer-elsewhere", place=place, path=path))
         name = place.relative_to(path).as_posix()
         whole = place.is_dir() and not place.is_symlink() and ours.has_folder(name)
         found = find_strangers(place, _Below(ours, name)) if whole else [place] * (not _is_file(place, ours, name))

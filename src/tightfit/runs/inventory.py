@@ -11,6 +11,7 @@ from typing import Any
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.records import find_json
 from tightfit.job import Saving
+from tightfit.messages import Message, Said
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, MANIFEST, Keeping, Torn, Unknown, step_of
 from tightfit.types import ConfigError
@@ -35,7 +36,7 @@ class Found:
     bytes: int
     written: str | None = None
     maker: Maker | None = None
-    problem: str | None = None
+    problem: Said | None = None
     """Why it is not whole; None: it is, as far as it was looked at."""
     certain: bool = True
     """Whether nobody can use it; False: it may be whole for a newer version, or when the disk answers again."""
@@ -73,27 +74,25 @@ class Goner:
 
     path: Path
     bytes: int
-    because: str
+    because: Message
 
 
 def run_of(path: Path) -> Path:
     """The run that a path means: its folder, or the folder of its checkpoints."""
     place = path.expanduser().absolute()
     if not place.exists():
-        raise ConfigError(f"there is nothing at {path}: name a run's folder")
+        raise ConfigError(Message("runs.nothing-there", path=path))
     if not place.is_dir():
-        raise ConfigError(f"{path} is a file: name a run's folder")
+        raise ConfigError(Message("runs.a-file-there", path=path))
     if step_of(place) is not None or (place / MANIFEST).exists():
-        raise ConfigError(f"{path} is one checkpoint: name its run's folder, {place.parent.parent}")
+        raise ConfigError(Message("runs.one-checkpoint", path=path, run=place.parent.parent))
     if (place / CHECKPOINTS).is_dir():
         return place
     if place.name == CHECKPOINTS:
         return place.parent
     if any((place / name).exists() for name in ("run.json", "events.jsonl", "plan")):
         return place
-    raise ConfigError(
-        f"{path} is no run's folder, and has no {CHECKPOINTS}/ in it: name one that `tightfit train` made"
-    )
+    raise ConfigError(Message("runs.no-checkpoints", path=path, name=CHECKPOINTS))
 
 
 def inventory(run: Path) -> Inventory:
@@ -123,7 +122,7 @@ def _not_whole(found: Found, error: Torn) -> Found | None:
     with suppress(Torn):
         found = replace(found, maker=_maker(checkpoints.read_state(found.folder)))
     size = checkpoints.size_of(found.folder)
-    return replace(found, bytes=size, problem=str(error), certain=not isinstance(error, Unknown))
+    return replace(found, bytes=size, problem=error.said, certain=not isinstance(error, Unknown))
 
 
 def _maker(state: Mapping[str, Any]) -> Maker:
@@ -152,7 +151,7 @@ def _hashed(found: Found, progress: Callable[[Found, int], None]) -> Found | Non
     except Torn as error:
         if not found.folder.exists():
             return None
-        return replace(found, problem=str(error), certain=not isinstance(error, Unknown))
+        return replace(found, problem=error.said, certain=not isinstance(error, Unknown))
     return replace(found, verified=True)
 
 
@@ -178,14 +177,11 @@ def goners(there: Inventory, keeping: Keeping) -> tuple[Goner, ...]:
     """What may go, in the order in which it does: what nobody can use first, and of the others the oldest."""
     whole = [found for found in there.checkpoints if found.problem is None]
     spare = checkpoints.surplus((found.step for found in whole), keeping)
-    older = f"older than the {keeping.last} that stay" if keeping.last > 1 else "older than the one that stays"
+    older = Message("runs.older-than", count=keeping.last) if keeping.last > 1 else Message("runs.older-than-one")
     return (
+        *(Goner(path=each.path, bytes=each.bytes, because=Message("runs.left-by-killed")) for each in there.orphans),
         *(
-            Goner(path=each.path, bytes=each.bytes, because="left by a process that was killed")
-            for each in there.orphans
-        ),
-        *(
-            Goner(path=found.folder, bytes=found.bytes, because=f"not whole: {found.problem}")
+            Goner(path=found.folder, bytes=found.bytes, because=Message("runs.not-whole", problem=found.problem))
             for found in there.broken
             if found.certain
         ),
@@ -212,4 +208,4 @@ def remove(goner: Goner) -> None:
             checkpoints.remove(goner.path)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{goner.path} cannot be removed ({why}): see whose it is") from None
+        raise ConfigError(Message("runs.cannot-be-removed", path=goner.path, why=why)) from None

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from tightfit.inputs.records import find_json, find_record
+from tightfit.messages import Message, Said
 from tightfit.owned import Ours, check_ours, find_strangers, flock, open_own, remove_file, remove_folder
 from tightfit.runs.checkpoints import MANIFEST, STAGED, checked, newest_first, orphans, own_files, size_of
 from tightfit.runs.folder import RunFolder
@@ -58,9 +59,9 @@ class Leftover:
     """One thing that may go."""
 
     kind: Kind
-    what: str
+    what: Said
     """A path, or `process 4711`."""
-    because: str
+    because: Said
     bytes: int | None = None
     path: Path | None = None
     run: Path | None = None
@@ -81,7 +82,7 @@ class Found:
     leftovers: tuple[Leftover, ...]
     live: tuple[Path, ...]
     """Runs that live, and were left alone."""
-    unsure: tuple[str, ...]
+    unsure: tuple[Said, ...]
     """What cannot be judged from here, and why."""
 
 
@@ -135,7 +136,7 @@ def _folders(folder: Path) -> list[Path]:
 def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> Found:
     """Everything that may go. `cache`: our cache's folder; `caches`: what can be made again goes too."""
     live: list[Path] = []
-    unsure: list[str] = []
+    unsure: list[Said] = []
     dead: list[DeadRun] = []
     found: list[Leftover] = []
     for run in dict.fromkeys([*runs_below(places), *_reserved(cache)]):
@@ -148,7 +149,7 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
                 live.append(run)
             continue
         except ConfigError as error:
-            unsure.append(str(error))
+            unsure.append(error.said)
             continue
         if one is None:
             live.append(run)
@@ -166,16 +167,19 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
     )
 
 
-def _apart(found: Sequence[Leftover]) -> tuple[list[Leftover], list[str]]:
+def _apart(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Message]]:
     """What is ours throughout, and a sentence about each thing that is not."""
-    ours, others = [], []
+    ours, others = list[Leftover](), list[Message]()
     for each in found:
         strangers: list[Path] = []
         if each.path is not None:
             strangers = find_strangers(each.path, each.names) if each.names else _no_file(each.path)
         if strangers:
-            where = "" if strangers[0] == each.path else f", so {each.path} stays"
-            others.append(f"{strangers[0]} was not written by tightfit{where}")
+            first = strangers[0]
+            if first == each.path:
+                others.append(Message("runs.not-ours", path=first))
+            else:
+                others.append(Message("runs.not-ours-so-stays", path=first, folder=each.path))
         else:
             ours.append(each)
     return ours, others
@@ -198,14 +202,14 @@ def _dead(run: Path) -> DeadRun | None:
     assert record is not None
     check_unlocked(run)
     if record.host != this_host():
-        raise ConfigError(f"{run} was run on {record.host}, so what it left cannot be judged from here")
+        raise ConfigError(Message("runs.ran-elsewhere", run=run, host=record.host))
     if record.lives:
         return None
     try:
         files = [run / LOCK, RunFolder(run).events, RunFolder(run).record, *(run / "logs").glob("*.log")]
         times = [path.stat().st_mtime for path in files if path.exists()]
     except OSError as error:
-        raise ConfigError(f"{run} cannot be looked at ({(error.strerror or str(error)).lower()})") from None
+        raise ConfigError(Message("runs.run-not-seen", run=run, why=(error.strerror or str(error)).lower())) from None
     first = min(times) if record.started is None else record.started.timestamp()
     return DeadRun(folder=run, first=first, last=max(times))
 
@@ -222,7 +226,8 @@ def _locks(run: Path) -> list[Leftover]:
     path = run / LOCK
     if not path.exists():
         return []
-    return [Leftover(kind="lock", what=str(path), because="its run has ended", bytes=_size(path), path=path, run=run)]
+    ended = Message("runs.its-run-ended")
+    return [Leftover(kind="lock", what=str(path), because=ended, bytes=_size(path), path=path, run=run)]
 
 
 def _staged(run: Path) -> list[Leftover]:
@@ -244,7 +249,7 @@ def _staged(run: Path) -> list[Leftover]:
         Leftover(
             kind="staging",
             what=str(path),
-            because="half written",
+            because=Message("runs.half-written"),
             bytes=_size(path),
             path=path,
             run=run,
@@ -263,8 +268,8 @@ def _processes(run: DeadRun) -> list[Leftover]:
                 found.append(
                     Leftover(
                         kind="process",
-                        what=f"process {process.pid}",
-                        because=f"{process.name.replace('-', ' ')} of the run in {run.folder}, which has ended",
+                        what=Message("runs.process", pid=process.pid),
+                        because=Message("runs.of-ended-run", name=process.name.replace("-", " "), folder=run.folder),
                         bytes=resident_bytes(process.pid),
                         pid=process.pid,
                         mark=mark_of(process.pid),
@@ -297,7 +302,7 @@ def _segments(dead: Sequence[DeadRun], going: frozenset[int]) -> list[Leftover]:
         Leftover(
             kind="shared memory",
             what=str(path),
-            because=f"made while the run in {run.folder} lived, and in nobody's hands",
+            because=Message("runs.in-nobodys-hands", folder=run.folder),
             bytes=seen.st_blocks * 512,
             path=path,
             since=run.first,
@@ -343,15 +348,16 @@ def _held_files(since: float, going: frozenset[int] = frozenset()) -> frozenset[
 
 
 def _cached(cache: Path, *, caches: bool) -> list[Leftover]:
+    ended = Message("runs.its-run-ended")
     found = [
-        Leftover(kind="reservation", what=str(path), because="its run has ended", bytes=_size(path), path=path)
+        Leftover(kind="reservation", what=str(path), because=ended, bytes=_size(path), path=path)
         for path in _glob(cache / "reservations", "*.json")
         if _is_dead_reservation(path)
     ]
     for path in _glob(cache, f"*/{BUILDING}*"):
         pid = path.name.rpartition("-")[2]
         if pid.isdigit() and not is_alive(int(pid), None):
-            because = f"half built by process {pid}, which has gone"
+            because = Message("runs.half-built", pid=pid)
             found.append(
                 Leftover(
                     kind="staging",
@@ -367,7 +373,7 @@ def _cached(cache: Path, *, caches: bool) -> list[Leftover]:
             Leftover(
                 kind="cache",
                 what=str(path),
-                because="can be made again",
+                because=Message("runs.can-be-made-again"),
                 bytes=_size(path),
                 path=path,
                 names=CACHES[path.name],
@@ -411,7 +417,7 @@ def _size(path: Path) -> int:
 # --- away with it -------------------------------------------------------------------------------
 
 
-def remove(leftover: Leftover) -> str | None:
+def remove(leftover: Leftover) -> Said | None:
     """Why it could not go; None: it is gone."""
     try:
         if leftover.pid is not None:
@@ -419,7 +425,7 @@ def remove(leftover: Leftover) -> str | None:
         with _alone(leftover):
             _away(leftover)
     except (OSError, ConfigError) as error:
-        return (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+        return (error.strerror or str(error)).lower() if isinstance(error, OSError) else error.said
     return None
 
 
@@ -442,7 +448,7 @@ def _away(leftover: Leftover) -> None:
         return
     if leftover.names is not None:
         if os.path.lexists(path):
-            check_ours(path, leftover.names, "it stays, and so does what is beside it")
+            check_ours(path, leftover.names, Message("runs.stays-beside"))
             remove_folder(path, leftover.names, last=MANIFEST)
     elif leftover.kind == "cache":
         with open_own(path.with_suffix(".lock"), "ab") as lock:
@@ -451,13 +457,13 @@ def _away(leftover: Leftover) -> None:
     elif leftover.kind == "shared memory":
         held, seen = _held_files(leftover.since), path.lstat()
         if held is None or (seen.st_dev, seen.st_ino) in held:
-            raise ConfigError("a process holds it")
+            raise ConfigError(Message("runs.a-process-holds-it"))
         path.unlink()
     else:
         remove_file(path)
 
 
-def end(pid: int, mark: str | None, *, at_once: bool = False, grace_s: float = GRACE_S) -> str | None:
+def end(pid: int, mark: str | None, *, at_once: bool = False, grace_s: float = GRACE_S) -> Message | None:
     """End a process, if it is still the one that was meant: asked first, and where it is ours to decide, then ended."""
     try:
         for what in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
@@ -471,11 +477,11 @@ def end(pid: int, mark: str | None, *, at_once: bool = False, grace_s: float = G
     except ProcessLookupError:
         return None
     except PermissionError:
-        return "it belongs to another user"
-    return "it does not end: the kernel holds it" if is_alive(pid, mark) else None
+        return Message("runs.another-users")
+    return Message("runs.kernel-holds-it") if is_alive(pid, mark) else None
 
 
-def ask_to_end(pid: int, mark: str | None, grace_s: float = GRACE_S) -> str | None:
+def ask_to_end(pid: int, mark: str | None, grace_s: float = GRACE_S) -> Message | None:
     """SIGTERM alone, for what is not ours; why it still runs, or None."""
     try:
         if is_alive(pid, mark):
@@ -483,10 +489,10 @@ def ask_to_end(pid: int, mark: str | None, grace_s: float = GRACE_S) -> str | No
     except ProcessLookupError:
         return None
     except PermissionError:
-        return "it belongs to another user"
+        return Message("runs.another-users")
     deadline = time.monotonic() + grace_s
     while is_alive(pid, mark):
         if time.monotonic() > deadline:
-            return f"it still runs after {grace_s:.0f} s"
+            return Message("runs.still-runs", seconds=grace_s)
         time.sleep(0.05)
     return None

@@ -29,6 +29,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tightfit.inputs.records import as_record, parse_json
+from tightfit.messages import Message, text
 from tightfit.owned import NotOurs, flock, fresh_beside, open_new
 from tightfit.runs.processes import PROC, boot_id, is_alive, mark_of, this_host
 from tightfit.types import ConfigError
@@ -37,8 +38,8 @@ from tightfit.types import ConfigError
 class InUse(ConfigError):
     """Another run holds the folder, and nothing in it is ours to write."""
 
-    def __init__(self, who: str, advice: str = "wait for it, or name another --output") -> None:
-        super().__init__(f"{who}: {advice}")
+    def __init__(self, who: Message, advice: Message | None = None) -> None:
+        super().__init__(Message("runs.who-and-advice", who=who, advice=advice or Message("runs.wait-or-other")))
         self.who = who
 
 
@@ -98,8 +99,8 @@ class Owner:
         return self.host == this_host() and self.boot in (None, boot_id())
 
     @property
-    def words(self) -> str:
-        return f"the run of process {self.pid} on {self.host} since {self.since}"
+    def words(self) -> Message:
+        return Message("runs.owner", pid=self.pid, host=self.host, since=self.since)
 
     def text(self) -> bytes:
         return json.dumps(asdict(self)).encode().ljust(_LENGTH - 1) + b"\n"
@@ -126,7 +127,7 @@ class FolderLock:
         try:
             os.pwrite(file, owner.text(), 0)
             if flock(file, wait=False) == "none":
-                speak(f"{folder} is on a file system without flock: a heartbeat in its lock keeps other runs out")
+                speak(text("runs.no-flock", folder=folder))
             while not _put(fresh, path):
                 with _opened(path) as other:
                     if other is not None:
@@ -169,11 +170,8 @@ def check_unlocked(folder: Path, *, here: bool = False) -> None:
             return
         owner = _owner(file)
         if owner is not None and not here:
-            raise InUse(
-                f"{folder} is in use by {owner.words}, another machine, so whether it still runs cannot be seen from "
-                "here",
-                "name another --output, or say --take-over if it has ended",
-            )
+            who = Message("runs.in-use-elsewhere", folder=folder, owner=owner.words)
+            raise InUse(who, Message("runs.other-or-take-over"))
 
 
 # --- who holds it -------------------------------------------------------------------------------
@@ -185,12 +183,10 @@ def _judge(file: int, folder: Path, job: str | None, *, take_over: bool, say: Sa
     if not _is_held(file, folder, job) or owner is None:
         return owner
     if owner.id is None and not take_over:
-        raise InUse(
-            f"{folder} is in use by {owner.words}, another machine, and of a version that gives no sign of life",
-            "name another --output, or say --take-over if it has ended",
-        )
+        who = Message("runs.in-use-mute", folder=folder, owner=owner.words)
+        raise InUse(who, Message("runs.other-or-take-over"))
     patience = TAKE_OVER_S if take_over else EXPIRES_S
-    say(f"{folder} was held by {owner.words}, another machine: watching for {patience:.0f} s whether it still lives")
+    say(text("runs.watching-lock", folder=folder, owner=owner.words, seconds=patience))
     deadline, before = time.monotonic() + patience, _signs(folder)
     while time.monotonic() < deadline:
         time.sleep(_LOOK_S)
@@ -198,7 +194,7 @@ def _judge(file: int, folder: Path, job: str | None, *, take_over: bool, say: Sa
         if now is None or now.id != owner.id:
             break  # somebody else has it, or nobody: whoever asked looks again
         if now.beat != owner.beat or _signs(folder) != before:
-            raise InUse(f"{folder} is in use by {owner.words}, and it lives")
+            raise InUse(Message("runs.in-use-lives", folder=folder, owner=owner.words))
     return owner
 
 
@@ -217,7 +213,8 @@ def _is_held(file: int, folder: Path, job: str | None) -> bool:
     kernel, owner = flock(file, wait=False), _owner(file)
     lives = owner is not None and owner.is_here and owner.space == _space() and is_alive(owner.pid, owner.mark)
     if kernel == "busy" or (lives and owner is not None and owner.mark is not None):
-        raise InUse(f"{folder} is in use by {'another run' if owner is None else owner.words}")
+        who = Message("runs.another-run") if owner is None else owner.words
+        raise InUse(Message("runs.in-use", folder=folder, owner=who))
     if owner is None or (job is not None and owner.job == job):  # a scheduler starts a job again when it has ended
         return False
     sees = kernel == "held" or owner.space == _space()
@@ -227,11 +224,7 @@ def _is_held(file: int, folder: Path, job: str | None) -> bool:
 def _leave(folder: Path, now: Owner) -> None:
     """Another run writes in the folder: not a byte more of ours. The ranks end with this process."""
     with suppress(OSError):
-        os.write(
-            2,
-            f"tightfit: {now.words} has taken {folder} over, as this run gave no sign of life for too long: this one "
-            "ends, and has written nothing since\n".encode(),
-        )
+        os.write(2, f"tightfit: {text('runs.taken-over', owner=now.words, folder=folder)}\n".encode())
     os._exit(LOST)
 
 
@@ -242,7 +235,7 @@ def _leave(folder: Path, now: Owner) -> None:
 def _opened(path: Path) -> Iterator[int | None]:
     """To write, since over NFS only a writer may ask for the whole lock; None: it is not there. A link, or a file that
     says anything but what a lock says, is somebody else's."""
-    stranger = NotOurs(path, f"{path} was not written by tightfit: move it away, or name another --output")
+    stranger = NotOurs(path, Message("runs.not-ours-move", path=path))
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -299,8 +292,8 @@ def _clear_turn(turn: Path) -> bool:
     with _opened(turn) as file:
         if file is not None:
             if _is_held(file, turn.parent, None):
-                who = f"another machine is taking {turn.parent} over"
-                raise InUse(who, f"wait for it, or remove {turn} if it has ended")
+                who = Message("runs.being-taken-over", folder=turn.parent)
+                raise InUse(who, Message("runs.wait-or-remove", path=turn))
             turn.unlink(missing_ok=True)
     return False
 

@@ -6,6 +6,7 @@ import errno
 import socket
 from collections.abc import Collection
 
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 _TRIES = 64
@@ -19,7 +20,7 @@ def free_port(taken: Collection[int] = ()) -> int:
             port: int = probe.getsockname()[1]
         if port not in taken:
             return port
-    raise ConfigError("no free port was found for the ranks to meet on: name one with --port")
+    raise ConfigError(Message("runs.no-port"))
 
 
 def check_port(port: int) -> None:
@@ -33,10 +34,10 @@ def check_port(port: int) -> None:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind((address, port))
         except PermissionError:
-            raise ConfigError(f"--port {port} is the system's: name one above 1023, or leave --port out") from None
+            raise ConfigError(Message("runs.systems-port", port=port)) from None
         except OSError as error:
             if error.errno in _IN_USE:
-                raise ConfigError(f"--port {port} is in use: name another, or leave --port out") from None
+                raise ConfigError(Message("runs.port-in-use", port=port)) from None
 
 
 _IN_USE = (errno.EADDRINUSE,)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.inputs.records import find_record, record_text
+from tightfit.messages import Message
 from tightfit.owned import flock, replace_file
 from tightfit.runs.processes import is_alive, mark_of, this_host
 
@@ -48,9 +49,9 @@ class Reservation:
         )
 
     @property
-    def words(self) -> str:
+    def words(self) -> Message:
         """`the run in /data/out (process 4711)`"""
-        return f"the run in {self.folder} (process {self.pid})"
+        return Message("runs.reserved-by", folder=self.folder, pid=self.pid)
 
 
 class Reservations:

@@ -15,6 +15,7 @@ from tightfit.formats.plan_folder import PLAN_FILES
 from tightfit.formats.worker.read import AGAIN, WORKER_FILE, parse_worker
 from tightfit.inputs.records import json_text
 from tightfit.inputs.spelling import read_text
+from tightfit.messages import Message
 from tightfit.types import ConfigError, Vendor
 
 
@@ -56,9 +57,9 @@ class WorkerFile:
 def read_plan_folder(folder: Path) -> dict[str, str]:
     """The files of a written plan, by name."""
     if not (folder / WORKER_FILE).is_file() and (folder / "launch.sh").is_file():
-        raise ConfigError(f"the plan in {folder} is for another trainer: start it with bash {folder / 'launch.sh'}")
+        raise ConfigError(Message("runs.plan-of-other", folder=folder, script=folder / "launch.sh"))
     if not (folder / WORKER_FILE).is_file():
-        raise ConfigError(f"{folder} holds no {WORKER_FILE}: name a folder that `tightfit plan --write` made")
+        raise ConfigError(Message("runs.no-worker-file", folder=folder, name=WORKER_FILE))
     files = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name in PLAN_FILES:

@@ -214,7 +214,7 @@ class RunSight:
                 manifest = checked(folder)
                 row |= {"written": manifest.written, "bytes": manifest.bytes}
             except Torn as torn:
-                row["torn"] = torn.args[0]
+                row["torn"] = torn.said
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 row["torn"] = Message("web.cannot-be-read")
             rows.append(row)
