@@ -47,7 +47,7 @@ def test_a_pinned_stage_is_refused_with_what_to_use(engine: Engine, kind: Optimi
         planned(optimizer=kind, levers={"engine": engine})
     assert str(refused.value) == (
         f"under {engine} the states of --optimizer {kind} belong to no parameter alone, so no checkpoint can hold "
-        "them: use --engine fsdp2 or --engine zero0 or --optimizer adamw"
+        "them: use --engine fsdp2, --engine zero0 or --optimizer adamw"
     )
 
 

@@ -31,7 +31,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not(model: str, method: Met
 def test_a_sequence_is_never_longer_than_the_model_was_made_for() -> None:
     found = longest_sequence(Job(model="tiny_llama"), preset("tiny_llama"), machine("1x24GB"))
     assert found.value == preset("tiny_llama").max_positions
-    assert "memory alone would allow more" in " ".join(found.because)
+    assert "memory alone would allow more" in " ".join(map(str, found.because))
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:

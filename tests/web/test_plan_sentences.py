@@ -10,11 +10,9 @@ import pytest
 import patience
 from tightfit.desk.plan import answered
 from tightfit.desk.request import Request, read_request
-from tightfit.hardware.words import parse_hardware
 from tightfit.messages import Said
 from tightfit.planner.plan import Plan
 from tightfit.planner.reasons import missing
-from tightfit.planner.tier_values import TIERS, by_memory
 from tightfit.priced import strategy_name
 from tightfit.web.sentences import said_in
 
@@ -122,19 +120,3 @@ def test_a_text_that_was_made_to_fit_everything_is_no_trouble(text: str) -> None
     began = patience.now()
     said_in("zh", text)
     assert patience.now() - began < 2
-
-
-def test_what_is_said_of_a_tier_has_a_chinese_form() -> None:
-    said = [f"Tier {tier.name}: {tier.about}." for tier in TIERS.values()]
-    said += [by_memory(parse_hardware(f"1x{size}GB"))[1] for size in (3, 5, 8, 24)]
-    said += [
-        "Of the other tiers standard, extreme fit: --tier all sets them side by side.",
-        "The free search, with 2048 tokens and an effective batch of 24, would take ZeRO-2, optimizer on CPU, 1 × 4: "
-        "2,983 tokens/s in 20.1 GiB.",
-        "sequences of 512 tokens instead of 2048",
-        "an effective batch of 24",
-        "adapters of rank 8 instead of every weight",
-    ]
-    assert [each for each in said if said_in("zh", each).is_foreign] == []
-    for each in said:
-        assert sorted(NUMBER.findall(each)) == sorted(NUMBER.findall(said_in("zh", each).text)), each

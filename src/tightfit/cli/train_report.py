@@ -95,7 +95,7 @@ def _way_up_report(faster: Plan | None) -> dict[str, Any] | None:
     if faster is None or faster.chosen is None:
         return None
     return {
-        "text": faster.because[0],
+        "text": str(faster.because[0]),
         "levers": flags_from_levers(faster.chosen.levers),
         "world": faster.chosen.world,
         "tokens_per_s": faster.chosen.pace.tokens_per_s,

@@ -27,7 +27,7 @@ def report(answer: Answer, files: Sequence[Path] | None) -> dict[str, Any]:
     elif isinstance(answer, Limit):
         plain = plan_report(answer.plan)
         plain["max"] = {"what": answer.wanted, "value": answer.value}
-        plain["because"] = [*answer.because, *plain["because"]]
+        plain["because"] = [*map(str, answer.because), *plain["because"]]
     else:
         plain = plan_report(answer)
     if files is not None:
@@ -116,10 +116,10 @@ def _tier_report(tiered: Tiered) -> dict[str, Any]:
     plain: dict[str, Any] = {"fits": False, "chosen": None, "alternatives": []}
     if tiered.plan is not None:
         plain = plan_report(tiered.plan)
-        plain["because"] = [*plain["because"], *tiered.because]
+        plain["because"] = [*plain["because"], *map(str, tiered.because)]
     return plain | {
         "tier": tiered.tier.name,
         "about": str(tiered.tier.about),
-        "costs": list(tiered.costs),
+        "costs": list(map(str, tiered.costs)),
         "problem": tiered.problem or None,
     }

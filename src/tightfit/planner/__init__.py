@@ -13,7 +13,7 @@ from time import perf_counter
 
 from tightfit.job import Job
 from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
-from tightfit.messages import Said
+from tightfit.messages import Listing, Message, Said
 from tightfit.planner import costly, reasons
 from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
@@ -33,7 +33,7 @@ def plan(
     job: Job,
     shape: ModelShape | None = None,
     hardware: Hardware | None = None,
-    said: tuple[str, ...] = (),
+    said: tuple[Said, ...] = (),
     *,
     partial: bool = True,
     every_gpu: bool = False,
@@ -60,7 +60,7 @@ def plan_within(
     hardware = hardware or hardware_of(job)
     if job.tier == "auto" and "engine" not in job.levers:
         return _auto(bounds, job, shape, hardware, said)
-    costs: tuple[str, ...] = ()
+    costs: tuple[Said, ...] = ()
     if job.tier is not None and "engine" not in job.levers:
         job, costs = _tiered(job, hardware)
     job, stood_in = _computable(job, hardware)
@@ -103,25 +103,23 @@ def _auto(bounds: Bounds, job: Job, shape: ModelShape, hardware: Hardware, said:
     return plan_within(bounds, replace(job, tier=smallest.name), shape, hardware, said)
 
 
-def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
+def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[Said, ...]]:
     """The job with its tier's values wherever it has its defaults, and what that changes in the result.
 
     A pinned engine shows that this was done.
     """
     if job.tier == "all":
-        raise ConfigError("tier: all is a comparison, not a plan: name one tier, or auto")
+        raise ConfigError(Message("plan.tier-all"))
     names = {*dump_job(job), *(f"levers.{lever}" for lever in job.levers)}
     return applied(TIERS[str(job.tier)], job, hardware, frozenset(names))
 
 
-def _computable(job: Job, hardware: Hardware) -> tuple[Job, tuple[str, ...]]:
+def _computable(job: Job, hardware: Hardware) -> tuple[Job, tuple[Said, ...]]:
     """The job in a precision that the machine can train in. DeepSpeed refuses what a processor does not compute
     itself; FSDP2 leaves it to torch, which can do without."""
     if job.precision != "fp16" or hardware.gpu.fp16 is not False or job.levers.get("engine") == FSDP2:
         return job, ()
-    return replace(job, precision=STANDS_IN), (
-        f"This {hardware.gpu.name} has no fp16 of its own: {STANDS_IN} stands in for it.",
-    )
+    return replace(job, precision=STANDS_IN), (Message("plan.no-fp16", name=hardware.gpu.name, stands_in=STANDS_IN),)
 
 
 def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: bool = False) -> Question:
@@ -170,17 +168,17 @@ def _check_batch(question: Question, *, asked: bool) -> None:
     if not asked:
         return
     steps = world
-    what = f"{world} GPUs" if world > 1 else "one GPU"
-    for name, flag in (("micro_batch", "--micro-batch"), ("accumulation", "--accum")):
-        if name in question.pinned:
-            steps *= getattr(base, name)
-            what += f" with {flag} {getattr(base, name)}"
+    flags = {name: getattr(base, name) for name in ("micro_batch", "accumulation") if name in question.pinned}
+    for value in flags.values():
+        steps *= value
     both = {"micro_batch", "accumulation"} <= question.pinned
     if batch % steps == 0 and (not both or batch == steps):
         return
     below = batch // steps * steps
-    near = f"{steps}" if both or below == 0 else f"{below} or {below + steps}"
-    raise ConfigError(f"--effective-batch {batch} cannot be shared evenly by {what}: use {near}")
+    near = [steps] if both or below == 0 else [below, below + steps]
+    raise ConfigError(
+        Message("plan.uneven-batch", batch=batch, gpus=world, near=Listing(map(str, near), "or"), **flags)
+    )
 
 
 def _answer(

@@ -14,6 +14,7 @@ from typing import Any
 
 from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.memory.optimizers import EIGHT_BIT
+from tightfit.messages import Listing, Message
 from tightfit.pace import Choice
 from tightfit.planner.trainers import Abilities
 from tightfit.types import (
@@ -139,18 +140,14 @@ def check_states(base: Levers, pinned: Pinned, hardware: Hardware) -> None:
     """8-bit states that were pinned to an engine whose checkpoint could not hold them, or have none that could."""
     if base.optimizer not in EIGHT_BIT:
         return
-    states, offloaded = f"the states of --optimizer {base.optimizer}", base.offload_optimizer != "none"
+    states, offloaded = Message("plan.states-of", optimizer=base.optimizer), base.offload_optimizer != "none"
     holding = [] if offloaded else [f"--engine {engine}" for engine in _holding(base, hardware)]
     if "engine" in pinned and base.engine not in BY_PARAMETER:
-        fix = " or ".join((*holding, "--optimizer adamw"))
-        raise ConfigError(
-            f"under {base.engine} {states} belong to no parameter alone, so no checkpoint can hold them: use {fix}"
-        )
+        fix = Listing((*holding, "--optimizer adamw"), "or")
+        raise ConfigError(Message("plan.states-of-no-parameter", engine=base.engine, states=states, fix=fix))
     if not holding and not offloaded:
-        raise ConfigError(
-            f"no engine that keeps {states} by parameter, as checkpoints do, trains "
-            f"{'pure ' if _is_pure(base) else ''}{base.precision} here: use --optimizer adamw"
-        )
+        precision = f"pure {base.precision}" if _is_pure(base) else base.precision
+        raise ConfigError(Message("plan.no-engine-for-states", states=states, precision=precision))
 
 
 def _holding(base: Levers, hardware: Hardware) -> list[Engine]:

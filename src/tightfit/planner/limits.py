@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from tightfit.job import Job, Wanted
 from tightfit.job.file import levers_of
+from tightfit.messages import Message, Said
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS
 from tightfit.planner import plan_within, question_of
@@ -33,7 +34,7 @@ class Limit:
     """Tokens, sequences or a model's name; None: not even the smallest fits."""
     plan: Plan
     """For that value, or for the smallest where nothing fits."""
-    because: tuple[str, ...]
+    because: tuple[Said, ...]
 
 
 def longest_sequence(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bounds = FREE) -> Limit:
@@ -46,9 +47,9 @@ def longest_sequence(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bo
 
     steps = _largest(fits, max(1, most // STEP_TOKENS))
     tokens = steps * STEP_TOKENS if steps else None
-    said = []
+    said: list[Said] = []
     if tokens is not None and known is not None and tokens + STEP_TOKENS > known:
-        said.append(f"{shape.name} was made for {known} tokens; memory alone would allow more.")
+        said.append(Message("plan.made-for", name=shape.name, known=known))
     return Limit(
         wanted="seq",
         value=tokens,
@@ -60,7 +61,7 @@ def longest_sequence(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bo
 def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bounds = FREE) -> Limit:
     """Sequences in one forward pass of one GPU, without accumulation unless that is pinned."""
     if "micro_batch" in job.levers:
-        raise ConfigError("--max micro-batch and --micro-batch contradict each other: leave one out")
+        raise ConfigError(Message("plan.max-and-micro-batch"))
     accumulation = levers_of(job, shape).accumulation
 
     def asked(micro: int) -> Job:
@@ -68,7 +69,7 @@ def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware, bounds:
         return replace(job, effective_batch=batch, levers={**job.levers, "micro_batch": micro})
 
     micro = _largest(lambda count: _fits(asked(count), shape, hardware, bounds), MOST_SEQUENCES)
-    said = f"The effective batch follows from it: {micro or 1} a GPU and forward pass."
+    said = Message("plan.batch-follows", micro=micro or 1)
     return Limit(
         wanted="micro-batch",
         value=micro or None,
@@ -98,7 +99,7 @@ def largest_model(
         wanted="model",
         value=None,
         plan=_plan(replace(job, model=smallest.name), smallest, hardware, bounds),
-        because=(f"Not even {smallest.name} fits.",),
+        because=(Message("plan.not-even", name=smallest.name),),
     )
 
 

@@ -150,12 +150,12 @@ BY_MEMORY = ((12, "deepspeed"), (6, "stage2_offload"), (4, "stage3"), (0, "minim
 """GiB of the card, as sold: more than 12; from 6; from 4; less."""
 
 
-def by_memory(hardware: Hardware) -> tuple[Tier, str]:
+def by_memory(hardware: Hardware) -> tuple[Tier, Message]:
     """The tier for this card, and why."""
     size = round(hardware.gpu.memory_bytes / GIB)
     least, roomy = BY_MEMORY[0]
     name = roomy if size > least else next(name for least, name in BY_MEMORY[1:] if size >= least)
-    return TIERS[name], f"--tier auto: a card of {size} GB gets {name} ({TIERS[name].about})."
+    return TIERS[name], Message("plan.tier-by-card", size=size, name=name, about=TIERS[name].about)
 
 
 def from_card_down(hardware: Hardware) -> list[Tier]:
@@ -164,27 +164,27 @@ def from_card_down(hardware: Hardware) -> list[Tier]:
     return [TIERS[name] for name in names[names.index(by_memory(hardware)[0].name) :]]
 
 
-def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) -> tuple[Job, tuple[str, ...]]:
+def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) -> tuple[Job, tuple[Message, ...]]:
     """The job with the tier's values wherever the user said nothing, and what that changes in the result."""
-    costs: list[str] = []
+    costs: list[Message] = []
     changes: dict[str, Any] = {"tier": tier.name}
     if tier.sequence is not None and "sequence" not in explicit:
         changes["sequence"] = tier.sequence
         if tier.sequence != job.sequence:
-            costs.append(f"sequences of {tier.sequence} tokens instead of {job.sequence}")
+            costs.append(Message("plan.tier-sequence", sequence=tier.sequence, asked=job.sequence))
     if tier.precision is not None and "precision" not in explicit and tier.precision != job.precision:
         changes["precision"] = tier.precision
         computed = STANDS_IN if tier.precision == "fp16" and hardware.gpu.fp16 is False else tier.precision
         if computed != job.precision:
-            costs.append(f"{computed} instead of {job.precision}")
+            costs.append(Message("plan.tier-precision", computed=computed, precision=job.precision))
     if tier.quantised and job.method != "qlora":
         if "method" in explicit and job.method == "full":
-            raise ConfigError(f"--tier {tier.name} trains adapters on 4-bit weights: it needs --method lora or qlora")
+            raise ConfigError(Message("plan.tier-needs-adapters", name=tier.name))
         changes["method"] = "qlora"
-        costs.append("4-bit weights (NF4) instead of 16-bit ones")
+        costs.append(Message("plan.tier-four-bits"))
         if job.method == "full":
             changes["lora"] = job.lora
-            costs.append(f"adapters of rank {job.lora.rank} instead of every weight")
+            costs.append(Message("plan.tier-adapters", rank=job.lora.rank))
     own = tier.levers() | _engine_for_states(tier, job, hardware)
     pins = {key: value for key, value in own.items() if f"levers.{key}" not in explicit}
     levers = {**pins, **{key: value for key, value in job.levers.items() if f"levers.{key}" in explicit}}
@@ -194,7 +194,7 @@ def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) 
     else:
         batch = int(levers["micro_batch"]) * int(levers["accum"]) * hardware.world
         changes["effective_batch"] = batch
-        costs.append(f"an effective batch of {batch}")
+        costs.append(Message("plan.tier-batch", batch=batch))
     return replace(job, **changes), tuple(costs)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tightfit.job import Job
-from tightfit.messages import Said
+from tightfit.messages import Listing, Message, Said
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.plan import Bounds, Plan
@@ -28,7 +28,7 @@ class Tiered:
     plan: Plan | None
     """None: the tier cannot run this job; `problem` says why."""
     problem: str = ""
-    costs: tuple[str, ...] = ()
+    costs: tuple[Said, ...] = ()
     """What it changes in the result, against what was asked, a sentence each."""
     free: Plan | None = None
     because: tuple[Said, ...] = ()
@@ -38,14 +38,14 @@ class Tiered:
         return self.plan is not None and self.plan.fits
 
     @property
-    def without_it(self) -> str | None:
+    def without_it(self) -> Message | None:
         """What would run without the tier, which does not; None: nothing would, or the tier does."""
         way = self.free.chosen if self.free is not None else None
         if self.fits or way is None:
             return None
         needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
-        changes = "; ".join(map(str, way.changes)) or "the training stays as it is"
-        return f"leave --tier out, and {strategy_name(way.levers)} fits in {needed} of {size} GiB ({changes})"
+        changes = Listing(way.changes, ";") if way.changes else Message("plan.training-stays")
+        return Message("plan.leave-tier-out", way=strategy_name(way.levers), needed=needed, size=size, changes=changes)
 
 
 def tiered(
@@ -60,7 +60,7 @@ def tiered(
     if name not in (*TIERS, "auto"):
         from tightfit.inputs.flags import meant
 
-        raise ConfigError(f"--tier knows no {name!r}{meant(name, [*TIERS, 'auto', 'all'])}")
+        raise ConfigError(Message("plan.unknown-tier", name=name, hint=meant(name, [*TIERS, "auto", "all"])))
     tiers = from_card_down(hardware) if name == "auto" else [TIERS[name]]
     bounds = Bounds(calibration=calibration)
     free = plan_within(bounds, replace(job, tier=None), shape, hardware)
@@ -74,14 +74,14 @@ def tiered(
     return replace(found, free=free, because=(*said, *_instead(free)))
 
 
-def _passed_over(hardware: Hardware, found: Tiered) -> tuple[str, ...]:
+def _passed_over(hardware: Hardware, found: Tiered) -> tuple[Said, ...]:
     """Which tier the card alone would get, and why it is another."""
     usual, sentence = by_memory(hardware)
     if found.tier is usual:
         return (sentence,)
     if found.fits:
-        return (sentence, f"{usual.name} does not hold this training: {found.tier.name} is the next that does.")
-    return (sentence, f"Neither {usual.name} nor a tier for smaller cards holds this training.")
+        return (sentence, Message("plan.tier-next", name=usual.name, next=found.tier.name))
+    return (sentence, Message("plan.no-tier-holds", name=usual.name))
 
 
 def all_tiers(
@@ -112,19 +112,26 @@ def _planned(
         return Tiered(tier=tier, plan=None, problem=str(error))
 
 
-def _with_costs(answer: Plan, costs: tuple[str, ...]) -> Plan:
+def _with_costs(answer: Plan, costs: tuple[Said, ...]) -> Plan:
     """Each of its ways says what the tier changes, so that files and JSON know it without the tier."""
     ways = [replace(way, changes=(*costs, *way.changes)) for way in answer.alternatives]
     chosen = answer.chosen and replace(answer.chosen, changes=(*costs, *answer.chosen.changes))
     return replace(answer, chosen=chosen, alternatives=tuple(ways))
 
 
-def _instead(free: Plan) -> tuple[str, ...]:
+def _instead(free: Plan) -> tuple[Said, ...]:
     if free.chosen is None:
-        return ("The free search finds nothing that fits without changing the training.",)
+        return (Message("plan.free-search-nothing"),)
     way = free.chosen
     return (
-        f"The free search, with {way.levers.sequence} tokens and an effective batch of {free.effective_batch}, would "
-        f"take {strategy_name(way.levers)}, {way.levers.micro_batch} × {way.levers.accumulation}: "
-        f"{way.pace.tokens_per_s:,.0f} tokens/s in {way.footprint.gpu.required_bytes / GIB:.1f} GiB.",
+        Message(
+            "plan.free-search",
+            sequence=way.levers.sequence,
+            batch=free.effective_batch,
+            way=strategy_name(way.levers),
+            micro_batch=way.levers.micro_batch,
+            accumulation=way.levers.accumulation,
+            tokens=way.pace.tokens_per_s,
+            size=way.footprint.gpu.required_bytes / GIB,
+        ),
     )

@@ -84,24 +84,18 @@ def check_llamafactory(levers: Levers, shape: ModelShape, version: str) -> None:
     """A ConfigError for what it would train otherwise than asked, or not at all, whatever the engine."""
     at = release(version)
     if at < OLDEST_LLAMAFACTORY:
-        raise ConfigError(f"tightfit writes for LLaMA-Factory 0.9.2 and later, not {version}: upgrade it")
+        raise ConfigError(Message("plan.old-llamafactory", version=version))
     if scans(shape):
-        raise ConfigError(f"LLaMA-Factory has no Mamba kernels for {shape.name}: train it with tightfit's worker")
+        raise ConfigError(Message("plan.llamafactory-mamba", name=shape.name))
     if at < _TYPES_SINCE.get(shape.model_type, OLDEST_LLAMAFACTORY):
         first = ".".join(map(str, _TYPES_SINCE[shape.model_type]))
-        raise ConfigError(f"LLaMA-Factory {version} cannot load {shape.model_type} models: {first} is the first")
+        raise ConfigError(Message("plan.llamafactory-cannot-load", version=version, kind=shape.model_type, first=first))
     if levers.frozen_layers:
-        raise ConfigError(
-            "LLaMA-Factory's freeze leaves the head untrained too: frozen_layers cannot be written for it"
-        )
+        raise ConfigError(Message("plan.llamafactory-freeze"))
     if levers.trains != "all":
-        raise ConfigError(
-            f"tightfit writes no LLaMA-Factory file that trains {levers.trains} alone: train it with tightfit's worker"
-        )
+        raise ConfigError(Message("plan.llamafactory-trains", trains=levers.trains))
     if levers.precision == "fp32" and levers.method != "full":
-        raise ConfigError(
-            f"LLaMA-Factory keeps a frozen model in the 16-bit format of its files: take bf16 for {levers.method}"
-        )
+        raise ConfigError(Message("plan.llamafactory-frozen-precision", method=levers.method))
 
 
 def check_pins(trainer: Abilities, levers: Levers, shape: ModelShape, pinned: Collection[str]) -> None:
@@ -112,15 +106,15 @@ def check_pins(trainer: Abilities, levers: Levers, shape: ModelShape, pinned: Co
     if trainer.trainer == "llamafactory":
         check_llamafactory(levers, shape, trainer.llamafactory_version)
     if "engine" in pinned and levers.is_fsdp2 and trainer.trainer == "llamafactory":
-        raise ConfigError("llamafactory-cli cannot start FSDP2: take a ZeRO engine for LLaMA-Factory")
+        raise ConfigError(Message("plan.llamafactory-fsdp2"))
     if "checkpointing" in pinned and levers.checkpointing.layers:
-        raise ConfigError(f"{name} recomputes every layer or none: use --checkpointing full or none")
+        raise ConfigError(Message("plan.all-layers-or-none", name=name))
     if "checkpointing" in pinned and levers.checkpointing.offload and not trainer.offloads_inputs(levers.engine):
-        raise ConfigError(f"{name} keeps layer inputs on the host under fsdp2 alone: use --checkpointing full")
+        raise ConfigError(Message("plan.inputs-on-host", name=name))
     if "loss" in pinned and levers.loss == "fused" and not trainer.fuses(shape):
-        raise ConfigError(f"{name} has no fused loss for {shape.model_type}: use --loss plain")
+        raise ConfigError(Message("plan.no-fused-loss", name=name, model_type=shape.model_type))
     if "scan" in pinned and levers.scan == "tightfit" and scans(shape):
-        raise ConfigError(f"{name} has no scan of tightfit's: use --scan official or torch")
+        raise ConfigError(Message("plan.no-own-scan", name=name))
 
 
 def scans(shape: ModelShape) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tightfit.memory.overhead import beside
+from tightfit.messages import Listing, Message
 from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.question import Question
@@ -55,11 +56,15 @@ def unused_share(way: Way, measured_peak_bytes: int) -> float:
     return 1 - used / way.hardware.gpu.memory_bytes
 
 
-def _sentence(way: Way, faster: Way, measured_peak_bytes: int) -> str:
+def _sentence(way: Way, faster: Way, measured_peak_bytes: int) -> Message:
     peak, size = amounts(max(measured_peak_bytes, 1), way.hardware.gpu.memory_bytes)
     share = faster.pace.tokens_per_s / way.pace.tokens_per_s - 1
-    return (
-        f"The run's peak was {peak} of {size} GiB, so {unused_share(way, measured_peak_bytes):.0%} of each card was "
-        f"left: {'; '.join(lever_changes(way, faster))} would fit and is predicted to make "
-        f"{faster.pace.tokens_per_s:,.0f} tokens/s, {share:.0%} more."
+    return Message(
+        "plan.way-up",
+        peak=peak,
+        size=size,
+        left=unused_share(way, measured_peak_bytes),
+        changes=Listing(lever_changes(way, faster), ";"),
+        tokens=faster.pace.tokens_per_s,
+        share=share,
     )

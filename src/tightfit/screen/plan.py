@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.messages import Choice, Listing, Message, end_sentence, id_of, text
+from tightfit.messages import Choice, Listing, Message, Said, end_sentence, id_of, text
 from tightfit.messages.wide import count_cells, pad, pad_left
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
@@ -82,7 +82,7 @@ def waiting(said: str) -> AbstractContextManager[object]:
 # --- the answers --------------------------------------------------------------------------------
 
 
-def draw_plan(console: Console, plan: Plan, lead: Sequence[str] = (), *, with_model: bool = False) -> None:
+def draw_plan(console: Console, plan: Plan, lead: Sequence[Said] = (), *, with_model: bool = False) -> None:
     """The whole answer. `lead` stands first among the reasons; `with_model`: the plan found the model as well."""
     _draw_head(console, plan)
     # Each way that is worth a line, with its mark.
