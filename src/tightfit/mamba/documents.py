@@ -43,18 +43,15 @@ def reading_positions(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **more)
         given = bound.arguments
         ids, embedded = given.get("input_ids"), given.get("inputs_embeds")
-        starts = _starts(position_ids, embedded if ids is None else ids)
+        tokens = embedded if ids is None else ids
+        shape = position_ids.shape if tokens is None else tokens.shape[:2]
+        if position_ids.dim() != 2 or position_ids.shape[1:] != shape[1:] or position_ids.shape[0] not in (1, shape[0]):
+            raise ScanError(text("scan.positions-shape", wanted=list(shape), shape=list(position_ids.shape)))
+        starts = (position_ids == 0).expand(shape)
         given["attention_mask"] = Documents(starts, given.get("attention_mask"))
         return original(*bound.args, **bound.kwargs)
 
     return forward
-
-
-def _starts(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
-    shape = position_ids.shape if tokens is None else tokens.shape[:2]
-    if position_ids.dim() != 2 or position_ids.shape[1:] != shape[1:] or position_ids.shape[0] not in (1, shape[0]):
-        raise ScanError(text("scan.positions-shape", wanted=list(shape), shape=list(position_ids.shape)))
-    return (position_ids == 0).expand(shape)
 
 
 def unpacked(

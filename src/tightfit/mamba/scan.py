@@ -73,14 +73,7 @@ def _run(scan: Scan, path: Path) -> tuple[Tensor, Tensor]:
         return reference_scan(scan)
     if path == "chunked":
         return chunked_scan(scan)
-    _check_triton(scan, path)
-    from tightfit.mamba.gpu_scan import triton_scan
-
-    return triton_scan(scan)
-
-
-def _check_triton(scan: Scan, path: str) -> None:
-    """Whoever asks for a path by name gets that one or ScanError, never another."""
+    # Whoever asks for a path by name gets that one or ScanError, never another.
     if path not in get_args(Path):
         raise ScanError(text("scan.no-path", path=path, known=", ".join(get_args(Path))))
     if scan.sizes[2] > MOST_STATES:
@@ -92,6 +85,9 @@ def _check_triton(scan: Scan, path: str) -> None:
         raise ScanError(text("scan.needs-triton"))
     if scan.u.device.type != "cuda":
         raise ScanError(text("scan.triton-needs-gpu", device=scan.u.device))
+    from tightfit.mamba.gpu_scan import triton_scan
+
+    return triton_scan(scan)
 
 
 def fitting(scan: Scan) -> Path:

@@ -81,8 +81,16 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 def _worker(argv: Sequence[str]) -> NoReturn:
     args = _options(argv)
     stop = Stop().install()
-    _say_where_asked()
-    _leave_with_parent()
+    # The stacks of all threads go to the log: when the supervisor asks for them, and at a crash in native code.
+    from tightfit.runs.stacks import DUMP
+
+    faulthandler.enable()
+    faulthandler.register(DUMP, all_threads=True)
+    # End when whoever started this rank is gone.
+    from tightfit.runs.parent import PARENT_FD, end_with_parent
+
+    if PARENT_FD in os.environ:
+        end_with_parent(int(os.environ.pop(PARENT_FD)))
     _environment()
     from tightfit.runs.heartbeat import DISK_FULL
     from tightfit.runs.last_words import USERS, write_last_words
@@ -152,14 +160,6 @@ def _environment() -> None:
         os.environ.setdefault("MASTER_PORT", str(found.port))
 
 
-def _say_where_asked() -> None:
-    """The stacks of all threads go to the log: when the supervisor asks for them, and at a crash in native code."""
-    from tightfit.runs.stacks import DUMP
-
-    faulthandler.enable()
-    faulthandler.register(DUMP, all_threads=True)
-
-
 def _supervised(args: argparse.Namespace, config: WorkerConfig, place: Place) -> Supervised:
     """What the desk asks for that started this rank; and the tests' faults, where their variable names some."""
     from tightfit.runs.heartbeat import Heartbeat
@@ -173,14 +173,6 @@ def _supervised(args: argparse.Namespace, config: WorkerConfig, place: Place) ->
         faults = read_faults(os.environ[FAULTS], config.folder, place.rank)
     skips = frozenset(int(word) for word in args.skip_steps.split(",") if word)
     return Supervised(heartbeat=RankHeartbeat(heartbeat, faults), skips=skips)
-
-
-def _leave_with_parent() -> None:
-    """End when whoever started this rank is gone."""
-    from tightfit.runs.parent import PARENT_FD, end_with_parent
-
-    if PARENT_FD in os.environ:
-        end_with_parent(int(os.environ.pop(PARENT_FD)))
 
 
 if __name__ == "__main__":

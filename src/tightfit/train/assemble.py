@@ -138,36 +138,30 @@ class _ModelAssembly:
         recomputed = recompute(model, self.levers.checkpointing)
         progress = events.progress(Message("train.reading-weights"))
         if self.levers.is_fsdp2:
-            return self._fsdp2(model, origin, progress), oddities, recomputed
+            from tightfit.train.engines.fsdp2 import Fsdp2, shard
+
+            rests = torch.device("cpu") if self.levers.offload_param != "none" else self.place.device
+            if self.levers.method == "qlora":  # packed weights cannot be cut before they are packed
+                materialise(model, self.place.device)
+                fill(model, origin, self.place.rank, progress)
+                shard(model, self.levers, self.place)
+            else:
+                shard(model, self.levers, self.place)
+                materialise(model, rests)
+                fill(model, origin, self.place.rank, progress)
+            for module in model.modules():
+                for leaf, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[leaf] = buffer.to(self.place.device)
+            return Fsdp2(model, self.levers, self.place, self.config.training), oddities, recomputed
         materialise(model, self.place.device)
         fill(model, origin, self.place.rank, progress)
         with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
-            return self._deepspeed(model), oddities, recomputed
+            from tightfit.train.engines.deepspeed import DeepSpeed
 
-    def _deepspeed(self, model: Any) -> Engine:
-        from tightfit.train.engines.deepspeed import DeepSpeed
-
-        assert self.config.deepspeed is not None
-        decay = self.config.training.weight_decay
-        return DeepSpeed(model, self.config.deepspeed, self.levers, self.place, decay)
-
-    def _fsdp2(self, model: Any, origin: Origin, progress: Any) -> Engine:
-        from tightfit.train.engines.fsdp2 import Fsdp2, shard
-
-        rests = torch.device("cpu") if self.levers.offload_param != "none" else self.place.device
-        if self.levers.method == "qlora":  # packed weights cannot be cut before they are packed
-            materialise(model, self.place.device)
-            fill(model, origin, self.place.rank, progress)
-            shard(model, self.levers, self.place)
-        else:
-            shard(model, self.levers, self.place)
-            materialise(model, rests)
-            fill(model, origin, self.place.rank, progress)
-        for module in model.modules():
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[leaf] = buffer.to(self.place.device)
-        return Fsdp2(model, self.levers, self.place, self.config.training)
+            assert self.config.deepspeed is not None
+            decay = self.config.training.weight_decay
+            return DeepSpeed(model, self.config.deepspeed, self.levers, self.place, decay), oddities, recomputed
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:

@@ -142,31 +142,27 @@ def read_worker_config(path: Path) -> WorkerConfig:
     """The file, or one sentence about what is wrong with it."""
     tree = read_worker(path)
     try:
-        return _config(tree, path.parent)
+        lora, world = tree["lora"], tree["world"]
+        return WorkerConfig(
+            model=ModelSource(**{key: tree["model"][key] for key in ModelSource.__slots__}),
+            levers=levers_as_written(tree),
+            adapters=None if lora is None else AdapterSettings(alpha=lora["alpha"], dropout=lora["dropout"]),
+            world=World(**{key: world[key] for key in World.__slots__}),
+            effective_batch=tree["effective_batch"],
+            deepspeed=None if tree["deepspeed"] is None else _deepspeed(path.parent / tree["deepspeed"]),
+            data=tree["data"],
+            training=OptimizerConfig(**tree["training"]),
+            evaluation_split=tree["evaluation"]["split"],
+            evaluation_steps=tree["evaluation"]["every_steps"],
+            folder=(path.parent / tree["saving"]["folder"]).absolute(),
+            plan=path.parent.absolute(),
+            saving=SavingOrders(**{key: tree["saving"][key] for key in SavingOrders.__slots__}),
+            logging_steps=tree.get("logging_steps"),
+            timeout_s=tree["timeout_s"],
+            predicted=_read_predicted(tree["predicted"]),
+        )
     except (KeyError, TypeError) as error:
         raise ConfigError(Message("train.worker-json-lacks", path=path, key=error)) from None
-
-
-def _config(tree: Mapping[str, Any], folder: Path) -> WorkerConfig:
-    lora, world = tree["lora"], tree["world"]
-    return WorkerConfig(
-        model=ModelSource(**{key: tree["model"][key] for key in ModelSource.__slots__}),
-        levers=levers_as_written(tree),
-        adapters=None if lora is None else AdapterSettings(alpha=lora["alpha"], dropout=lora["dropout"]),
-        world=World(**{key: world[key] for key in World.__slots__}),
-        effective_batch=tree["effective_batch"],
-        deepspeed=None if tree["deepspeed"] is None else _deepspeed(folder / tree["deepspeed"]),
-        data=tree["data"],
-        training=OptimizerConfig(**tree["training"]),
-        evaluation_split=tree["evaluation"]["split"],
-        evaluation_steps=tree["evaluation"]["every_steps"],
-        folder=(folder / tree["saving"]["folder"]).absolute(),
-        plan=folder.absolute(),
-        saving=SavingOrders(**{key: tree["saving"][key] for key in SavingOrders.__slots__}),
-        logging_steps=tree.get("logging_steps"),
-        timeout_s=tree["timeout_s"],
-        predicted=_read_predicted(tree["predicted"]),
-    )
 
 
 def _deepspeed(path: Path) -> Mapping[str, Any]:

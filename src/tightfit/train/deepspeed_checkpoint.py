@@ -215,7 +215,20 @@ def _open(folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapp
     shapes = [{_plain(name): tuple(shape) for name, shape in group.items()} for group in head.get("param_shapes") or ()]
     if not ranks and stage == 0 and any(tensor.numel() == 0 for tensor in head["module"].values()):
         raise ValueError(Message("train.no-optim-states"))
-    tensors: dict[str, dict[str, _Parts]] = {WEIGHT: _of_the_model(heads, stage)}
+    # What is whole in the model's file, buffers too; of ZeRO 3 the frozen parameters from the parts of all ranks.
+    found = {
+        _plain(name): _Parts(tuple(tensor.shape), [tensor.reshape(-1)])
+        for name, tensor in heads[0]["module"].items()
+        if isinstance(tensor, Tensor) and (stage < 3 or name in heads[0]["buffer_names"])
+    }
+    if stage == 3:
+        for name, shape in (heads[0].get("frozen_param_shapes") or {}).items():
+            parts = [head["frozen_param_fragments"][name].reshape(-1) for head in heads]
+            found[_plain(name)] = _Parts(tuple(shape), _crop(parts, math.prod(shape)))
+    for name, same in dict(heads[0].get("shared_params") or {}).items():
+        if _plain(same) in found:
+            found[_plain(name)] = found[_plain(same)]
+    tensors: dict[str, dict[str, _Parts]] = {WEIGHT: found}
     if ranks:
         counts = ranks[0]["partition_count"]
         world = max(counts) if isinstance(counts, list) else int(counts)
@@ -245,23 +258,6 @@ def _open(folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapp
 
 def _plain(name: str) -> str:
     return name.removeprefix("module.")
-
-
-def _of_the_model(heads: Sequence[Mapping[str, Any]], stage: int) -> dict[str, _Parts]:
-    """What is whole in the model's file, buffers too; of ZeRO 3 the frozen parameters from the parts of all ranks."""
-    found = {
-        _plain(name): _Parts(tuple(tensor.shape), [tensor.reshape(-1)])
-        for name, tensor in heads[0]["module"].items()
-        if isinstance(tensor, Tensor) and (stage < 3 or name in heads[0]["buffer_names"])
-    }
-    if stage == 3:
-        for name, shape in (heads[0].get("frozen_param_shapes") or {}).items():
-            parts = [head["frozen_param_fragments"][name].reshape(-1) for head in heads]
-            found[_plain(name)] = _Parts(tuple(shape), _crop(parts, math.prod(shape)))
-    for name, same in dict(heads[0].get("shared_params") or {}).items():
-        if _plain(same) in found:
-            found[_plain(name)] = found[_plain(same)]
-    return found
 
 
 def _crop(parts: Sequence[Tensor], numel: int) -> list[Tensor]:

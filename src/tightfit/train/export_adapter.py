@@ -95,12 +95,16 @@ def export_merged(found: ExportSource, spec: Spec, told: Told) -> Exported:
         row = prod(shape[1:])
         return plain.float() + deltas[name].rows(start // row, stop // row).reshape(-1)
 
+    notes = [Message("train.merged", base=named)]
+    quantised = adapter.metadata.get("base_quantised") or _run_method(found.run)
+    if quantised:
+        notes.append(Message("train.base-was-quantised"))
     output = Output(
         kind="adapter",
         folder=Path(spec.to),
         dtype=choose_dtype(spec.dtype, source),
         beside=(base, found.folder),
-        notes=_notes(found, adapter, named),
+        notes=tuple(notes),
     )
     return write(whole, values, output, told)
 
@@ -114,20 +118,6 @@ def read_adapter(folder: Path) -> Adapter:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise ModelError(Message("train.not-lora", folder=folder, kind=kind))
-    _refuse(config, folder)
-    path = folder / "adapter_model.safetensors"
-    if not path.is_file():
-        pickled = (folder / "adapter_model.bin").exists()
-        why = Message("train.adapter-pickled") if pickled else Message("train.adapter-no-file")
-        raise ModelError(Message("train.adapter-in", folder=folder, why=why))
-    stored, metadata = read_header(path)
-    files = Files()
-    tensors = {name: files.read(one, 0, one.numel).reshape(one.shape) for name, one in stored.items()}
-    files.close()
-    return Adapter(config, tensors, metadata)
-
-
-def _refuse(config: Mapping[str, Any], folder: Path) -> None:
     for key, what in (
         ("use_dora", Message("train.dora")),
         ("lora_bias", Message("train.own-biases")),
@@ -141,6 +131,16 @@ def _refuse(config: Mapping[str, Any], folder: Path) -> None:
     start = config.get("init_lora_weights", True)
     if start not in HARMLESS_STARTS:
         raise ModelError(Message("train.start-changes-base", folder=folder, start=start))
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        why = Message("train.adapter-pickled") if pickled else Message("train.adapter-no-file")
+        raise ModelError(Message("train.adapter-in", folder=folder, why=why))
+    stored, metadata = read_header(path)
+    files = Files()
+    tensors = {name: files.read(one, 0, one.numel).reshape(one.shape) for name, one in stored.items()}
+    files.close()
+    return Adapter(config, tensors, metadata)
 
 
 def place_deltas(adapter: Adapter, whole: MetaModel) -> tuple[dict[str, Delta], dict[str, torch.Tensor]]:
@@ -209,14 +209,6 @@ def _refuse_tied(name: str, whole: MetaModel) -> None:
 
 def _stranger(key: str, whole: MetaModel) -> Message:
     return Message("train.adapter-fits-nothing", key=key, model=type(whole.model).__name__)
-
-
-def _notes(found: ExportSource, adapter: Adapter, base: str) -> tuple[Message, ...]:
-    notes = [Message("train.merged", base=base)]
-    quantised = adapter.metadata.get("base_quantised") or _run_method(found.run)
-    if quantised:
-        notes.append(Message("train.base-was-quantised"))
-    return tuple(notes)
 
 
 def _run_method(run: Path | None) -> str | None:

@@ -56,7 +56,14 @@ class Faults:
         """Each with its number among all of the run's."""
         self._faults, self._run, self._saving = faults, run, 0
         if any(fault.stage == WRITE for _, fault in faults):
-            self._interpose()
+            # After bytes of a checkpoint have gone to the disk, and before it stands.
+            sync = disk.sync
+
+            def syncing(descriptor: int) -> None:
+                sync(descriptor)
+                self.at(WRITE, self._saving)
+
+            disk.__dict__["sync"] = syncing
 
     def at(self, stage: str, step: int, model: Any = None) -> None:
         if stage == "save":
@@ -75,16 +82,6 @@ class Faults:
         except FileExistsError:
             return False
         return True
-
-    def _interpose(self) -> None:
-        """After bytes of a checkpoint have gone to the disk, and before it stands."""
-        sync = disk.sync
-
-        def syncing(descriptor: int) -> None:
-            sync(descriptor)
-            self.at(WRITE, self._saving)
-
-        disk.__dict__["sync"] = syncing
 
 
 def read_faults(text: str, run: Path, rank: int) -> Faults:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tightfit.train.shards import Shard, outline
+from tightfit.train.shards import outline
 
 PIECE_ELEMENTS = 1 << 24
 
@@ -53,7 +53,10 @@ def fill(model: nn.Module, origin: Origin, rank: int, progress: Progress) -> Non
     with torch.no_grad():
         for shard in waiting:
             with shard.opened(write=True) as target:
-                _fill_one(shard, target, origin)
+                for begin in range(0, target.numel(), PIECE_ELEMENTS):
+                    end = min(begin + PIECE_ELEMENTS, target.numel())
+                    values = origin.read(shard.name, shard.shape, shard.start + begin, shard.start + end)
+                    target[begin:end].copy_(values.to(origin.rounding))
             done += shard.size
             progress(done, total)
 
@@ -71,10 +74,3 @@ def fill_buffers(model: nn.Module, weights: TensorSource) -> None:
             precise = buffer.is_floating_point() and any(word in name for word in wide)
             dtype = torch.float32 if precise else buffer.dtype
             module._buffers[leaf] = values.to(buffer.device, dtype)
-
-
-def _fill_one(shard: Shard, target: Tensor, origin: Origin) -> None:
-    for begin in range(0, target.numel(), PIECE_ELEMENTS):
-        end = min(begin + PIECE_ELEMENTS, target.numel())
-        values = origin.read(shard.name, shard.shape, shard.start + begin, shard.start + end)
-        target[begin:end].copy_(values.to(origin.rounding))

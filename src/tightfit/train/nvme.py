@@ -66,11 +66,44 @@ def check(deepspeed: Mapping[str, Any], rank: int, needs: Needs) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     for folder in _folders(deepspeed):
-        _check_folder(folder)
-        _check_strangers(folder, rank)
+        # DeepSpeed reads and writes past the page cache, which not every file system can.
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(prefix=".direct-", dir=folder)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise NvmeError(Message("train.nvme-unwritable", folder=folder, why=reason)) from None
+        os.close(number)
+        try:
+            os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
+        except OSError:
+            raise NvmeError(Message("train.nvme-no-direct-io", folder=folder)) from None
+        finally:
+            os.unlink(name)
+        # DeepSpeed empties the folders for its swap files without a look at what lies there.
+        for place in (folder / "zero_stage_3", *folder.glob("zero_stage_3/*")):
+            if place.is_symlink():
+                raise NvmeError(Message("train.nvme-link", place=place))
+        for place in folder.glob(f"zero_stage_3/*/rank{rank}"):
+            if strangers := find_strangers(place, SWAP_FILES):
+                raise NvmeError(Message("train.nvme-stranger", path=strangers[0]))
         _claim(folder, rank)
     _check_room(_folders(deepspeed), needs.file_bytes)
-    _check_lock(_locked_bytes(deepspeed, needs))
+    # At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32.
+    zero = deepspeed["zero_optimization"]
+    usual = Buckets()
+    group = min(int(zero.get("sub_group_size", usual.sub_group_size)), needs.trained)
+    param, optimizer = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
+    locked = 0
+    if param.get("device") == "nvme":
+        locked += 2 * int(param.get("buffer_count", usual.param_buffer_count) * param["buffer_size"])
+        locked += 2 * group * needs.world  # DeepSpeed locks a sub group whole, on every rank
+    if optimizer.get("device") == "nvme":
+        locked += 4 * optimizer.get("buffer_count", usual.optimizer_buffer_count) * group
+    # Buffers are locked in memory; where that is not allowed DeepSpeed aborts.
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and limit < locked and not _may_lock():
+        raise NvmeError(Message("train.nvme-memlock", locked=locked / MEBIBYTE, limit=limit / MEBIBYTE))
     if shutil.which("c++") is None:
         raise NvmeError(Message("train.nvme-needs-compiler"))
     if not AsyncIOBuilder().is_compatible(verbose=False):
@@ -94,33 +127,6 @@ def _folders(deepspeed: Mapping[str, Any]) -> set[Path]:
     return {Path(block["nvme_path"]) for block in blocks if block.get("device") == "nvme"}
 
 
-def _check_folder(folder: Path) -> None:
-    """DeepSpeed reads and writes past the page cache, which not every file system can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(prefix=".direct-", dir=folder)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise NvmeError(Message("train.nvme-unwritable", folder=folder, why=reason)) from None
-    os.close(number)
-    try:
-        os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
-    except OSError:
-        raise NvmeError(Message("train.nvme-no-direct-io", folder=folder)) from None
-    finally:
-        os.unlink(name)
-
-
-def _check_strangers(folder: Path, rank: int) -> None:
-    """DeepSpeed empties the folders for its swap files without a look at what lies there."""
-    for place in (folder / "zero_stage_3", *folder.glob("zero_stage_3/*")):
-        if place.is_symlink():
-            raise NvmeError(Message("train.nvme-link", place=place))
-    for place in folder.glob(f"zero_stage_3/*/rank{rank}"):
-        if strangers := find_strangers(place, SWAP_FILES):
-            raise NvmeError(Message("train.nvme-stranger", path=strangers[0]))
-
-
 def _claim(folder: Path, rank: int) -> None:
     """Swap files are named after ranks alone: two runs in one folder would read each other's numbers."""
     number = os.open(folder / f".rank{rank}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -142,28 +148,6 @@ def _check_room(folders: set[Path], need_bytes: int) -> None:
         raise NvmeError(
             Message("train.nvme-too-small", need=need, path=", ".join(sorted(map(str, folders))), free=room)
         )
-
-
-def _locked_bytes(deepspeed: Mapping[str, Any], needs: Needs) -> int:
-    """At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32."""
-    zero = deepspeed["zero_optimization"]
-    usual = Buckets()
-    group = min(int(zero.get("sub_group_size", usual.sub_group_size)), needs.trained)
-    param, optimizer = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
-    locked = 0
-    if param.get("device") == "nvme":
-        locked += 2 * int(param.get("buffer_count", usual.param_buffer_count) * param["buffer_size"])
-        locked += 2 * group * needs.world  # DeepSpeed locks a sub group whole, on every rank
-    if optimizer.get("device") == "nvme":
-        locked += 4 * optimizer.get("buffer_count", usual.optimizer_buffer_count) * group
-    return locked
-
-
-def _check_lock(locked_bytes: int) -> None:
-    """Buffers are locked in memory; where that is not allowed DeepSpeed aborts."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit != resource.RLIM_INFINITY and limit < locked_bytes and not _may_lock():
-        raise NvmeError(Message("train.nvme-memlock", locked=locked_bytes / MEBIBYTE, limit=limit / MEBIBYTE))
 
 
 def _may_lock() -> bool:

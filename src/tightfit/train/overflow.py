@@ -40,24 +40,21 @@ class OverflowWatch:
         if skipped:
             self.streak += 1
             if self.streak >= TELL_AFTER:
-                self._tell(step, loss_scale)
+                seen = self._seen
+                layer = seen.forward or seen.backward
+                where = "forward" if seen.forward else "backward" if seen.backward else None
+                self._events.write(
+                    "overflow",
+                    step=step,
+                    streak=self.streak,
+                    loss_scale=loss_scale,
+                    layer=layer,
+                    where=where,
+                )
             self._watch()
         else:
             self.streak = 0
             self._unwatch()
-
-    def _tell(self, step: int, loss_scale: float | None) -> None:
-        seen = self._seen
-        layer = seen.forward or seen.backward
-        where = "forward" if seen.forward else "backward" if seen.backward else None
-        self._events.write(
-            "overflow",
-            step=step,
-            streak=self.streak,
-            loss_scale=loss_scale,
-            layer=layer,
-            where=where,
-        )
 
     def _watch(self) -> None:
         self._unwatch()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,16 +86,13 @@ def draw(folder: Path) -> list[Path]:
             with suppress(Exception):
                 figure = picture(history)
                 if figure is not None:
-                    made.append(_written(figure, folder / name))
+                    # Whole or not at all.
+                    path = folder / name
+                    drawn = io.BytesIO()
+                    figure.savefig(drawn, format="png")
+                    replace_file(path, drawn.getvalue())
+                    made.append(path)
     return made
-
-
-def _written(figure: Figure, path: Path) -> Path:
-    """Whole or not at all."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png")
-    replace_file(path, drawn.getvalue())
-    return path
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -104,13 +101,7 @@ def _written(figure: Figure, path: Path) -> Path:
 def read(path: Path) -> RunHistory:
     """The events of a file, of which some lines may be torn."""
     history = RunHistory()
-    for event in events_of(list(_thin_lines(path))):
-        _take(history, event)
-    return history
-
-
-def _thin_lines(path: Path) -> Iterator[bytes]:
-    """The lines of the file in their order; of the steps an even choice, and the last one."""
+    # The lines of the file in their order; of the steps an even choice, and the last one.
     kept: list[tuple[int, bytes]] = []
     others: list[tuple[int, bytes]] = []
     every, seen, last = 1, 0, None
@@ -127,28 +118,38 @@ def _thin_lines(path: Path) -> Iterator[bytes]:
             seen += 1
     if last is not None and kept[-1] != last:
         kept.append(last)
-    return (line for _, line in sorted(kept + others, key=lambda each: each[0]))
-
-
-def _take(history: RunHistory, event: told.Event | None) -> None:
-    if isinstance(event, told.Started):
-        history.model = (event.model or "")[:80]
-        history.limit_bytes, history.peak_bytes = _number(event.limit_bytes), _number(event.peak_bytes)
-    elif isinstance(event, told.Step):
-        _take_step(history, event)
-    elif isinstance(event, told.Resumed) and event.step is not None:
-        _go_back(history, event.step)
-    elif isinstance(event, told.Evaluation):
-        if event.step is not None and (loss := _number(event.loss)) is not None:
-            history.evaluations[event.step] = loss
-    elif isinstance(event, told.MemoryMark):
-        for milestone in MILESTONES:
-            if event.milestone == milestone:
-                history.marks[milestone] = MilestoneMemory(
-                    predicted_bytes=_number(event.predicted_bytes),
-                    measured_bytes=_number(event.measured_bytes),
-                    host_bytes=_number(event.host_bytes),
-                )
+    for event in events_of([line for _, line in sorted(kept + others, key=lambda each: each[0])]):
+        if isinstance(event, told.Started):
+            history.model = (event.model or "")[:80]
+            history.limit_bytes, history.peak_bytes = _number(event.limit_bytes), _number(event.peak_bytes)
+        elif isinstance(event, told.Step):
+            made = StepFigures(
+                step=event.step,
+                loss=_number(event.loss),
+                learning_rate=_number(event.learning_rate),
+                peak_bytes=_number(event.peak_bytes),
+                host_bytes=_number(event.host_bytes),
+            )
+            steps = history.steps
+            if steps and made.step <= steps[-1].step:
+                history.restarts.append(made.step)
+                while steps and steps[-1].step >= made.step:  # they were lost, and are made again
+                    steps.pop()
+            steps.append(made)
+        elif isinstance(event, told.Resumed) and event.step is not None:
+            _go_back(history, event.step)
+        elif isinstance(event, told.Evaluation):
+            if event.step is not None and (loss := _number(event.loss)) is not None:
+                history.evaluations[event.step] = loss
+        elif isinstance(event, told.MemoryMark):
+            for milestone in MILESTONES:
+                if event.milestone == milestone:
+                    history.marks[milestone] = MilestoneMemory(
+                        predicted_bytes=_number(event.predicted_bytes),
+                        measured_bytes=_number(event.measured_bytes),
+                        host_bytes=_number(event.host_bytes),
+                    )
+    return history
 
 
 def _go_back(history: RunHistory, number: int) -> None:
@@ -158,22 +159,6 @@ def _go_back(history: RunHistory, number: int) -> None:
         history.restarts.append(number)
     history.steps[:] = kept
     history.evaluations = {step: loss for step, loss in history.evaluations.items() if step <= number}
-
-
-def _take_step(history: RunHistory, event: told.Step) -> None:
-    made = StepFigures(
-        step=event.step,
-        loss=_number(event.loss),
-        learning_rate=_number(event.learning_rate),
-        peak_bytes=_number(event.peak_bytes),
-        host_bytes=_number(event.host_bytes),
-    )
-    steps = history.steps
-    if steps and made.step <= steps[-1].step:
-        history.restarts.append(made.step)
-        while steps and steps[-1].step >= made.step:  # they were lost, and are made again
-            steps.pop()
-    steps.append(made)
 
 
 def _number(value: object) -> float | None:
@@ -221,27 +206,17 @@ def _loss(history: RunHistory) -> Figure | None:
         axes.plot(places, values, "D", color=VERMILLION, markersize=6, label="evaluation")
     for number, restart in enumerate(history.restarts[:50]):
         axes.axvline(restart, color=GREY, linestyle=":", linewidth=1, label="begun again" if number == 0 else None)
-    _rate(axes, history.steps, few)
-    axes.set_title(history.model or "loss")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    _whole_steps(axes)
-    axes.grid(alpha=0.25)
-    return figure
-
-
-def _rate(axes: Axes, steps: list[StepFigures], marker: str) -> None:
-    """The learning rate on an axis of its own, and the legend of both."""
+    # The learning rate on an axis of its own, and the legend of both.
     lines, names = axes.get_legend_handles_labels()
-    if any(step.learning_rate is not None for step in steps):
+    if any(step.learning_rate is not None for step in history.steps):
         other = axes.twinx()
-        rates = _gaps([step.learning_rate for step in steps])
+        rates = _gaps([step.learning_rate for step in history.steps])
         other.plot(
-            [step.step for step in steps],
+            [step.step for step in history.steps],
             rates,
             color=ORANGE,
             linestyle="--",
-            marker=marker,
+            marker=few,
             markersize=3,
             label="learning rate (right)",
         )
@@ -251,6 +226,12 @@ def _rate(axes: Axes, steps: list[StepFigures], marker: str) -> None:
         more, more_names = other.get_legend_handles_labels()
         lines, names = [*lines, *more], [*names, *more_names]
     axes.legend(lines, names, loc="upper right", framealpha=0.9)
+    axes.set_title(history.model or "loss")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    _whole_steps(axes)
+    axes.grid(alpha=0.25)
+    return figure
 
 
 def _memory(history: RunHistory) -> Figure | None:
@@ -264,7 +245,15 @@ def _memory(history: RunHistory) -> Figure | None:
     unit, word = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
     figure = _figure(11.0)
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw_bars(left, history, bars, unit)
+    names = [MILESTONES[name] for name in MILESTONES if name in history.marks]
+    kinds = ((0, "predicted", ORANGE, "//"), (1, "measured", BLUE, ""))
+    for which, label, colour, hatch in kinds:
+        places = [place + (which - 0.5) * 0.4 for place in range(len(bars))]
+        heights = [(bar[which] or 0) / unit for bar in bars]
+        drawn = left.bar(places, heights, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label)
+        words = ["-" if bar[which] is None else _short((bar[which] or 0) / unit) for bar in bars]
+        left.bar_label(drawn, labels=words, fontsize=8, padding=2)
+    left.set_xticks(range(len(names)), names)
     numbers = [step.step for step in history.steps]
     marker = "o" if len(numbers) < 40 else ""
     right.plot(numbers, _gaps(held, unit), color=BLUE, marker=marker, markersize=4, label="measured")
@@ -283,18 +272,6 @@ def _memory(history: RunHistory) -> Figure | None:
     _whole_steps(right)
     figure.suptitle(f"{history.model}: memory of {'rank 0' if on_gpu else 'rank 0, which has no GPU'}".lstrip(": "))
     return figure
-
-
-def _draw_bars(axes: Axes, history: RunHistory, bars: list[tuple[float | None, float | None]], unit: int) -> None:
-    names = [MILESTONES[name] for name in MILESTONES if name in history.marks]
-    kinds = ((0, "predicted", ORANGE, "//"), (1, "measured", BLUE, ""))
-    for which, label, colour, hatch in kinds:
-        places = [place + (which - 0.5) * 0.4 for place in range(len(bars))]
-        heights = [(bar[which] or 0) / unit for bar in bars]
-        drawn = axes.bar(places, heights, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label)
-        words = ["-" if bar[which] is None else _short((bar[which] or 0) / unit) for bar in bars]
-        axes.bar_label(drawn, labels=words, fontsize=8, padding=2)
-    axes.set_xticks(range(len(names)), names)
 
 
 def _in_order(history: RunHistory) -> list[MilestoneMemory]:

@@ -86,7 +86,22 @@ class Scratch:
         self._seed = seed
         self._threads = threads or max(1, min(16, len(os.sched_getaffinity(0))))
         self._first_names, shapes = _first_names(model)
-        recorded = _record_rules(model, seed)
+        # For each parameter, under its first name, what transformers' own initialisation does to it.
+        by_storage: dict[int, str] = {}
+        numels: dict[str, int] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            by_storage[tensor.untyped_storage()._cdata] = name
+            numels[name] = tensor.numel()
+        recorder = _Recorder(by_storage, numels)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for path, module, initialise in _in_order(model, "", None):
+                if initialise is None or _only_borrows(module, path, by_storage):
+                    continue
+                # Not torch.manual_seed, which would seed the GPUs as well, now or when they are first used.
+                torch.default_generator.manual_seed(seed_of(seed, plain_name(f"{path}."), 0))
+                with recorder:
+                    _try(initialise, module)
+        recorded = {name: rule for name, rule in recorder.rules.items() if rule is not None}
         config: Any = getattr(model, "config", None)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
@@ -112,7 +127,17 @@ class Scratch:
 
         def fill(block: int) -> None:
             low = block * BLOCK
-            drawn = self._block(plain_name(first), rule, low, min(low + BLOCK, numel))
+            high = min(low + BLOCK, numel)
+            kept = rule.kept
+            drawn = torch.empty(high - low, dtype=torch.float32) if kept is None else kept[low:high].clone()
+            generator = torch.Generator().manual_seed(seed_of(self._seed, plain_name(first), low // BLOCK))
+            for step in rule.steps:
+                named = dict(step.named)
+                if step.operator in ("normal_", "uniform_"):
+                    named["generator"] = generator
+                getattr(drawn, step.operator)(*step.arguments, **named)
+            for patch in rule.patches:
+                drawn[max(patch.start - low, 0) : max(patch.stop - low, 0)] = patch.value
             here = slice(max(start - low, 0), stop - low)
             result[max(low - start, 0) : max(low - start, 0) + drawn[here].numel()] = drawn[here]
 
@@ -127,19 +152,6 @@ class Scratch:
     def rule(self, name: str) -> InitRule:
         """How `name` is drawn."""
         return self._rules[self._first_names.get(name, name)]
-
-    def _block(self, name: str, rule: InitRule, low: int, high: int) -> torch.Tensor:
-        kept = rule.kept
-        values = torch.empty(high - low, dtype=torch.float32) if kept is None else kept[low:high].clone()
-        generator = torch.Generator().manual_seed(seed_of(self._seed, name, low // BLOCK))
-        for step in rule.steps:
-            named = dict(step.named)
-            if step.operator in ("normal_", "uniform_"):
-                named["generator"] = generator
-            getattr(values, step.operator)(*step.arguments, **named)
-        for patch in rule.patches:
-            values[max(patch.start - low, 0) : max(patch.stop - low, 0)] = patch.value
-        return values
 
 
 def seed_of(seed: int, name: str, block: int) -> int:
@@ -227,25 +239,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
         return value.item()
     return value
-
-
-def _record_rules(model: torch.nn.Module, seed: int) -> dict[str, InitRule]:
-    """For each parameter, under its first name, what transformers' own initialisation does to it."""
-    by_storage: dict[int, str] = {}
-    numels: dict[str, int] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        by_storage[tensor.untyped_storage()._cdata] = name
-        numels[name] = tensor.numel()
-    recorder = _Recorder(by_storage, numels)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for path, module, initialise in _in_order(model, "", None):
-            if initialise is None or _only_borrows(module, path, by_storage):
-                continue
-            # Not torch.manual_seed, which would seed the GPUs as well, now or when they are first used.
-            torch.default_generator.manual_seed(seed_of(seed, plain_name(f"{path}."), 0))
-            with recorder:
-                _try(initialise, module)
-    return {name: rule for name, rule in recorder.rules.items() if rule is not None}
 
 
 def _in_order(

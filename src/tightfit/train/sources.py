@@ -99,7 +99,10 @@ def open_weights(
         stored = tensors_of(folder)
         named = map_names(model, stored)
     if named.missing:
-        raise ModelError(_describe_missing(named.missing, folder, model))
+        more = Message("train.and-more", count=len(named.missing) - 1) if len(named.missing) > 1 else ""
+        raise ModelError(
+            Message("train.weights-lack", folder=folder, name=named.missing[0], more=more, model=type(model).__name__)
+        )
     for name, tensor in model.state_dict(keep_vars=True).items():
         if problem := wrong_shape(name, tuple(tensor.shape), named.parts[name], stored):
             raise ModelError(Message("train.weights-of-another-model", problem=problem, folder=folder))
@@ -110,8 +113,3 @@ def _check_dtypes(folder: Path, stored: Mapping[str, Stored]) -> None:
     for name, one in stored.items():
         if one.dtype not in DTYPES:
             raise ModelError(Message("train.weights-quantised", folder=folder, name=name, dtype=one.dtype))
-
-
-def _describe_missing(names: tuple[str, ...], folder: Path, model: torch.nn.Module) -> Message:
-    more = Message("train.and-more", count=len(names) - 1) if len(names) > 1 else ""
-    return Message("train.weights-lack", folder=folder, name=names[0], more=more, model=type(model).__name__)

@@ -32,22 +32,18 @@ def convert(folder: Path, model_class: type[torch.nn.Module], cache: Path, *, pr
         flock(lock)  # the first rank converts, the others wait for it
         if not target.is_dir():
             progress(Message("train.converting", name=folder.name), 0, 1)
-            _write(folder, model_class, target)
+            try:
+                loaded = model_class.from_pretrained(folder, dtype="auto", use_safetensors=True)  # type: ignore[attr-defined]
+            except Exception as error:  # transformers has many ways to fail; the user reads one sentence
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                raise ModelError(Message("train.cannot-load", folder=folder, why=reason)) from error
+            tensors = {name: tensor.detach() for name, tensor in loaded.named_parameters()}
+            kept = set(loaded.state_dict())
+            tensors |= {name: tensor for name, tensor in loaded.named_buffers() if name in kept}
+            names = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+            pieces = (TensorPiece(name, tuple(one.shape), 0, one.reshape(-1)) for name, one in tensors.items())
+            write_model(target, pieces, names, rank=0, world=1, barrier=lambda: None)
             progress(Message("train.converting", name=folder.name), 1, 1)
     finally:
         os.close(lock)
     return target
-
-
-def _write(folder: Path, model_class: type[torch.nn.Module], target: Path) -> None:
-    try:
-        loaded = model_class.from_pretrained(folder, dtype="auto", use_safetensors=True)  # type: ignore[attr-defined]
-    except Exception as error:  # transformers has many ways to fail; the user reads one sentence
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelError(Message("train.cannot-load", folder=folder, why=reason)) from error
-    tensors = {name: tensor.detach() for name, tensor in loaded.named_parameters()}
-    kept = set(loaded.state_dict())
-    tensors |= {name: tensor for name, tensor in loaded.named_buffers() if name in kept}
-    names = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    pieces = (TensorPiece(name, tuple(one.shape), 0, one.reshape(-1)) for name, one in tensors.items())
-    write_model(target, pieces, names, rank=0, world=1, barrier=lambda: None)

@@ -53,7 +53,19 @@ def find_weights(source: str, *, progress: Progress = silent) -> Path:
             pass
         # Ask once before fetching: the download itself would retry for half a minute where there is no network.
         get_hf_file_metadata(hf_hub_url(source, "config.json"), timeout=TIMEOUT_S)
-        return Path(snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=_bar(source, progress)))
+        # A progress bar of the kind that huggingface_hub wants, which draws nothing and tells `progress`.
+        tqdm: Any = import_module("tqdm").tqdm
+
+        class Bar(tqdm):  # type: ignore[misc]
+            def __init__(self, *args: Any, **options: Any) -> None:
+                options.pop("name", None)
+                super().__init__(*args, **options)
+
+            def display(self, *args: Any, **options: Any) -> None:
+                if self.unit == "B" and self.total:
+                    progress(Message("train.fetching", name=source), int(self.n), int(self.total))
+
+        return Path(snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=Bar))
     except Exception as error:  # whatever the network and its libraries raise, the user reads one sentence
         if isinstance(error, hub.GatedRepoError):
             raise ModelError(Message("train.gated", source=source)) from error
@@ -69,22 +81,6 @@ def _complete(folder: Path) -> bool:
         return any(folder.glob("*.safetensors"))
     files = set(parse_json(read_text(index, "JSON"))["weight_map"].values())
     return all((folder / file).is_file() for file in files)
-
-
-def _bar(name: str, progress: Progress) -> type[Any]:
-    """A progress bar of the kind that huggingface_hub wants, which draws nothing and tells `progress`."""
-    tqdm: Any = import_module("tqdm").tqdm
-
-    class Bar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            options.pop("name", None)
-            super().__init__(*args, **options)
-
-        def display(self, *args: Any, **options: Any) -> None:
-            if self.unit == "B" and self.total:
-                progress(Message("train.fetching", name=name), int(self.n), int(self.total))
-
-    return Bar
 
 
 def _modelscope() -> Any | None:

@@ -54,18 +54,16 @@ class Staging:
                 dtype, size = each.names[piece.name][1], _room(piece, each)
                 numel = piece.tensor.numel()
                 target = self._buffer[begin : begin + numel * dtype.itemsize].view(dtype)
-                self._copy(target, piece.tensor.detach().reshape(-1))
+                # In pieces: a change of dtype makes a copy on the GPU first.
+                values = piece.tensor.detach().reshape(-1)
+                step = HOST_BYTES // max(values.dtype.itemsize, target.dtype.itemsize)
+                for low in range(0, values.numel(), step):
+                    target[low : low + step].copy_(values[low : low + step], non_blocking=self._queued)
                 copies.append(TensorPiece(piece.name, piece.shape, piece.start, target))
                 begin += size
         if self._queued:
             torch.cuda.synchronize()
         return held
-
-    def _copy(self, target: Tensor, values: Tensor) -> None:
-        """In pieces: a change of dtype makes a copy on the GPU first."""
-        step = HOST_BYTES // max(values.dtype.itemsize, target.dtype.itemsize)
-        for low in range(0, values.numel(), step):
-            target[low : low + step].copy_(values[low : low + step], non_blocking=self._queued)
 
 
 def may_stage(needed: int) -> bool:

@@ -213,7 +213,18 @@ class Worker:
         try:
             if self.place.local_rank > 0:
                 _wait_for(store, _node())
-            made = self._prepare()
+            source, weights = self.config.model, None
+            if source.weights is not None:
+                weights = find_weights(source.weights, progress=self.events.told)
+            hf = hf_config(source, weights)
+            named = self.config.data.get("tokenizer") or (str(weights) if weights is not None else None)
+            tokenizer = load_tokenizer(named, hf.vocab_size, trust_remote_code=source.trust_remote_code)
+            spec = data_spec(self.config, hf.model_type)
+            prepare(spec, tokenizer, self.cache / "data", self.events.progress(Message("train.reading-data")))
+            split = open_samples(spec, tokenizer, self.cache / "data")
+            made = Prepared(
+                weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=explain(spec, tokenizer)
+            )
         except Exception as error:
             if not isinstance(error, OthersFailed):
                 _call_off(store)
@@ -226,18 +237,6 @@ class Worker:
             store.set(EVERYBODY, "done")
         _wait_for(store, EVERYBODY)
         return made
-
-    def _prepare(self) -> Prepared:
-        source, weights = self.config.model, None
-        if source.weights is not None:
-            weights = find_weights(source.weights, progress=self.events.told)
-        hf = hf_config(source, weights)
-        named = self.config.data.get("tokenizer") or (str(weights) if weights is not None else None)
-        tokenizer = load_tokenizer(named, hf.vocab_size, trust_remote_code=source.trust_remote_code)
-        spec = data_spec(self.config, hf.model_type)
-        prepare(spec, tokenizer, self.cache / "data", self.events.progress(Message("train.reading-data")))
-        split = open_samples(spec, tokenizer, self.cache / "data")
-        return Prepared(weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=explain(spec, tokenizer))
 
     # --- training -------------------------------------------------------------------------------
 

@@ -339,7 +339,11 @@ def stage(folder: Path) -> Iterator[Path]:
             check_ours(folder, DATA_SET, Message("data.move-away"))
             remove_folder(folder, DATA_SET)
         move_file(staging, folder)
-        _sync(folder.parent)
+        handle = os.open(folder.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -351,14 +355,6 @@ def stage(folder: Path) -> Iterator[Path]:
 
 def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     replace_file(folder / MANIFEST, json.dumps(values, indent=1).encode(), sync=True)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -188,10 +188,6 @@ def read_recipe(name: str) -> Recipe:
         ) from None
     if not isinstance(tree, Mapping):
         raise ConfigError(Message("data.recipe-no-fields", name=path.name))
-    return _recipe(tree, path)
-
-
-def _recipe(tree: Mapping[Any, Any], path: Path) -> Recipe:
     file = path.name
     for key in tree:
         if key not in KEYS:

@@ -142,7 +142,15 @@ def load_tokenizer(source: str | None, vocab_size: int, *, trust_remote_code: bo
         tokenizer = byte_tokenizer()
         name = Message("data.byte-tokenizer")
     else:
-        tokenizer = _from_source(source, trust_remote_code)
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            reason = " ".join(str(error).split())[:200].rstrip(".")
+            raise ModelError(Message("data.no-tokenizer", source=source, why=reason)) from None
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(Message("data.tokenizer-not-fast", source=source))
         name = Message("data.tokenizer-of", source=source)
     largest = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if largest > vocab_size:
@@ -156,19 +164,6 @@ def pad_id(tokenizer: Any) -> int:
         if token is not None:
             return int(token)
     return 0
-
-
-def _from_source(source: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise ModelError(Message("data.no-tokenizer", source=source, why=reason)) from None
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(Message("data.tokenizer-not-fast", source=source))
-    return tokenizer
 
 
 def byte_tokenizer() -> Any:

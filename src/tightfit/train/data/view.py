@@ -185,14 +185,7 @@ class _Part:
 
 def pack(lengths: npt.NDArray[Any], room: int) -> tuple[Ints, Ints]:
     """Documents in the order of their rows, and where each row begins (with the end as the last)."""
-    rows = _rows_of(lengths, room)
-    order = np.argsort(rows, kind="stable")
-    borders = np.flatnonzero(np.diff(rows[order], prepend=-1))
-    return order, np.append(borders, len(order)).astype(np.int64)
-
-
-def _rows_of(lengths: npt.NDArray[Any], room: int) -> Ints:
-    """The row of each document: the open row that it fills best. Open rows are kept by the room that they have left."""
+    # The row of each document: the open row that it fills best. Open rows are kept by the room that they have left.
     rows = np.empty(len(lengths), dtype=np.int64)
     open_rows: dict[int, list[int]] = {}
     left: list[int] = []  # the sizes of room that some open row has, in order
@@ -213,7 +206,9 @@ def _rows_of(lengths: npt.NDArray[Any], room: int) -> Ints:
             if not open_rows.get(rest):
                 insort(left, rest)
             open_rows.setdefault(rest, []).append(row)
-    return rows
+    order = np.argsort(rows, kind="stable")
+    borders = np.flatnonzero(np.diff(rows[order], prepend=-1))
+    return order, np.append(borders, len(order)).astype(np.int64)
 
 
 def open_view(want: Wanted, cache: Path) -> Split:
