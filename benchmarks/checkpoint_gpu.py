@@ -124,8 +124,8 @@ def _worker_class() -> Any:
             self.prepared = super()._prepare()
             return self.prepared
 
-        def _assembled(self, *found: Any) -> Any:
-            self.made = super()._assembled(*found)
+        def _assemble(self, *found: Any) -> Any:
+            self.made = super()._assemble(*found)
             return self.made
 
         def _train(self, prepared: Any) -> Any:

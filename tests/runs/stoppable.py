@@ -51,7 +51,7 @@ def stuck() -> None:
 
 
 def until_asked(stop: Stop) -> None:
-    while not stop.asked:
+    while not stop.is_asked:
         time.sleep(0.01)
 
 

@@ -68,7 +68,7 @@ class Worker:
                 self.break_down(step)
             time.sleep(0.05)
             self.write("step", step=step, steps=STEPS, loss=5.0 - step / 10, step_s=0.05)
-            if self.stop.asked:
+            if self.stop.is_asked:
                 self.save(step)
                 leave(4)
             if step % EVERY == 0:
@@ -84,7 +84,7 @@ class Worker:
     def meet(self, step: int) -> None:
         """Ranks wait for each other in every step, as those of a true training do."""
         for rank in range(int(os.environ["WORLD_SIZE"])):
-            while not self.stop.asked and ((beat := read_beat(self.run, rank)) is None or beat.step < step):
+            while not self.stop.is_asked and ((beat := read_beat(self.run, rank)) is None or beat.step < step):
                 time.sleep(0.01)
 
     def begin(self) -> int:

@@ -37,7 +37,7 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
     events = Events(out, speaks=False)
     worker = Worker(config=config, options=Options(), place=place, cache=cache, events=events, stop=Stop())
     store = places.rendezvous(place)
-    prepared = worker._prepared(store)
+    prepared = worker._prepare(store)
     places.join(place, store)
     if config.levers.engine != "fsdp2":
         from tightfit.train.engines.deepspeed import join

@@ -23,4 +23,4 @@ def told(letter: str, function: Callable[..., Any], descriptor: int) -> Callable
 def note(log: str) -> None:
     descriptor = os.open(f"{log}.{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     install.mamba_mixer = told("f", install.mamba_mixer, descriptor)
-    install._unfused = told("u", install._unfused, descriptor)
+    install._call_submodules = told("u", install._call_submodules, descriptor)

@@ -122,7 +122,7 @@ def test_every_event_is_a_sign_of_life_on_ranks_that_say_nothing_too(tmp_path: P
     events.heartbeat = RankHeartbeat(Heartbeat(tmp_path, 1))
     events.heartbeat.at("init")
     before = read_beat(tmp_path, 1)
-    events.told("weights", 1, 2)
+    events.report("weights", 1, 2)
     after = read_beat(tmp_path, 1)
     assert before is not None
     assert after is not None

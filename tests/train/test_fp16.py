@@ -121,7 +121,7 @@ def test_the_layer_that_began_is_named(tmp_path: Path, factors: list[float], lay
     for step in range(1, 3):
         out = model(torch.ones(2, requires_grad=True))
         (out.sum() * (1e38 if where == "backward" else 1.0)).backward()
-        watch.stepped(step, skipped=True, loss_scale=2.0**12)
+        watch.after_step(step, skipped=True, loss_scale=2.0**12)
     events.close()
     said = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(each["streak"], each["layer"], each["where"]) for each in said] == [(2, layer, where)]
@@ -131,6 +131,6 @@ def test_a_good_step_ends_the_streak(tmp_path: Path) -> None:
     watch = OverflowWatch(Stack([1.0, 1.0]), Events(tmp_path, speaks=False))
     outcomes: list[Any] = []
     for skipped in (True, True, False, True):
-        watch.stepped(1, skipped=skipped, loss_scale=1.0)
+        watch.after_step(1, skipped=skipped, loss_scale=1.0)
         outcomes.append(watch.streak)
     assert outcomes == [1, 2, 0, 1]

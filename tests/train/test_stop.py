@@ -29,7 +29,7 @@ def stuck():
 
 
 def tell():
-    while not stop.asked:
+    while not stop.is_asked:
         time.sleep(0.01)
     say(f"asked by {stop.why}")
 
@@ -40,7 +40,7 @@ TRAINING = "stop.arm(); threading.Thread(target=tell, daemon=True).start(); sys.
 STOPPING = """
 stop.arm()
 sys.stderr.write("ready\\n")
-while not stop.asked:
+while not stop.is_asked:
     time.sleep(0.01)
 stop.deaf()
 say("safe")
@@ -53,13 +53,13 @@ if (child := os.fork()) == 0:
     stuck()
 say(child)
 _, status = os.waitpid(child, 0)
-say(f"{os.WTERMSIG(status)} {stop.asked}")
+say(f"{os.WTERMSIG(status)} {stop.is_asked}")
 """
 SPAWNING = """
 child = subprocess.Popen(["sleep", "60"])
 say(child.pid)
 sys.stderr.write("ready\\n")
-say(f"{child.wait()} {stop.asked}")
+say(f"{child.wait()} {stop.is_asked}")
 """
 
 
@@ -138,7 +138,7 @@ def test_a_program_that_it_starts_can_be_ended() -> None:
 def test_a_signal_that_is_ignored_stays_so() -> None:
     """As a shell leaves SIGINT for what it starts in the background."""
     program = PROGRAM.replace("stop = Stop()", "signal.signal(signal.SIGINT, signal.SIG_IGN)\nstop = Stop()")
-    code = program + "os.kill(os.getpid(), signal.SIGINT); time.sleep(0.3); say(stop.asked)"
+    code = program + "os.kill(os.getpid(), signal.SIGINT); time.sleep(0.3); say(stop.is_asked)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
@@ -148,12 +148,12 @@ def test_one_that_is_not_installed_hears_what_it_is_told() -> None:
     now = 0.0
     stop = Stop(left.append, clock=lambda: now)
     stop.arm()
-    assert (stop.asked, stop.why) == (False, None)
-    stop.heard(signal.SIGCHLD)
-    assert not stop.asked
-    stop.heard(signal.SIGUSR1)
-    assert (stop.asked, stop.why, left) == (True, "SIGUSR1", [])
+    assert (stop.is_asked, stop.why) == (False, None)
+    stop.hear(signal.SIGCHLD)
+    assert not stop.is_asked
+    stop.hear(signal.SIGUSR1)
+    assert (stop.is_asked, stop.why, left) == (True, "SIGUSR1", [])
     now = SAME_S
-    stop.heard(signal.SIGTERM)
+    stop.hear(signal.SIGTERM)
     assert (stop.why, left) == ("SIGUSR1", [143])
     stop.deaf()

@@ -66,17 +66,17 @@ class Gradients:
 def as_autograd_wants(scan: Scan, grads: Gradients) -> tuple[Tensor | None, ...]:
     """In the order of a scan's inputs, each in the dtype of its own; none for `starts`."""
 
-    def fitted(grad: Tensor | None, given: Tensor | None) -> Tensor | None:
+    def fit(grad: Tensor | None, given: Tensor | None) -> Tensor | None:
         return None if grad is None or given is None else grad.to(given.dtype)
 
     return (
-        fitted(grads.u, scan.u), fitted(grads.delta, scan.delta), fitted(grads.A, scan.A), fitted(grads.B, scan.B),
-        fitted(grads.C, scan.C), fitted(grads.D, scan.D), fitted(grads.z, scan.z),
-        fitted(grads.delta_bias, scan.delta_bias), fitted(grads.initial_state, scan.initial_state), None,
+        fit(grads.u, scan.u), fit(grads.delta, scan.delta), fit(grads.A, scan.A), fit(grads.B, scan.B),
+        fit(grads.C, scan.C), fit(grads.D, scan.D), fit(grads.z, scan.z),
+        fit(grads.delta_bias, scan.delta_bias), fit(grads.initial_state, scan.initial_state), None,
     )  # fmt: skip
 
 
-def checked(scan: Scan) -> Scan:
+def check(scan: Scan) -> Scan:
     """The same, or ScanError."""
     _check_kinds(scan)
     if scan.u.dim() != 3:

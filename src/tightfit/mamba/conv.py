@@ -82,12 +82,12 @@ def causal_conv1d(
     `initial` (batch, channels, width - 1) stands before the first step, and has a gradient; `starts` (batch, length) is
     true where a document starts.
     """
-    checked(Conv(x=x, weight=weight, bias=bias, silu=silu, initial=initial, starts=starts, path=path))
+    check(Conv(x=x, weight=weight, bias=bias, silu=silu, initial=initial, starts=starts, path=path))
     out: Tensor = _CausalConv.apply(x, weight, bias, initial, starts, silu, path)  # type: ignore[no-untyped-call]
     return out
 
 
-def checked(conv: Conv) -> Conv:
+def check(conv: Conv) -> Conv:
     """The same, or ScanError."""
     if conv.x.dim() != 3 or 0 in conv.x.shape:
         raise ScanError(text("scan.x-shape", shape=list(conv.x.shape)))

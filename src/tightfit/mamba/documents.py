@@ -54,7 +54,7 @@ def reading_positions(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def unpacked(
+def unpack(
     mask: Tensor | Documents | None, starts: Tensor | None, *, cached: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """A mixer's mask and starts. With a cache, positions that only count on say nothing."""

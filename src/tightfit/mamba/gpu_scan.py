@@ -124,7 +124,7 @@ class _Triton(torch.autograd.Function):
 def run_forward(scan: Scan, config: Config = FORWARD) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the last state, and the states at the borders, which the backward pass needs."""
     u, cut, rates = scan.u, _Cut(scan, config), scan.A.contiguous()
-    packed, starts = _packed(scan, cut), _bytes(scan.starts)
+    packed, starts = _pack(scan, cut), _bytes(scan.starts)
     begins = _segment_starts(scan, cut, rates, packed)
     out = torch.empty(cut.batch, cut.length, cut.channels, dtype=u.dtype, device=u.device).transpose(1, 2)
     if u.stride(2) == 1 and cut.length > 1:  # time last, as it came
@@ -145,7 +145,7 @@ def _bytes(starts: Tensor | None) -> Tensor | None:
     return None if starts is None else starts.view(torch.uint8)
 
 
-def _packed(scan: Scan, cut: _Cut) -> Tensor:
+def _pack(scan: Scan, cut: _Cut) -> Tensor:
     """B and C, small beside the rest, as the kernels read them."""
     packed = cut.new(cut.batch, cut.padded, 2, cut.wide)
     kernels._pack[-(-cut.padded // PACK_ROWS), cut.batch](
@@ -169,11 +169,11 @@ def _segment_starts(scan: Scan, cut: _Cut, rates: Tensor, packed: Tensor) -> Ten
         cut.channels, cut.length, cut.padded, cut.segment, cut.slots,
         SOFTPLUS=scan.delta_softplus, HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None, **cut.shapes,
     )  # fmt: skip
-    _combined(rates, ends, spans, first, begins, cut, backward=False)
+    _combine(rates, ends, spans, first, begins, cut, backward=False)
     return begins
 
 
-def _combined(
+def _combine(
     A: Tensor, ends: Tensor, spans: Tensor, first: Tensor | None, begins: Tensor, cut: _Cut, *, backward: bool
 ) -> None:
     kernels._combine[(cut.tiles, cut.batch)](
@@ -192,7 +192,7 @@ def run_backward(
     output, computed again, that of dout: a program has read a block before it writes there, and none reads another's.
     """
     u, cut, rates = scan.u, _Cut(scan, config), scan.A.contiguous()
-    packed, starts = _packed(scan, cut), _bytes(scan.starts)
+    packed, starts = _pack(scan, cut), _bytes(scan.starts)
     carries = _segment_carries(scan, cut, rates, packed, dout, dlast)
     du, ddelta = torch.empty_like(u), scan.delta if overwrite else torch.empty_like(scan.delta)
     if scan.z is not None and dz is None:
@@ -245,5 +245,5 @@ def _segment_carries(
         SOFTPLUS=scan.delta_softplus, HAS_Z=scan.z is not None, HAS_BIAS=scan.delta_bias is not None,
         HAS_STARTS=starts is not None, **cut.shapes,
     )  # fmt: skip
-    _combined(rates, ends, spans, dlast, carries, cut, backward=True)
+    _combine(rates, ends, spans, dlast, carries, cut, backward=True)
     return carries

@@ -2,7 +2,7 @@
 
 The fused mixer reads its submodules' weights and never calls them. So it is taken only where nobody would notice: no
 cache, and every submodule that it passes over is PyTorch's own, without hooks. An adapter in one of them, a hook, or a
-quantized matrix sends that layer through `_unfused`, which calls each submodule and keeps our scan and convolution.
+quantized matrix sends that layer through `_call_submodules`, which keeps our scan and convolution.
 ZeRO-3 hangs hooks on every module, unless it is told that a mixer is a leaf and gathers it whole: `whole_mixers` says
 of which classes that may be done.
 
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from tightfit.mamba.arguments import ScanError
 from tightfit.mamba.conv import causal_conv1d
-from tightfit.mamba.documents import Documents, reading_positions, unpacked
-from tightfit.mamba.mixer import Weights, mamba_mixer, normed
+from tightfit.mamba.documents import Documents, reading_positions, unpack
+from tightfit.mamba.mixer import Weights, mamba_mixer, normalise
 from tightfit.mamba.scan import selective_scan
 from tightfit.messages import text
 
@@ -50,8 +50,8 @@ def install() -> None:
         # The name of transformers 5; before, the scan was not a function that could be replaced.
         separable = hasattr(module, "mamba_selective_scan")
         if separable:
-            _replace(module, "mamba_inner_fn", _not_fused)
-            _replace(module, "mamba_selective_scan", _uncompiled(_scan))
+            _replace(module, "mamba_inner_fn", _refuse_fusion)
+            _replace(module, "mamba_selective_scan", _exclude_from_compile(_scan))
             _replace(module, "causal_conv1d_fn", _conv_before(module.causal_conv1d_fn))
         owner = getattr(module, mixer)
         _replace(owner, "forward", _forward_before(owner.forward, masks_both=separable))
@@ -91,7 +91,7 @@ def _any_global_hook() -> bool:
     return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _exclude_from_compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile would write out every step of a scan: it goes around instead."""
     left_alone: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return left_alone
@@ -111,7 +111,7 @@ def _plain(module: nn.Module) -> bool:
     return ours and not any(hooks) and "forward" not in vars(module)  # accelerate puts a forward on the instance
 
 
-def _not_fused(*_: Any, **__: Any) -> None:
+def _refuse_fusion(*_: Any, **__: Any) -> None:
     """For `mamba_inner_fn`: whoever gets that far must not be fused, and None says so."""
 
 
@@ -141,7 +141,7 @@ def _conv_before(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _forward_before(original: Callable[..., Any], *, masks_both: bool) -> Callable[..., Any]:
     """`masks_both`: transformers 5 masks what goes into the first projection, earlier ones half of what comes out."""
-    whole = _uncompiled(_without_cache)
+    whole = _exclude_from_compile(_without_cache)
 
     @functools.wraps(original)
     def forward(
@@ -153,7 +153,7 @@ def _forward_before(original: Callable[..., Any], *, masks_both: bool) -> Callab
         starts: Tensor | None = None,
         **more: Any,
     ) -> Any:
-        attention_mask, starts = unpacked(attention_mask, starts, cached=cache_params is not None)
+        attention_mask, starts = unpack(attention_mask, starts, cached=cache_params is not None)
         if not masks_both and attention_mask is not None and cache_params is None and bool(attention_mask.all()):
             attention_mask = None
         known = not args and all(each is None or name == "cache_position" for name, each in more.items())
@@ -179,7 +179,7 @@ def _without_cache(mixer: Any, hidden_states: Tensor, mask: Tensor | None, start
         hidden_states = (hidden_states * mask[:, :, None]).to(hidden_states.dtype)
     xz = mixer.in_proj(hidden_states).transpose(1, 2)
     if not fuses(mixer):
-        return _unfused(mixer, xz, mask, starts)
+        return _call_submodules(mixer, xz, mask, starts)
     weights = Weights(
         conv=mixer.conv1d.weight, conv_bias=mixer.conv1d.bias, x_proj=mixer.x_proj.weight,
         dt_proj=mixer.dt_proj.weight, dt_bias=mixer.dt_proj.bias, A_log=mixer.A_log, D=mixer.D,
@@ -188,10 +188,10 @@ def _without_cache(mixer: Any, hidden_states: Tensor, mask: Tensor | None, start
     return mamba_mixer(xz, weights, norm_eps=getattr(mixer, "rms_eps", None), keep=mask, starts=starts)
 
 
-def _unfused(mixer: Any, xz: Tensor, mask: Tensor | None, starts: Tensor | None) -> Tensor:
+def _call_submodules(mixer: Any, xz: Tensor, mask: Tensor | None, starts: Tensor | None) -> Tensor:
     """The same by calling every submodule, so that adapters and hooks have their say."""
     x, gate = xz.chunk(2, dim=1)
-    u = _convolved(mixer, x, starts)
+    u = _convolve(mixer, x, starts)
     if mask is not None:
         u = u * mask[:, None].to(u.dtype)
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
@@ -199,7 +199,7 @@ def _unfused(mixer: Any, xz: Tensor, mask: Tensor | None, starts: Tensor | None)
     if hasattr(mixer, "b_layernorm"):
         dt, B, C = mixer.dt_layernorm(dt), mixer.b_layernorm(B), mixer.c_layernorm(C)
     elif hasattr(mixer, "rms_eps"):
-        dt, B, C = (normed(part, mixer.rms_eps) for part in (dt, B, C))
+        dt, B, C = (normalise(part, mixer.rms_eps) for part in (dt, B, C))
     bias = None
     if _plain(mixer.dt_proj):  # the bias in fp32: in bf16 it would round the time step
         delta = F.linear(dt, mixer.dt_proj.weight)
@@ -216,7 +216,7 @@ def _unfused(mixer: Any, xz: Tensor, mask: Tensor | None, starts: Tensor | None)
     return result
 
 
-def _convolved(mixer: Any, x: Tensor, starts: Tensor | None) -> Tensor:
+def _convolve(mixer: Any, x: Tensor, starts: Tensor | None) -> Tensor:
     if _plain(mixer.conv1d):
         silu = mixer.activation in SILU
         u = causal_conv1d(x, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, silu=silu, starts=starts)

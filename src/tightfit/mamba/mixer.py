@@ -132,7 +132,7 @@ class _Inside:
         )  # fmt: skip
 
 
-def normed(part: Tensor, eps: float | None) -> Tensor:
+def normalise(part: Tensor, eps: float | None) -> Tensor:
     """Divided by its root mean square; the weight is one."""
     if eps is None:
         return part
@@ -150,7 +150,7 @@ def _norm_backward(part: Tensor, wanted: Tensor, eps: float | None) -> Tensor:
     return scale * (wanted - normed * (wanted * normed).mean(-1, keepdim=True))
 
 
-def _scanned(scan: Scan) -> tuple[Tensor, Tensor | None]:
+def _scan_forward(scan: Scan) -> tuple[Tensor, Tensor | None]:
     """The output, and on a GPU the states that the backward pass starts from."""
     if fitting(scan) != "triton":
         return chunked.run_forward(scan)[0], None
@@ -193,8 +193,8 @@ class _Mixer(torch.autograd.Function):
             inside = _Inside(xz, weights, keep, starts)
             u = inside.convolved()
             narrow = F.linear(u.transpose(1, 2), inside.matrix(x_proj))
-            parts = [normed(part, settings.norm_eps) for part in inside.split(narrow)]
-            out, borders = _scanned(inside.scan(u, parts))
+            parts = [normalise(part, settings.norm_eps) for part in inside.split(narrow)]
+            out, borders = _scan_forward(inside.scan(u, parts))
             y = F.linear(
                 out.transpose(1, 2), inside.matrix(out_proj), None if out_bias is None else inside.matrix(out_bias)
             )
@@ -238,7 +238,7 @@ def _backward(
     grads: dict[str, Tensor] = {}
     u = inside.convolved()
     raw = inside.split(narrow)
-    parts = [normed(part, eps) for part in raw]
+    parts = [normalise(part, eps) for part in raw]
     scan = inside.scan(u, parts)
     dxz = _beside(inside.x, inside.z)
     dx_half, dz_half = dxz.chunk(2, dim=1)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tightfit.mamba.arguments import Scan, ScanError, checked
+from tightfit.mamba.arguments import Scan, ScanError, check
 from tightfit.mamba.chunked import chunked_scan
 from tightfit.mamba.reference import reference_scan
 from tightfit.messages import text
@@ -43,13 +43,13 @@ def selective_scan(  # noqa: PLR0913 - the official signature
     (channels). Beyond the official one: `initial_state` (batch, channels, states) and the last state have gradients,
     and `starts` (batch, length) is true where a document starts, before which nothing is remembered.
     """
-    scan = checked(
+    scan = check(
         Scan(
             u=u,
             delta=delta,
             A=A,
-            B=_ungrouped(B),
-            C=_ungrouped(C),
+            B=_ungroup(B),
+            C=_ungroup(C),
             D=D,
             z=z,
             delta_bias=delta_bias,
@@ -106,7 +106,7 @@ def fitting(scan: Scan) -> Path:
     return "triton"
 
 
-def _ungrouped(tensor: Tensor) -> Tensor:
+def _ungroup(tensor: Tensor) -> Tensor:
     """The official one takes B and C by groups of channels too; one group is the usual case."""
     one_group = isinstance(tensor, Tensor) and tensor.dim() == 4 and tensor.shape[1] == 1
     return tensor[:, 0] if one_group else tensor

@@ -121,7 +121,7 @@ def _worker(argv: Sequence[str]) -> NoReturn:
         place = place_of(os.environ, config, options)
         # DeepSpeed asks the environment, whoever started this process.
         os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.device_number), WORLD_SIZE=str(place.world))
-        supervised = _supervised(args, config, place)
+        supervised = _supervise(args, config, place)
         ending = run(config, options, place, cache_folder(), stop, supervised)
         stop.deaf()
         leave(_code_of(ending))
@@ -160,7 +160,7 @@ def _environment() -> None:
         os.environ.setdefault("MASTER_PORT", str(found.port))
 
 
-def _supervised(args: argparse.Namespace, config: WorkerConfig, place: Place) -> Supervised:
+def _supervise(args: argparse.Namespace, config: WorkerConfig, place: Place) -> Supervised:
     """What the desk asks for that started this rank; and the tests' faults, where their variable names some."""
     from tightfit.runs.heartbeat import Heartbeat
     from tightfit.train.heartbeat import RankHeartbeat, Supervised

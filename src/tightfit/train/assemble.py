@@ -84,9 +84,9 @@ def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events)
         twin = assembly.skeleton()
         source: WeightSource | None = None
         if isinstance(found.checkpoint, DeepSpeedCheckpoint):
-            source = found.checkpoint.named_for(twin, adapters=False)
+            source = found.checkpoint.name_for(twin, adapters=False)
         elif (folder := found.checkpoint or found.weights) is not None:
-            source = open_weights(folder, twin, found.cache, progress=events.told)
+            source = open_weights(folder, twin, found.cache, progress=events.report)
         engine, oddities, recomputed = assembly.engine(twin, source, events)
     return Assembled(
         engine=engine,
@@ -108,7 +108,7 @@ class _ModelAssembly:
         trusted = self.config.model.trust_remote_code
         return build.skeleton(self.hf, self.working, self.kernel, trust_remote_code=trusted)
 
-    def adapted(self, model: Any) -> Any:
+    def adapt(self, model: Any) -> Any:
         if self.levers.lora is None:
             return model
         assert self.config.adapters is not None
@@ -118,7 +118,7 @@ class _ModelAssembly:
         return param.dtype if ".lora_" in name else build.rests_in(self.levers, trains=param.requires_grad)
 
     def engine(self, twin: Any, source: WeightSource | None, events: Events) -> tuple[Engine, tuple[Message, ...], int]:
-        drawn = twin if self.levers.lora is None else self.adapted(self.skeleton())
+        drawn = twin if self.levers.lora is None else self.adapt(self.skeleton())
         origin = Origin(draws=SeededWeights(drawn, self.config.training.seed), weights=source, rounding=self.working)
         zero3 = self.levers.stage == 3 and self.levers.method != "qlora"
         model = self.skeleton()
@@ -132,7 +132,7 @@ class _ModelAssembly:
         build.freeze(model, self.levers)
         if self.levers.method == "qlora":
             quantise(model, origin.whole, self.place.device, self.working)
-        model = self.adapted(model)
+        model = self.adapt(model)
         if not zero3:
             build.cast_meta(model, self.rests_in)
         recomputed = recompute(model, self.levers.checkpointing)

@@ -98,7 +98,7 @@ class Saver:
         self.prepare()
         if self._staging is None or self._preparing is None or self._preparing.exception() is not None:
             saved = self._write(folder, step, state, None)
-            self._told(saved, events, time.monotonic() - began, background=False)
+            self._report(saved, events, time.monotonic() - began, background=False)
             return
         held = self._staging.take(self.sets)
         self._writing = self._thread.submit(self._write, folder, step, state, held)
@@ -119,7 +119,7 @@ class Saver:
         """Say how a save in the background went, once it has."""
         if self._writing is not None and self._writing.done():
             writing, self._writing = self._writing, None
-            self._told(writing.result(), events, self._blocked, background=True)
+            self._report(writing.result(), events, self._blocked, background=True)
 
     def wait(self, events: Events) -> None:
         """Until nothing is being written."""
@@ -176,7 +176,7 @@ class Saver:
 
         return write
 
-    def _told(self, saved: SaveOutcome, events: Events, blocked_s: float, *, background: bool) -> None:
+    def _report(self, saved: SaveOutcome, events: Events, blocked_s: float, *, background: bool) -> None:
         if saved.problem is not None:
             events.write("checkpoint_failed", step=saved.step, text=saved.problem)
             return

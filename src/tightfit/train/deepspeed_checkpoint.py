@@ -99,7 +99,7 @@ class DeepSpeedCheckpoint:
             return Message("train.moments-missing", moments=Listing(MOMENTS, "and"), optimizer=optimizer)
         return None
 
-    def named_for(self, twin: Any, *, adapters: bool) -> NamedTensors:
+    def name_for(self, twin: Any, *, adapters: bool) -> NamedTensors:
         """Under the names that this job has for its parameters; `twin`: the model on the meta device."""
         own = {name: parts.shape for held in (WEIGHT, MASTER) for name, parts in self.tensors.get(held, {}).items()}
         trained = {adapter_name(name): (name,) for name in own if ".lora_" in name}

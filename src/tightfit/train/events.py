@@ -63,13 +63,13 @@ class Events:
     def progress(self, what: Message) -> ProgressEvents:
         return ProgressEvents(self, what)
 
-    def told(self, what: Said, done: int, total: int) -> None:
+    def report(self, what: Said, done: int, total: int) -> None:
         """For those that say each time what they do."""
         self.write("progress", what=what, done=done, total=total)
 
     def doing(self, what: Message) -> None:
         """For what has no measure."""
-        self.told(what, 0, 1)
+        self.report(what, 0, 1)
 
     def close(self) -> None:
         self.watcher.close()

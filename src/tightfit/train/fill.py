@@ -52,7 +52,7 @@ def fill(model: nn.Module, origin: Origin, rank: int, progress: Progress) -> Non
     total, done = sum(shard.size for shard in waiting), 0
     with torch.no_grad():
         for shard in waiting:
-            with shard.opened(write=True) as target:
+            with shard.access(write=True) as target:
                 for begin in range(0, target.numel(), PIECE_ELEMENTS):
                     end = min(begin + PIECE_ELEMENTS, target.numel())
                     values = origin.read(shard.name, shard.shape, shard.start + begin, shard.start + end)

@@ -105,7 +105,7 @@ class Loop:
             recent.append((window.tokens, seconds))
             self.step_seconds.append(seconds)
             self._tell(step, loss, rate, stepped, recent)
-            overflow.stepped(step + 1, stepped.skipped, stepped.loss_scale)
+            overflow.after_step(step + 1, stepped.skipped, stepped.loss_scale)
             self._check(step, loss, stepped, window)
             if (ending := self._save(step + 1, votes)) is not None:
                 return ending
@@ -127,7 +127,7 @@ class Loop:
         now = time.monotonic()
         late = limit is not None and now - self.began >= limit
         due = self.place.leads and minutes is not None and now - self.saved_at >= 60 * minutes
-        return Votes(*totals(self.place, (share, float(self.stop.asked), float(late), float(due))))
+        return Votes(*totals(self.place, (share, float(self.stop.is_asked), float(late), float(due))))
 
     def _save(self, done: int, votes: Votes) -> Ending | None:
         """A checkpoint where one is due; how the run ends, if it does."""

@@ -35,7 +35,7 @@ class OverflowWatch:
         self._seen = _OverflowSeen()
         self.streak = 0
 
-    def stepped(self, step: int, skipped: bool, loss_scale: float | None) -> None:
+    def after_step(self, step: int, skipped: bool, loss_scale: float | None) -> None:
         """After each step."""
         if skipped:
             self.streak += 1

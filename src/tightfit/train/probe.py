@@ -42,7 +42,7 @@ class Milestones:
         self._events, self.meter, self._predicted, self._place = events, meter, predicted, place
         self.measured: dict[Milestone, int | None] = {}
 
-    def reached(self, milestone: Milestone) -> None:
+    def measure(self, milestone: Milestone) -> None:
         reading = self.meter.read()
         known = reading.peak_bytes is not None
         ranks = everyone(self._place, reading.peak_bytes if reading.peak_bytes is not None else reading.host_bytes)
@@ -74,18 +74,18 @@ def probe(engine: Engine, windows: Windows, window: Window, milestones: Mileston
                 loss = engine.forward(inputs, window.divisor)
                 if first:
                     calls_forward = calls.calls
-                    milestones.reached("forward")
+                    milestones.measure("forward")
                 engine.backward(loss, last=number == len(window.micro_batches) - 1)
                 del loss, inputs
                 if first:
                     recomputed = calls.calls - calls_forward
-                    milestones.reached("backward")
+                    milestones.measure("backward")
             stepped = engine.step(0.0)
             taken += not stepped.skipped or stepped.loss_scale is None
             seconds = time.monotonic() - began
             if taken == PASSES:
                 break
-        milestones.reached("step")
+        milestones.measure("step")
     finally:
         calls.stop()
     engine.forget()

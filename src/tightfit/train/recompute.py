@@ -67,9 +67,9 @@ class LayerCalls:
     def __init__(self, model: nn.Module) -> None:
         self.layers = layers_of(model)
         self.calls = 0
-        self._hooks = [layer.register_forward_pre_hook(self._called) for layer in self.layers]
+        self._hooks = [layer.register_forward_pre_hook(self._count) for layer in self.layers]
 
-    def _called(self, *_: object) -> None:
+    def _count(self, *_: object) -> None:
         self.calls += 1
 
     def stop(self) -> None:

@@ -212,7 +212,7 @@ def load(
             wide = shard.parameter.dtype == torch.float32
             done = filled and not (wide and states.holds(MASTER, state_name(shard.path)))
             if shard.parameter.requires_grad and not done:
-                with shard.opened(write=True) as target:
+                with shard.access(write=True) as target:
                     _put(target, master if wide else weight, shard.path, shard.shape, shard.start)
         for state in engine.states(write=True):
             if found.weights_alone and state.kind != MASTER:

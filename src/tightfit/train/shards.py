@@ -73,7 +73,7 @@ class Shard:
         return whole
 
     @contextmanager
-    def opened(self, *, write: bool = False) -> Iterator[Tensor]:
+    def access(self, *, write: bool = False) -> Iterator[Tensor]:
         """The elements in memory, wherever they rest; `write`: what is changed stays."""
         with resident(self.parameter, write=write):
             yield self.tensor
@@ -93,7 +93,7 @@ def outline(model: nn.Module, rank: int) -> Iterator[Shard]:
 def shards(model: nn.Module, rank: int, *, write: bool = False) -> Iterator[Shard]:
     """The same, each in memory until the next one is asked for; `write`: what is changed meanwhile stays."""
     for shard in outline(model, rank):
-        with shard.opened(write=write):
+        with shard.access(write=write):
             yield shard
 
 

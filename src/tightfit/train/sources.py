@@ -48,7 +48,7 @@ class Safetensors:
         self._files = Files()
 
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        parts = self._stored_parts(name)
+        parts = self._find_parts(name)
         ends = list(accumulate(part.numel for part in parts))
         if not 0 <= start <= stop <= ends[-1] or ends[-1] != math.prod(shape):
             raise ModelError(
@@ -74,12 +74,12 @@ class Safetensors:
 
     def dtype(self, name: str) -> torch.dtype:
         """In which dtype `name` is stored."""
-        return DTYPES[self._stored_parts(name)[0].dtype]
+        return DTYPES[self._find_parts(name)[0].dtype]
 
     def close(self) -> None:
         self._files.close()
 
-    def _stored_parts(self, name: str) -> list[Stored]:
+    def _find_parts(self, name: str) -> list[Stored]:
         if name not in self._parts:
             raise ModelError(Message("train.no-such-tensor", folder=self.folder, name=name))
         return [self.stored[key] for key in self._parts[name]]

@@ -67,7 +67,7 @@ class Stop:
         return self
 
     @property
-    def asked(self) -> bool:
+    def is_asked(self) -> bool:
         return self._first is not None
 
     @property
@@ -80,7 +80,7 @@ class Stop:
         what follows the loop is the saving of the model."""
         self._armed = True
 
-    def heard(self, number: int) -> None:
+    def hear(self, number: int) -> None:
         """A signal came."""
         if number not in SIGNALS:
             return
@@ -99,7 +99,7 @@ class Stop:
     def _listen(self, reading: int) -> None:
         while numbers := os.read(reading, 64):
             for number in numbers:
-                self.heard(number)
+                self.hear(number)
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

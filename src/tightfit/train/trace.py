@@ -142,7 +142,7 @@ def _norm_kind(model: Any) -> str:
 
 
 def _build(path: Path, attention: str) -> Any:
-    transformers.AttentionInterface.register(ATTENTION, _fused_attention)
+    transformers.AttentionInterface.register(ATTENTION, _attend)
     if attention != ATTENTION:
         # Masks are built by looking at their values, unless under tracing; on the meta device there are none.
         transformers.masking_utils.is_tracing = lambda *_: True
@@ -159,7 +159,7 @@ def _build(path: Path, attention: str) -> Any:
     return model
 
 
-def _fused_attention(  # transformers calls it with its own names
+def _attend(  # transformers calls it with its own names
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **_: Any
 ) -> tuple[Any, None]:
     if query.shape[-1] == value.shape[-1]:

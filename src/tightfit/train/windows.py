@@ -73,9 +73,9 @@ class Windows:
         tensors = {"input_ids": made.input_ids, "labels": made.labels}
         if made.position_ids is not None:
             tensors["position_ids"] = made.position_ids
-        return {name: self._placed(tensor) for name, tensor in tensors.items()}
+        return {name: self._move(tensor) for name, tensor in tensors.items()}
 
-    def _placed(self, tensor: Tensor) -> Tensor:
+    def _move(self, tensor: Tensor) -> Tensor:
         if not self._place.on_gpu:
             return tensor
         return tensor.pin_memory().to(self._place.device, non_blocking=True)

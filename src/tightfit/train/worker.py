@@ -160,7 +160,7 @@ class Worker:
                 self.config.folder, self.options.tensorboard, self.options.wandb, facts, every
             )
         store = places.rendezvous(self.place)
-        prepared = self._prepared(store)
+        prepared = self._prepare(store)
         self.supervised.heartbeat.at("init")
         places.join(self.place, store)
         ending = self._train(prepared)
@@ -205,7 +205,7 @@ class Worker:
 
     # --- data and weights -----------------------------------------------------------------------
 
-    def _prepared(self, store: Any) -> Prepared:
+    def _prepare(self, store: Any) -> Prepared:
         """One rank a node fetches and tokenises; the others wait, and open what it made.
 
         Then all wait for all: a group would not have the patience for a node that downloads longer than the others.
@@ -215,7 +215,7 @@ class Worker:
                 _wait_for(store, _node())
             source, weights = self.config.model, None
             if source.weights is not None:
-                weights = find_weights(source.weights, progress=self.events.told)
+                weights = find_weights(source.weights, progress=self.events.report)
             hf = hf_config(source, weights)
             named = self.config.data.get("tokenizer") or (str(weights) if weights is not None else None)
             tokenizer = load_tokenizer(named, hf.vocab_size, trust_remote_code=source.trust_remote_code)
@@ -250,11 +250,11 @@ class Worker:
         job = job_of(config, prepared.hf_config, samples)
         order = Order(len(samples), config.effective_batch, config.training.seed)
         steps = self._steps(order)
-        found = self._found(job, steps)
-        made = self._assembled(prepared, found)
+        found = self._find_checkpoint(job, steps)
+        made = self._assemble(prepared, found)
         milestones = Milestones(self.events, meter, config.predicted, place)
-        milestones.reached("init")
-        self._prove(*proofs(config, place, made.engine.held()))
+        milestones.measure("init")
+        self._prove(*proofs(config, place, made.engine.holdings()))
         for sentence in (
             *prepared.said,
             *made.said,
@@ -300,7 +300,7 @@ class Worker:
         self._say_end(ending, loop, milestones)
         return ending
 
-    def _found(self, job: dict[str, Any], steps: int) -> Checkpoint | None:
+    def _find_checkpoint(self, job: dict[str, Any], steps: int) -> Checkpoint | None:
         """The checkpoint to go on from, if this job of so many steps may. Nothing is said of one that is refused."""
         if self.options.rehearse:
             return None
@@ -368,18 +368,18 @@ class Worker:
         return found
 
     def _load(self, found: Checkpoint, made: Assembled) -> None:
-        self.events.told(Message("train.loading-checkpoint"), 0, 1)
+        self.events.report(Message("train.loading-checkpoint"), 0, 1)
         whole = self.config.levers.lora is None
         values: tuple[TensorSource, StoredStates]
         if found.deepspeed is not None:
-            named = found.deepspeed.named_for(made.twin, adapters=not whole)
+            named = found.deepspeed.name_for(made.twin, adapters=not whole)
             values = named, named
         elif whole:
             values = open_weights(found.folder, made.twin), StateFiles(found.folder)
         else:
             values = AdapterFile(found.folder), StateFiles(found.folder)
         load(found, made.engine, values, self.place, filled=whole)
-        self.events.told(Message("train.loading-checkpoint"), 1, 1)
+        self.events.report(Message("train.loading-checkpoint"), 1, 1)
 
     def _saver(self, made: Assembled, model: TensorSet, steps: int) -> Saver:
         orders = self.config.saving
@@ -392,7 +392,7 @@ class Worker:
         )
         return Saver(self.config.folder, made.engine, model, habits, self.place)
 
-    def _assembled(self, prepared: Prepared, found: Checkpoint | None) -> Assembled:
+    def _assemble(self, prepared: Prepared, found: Checkpoint | None) -> Assembled:
         if not self.config.levers.is_fsdp2:
             from tightfit.train.engines.deepspeed import join
 

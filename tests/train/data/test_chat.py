@@ -47,7 +47,7 @@ def template(source: str, **special: str) -> ChatTemplate:
 
 
 def learned(source: str, turns: tuple[Turn, ...], **special: str) -> list[str]:
-    made = template(source, bos_token="<s>", eos_token="</s>", **special).rendered(turns)
+    made = template(source, bos_token="<s>", eos_token="</s>", **special).render_pieces(turns)
     return [made.text[first:last] for first, last in made.answers]
 
 
@@ -70,7 +70,7 @@ def test_the_answers_and_their_ends_are_learned(source: str, answers: list[str])
 
 def test_an_answer_that_repeats_the_question_is_found_where_it_stands() -> None:
     turns = (Turn("user", "Four."), Turn("assistant", "Four."), Turn("user", "Four."), Turn("assistant", "Four."))
-    made = template(BARE_CHATML).rendered(turns)
+    made = template(BARE_CHATML).render_pieces(turns)
     assert [made.text[a - 10 : a] for a, _ in made.answers] == ["assistant\n"] * 2
     assert [made.text[a:b] for a, b in made.answers] == ["Four.<|im_end|>"] * 2
 
@@ -78,10 +78,10 @@ def test_an_answer_that_repeats_the_question_is_found_where_it_stands() -> None:
 def test_rendering_is_that_of_transformers(bytes_tokenizer: Any) -> None:
     messages = [{"role": turn.role, "content": turn.content} for turn in CHAT]
     for source in (CHATML, BARE_CHATML, THINKING, *TEMPLATES.values()):
-        turns = template(source).arranged(CHAT)
+        turns = template(source).arrange(CHAT)
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         theirs = bytes_tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False)
-        ours = template(source, eos_token="<|end|>", bos_token="").rendered(CHAT).text
+        ours = template(source, eos_token="<|end|>", bos_token="").render_pieces(CHAT).text
         assert ours == theirs
 
 
@@ -91,7 +91,7 @@ def test_the_mask_is_that_of_transformers_for_marked_templates(bytes_tokenizer: 
         messages, chat_template=CHATML, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     encoder = encoder_of(codec_of(bytes_tokenizer, "chatml"), 512, "cut")
-    ours = encoder.whole(encoder.template.rendered(CHAT))
+    ours = encoder.whole(encoder.template.render_pieces(CHAT))
     assert ours.ids.tolist() == theirs["input_ids"]
     assert ours.learned.tolist() == theirs["assistant_masks"]
 
@@ -100,7 +100,7 @@ def test_the_mask_is_that_of_transformers_for_marked_templates(bytes_tokenizer: 
 
 
 def test_gemma_gets_the_system_turn_in_the_first_question() -> None:
-    made = template(GEMMA, bos_token="<bos>").rendered(CHAT)
+    made = template(GEMMA, bos_token="<bos>").render_pieces(CHAT)
     first = made.text.split("<end_of_turn>")[0]
     assert first == "<bos><start_of_turn>user\nBe brief.\n\nWhat is two and two?"
     assert "system" not in made.text
@@ -108,10 +108,10 @@ def test_gemma_gets_the_system_turn_in_the_first_question() -> None:
 
 def test_gemma_gets_a_user_before_an_answer_that_comes_first() -> None:
     turns = (Turn("assistant", "Hello!"), Turn("user", "Hi."), Turn("assistant", "How are you?"))
-    made = template(GEMMA, bos_token="").rendered(turns)
+    made = template(GEMMA, bos_token="").render_pieces(turns)
     assert made.text.startswith(f"<start_of_turn>user\n{STAND_IN}<end_of_turn>\n<start_of_turn>model\nHello!")
     assert [made.text[a:b] for a, b in made.answers] == ["Hello!<end_of_turn>", "How are you?<end_of_turn>"]
-    with_system = template(GEMMA, bos_token="").rendered((Turn("system", "Be kind."), *turns))
+    with_system = template(GEMMA, bos_token="").render_pieces((Turn("system", "Be kind."), *turns))
     assert with_system.text.startswith("<start_of_turn>user\nBe kind.<end_of_turn>")
 
 
@@ -122,13 +122,13 @@ def test_gemma_gets_neighbours_of_one_role_as_one_turn() -> None:
 
 def test_chatml_keeps_chats_as_they_are() -> None:
     turns = (Turn("assistant", "Hello!"), Turn("user", "Hi."), Turn("assistant", "How are you?"), Turn("user", "Bye."))
-    assert template(CHATML).arranged(turns) == turns[:3]
+    assert template(CHATML).arrange(turns) == turns[:3]
 
 
 def test_a_template_that_drops_what_is_learned_is_refused() -> None:
     source = "{% for message in messages %}{{ message['role'] }}{% endfor %}"
     with pytest.raises(ConfigError, match="name another template, chatml say"):
-        template(source).rendered(CHAT)
+        template(source).render_pieces(CHAT)
 
 
 def test_a_template_that_is_no_jinja_is_one_sentence(tmp_path: Path, bytes_tokenizer: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_template_that_is_no_jinja_is_one_sentence(tmp_path: Path, bytes_token
     path.write_text("{% for %}", encoding="utf-8")
     codec = codec_of(bytes_tokenizer, str(path))
     with pytest.raises(ConfigError, match=r"the chat template mine\.jinja is not valid Jinja"):
-        encoder_of(codec, 64, "cut").template.rendered(CHAT)
+        encoder_of(codec, 64, "cut").template.render_pieces(CHAT)
 
 
 # --- which template -------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ __all__ = [
 def prepare(spec: DataSpec, tokenizer: Any, cache: Path, progress: Progress) -> None:
     """Build what `open_samples` maps, unless it is there. One process of a node calls it."""
     check_spec(spec)
-    if spec.generated:
+    if spec.is_generated:
         return
     want = identify(spec, codec_of(tokenizer, spec.template), cache)
     with lock(cache, want.key):
@@ -69,7 +69,7 @@ def prepare(spec: DataSpec, tokenizer: Any, cache: Path, progress: Progress) -> 
 def open_samples(spec: DataSpec, tokenizer: Any, cache: Path) -> Split:
     """The samples of a prepared data set; every rank maps the same files."""
     check_spec(spec)
-    if spec.generated:
+    if spec.is_generated:
         vocabulary = len(tokenizer)
         count = min(spec.samples or GENERATED_SAMPLES, spec.max_samples or 2**62)
         held = (
@@ -86,7 +86,7 @@ def explain(spec: DataSpec, tokenizer: Any) -> tuple[Said, ...]:
     """What was chosen for the user and has to be known, a sentence each: to be shown once."""
     from tightfit.train.data.recipe import resolve
 
-    if spec.generated:
+    if spec.is_generated:
         return (Message("data.random-samples"),)
     resolved = resolve(spec) if spec.by_recipe else None
     return (*codec_of(tokenizer, spec.template).said, *(resolved.said if resolved else ()))

@@ -121,7 +121,7 @@ class ChatTemplate:
             return False
         return all(turn.content in text for turn in turns)
 
-    def arranged(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    def arrange(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """The same chat in a form that the template takes; what follows the last answer is left out."""
         last = max((at for at, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
         made = list(turns[: last + 1])
@@ -134,9 +134,9 @@ class ChatTemplate:
 
     # --- where the answers are --------------------------------------------------------------------
 
-    def rendered(self, turns: Sequence[Turn], *, last_only: bool = False) -> Rendered:
+    def render_pieces(self, turns: Sequence[Turn], *, last_only: bool = False) -> Rendered:
         """The chat as text with its answers, of which `last_only` keeps one."""
-        turns = tuple(replace(turn, content=_strip_marks(turn.content)) for turn in self.arranged(turns))
+        turns = tuple(replace(turn, content=_strip_marks(turn.content)) for turn in self.arrange(turns))
         try:
             whole = self.render(turns)
             if OPEN in whole:

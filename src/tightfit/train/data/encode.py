@@ -44,7 +44,7 @@ class Encoder:
         """A text becomes as many samples as it fills; a chat becomes one, or none where it does not fit."""
         if example.text is not None:
             return [each for each in self._chunks(example.text) if each.loss_tokens]
-        made = self.chat(self.template.rendered(example.turns))
+        made = self.chat(self.template.render_pieces(example.turns))
         return [made] if made is not None else []
 
     def chat(self, rendered: Rendered) -> Encoded | None:

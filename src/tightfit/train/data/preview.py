@@ -82,7 +82,7 @@ class _Sum:
 def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, Any]]:
     """Every line of the preview."""
     check_spec(spec)
-    if spec.generated:
+    if spec.is_generated:
         raise ConfigError(Message("data.nothing-to-preview"))
     codec = codec_of(tokenizer, spec.template)
     encoder = encoder_of(codec, spec.sequence, spec.overlong)
@@ -147,7 +147,7 @@ def _example_lines(file: SourceFile, layout: Layout, encoder: Encoder, count: in
         total.add(samples)
         if shown < count and samples:
             shown += 1
-            rendered = encoder.template.rendered(example.turns) if example.text is None else None
+            rendered = encoder.template.render_pieces(example.turns) if example.text is None else None
             yield _example(name, encoder, samples[0], rendered)
     yield total.line(None)
 

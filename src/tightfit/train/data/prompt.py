@@ -190,7 +190,7 @@ class Prompter:
         }
         turns = [Turn("system", "\n\n".join(texts["system"]))] if texts["system"] else []
         turns += [Turn("user", "\n\n".join(texts["user"]) or STAND_IN), Turn("assistant", target)]
-        return self.encoder.template.rendered(turns, last_only=True)
+        return self.encoder.template.render_pieces(turns, last_only=True)
 
 
 def prompter_of(recipe: str, encoder: Encoder) -> Prompter:

@@ -49,7 +49,7 @@ class DataSpec:
     """Of a Mamba model; None: nobody knows yet."""
 
     @property
-    def generated(self) -> bool:
+    def is_generated(self) -> bool:
         """Nothing is read: the samples are random tokens."""
         return self.path is None and self.recipe is None
 

@@ -164,7 +164,7 @@ class DeepSpeed:
     def train(self, mode: bool) -> None:
         self._engine.train(mode)
 
-    def held(self) -> HeldHere:
+    def holdings(self) -> HeldHere:
         here = whole = 0
         devices = set()
         frozen: list[Tensor] = []

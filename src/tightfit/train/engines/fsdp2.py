@@ -134,7 +134,7 @@ class Fsdp2:
     def train(self, mode: bool) -> None:
         self.model.train(mode)
 
-    def held(self) -> HeldHere:
+    def holdings(self) -> HeldHere:
         here = whole = states = trainable = fair = 0
         for param in self.model.parameters():
             local = param.to_local() if hasattr(param, "to_local") else param
