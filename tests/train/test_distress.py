@@ -10,7 +10,7 @@ import pytest
 from tightfit.runs.heartbeat import Stage
 from tightfit.train.distress import last_words
 from tightfit.train.engines import Diverged, ScaleExhausted
-from tightfit.train.faults import KINDS
+from tightfit.train.faults import happen
 from tightfit.train.worker import NotAsPlanned, OthersFailed
 from tightfit.types import ConfigError, UserError
 
@@ -19,7 +19,7 @@ MIB = 2**20
 
 def raised(what: str, folder: Path) -> BaseException:
     with pytest.raises(Exception) as caught:  # noqa: PT011 - each kind has its own type
-        KINDS[what](folder, None)
+        happen(what, folder, None)
     return caught.value
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tightfit.runs import disk
 from tightfit.runs.heartbeat import Heartbeat, read_beat
 from tightfit.train.engines import Diverged, Stepped
-from tightfit.train.faults import KINDS, read_faults
+from tightfit.train.faults import happen, read_faults
 from tightfit.train.heartbeat import HeartbeatEvents, RankHeartbeat
 from tightfit.train.loop import Loop
 from tightfit.types import ConfigError
@@ -72,14 +72,14 @@ def test_exceptions_have_the_types_and_words_of_the_real_ones(
     tmp_path: Path, what: str, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        KINDS[what](tmp_path, None)
+        happen(what, tmp_path, None)
 
 
 def test_a_large_disk_is_not_filled(tmp_path: Path) -> None:
     if disk.room(tmp_path) < 2**30:
         pytest.skip("this disk is full already")
     with pytest.raises(ConfigError, match="nothing was filled"):
-        KINDS["disk-full"](tmp_path, None)
+        happen("disk-full", tmp_path, None)
 
 
 def test_numbers_that_are_none_flow_through_the_model_once(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_numbers_that_are_none_flow_through_the_model_once(tmp_path: Path) -> No
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **small))
     ids = torch.arange(8)[None]
-    KINDS["nan"](tmp_path, model)
+    happen("nan", tmp_path, model)
     assert not torch.isfinite(model(input_ids=ids, labels=ids).loss)
     assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
 

@@ -70,7 +70,7 @@ class Faults:
             self._saving = step
         for number, fault in self._faults:
             if fault.stage == stage and fault.step == step and self._due(number, fault):
-                KINDS[fault.what](self._run, model)
+                happen(fault.what, self._run, model)
 
     def _due(self, number: int, fault: InjectedFault) -> bool:
         if fault.repeat:
@@ -101,8 +101,8 @@ def _fault(word: str) -> InjectedFault:
         )
     except (KeyError, ValueError):
         raise ConfigError(f"the fault {word!r} is not KIND@rank=N,stage=S,step=N: mend it") from None
-    if said or what not in KINDS:
-        raise ConfigError(f"there is no fault {word!r}: the kinds are {', '.join(KINDS)}")
+    if said or what not in (*ERRORS, *DEEDS):
+        raise ConfigError(f"there is no fault {word!r}: the kinds are {', '.join((*ERRORS, *DEEDS))}")
     return made
 
 
@@ -118,8 +118,8 @@ _ACCELERATOR: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeErr
 
 def _out_of_memory(
     asked: str, free: str, own: str, tensors: str, pieces: str, others: str = "", total: str = "4.00 GiB"
-) -> NoReturn:
-    raise torch.OutOfMemoryError(
+) -> str:
+    return (
         f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of {total} of which {free} is "
         f"free. {others}Including non-PyTorch memory, this process has {own} memory in use. Of the allocated memory "
         f"{tensors} is allocated by PyTorch, and {pieces} is reserved by PyTorch but unallocated. If reserved but "
@@ -128,69 +128,64 @@ def _out_of_memory(
     )
 
 
-def _device_oom(run: Path, model: Any) -> None:
+ERRORS: dict[str, tuple[type[Exception], str]] = {
+    "fragmentation": (
+        torch.OutOfMemoryError,
+        _out_of_memory("20.00 MiB", "10.00 MiB", "3.99 GiB", "3.50 GiB", "464.00 MiB"),
+    ),
+    "other-process": (
+        torch.OutOfMemoryError,
+        _out_of_memory(
+            "512.00 MiB",
+            "96.00 MiB",
+            "820.00 MiB",
+            "400.00 MiB",
+            "12.00 MiB",
+            "Process 4711 has 3.10 GiB memory in use. ",
+        ),
+    ),
+    "shared-memory": (
+        RuntimeError,
+        "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that dataloader's workers are out "
+        "of shared memory. Please try to raise your shared memory limit.",
+    ),
+    "nccl": (
+        dist.DistBackendError,
+        "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, unhandled system error (run with "
+        "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) or "
+        "external library call failed or device error. \nLast error:\nsocketPollConnect: connect to 10.0.0.2<41234> "
+        "returned Connection refused, exceeded error retry count after 35 attempts",
+    ),
+    "nccl-timeout": (
+        dist.DistBackendError,
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=118, OpType=ALLREDUCE, NumelIn=1, "
+        "NumelOut=1, Timeout(ms)=1800000) ran for 1800012 milliseconds before timing out.",
+    ),
+    "ecc": (_ACCELERATOR, f"CUDA error: uncorrectable ECC error encountered{_CUDA}"),
+    "gpu-lost": (
+        RuntimeError,
+        "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.  Reboot the system to recover this "
+        "GPU",
+    ),
+    "cuda": (_ACCELERATOR, f"CUDA error: unknown error{_CUDA}"),
+    "bug": (KeyError, "no_such_field"),
+}
+"""What is only said."""
+
+
+def _device_oom(run: Path, model: Any) -> NoReturn:
     """The plan was right, and the card has a little less than it should; without a plan, it is a card of 4 GiB."""
     predicted = find_worker(run / "plan").get("predicted")
     held = 3.9 * 2**10 if predicted is None else predicted["gpu"]["peak_bytes"] / 2**20
     own, tensors, total = (f"{held + more:.2f} MiB" for more in (80, 0, 96))
-    _out_of_memory("24.00 MiB", "16.00 MiB", own, tensors, "20.00 MiB", total=total)
+    raise torch.OutOfMemoryError(_out_of_memory("24.00 MiB", "16.00 MiB", own, tensors, "20.00 MiB", total=total))
 
 
-def _fragmentation(run: Path, model: Any) -> None:
-    _out_of_memory("20.00 MiB", "10.00 MiB", "3.99 GiB", "3.50 GiB", "464.00 MiB")
-
-
-def _other_process(run: Path, model: Any) -> None:
-    others = "Process 4711 has 3.10 GiB memory in use. "
-    _out_of_memory("512.00 MiB", "96.00 MiB", "820.00 MiB", "400.00 MiB", "12.00 MiB", others)
-
-
-def _pinned(run: Path, model: Any) -> NoReturn:
+def _pin(run: Path, model: Any) -> NoReturn:
     def pin_memory() -> NoReturn:
         raise _ACCELERATOR(f"CUDA error: out of memory{_CUDA}")
 
     pin_memory()
-
-
-def _shared_memory(run: Path, model: Any) -> NoReturn:
-    raise RuntimeError(
-        "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that dataloader's workers are out "
-        "of shared memory. Please try to raise your shared memory limit."
-    )
-
-
-def _nccl(run: Path, model: Any) -> NoReturn:
-    raise dist.DistBackendError(
-        "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, unhandled system error (run with "
-        "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) or "
-        "external library call failed or device error. \nLast error:\nsocketPollConnect: connect to 10.0.0.2<41234> "
-        "returned Connection refused, exceeded error retry count after 35 attempts"
-    )
-
-
-def _nccl_timeout(run: Path, model: Any) -> NoReturn:
-    raise dist.DistBackendError(
-        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=118, OpType=ALLREDUCE, NumelIn=1, "
-        "NumelOut=1, Timeout(ms)=1800000) ran for 1800012 milliseconds before timing out."
-    )
-
-
-def _ecc(run: Path, model: Any) -> NoReturn:
-    raise _ACCELERATOR(f"CUDA error: uncorrectable ECC error encountered{_CUDA}")
-
-
-def _gpu_lost(run: Path, model: Any) -> NoReturn:
-    raise RuntimeError(
-        "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.  Reboot the system to recover this GPU"
-    )
-
-
-def _cuda(run: Path, model: Any) -> NoReturn:
-    raise _ACCELERATOR(f"CUDA error: unknown error{_CUDA}")
-
-
-def _bug(run: Path, model: Any) -> NoReturn:
-    raise KeyError("no_such_field")
 
 
 # --- what really happens --------------------------------------------------------------------------
@@ -207,7 +202,7 @@ def _host_oom(run: Path, model: Any) -> None:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _host_oom_killed(run: Path, model: Any) -> NoReturn:
+def _outgrow_group(run: Path, model: Any) -> NoReturn:
     """The kernel kills this process, as the one that goes beyond the limit of a memory group."""
     old = (GROUPS / "memory").is_dir()
     group = GROUPS / ("memory" if old else "") / f"tightfit-fault-{os.getpid()}"
@@ -236,10 +231,6 @@ def _disk_full(run: Path, model: Any) -> NoReturn:
             raise
 
 
-def _kill(run: Path, model: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _hang(run: Path, model: Any) -> None:
     while True:
         time.sleep(1)
@@ -262,23 +253,22 @@ def _nan(run: Path, model: Any) -> None:
     hook = body_of(model).get_input_embeddings().register_forward_hook(poison)
 
 
-KINDS: dict[str, Callable[[Path, Any], None]] = {
+DEEDS: dict[str, Callable[[Path, Any], None]] = {
     "device-oom": _device_oom,
-    "fragmentation": _fragmentation,
-    "other-process": _other_process,
-    "pinned": _pinned,
-    "shared-memory": _shared_memory,
-    "nccl": _nccl,
-    "nccl-timeout": _nccl_timeout,
-    "ecc": _ecc,
-    "gpu-lost": _gpu_lost,
-    "cuda": _cuda,
+    "pinned": _pin,
     "host-oom": _host_oom,
-    "host-oom-killed": _host_oom_killed,
+    "host-oom-killed": _outgrow_group,
     "disk-full": _disk_full,
-    "kill": _kill,
+    "kill": lambda run, model: os.kill(os.getpid(), signal.SIGKILL),
     "hang": _hang,
     "gpu-hang": _gpu_hang,
     "nan": _nan,
-    "bug": _bug,
 }
+
+
+def happen(what: str, run: Path, model: Any) -> None:
+    """The fault of this kind, here and now."""
+    if what in ERRORS:
+        kind, text = ERRORS[what]
+        raise kind(text)
+    DEEDS[what](run, model)
