@@ -16,7 +16,7 @@ from tightfit.formats.lint import examine
 from tightfit.formats.registry import kinds
 from tightfit.formats.target import Target
 from tightfit.inputs.versions import is_version
-from tightfit.messages import Listing, Message, text
+from tightfit.messages import Listing, Message, Said, bare, end_sentence, text
 from tightfit.types import ConfigError
 
 FOUND_ERRORS = 1
@@ -87,7 +87,7 @@ def _as_json(report: Report) -> dict[str, object]:
     return {
         "file": report.file,
         "kind": report.kind,
-        "findings": [asdict(finding) for finding in report.findings],
+        "findings": [{**asdict(each), "what": str(each.what), "fix": str(each.fix)} for each in report.findings],
         "errors": report.count("error"),
         "warnings": report.count("warning"),
         "notes": report.count("note"),
@@ -107,16 +107,16 @@ def _block(finding: Finding, width: int) -> str:
     first = "  ".join(part for part in (where, finding.place) if part)
     lines = [f"{first}  {finding.severity} [{finding.rule}]"]
     lines += textwrap.wrap(_sentence(finding.what, finding.place), width, initial_indent="  ", subsequent_indent="  ")
-    lines += textwrap.wrap(f"Fix: {finding.fix}.", width, initial_indent="  ", subsequent_indent="       ")
+    lines += textwrap.wrap(text("lint.fix", fix=finding.fix), width, initial_indent="  ", subsequent_indent="       ")
     return "\n".join(lines)
 
 
-def _sentence(text: str, place: str) -> str:
+def _sentence(what: Said, place: str) -> str:
     """A full stop, and a capital unless the first word is a key of the file."""
-    first = text.split(maxsplit=1)[0]
+    sentence = end_sentence(what)
+    first = bare(sentence.split(maxsplit=1)[0])
     is_key = first in place.split(".") or not first.isalpha()
-    begins = text if is_key else text[:1].upper() + text[1:]
-    return begins if begins.endswith((".", "?")) else f"{begins}."
+    return sentence if is_key else sentence[:1].upper() + sentence[1:]
 
 
 def _counted(report: Report, severity: str) -> str:

@@ -49,7 +49,7 @@ def pinned_by_deepspeed(settled: PlanInput, path: str) -> PlanInput:
         file=settings.file,
         items=", ".join((f"{name} {value}" for name, value in list(named.items())[:3])),
     )
-    said = (kept, *settings.because, *_chosen_anew(settings.buckets, settings.file))
+    said: tuple[Said, ...] = (kept, *settings.because, *_chosen_anew(settings.buckets, settings.file))
     return replace(settled, job=job, said=(*settled.said, *said))
 
 

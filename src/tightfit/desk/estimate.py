@@ -9,6 +9,7 @@ from tightfit.desk.lever_flags import flags_of, without_effect
 from tightfit.desk.request import Request, RequestFile
 from tightfit.inputs.flags import levers_from_flags, spelt
 from tightfit.inputs.versions import choose_deepspeed
+from tightfit.messages import Said
 from tightfit.model.load import load_model
 from tightfit.priced import Priced, strategy_name
 from tightfit.types import (
@@ -54,7 +55,7 @@ class EstimateInput:
     levers: Levers
     world: int
     hardware: Hardware | None
-    said: tuple[str, ...]
+    said: tuple[Said, ...]
 
 
 def estimated(request: Request) -> Priced:
@@ -195,7 +196,7 @@ def _job(request: Request) -> JobInput | None:
 
 def _inputs(
     request: Request, world: int, job: JobInput | None, usual: Levers
-) -> tuple[ModelShape, Levers, tuple[str, ...]]:
+) -> tuple[ModelShape, Levers, tuple[Said, ...]]:
     """The model, the levers that files have set over the `usual` ones, and what their readers had to say."""
     if request.deepspeed and _names_fsdp2(request):
         raise ConfigError("--deepspeed and --engine fsdp2 are two engines: leave one out")
@@ -220,7 +221,7 @@ def _inputs(
 
 def _from_llamafactory(
     request: Request, file: RequestFile, world: int, usual: Levers
-) -> tuple[ModelShape, Levers, tuple[str, ...]]:
+) -> tuple[ModelShape, Levers, tuple[Said, ...]]:
     from tightfit.formats.deepspeed import read as deepspeed_file
     from tightfit.formats.llamafactory import read as llamafactory_file
 
@@ -231,7 +232,7 @@ def _from_llamafactory(
         settings = llamafactory_file.read_llamafactory(file.path)
     else:
         settings = llamafactory_file.settings_from(found.values, file.path)
-    said = (*settings.because, *settings.computing_because)
+    said: tuple[Said, ...] = (*settings.because, *settings.computing_because)
     if settings.ignored:
         said += (f"not known to us and so not priced: {', '.join(settings.ignored)}",)
     shape = load_model(request.model or settings.model, trust_trace=request.trace)

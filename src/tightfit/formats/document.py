@@ -21,6 +21,7 @@ import yaml
 
 from tightfit.inputs.spelling import check_keys, read_text
 from tightfit.inputs.syntax_faults import json_fault, yaml_fault
+from tightfit.messages import Message, Said
 from tightfit.types import ConfigError
 
 
@@ -38,7 +39,7 @@ class Document:
     """Keys that stand more than once."""
     quoted: frozenset[str] = frozenset()
     """Keys of YAML whose value is text because of its quotes."""
-    json_remedy: str = ""
+    json_remedy: Said = ""
     """Of Hjson: what to write so that a reader of plain JSON takes it."""
     within: str = ""
     """The block of the file that this is, where it is not the whole file."""
@@ -83,7 +84,7 @@ def read_document(path: Path) -> Document:
     looks_like_json = suffix in (".json", ".hjson") or (text.lstrip()[:1] == "{" and suffix not in (".yaml", ".yml"))
     document = _read_json(path, text) if looks_like_json else _read_yaml(path, text)
     if not isinstance(document.values, dict) or not document.values:
-        raise ConfigError(f"{path.name} holds no keys: a config is a block of keys with values")
+        raise ConfigError(Message("lint.no-keys", name=path.name))
     check_keys(document.values, path.name)
     return document
 
@@ -96,11 +97,13 @@ def _read_yaml(path: Path, text: str) -> Document:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path.name} is not YAML: {yaml_fault(error)}") from None
+        raise ConfigError(Message("lint.no-yaml", name=path.name, fix=yaml_fault(error))) from None
     except (ValueError, TypeError, RecursionError, AttributeError) as error:
         # PyYAML lets dates, numbers and keys that Python cannot hold fall through as plain errors.
         reason = (str(error) or "unreadable").splitlines()[0]
-        raise ConfigError(f"{path.name} is not YAML ({reason}): put the value that is meant in quotes") from None
+        raise ConfigError(
+            Message("lint.no-yaml-value", name=path.name, reason=reason, fix=Message("lint.quote-value"))
+        ) from None
     lines: dict[str, int] = {}
     doubles: list[str] = []
     quoted: set[str] = set()
@@ -144,7 +147,7 @@ def _read_hjson(path: Path, text: str) -> Any:
     try:
         return hjson.loads(text, object_pairs_hook=dict)
     except (ValueError, OverflowError, RecursionError):  # OverflowError: how Hjson answers 1e400
-        raise ConfigError(f"{path.name} is not JSON: {json_fault(text)}") from None
+        raise ConfigError(Message("lint.no-json", name=path.name, fix=json_fault(text))) from None
 
 
 _SKIP = re.compile(r"(?:[\s,]|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tightfit.messages import Said
+
 Severity = Literal["error", "warning", "note"]
 """error: the tool refuses the file, or trains something else than what is written; warning: a line has no effect or a
 bad one; note: worth knowing, and nothing to repair."""
@@ -21,9 +23,9 @@ class Finding:
     line: int | None
     """Counted from 1; None: about something that is not there."""
     severity: Severity
-    what: str
+    what: Said
     """What really happens, in a sentence."""
-    fix: str
+    fix: Said
     """What to write."""
     rule: str
     """The rule's id."""

@@ -16,6 +16,7 @@ from tightfit.formats.sheet import Sheet
 from tightfit.formats.target import Target
 from tightfit.inputs.spelling import walk
 from tightfit.inputs.versions import newest_deepspeed
+from tightfit.messages import Message
 from tightfit.types import UserError
 
 
@@ -35,7 +36,7 @@ def examine(path: Path, target: Target | None = None, *, kind: str | None = None
     if NOT_FINITE in dialect.rules and _check_finite(sheet):
         return _report(dialect, sheet)
     if JSON_COMMENTS in dialect.rules and document.syntax == "hjson":
-        what = "the file has comments, a trailing comma or the like, and its reader takes plain JSON and refuses it"
+        what = Message("lint.json-comments")
         sheet.say("json-comments", "", what, document.json_remedy)
     return _report(dialect, sheet, dialect.check(sheet))
 
@@ -64,9 +65,7 @@ def _check_finite(sheet: Sheet) -> bool:
     """Whether numbers were found with which nothing can be computed: no other rule has to reckon with them."""
     for place, value in walk(sheet.document.values):
         if isinstance(value, float) and not math.isfinite(value):
-            sheet.say(
-                "not-finite", place, f"it is {value}, with which nothing can be computed", "write a finite number"
-            )
+            sheet.say("not-finite", place, Message("lint.not-finite", value=value), Message("lint.write-finite"))
     return bool(sheet.found)
 
 

@@ -11,6 +11,7 @@ from tightfit.formats.finding import Finding
 from tightfit.formats.rules import Rule
 from tightfit.formats.target import Target
 from tightfit.inputs.spelling import as_number
+from tightfit.messages import Said
 
 _LARGEST = 1e18
 """What is larger was a slip of the finger, and is left to the tool; infinity and NaN fall under it as well."""
@@ -58,7 +59,7 @@ class Sheet:
             return None
         return value
 
-    def say(self, rule: str, place: str, what: str, fix: str) -> None:
+    def say(self, rule: str, place: str, what: Said, fix: Said) -> None:
         """Note a finding. `what` and `fix` are sentences without their full stops."""
         inner = self.document.within
         self.found.append(

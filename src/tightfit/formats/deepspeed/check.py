@@ -11,9 +11,10 @@ from tightfit.formats.deepspeed.check_values import check_values
 from tightfit.formats.deepspeed.read import read_deepspeed
 from tightfit.formats.deepspeed.rules import CHECKED
 from tightfit.formats.document import Document, read_document
-from tightfit.formats.sentences import begun, parted, place_in
+from tightfit.formats.faults import part_fault, say_fault
 from tightfit.formats.sheet import Sheet
 from tightfit.inputs.spelling import nearest, shown
+from tightfit.messages import Message, id_of
 from tightfit.types import ConfigError
 
 
@@ -27,14 +28,13 @@ def check_deepspeed(sheet: Sheet) -> None:
     try:
         read_deepspeed(sheet.document.path, hidden_size=4096, version=sheet.target.deepspeed_version)
     except ConfigError as error:
-        sentence = str(error)
-        # Unknown keys have rules of their own, and what cannot be priced may be quite right.
-        if not any(words in sentence for words in ("unknown key", "not priced", "'auto', and nobody")):
-            what, fix = parted(sentence)
-            place = place_in(sentence, sheet.document)
-            if any(place and finding.place == place for finding in sheet.found):
-                return  # a switch as "yes", say: DeepSpeed takes what we do not
-            sheet.say("ds-value", place, begun(what, sheet.document), fix or "write what DeepSpeed's own docs give")
+        # What cannot be priced may be quite right; an unknown key, which is about none, has rules of its own; and
+        # DeepSpeed takes what we do not, a switch as "yes", say.
+        if error.at and id_of(error.said) not in _NOT_WRONG and all(each.place != error.at for each in sheet.found):
+            say_fault(sheet, "ds-value", error, Message("lint.as-deepspeeds-docs"))
+
+
+_NOT_WRONG = ("deepspeed.stage-auto", "deepspeed.optimizer-meant", "deepspeed.optimizer-unknown")
 
 
 def deepspeed_beside(sheet: Sheet, place: str) -> Sheet | None:
@@ -51,8 +51,7 @@ def deepspeed_beside(sheet: Sheet, place: str) -> Sheet | None:
         return None
     other = Sheet(document=document, rules=CHECKED, target=sheet.target, world=sheet.world, paired=True)
     if document.syntax == "hjson" and not document.within:
-        what = f"{document.path.name} has comments or other Hjson: transformers and accelerate read plain JSON and fail"
-        sheet.say("pair-hjson", place, what, document.json_remedy)
+        sheet.say("pair-hjson", place, Message("lint.pair-hjson", file=document.path.name), document.json_remedy)
     return other
 
 
@@ -62,17 +61,16 @@ def _read(sheet: Sheet, place: str, name: str) -> Document | None:
     if found is None:
         folder = sheet.document.path.parent
         close = nearest(Path(name).name, [other.name for other in folder.glob("*.json")]) if folder.is_dir() else None
-        what = (
-            f"{shown(name)} is neither in this folder nor beside {sheet.document.path.name}: the training cannot start"
-        )
-        fix = f"write {close}" if close else "write its path as seen from where the training is started"
+        what = Message("lint.pair-missing", name=shown(name), file=sheet.document.path.name)
+        fix = Message("lint.write", what=close) if close else Message("lint.write-its-path")
         sheet.say("pair-missing", place, what, fix)
         return None
     try:
         return read_document(found)
     except ConfigError as error:
-        what, fix = parted(str(error))
-        sheet.say("pair-missing", place, f"{what}: the training cannot start", fix or "write a DeepSpeed config there")
+        problem, remedy = part_fault(error)
+        what = Message("lint.cannot-start", what=problem)
+        sheet.say("pair-missing", place, what, remedy or Message("lint.write-deepspeed-config"))
         return None
 
 

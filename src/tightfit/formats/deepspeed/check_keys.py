@@ -16,6 +16,7 @@ from tightfit.formats.deepspeed.versions import ARRIVED, GONE, LEARNT_AFTER, MOV
 from tightfit.formats.sheet import Sheet
 from tightfit.inputs.spelling import as_number, nearest, shown
 from tightfit.inputs.versions import release
+from tightfit.messages import Message, Said
 
 FILLED = frozenset(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer.params.lr
@@ -35,10 +36,10 @@ _TEXTS = frozenset(
 )
 """Keys whose value is text even where it looks like a number."""
 
-_DEPRECATED = {
+_DEPRECATED: dict[str, Said] = {
     "cpu_offload": 'offload_optimizer: {"device": "cpu"}',
     "cpu_offload_param": 'offload_param: {"device": "cpu"}',
-    "cpu_offload_use_pin_memory": "pin_memory in offload_optimizer and offload_param",
+    "cpu_offload_use_pin_memory": Message("deepspeed.pin-memory-in-both"),
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
 _NULL_IS_FINE = ("aio", "bf16", "optimizer.params", "scheduler.params")
@@ -51,8 +52,8 @@ def check_keys(sheet: Sheet) -> None:
         sheet.say(
             "key-twice",
             place,
-            "DeepSpeed refuses a key that stands twice; most other readers keep the last",
-            "keep one",
+            Message("deepspeed.refuses-twice"),
+            Message("lint.keep-one"),
         )
     _check_block(sheet, "")
     _check_deprecated(sheet)
@@ -63,9 +64,8 @@ def check_keys(sheet: Sheet) -> None:
         sheet.say(
             "ds-hjson",
             "",
-            "the file is Hjson (comments, a trailing comma …): DeepSpeed reads it, the Hugging Face layer only plain "
-            "JSON",
-            f"if transformers or accelerate read the file, {sheet.document.json_remedy}",
+            Message("deepspeed.file-is-hjson"),
+            Message("deepspeed.if-hugging-face-reads", remedy=sheet.document.json_remedy),
         )
 
 
@@ -103,51 +103,49 @@ def _unknown(sheet: Sheet, path: str, key: str, place: str) -> None:
         return
     if not path and key.startswith(("_", "#", "//", "$")):
         return  # the usual way to leave a comment in plain JSON
-    where = f"in {path}" if path else "at the top level"
-    ends = f"DeepSpeed knows no {key} {where} and " + (
-        "refuses the file" if path in LOUD else "ignores it without a word"
-    )
+    where = Message("deepspeed.in-block", block=path) if path else Message("deepspeed.at-top")
+    ends = Message("deepspeed.refuses-key" if path in LOUD else "deepspeed.ignores-key", key=key, where=where)
     homes = [home for home, keys in KEYS.items() if key in keys and home != "bfloat16"]
     close = nearest(key, KEYS[path], cutoff=0.75)
     if len(homes) == 1 and not nearest(key, KEYS[path], cutoff=0.9):
-        home = f"into {homes[0]}" if homes[0] else "to the top level"
-        sheet.say("ds-misplaced", place, ends, f"move it {home}")
+        home = Message("deepspeed.move-into", block=homes[0]) if homes[0] else Message("deepspeed.move-to-top")
+        sheet.say("ds-misplaced", place, ends, home)
     elif path in LOUD:
-        sheet.say("ds-refused-key", place, ends, f"write {close}" if close else "delete it")
+        sheet.say("ds-refused-key", place, ends, Message("lint.write", what=close) if close else Message("lint.delete"))
     elif close:
-        sheet.say("ds-typo", place, ends, f"write {close}")
+        sheet.say("ds-typo", place, ends, Message("lint.write", what=close))
     else:
-        sheet.say("ds-unknown", place, ends, "delete it, unless your own script reads it")
+        sheet.say("ds-unknown", place, ends, Message("deepspeed.delete-unless-yours"))
 
 
 def _removed(sheet: Sheet, place: str, gone: str, version: str) -> None:
     if release(version) < release(gone):
         _too_new(sheet, place)
     elif place == "aio.thread_count":
-        what = f"DeepSpeed {version} ignores thread_count without a word: it has another name since {gone}"
-        sheet.say("ds-unknown", place, what, "write intra_op_parallelism")
+        what = Message("deepspeed.thread-count", version=version, gone=gone)
+        sheet.say("ds-unknown", place, what, Message("lint.write", what="intra_op_parallelism"))
     else:
-        what = f"DeepSpeed {version} has removed {place} and refuses the file"
-        sheet.say("ds-removed", place, what, "delete it")
+        what = Message("deepspeed.has-removed", version=version, place=place)
+        sheet.say("ds-removed", place, what, Message("lint.delete"))
 
 
 def _too_new(sheet: Sheet, place: str) -> bool:
     version = sheet.target.deepspeed_version
     first, without = ARRIVED.get(place), LEARNT_AFTER.get(place)
     if first is not None and release(version) < release(first):
-        newer = f"use DeepSpeed {first} or newer"
+        fix = Message("deepspeed.delete-or-since", version=first)
     elif without is not None and release(version) <= release(without):
-        newer = f"use a DeepSpeed newer than {without}"
+        fix = Message("deepspeed.delete-or-after", version=without)
     else:
         return False
     # Before it was pydantic's, bf16 took any key; the top level and aio still do.
     bf16 = place.startswith("bf16.") and release(version) < release(PYDANTIC_BF16)
     if "." not in place or place.startswith("aio.") or bf16:
-        what = f"DeepSpeed {version} does not know {place} yet and ignores it without a word"
-        sheet.say("ds-not-yet", place, what, f"delete it, or {newer}")
+        what = Message("deepspeed.not-yet-ignored", version=version, place=place)
+        sheet.say("ds-not-yet", place, what, fix)
     else:
-        what = f"DeepSpeed {version} does not know {place} yet and refuses the file"
-        sheet.say("ds-too-new", place, what, f"delete it, or {newer}")
+        what = Message("deepspeed.not-yet-refused", version=version, place=place)
+        sheet.say("ds-too-new", place, what, fix)
     return True
 
 
@@ -160,11 +158,11 @@ def _may_stand(place: str, value: object) -> bool:
 
 def _not_a_block(sheet: Sheet, place: str, value: object) -> None:
     if place == "zero_optimization" and isinstance(value, bool):
-        what = f"{shown(value)} is an old form: DeepSpeed makes stage {int(value)} of it, whatever you meant"
-        sheet.say("ds-not-a-block", place, what, 'write {"stage": 2}, say')
+        what = Message("deepspeed.old-form", value=shown(value), stage=int(value))
+        sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-stage-block"))
         return
-    what = f"{place} must be a block in braces; DeepSpeed fails on {shown(value)}, or ignores it"
-    sheet.say("ds-not-a-block", place, what, 'write {"enabled": true}, say, or delete it')
+    what = Message("deepspeed.must-be-block", place=place, value=shown(value))
+    sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-enabled-block"))
 
 
 def _check_deprecated(sheet: Sheet) -> None:
@@ -176,14 +174,19 @@ def _check_deprecated(sheet: Sheet) -> None:
             continue
         if heirs.get(old) in zero:
             sheet.say(
-                "ds-same-key", place, f"DeepSpeed refuses {old} beside {heirs[old]}, which replaces it", f"delete {old}"
+                "ds-same-key",
+                place,
+                Message("deepspeed.refuses-old-beside-new", old=old, heirs=heirs[old]),
+                Message("lint.delete-key", key=old),
             )
         else:
-            sheet.say("ds-deprecated", place, f"{old} is an old spelling that DeepSpeed still takes", f"write {new}")
+            sheet.say(
+                "ds-deprecated", place, Message("deepspeed.old-spelling", old=old), Message("lint.write", what=new)
+            )
     for key in zero:
         if f"stage3_{key}" in zero and key in KEYS["zero_optimization"]:
-            what = f"{key} and stage3_{key} are one key, and DeepSpeed refuses both together"
-            sheet.say("ds-same-key", f"zero_optimization.{key}", what, f"keep stage3_{key}")
+            what = Message("deepspeed.one-key-twice", key=key)
+            sheet.say("ds-same-key", f"zero_optimization.{key}", what, Message("lint.keep", key=f"stage3_{key}"))
 
 
 def _check_moved_defaults(sheet: Sheet) -> None:
@@ -197,10 +200,10 @@ def _check_moved_defaults(sheet: Sheet) -> None:
         acts = acts or sheet.get(f"{outer}.device") in ("cpu", "nvme")
         if acts and not sheet.has(place):
             value = now if release(version) >= release(since) else before
-            what = f"{key} is left out: {shown(before)} before DeepSpeed {since} and {shown(now)} since"
-            fix = f"write it, {shown(value)} to keep what DeepSpeed {version} does"
+            what = Message("deepspeed.default-moved", key=key, before=shown(before), since=since, now=shown(now))
+            fix = Message("deepspeed.write-to-keep", value=shown(value), version=version)
             if sheet.paired and place == "gradient_clipping":
-                fix = 'write "auto", which becomes the trainer\'s max_grad_norm'
+                fix = Message("deepspeed.write-auto-clipping")
             sheet.say("ds-moved-default", place, what, fix)
 
 
@@ -215,20 +218,18 @@ def _check_texts(sheet: Sheet) -> None:
             continue
         coerced = outer in LOUD and not outer.endswith("params")
         if value.lower() in ("true", "false") and not coerced:
-            what = f"{shown(value)} is text, and Python takes any text for true"
-            sheet.say("ds-text-switch", place, what, f"write {value.lower()} without quotes")
+            what = Message("deepspeed.text-is-true", value=shown(value))
+            sheet.say("ds-text-switch", place, what, Message("lint.write-unquoted", what=value.lower()))
             continue
         number = as_number(value)
         if number is None or (coerced and place in TAKES and TAKES[place].kind == "switch"):
             continue
         if coerced and not (set("eE.") & set(value) and not key.endswith(("ratio", "scale", "perc"))):
-            what = f"DeepSpeed makes a number of {shown(value)}, but the Hugging Face layer compares it as text"
-            sheet.say("ds-quoted", place, what, f"write {value} without quotes")
+            what = Message("deepspeed.compared-as-text", value=shown(value))
+            sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=value))
         else:
-            what = (
-                f"{shown(value)} is text: DeepSpeed does not make a number of it and fails, here or in the first step"
-            )
-            sheet.say("ds-number-text", place, what, f"write {value} without quotes")
+            what = Message("deepspeed.text-not-number", value=shown(value))
+            sheet.say("ds-number-text", place, what, Message("lint.write-unquoted", what=value))
 
 
 def _check_auto(sheet: Sheet) -> None:
@@ -240,13 +241,12 @@ def _check_auto(sheet: Sheet) -> None:
         if place in FILLED:
             filled.append(place)
         elif place != "zero_optimization.stage" and outer not in LOUD and place not in KEYS:
-            what = f"nobody fills in {place}: DeepSpeed gets the text 'auto'"
-            sheet.say("ds-auto-unfilled", place, what, "write a value, or delete it")
+            what = Message("deepspeed.auto-unfilled", place=place)
+            sheet.say("ds-auto-unfilled", place, what, Message("deepspeed.write-value"))
     if filled and not sheet.paired:
         sheet.say(
             "ds-auto",
             filled[0],
-            f"{len(filled)} values are 'auto', which transformers and accelerate fill in; DeepSpeed alone fails on "
-            "them or uses its defaults",
-            "write numbers if your script calls deepspeed.initialize itself",
+            Message("deepspeed.autos", filled=len(filled)),
+            Message("deepspeed.write-numbers"),
         )

@@ -15,8 +15,9 @@ from typing import Any, Literal
 from tightfit.formats.deepspeed.keys import LOUD, PREFIXED
 from tightfit.formats.deepspeed.versions import PYDANTIC_BF16, WARMUP_CHECKED_SINCE
 from tightfit.formats.sheet import Sheet
-from tightfit.inputs.spelling import as_number, listed, nearest, shown
+from tightfit.inputs.spelling import as_number, nearest, shown
 from tightfit.inputs.versions import release
+from tightfit.messages import Choice, Message
 
 _ZERO, _PARAM, _OPTIMIZER = (
     "zero_optimization",
@@ -39,20 +40,20 @@ class Takes:
     nullable: bool = False
 
     @property
-    def phrase(self) -> str:
+    def phrase(self) -> Message | Choice:
         """To stand after `must be` and after `write`."""
         if self.kind == "switch":
-            return "true or false"
+            return Message("deepspeed.true-or-false")
         if self.kind == "words":
-            return listed(f'"{word}"' for word in self.words)
-        noun = "a whole number" if self.kind == "whole" else "a number"
+            return Choice(f'"{word}"' for word in self.words)
+        noun = Message("deepspeed.whole-number" if self.kind == "whole" else "deepspeed.number")
         if self.least is None:
             return noun
         if self.most is None:
-            return f"{noun} of at least {self.least:g}"
+            return Message("deepspeed.at-least", noun=noun, least=self.least)
         if self.open_ends:
-            return f"{noun} between {self.least:g} and {self.most:g}"
-        return f"{noun} from {self.least:g} to {self.most:g}"
+            return Message("deepspeed.between", noun=noun, least=self.least, most=self.most)
+        return Message("deepspeed.from-to", noun=noun, least=self.least, most=self.most)
 
 
 _SWITCHES = {
@@ -153,12 +154,12 @@ def check_kinds(sheet: Sheet) -> None:
         elif not _is_taken(place, value, takes):
             _refused(sheet, place, value, takes)
     if sheet.get(f"{_ZERO}.compute_grad_norm") in (False, 0) and sheet.number(f"{_ZERO}.stage") not in (1, 2):
-        what = "DeepSpeed refuses compute_grad_norm false outside stages 1 and 2"
-        sheet.say("ds-value", f"{_ZERO}.compute_grad_norm", what, "delete it")
+        what = Message("deepspeed.grad-norm-stage")
+        sheet.say("ds-value", f"{_ZERO}.compute_grad_norm", what, Message("lint.delete"))
     kind = sheet.get("optimizer.type")
     if sheet.has("optimizer.type") and kind is not None and not isinstance(kind, str):
-        what = f"the type of an optimizer is a name, and DeepSpeed fails on {shown(kind)}"
-        sheet.say("ds-value", "optimizer.type", what, 'write "AdamW"')
+        what = Message("deepspeed.optimizer-is-name", kind=shown(kind))
+        sheet.say("ds-value", "optimizer.type", what, Message("lint.write", what='"AdamW"'))
     _check_scheduler(sheet)
 
 
@@ -194,11 +195,16 @@ def _switch_in_words(sheet: Sheet, place: str, value: str) -> None:
         if meant is None:
             _refused(sheet, place, value, TAKES[place])
         else:
-            what = f"DeepSpeed makes {meant} of the text {shown(value)}; whoever else reads the file sees text"
-            sheet.say("ds-quoted", place, what, f"write {meant} without quotes")
+            what = Message("deepspeed.switch-as-text", meant=meant, value=shown(value))
+            sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=meant))
     elif word not in ("true", "false"):
-        what = f"{shown(value)} is text, and Python takes any text for true"
-        sheet.say("ds-text-switch", place, what, f"write {meant or 'true or false'} without quotes")
+        what = Message("deepspeed.text-is-true", value=shown(value))
+        sheet.say(
+            "ds-text-switch",
+            place,
+            what,
+            Message("lint.write-unquoted", what=meant or Message("deepspeed.true-or-false")),
+        )
 
 
 def _is_pydantics(block: str, version: str) -> bool:
@@ -206,25 +212,22 @@ def _is_pydantics(block: str, version: str) -> bool:
 
 
 def _refused(sheet: Sheet, place: str, value: Any, takes: Takes) -> None:
-    key, fix = place.rpartition(".")[2], f"write {takes.phrase}"
-    what = f"{key} must be {takes.phrase}, and DeepSpeed refuses {shown(value)}"
+    key, fix = place.rpartition(".")[2], Message("lint.write", what=takes.phrase)
+    what = Message("deepspeed.must-be", key=key, phrase=takes.phrase, value=shown(value))
     if isinstance(value, bool) and takes.kind != "words" and place != "fp16.loss_scale":
-        what = f"{key} must be {takes.phrase}: DeepSpeed takes {shown(value)} for {int(value)}"
+        what = Message("deepspeed.taken-for", key=key, phrase=takes.phrase, value=shown(value), number=int(value))
     elif place == "gradient_clipping":
-        what = f"{key} must be {takes.phrase}: with {shown(value)} DeepSpeed clips nothing, or fails in the first step"
-        fix = "write 1.0, or 0.0 to clip nothing"
+        what = Message("deepspeed.clips-nothing", key=key, phrase=takes.phrase, value=shown(value))
+        fix = Message("deepspeed.write-clipping")
     elif "." not in place and isinstance(value, float) and value > 0:
-        what = (
-            f"{key} must be {takes.phrase}: where DeepSpeed lets {value:g} pass, it counts samples wrong or fails "
-            "in its data loader"
-        )
-        fix = f"write {max(1, round(value))}"
+        what = Message("deepspeed.counts-wrong", key=key, phrase=takes.phrase, value=value)
+        fix = Message("lint.write", what=max(1, round(value)))
     elif takes.kind == "words" and isinstance(value, str) and (close := nearest(value, takes.words, cutoff=0.7)):
-        fix = f'write "{close}"'
+        fix = Message("lint.write", what=f'"{close}"')
     elif place.endswith(".device"):
-        fix = f'write "cpu" or "nvme", or delete {place.split(".")[-2]} to keep it on the GPU'
+        fix = Message("deepspeed.write-device", block=place.split(".")[-2])
     elif value is None:
-        fix = f"delete it for the default, or write {takes.phrase}"
+        fix = Message("deepspeed.delete-for-default", phrase=takes.phrase)
     sheet.say("ds-value", place, what, fix)
 
 
@@ -270,17 +273,22 @@ def _check_scheduler(sheet: Sheet) -> None:
     missing = [key for key in needed if sheet.get(f"{place}.{key}") is None]
     if missing:
         value = '"auto"' if sheet.paired and missing == ["total_num_steps"] else _EXAMPLES[missing[0]]
-        what = f"{kind} cannot be made without {' and '.join(missing)}: DeepSpeed fails when the training starts"
-        sheet.say("ds-scheduler-params", place, what, f'add "{missing[0]}": {value} to its params')
+        what = Message("deepspeed.scheduler-misses", kind=kind, missing=" and ".join(missing))
+        sheet.say("ds-scheduler-params", place, what, Message("deepspeed.add-param", missing=missing[0], value=value))
     elif not isinstance(params, Mapping):
-        what = f"DeepSpeed makes {kind} from its params and fails where there are none"
-        sheet.say("ds-scheduler-params", place, what, 'add "params": {}, which leaves every default')
+        what = Message("deepspeed.scheduler-needs-params", kind=kind)
+        sheet.say("ds-scheduler-params", place, what, Message("deepspeed.add-empty-params"))
     every = {key for _, keys in SCHEDULER_PARAMS.values() for key in keys}
     for key in sheet.block(place):
         if key in every - takes:
-            what = f"{kind} has no {key}: DeepSpeed fails when the training starts"
-            close = {"warmup_min_lr": "warmup_min_ratio, a share of the learning rate"}.get(key)
-            sheet.say("ds-scheduler-params", f"{place}.{key}", what, f"write {close}" if close else "delete it")
+            what = Message("deepspeed.scheduler-has-not", kind=kind, key=key)
+            close = {"warmup_min_lr": Message("deepspeed.warmup-min-ratio")}.get(key)
+            sheet.say(
+                "ds-scheduler-params",
+                f"{place}.{key}",
+                what,
+                Message("lint.write", what=close) if close else Message("lint.delete"),
+            )
     _check_warmup(sheet, f"{place}.warmup_num_steps")
 
 
@@ -289,6 +297,6 @@ def _check_warmup(sheet: Sheet, place: str) -> None:
     if steps in (None, "auto") or release(sheet.target.deepspeed_version) < release(WARMUP_CHECKED_SINCE):
         return
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        what = f"warmup_num_steps must be a whole number of at least 1, and DeepSpeed refuses {shown(steps)}"
+        what = Message("deepspeed.warmup-steps", steps=shown(steps))
         number = sheet.number(place)
-        sheet.say("ds-scheduler-params", place, what, f"write {max(1, round(number or 1))}")
+        sheet.say("ds-scheduler-params", place, what, Message("lint.write", what=max(1, round(number or 1))))

@@ -8,6 +8,7 @@ from tightfit.formats.deepspeed.keys import PREFIXED, REMOVED_IN, SCHEDULERS
 from tightfit.formats.sheet import Sheet
 from tightfit.inputs.spelling import nearest, shown
 from tightfit.inputs.versions import release
+from tightfit.messages import Message
 
 DEEPSPEED_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
 TORCH_OPTIMIZERS = tuple(
@@ -59,11 +60,16 @@ def _check_stage(sheet: Sheet) -> int | None:
     place = "zero_optimization.stage"
     stage = sheet.get(place)
     if stage == "auto" and not sheet.paired:
-        what = "nobody fills in the stage: DeepSpeed drops 'auto' and trains at stage 0, unsharded"
-        sheet.say("ds-stage", place, what, "write 1, 2 or 3")
+        what = Message("deepspeed.stage-unfilled")
+        sheet.say("ds-stage", place, what, Message("deepspeed.write-sharding-stage"))
         return None
     if sheet.has(place) and stage != "auto" and sheet.number(place) not in (0, 1, 2, 3):
-        sheet.say("ds-stage", place, f"DeepSpeed refuses the stage {shown(stage)}", "write 0, 1, 2 or 3")
+        sheet.say(
+            "ds-stage",
+            place,
+            Message("deepspeed.refuses-stage", stage=shown(stage)),
+            Message("deepspeed.write-any-stage"),
+        )
         return None
     return stage_of(sheet)
 
@@ -78,17 +84,17 @@ def _check_offload(sheet: Sheet, stage: int) -> None:
         if device == "none":
             continue
         if kind == "offload_param" and stage < 3:
-            what = f"stage {stage} keeps whole weights on every GPU and ignores offload_param: nothing is saved"
-            sheet.say("ds-offload-param-stage", place, what, "write stage 3, or delete offload_param")
+            what = Message("deepspeed.weights-stay", stage=stage)
+            sheet.say("ds-offload-param-stage", place, what, Message("deepspeed.stage3-or-no-param"))
         elif stage == 0:
-            what = "stage 0 has no sharded optimizer: DeepSpeed ignores offload_optimizer"
-            sheet.say("ds-offload-stage0", place, what, "write stage 1, 2 or 3, or delete offload_optimizer")
+            what = Message("deepspeed.stage0-offload")
+            sheet.say("ds-offload-stage0", place, what, Message("deepspeed.stage-or-no-optimizer"))
         elif device == "nvme" and stage < 3:
-            what = f"stage {stage} puts the optimizer into host memory instead, without a word"
-            sheet.say("ds-nvme-stage", f"{place}.device", what, 'write "cpu", or stage 3')
+            what = Message("deepspeed.nvme-becomes-ram", stage=stage)
+            sheet.say("ds-nvme-stage", f"{place}.device", what, Message("deepspeed.cpu-or-stage3"))
         elif device == "nvme" and not sheet.get(f"{place}.nvme_path"):
-            what = "DeepSpeed accepts NVMe without a path and fails when the training starts"
-            sheet.say("ds-nvme-path", f"{place}.device", what, 'add "nvme_path": "/local_nvme", a folder on the disk')
+            what = Message("deepspeed.nvme-without-path")
+            sheet.say("ds-nvme-path", f"{place}.device", what, Message("deepspeed.add-nvme-path"))
     _check_partial(sheet, stage)
 
 
@@ -96,35 +102,36 @@ def _check_partial(sheet: Sheet, stage: int) -> None:
     place = "zero_optimization.offload_optimizer"
     ratio = sheet.number(f"{place}.ratio")
     if ratio is not None and ratio < 1 and stage < 3:
-        what = f"DeepSpeed offers a partial offload at stage 3 only and refuses ratio {ratio:g} at stage {stage}"
-        sheet.say("ds-ratio-stage", f"{place}.ratio", what, "write stage 3, or delete ratio")
+        what = Message("deepspeed.ratio-needs-stage3", ratio=ratio, stage=stage)
+        sheet.say("ds-ratio-stage", f"{place}.ratio", what, Message("deepspeed.stage3-or-no-ratio"))
     if sheet.on(f"{place}.super_offload") and stage < 3:
-        what = f"stage {stage} ignores super_offload: the ordinary offload runs"
-        sheet.say("ds-super-offload-stage", f"{place}.super_offload", what, "write stage 3, or delete it")
+        what = Message("deepspeed.super-offload-ignored", stage=stage)
+        sheet.say("ds-super-offload-stage", f"{place}.super_offload", what, Message("deepspeed.stage3-or-delete"))
 
 
 def _check_stage_keys(sheet: Sheet, stage: int) -> None:
     zero = sheet.block("zero_optimization")
     if stage == 3:
         if sheet.on("zero_optimization.round_robin_gradients"):
-            what = "stage 3 never reads round_robin_gradients"
-            sheet.say("ds-round-robin", "zero_optimization.round_robin_gradients", what, "delete it")
+            what = Message("deepspeed.stage3-round-robin")
+            sheet.say("ds-round-robin", "zero_optimization.round_robin_gradients", what, Message("lint.delete"))
         names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
         old = "stage3_gather_fp16_weights_on_model_save"
         if not any(zero.get(name) for name in (*names, old)):
-            what = "what is saved are shards for DeepSpeed alone, or placeholders without weights: no model to load"
-            fix = f'write "{names[0]}": true, or run zero_to_fp32.py on the checkpoint'
+            what = Message("deepspeed.saves-shards")
+            fix = Message("deepspeed.write-gather", name=names[0])
             sheet.say("ds-gather", f"zero_optimization.{names[0]}", what, fix)
         return
     if stage == 0 and sheet.on("zero_optimization.round_robin_gradients"):
-        what = "stage 0 never reads round_robin_gradients"
-        sheet.say("ds-round-robin", "zero_optimization.round_robin_gradients", what, "delete it, or write stage 2")
+        what = Message("deepspeed.stage0-round-robin")
+        sheet.say(
+            "ds-round-robin", "zero_optimization.round_robin_gradients", what, Message("deepspeed.delete-or-stage2")
+        )
     only3 = [*(f"stage3_{key}" for key in PREFIXED), "zero_quantized_weights", "zero_quantized_nontrainable_weights"]
     idle = [key for key in (*only3, "sub_group_size", "memory_efficient_linear") if zero.get(key) not in (None, False)]
     if idle:
-        more = f" (and {len(idle) - 1} more like it)" if len(idle) > 1 else ""
-        what = f"{idle[0]}{more} acts at stage 3 only and has no effect at stage {stage}"
-        sheet.say("ds-stage3-keys", f"zero_optimization.{idle[0]}", what, "delete it, or write stage 3")
+        what = Message("deepspeed.stage3-only", key=idle[0], more=len(idle) - 1 or None, stage=stage)
+        sheet.say("ds-stage3-keys", f"zero_optimization.{idle[0]}", what, Message("deepspeed.delete-or-stage3"))
     _check_buckets(sheet, stage)
 
 
@@ -132,8 +139,8 @@ def _check_buckets(sheet: Sheet, stage: int) -> None:
     place = "zero_optimization.reduce_bucket_size"
     size = sheet.number(place)
     if stage in (1, 2) and size and size >= _LARGE_BUCKET and sheet.on("zero_optimization.overlap_comm"):
-        what = f"overlap_comm keeps two such buffers: {2 * 2 * size / _GIB:.1f} GiB on every GPU in 16 bits"
-        sheet.say("ds-buckets", place, what, "write 2e8 to 5e8: larger ones bring no speed")
+        what = Message("deepspeed.two-buckets", gib=2 * 2 * size / _GIB)
+        sheet.say("ds-buckets", place, what, Message("deepspeed.write-smaller-bucket"))
 
 
 # --- precision ----------------------------------------------------------------------------------
@@ -142,14 +149,14 @@ def _check_buckets(sheet: Sheet, stage: int) -> None:
 def _check_precision(sheet: Sheet, stage: int) -> None:
     bf16 = "bf16" if sheet.has("bf16") else "bfloat16"
     if sheet.on("fp16.enabled") and sheet.on(f"{bf16}.enabled"):
-        what = "DeepSpeed refuses fp16 and bf16 together"
-        sheet.say("ds-two-precisions", "fp16.enabled", what, "enable one of them")
+        what = Message("deepspeed.refuses-both-precisions")
+        sheet.say("ds-two-precisions", "fp16.enabled", what, Message("deepspeed.enable-one"))
     auto = "auto" in (sheet.get("fp16.enabled"), sheet.get(f"{bf16}.enabled"))
     chosen = auto or any(sheet.on(f"{name}.enabled") for name in ("fp16", bf16, "torch_autocast"))
     meant = any(sheet.get(f"{name}.enabled") is False for name in ("fp16", bf16))
     if not chosen and not meant and not sheet.paired:
-        what = "no precision is enabled: DeepSpeed trains in fp32, with twice the memory for weights and gradients"
-        sheet.say("ds-no-precision", "bf16.enabled", what, 'write "bf16": {"enabled": true}, unless fp32 is meant')
+        what = Message("deepspeed.trains-in-fp32")
+        sheet.say("ds-no-precision", "bf16.enabled", what, Message("deepspeed.write-bf16"))
     if sheet.on("fp16.enabled"):
         _check_scale(sheet)
     _check_master_weights(sheet, bf16, stage)
@@ -159,13 +166,13 @@ def _check_scale(sheet: Sheet) -> None:
     static = sheet.number("fp16.loss_scale")
     idle = [key for key in _DYNAMIC_SCALE if sheet.has(f"fp16.{key}")]
     if static and idle:
-        what = f"loss_scale {static:g} is fixed: {', '.join(idle)} have no effect and nothing adapts to overflows"
-        sheet.say("ds-static-scale", f"fp16.{idle[0]}", what, 'write "loss_scale": 0 for a scale that adapts')
+        what = Message("deepspeed.fixed-scale", static=static, idle=", ".join(idle))
+        sheet.say("ds-static-scale", f"fp16.{idle[0]}", what, Message("deepspeed.write-dynamic-scale"))
     power = sheet.number("fp16.initial_scale_power")
     if not static and (power is None or power >= 16):
         begin = 16 if power is None else int(power)
-        what = f"the loss scale begins at 2^{begin}: the first steps overflow and are skipped until it has fallen"
-        sheet.say("ds-first-scale", "fp16.initial_scale_power", what, "write 12, or use bf16 where the GPU has it")
+        what = Message("deepspeed.first-scale", begin=begin)
+        sheet.say("ds-first-scale", "fp16.initial_scale_power", what, Message("deepspeed.write-lower-scale"))
 
 
 def _check_master_weights(sheet: Sheet, bf16: str, stage: int) -> None:
@@ -174,13 +181,15 @@ def _check_master_weights(sheet: Sheet, bf16: str, stage: int) -> None:
         place = f"{name}.{key}"
         if not sheet.on(place):
             if name != "fp16" and sheet.on(f"{name}.bf16_optimizer_states"):
-                what = "DeepSpeed refuses bf16_optimizer_states without bf16_master_weights_and_grads"
-                sheet.say("ds-master-weights", f"{name}.bf16_optimizer_states", what, f'add "{key}": true')
+                what = Message("deepspeed.states-need-masters")
+                sheet.say(
+                    "ds-master-weights", f"{name}.bf16_optimizer_states", what, Message("deepspeed.add-true", key=key)
+                )
             continue
         states = name != "fp16" and sheet.on(f"{name}.bf16_optimizer_states")
         if stage == 0 or (offload == "none" and not states):
-            what = f"{key} needs ZeRO, and an optimizer on the CPU or bf16 states: DeepSpeed refuses it here"
-            sheet.say("ds-master-weights", place, what, 'write stage 2 and "offload_optimizer": {"device": "cpu"}')
+            what = Message("deepspeed.masters-need-zero", key=key)
+            sheet.say("ds-master-weights", place, what, Message("deepspeed.write-stage2-offload"))
 
 
 # --- optimizer and scheduler --------------------------------------------------------------------
@@ -193,8 +202,8 @@ def _check_optimizer(sheet: Sheet, stage: int) -> None:
     scheduler = sheet.get("scheduler.type")
     if isinstance(scheduler, str) and scheduler not in (*SCHEDULERS, *TORCH_SCHEDULERS):
         close = nearest(scheduler, SCHEDULERS) or "WarmupDecayLR"
-        what = f"neither DeepSpeed nor torch.optim.lr_scheduler has {shown(scheduler)}"
-        sheet.say("ds-scheduler", "scheduler.type", what, f"write {close}, one of DeepSpeed's own")
+        what = Message("deepspeed.no-such-scheduler", scheduler=shown(scheduler))
+        sheet.say("ds-scheduler", "scheduler.type", what, Message("deepspeed.write-own-scheduler", close=close))
 
 
 def _check_optimizer_kind(sheet: Sheet, kind: str, stage: int) -> None:
@@ -204,19 +213,19 @@ def _check_optimizer_kind(sheet: Sheet, kind: str, stage: int) -> None:
         return
     if name not in DEEPSPEED_OPTIMIZERS and kind not in TORCH_OPTIMIZERS:
         close = nearest(kind, ("AdamW", "Adam", *TORCH_OPTIMIZERS)) or "AdamW"
-        what = f"neither DeepSpeed {sheet.target.deepspeed_version} nor torch.optim has {shown(kind)}"
-        sheet.say("ds-optimizer", place, what, f"write {close}")
+        what = Message("deepspeed.no-such-optimizer", version=sheet.target.deepspeed_version, kind=shown(kind))
+        sheet.say("ds-optimizer", place, what, Message("lint.write", what=close))
         return
     if stage and name not in _ZERO_KNOWS and not sheet.on("zero_allow_untested_optimizer"):
-        what = f"ZeRO was never tested with {kind}, and DeepSpeed refuses it without permission"
-        sheet.say("ds-untested-optimizer", place, what, 'add "zero_allow_untested_optimizer": true, or write AdamW')
+        what = Message("deepspeed.untested", kind=kind)
+        sheet.say("ds-untested-optimizer", place, what, Message("deepspeed.allow-untested"))
     offloaded = stage and offload_of(sheet, "offload_optimizer") != "none"
     if offloaded and (name not in _HAS_CPU_KERNEL or sheet.on("optimizer.params.torch_adam")):
-        what = "the offloaded optimizer runs on the CPU without DeepSpeed's kernel for it, many times slower, or fails"
-        sheet.say("ds-slow-offload", place, what, "write AdamW, without torch_adam")
+        what = Message("deepspeed.slow-offload")
+        sheet.say("ds-slow-offload", place, what, Message("deepspeed.write-adamw"))
     if name == "adam" and sheet.get("optimizer.params.adam_w_mode") is None:
-        what = "DeepSpeed runs Adam as AdamW, with decoupled weight decay, unless adam_w_mode is false"
-        sheet.say("ds-adam-is-adamw", place, what, 'write AdamW, or add "adam_w_mode": false to params')
+        what = Message("deepspeed.adam-is-adamw")
+        sheet.say("ds-adam-is-adamw", place, what, Message("deepspeed.adamw-or-mode"))
 
 
 # --- batch and checkpointing --------------------------------------------------------------------
@@ -226,8 +235,8 @@ _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 
 def _check_batch(sheet: Sheet) -> None:
     if sheet.get(_TOTAL) is None and sheet.get(_MICRO) is None:
-        what = f"DeepSpeed refuses a file with neither {_TOTAL} nor {_MICRO}"
-        fix = f'add "{_MICRO}": "auto" for a Hugging Face trainer, or a number'
+        what = Message("deepspeed.no-batch", total=_TOTAL, micro=_MICRO)
+        fix = Message("deepspeed.add-micro-batch", micro=_MICRO)
         sheet.say("ds-no-batch", _MICRO, what, fix)
         return
     total, micro, steps = sheet.number(_TOTAL), sheet.number(_MICRO), sheet.number(_STEPS)
@@ -242,21 +251,22 @@ def _check_batch(sheet: Sheet) -> None:
     words = " × ".join([f"{key} {value:g}" for key, value in given] + ([f"{world} GPUs"] if world else []))
     if not words:
         return
-    verb = "is not" if exact else "is no multiple of"
-    what = f"{_TOTAL} {total:g} {verb} {words} = {product:g}: DeepSpeed refuses the file"
+    what = Message(
+        "deepspeed.batch-differs" if exact else "deepspeed.batch-no-multiple", total=total, words=words, product=product
+    )
     sheet.say("ds-batch", _TOTAL, what, _fitting(sheet, total, product, exact=exact))
 
 
-def _fitting(sheet: Sheet, total: float, product: float, *, exact: bool) -> str:
+def _fitting(sheet: Sheet, total: float, product: float, *, exact: bool) -> Message:
     """What makes the product right: the nearest batch, or the same batch in other steps."""
     if not exact:
-        return f"write {max(1, round(total / product)) * product:g}, or delete {_TOTAL}"
+        return Message("deepspeed.nearest-batch", value=max(1, round(total / product)) * product, total=_TOTAL)
     for key in (_STEPS, _MICRO):
         value = sheet.number(key) or 1
         other = total * value / product
         if other >= 1 and other.is_integer():
-            return f"write {product:g}, or {key} {other:g} to keep {total:g}"
-    return f"write {product:g}, or delete {_TOTAL}"
+            return Message("deepspeed.other-steps", product=product, key=key, other=other, total=total)
+    return Message("deepspeed.product-batch", product=product, total=_TOTAL)
 
 
 def _check_checkpointing(sheet: Sheet) -> None:
@@ -265,7 +275,6 @@ def _check_checkpointing(sheet: Sheet) -> None:
         sheet.say(
             "ds-activation-checkpointing",
             "activation_checkpointing",
-            "only models that call deepspeed.checkpointing obey this block; Hugging Face models never do, so nothing "
-            "is recomputed and no memory is saved",
-            "use gradient_checkpointing of the trainer, or model.gradient_checkpointing_enable()",
+            Message("deepspeed.checkpointing-block"),
+            Message("deepspeed.use-trainers-checkpointing"),
         )

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from tightfit.formats.deepspeed.keys import KEYS, LOUD, PREFIXED, REMOVED, REMOVED_FROM_ZERO, REMOVED_IN, SCHEDULERS
-from tightfit.inputs.spelling import Fields, listed, nearest, read_text, shown, unknown_key
+from tightfit.inputs.spelling import Fields, nearest, read_text, shown, unknown_key
 from tightfit.inputs.versions import release
+from tightfit.messages import Choice, Message
 from tightfit.types import STAGES, ZERO3, Buckets, ConfigError, Engine, Levers, Offload, Optimizer, Precision
 
 _ENGINES: tuple[Engine, ...] = tuple(STAGES)
@@ -67,7 +68,7 @@ class DeepSpeedSettings:
     master_weights: bool
     cpu_checkpointing: bool
     """`activation_checkpointing.cpu_checkpointing`; acts only on models that call DeepSpeed's own checkpointing."""
-    because: tuple[str, ...]
+    because: tuple[Message, ...]
 
 
 def read_deepspeed(
@@ -85,10 +86,7 @@ def read_deepspeed(
     because += _unpriced(values, file)
     cpu_checkpointing = bool(_block(top, "activation_checkpointing").switch("cpu_checkpointing"))
     if "activation_checkpointing" in values:
-        because.append(
-            f"activation_checkpointing in {file} acts through deepspeed.checkpointing, which Hugging Face models never "
-            "call: checkpointing is taken from the flags"
-        )
+        because.append(Message("deepspeed.checkpointing-from-flags", file=file))
     return DeepSpeedSettings(
         file=file,
         engine=_ENGINES[stage],
@@ -138,19 +136,17 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
 # --- the file -----------------------------------------------------------------------------------
 
 
-def _load(path: Path) -> tuple[dict[str, Any], list[str]]:
+def _load(path: Path) -> tuple[dict[str, Any], list[Message]]:
     """The object in the file, read as plain JSON if it is that and as Hjson if it is not."""
     text = read_text(path, "JSON")
-    because: list[str] = []
+    because: list[Message] = []
     try:
         values = json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         values = _load_hjson(text, path.name, error)
-        because.append(
-            f"{path.name} is Hjson: DeepSpeed reads it, but the Hugging Face layer takes plain JSON and would refuse it"
-        )
+        because.append(Message("deepspeed.is-hjson", file=path.name))
     if not isinstance(values, dict) or not text.strip():
-        raise ConfigError(f"{path.name} is not JSON: a DeepSpeed config is one object in braces")
+        raise ConfigError(Message("deepspeed.no-object", file=path.name))
     return values, because
 
 
@@ -164,7 +160,7 @@ def _load_hjson(text: str, file: str, plain: Exception) -> object:
         cause = str(error if re.search(r"//|/\*|#", text) else plain)
     except (ValueError, OverflowError, RecursionError) as error:  # int() refuses thousands of digits with a ValueError
         cause = str(error)
-    raise ConfigError(f"{file} is not JSON: {cause[:1].lower()}{cause[1:]}")
+    raise ConfigError(Message("deepspeed.no-json", file=file, cause=cause[:1].lower() + cause[1:]))
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -173,7 +169,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigError(f"the key '{twice}' stands twice in one block of the DeepSpeed file: keep one")
+        raise ConfigError(Message("deepspeed.key-twice", key=twice, fix=Message("lint.keep-one")), at=twice)
     return values
 
 
@@ -188,25 +184,31 @@ def _check_keys(values: Mapping[str, Any], file: str, path: str, version: str) -
             if key not in removed:
                 raise _unknown(key, file, path)
             if release(version) >= release(REMOVED_IN):
-                raise ConfigError(f"{child} in {file} was removed from DeepSpeed, and {version} refuses it: delete it")
+                said = Message(
+                    "deepspeed.key-removed", key=child, file=file, version=version, fix=Message("lint.delete")
+                )
+                raise ConfigError(said, at=child)
         elif child in KEYS and isinstance(value, Mapping):
             if child != "scheduler.params" or values.get("type") in SCHEDULERS:
                 _check_keys(value, file, child, version)
         elif child in KEYS and not (value is None and child in _NULL_BLOCKS) and not (value == "auto" and path):
-            raise ConfigError(f"{child} in {file} must be a block in braces, not {shown(value)}")
+            raise ConfigError(Message("deepspeed.no-block", key=child, file=file, value=shown(value)), at=child)
 
 
 def _unknown(key: str, file: str, path: str) -> ConfigError:
-    where = f"{path} of {file}" if path else file
-    aside = "DeepSpeed would refuse it" if path in LOUD else "DeepSpeed itself would ignore it silently"
+    where = Message("deepspeed.block-of-file", block=path, file=file) if path else file
+    aside = Message("deepspeed.would-refuse" if path in LOUD else "deepspeed.would-ignore")
     homes = [home for home, keys in KEYS.items() if key in keys and home != "bfloat16"]
     if len(homes) == 1 and not nearest(key, KEYS[path], cutoff=0.9):
-        home = f"in '{homes[0]}'" if homes[0] else "at the top level"
-        return ConfigError(f"unknown key '{key}' in {where}; it belongs {home} ({aside})")
-    return unknown_key(key, KEYS[path], where, aside=aside)
+        return ConfigError(
+            Message("deepspeed.key-elsewhere", key=key, where=where, home=homes[0], aside=aside)
+            if homes[0]
+            else Message("deepspeed.key-at-top", key=key, where=where, aside=aside)
+        )
+    return unknown_key(key, KEYS[path], str(where), aside=str(aside))
 
 
-def _unpriced(values: Mapping[str, Any], file: str) -> list[str]:
+def _unpriced(values: Mapping[str, Any], file: str) -> list[Message]:
     """A sentence for each setting that moves memory in a way that Levers cannot say."""
     sentences = []
     for path in _UNPRICED:
@@ -215,7 +217,7 @@ def _unpriced(values: Mapping[str, Any], file: str) -> list[str]:
             value = value.get(key) if isinstance(value, Mapping) else None
         changes_nothing = value is None or value is False or value == "auto" or (value == 1 and value is not True)
         if not changes_nothing:
-            sentences.append(f"{path} in {file} is not priced yet: the estimate is as if it were not there")
+            sentences.append(Message("deepspeed.not-priced", key=path, file=file))
     return sentences
 
 
@@ -231,7 +233,7 @@ def _block(parent: Fields, key: str) -> Fields:
 
 def _stage(zero: Fields) -> int:
     if zero.values.get("stage") == "auto":
-        raise ConfigError(f"zero_optimization.stage in {zero.file} is 'auto', and nobody fills it: write 0, 1, 2 or 3")
+        raise ConfigError(Message("deepspeed.stage-auto", file=zero.file), at="zero_optimization.stage")
     stage = zero.integer("stage") or 0
     if stage >= len(_ENGINES):
         raise zero.wrong("stage", "0, 1, 2 or 3")
@@ -244,28 +246,42 @@ def _offload(zero: Fields, kind: str, stage: int) -> Offload:
     word = block.word("device", get_args(Offload)) or "none"
     if old in zero.values and zero.values[old] is not None:
         if isinstance(zero.values.get(kind), Mapping):
-            raise ConfigError(f"{zero.name(old)} and {kind} in {zero.file} say the same thing: keep {kind}")
+            said = Message(
+                "deepspeed.old-and-new",
+                key=zero.name(old),
+                kind=kind,
+                file=zero.file,
+                fix=Message("lint.keep", key=kind),
+            )
+            raise ConfigError(said, at=zero.name(old))
         word = "cpu" if zero.switch(old) else "none"
     ratio = block.number("ratio", most=1.0)
     partial = "ratio" if ratio is not None and ratio < 1 else "super_offload" if block.switch("super_offload") else None
     if partial and stage < 3:
-        raise ConfigError(f"{block.name(partial)} in {block.file} needs stage 3, not stage {stage}")
+        key = block.name(partial)
+        raise ConfigError(Message("deepspeed.needs-stage3", key=key, file=block.file, stage=stage), at=key)
     device = cast(Offload, word)
     if device == "none":
         return "none"
-    named = f"{zero.name(kind)} {device} in {zero.file}"
+    wrong = None
     if kind == "offload_param" and stage < 3:
-        raise ConfigError(f"{named} needs stage 3: stage {stage} keeps whole weights on every GPU and ignores it")
-    if stage == 0:
-        raise ConfigError(f"{named} needs stage 1, 2 or 3: stage 0 has no sharded optimizer to offload")
-    if device == "nvme" and stage < 3:
-        raise ConfigError(f"{named} needs stage 3: stage {stage} would put it into host memory without a word")
+        wrong = "deepspeed.weights-need-stage3"
+    elif stage == 0:
+        wrong = "deepspeed.offload-needs-stage"
+    elif device == "nvme" and stage < 3:
+        wrong = "deepspeed.nvme-needs-stage3"
+    if wrong:
+        fields = {} if wrong == "deepspeed.offload-needs-stage" else {"stage": stage}
+        raise ConfigError(
+            Message(wrong, key=zero.name(kind), device=device, file=zero.file, **fields), at=zero.name(kind)
+        )
     if device == "nvme" and block.text("nvme_path") is None:
-        raise ConfigError(f"{named} needs nvme_path, the folder on the disk")
+        said = Message("deepspeed.needs-nvme-path", key=zero.name(kind), device=device, file=zero.file)
+        raise ConfigError(said, at=zero.name(kind))
     return device
 
 
-def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, because: list[str]) -> Buckets:
+def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, because: list[Message]) -> Buckets:
     filled = _hidden_sizes(zero, stage, hidden_size, because)
     plain = Buckets()
     used = {key: _spelling_used(zero, key) for key in PREFIXED}
@@ -304,33 +320,41 @@ def _pinned(optimizer: Fields, param: Fields, version: str) -> bool:
 def _spelling_used(zero: Fields, key: str) -> str:
     """The one of `key` and `stage3_key` that the file has; the one that Hugging Face fills in if neither."""
     if key in zero.values and f"stage3_{key}" in zero.values:
-        raise ConfigError(f"{key} and stage3_{key} in {zero.file} are the same key: keep one")
+        raise ConfigError(
+            Message("deepspeed.same-key", key=key, file=zero.file, fix=Message("lint.keep-one")), at=zero.name(key)
+        )
     return key if key in zero.values else f"stage3_{key}"
 
 
-def _hidden_sizes(zero: Fields, stage: int, hidden_size: int | None, because: list[str]) -> dict[str, int]:
+def _hidden_sizes(zero: Fields, stage: int, hidden_size: int | None, because: list[Message]) -> dict[str, int]:
     """What `auto` becomes in the three keys that Hugging Face fills from the model (transformers' own formulas)."""
     keys = ["reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"]
     asked = [key for key in keys if zero.values.get(key) == "auto"]
     if asked and hidden_size is None:
-        raise ConfigError(f"{asked[0]} in {zero.file} is 'auto', which needs the model's hidden size: name a model")
+        raise ConfigError(Message("deepspeed.auto-needs-model", key=asked[0], file=zero.file))
     if not asked or hidden_size is None:
         return {}
     sizes = (hidden_size * hidden_size, int(0.9 * hidden_size * hidden_size), 10 * hidden_size)
     filled = dict(zip(keys, sizes, strict=True))
     mine = {key: filled[key] for key in asked if stage == 3 or not key.startswith("stage3_")}
-    source = f"from the hidden size {hidden_size}, as the Hugging Face layer fills it"
-    because += [f"{key} in {zero.file} is auto: {value:,} {source}" for key, value in mine.items()]
+    because += [
+        Message("deepspeed.auto-filled", key=key, file=zero.file, value=value, hidden_size=hidden_size)
+        for key, value in mine.items()
+    ]
     return mine
 
 
-def _precision(top: Fields, because: list[str]) -> Precision | None:
+def _precision(top: Fields, because: list[Message]) -> Precision | None:
     if "bf16" in top.values and "bfloat16" in top.values:
-        raise ConfigError(f"bf16 and bfloat16 in {top.file} are the same block: keep bf16")
+        raise ConfigError(
+            Message("deepspeed.bf16-twice", file=top.file, fix=Message("lint.keep", key="bf16")), at="bfloat16"
+        )
     bf16 = _block(top, "bf16" if "bf16" in top.values else "bfloat16")
     fp16 = _block(top, "fp16")
     if bf16.switch("enabled") and fp16.switch("enabled"):
-        raise ConfigError(f"bf16 and fp16 are both enabled in {top.file}: keep one")
+        raise ConfigError(
+            Message("deepspeed.both-precisions", file=top.file, fix=Message("lint.keep-one")), at="fp16.enabled"
+        )
     if bf16.switch("enabled"):
         return "bf16"
     if fp16.switch("enabled"):
@@ -339,7 +363,7 @@ def _precision(top: Fields, because: list[str]) -> Precision | None:
         return None
     if fp16.values or bf16.values:
         return "fp32"
-    because.append(f"{top.file} has neither bf16 nor fp16: the trainer's precision holds (DeepSpeed alone: fp32)")
+    because.append(Message("deepspeed.no-precision", file=top.file))
     return None
 
 
@@ -352,8 +376,11 @@ def _optimizer(top: Fields) -> Optimizer | None:
         return found
     names = ("AdamW", "Adam", "SGD", "Adafactor")
     close = nearest(kind, names, cutoff=0.8)
-    hint = f"did you mean '{close}'?" if close else f"it takes {listed(names)}"
-    raise ConfigError(f"optimizer.type {shown(kind)} in {top.file} is unknown or not priced yet; {hint}")
+    if close:
+        said = Message("deepspeed.optimizer-meant", kind=shown(kind), file=top.file, close=close)
+    else:
+        said = Message("deepspeed.optimizer-unknown", kind=shown(kind), file=top.file, names=Choice(names))
+    raise ConfigError(said, at=block.name("type"))
 
 
 def _master_weights(top: Fields, stage: int, offload: Offload) -> bool:
@@ -363,12 +390,15 @@ def _master_weights(top: Fields, stage: int, offload: Offload) -> bool:
         key = f"{'fp16' if name == 'fp16' else 'bf16'}_master_weights_and_grads"
         if not block.switch(key):
             if name != "fp16" and block.switch("bf16_optimizer_states"):
-                raise ConfigError(f"{block.name('bf16_optimizer_states')} in {top.file} needs {key} as well")
+                states = block.name("bf16_optimizer_states")
+                raise ConfigError(Message("deepspeed.needs-as-well", key=states, file=top.file, other=key), at=states)
             continue
         if stage == 0:
-            raise ConfigError(f"{block.name(key)} in {top.file} needs stage 1, 2 or 3")
+            said = Message("deepspeed.needs-a-stage", key=block.name(key), file=top.file)
+            raise ConfigError(said, at=block.name(key))
         if offload == "none" and (name == "fp16" or not block.switch("bf16_optimizer_states")):
-            raise ConfigError(f"{block.name(key)} in {top.file} needs offload_optimizer: only DeepSpeedCPUAdam has it")
+            said = Message("deepspeed.needs-offload", key=block.name(key), file=top.file)
+            raise ConfigError(said, at=block.name(key))
         return False
     return True
 
@@ -384,6 +414,16 @@ def _batch(settings: DeepSpeedSettings, world: int | None) -> tuple[int | None, 
     elif accumulation is None:
         accumulation = total // (micro * world)
     if micro * accumulation * world != total:
-        product = f"{micro} × {accumulation} × {world} GPUs = {micro * accumulation * world}"
-        raise ConfigError(f"train_batch_size {total} in {settings.file} is not micro batch × accumulation: {product}")
+        product = micro * accumulation * world
+        raise ConfigError(
+            Message(
+                "deepspeed.batch-is-not",
+                total=total,
+                file=settings.file,
+                micro=micro,
+                accumulation=accumulation,
+                world=world,
+                product=product,
+            )
+        )
     return micro, accumulation

@@ -16,6 +16,7 @@ from tightfit.formats.sheet import Sheet
 from tightfit.inputs.spelling import as_number, misspelt, shown
 from tightfit.inputs.versions import release
 from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
+from tightfit.messages import Message
 
 DEEPSPEED_AT = "deepspeed"
 """The field that names a DeepSpeed file, or holds its block."""
@@ -47,14 +48,14 @@ _INSTEAD = {
     "push_to_hub_model_id": "hub_model_id",
     "push_to_hub_token": "hub_token",
     "adafactor": "optim: adafactor",
-    "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
+    "logging_dir": Message("huggingface.tensorboard-variable"),
 }
 
 
 def check_training_arguments(sheet: Sheet) -> Sheet | None:
     """Every rule for a file of TrainingArguments, and for the DeepSpeed file that it names, which is returned."""
     for place in sheet.document.doubles:
-        sheet.say("key-twice", place, "the last one counts and the other is forgotten without a word", "keep one")
+        sheet.say("key-twice", place, Message("huggingface.last-counts"), Message("lint.keep-one"))
     known_too = TRL_ARGUMENTS if is_trls(sheet.document.values) else frozenset()
     for key, value in sheet.document.values.items():
         if key in TRAINING_ARGUMENTS or key in OLDER_TRAINING_ARGUMENTS or key in known_too:
@@ -64,11 +65,11 @@ def check_training_arguments(sheet: Sheet) -> Sheet | None:
             continue
         close = misspelt(key, TRAINING_ARGUMENTS)
         if close and close not in sheet.document.values:
-            what = f"TrainingArguments has no {key}, and transformers refuses the file"
-            sheet.say("hf-unknown", key, what, f"write {close}")
+            what = Message("huggingface.refuses-key", key=key)
+            sheet.say("hf-unknown", key, what, Message("lint.write", what=close))
         else:
-            what = f"{key} is no field of TrainingArguments: your script must read it itself"
-            sheet.say("hf-foreign", key, what, "delete it if your script does not")
+            what = Message("huggingface.script-must-read", key=key)
+            sheet.say("hf-foreign", key, what, Message("huggingface.delete-unless-read"))
     check_values(sheet, WHOLE, FRACTIONS, SWITCHES)
     check_gone(sheet, sheet.target.transformers_version)
     check_together(sheet)
@@ -82,10 +83,12 @@ def check_gone(sheet: Sheet, version: str) -> None:
         gone = gone or (key == "evaluation_strategy" and release(version) >= release(EVALUATION_STRATEGY_GONE))
         if gone:
             instead = _INSTEAD.get(key)
-            what = f"transformers {version} has no {key} and refuses the file"
+            what = Message("huggingface.has-no-longer", version=version, key=key)
             there = instead is None or instead in sheet.document.values
-            share = f": {sheet.get(key)}, which below 1 is a share of all steps" if key == "warmup_ratio" else ""
-            sheet.say("hf-gone", key, what, "delete it" if there else f"write {instead}{share}")
+            fix = Message("lint.delete") if there else Message("lint.write", what=instead)
+            if not there and key == "warmup_ratio":
+                fix = Message("huggingface.write-share", instead=instead, value=sheet.get(key))
+            sheet.say("hf-gone", key, what, fix)
 
 
 def check_values(
@@ -99,8 +102,8 @@ def check_values(
     """Numbers and switches that are text, and fractions where only whole numbers go."""
     for key, value in sheet.document.values.items():
         if isinstance(value, str) and key in switches and value.lower() in ("true", "false"):
-            what = f"{shown(value)} is text, and Python takes any text for true"
-            sheet.say("hf-text-switch", key, what, f"write {value.lower()} without quotes")
+            what = Message("huggingface.text-is-true", value=shown(value))
+            sheet.say("hf-text-switch", key, what, Message("lint.write-unquoted", what=value.lower()))
         if key not in whole and key not in fractions:
             continue
         number = value
@@ -112,24 +115,23 @@ def check_values(
                 _text(sheet, key, value, number)
                 continue
         if key in whole and isinstance(number, float):
-            what = f"{shown(value)} is a fraction to Python, even where it is whole, and {key} is used to count"
-            sheet.say("hf-not-whole", key, what, f"write {round(number)}")
+            what = Message("huggingface.fraction", value=shown(value), key=key)
+            sheet.say("hf-not-whole", key, what, Message("lint.write", what=round(number)))
 
 
 def _text(sheet: Sheet, key: str, value: str, number: float) -> None:
     plain = sheet.document.syntax == "yaml" and key not in sheet.document.quoted
-    why = "YAML takes it for text, for want of a decimal point" if plain else "in quotes it is text"
     mantissa, _, exponent = value.lower().partition("e")
     right = f"{mantissa}.0e{exponent}" if plain and exponent else value
-    what = f"{shown(value)} stays text ({why}): transformers converts nothing and fails in the optimizer or later"
-    fix = f"write {right}" if plain else f"write {right} without quotes"
-    sheet.say("hf-number-text", key, what, f"write {round(number)}" if key in WHOLE else fix)
+    what = Message("huggingface.text-without-point" if plain else "huggingface.text-in-quotes", value=shown(value))
+    fix = Message("lint.write", what=right) if plain else Message("lint.write-unquoted", what=right)
+    sheet.say("hf-number-text", key, what, Message("lint.write", what=round(number)) if key in WHOLE else fix)
 
 
 def check_together(sheet: Sheet) -> None:
     """Fields that transformers refuses together."""
     if sheet.on("bf16") and sheet.on("fp16"):
-        sheet.say("hf-two-precisions", "fp16", "transformers refuses bf16 and fp16 together", "keep one")
+        sheet.say("hf-two-precisions", "fp16", Message("huggingface.refuses-both-precisions"), Message("lint.keep-one"))
     if not sheet.on("load_best_model_at_end"):
         return
     save = sheet.get("save_strategy") or "steps"
@@ -138,13 +140,13 @@ def check_together(sheet: Sheet) -> None:
     if save == "best":
         return
     if save != evaluate:
-        what = f"transformers refuses it while saving goes by {save!r} and evaluation by {evaluate!r}"
-        sheet.say("hf-best-model", "load_best_model_at_end", what, f"write eval_strategy: {save}")
+        what = Message("huggingface.save-and-evaluate", save=save, evaluate=evaluate)
+        sheet.say("hf-best-model", "load_best_model_at_end", what, Message("lint.write", what=f"eval_strategy: {save}"))
         return
     every, saved = sheet.number("eval_steps") or sheet.number("logging_steps") or 500, sheet.number("save_steps") or 500
     if save == "steps" and min(every, saved) >= 1 and saved % every:
-        what = f"a checkpoint every {saved:g} steps is not always an evaluated one: transformers refuses it"
-        sheet.say("hf-best-model", "save_steps", what, f"write a multiple of eval_steps, {every:g}")
+        what = Message("huggingface.saved-not-evaluated", saved=saved)
+        sheet.say("hf-best-model", "save_steps", what, Message("huggingface.write-multiple", every=every))
 
 
 _MATCHED: tuple[tuple[str, float, str], ...] = (
@@ -203,12 +205,9 @@ def _check_clipping(sheet: Sheet, deepspeed: Sheet) -> None:
     clips = now if release(version) >= release(since) else before
     if clips == wanted:
         return
-    does = f"clips at {clips}" if clips else "clips nothing"
-    what = (
-        f"DeepSpeed does the clipping, transformers fills in only what {file} has, and gradient_clipping is not there: "
-        f"DeepSpeed {version} {does}, whatever max_grad_norm says"
-    )
-    sheet.say("pair-clipping", "max_grad_norm", what, f'add "gradient_clipping": "auto" to {file}, or {wanted:g}')
+    does = Message("huggingface.clips-at", clips=clips) if clips else Message("huggingface.clips-nothing")
+    what = Message("huggingface.clipping-not-there", file=file, version=version, does=does)
+    sheet.say("pair-clipping", "max_grad_norm", what, Message("huggingface.add-clipping", file=file, wanted=wanted))
 
 
 def _said(sheet: Sheet, field: str, default: float) -> float:
@@ -218,12 +217,16 @@ def _said(sheet: Sheet, field: str, default: float) -> float:
 
 def _mismatch(sheet: Sheet, deepspeed: Sheet, field: str, ours: float | bool, key: str) -> None:
     here = shown(ours) if isinstance(ours, bool) else f"{ours:g}"
-    left_out = "" if sheet.has(field) else ", by default"
-    what = (
-        f"{field} makes it {here}{left_out}, and {key} in {deepspeed.document.path.name} is "
-        f"{shown(deepspeed.get(key))}: transformers refuses the pair"
+    what = Message(
+        "huggingface.pair-differs" if sheet.has(field) else "huggingface.pair-differs-by-default",
+        field=field,
+        here=here,
+        key=key,
+        file=deepspeed.document.path.name,
+        there=shown(deepspeed.get(key)),
     )
-    sheet.say("pair-mismatch", field, what, f'write "auto" for {key} in {deepspeed.document.path.name}, or {here}')
+    fix = Message("huggingface.write-auto", key=key, file=deepspeed.document.path.name, here=here)
+    sheet.say("pair-mismatch", field, what, fix)
 
 
 def _check_optimizer(sheet: Sheet, deepspeed: Sheet) -> None:
@@ -232,13 +235,13 @@ def _check_optimizer(sheet: Sheet, deepspeed: Sheet) -> None:
     if deepspeed.block("optimizer"):
         kind = deepspeed.get("optimizer.type")
         if isinstance(optim, str) and not optim.startswith("adamw_torch"):
-            what = f"{file} brings its own optimizer, {kind}, and optim {optim} has no effect"
-            sheet.say("pair-optim-ignored", "optim", what, f"delete optim, or the optimizer block of {file}")
+            what = Message("huggingface.own-optimizer", file=file, kind=kind, optim=optim)
+            sheet.say("pair-optim-ignored", "optim", what, Message("huggingface.delete-optim", file=file))
     elif isinstance(optim, str) and optim not in _STAYS and stage_of(deepspeed):
         forced = deepspeed.get("zero_force_ds_cpu_optimizer") is not False
         if offload_of(deepspeed, "offload_optimizer") != "none" and forced:
-            what = f"{file} offloads the optimizer, and accelerate trains with DeepSpeed's CPU Adam instead of {optim}"
-            sheet.say("pair-optimizer", "optim", what, f"write optim: adamw_torch, or stop offloading in {file}")
+            what = Message("huggingface.cpu-adam-instead", file=file, optim=optim)
+            sheet.say("pair-optimizer", "optim", what, Message("huggingface.write-adamw", file=file))
     if deepspeed.block("scheduler") and sheet.has("lr_scheduler_type"):
-        what = f"{file} brings its own scheduler, {deepspeed.get('scheduler.type')}: lr_scheduler_type has no effect"
-        sheet.say("pair-optim-ignored", "lr_scheduler_type", what, f"delete it, or the scheduler block of {file}")
+        what = Message("huggingface.own-scheduler", file=file, value=deepspeed.get("scheduler.type"))
+        sheet.say("pair-optim-ignored", "lr_scheduler_type", what, Message("huggingface.delete-scheduler", file=file))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tightfit.inputs.spelling import shown
 from tightfit.job.training_arguments import TRAINING_ARGUMENTS
+from tightfit.messages import Message
 
 _SAME = {
     "per_device_train_batch_size": "batch_size micro_batch_size train_batch_size train_micro_batch_size_per_gpu",
@@ -55,14 +56,14 @@ _ZERO = {
 """Keys about ZeRO → where they belong in the `zero_optimization` block of a DeepSpeed file."""
 
 _PEFT = {
-    "lora_r": "r of peft's LoraConfig",
-    "lora_rank": "r of peft's LoraConfig",
-    "lora_alpha": "lora_alpha of peft's LoraConfig",
-    "lora_dropout": "lora_dropout of peft's LoraConfig",
-    **dict.fromkeys([*_SAME["lora_target"].split(), "lora_target"], "target_modules of peft's LoraConfig"),
-    **dict.fromkeys([*_SAME["cutoff_len"].split(), "cutoff_len"], "the tokenizer's max_length"),
-    "load_in_4bit": "load_in_4bit of transformers' BitsAndBytesConfig",
-    "load_in_8bit": "load_in_8bit of transformers' BitsAndBytesConfig",
+    "lora_r": Message("huggingface.peft-r"),
+    "lora_rank": Message("huggingface.peft-r"),
+    "lora_alpha": Message("huggingface.peft-alpha"),
+    "lora_dropout": Message("huggingface.peft-dropout"),
+    **dict.fromkeys([*_SAME["lora_target"].split(), "lora_target"], Message("huggingface.peft-targets")),
+    **dict.fromkeys([*_SAME["cutoff_len"].split(), "cutoff_len"], Message("huggingface.tokenizer-length")),
+    "load_in_4bit": Message("huggingface.load-4bit"),
+    "load_in_8bit": Message("huggingface.load-8bit"),
     "attn_implementation": "attn_implementation of from_pretrained",
     "use_flash_attention_2": 'attn_implementation="flash_attention_2" of from_pretrained',
 }
@@ -71,34 +72,33 @@ _PEFT = {
 _MEANT = {name: key for key, names in _SAME.items() for name in names.split()} | _WITH_VALUE
 
 
-def meant_by_llamafactory(key: str, value: object) -> str | None:
+def meant_by_llamafactory(key: str, value: object) -> Message | None:
     """What to write for another trainer's name in a LLaMA-Factory file; None where the name is nobody's."""
-    return _in_deepspeed(key, value) or (f"write {_MEANT[key]}" if key in _MEANT else None)
+    return _in_deepspeed(key, value) or (Message("lint.write", what=_MEANT[key]) if key in _MEANT else None)
 
 
-def meant_by_arguments(key: str, value: object) -> tuple[str, str] | None:
+def meant_by_arguments(key: str, value: object) -> tuple[Message, Message] | None:
     """What a name is that TrainingArguments has not, and what to do about it; None where the name is nobody's."""
     theirs = _MEANT.get(key)
     if zero := _in_deepspeed(key, value):
-        return f"{key} is no field of TrainingArguments: ZeRO is set in the file that `deepspeed` names", zero
+        return Message("huggingface.zero-elsewhere", key=key), zero
     if theirs in TRAINING_ARGUMENTS:
-        what = f"{key} is no field of TrainingArguments: transformers refuses the file, unless your script reads it"
-        return what, f"write {theirs}"
+        what = Message("huggingface.no-field", key=key)
+        return what, Message("lint.write", what=theirs)
     if theirs is None and key not in _PEFT:
         return None
-    what = f"{key} is no field of TrainingArguments: transformers refuses the file, unless your script reads it"
+    what = Message("huggingface.no-field", key=key)
     if key not in _PEFT:
-        return what, f"delete it if your script does not; LLaMA-Factory calls it {theirs}"
-    aside = f"; LLaMA-Factory calls it {theirs}" if theirs else ""
-    return what, f"have your script hand it to {_PEFT[key]}{aside}"
+        return what, Message("huggingface.delete-or-llamafactory", theirs=theirs)
+    return what, Message("huggingface.hand-on", to=_PEFT[key], theirs=theirs)
 
 
-def _in_deepspeed(key: str, value: object) -> str | None:
+def _in_deepspeed(key: str, value: object) -> Message | None:
     if key not in _ZERO:
         return None
     inner = _ZERO[key]
     if inner == "stage":
-        return f'write "zero_optimization": {{"stage": {shown(value)}}} into the DeepSpeed file'
+        return Message("huggingface.write-stage", value=shown(value))
     if not inner:
-        return "move it into a JSON file, and name that file as deepspeed"
-    return f'write "{inner}": {{"device": "cpu"}} into zero_optimization of the DeepSpeed file'
+        return Message("huggingface.move-into-json")
+    return Message("huggingface.write-offload", inner=inner)

@@ -7,16 +7,16 @@ from tightfit.formats.sheet import Sheet
 from tightfit.formats.worker.keys import is_workers
 from tightfit.job.fields import job_fields
 from tightfit.job.file import job_faults, read_job
+from tightfit.messages import Message
 
 
 def check_job(sheet: Sheet) -> None:
     """Ask the door for job files."""
     if is_workers(sheet.document.values):
-        what = "this is the config of our worker, written by `tightfit plan --write` and checked there: nothing to lint"
-        sheet.say("job-generated", "", what, "nothing; to change it, change the job file and write it again")
+        sheet.say("job-generated", "", Message("lint.job-generated"), Message("lint.write-job-again"))
         return
     for place in sheet.document.doubles:
-        sheet.say("key-twice", place, "a job file may say a thing once only, and is refused", "keep one")
+        sheet.say("key-twice", place, Message("lint.job-key-twice"), Message("lint.keep-one"))
     if sheet.document.doubles or sheet.document.syntax == "hjson":
         return
     faults = job_faults(sheet.document.path)
@@ -31,4 +31,4 @@ def check_job(sheet: Sheet) -> None:
     for sentence in read_job(sheet.document.path).said:
         place = place_in(sentence, sheet.document)
         what = begun(sentence.rstrip("."), sheet.document)
-        sheet.say("job-said", place, what, "nothing, if it is what you meant")
+        sheet.say("job-said", place, what, Message("lint.nothing-if-meant"))

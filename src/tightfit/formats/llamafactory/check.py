@@ -28,6 +28,7 @@ from tightfit.formats.llamafactory.versions import (
 from tightfit.formats.sheet import Sheet
 from tightfit.inputs.spelling import listed, misspelt, nearest, shown
 from tightfit.inputs.versions import release
+from tightfit.messages import Choice, Listing, Message
 
 OWN_WHOLE = frozenset(
     """cutoff_len max_samples preprocessing_batch_size preprocessing_num_workers buffer_size lora_rank lora_alpha
@@ -41,6 +42,7 @@ OWN_SWITCHES = frozenset(
     overwrite_cache overwrite_output_dir""".split()
 )
 
+_METHODS = ("lora", "oft", "freeze", "full")
 _LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target")
 _LORA_ONLY = ("loraplus_lr_ratio", "use_rslora", "use_dora", "pissa_init")
 _BITS = {"bnb": (4, 8), "bitsandbytes": (4, 8), "hqq": (1, 2, 3, 4, 5, 6, 8), "eetq": (8,)}
@@ -61,10 +63,10 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
     """Every rule for the YAML, and for the DeepSpeed file that it names, which is returned."""
     version = sheet.target.llamafactory_version
     for place in sheet.document.doubles:
-        sheet.say("key-twice", place, "LLaMA-Factory's reader refuses it, or keeps the last without a word", "keep one")
+        sheet.say("key-twice", place, Message("llamafactory.twice"), Message("lint.keep-one"))
     if sheet.document.syntax != "yaml" and release(version) >= release(BROKEN_JSON_SINCE):
-        what = f"LLaMA-Factory {version} cannot read a JSON file: it dies before it has opened it"
-        sheet.say("lf-json-file", "", what, "write the same keys as YAML")
+        what = Message("llamafactory.cannot-read-json", version=version)
+        sheet.say("lf-json-file", "", what, Message("llamafactory.write-yaml"))
     _check_keys(sheet, version)
     check_values(
         sheet,
@@ -93,22 +95,24 @@ def _check_keys(sheet: Sheet, version: str) -> None:
         if key in LLAMAFACTORY_GONE:
             gone, instead = LLAMAFACTORY_GONE[key]
             if release(version) >= release(gone):
-                what = f"LLaMA-Factory {version} no longer takes {key} and refuses the file"
-                sheet.say("lf-version", key, what, f"write {instead}" if instead else "delete it")
+                what = Message("llamafactory.no-longer-takes", version=version, key=key)
+                sheet.say(
+                    "lf-version", key, what, Message("lint.write", what=instead) if instead else Message("lint.delete")
+                )
         elif key in since and release(version) < release(since[key]):
-            what = f"LLaMA-Factory {version} does not know {key} yet and refuses the file"
-            sheet.say("lf-version", key, what, f"delete it, or use LLaMA-Factory {since[key]} or newer")
+            what = Message("llamafactory.not-yet", version=version, key=key)
+            sheet.say("lf-version", key, what, Message("llamafactory.delete-or-newer", since=since[key]))
         elif key not in KNOWN:
             if key in _MEGATRONS and megatron:
                 continue
             close = misspelt(key, KNOWN)
-            fix = meant_by_llamafactory(key, value) or (f"write {close}" if close else None)
+            fix = meant_by_llamafactory(key, value) or (Message("lint.write", what=close) if close else None)
             if fix:
-                what = f"LLaMA-Factory knows no {key} and refuses the file"
+                what = Message("llamafactory.unknown-key", key=key)
                 sheet.say("lf-unknown", key, what, fix)
             else:
-                what = f"no LLaMA-Factory up to 0.9.6 has {key}; one that does not know it refuses the file"
-                sheet.say("lf-foreign", key, what, "delete it if it is not one of yours")
+                what = Message("llamafactory.foreign-key", key=key)
+                sheet.say("lf-foreign", key, what, Message("llamafactory.delete-unless-yours"))
 
 
 def _check_template(sheet: Sheet, version: str) -> None:
@@ -116,19 +120,20 @@ def _check_template(sheet: Sheet, version: str) -> None:
     if isinstance(name, str):
         if known is not None and name not in known:
             close = "deepseek3" if name == "deepseekr1" else nearest(name, known)
-            what = f"LLaMA-Factory {version} has no template {shown(name)}"
-            sheet.say("lf-template", "template", what, f"write {close}" if close else "take the model's own template")
+            what = Message("llamafactory.no-template", version=version, name=shown(name))
+            sheet.say(
+                "lf-template",
+                "template",
+                what,
+                Message("lint.write", what=close) if close else Message("llamafactory.take-models-template"),
+            )
         model = str(sheet.get("model_name_or_path") or "")
         if "DeepSeek-R1-Distill" in model and name == "deepseek3" and release(version) >= release("0.9.3"):
-            what = (
-                "since 0.9.3 the distilled DeepSeek-R1 models have a template of their own, which keeps their thoughts"
-            )
-            sheet.say("lf-reasoning-template", "template", what, "write deepseekr1")
+            what = Message("llamafactory.distilled-template")
+            sheet.say("lf-reasoning-template", "template", what, Message("lint.write", what="deepseekr1"))
     elif sheet.on("do_train") and (sheet.get("stage") or "sft") in _CHAT_STAGES:
-        what = (
-            "LLaMA-Factory guesses a template from the tokenizer, or takes none: the model may learn a foreign format"
-        )
-        sheet.say("lf-no-template", "template", what, "write the model's template, qwen3 say")
+        what = Message("llamafactory.template-guessed")
+        sheet.say("lf-no-template", "template", what, Message("llamafactory.write-template"))
 
 
 # --- data ---------------------------------------------------------------------------------------
@@ -137,36 +142,36 @@ def _check_template(sheet: Sheet, version: str) -> None:
 def _check_data(sheet: Sheet) -> None:
     acts = any(sheet.on(key) for key in ("do_train", "do_eval", "do_predict"))
     if not acts and any(sheet.has(key) for key in _TRAINS) and not sheet.has("export_dir"):
-        what = "LLaMA-Factory loads the model and ends: nothing says that it should train"
-        sheet.say("lf-not-training", "do_train", what, "write do_train: true")
+        what = Message("llamafactory.not-training")
+        sheet.say("lf-not-training", "do_train", what, Message("lint.write", what="do_train: true"))
     if sheet.on("do_train") and not sheet.get("dataset"):
         sheet.say(
-            "lf-no-dataset", "dataset", "LLaMA-Factory refuses to train without a data set", "write dataset: NAME"
+            "lf-no-dataset", "dataset", Message("llamafactory.no-dataset"), Message("lint.write", what="dataset: NAME")
         )
     split, data = sheet.number("val_size") or 0, sheet.get("eval_dataset")
     strategy = sheet.get("eval_strategy") or sheet.get("evaluation_strategy")
     judged = sheet.on("do_eval") or sheet.on("do_predict") or strategy in ("steps", "epoch")
     if judged and not data and split < 1e-6:
-        what = "evaluation is on and there is nothing to evaluate on: LLaMA-Factory refuses it"
+        what = Message("llamafactory.nothing-to-evaluate")
         place = "eval_strategy" if sheet.has("eval_strategy") else "do_eval"
-        sheet.say("lf-evaluation", place, what, "write val_size: 0.05, or eval_dataset")
+        sheet.say("lf-evaluation", place, what, Message("llamafactory.write-evaluation"))
     if data and split > 1e-6:
-        what = "LLaMA-Factory refuses val_size beside eval_dataset"
-        sheet.say("lf-evaluation", "val_size", what, "keep one")
+        what = Message("llamafactory.two-evaluations")
+        sheet.say("lf-evaluation", "val_size", what, Message("lint.keep-one"))
     if sheet.on("streaming"):
         _check_streaming(sheet, split)
 
 
 def _check_streaming(sheet: Sheet, split: float) -> None:
     if sheet.on("do_train") and (sheet.number("max_steps") or -1) < 1:
-        what = "a stream has no end that could be counted in epochs: LLaMA-Factory refuses it without max_steps"
-        sheet.say("lf-streaming", "streaming", what, "write max_steps")
+        what = Message("llamafactory.stream-needs-steps")
+        sheet.say("lf-streaming", "streaming", what, Message("lint.write", what="max_steps"))
     if sheet.get("max_samples") is not None:
-        what = "LLaMA-Factory refuses max_samples with streaming"
-        sheet.say("lf-streaming", "max_samples", what, "delete it, or streaming")
+        what = Message("llamafactory.stream-max-samples")
+        sheet.say("lf-streaming", "max_samples", what, Message("llamafactory.delete-or-streaming"))
     if 1e-6 < split < 1:
-        what = "of a stream no share can be taken: LLaMA-Factory refuses a val_size below 1 with streaming"
-        sheet.say("lf-streaming", "val_size", what, "write a number of samples")
+        what = Message("llamafactory.stream-share")
+        sheet.say("lf-streaming", "val_size", what, Message("llamafactory.write-samples"))
 
 
 # --- the method ---------------------------------------------------------------------------------
@@ -174,30 +179,35 @@ def _check_streaming(sheet: Sheet, split: float) -> None:
 
 def _check_method(sheet: Sheet) -> None:
     method = sheet.get("finetuning_type") or "lora"
-    if method not in ("lora", "oft", "freeze", "full"):
-        close = nearest(str(method), ("lora", "oft", "freeze", "full")) or "lora, oft, freeze or full"
-        what = f"LLaMA-Factory refuses finetuning_type {shown(method)}"
-        fix = "write lora with quantization_bit: 4" if str(method).lower() == "qlora" else f"write {close}"
+    if method not in _METHODS:
+        close = nearest(str(method), _METHODS) or Choice(_METHODS)
+        what = Message("llamafactory.refuses-method", method=shown(method))
+        fix = (
+            Message("llamafactory.write-qlora") if str(method).lower() == "qlora" else Message("lint.write", what=close)
+        )
         sheet.say("lf-method", "finetuning_type", what, fix)
         return
     idle = [key for key in _LORA_KEYS if sheet.has(key)]
     if method in ("full", "freeze") and idle:
-        what = f"finetuning_type {method} trains no adapters: {', '.join(idle)} have no effect"
-        sheet.say("lf-method-keys", idle[0], what, "delete them, or write finetuning_type: lora")
+        what = Message("llamafactory.no-adapters", method=method, idle=", ".join(idle))
+        sheet.say("lf-method-keys", idle[0], what, Message("llamafactory.delete-them-or-lora"))
     for key in _LORA_ONLY:
         if method != "lora" and sheet.on(key):
-            what = f"LLaMA-Factory refuses {key} with finetuning_type {method}"
-            sheet.say("lf-method", key, what, "delete it, or write finetuning_type: lora")
+            what = Message("llamafactory.refuses-with-method", key=key, method=method)
+            sheet.say("lf-method", key, what, Message("llamafactory.delete-or-lora"))
     if method != "lora" and sheet.get("adapter_name_or_path"):
-        what = f"LLaMA-Factory refuses an adapter with finetuning_type {method}"
-        sheet.say("lf-method", "adapter_name_or_path", what, "write finetuning_type: lora")
+        what = Message("llamafactory.refuses-adapter", method=method)
+        sheet.say("lf-method", "adapter_name_or_path", what, Message("lint.write", what="finetuning_type: lora"))
     heavy = [key for key in ("use_galore", "use_apollo", "use_badam") if sheet.on(key)]
     if heavy and (method == "lora" or len(heavy) > 1):
-        what = f"LLaMA-Factory refuses {' and '.join(heavy)} " + ("with LoRA" if method == "lora" else "together")
-        sheet.say("lf-method", heavy[0], what, "keep one of them, with finetuning_type: full")
+        what = Message(
+            "llamafactory.refuses-with-lora" if method == "lora" else "llamafactory.refuses-together",
+            keys=Listing(heavy, "and"),
+        )
+        sheet.say("lf-method", heavy[0], what, Message("llamafactory.keep-one-full"))
     if method == "lora" and sheet.has("lora_rank") and not sheet.get("lora_alpha"):
-        what = f"lora_alpha is left out: LLaMA-Factory takes twice the rank, {2 * (sheet.number('lora_rank') or 8):g}"
-        sheet.say("lf-lora-alpha", "lora_rank", what, "write lora_alpha if you mean another")
+        what = Message("llamafactory.alpha-left-out", value=2 * (sheet.number("lora_rank") or 8))
+        sheet.say("lf-lora-alpha", "lora_rank", what, Message("llamafactory.write-alpha"))
     _check_quantization(sheet, str(method))
 
 
@@ -207,46 +217,58 @@ def _check_quantization(sheet: Sheet, method: str) -> None:
         return
     place = "quantization_bit"
     if method not in ("lora", "oft"):
-        what = f"LLaMA-Factory refuses a quantised model with finetuning_type {method}"
-        sheet.say("lf-quantization", place, what, "write finetuning_type: lora, or delete quantization_bit")
+        what = Message("llamafactory.refuses-quantised", method=method)
+        sheet.say("lf-quantization", place, what, Message("llamafactory.lora-or-no-bits"))
     library = str(sheet.get("quantization_method") or "bnb")
     if library in _BITS and bits not in _BITS[library]:
         takes = listed(map(str, _BITS[library]))
-        sheet.say("lf-quantization", place, f"{library} refuses {bits:g} bits: it takes {takes}", f"write {takes}")
+        sheet.say(
+            "lf-quantization",
+            place,
+            Message("llamafactory.refuses-bits", library=library, bits=bits, takes=takes),
+            Message("lint.write", what=takes),
+        )
     for key in ("pissa_init", "resize_vocab"):
         if sheet.on(key):
-            what = f"LLaMA-Factory refuses {key} on a quantised model"
-            sheet.say("lf-quantization", key, what, "delete it, or quantization_bit")
+            what = Message("llamafactory.refuses-on-quantised", key=key)
+            sheet.say("lf-quantization", key, what, Message("llamafactory.delete-or-bits"))
 
 
 def _check_memory_keys(sheet: Sheet) -> None:
     attention = sheet.get("flash_attn")
     if attention is not None and attention not in _ATTENTION:
-        why = " (a bare off or on is false or true in YAML)" if isinstance(attention, bool) else ""
-        what = f"LLaMA-Factory refuses flash_attn {shown(attention)}{why}"
-        right = {"False": "disabled", "off": "disabled", "True": "fa2"}.get(
-            str(attention), "auto, sdpa, fa2 or disabled"
+        is_bare = isinstance(attention, bool)
+        what = Message(
+            "llamafactory.bare-attention" if is_bare else "llamafactory.refuses-attention", attention=shown(attention)
         )
-        sheet.say("lf-attention", "flash_attn", what, f"write {right}")
+        right = {"False": "disabled", "off": "disabled", "True": "fa2"}.get(
+            str(attention), Choice(("auto", "sdpa", "fa2", "disabled"))
+        )
+        sheet.say("lf-attention", "flash_attn", what, Message("lint.write", what=right))
     if sheet.get("gradient_checkpointing") is False and not sheet.on("disable_gradient_checkpointing"):
-        what = "LLaMA-Factory switches gradient checkpointing on by itself and never looks at this key"
-        sheet.say("lf-checkpointing", "gradient_checkpointing", what, "write disable_gradient_checkpointing: true")
+        what = Message("llamafactory.switches-on")
+        sheet.say(
+            "lf-checkpointing",
+            "gradient_checkpointing",
+            what,
+            Message("lint.write", what="disable_gradient_checkpointing: true"),
+        )
     if sheet.on("packing") and not sheet.on("neat_packing") and (sheet.get("stage") or "sft") == "sft":
-        what = "samples that are packed into one sequence attend to each other"
-        sheet.say("lf-packing", "packing", what, "write neat_packing: true to keep them apart")
+        what = Message("llamafactory.packed-see-each-other")
+        sheet.say("lf-packing", "packing", what, Message("llamafactory.write-neat"))
     if sheet.on("neat_packing") and (sheet.get("stage") or "sft") != "sft":
-        sheet.say("lf-method", "neat_packing", "LLaMA-Factory takes neat_packing with stage sft only", "delete it")
+        sheet.say("lf-method", "neat_packing", Message("llamafactory.neat-only-sft"), Message("lint.delete"))
     if sheet.get("deepspeed") and sheet.world == 1:
-        what = "on one GPU llamafactory-cli starts no torchrun, and DeepSpeed is refused without it"
-        sheet.say("lf-force-torchrun", "deepspeed", what, "start it with FORCE_TORCHRUN=1")
+        what = Message("llamafactory.one-gpu-no-torchrun")
+        sheet.say("lf-force-torchrun", "deepspeed", what, Message("llamafactory.use-force-torchrun"))
 
 
 _ZERO3_REFUSES = {
-    "pure_bf16": "bf16: true instead",
-    "use_unsloth": "a stage below 3, or no Unsloth",
-    "use_kt": "a stage below 3",
-    "pissa_init": "scripts/pissa_init.py before the training",
-    "predict_with_generate": "a stage below 3 for the evaluation",
+    "pure_bf16": Message("llamafactory.use-bf16"),
+    "use_unsloth": Message("llamafactory.use-lower-no-unsloth"),
+    "use_kt": Message("llamafactory.use-lower"),
+    "pissa_init": Message("llamafactory.use-pissa-script"),
+    "predict_with_generate": Message("llamafactory.use-lower-evaluating"),
 }
 
 
@@ -259,16 +281,16 @@ def _check_pair(sheet: Sheet, deepspeed: Sheet | None) -> None:
     if stage3:
         for key, instead in _ZERO3_REFUSES.items():
             if sheet.on(key):
-                what = f"LLaMA-Factory refuses {key} under ZeRO-3"
-                sheet.say("pair-zero3", key, what, f"use {instead}")
+                what = Message("llamafactory.refuses-under-zero3", key=key)
+                sheet.say("pair-zero3", key, what, instead)
     if deepspeed is not None:
         for key in ("use_galore", "use_apollo"):
             if sheet.on(key):
-                what = f"LLaMA-Factory refuses {key} with any DeepSpeed file"
-                sheet.say("pair-deepspeed", key, what, "delete deepspeed, or that optimizer")
+                what = Message("llamafactory.refuses-with-deepspeed", key=key)
+                sheet.say("pair-deepspeed", key, what, Message("llamafactory.delete-deepspeed"))
         if sheet.on("use_badam") and not stage3:
-            what = "BAdam on several GPUs needs ZeRO-3: LLaMA-Factory refuses it here"
-            sheet.say("pair-deepspeed", "use_badam", what, "use a DeepSpeed file with stage 3")
+            what = Message("llamafactory.badam-needs-zero3")
+            sheet.say("pair-deepspeed", "use_badam", what, Message("llamafactory.use-stage3"))
 
 
 def _check_sharded_quantization(sheet: Sheet, engine: str) -> None:
@@ -276,8 +298,8 @@ def _check_sharded_quantization(sheet: Sheet, engine: str) -> None:
     if bits is None:
         return
     if library in ("hqq", "eetq"):
-        what = f"LLaMA-Factory refuses {library} quantisation under {engine}"
-        sheet.say("pair-quantization", "quantization_method", what, "write bnb with quantization_bit: 4, or use ZeRO-2")
+        what = Message("llamafactory.refuses-library", library=library, engine=engine)
+        sheet.say("pair-quantization", "quantization_method", what, Message("llamafactory.write-bnb"))
     elif bits != 4:
-        what = f"LLaMA-Factory refuses {bits:g}-bit quantisation under {engine}: only 4 bits can be sharded"
-        sheet.say("pair-quantization", "quantization_bit", what, "write 4, or use ZeRO-2")
+        what = Message("llamafactory.refuses-sharded-bits", bits=bits, engine=engine)
+        sheet.say("pair-quantization", "quantization_bit", what, Message("llamafactory.write-4-bits"))

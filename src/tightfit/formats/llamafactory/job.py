@@ -79,7 +79,7 @@ def llamafactory_job_from(file: JobText, model: str | None, *, stays: bool = Fal
     return LlamaFactoryJob(
         job=job,
         tree=tree,
-        said=(*(f"{sentence.removesuffix('.')}." for sentence in settings.because), *aside),
+        said=(*(Message("llamafactory.said", said=said) for said in settings.because), *aside),
         batch_per_gpu=settings.micro_batch * settings.accumulation,
     )
 

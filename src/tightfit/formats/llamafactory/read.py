@@ -23,11 +23,12 @@ import yaml
 from tightfit.formats.deepspeed.read import DeepSpeedSettings
 from tightfit.formats.llamafactory.keys import KNOWN
 from tightfit.inputs.flags import LEVERS
-from tightfit.inputs.spelling import Fields, listed, nearest, read_text, shown, unknown_key
+from tightfit.inputs.spelling import Fields, nearest, read_text, shown, unknown_key
 from tightfit.job.training_arguments import (
     OPTIMIZERS,
     UNPRICED_OPTIMIZERS,
 )
+from tightfit.messages import Choice, Message
 from tightfit.types import (
     ZERO3,
     AttentionKernel,
@@ -86,9 +87,9 @@ class LlamaFactorySettings:
     deepspeed: Path | None
     ignored: tuple[str, ...]
     """Keys that we do not know, in the order of the file."""
-    because: tuple[str, ...]
+    because: tuple[Message, ...]
     """What is to be said of the training that it describes."""
-    computing_because: tuple[str, ...]
+    computing_because: tuple[Message, ...]
     """Likewise of how it is computed, which a plan chooses anew."""
 
 
@@ -101,18 +102,18 @@ def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings
     """The same of a file that was parsed already."""
     said = Fields(values=values, file=path.name, text_numbers=True)
     ignored = _check_keys(values, path.name)
-    because: list[str] = []
-    computing_because: list[str] = []
+    because: list[Message] = []
+    computing_because: list[Message] = []
     model = said.text("model_name_or_path")
     if model is None:
-        raise ConfigError(f"{path.name} has no model_name_or_path: say which model to train")
+        raise ConfigError(Message("llamafactory.no-model", name=path.name))
     _check_trains(said)
     _check_priced(said, because)
     method = _method(said, because)
     pure = bool(said.switch("pure_bf16"))
     deepspeed = _deepspeed(said, path)
     if deepspeed is None:
-        computing_because.append(f"{path.name} names no deepspeed file: plain data parallel, priced as zero0")
+        computing_because.append(Message("llamafactory.no-deepspeed", name=path.name))
     return LlamaFactorySettings(
         file=path.name,
         model=model,
@@ -144,7 +145,7 @@ def to_levers(settings: LlamaFactorySettings, base: Levers, *, n_layers: int | N
     frozen = 0
     if settings.trainable_layers is not None:
         if n_layers is None:
-            raise ConfigError(f"finetuning_type freeze in {settings.file} needs the model's number of layers")
+            raise ConfigError(Message("llamafactory.freeze-needs-layers", file=settings.file))
         frozen = max(0, n_layers - settings.trainable_layers)
     return replace(
         base,
@@ -177,16 +178,28 @@ def check_deepspeed(settings: LlamaFactorySettings, deepspeed: DeepSpeedSettings
         ("per_device_train_batch_size", settings.micro_batch, "train_micro_batch_size_per_gpu", deepspeed.micro_batch),
         ("gradient_accumulation_steps", settings.accumulation, "gradient_accumulation_steps", deepspeed.accumulation),
         ("max_grad_norm", settings.max_grad_norm, "gradient_clipping", deepspeed.gradient_clipping),
-        ("the precision", settings.precision, "the precision", deepspeed.precision),
+        (
+            Message("llamafactory.the-precision"),
+            settings.precision,
+            Message("llamafactory.the-precision"),
+            deepspeed.precision,
+        ),
     )
     for ours, value, theirs, other in pairs:
         if other is not None and other != value:
             raise ConfigError(
-                f"{ours} is {value} in {settings.file} and {theirs} is {other} in {deepspeed.file}: "
-                f"write auto in {deepspeed.file}"
+                Message(
+                    "llamafactory.contradicts",
+                    ours=ours,
+                    value=value,
+                    file=settings.file,
+                    theirs=theirs,
+                    other=other,
+                    other_file=deepspeed.file,
+                )
             )
     if deepspeed.engine == ZERO3 and not settings.master_weights:
-        raise ConfigError(f"pure_bf16 in {settings.file} does not go with ZeRO-3 in {deepspeed.file}: take bf16")
+        raise ConfigError(Message("llamafactory.pure-with-zero3", file=settings.file, other_file=deepspeed.file))
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -198,18 +211,20 @@ def _load(path: Path) -> dict[Any, Any]:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path.name} is not YAML: {error.problem or error.context}{line}") from None
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        problem = error.problem or error.context
+        raise ConfigError(Message("llamafactory.no-yaml", file=path.name, problem=problem, line=line)) from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError) as error:
         # PyYAML lets dates, numbers and keys that Python cannot hold fall through as plain errors.
-        raise ConfigError(f"{path.name} is not YAML: {(str(error) or 'unreadable').splitlines()[0]}") from None
+        problem = (str(error) or "unreadable").splitlines()[0]
+        raise ConfigError(Message("llamafactory.no-yaml", file=path.name, problem=problem, line=None)) from None
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path.name} is not a LLaMA-Factory config: it should be lines of `key: value`")
+        raise ConfigError(Message("llamafactory.no-lines", name=path.name))
     seen: set[str] = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
             if key.value in seen:
-                raise ConfigError(f"the key {shown(key.value)} stands twice in {path.name}: keep one")
+                raise ConfigError(Message("llamafactory.key-twice", value=shown(key.value), name=path.name))
             seen.add(key.value)
     return values
 
@@ -219,10 +234,10 @@ def _check_keys(values: Mapping[Any, Any], file: str) -> tuple[str, ...]:
     ignored = []
     for key in values:
         if not isinstance(key, str):
-            raise ConfigError(f"{shown(key)} in {file} is not a key: write it in quotes if you mean the word")
+            raise ConfigError(Message("llamafactory.not-a-key", key=shown(key), file=file))
         if key not in KNOWN:
             if nearest(key, KNOWN, cutoff=0.8):
-                raise unknown_key(key, KNOWN, file, aside="LLaMA-Factory would refuse it")
+                raise unknown_key(key, KNOWN, file, aside=str(Message("llamafactory.would-refuse")))
             ignored.append(key)
     return tuple(ignored)
 
@@ -230,7 +245,7 @@ def _check_keys(values: Mapping[Any, Any], file: str) -> tuple[str, ...]:
 def _deepspeed(said: Fields, path: Path) -> Path | None:
     """The DeepSpeed file: from here, as LLaMA-Factory looks for it, or else from where the YAML lies."""
     if isinstance(said.values.get("deepspeed"), Mapping):
-        raise ConfigError(f"deepspeed in {said.file} is a block: put it into a JSON file and name that")
+        raise ConfigError(Message("llamafactory.deepspeed-is-block", file=said.file))
     name = said.text("deepspeed")
     if name is None:
         return None
@@ -240,10 +255,7 @@ def _deepspeed(said: Fields, path: Path) -> Path | None:
     except (ValueError, RuntimeError):  # a path that no file system can hold, a home that nobody has
         found = None
     if found is None:
-        raise ConfigError(
-            f"deepspeed in {said.file} names {shown(name)}, which is neither in this folder nor beside the YAML: "
-            "correct the path, or leave the key out"
-        )
+        raise ConfigError(Message("llamafactory.deepspeed-missing", file=said.file, name=shown(name)))
     return found
 
 
@@ -254,49 +266,47 @@ def _check_trains(said: Fields) -> None:
     """Refuse the files of LLaMA-Factory's other verbs, which hold no optimizer and no gradients."""
     asked = [key for key in ("do_train", "do_eval", "do_predict") if said.switch(key)]
     if said.says("export_dir"):
-        what = "merges or exports a model (export_dir)"
+        wrong = "llamafactory.exports"
     elif said.values.get("do_train") is False or (asked and "do_train" not in asked):
-        what = "evaluates and does not train (do_train is not on)"
+        wrong = "llamafactory.only-evaluates"
     elif said.says("infer_backend") and not said.says("dataset"):
-        what = "is for inference (infer_backend)"
+        wrong = "llamafactory.is-inference"
     else:
         return
-    raise ConfigError(f"{said.file} {what}: name the file of a training")
+    raise ConfigError(Message(wrong, file=said.file))
 
 
-def _check_priced(said: Fields, because: list[str]) -> None:
+def _check_priced(said: Fields, because: list[Message]) -> None:
     """Refuse what would make the estimate wrong; mention what would make it a little wrong."""
     stage = said.word("stage", ("pt", "sft", "rm", "ppo", "dpo", "kto")) or "sft"
     if stage not in ("pt", "sft"):
-        raise ConfigError(f"stage {stage} in {said.file} is not priced yet: pt and sft are")
+        raise ConfigError(Message("llamafactory.stage-not-priced", stage=stage, file=said.file))
     large = [key for key in _UNPRICED_SWITCHES if said.switch(key)] + [key for key in _UNPRICED_TEXTS if said.says(key)]
     if large:
-        raise ConfigError(f"{large[0]} in {said.file} is not priced yet: leave it out for the estimate")
+        raise ConfigError(Message("llamafactory.leave-out", large=large[0], file=said.file))
     small = [key for key in _SMALL_SWITCHES if said.switch(key)]
     if said.switch("double_quantization") is False:
         small.append("double_quantization")
     if said.values.get("fsdp") or said.values.get("fsdp_config"):
-        raise ConfigError(f"fsdp in {said.file} is not read yet: leave it out and say --engine fsdp2")
+        raise ConfigError(Message("llamafactory.fsdp-not-read", file=said.file))
     batch = said.values.get("per_device_eval_batch_size")
     if batch is not None and batch != said.values.get("per_device_train_batch_size", 1):
-        because.append(
-            f"per_device_eval_batch_size in {said.file} is not priced: evaluation is taken to be as training"
-        )
-    because += [f"{key} in {said.file} is not priced yet: the estimate is as if it were not there" for key in small]
+        because.append(Message("llamafactory.evaluation-as-training", file=said.file))
+    because += [Message("llamafactory.not-priced", key=key, file=said.file) for key in small]
 
 
-def _method(said: Fields, because: list[str]) -> Method:
+def _method(said: Fields, because: list[Message]) -> Method:
     kind = said.word("finetuning_type", ("lora", "oft", "freeze", "full")) or "lora"
     if kind == "oft":
-        raise ConfigError(f"finetuning_type oft in {said.file} is not priced yet: lora, freeze and full are")
+        raise ConfigError(Message("llamafactory.oft-not-priced", file=said.file))
     bits = said.integer("quantization_bit")
     if bits is None:
         return "lora" if kind == "lora" else "full"
     library = said.word("quantization_method", ("bnb", "hqq", "eetq", "bitsandbytes")) or "bnb"
     if kind != "lora":
-        raise ConfigError(f"quantization_bit in {said.file} goes with finetuning_type lora only, not {kind}")
+        raise ConfigError(Message("llamafactory.bits-need-lora", file=said.file, kind=kind))
     if bits != 4 or library not in ("bnb", "bitsandbytes"):
-        raise ConfigError(f"quantization_bit {bits} by {library} in {said.file} is not priced yet: 4 by bnb is")
+        raise ConfigError(Message("llamafactory.bits-not-priced", bits=bits, library=library, file=said.file))
     return "qlora"
 
 
@@ -322,36 +332,34 @@ def _names(said: Fields, key: str) -> tuple[str, ...]:
     value = said.values.get(key)
     names = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
     if (value is not None and not names) or not all(isinstance(name, str) and name.strip() for name in names):
-        raise said.wrong(key, "names with commas between them")
+        raise said.wrong(key, str(Message("llamafactory.names-with-commas")))
     return tuple(name.strip() for name in names)
 
 
-def _trainable_layers(said: Fields, because: list[str]) -> int | None:
+def _trainable_layers(said: Fields, because: list[Message]) -> int | None:
     if said.values.get("finetuning_type") != "freeze":
         return None
     layers = said.integer("freeze_trainable_layers", least=None)
     if layers is not None and layers < 1:
-        raise ConfigError(
-            f"freeze_trainable_layers {layers} in {said.file} trains the lowest layers, which is not priced yet: "
-            "a positive number trains the uppermost"
-        )
+        raise ConfigError(Message("llamafactory.trains-lowest", layers=layers, file=said.file))
     if _names(said, "freeze_trainable_modules") not in ((), ("all",)) or said.says("freeze_extra_modules"):
-        because.append(f"{said.file} trains chosen modules only: priced as whole layers")
-    because.append(f"{said.file} freezes the final norm and the head as well: priced as if they trained")
+        because.append(Message("llamafactory.trains-modules", file=said.file))
+    because.append(Message("llamafactory.freezes-head", file=said.file))
     return 2 if layers is None else layers
 
 
-def _precision(said: Fields, method: Method, pure: bool, because: list[str]) -> Precision:
+def _precision(said: Fields, method: Method, pure: bool, because: list[Message]) -> Precision:
     bf16, fp16 = said.switch("bf16"), said.switch("fp16")
     if fp16 and (bf16 or pure):
-        raise ConfigError(f"fp16 and {'bf16' if bf16 else 'pure_bf16'} are both on in {said.file}: keep one")
+        other = "bf16" if bf16 else "pure_bf16"
+        raise ConfigError(Message("llamafactory.both-precisions-on", other=other, file=said.file))
     if fp16:
         return "fp16"
     if bf16 or pure:
         return "bf16"
     if method == "full":
         return "fp32"
-    because.append(f"{said.file} says neither bf16 nor fp16: the frozen model keeps its own dtype, taken as bf16")
+    because.append(Message("llamafactory.no-precision", file=said.file))
     return "bf16"
 
 
@@ -360,9 +368,12 @@ def _optimizer(said: Fields) -> Optimizer:
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     close = None if name in UNPRICED_OPTIMIZERS else nearest(name, OPTIMIZERS)
-    problem = "not priced yet" if name in UNPRICED_OPTIMIZERS else "unknown"
-    hint = f"did you mean '{close}'?" if close else f"it takes {listed(OPTIMIZERS)}"
-    raise ConfigError(f"optim {shown(name)} in {said.file} is {problem}; {hint}")
+    if close:
+        raise ConfigError(Message("llamafactory.optim-meant", name=shown(name), file=said.file, close=close))
+    names = Choice(OPTIMIZERS)
+    if name in UNPRICED_OPTIMIZERS:
+        raise ConfigError(Message("llamafactory.optim-not-priced", name=shown(name), file=said.file, names=names))
+    raise ConfigError(Message("llamafactory.optim-unknown", name=shown(name), file=said.file, names=names))
 
 
 def _attention(said: Fields) -> AttentionKernel:
@@ -373,18 +384,13 @@ def _attention(said: Fields) -> AttentionKernel:
     return _ATTENTION[said.word("flash_attn", _ATTENTION) or "auto"]
 
 
-def _checkpointing(said: Fields, because: list[str]) -> Checkpointing:
+def _checkpointing(said: Fields, because: list[Message]) -> Checkpointing:
     """On unless switched off by LLaMA-Factory's own key; Unsloth's way keeps the layer inputs on the host."""
     off, hugging_face = said.switch("disable_gradient_checkpointing"), said.switch("gradient_checkpointing")
     if off and hugging_face:
-        raise ConfigError(
-            f"disable_gradient_checkpointing and gradient_checkpointing are both true in {said.file}: keep one"
-        )
+        raise ConfigError(Message("llamafactory.checkpointing-both", file=said.file))
     if off:
         return Checkpointing(layers=0)
     if hugging_face is False:
-        because.append(
-            f"gradient_checkpointing: false in {said.file} has no effect in LLaMA-Factory, which checkpoints unless "
-            "disable_gradient_checkpointing is true"
-        )
+        because.append(Message("llamafactory.checkpointing-no-effect", file=said.file))
     return Checkpointing(layers=None, offload=bool(said.switch("use_unsloth_gc")))
