@@ -49,7 +49,7 @@ def test_a_file_of_keys_that_nobody_knows_is_declined(tmp_path: Path, keys: str)
 def test_a_llamafactory_file_with_another_trainers_names_is_still_one(tmp_path: Path) -> None:
     keys = "finetuning_type template base_model micro_batch_size num_epochs sequence_len dataset output_dir"
     report = examine(write(tmp_path / "x.yaml", keys, finetuning_type="lora", template="qwen"))
-    fixes = {finding.place: finding.fix for finding in report.findings}
+    fixes = {finding.place: str(finding.fix) for finding in report.findings}
     assert report.kind == "llamafactory"
     assert fixes["base_model"] == "write model_name_or_path"
 

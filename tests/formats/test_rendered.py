@@ -87,7 +87,7 @@ def test_the_workers_config_is_generated_and_nothing_to_lint(tmp_path: Path) -> 
     path.write_text(render(plan_of(levers, gpus), Target())["worker.json"], encoding="utf-8")
     (found,) = examine(path).findings
     assert (found.rule, found.severity) == ("job-generated", "note")
-    assert "`tightfit plan --write`" in found.what
+    assert "`tightfit plan --write`" in str(found.what)
     with pytest.raises(ConfigError, match="is no job file but the config of our worker"):
         read_job(path)
 

@@ -471,9 +471,9 @@ def test_a_rule_finds_what_it_is_for_and_nothing_once_that_is_corrected(tmp_path
     if case.place is not None:
         assert case.place in [finding.place for finding in findings]
     for finding in findings:
-        assert finding.what
-        assert finding.fix
-        assert not finding.fix.endswith("."), finding.fix
+        assert str(finding.what)
+        assert str(finding.fix)
+        assert not str(finding.fix).endswith("."), finding.fix
     cleared = found(tmp_path, case, case.good, case.beside if case.good_beside is None else case.good_beside)
     assert [finding for finding in cleared if finding.severity != "note"] == []
     assert case.rule not in [finding.rule for finding in cleared]

@@ -20,7 +20,7 @@ def file(folder: Path, name: str, text: str) -> Path:
 
 
 def said(folder: Path, text: str, name: str = "job.yaml") -> list[tuple[str, str, str]]:
-    return [(found.place, found.what, found.fix) for found in lint(file(folder, name, text), kind="job")]
+    return [(found.place, str(found.what), str(found.fix)) for found in lint(file(folder, name, text), kind="job")]
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def test_what_is_no_job_at_all(tmp_path: Path) -> None:
     path = file(tmp_path, "job.json", '{"model": "7b_mamba",\n "method": "full" // all\n}')
     (found,) = lint(path, kind="job")
     assert (found.rule, found.severity) == ("json-comments", "error")
-    assert found.fix == "take out the comments and the commas before a closing bracket, first in line 2"
+    assert str(found.fix) == "take out the comments and the commas before a closing bracket, first in line 2"
     assert said(tmp_path, "sequence: 12")[0][2].startswith("add `model:` with a preset")
 
 

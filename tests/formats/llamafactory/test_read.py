@@ -113,8 +113,8 @@ def test_what_is_not_said_is_llamafactorys_default() -> None:
     assert said.checkpointing == Checkpointing(layers=None)
     assert (said.precision, said.master_weights, said.max_grad_norm) == ("bf16", True, 1.0)
     assert (said.dataloader_workers, said.deepspeed) == (0, None)
-    assert any("taken as bf16" in sentence for sentence in said.because)
-    assert any("priced as zero0" in sentence for sentence in said.computing_because)
+    assert any("taken as bf16" in str(sentence) for sentence in said.because)
+    assert any("priced as zero0" in str(sentence) for sentence in said.computing_because)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_freeze_trains_the_uppermost_layers() -> None:
     assert to_levers(read(finetuning_type="freeze"), Levers(), n_layers=32).frozen_layers == 30
     with pytest.raises(ConfigError, match="needs the model's number of layers"):
         to_levers(said, Levers())
-    assert any("head" in sentence for sentence in said.because)
+    assert any("head" in str(sentence) for sentence in said.because)
 
 
 def test_levers_of_a_yaml_alone_are_unsharded() -> None:
@@ -181,7 +181,7 @@ def test_levers_of_a_yaml_alone_are_unsharded() -> None:
 def test_the_switch_that_llamafactory_does_not_look_at() -> None:
     said = read(gradient_checkpointing=False)
     assert said.checkpointing == Checkpointing(layers=None)
-    assert any("has no effect" in sentence for sentence in said.computing_because)
+    assert any("has no effect" in str(sentence) for sentence in said.computing_because)
 
 
 def test_unknown_keys_that_resemble_nothing_are_kept() -> None:
@@ -206,7 +206,9 @@ def test_the_deepspeed_file_is_sought_here_first(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("key", ["upcast_layernorm", "resize_vocab"])
 def test_small_things_are_said(key: str) -> None:
-    assert any(f"{key} in train.yaml is not priced yet" in sentence for sentence in read(None, **{key: True}).because)
+    assert any(
+        f"{key} in train.yaml is not priced yet" in str(sentence) for sentence in read(None, **{key: True}).because
+    )
 
 
 # --- against its DeepSpeed file -----------------------------------------------------------------

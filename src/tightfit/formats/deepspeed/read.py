@@ -271,10 +271,8 @@ def _offload(zero: Fields, kind: str, stage: int) -> Offload:
     elif device == "nvme" and stage < 3:
         wrong = "deepspeed.nvme-needs-stage3"
     if wrong:
-        fields = {} if wrong == "deepspeed.offload-needs-stage" else {"stage": stage}
-        raise ConfigError(
-            Message(wrong, key=zero.name(kind), device=device, file=zero.file, **fields), at=zero.name(kind)
-        )
+        said = Message(wrong, key=zero.name(kind), device=device, file=zero.file, stage=stage)
+        raise ConfigError(said, at=zero.name(kind))
     if device == "nvme" and block.text("nvme_path") is None:
         said = Message("deepspeed.needs-nvme-path", key=zero.name(kind), device=device, file=zero.file)
         raise ConfigError(said, at=zero.name(kind))
