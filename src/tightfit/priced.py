@@ -96,7 +96,7 @@ class Share:
     def _largest(self, names: frozenset[str], others: bool = False) -> int:
         phases = self.priced.footprint.gpu.phases
         return max(
-            sum(size for name, size in phase.components.items() if (shown(name) in names) is not others)
+            sum(size for name, size in phase.components.items() if (spell_component(name) in names) is not others)
             for phase in phases.values()
             if phase.name in STEP
         )
@@ -201,13 +201,13 @@ def strategy_name(levers: Levers) -> Said:
     return Message("plan.two-places", engine=engine, place=places[optimizer], other=places[param])
 
 
-def trained(priced: Priced) -> str:
+def describe_training(priced: Priced) -> str:
     total, trainable = priced.shape.parameters, priced.footprint.trainable_parameters
     if trainable == priced.shape.parameters:
         return f"{billions(total)} parameters ({total:,}), all trained"
     return f"{billions(total)} parameters ({total:,}), {billions(trainable)} trained"
 
 
-def shown(component: str) -> str:
+def spell_component(component: str) -> str:
     """A component's name as people read it."""
     return component.replace("_", " ")

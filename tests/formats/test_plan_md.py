@@ -23,7 +23,7 @@ from tightfit.job import Data, Job, Limits
 from tightfit.model.load import load_model
 from tightfit.planner import plan as planned
 from tightfit.planner.plan import Plan
-from tightfit.planner.tiers import tiered
+from tightfit.planner.tiers import plan_tier
 from tightfit.types import Checkpointing, ConfigError, Levers, Lora
 
 MakePlan = Callable[..., Plan]
@@ -235,7 +235,7 @@ def test_what_is_written_is_what_was_rendered(plan_of: MakePlan, tmp_path: Path)
 
 def tier_plan(name: str, **limits: Any) -> Plan:
     job = Job(model="tiny_llama", limits=Limits(**limits))
-    answer = tiered(name, job, load_model("tiny_llama"), parse_hardware("2xRTX4090"), frozenset())
+    answer = plan_tier(name, job, load_model("tiny_llama"), parse_hardware("2xRTX4090"), frozenset())
     assert answer.plan is not None
     assert answer.costs
     return answer.plan

@@ -317,9 +317,9 @@ def job_of(name: str) -> Any:
 
 
 def replayed(name: str) -> dict[str, int]:
-    from tightfit.memory.zero3 import gathered_of
+    from tightfit.memory.zero3 import gather_for
 
-    each, found = scenario(name), gathered_of(job_of(name))
+    each, found = scenario(name), gather_for(job_of(name))
     predicted = {"forward": found.forward, "loss": max(found.loss, found.norm), "embedding": found.embedding}
     for index, (turn, most) in enumerate(zip(found.layers, found.gradients, strict=True)):
         predicted |= {f"layer {index}": most}
@@ -368,14 +368,14 @@ def test_the_replay_holds_what_deepspeed_holds(real: dict[str, Any], name: str) 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "mamba" in name and "embeddings" not in name])
 def test_a_leafs_gradients_wait_for_each_other(real: dict[str, Any], name: str) -> None:
-    from tightfit.memory.zero3 import held_by_leaves
+    from tightfit.memory.zero3 import hold_by_leaves
 
     if "leaf" not in name:
         assert 0 < real[name]["waiting"] < LEAF
         return
     assert real[name]["waiting"] == LEAF
     job = job_of(name)
-    *arrivals, _norm = held_by_leaves(job.acts, job.shape).moments[0].cost.arrivals
+    *arrivals, _norm = hold_by_leaves(job.acts, job.shape).moments[0].cost.arrivals
     grads, held = zip(*arrivals, strict=True)
     assert sum(grads) // job.weights.width == LEAF
     assert grads[0] + held[0] - held[-1] == sum(grads), "when the first leaves, all others are there"

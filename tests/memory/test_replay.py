@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.memory.gathered import Limits, Model, Passes, stretches
-from tightfit.memory.replay import replay, replay_between, settled_layers
+from tightfit.memory.replay import count_settling_layers, replay, replay_between
 from tightfit.memory.zero3 import Style, _model
 from tightfit.model.load import shape_from_config
 from tightfit.types import Lora
@@ -66,5 +66,5 @@ def test_two_known_steps_make_all_between(drawn: tuple[Model, Passes, Limits]) -
     whole = stretches(made, passes)
     expected = replay(whole, limits).gathered
     assert replay_between(whole, limits, first, last) == expected
-    if passes.recompute <= settled_layers(first):
+    if passes.recompute <= count_settling_layers(first):
         assert (expected.loss, expected.layers[-1]) == (first.gathered.loss, first.gathered.layers[-1])

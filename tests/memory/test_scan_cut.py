@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tightfit.mamba.arguments import Scan
-from tightfit.memory.ssm import TIGHTFIT_BORDER, TIGHTFIT_STEPS, scan_cut
+from tightfit.memory.ssm import TIGHTFIT_BORDER, TIGHTFIT_STEPS, cut_scan
 
 gpu_scan = pytest.importorskip("tightfit.mamba.gpu_scan")
 
@@ -24,7 +24,7 @@ def test_the_same_cut(batch: int, channels: int, length: int, states: int) -> No
     )  # fmt: skip
     assert (gpu_scan.BORDER, gpu_scan.STEPS) == (TIGHTFIT_BORDER, TIGHTFIT_STEPS)
     for config, backward in ((gpu_scan.FORWARD, False), (gpu_scan.BACKWARD, True)):
-        cut, known = gpu_scan._Cut(scan, config), scan_cut(batch, channels, length, states, backward=backward)
+        cut, known = gpu_scan._Cut(scan, config), cut_scan(batch, channels, length, states, backward=backward)
         assert (cut.wide, cut.slots) == (known.wide, known.slots)
         assert cut.part * cut.segments * batch == known.programs
         assert cut.part * batch * cut.padded * 2 * cut.wide * 4 == known.sums

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tightfit.memory import estimate
 from tightfit.pace import pace
 from tightfit.planner.candidates import complexity, corners, strategies
-from tightfit.planner.depths import tried_depths
+from tightfit.planner.depths import depths_to_try
 from tightfit.planner.ladder import FULL, OFFLOADED
 from tightfit.planner.question import Question, excess_bytes
 from tightfit.types import Checkpointing, Hardware, Levers
@@ -40,7 +40,7 @@ def candidates(question: Question) -> Iterator[tuple[Question, Levers]]:
             for corner in corners(asked.shape, base, asked.pinned, hardware, asked.effective_batch):
                 depths = [corner.levers.checkpointing]
                 if corner.searched:
-                    some = tried_depths(asked.shape.n_layers)[:-1]
+                    some = depths_to_try(asked.shape.n_layers)[:-1]
                     depths = [*(Checkpointing(layers=count) for count in some), FULL, OFFLOADED]
                 for depth in depths:
                     yield asked, replace(corner.levers, checkpointing=depth)

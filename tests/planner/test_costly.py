@@ -74,7 +74,7 @@ def test_each_remedy_fits_when_it_is_allowed(refused: Plan) -> None:
 def test_what_would_not_help_alone_is_not_named(refused: Plan) -> None:
     named = {remedy.allowance for remedy in refused.remedies}
     assert not named & {"lora-rank", "lora-targets", "quantize"}  # full training has no adapters, no frozen weights
-    assert costly.allowed(ask("7b_mamba", SHORT), ("lora-rank", "lora-targets", "quantize")) == ()
+    assert costly.mildest_changes(ask("7b_mamba", SHORT), ("lora-rank", "lora-targets", "quantize")) == ()
 
 
 def test_of_several_allowed_the_cheapest_is_taken() -> None:
@@ -94,7 +94,7 @@ def test_an_allowance_is_not_used_where_nothing_need_change() -> None:
 def test_4_bit_weights_need_adapters_as_well() -> None:
     hardware = machine("1x24GB", "32GB")
     question = ask("qwen2.5-32b", hardware)
-    assert costly.allowed(question, ("quantize",)) == costly.allowed(question, ("lora",)) == ()
+    assert costly.mildest_changes(question, ("quantize",)) == costly.mildest_changes(question, ("lora",)) == ()
     both = planned("qwen2.5-32b", hardware, "quantize", "lora")
     assert both.chosen is not None
     assert both.chosen.levers.method == "qlora"
@@ -163,7 +163,7 @@ def test_a_smaller_model_stays_in_the_family(name: str) -> None:
 def test_so_many_gpus_do_and_the_next_fewer_do_not(model: str, word: str, ram: str, batch: int | None) -> None:
     hardware = machine(word, ram)
     question = ask(model, hardware, effective_batch=batch)
-    count = costly.gpus_needed(question, batch_asked=batch is not None)
+    count = costly.count_gpus(question, batch_asked=batch is not None)
     assert count is not None
     assert count > hardware.world
     more = costly._more_machines(hardware)
@@ -178,7 +178,7 @@ def test_so_many_gpus_do_and_the_next_fewer_do_not(model: str, word: str, ram: s
 def test_a_batch_that_was_asked_for_stays_whatever_the_gpus() -> None:
     """Nine sequences can be shared by three GPUs or nine, not by eight."""
     question = ask("7b_mamba", machine("1x24GB", "16GB"), effective_batch=9)
-    assert costly.gpus_needed(question, batch_asked=True) in (3, 9, None)
+    assert costly.count_gpus(question, batch_asked=True) in (3, 9, None)
 
 
 # --- the batch ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tightfit.planner import plan
 from tightfit.planner.candidates import strategies
 from tightfit.planner.limits import longest_sequence
 from tightfit.planner.plan import Plan
-from tightfit.planner.tiers import TIERS, tiered
+from tightfit.planner.tiers import TIERS, plan_tier
 from tightfit.types import ConfigError, Engine, Levers, Optimizer
 
 KINDS: tuple[Optimizer, ...] = ("adamw8bit", "paged_adamw8bit")
@@ -77,7 +77,7 @@ def test_what_is_advised_is_planned(engine: Engine) -> None:
 @pytest.mark.parametrize(("word", "engine"), [("4x24GB", "fsdp2"), ("4xK100-64GB", "zero0")])
 def test_a_tier_gives_way_to_an_engine_that_can_save(name: str, word: str, engine: Engine) -> None:
     job = Job(model="tiny_llama", optimizer="adamw8bit", method="lora")
-    found = tiered(name, job, preset("tiny_llama"), machine(word, "128GB"), frozenset({"optimizer", "method"}))
+    found = plan_tier(name, job, preset("tiny_llama"), machine(word, "128GB"), frozenset({"optimizer", "method"}))
     assert found.plan is not None
     assert found.plan.chosen is not None
     assert found.plan.chosen.levers.engine == engine
@@ -87,14 +87,14 @@ def test_a_tier_gives_way_to_an_engine_that_can_save(name: str, word: str, engin
 @pytest.mark.parametrize("name", [name for name, tier in TIERS.items() if tier.offload_optimizer != "none"])
 def test_a_tier_on_the_host_says_what_to_use(name: str) -> None:
     job = Job(model="tiny_llama", optimizer="adamw8bit")
-    found = tiered(name, job, preset("tiny_llama"), FOUR, frozenset({"optimizer"}))
+    found = plan_tier(name, job, preset("tiny_llama"), FOUR, frozenset({"optimizer"}))
     assert found.plan is None
     assert found.problem.endswith("use --optimizer adamw")
 
 
 def test_an_engine_that_was_named_beside_a_tier_stays() -> None:
     job = Job(model="tiny_llama", optimizer="adamw8bit", levers={"engine": "zero0"})
-    found = tiered("stage3", job, preset("tiny_llama"), FOUR, frozenset({"optimizer", "levers.engine"}))
+    found = plan_tier("stage3", job, preset("tiny_llama"), FOUR, frozenset({"optimizer", "levers.engine"}))
     assert found.plan is not None
     assert found.plan.chosen is not None
     assert found.plan.chosen.levers.engine == "zero0"

@@ -21,7 +21,7 @@ from tightfit.job import Job, Machine
 from tightfit.memory import Scale, estimate, required_bytes, totals_of
 from tightfit.pace import Clock, pace, step_times
 from tightfit.planner import candidates, plan
-from tightfit.planner.depths import from_below, in_a_valley, past_a_floor, tried_depths
+from tightfit.planner.depths import depths_to_try, from_below, in_a_valley, past_a_floor
 from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
 from tightfit.planner.question import Question
 from tightfit.planner.search import rank, something_fits
@@ -252,8 +252,8 @@ def test_the_first_fit_past_a_floor(needs: list[int], limit: int) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 33, 126])
 def test_depths_go_from_none_to_all(layers: int) -> None:
-    assert tried_depths(layers) == tuple(range(layers + 1))
-    assert tried_depths(layers, partial=False) == (0, layers)
+    assert depths_to_try(layers) == tuple(range(layers + 1))
+    assert depths_to_try(layers, partial=False) == (0, layers)
 
 
 @pytest.mark.parametrize("hardware", ["8xRTX4090", "1x24GB", "4xA100-80GB"])

@@ -20,7 +20,7 @@ from tightfit.planner.candidates import complexity
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.question import Cap, Question, excess_bytes, weigh
 from tightfit.planner.search import search, something_fits
-from tightfit.planner.step_down import MARGIN, NoWay, Shortfall, StepDown, Tried, located, margin_bytes, step_down
+from tightfit.planner.step_down import MARGIN, NoWay, Shortfall, StepDown, Tried, locate, margin_bytes, step_down
 from tightfit.types import Hardware, PhaseName
 
 TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
@@ -388,8 +388,8 @@ def test_the_plain_losss_own_backward_is_counted_with_the_loss() -> None:
     way, failed = way_of(last), Shortfall(where="gpu", missing_bytes=GIB, phase="backward")
     phases = way.footprint.gpu.phases
     assert phases["loss"].total_bytes > phases["backward"].total_bytes
-    assert located(failed, way).phase == "loss"
+    assert locate(failed, way).phase == "loss"
     fused = replace(way, levers=replace(way.levers, loss="fused"))
-    assert located(failed, fused) == failed
-    assert located(replace(failed, where="host"), way).phase == "backward"
-    assert located(replace(failed, phase="step"), way).phase == "step"
+    assert locate(failed, fused) == failed
+    assert locate(replace(failed, where="host"), way).phase == "backward"
+    assert locate(replace(failed, phase="step"), way).phase == "step"

@@ -10,7 +10,7 @@ from small_questions import card, machine, preset
 from tightfit.job import Job, Machine
 from tightfit.messages import Message
 from tightfit.planner import plan
-from tightfit.planner.tiers import TIERS, all_tiers, applied, by_memory, tiered
+from tightfit.planner.tiers import TIERS, all_tiers, apply_tier, by_memory, plan_tier
 from tightfit.types import ConfigError, Gpu, Hardware, Method
 
 VALUES = {
@@ -95,7 +95,7 @@ def test_auto_goes_on_to_a_tier_that_fits(size: int) -> None:
     job = Job(model="qwen1.5-1.8b", method="lora", sequence=2048, effective_batch=16, precision="fp16")
     explicit = frozenset({"method", "sequence", "effective_batch", "precision"})
     shape, hardware = preset("qwen1.5-1.8b"), machine(f"1x{size}GB", "32GB")
-    found = tiered("auto", job, shape, hardware, explicit)
+    found = plan_tier("auto", job, shape, hardware, explicit)
     assert found.tier.name == "minimal"
     assert found.fits
     assert "stage3 does not hold this training: minimal is the next that does." in map(str, found.because)
@@ -105,7 +105,7 @@ def test_auto_goes_on_to_a_tier_that_fits(size: int) -> None:
 def test_where_no_tier_fits_and_the_free_search_does_nothing_costly_is_advised() -> None:
     job = Job(model="qwen1.5-1.8b", method="lora", sequence=2048, effective_batch=16, precision="fp16")
     explicit = frozenset({"method", "sequence", "effective_batch", "precision"})
-    found = tiered("stage3", job, preset("qwen1.5-1.8b"), machine("1x4GB", "32GB"), explicit)
+    found = plan_tier("stage3", job, preset("qwen1.5-1.8b"), machine("1x4GB", "32GB"), explicit)
     assert not found.fits
     assert found.plan is not None
     assert found.plan.remedies == ()
@@ -146,14 +146,14 @@ def test_every_tier_is_planned_for_every_kind_of_model(model: str, method: Metho
 
 def test_every_costly_value_is_said() -> None:
     job = Job(model="qwen1.5-0.5b", method="full")
-    _, costs = applied(TIERS["limit"], job, machine("2x24GB"), frozenset())
+    _, costs = apply_tier(TIERS["limit"], job, machine("2x24GB"), frozenset())
     assert tuple(map(str, costs)) == (
         "sequences of 256 tokens instead of 2048",
         "4-bit weights (NF4) instead of 16-bit ones",
         "adapters of rank 8 instead of every weight",
         "an effective batch of 128",
     )
-    _, costs = applied(TIERS["fp16_safe"], job, machine("2x24GB"), frozenset())
+    _, costs = apply_tier(TIERS["fp16_safe"], job, machine("2x24GB"), frozenset())
     assert tuple(map(str, costs)) == ("fp16 instead of bf16", "an effective batch of 16")
 
 
@@ -169,7 +169,7 @@ def test_what_was_said_explicitly_wins() -> None:
     said = frozenset(
         {"sequence", "precision", "effective_batch", "method", "levers.offload_param", "levers.checkpointing"}
     )
-    found = tiered("extreme", job, preset("qwen1.5-0.5b"), machine("2x24GB"), said)
+    found = plan_tier("extreme", job, preset("qwen1.5-0.5b"), machine("2x24GB"), said)
     assert found.costs == ()
     assert found.plan is not None
     assert found.plan.chosen is not None
@@ -183,14 +183,14 @@ def test_what_was_said_explicitly_wins() -> None:
 def test_an_asked_batch_is_kept_by_any_tier() -> None:
     for name, tier in TIERS.items():
         job = Job(model="qwen1.5-0.5b", method="lora", effective_batch=10)
-        changed, costs = applied(tier, job, machine("2x24GB"), frozenset({"effective_batch"}))
+        changed, costs = apply_tier(tier, job, machine("2x24GB"), frozenset({"effective_batch"}))
         assert changed.effective_batch == 10
         assert changed.levers["micro_batch"] * changed.levers["accum"] * 2 == 10, name
         assert not [cost for cost in costs if "batch" in str(cost)]
 
 
 def test_a_tier_stands_beside_what_the_free_search_would_do() -> None:
-    found = tiered(
+    found = plan_tier(
         "auto", Job(model="qwen1.5-0.5b", method="lora"), preset("qwen1.5-0.5b"), machine("1x8GB"), frozenset()
     )
     assert found.tier.name == "stage2_offload"
@@ -205,7 +205,7 @@ def test_a_tier_stands_beside_what_the_free_search_would_do() -> None:
 
 def test_an_unknown_tier_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean stage3"):
-        tiered("stage_3", Job(model="tiny_llama"), preset("tiny_llama"), machine("1x8GB"), frozenset())
+        plan_tier("stage_3", Job(model="tiny_llama"), preset("tiny_llama"), machine("1x8GB"), frozenset())
 
 
 def test_the_public_function_applies_a_jobs_tier() -> None:

@@ -27,7 +27,7 @@ from tightfit.planner.calibration import (
     NOISE_BYTES,
     Calibration,
     Entry,
-    corrected,
+    correct,
     data_mark,
     uncorrected_bytes,
 )
@@ -196,7 +196,7 @@ def test_the_same_way_gets_the_whole_error_and_says_so() -> None:
     assert way.footprint.gpu.peak_bytes == raw.gpu.peak_bytes + GIB // 2
     assert way.footprint.gpu.phases["loss"].components[COMPONENT] == GIB // 2
     assert way.footprint.gpu.required_bytes > raw.gpu.required_bytes
-    back = corrected(way.footprint, None, way.hardware)
+    back = correct(way.footprint, None, way.hardware)
     assert (back.gpu, back.host) == (raw.gpu, raw.host)
     assert sorted(map(str, back.because)) == sorted(map(str, raw.because))
 

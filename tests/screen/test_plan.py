@@ -17,7 +17,7 @@ from tightfit.planner import plan
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
-from tightfit.planner.tiers import all_tiers, tiered
+from tightfit.planner.tiers import all_tiers, plan_tier
 from tightfit.priced import GIB, strategy_name
 from tightfit.screen.plan import (
     draw_files,
@@ -301,9 +301,9 @@ def test_tiers() -> None:
     shape, hardware = model_of(job), hardware_of(job)
     lines = drawn(draw_tiers, all_tiers(job, shape, hardware, frozenset()))
     assert any(re.match(r"minimal +\d+\.\d +yes +[\d,]+  sequences of 1024", line) for line in lines)
-    one = drawn(draw_tier, tiered("minimal", job, shape, hardware, frozenset()))
+    one = drawn(draw_tier, plan_tier("minimal", job, shape, hardware, frozenset()))
     assert "what it holds follows from model and sequence: " in " ".join(one)
-    large = " ".join(drawn(draw_tier, tiered("deepspeed", job, shape, hardware, frozenset())))
+    large = " ".join(drawn(draw_tier, plan_tier("deepspeed", job, shape, hardware, frozenset())))
     assert "The tier deepspeed does not fit: it needs " in large
     assert "the nearest first" not in large
     assert [row[:4] for row in body(one)] == ["tier", "free"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tightfit.messages import Message, text
-from tightfit.priced import Priced, amounts, shown
+from tightfit.priced import Priced, amounts, spell_component
 from tightfit.types import ZERO3, Buckets, Checkpointing, Levers, PhaseName, UserError
 
 COSTLY = Message("cli.changes-training")
@@ -211,7 +211,10 @@ def advise(priced: Priced, ask: Ask | None = None, most: int = 3) -> list[str]:
         except UserError:
             return False  # this model or these levers do not go with it
 
-    return [f"{shown(name)}, {amounts(held[name])[0]} GiB: {_shrink(shown(name), case, helps)}." for name in largest]
+    return [
+        f"{spell_component(name)}, {amounts(held[name])[0]} GiB: {_shrink(spell_component(name), case, helps)}."
+        for name in largest
+    ]
 
 
 def _shrink(component: str, case: Case, helps: Callable[[Change | None], bool]) -> str:

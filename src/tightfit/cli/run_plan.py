@@ -25,9 +25,9 @@ from tightfit.messages import Listing, Message, text
 from tightfit.model.load import load_model
 from tightfit.owned import replace_file
 from tightfit.pace import pace
-from tightfit.planner.calibration import COMPONENT, Calibration, Entry, corrected
+from tightfit.planner.calibration import COMPONENT, Calibration, Entry, correct
 from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
+from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, locate, step_down
 from tightfit.priced import GIB, Priced, strategy_name, verdict
 from tightfit.runs.calibration import learned_from_failure
 from tightfit.runs.external.config import ExternalTraining, batch_of, knobs_of
@@ -79,7 +79,7 @@ class Known:
         footprint = estimate(self.shape, self.levers, self.hardware.world, self.hardware)
         if self.calibration is not None:
             found = self.calibration.correction(self.shape, self.levers, self.hardware)
-            footprint = corrected(footprint, found, self.hardware)
+            footprint = correct(footprint, found, self.hardware)
         return Priced(
             shape=self.shape, levers=self.levers, world=self.hardware.world, hardware=self.hardware, footprint=footprint
         )
@@ -361,7 +361,7 @@ class Planner:
             return None
         now = _plan(known)
         assert now.chosen is not None
-        shortfall = located(shortfall, now.chosen)
+        shortfall = locate(shortfall, now.chosen)
         if (numbers := verdict.oom) is not None and numbers.allocated is not None and numbers.asked is not None:
             self._taught(learned_from_failure(now, shortfall, numbers.allocated + numbers.asked), failed=True)
             known = replace(known, calibration=self._calibration)

@@ -24,7 +24,7 @@ from tightfit.planner import plan_within
 from tightfit.planner.calibration import Entry, phase_bytes
 from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, located, step_down
+from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, locate, step_down
 from tightfit.priced import strategy_name
 from tightfit.runs.calibration import learned_from_failure
 from tightfit.runs.cause import known_config
@@ -145,7 +145,7 @@ class TrainCourse:
         if isinstance(last, Refused):
             return last
         assert last.chosen is not None, "what has no way was never started"
-        shortfall = located(shortfall, last.chosen)
+        shortfall = locate(shortfall, last.chosen)
         bounds, entry = self._taught(last, shortfall, verdict)
         found = step_down(last, shortfall, bounds=bounds, before=tuple(self._tried))
         if isinstance(found, NoWay) and shortfall.phase is not None:

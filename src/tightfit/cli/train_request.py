@@ -27,7 +27,7 @@ from tightfit.job import Job
 from tightfit.messages import Message, Said, text
 from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
-from tightfit.planner.tiers import tiered
+from tightfit.planner.tiers import plan_tier
 from tightfit.runs.worker_file import WorkerFile, placed, read_plan_folder, worker_file
 from tightfit.types import FSDP2, ConfigError, HardwareError
 
@@ -129,7 +129,7 @@ def answer_of(request: Request, settled: PlanInput, startable: Startable, *, eve
             return plan_within(startable.bounds(every_gpu=every_gpu), job, settled.shape, settled.hardware, said)
         if job.tier == "all":
             raise ConfigError(Message("cli.tier-all-comparison"))
-        found = tiered(job.tier, job, settled.shape, settled.hardware, settled.explicit, startable.calibration)
+        found = plan_tier(job.tier, job, settled.shape, settled.hardware, settled.explicit, startable.calibration)
     except ConfigError as error:
         raise of_the_file(error, request) from None
     if found.plan is None:

@@ -21,7 +21,7 @@ from tightfit.desk.request import Request
 from tightfit.job import Wanted
 from tightfit.planner import plan_within
 from tightfit.planner.limits import Limit, largest_micro_batch, largest_model, longest_sequence
-from tightfit.planner.tiers import all_tiers, tiered
+from tightfit.planner.tiers import all_tiers, plan_tier
 from tightfit.types import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _answer(request: Request, settled: PlanInput, startable: Startable) -> Answe
             if request.write is not None:
                 raise ConfigError("--tier all is a comparison: name one tier to --write its files")
             return all_tiers(job, shape, hardware, settled.explicit, startable.calibration)
-        answer = tiered(job.tier, job, shape, hardware, settled.explicit, startable.calibration)
+        answer = plan_tier(job.tier, job, shape, hardware, settled.explicit, startable.calibration)
         if answer.plan is None:
             raise ConfigError(answer.problem)
         others = () if answer.plan.fits else _fitting_tiers(answer.tier.name, settled, startable)

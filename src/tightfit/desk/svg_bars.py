@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import worth_showing
-from tightfit.priced import GIB, Priced, amounts, billions, shown, strategy_line, strategy_name
+from tightfit.priced import GIB, Priced, amounts, billions, spell_component, strategy_line, strategy_name
 from tightfit.types import Footprint, PhaseName
 
 MOST_OVER = 1.5
@@ -146,7 +146,9 @@ def gpu_parts(footprint: Footprint, phase: PhaseName, names: Mapping[str, str]) 
 
 def parts_of(held: Mapping[str, int], names: Mapping[str, str]) -> tuple[Part, ...]:
     return tuple(
-        Part(kind=name, label=names.get(name, shown(name)), size_bytes=size) for name, size in held.items() if size > 0
+        Part(kind=name, label=names.get(name, spell_component(name)), size_bytes=size)
+        for name, size in held.items()
+        if size > 0
     )
 
 

@@ -18,7 +18,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import is_cut_off, time_words
 from tightfit.planner.tiers import TIERS
 from tightfit.planner.trainers import NAMES
-from tightfit.priced import GIB, amounts, billions, shown, strategy_name, training_words
+from tightfit.priced import GIB, amounts, billions, spell_component, strategy_name, training_words
 
 
 def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mapping[str, Said] | None = None) -> str:
@@ -58,7 +58,7 @@ def _title(plan: Plan, target: Target) -> Iterator[str]:
     yield text("planfile.gpu", needed=needed, size=size, spare=spare, share=share)
     yield text("planfile.limit", limit=_gib(way.gpu_limit_bytes))
     held = way.footprint.gpu.phases[way.footprint.gpu.peak_phase].components
-    first, *rest = (shown(name) for name in sorted(held, key=lambda name: -held[name])[:2])
+    first, *rest = (spell_component(name) for name in sorted(held, key=lambda name: -held[name])[:2])
     largest = Message("planfile.two-largest", first=first, second=rest[0]) if rest else first
     yield text("planfile.peak", phase=way.footprint.gpu.peak_phase, largest=largest)
     host, nvme_bytes = _gib(way.footprint.host.peak_bytes_per_node), way.footprint.host.nvme_bytes_per_node

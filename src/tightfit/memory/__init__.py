@@ -42,8 +42,10 @@ def estimate(
     engine = ENGINES[levers.engine]
     components = {"init": engine.initialise(job), **engine.passes(job), "step": engine.step(job)}
     components["eval"] = _evaluation(job, components["step"])
-    components["save"] = combine(_resting(job, components["step"]), {"temporaries": job.workspaces + _unpacked(job)})
-    phases = {name: Phase(name, _sorted(parts)) for name, parts in components.items()}
+    components["save"] = combine(
+        _resting(job, components["step"]), {"temporaries": job.workspaces + _count_unpacking_bytes(job)}
+    )
+    phases = {name: Phase(name, _sort(parts)) for name, parts in components.items()}
     peak_phase = max(TRAINING, key=lambda name: phases[name].total_bytes)
     peak, init = phases[peak_phase].total_bytes, phases["init"].total_bytes
     extra = overhead.beside(max(peak, init), world, gpu)
@@ -72,7 +74,7 @@ def _resting(job: Job, step: Components) -> Components:
     return {name: size for name, size in step.items() if name not in gone}
 
 
-def _unpacked(job: Job) -> int:
+def _count_unpacking_bytes(job: Job) -> int:
     """Saving copies parts to the host in pieces. What is stored as it lies needs nothing more on the GPU."""
     if "8bit" in job.levers.optimizer:
         return overhead.SAVED_PIECE_BYTES
@@ -85,13 +87,13 @@ def _evaluation(job: Job, step: Components) -> Components:
     passing: Components = {"recompute": job.acts.evaluation}
     logits: Components = {"logits": job.acts.head.eval_logits}
     if job.levers.stage == 3:
-        whole = zero3.gathered_of(job)
+        whole = zero3.gather_for(job)
         passing["gathered_weights"] = whole.forward * job.weights.width
         logits["gathered_weights"] = whole.loss * job.weights.width
     return combine(_resting(job, step), worst(passing, logits), {"temporaries": job.workspaces})
 
 
-def _sorted(parts: Components) -> Components:
+def _sort(parts: Components) -> Components:
     return {name: parts[name] for name in DRAWN if parts.get(name)}
 
 

@@ -178,7 +178,7 @@ def _layers(shape: ModelShape, setting: Setting, recomputing: int, offload: bool
     """What does not depend on the loss."""
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
-    turns = [_recomputed(cost) for cost in costs]
+    turns = [_recompute(cost) for cost in costs]
     embedded = setting.tokens * shape.hidden_size * setting.width
     # adapters alone need no gradient of the embedding, but checkpointing makes its output require one
     trains_below = setting.trains_embedding or (not setting.trains_base and recomputing > 0)
@@ -193,7 +193,7 @@ def _layers(shape: ModelShape, setting: Setting, recomputing: int, offload: bool
         cost, turn = costs[kind], turns[kind]
         if index == lowest and not trains_below:
             cost = layer_cost(shape.blocks[kind], shape.hidden_size, setting, False)
-            turn = _recomputed(cost)
+            turn = _recompute(cost)
         if index >= recomputing:
             own = cost.saved
             moments.append(Moment(index, kept, cost.backward, cost.backward_kept, cost, False))
@@ -207,7 +207,7 @@ def _layers(shape: ModelShape, setting: Setting, recomputing: int, offload: bool
     return _Layers(kept, host_kept, kept - own, stream, tuple(reversed(moments)))
 
 
-def _recomputed(cost: LayerCost) -> tuple[int, int]:
+def _recompute(cost: LayerCost) -> tuple[int, int]:
     """A recomputed layer runs forwards once more, then backwards: its `working` and `working_kept`."""
     again = cost.recompute + cost.output
     return max(again, cost.backward), max(again, cost.backward_kept)

@@ -128,7 +128,7 @@ class Owners(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def bucketed(
+def peak_with_buckets(
     acts: Activations,
     bucket: int,
     tied_grad: int,
@@ -225,7 +225,7 @@ def _leaving(numel: int, parts: int, width: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def accumulated(acts: Activations, tied_grad: int, embedding_grad: int, already: int) -> Peak:
+def peak_with_accumulation(acts: Activations, tied_grad: int, embedding_grad: int, already: int) -> Peak:
     """Gradients stay until the step. `already`: those of earlier micro batches, to which new ones are added."""
     best, highest = NOTHING, 0
     grads = tied_grad + (already or (0 if tied_grad else acts.head.head_grad))

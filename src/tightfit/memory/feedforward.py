@@ -18,7 +18,7 @@ def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int) -> Slot:
         gate, up = ops.tape.split(gate_up, (ops.size(inner), ops.size(inner)))
         product = ops.multiply(up, ops.activate(gate, shape.activation))
     elif shape.gated:
-        return _gated(ops, x, shape.activation, inner, hidden, "mlp")
+        return _add_gated_mlp(ops, x, shape.activation, inner, hidden, "mlp")
     else:
         product = ops.activate(ops.linear(x, ops.find(*UP), inner, hidden), shape.activation)
     out = ops.linear(product, ops.find(*DOWN), hidden, inner)
@@ -26,7 +26,7 @@ def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int) -> Slot:
     return out
 
 
-def _gated(ops: Operations, x: Slot, activation: str, inner: int, hidden: int, prefix: str) -> Slot:
+def _add_gated_mlp(ops: Operations, x: Slot, activation: str, inner: int, hidden: int, prefix: str) -> Slot:
     active = ops.activate(ops.linear(x, f"{prefix}.gate_proj", inner, hidden), activation)
     product = ops.multiply(active, ops.linear(x, f"{prefix}.up_proj", inner, hidden))
     out = ops.linear(product, f"{prefix}.down_proj", hidden, inner)
@@ -38,7 +38,7 @@ def moe(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
     """A router and experts that are computed in one grouped product (transformers' `grouped_mm`)."""
     shared = None
     if shape.shared_intermediate:
-        shared = _gated(ops, x, shape.activation, shape.shared_intermediate, hidden, "mlp.shared_expert")
+        shared = _add_gated_mlp(ops, x, shape.activation, shape.shared_intermediate, hidden, "mlp.shared_expert")
     since = len(ops.tape.ops)
     scores = _route(ops, x, shape, hidden)
     ops.tape.called("mlp.gate", since)
@@ -58,7 +58,7 @@ def _adapts_experts(ops: Operations, shape: Moe) -> bool:
     return shape.lora_on_experts and ops.setting.lora_rank > 0 and ops.setting.lora_targets is None
 
 
-def _merged(ops: Operations, weights: int, adapters: int, copy_width: int) -> Slot:
+def _merge_adapter(ops: Operations, weights: int, adapters: int, copy_width: int) -> Slot:
     """A parameter with its adapter added: a whole new tensor, since PEFT cannot adapt a bare parameter otherwise.
 
     The adapter is first cast to the precision in which the two are multiplied.
@@ -72,7 +72,7 @@ def _route(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
     """The weights of the chosen experts. The router is a bare matrix, not a linear layer."""
     tape, setting = ops.tape, ops.setting
     if _adapts_experts(ops, shape):
-        merged = _merged(ops, shape.experts * hidden, setting.lora_rank * (shape.experts + hidden), FP32)
+        merged = _merge_adapter(ops, shape.experts * hidden, setting.lora_rank * (shape.experts + hidden), FP32)
         logits = tape.op((x, merged), ops.size(shape.experts), saves=(x, merged))
     else:
         logits = tape.op(
@@ -98,10 +98,10 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
     order = tape.op((), 2 * index)  # sorted expert numbers, and where each came from; variables both
     gathered = tape.op((x,), ops.size(rows * hidden), makes=(index,))
     weights = tape.op((scores,), scores.size, makes=(index,))
-    gate_up = _grouped(ops, gathered, shape, (2 * inner, hidden), 2 * setting.lora_rank)
+    gate_up = _multiply_experts(ops, gathered, shape, (2 * inner, hidden), 2 * setting.lora_rank)
     gate, up = tape.split(gate_up, (ops.size(rows * inner), ops.size(rows * inner)))
     product = ops.multiply(ops.activate(gate, shape.activation), up)
-    down = _grouped(ops, product, shape, (hidden, inner), setting.lora_rank)
+    down = _multiply_experts(ops, product, shape, (hidden, inner), setting.lora_rank)
     width = FP32 if shape.scores_fp32 else setting.width
     wide = ops.size(rows * hidden, width)
     weighted = tape.op((down, weights), wide, saves=(down, weights), backward_temp=2 * wide - down.size)
@@ -112,13 +112,13 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
     return out
 
 
-def _grouped(ops: Operations, x: Slot, shape: Moe, features: tuple[int, int], rank: int) -> Slot:
+def _multiply_experts(ops: Operations, x: Slot, shape: Moe, features: tuple[int, int], rank: int) -> Slot:
     """One product for all experts. Where they are adapted, gate and up together have twice the rank."""
     setting, (out_features, in_features) = ops.setting, features
     trains, rows = setting.trains_base, ops.size(shape.top_k * out_features)
     if _adapts_experts(ops, shape):
         adapters = shape.experts * rank * (out_features + in_features)
-        merged = _merged(ops, shape.experts * out_features * in_features, adapters, setting.width)
+        merged = _merge_adapter(ops, shape.experts * out_features * in_features, adapters, setting.width)
         return ops.tape.op((x, merged), rows, saves=(x, merged))
     return ops.tape.op(
         (x,),

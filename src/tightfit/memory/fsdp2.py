@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.backward import NOTHING, Peak
-from tightfit.memory.job import Components, Job, building, combine, kept, passing, share, worst
+from tightfit.memory.job import Components, Job, building, combine, kept_for_backward, passing, share, worst
 from tightfit.memory.operations import FP32
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
@@ -51,7 +51,7 @@ def passes(job: Job) -> dict[PhaseName, Components]:
     gathers = _gather(job, embedding), _gather(job, layer), _gather(job, head)
     return {
         "forward": combine(base, {"gradients": _earlier(job)}, _forward(job, *gathers)),
-        "loss": combine(at_the_loss(job), kept(job.acts)),
+        "loss": combine(at_the_loss(job), kept_for_backward(job.acts)),
         "backward": combine(base, _backward(job, embedding, layer, head)),
     }
 
@@ -102,12 +102,12 @@ def _forward(job: Job, embedding: Gather, layer: Gather, head: Gather) -> Compon
     moments: list[Components] = [
         {"gathered_weights": embedding.whole + embedding.arriving},
         {"recompute": acts.stream, "gathered_weights": embedding.buffer + arriving},
-        kept(acts) | {"gathered_weights": layer.buffer + arriving},
+        kept_for_backward(acts) | {"gathered_weights": layer.buffer + arriving},
         passing(acts) | {"gathered_weights": root + layer.whole + layer.buffer},
     ]
     if not job.shape.tied:
         top = layer.buffer + head.whole + head.arriving
-        moments.append(kept(acts) | {"recompute": acts.stream, "gathered_weights": top})
+        moments.append(kept_for_backward(acts) | {"recompute": acts.stream, "gathered_weights": top})
     return worst(*moments)
 
 

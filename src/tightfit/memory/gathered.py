@@ -293,7 +293,7 @@ class _LayerStretches(NamedTuple):
 @lru_cache(maxsize=64)
 def _layer_stretches(model: Model) -> _LayerStretches:
     back = [tuple(_backwards(layer)) for layer in model.layers]
-    again = [_recomputed(layer, calls) for layer, calls in zip(model.layers, back, strict=True)]
+    again = [_insert_recomputation(layer, calls) for layer, calls in zip(model.layers, back, strict=True)]
     return _LayerStretches(
         forward=tuple([_stretch(FORWARD, tuple(_forwards(layer))) for layer in model.layers]),
         backward=tuple([_stretch(index, calls) for index, calls in enumerate(back)]),
@@ -305,7 +305,7 @@ def _without_input(model: Model, index: int, again: bool) -> Stretch:
     """The lowest layer with a backward pass, where no gradient goes on from it."""
     layer = model.layers[index]
     back = tuple(_backwards(layer, without_input=True))
-    return _stretch(index, _recomputed(layer, back) if again else back)
+    return _stretch(index, _insert_recomputation(layer, back) if again else back)
 
 
 def _forwards(node: Node) -> list[Call]:
@@ -332,7 +332,7 @@ def _backwards(node: Node, *, without_input: bool = False) -> list[Call]:
     return calls
 
 
-def _recomputed(layer: Node, back: tuple[Call, ...]) -> tuple[Call, ...]:
+def _insert_recomputation(layer: Node, back: tuple[Call, ...]) -> tuple[Call, ...]:
     """The backward pass reaches the layer's last module, whose kept tensors are missing: the layer runs again, up
     to that module, and only then does the backward pass go on."""
     reached = next(index for index, (kind, _) in enumerate(back) if kind == RELEASE)

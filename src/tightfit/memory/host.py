@@ -32,7 +32,7 @@ SWAP_ALIGNMENT_BYTES = 1024
 """DeepSpeed's `AIO_ALIGNED_BYTES`: buffers are multiples of it."""
 
 
-def pinned(size: int, *, pin: bool = True) -> int:
+def pinned_bytes(size: int, *, pin: bool = True) -> int:
     """One pinned allocation as it really is."""
     return 1 << (size - 1).bit_length() if pin and size > 0 else size
 
@@ -40,7 +40,7 @@ def pinned(size: int, *, pin: bool = True) -> int:
 def phases(job: Job) -> dict[PhaseName, Components]:
     process: Components = {"process": PROCESS_BYTES, "dataloader": job.levers.dataloader_workers * WORKER_BYTES}
     running = combine(process, {"libraries": LIBRARIES_BYTES}, _training(job))
-    steady = combine(running, {"activations": pinned(job.acts.host_kept)})
+    steady = combine(running, {"activations": pinned_bytes(job.acts.host_kept)})
     return {"init": combine(process, _initialising(job)), "forward": steady, "backward": steady, "step": steady}
 
 
@@ -68,24 +68,24 @@ def _paged_states(job: Job) -> Components:
 def _zero12(job: Job) -> Components:
     numel = partition(job.weights, job.world).numel
     width, pin = job.weights.trainable_width, job.levers.buckets.pin_memory
-    largest = pinned(job.weights.largest_trainable * width, pin=pin)
+    largest = pinned_bytes(job.weights.largest_trainable * width, pin=pin)
     accumulating = 0
     if job.levers.accumulation > 1 and job.levers.master_weights:
-        accumulating = _accumulated(job.weights, job.world, width, pin)
+        accumulating = _accumulated_bytes(job.weights, job.world, width, pin)
     return {
-        "master_weights": pinned(numel * job.master_width, pin=pin),
-        "gradients": pinned(numel * job.master_width, pin=pin) + accumulating,
+        "master_weights": pinned_bytes(numel * job.master_width, pin=pin),
+        "gradients": pinned_bytes(numel * job.master_width, pin=pin) + accumulating,
         "optimizer_states": 2 * numel * job.master_width,
-        "weights": pinned(numel * width, pin=pin),
+        "weights": pinned_bytes(numel * width, pin=pin),
         "buckets": largest,
     }
 
 
 @lru_cache(maxsize=512)
-def _accumulated(weights: Weights, world: int, width: int, pin: bool) -> int:
+def _accumulated_bytes(weights: Weights, world: int, width: int, pin: bool) -> int:
     """`accumulated_grads_in_cpu`: one buffer for each parameter of the partition."""
     members = partition(weights, world).members
-    return sum(pinned(numel * width, pin=pin) for numel in weights.trainable[:members])
+    return sum(pinned_bytes(numel * width, pin=pin) for numel in weights.trainable[:members])
 
 
 @lru_cache(maxsize=512)
@@ -100,7 +100,7 @@ def _frozen_parts(weights: Weights, world: int, width: int, pin: bool) -> int:
 
 def _parts(parameters: Iterable[int], world: int, width: int, pin: bool) -> int:
     """One rank's part of each parameter, each an allocation of its own."""
-    return sum(pinned(share(numel, world) * width, pin=pin) for numel in parameters)
+    return sum(pinned_bytes(share(numel, world) * width, pin=pin) for numel in parameters)
 
 
 def _zero3_params(job: Job) -> Components:
@@ -109,11 +109,11 @@ def _zero3_params(job: Job) -> Components:
         return {}
     width, pin = job.weights.trainable_width, levers.buckets.pin_memory
     if levers.offload_param == "nvme":
-        return _swapped_params(job)
+        return _swap_buffers(job)
     # each part is pinned as it is made; the trainable ones then move into one flat buffer,
     # and their old blocks stay with the allocator
     parts = _trainable_parts(job.weights, job.world, width, pin) + _frozen_parts(job.weights, job.world, width, pin)
-    return {"weights": parts, "buckets": pinned(own.trainable * width)}
+    return {"weights": parts, "buckets": pinned_bytes(own.trainable * width)}
 
 
 def swap_buffer_numel(shape: ModelShape, levers: Levers, world: int) -> int:
@@ -133,7 +133,7 @@ def _is_swapped(numel: int, job: Job) -> bool:
     return share(numel, job.world) * job.weights.width >= LEAST_SWAPPED_BYTES
 
 
-def _swapped_params(job: Job) -> Components:
+def _swap_buffers(job: Job) -> Components:
     """Buffers of one dtype for all, locked; and what is too small for a file. Parameters that are never released lie on
     the GPU.
 
@@ -159,13 +159,13 @@ def _zero3_optimizer(job: Job) -> Components:
     if levers.offload_optimizer == "none":
         return {}
     width, pin = job.weights.trainable_width, levers.buckets.pin_memory
-    gradients = pinned(own.trainable * width, pin=pin)
+    gradients = pinned_bytes(own.trainable * width, pin=pin)
     if levers.offload_optimizer == "nvme":
         return {"gradients": gradients, "buckets": _optimizer_buffers(job)}
     return {
         "master_weights": own.trainable * job.master_width,
         "optimizer_states": 2 * own.trainable * job.master_width,
-        "gradients": gradients + sum(pinned(group * job.master_width, pin=pin) for group in own.sub_groups),
+        "gradients": gradients + sum(pinned_bytes(group * job.master_width, pin=pin) for group in own.sub_groups),
     }
 
 
@@ -207,5 +207,5 @@ def _initialising(job: Job) -> Components:
     if levers.offload_param == "nvme" and levers.offload_optimizer == "nvme":
         # a sub group's fp32 copy is put together in memory on its way from one file to the other
         copy = max(shards_of(job).sub_groups) * job.master_width
-        return combine(_swapped_params(job), {"buckets": _optimizer_buffers(job), "master_weights": copy})
+        return combine(_swap_buffers(job), {"buckets": _optimizer_buffers(job), "master_weights": copy})
     return {}

@@ -102,7 +102,7 @@ def worst(*moments: Components) -> Components:
 # --- what every engine has in common -------------------------------------------------------------
 
 
-def kept(acts: Activations) -> Components:
+def kept_for_backward(acts: Activations) -> Components:
     """What all layers keep for the backward pass."""
     return {"activations": acts.kept + acts.shared}
 

@@ -21,7 +21,7 @@ def layer_cost(block: Block, hidden: int, setting: Setting, input_grad: bool = T
     """`input_grad`: something below trains, so that the gradient goes on. Without it the layer's first norm, say,
     keeps nothing."""
     if isinstance(block.mixer, Traced):
-        return _traced(block, block.mixer, hidden, setting)
+        return _cost_of_trace(block, block.mixer, hidden, setting)
     return measure(*layer_tape(block, hidden, setting, input_grad), stops=not setting.reentrant)
 
 
@@ -43,7 +43,7 @@ def layer_input_bytes(block: Block, hidden: int, setting: Setting) -> int:
     return setting.tokens * hidden * (FP32 if block.residual_fp32 else setting.width)
 
 
-def _traced(block: Block, mixer: Traced, hidden: int, setting: Setting) -> LayerCost:
+def _cost_of_trace(block: Block, mixer: Traced, hidden: int, setting: Setting) -> LayerCost:
     """A layer that was measured whole: its bytes grow with the tokens, which leaves quadratic attention out."""
     tokens, stream = setting.tokens, layer_input_bytes(block, hidden, setting)
     saved = tokens * mixer.saved_bytes_per_token

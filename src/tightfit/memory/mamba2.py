@@ -116,7 +116,7 @@ def _torch(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> Slot
     mixed = ops.convolve(xbc, "mixer.conv1d", shape.inner + 2 * shape.groups * shape.state, shape.conv)
     x, b, c = tape.split(mixed, (wide, group, group))
     scanned = _chunk_scan(ops, (x, b, c, dt, decay), shape)
-    normed = _gated_norm(ops, scanned, gate, shape)
+    normed = _norm_with_gate(ops, scanned, gate, shape)
     narrow = ops.cast(normed, shape.inner, ops.setting.width)
     out = ops.linear(narrow, "mixer.out_proj", hidden, shape.inner)
     tape.hold(projected, mixed, normed, scanned)
@@ -175,10 +175,10 @@ def _skip(ops: Operations, x32: Slot, sizes: _Sizes, shape: Mamba2) -> Slot:
 
 def _by_head(ops: Operations, x: Slot, sizes: _Sizes) -> Slot:
     """B or C as a batch of matrices for `bmm`: a copy, unless there is one sequence of one chunk."""
-    return _laid_out(ops, x, ops.setting.micro_batch * sizes.chunks > 1)
+    return _lay_out(ops, x, ops.setting.micro_batch * sizes.chunks > 1)
 
 
-def _laid_out(ops: Operations, x: Slot, copy: bool) -> Slot:
+def _lay_out(ops: Operations, x: Slot, copy: bool) -> Slot:
     """x and the states have time or chunks last, so that one chunk alone needs no copy; a broadcast never does."""
     return ops.tape.op((x,), x.size, passes=True) if copy and not ops.setting.broadcast_scan else x
 
@@ -214,7 +214,7 @@ def _within_chunks(
     scores = ops.multiply(pairs, decay)
     if ops.setting.broadcast_scan:
         scores = ops.tape.op((scores,), scores.size, passes=True)  # summed over an index of one value
-    near = _contract(ops, scores, _laid_out(ops, xp, sizes.chunks > 1), sizes.inner, shape.chunk)
+    near = _contract(ops, scores, _lay_out(ops, xp, sizes.chunks > 1), sizes.inner, shape.chunk)
     return near, (decay, pairs, scores)
 
 
@@ -226,7 +226,7 @@ def _across_chunks(
     xp, bp, cp, sums = tensors
     left = ops.output_saving(tape.op((sums,), sizes.per_head))
     weighted = tape.op((bp, left), sizes.state, saves=(bp, left), backward_temp=sizes.state)
-    batches = _by_head(ops, weighted, sizes), _laid_out(ops, xp, sizes.chunks > 1)
+    batches = _by_head(ops, weighted, sizes), _lay_out(ops, xp, sizes.chunks > 1)
     own = _contract(ops, *batches, sizes.borders, shape.chunk)
     one = sizes.borders // sizes.chunks
     zeros = tape.op((), one)
@@ -234,7 +234,7 @@ def _across_chunks(
     between = ops.setting.micro_batch * shape.heads * (sizes.chunks + 1) ** 2 * FP32
     last = tape.view(sums, size=between, copies_grad=True)
     passed_on = ops.output_saving(_segment_sums(ops, last, between, sizes.chunks + 1))
-    passed = _contract(ops, passed_on, _laid_out(ops, joined, True), joined.size, sizes.chunks + 1)
+    passed = _contract(ops, passed_on, _lay_out(ops, joined, True), joined.size, sizes.chunks + 1)
     starts = tape.view(passed, size=sizes.borders, copies_grad=True)
     read, whole = _read_states(ops, cp, starts, shape, sizes)
     out_decay = ops.output_saving(sums)
@@ -245,7 +245,7 @@ def _across_chunks(
 def _read_states(ops: Operations, cp: Slot, starts: Slot, shape: Mamba2, sizes: _Sizes) -> tuple[Slot, Slot]:
     """Every position's C · state; and the variable that holds it, or broadcast, the product before it is summed."""
     if not ops.setting.broadcast_scan:
-        batches = _by_head(ops, cp, sizes), _laid_out(ops, starts, sizes.chunks > 1)
+        batches = _by_head(ops, cp, sizes), _lay_out(ops, starts, sizes.chunks > 1)
         read = _contract(ops, *batches, sizes.inner, shape.state)
         return read, read
     size = sizes.inner * shape.state
@@ -253,7 +253,7 @@ def _read_states(ops: Operations, cp: Slot, starts: Slot, shape: Mamba2, sizes: 
     return ops.tape.op((whole,), sizes.inner, passes=True), whole
 
 
-def _gated_norm(ops: Operations, x: Slot, gate: Slot, shape: Mamba2) -> Slot:
+def _norm_with_gate(ops: Operations, x: Slot, gate: Slot, shape: Mamba2) -> Slot:
     """norm(x · silu(gate)), all in fp32, since the scan's output is."""
     gate32 = ops.cast(gate, shape.inner, FP32)
     product = ops.multiply(x, ops.tape.op((gate32,), gate32.size, saves=(gate32,)))

@@ -90,7 +90,7 @@ class Replay(NamedTuple):
 NONE = Called((), ())
 
 
-def nothing_gathered(n_layers: int) -> Gathered:
+def gather_nothing(n_layers: int) -> Gathered:
     none = (0,) * n_layers
     return Gathered(
         forward=0,
@@ -143,7 +143,7 @@ def replay(whole: tuple[Stretch, ...], limits: Limits) -> Replay:
     for number, stretch in enumerate(whole):
         if stretch.tag >= 0:
             standings[number] = coordinator.standing(starts[-1][1])
-        reports.append(_followed(stretch, coordinator))
+        reports.append(_follow(stretch, coordinator))
         fetches, needs = starts[-1]
         starts.append((fetches + len(stretch.script.counts), needs + len(stretch.script.needs)))
     return Replay(
@@ -166,7 +166,7 @@ def replay_between(whole: tuple[Stretch, ...], limits: Limits, first: Replay, la
     for number in range(begin, len(whole)):
         if number >= ending and coordinator.standing(needs) == last.standings.get(number + shift):
             return summary(whole, [*reports, *last.reports[number + shift :]])
-        reports.append(_followed(whole[number], coordinator))
+        reports.append(_follow(whole[number], coordinator))
         needs += len(whole[number].script.needs)
     return summary(whole, reports)
 
@@ -195,14 +195,14 @@ def _is_unseen(known: Replay, number: int, differs: int) -> bool:
     return looked + standing.ahead < needs and counts_apart and spans_apart
 
 
-def settled_layers(none: Replay) -> int:
+def count_settling_layers(none: Replay) -> int:
     """Of a step in which no layer recomputes: how many may, so that all is the same until the top layer's turn ends.
     -1: it is not known of any, since the lowest layer's turn was looked at by then."""
     turns = sorted(none.standings)
     return max([none.whole[each].tag + 1 for each in turns[1:] if _is_unseen(none, turns[1], each)], default=-1)
 
 
-def _followed(stretch: Stretch, coordinator: _Coordinator) -> Report:
+def _follow(stretch: Stretch, coordinator: _Coordinator) -> Report:
     most = stays = turn = 0
     held, again = ([[0, 0, 0] for _ in stretch.script.names] for _ in range(2))
     reported = held
@@ -234,10 +234,10 @@ def _followed(stretch: Stretch, coordinator: _Coordinator) -> Report:
                 turn = rests
                 if again:  # the last module of a layer that runs again is also where it turns round
                     again[whose] = list(map(max, again[whose], (passing, rests, rests)))
-    return Report(most, stays, turn, _as_held(held), _as_held(again))
+    return Report(most, stays, turn, _freeze(held), _freeze(again))
 
 
-def _as_held(lists: list[list[int]]) -> tuple[Held, ...]:
+def _freeze(lists: list[list[int]]) -> tuple[Held, ...]:
     return tuple([(passing, rests, left) for passing, rests, left in lists])
 
 

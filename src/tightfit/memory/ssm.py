@@ -59,7 +59,7 @@ def _inner_weights(ops: Operations) -> int:
     )
 
 
-def _joined(ops: Operations, x: Slot) -> Slot:
+def _join(ops: Operations, x: Slot) -> Slot:
     """(b, c, l) seen as ((b l), c): a view for one sequence, but gradients of more are copied into that order."""
     return x if ops.setting.micro_batch == 1 else ops.tape.view(x, copies_grad=True)
 
@@ -83,7 +83,7 @@ def _official(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     order = wide if setting.micro_batch > 1 else 0
     weights = _inner_weights(ops) * setting.width
     return ops.tape.op(
-        (_joined(ops, xz),),
+        (_join(ops, xz),),
         narrow,
         makes=(*kept, *_parameter_copies(ops, shape)),
         forward_temp=forward_temp,
@@ -130,7 +130,7 @@ def _scan_buffers(ops: Operations, shape: Mamba1) -> _Buffers:
     each = shape.inner * shape.state * FP32
     borders = setting.micro_batch * -(-setting.sequence // TIGHTFIT_BORDER) * each
     forward, backward = (
-        scan_cut(setting.micro_batch, shape.inner, setting.sequence, shape.state, backward=way) for way in (False, True)
+        cut_scan(setting.micro_batch, shape.inner, setting.sequence, shape.state, backward=way) for way in (False, True)
     )
     packed = setting.micro_batch * setting.sequence * 2 * forward.wide * FP32
     scratch = backward.programs * (TIGHTFIT_BORDER // TIGHTFIT_STEPS) * TIGHTFIT_BACKWARD[0] * FP32
@@ -155,7 +155,7 @@ class ScanCut:
     """Bytes."""
 
 
-def scan_cut(batch: int, channels: int, length: int, states: int, *, backward: bool) -> ScanCut:
+def cut_scan(batch: int, channels: int, length: int, states: int, *, backward: bool) -> ScanCut:
     cells, wanted = TIGHTFIT_BACKWARD if backward else TIGHTFIT_FORWARD
     wide = 1 << (states - 1).bit_length()
     tiles = -(-channels // max(1, min(cells // wide, 1 << (channels - 1).bit_length())))
@@ -209,7 +209,7 @@ def _torch(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     product = tape.op((skipped, gated), wide32, saves=(skipped, gated), backward_temp=wide32)
     tape.hold(*variables)
     narrow = ops.cast(product, shape.inner, ops.setting.width)
-    out = ops.linear(_joined_copy(ops, narrow), "mixer.out_proj", hidden, shape.inner)
+    out = ops.linear(_join_copy(ops, narrow), "mixer.out_proj", hidden, shape.inner)
     tape.hold(xz, u, b, c, delta, a)
     return out
 
@@ -227,7 +227,7 @@ def _decay(ops: Operations, shape: Mamba1) -> Slot:
     )
 
 
-def _joined_copy(ops: Operations, x: Slot) -> Slot:
+def _join_copy(ops: Operations, x: Slot) -> Slot:
     """(b, c, l) as ((b l), c) before a matrix product: with more than one sequence a copy, both ways."""
     return x if ops.setting.micro_batch == 1 else ops.tape.op((x,), x.size)
 
@@ -236,7 +236,7 @@ def _projections(ops: Operations, u: Slot, shape: Mamba1) -> tuple[Slot, Slot, S
     """The step after softplus, B, C, and the raw step, which a variable keeps."""
     tape, setting = ops.tape, ops.setting
     wide, state, rank = ops.size(shape.inner), ops.size(shape.state), ops.size(shape.dt_rank)
-    x_dbl = ops.linear(_joined_copy(ops, u), "mixer.x_proj", shape.dt_rank + 2 * shape.state, shape.inner)
+    x_dbl = ops.linear(_join_copy(ops, u), "mixer.x_proj", shape.dt_rank + 2 * shape.state, shape.inner)
     low, b, c = tape.split(x_dbl, (rank, state, state))
     if shape.normed_bcdt:
         low, b, c = (

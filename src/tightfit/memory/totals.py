@@ -110,7 +110,7 @@ class Scale:
         curve = curve_of(self.shape, job.acts.setting, self.levers.frozen_layers)
         if self.levers.stage != 3:
             return Floor(loss, top, after, curve, 0, 0, -1)
-        whole, width = zero3.settled_of(job), job.weights.width
+        whole, width = zero3.settle_for(job), job.weights.width
         return Floor(loss, top, after, curve, whole.loss * width, whole.top * width, whole.layers)
 
     def steady(self, depth: Checkpointing) -> Steady:

@@ -8,8 +8,8 @@ parameters themselves, and its states appear with the first step.
 
 from __future__ import annotations
 
-from tightfit.memory.backward import accumulated
-from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, worst
+from tightfit.memory.backward import peak_with_accumulation
+from tightfit.memory.job import Components, Job, building, combine, kept_for_backward, logits, passing, worst
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, factored_bytes, state_bytes, step_temporary
 from tightfit.types import PhaseName
 
@@ -19,7 +19,7 @@ ALLREDUCE_ELEMENTS = 500_000_000
 
 def passes(job: Job) -> dict[PhaseName, Components]:
     base, acts, earlier = _persistent(job), job.acts, _earlier(job)
-    peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
+    peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, earlier)
     inside: Components = {
         "activations": peak.activations + acts.shared,
         "recompute": peak.recompute,
@@ -27,7 +27,7 @@ def passes(job: Job) -> dict[PhaseName, Components]:
     }
     return {
         "forward": combine(base, {"gradients": earlier}, passing(acts)),
-        "loss": combine(at_the_loss(job), kept(acts)),
+        "loss": combine(at_the_loss(job), kept_for_backward(acts)),
         "backward": combine(base, worst(inside, _ends(job))),
     }
 

@@ -15,8 +15,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.inputs.versions import release
-from tightfit.memory.backward import Owners, accumulated, bucketed
-from tightfit.memory.job import Components, Job, building, combine, kept, logits, passing, share, worst
+from tightfit.memory.backward import Owners, peak_with_accumulation, peak_with_buckets
+from tightfit.memory.job import Components, Job, building, combine, kept_for_backward, logits, passing, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.overhead import CONTEXT_BYTES, beside
@@ -52,7 +52,7 @@ def passes(job: Job) -> dict[PhaseName, Components]:
     own_grads = _own_grads(job, part)
     return {
         "forward": combine(base, _waiting(job, own_grads), passing(acts)),
-        "loss": combine(at_the_loss(job), kept(acts)),
+        "loss": combine(at_the_loss(job), kept_for_backward(acts)),
         "backward": combine(base, _backward(job, part, own_grads)),
     }
 
@@ -119,12 +119,12 @@ def _backward(job: Job, part: Partition, own_grads: int) -> Components:
     bucket = _bucket(job)
     earlier = _earlier(job, own_grads)
     if levers.engine == "zero1":
-        peak = accumulated(acts, job.tied_grad, job.embedding_grad, earlier)
+        peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, earlier)
         inside: Components = {"gradients": peak.gradients, "buckets": bucket}
     else:
         owners = Owners(weights.trainable_numel, part.numel) if part.numel else None
         elements = levers.buckets.reduce_bucket
-        peak = bucketed(acts, elements, job.tied_grad, job.embedding_grad, None, 0, owners)
+        peak = peak_with_buckets(acts, elements, job.tied_grad, job.embedding_grad, None, 0, owners)
         inside = {"gradients": peak.gradients + earlier, "buckets": bucket + peak.buckets}
     inside |= {"activations": peak.activations + acts.shared, "recompute": peak.recompute}
     return worst(_first_gradient(job, bucket, earlier), inside, _ends(job, part))
@@ -162,7 +162,7 @@ def _backward_to_the_embedding(job: Job, part: Partition, own_grads: int) -> Com
     acts, levers, weights, grad = job.acts, job.levers, job.weights, job.embedding_grad
     elements, bucket, earlier = levers.buckets.reduce_bucket, _bucket(job), _earlier(job, own_grads)
     resting = bucket if levers.engine == "zero1" and levers.accumulation > 1 else 0
-    peak = accumulated(acts, job.tied_grad, 0, earlier)
+    peak = peak_with_accumulation(acts, job.tied_grad, 0, earlier)
     moments: list[Components] = [
         {
             "activations": peak.activations + acts.shared,
@@ -241,7 +241,7 @@ def _emptying(weights: Weights, bucket: int, part: Partition) -> int:
 def step(job: Job) -> Components:
     part = partition(job.weights, job.world)
     offloaded = job.levers.offload_optimizer != "none"
-    return combine(_persistent(job), _offloaded_step(job, part) if offloaded else _step(job, part))
+    return combine(_persistent(job), _step_on_host(job, part) if offloaded else _step(job, part))
 
 
 def _step(job: Job, part: Partition) -> Components:
@@ -252,7 +252,7 @@ def _step(job: Job, part: Partition) -> Components:
     return {"gradients": _own_grads(job, part), "temporaries": max(update, FP64 * part.largest)}
 
 
-def _offloaded_step(job: Job, part: Partition) -> Components:
+def _step_on_host(job: Job, part: Partition) -> Components:
     """Older versions copied the updated partition back in fp32 and cast it on the GPU."""
     return {"temporaries": 4 * part.numel if release(job.levers.deepspeed_version) < CASTS_ON_HOST_SINCE else 0}
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from tightfit.inputs.versions import release
 from tightfit.memory.activations import Activations, Moment
-from tightfit.memory.backward import bucketed, fullest, turns_of
+from tightfit.memory.backward import fullest, peak_with_buckets, turns_of
 from tightfit.memory.gathered import EMPTY, Called, Gathered, Limits, Model, Module, Node, Param, Passes, stretches
-from tightfit.memory.job import Components, Job, building, combine, kept, passing, share, worst
+from tightfit.memory.job import Components, Job, building, combine, kept_for_backward, passing, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
-from tightfit.memory.replay import Replay, nothing_gathered, replay, replay_between, settled_layers
+from tightfit.memory.replay import Replay, count_settling_layers, gather_nothing, replay, replay_between
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import Weights, effective_lora, is_adapted, is_linear
 from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, Moe, PhaseName, Tensor
@@ -69,12 +69,12 @@ def shards_of(job: Job) -> Shards:
 
 def passes(job: Job) -> dict[PhaseName, Components]:
     base = _persistent(job)
-    usual = _passes(job, base, gathered_of(job))
+    usual = _passes(job, base, gather_for(job))
     if job.levers.precision != "fp16":
         return usual
     # A step whose gradients overflow cuts every parameter and ends before `_post_step`, which makes the small ones
     # whole again: the next pass fetches them as it fetches the others.
-    after = _passes(job, base | {"gathered_weights": 0}, gathered_of(job, all_cut=True))
+    after = _passes(job, base | {"gathered_weights": 0}, gather_for(job, all_cut=True))
     return {name: worst(usual[name], after[name]) for name in usual}
 
 
@@ -82,8 +82,8 @@ def _passes(job: Job, base: Components, whole: Gathered) -> dict[PhaseName, Comp
     acts, width = job.acts, job.weights.width
     leaving = job.world if job.levers.offload_optimizer != "none" else 0
     if acts.setting.trains_base and (_leaf_mixers(job.levers) or _leaf_experts(job)):
-        acts = held_by_leaves(acts, job.shape)
-    peak = bucketed(acts, job.levers.buckets.reduce_bucket, job.tied_grad, job.embedding_grad, whole, leaving)
+        acts = hold_by_leaves(acts, job.shape)
+    peak = peak_with_buckets(acts, job.levers.buckets.reduce_bucket, job.tied_grad, job.embedding_grad, whole, leaving)
     backward: Components = {
         "activations": peak.activations + acts.shared,
         "recompute": peak.recompute,
@@ -95,7 +95,7 @@ def _passes(job: Job, base: Components, whole: Gathered) -> dict[PhaseName, Comp
     loss = worst(_head(acts, whole.at_loss * width), called, _final_norm(job, whole.norm * width))
     return {
         "forward": combine(base, _forward(acts, whole, width)),
-        "loss": combine(base, kept(acts), loss),
+        "loss": combine(base, kept_for_backward(acts), loss),
         "backward": combine(base, backward),
     }
 
@@ -248,7 +248,7 @@ def _leaf_experts(job: Job) -> bool:
 
 
 @lru_cache(maxsize=128)
-def held_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
+def hold_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
     """`reduce_leaf_module_grads`: a mixer's gradients wait for that of its input, then they leave one after another."""
     alike: dict[tuple[int, int, bool], tuple[int, LayerCost]] = {}
     moments = []
@@ -256,7 +256,7 @@ def held_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
         kind = shape.pattern[moment.layer]
         key = kind, id(moment.cost), moment.recomputes
         if key not in alike:
-            alike[key] = _held_by_leaf(moment, acts, shape.blocks[kind], shape.hidden_size)
+            alike[key] = _hold_by_leaf(moment, acts, shape.blocks[kind], shape.hidden_size)
         more, cost = alike[key]
         moments.append(
             Moment(moment.layer, moment.kept, moment.working + more, moment.working_kept, cost, moment.recomputes)
@@ -264,11 +264,11 @@ def held_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
     return replace(acts, moments=tuple(moments))
 
 
-def _held_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: int) -> tuple[int, LayerCost]:
+def _hold_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: int) -> tuple[int, LayerCost]:
     """What a layer holds more at its fullest, and its costs with its gradients in the order in which they leave."""
     cost, setting = moment.cost, acts.setting
     if isinstance(block.mlp, Moe):
-        return 0, _held_by_experts(cost, block, setting.width)
+        return 0, _hold_by_experts(cost, block, setting.width)
     if not isinstance(block.mixer, Mamba1):
         return 0, cost
     (inner, _), (projection, left), *others = cost.arrivals
@@ -284,7 +284,7 @@ def _held_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: 
     return max(most - usual, 0), replace(cost, arrivals=(*arrivals, *others), arrives_in=())
 
 
-def _held_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
+def _hold_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
     """Likewise: the gradients of router and experts wait for that of what they all read, each in its own memory."""
     waits = [cost.modules[whose].startswith("mlp.") for whose in cost.arrives_in]
     norms = {tensor.numel * width for tensor in block.tensors if not tensor.name.startswith("mlp.")}
@@ -321,15 +321,15 @@ def _held_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
 # --- what is whole when -------------------------------------------------------------------------
 
 
-def gathered_of(job: Job, *, all_cut: bool = False) -> Gathered:
+def gather_for(job: Job, *, all_cut: bool = False) -> Gathered:
     """`all_cut`: when the step begins nothing is whole, not even what usually stays so."""
     levers, n_layers = job.levers, job.shape.n_layers
     if job.world == 1 and levers.offload_param == "none":
-        return nothing_gathered(n_layers)  # the only part is the whole: nothing is copied
-    return _gathered(*_asked(job, all_cut=all_cut))
+        return gather_nothing(n_layers)  # the only part is the whole: nothing is copied
+    return _gather(*_replay_inputs(job, all_cut=all_cut))
 
 
-def _asked(job: Job, *, all_cut: bool = False) -> tuple[Model, Passes, Limits]:
+def _replay_inputs(job: Job, *, all_cut: bool = False) -> tuple[Model, Passes, Limits]:
     """What a replay depends on."""
     levers, n_layers = job.levers, job.shape.n_layers
     checkpointing = job.depth.layers
@@ -370,22 +370,22 @@ class Settled(NamedTuple):
     layers: int
 
 
-def settled_of(job: Job) -> Settled:
+def settle_for(job: Job) -> Settled:
     if job.world == 1 and job.levers.offload_param == "none":
         return Settled(0, 0, job.shape.n_layers)
-    model, passes, limits = _asked(job)
-    return _settled(model, replace(passes, recompute=0, input_grad=True), limits)
+    model, passes, limits = _replay_inputs(job)
+    return _settle(model, replace(passes, recompute=0, input_grad=True), limits)
 
 
 @lru_cache(maxsize=64)
-def _settled(model: Model, passes: Passes, limits: Limits) -> Settled:
-    known = _replayed(model, passes, limits)
+def _settle(model: Model, passes: Passes, limits: Limits) -> Settled:
+    known = _replay(model, passes, limits)
     whole = known.gathered
     top = 0
     if known.standings:
         called = whole.called[-1].held
         top = min([left for _, _, left in called]) if called else whole.layers[-1]
-    return Settled(whole.at_loss, top, settled_layers(known))
+    return Settled(whole.at_loss, top, count_settling_layers(known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,16 +405,16 @@ class Style:
 
 
 @lru_cache(maxsize=1024)
-def _gathered(model: Model, passes: Passes, limits: Limits) -> Gathered:
+def _gather(model: Model, passes: Passes, limits: Limits) -> Gathered:
     none, every = (replace(passes, recompute=depth, input_grad=True) for depth in (0, len(model.layers)))
     if passes in (none, every):
-        return _replayed(model, passes, limits).gathered
-    whole, first, last = stretches(model, passes), _replayed(model, none, limits), _replayed(model, every, limits)
+        return _replay(model, passes, limits).gathered
+    whole, first, last = stretches(model, passes), _replay(model, none, limits), _replay(model, every, limits)
     return replay_between(whole, limits, first, last)
 
 
 @lru_cache(maxsize=64)
-def _replayed(model: Model, passes: Passes, limits: Limits) -> Replay:
+def _replay(model: Model, passes: Passes, limits: Limits) -> Replay:
     return replay(stretches(model, passes), limits)
 
 
@@ -432,8 +432,8 @@ def _model(shape: ModelShape, style: Style, threshold: int) -> Model:
     scans = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
     root, body = Module(head.params) if scans else EMPTY, EMPTY
     if leaves := tuple([leaf for layer in layers if isinstance(layer, tuple) for leaf in _leaves(layer)]):
-        root = replace(root, spans=_spanned(root, shape.tensors), leaves=leaves)
-        body = Module(spans=_spanned(body, shape.tensors) - (0 if shape.tied else top[0].numel), leaves=leaves)
+        root = replace(root, spans=_span(root, shape.tensors), leaves=leaves)
+        body = Module(spans=_span(body, shape.tensors) - (0 if shape.tied else top[0].numel), leaves=leaves)
     return Model(
         root=root,
         embeddings=embeddings,
@@ -445,7 +445,7 @@ def _model(shape: ModelShape, style: Style, threshold: int) -> Model:
     )
 
 
-def _spanned(container: Module, tensors: Iterable[Tensor]) -> int:
+def _span(container: Module, tensors: Iterable[Tensor]) -> int:
     """All that is inside it, and once more what it reads itself."""
     return sum([tensor.numel for tensor in tensors]) + sum([numel for _, numel in container.params])
 
@@ -506,7 +506,7 @@ def _layer(block: Block, style: Style, threshold: int, first: int) -> tuple[Node
         inside = _kernel_mixer(list(named), mixer, style.frozen)
     elif isinstance(block.mixer, Mamba1) and style.leaf_mixer:
         inside = leaf = _leaf_mixer(named, mixer, style.frozen)
-        container = replace(container, spans=_spanned(container, block.tensors), leaves=(leaf,))
+        container = replace(container, spans=_span(container, block.tensors), leaves=(leaf,))
     return (container, *before, inside, *between, *feedforward, *after), identity
 
 

@@ -51,7 +51,7 @@ class Clock:
 
         Layer inputs stay on the GPU, whatever `rest.checkpointing` says.
         """
-        computed = _computed(rest, choice)
+        computed = _computing_key(rest, choice)
         passes = self._passes.get(computed) or self._passes_of(rest, choice)
         traffic = self._traffic.get(choice.buckets) or self._traffic_of(choice.buckets)
         micro_batches = rest.accumulation
@@ -87,7 +87,7 @@ class Clock:
 
     def _passes_of(self, rest: Levers, choice: Choice) -> Passes:
         """Nothing recomputes."""
-        key = _computed(rest, choice)
+        key = _computing_key(rest, choice)
         if key not in self._passes:
             levers = choice.over(rest)
             self._passes[key] = passes_of(self.shape, levers, self.hardware.gpu, self.rates, recomputing=0)
@@ -115,9 +115,9 @@ class Clock:
                 gpu += again[kind][0]
                 host += again[kind][1]
             busy.append(gpu if gpu > host else host)
-        self._busy[_computed(rest, choice), traffic.copied_back, traffic.host] = busy
+        self._busy[_computing_key(rest, choice), traffic.copied_back, traffic.host] = busy
         return busy
 
 
-def _computed(rest: Levers, choice: Choice) -> Computed:
+def _computing_key(rest: Levers, choice: Choice) -> Computed:
     return rest.micro_batch, rest.loss, choice.attention, choice.scan

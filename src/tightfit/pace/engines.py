@@ -225,7 +225,7 @@ def _bookkeeping(levers: Levers, gathers: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _gathered_tensors(shape: ModelShape, threshold: int) -> int:
+def _count_tensors_to_gather(shape: ModelShape, threshold: int) -> int:
     return sum(1 for tensor in shape.tensors if tensor.numel > threshold)
 
 
@@ -233,7 +233,7 @@ def _gathers(shape: ModelShape, levers: Levers) -> int:
     """Collectives of one pass: a parameter each in ZeRO-3, a layer each in FSDP2."""
     if levers.is_fsdp2:
         return shape.n_layers + (0 if shape.tied else 2)
-    return _gathered_tensors(shape, levers.buckets.persistence_threshold)
+    return _count_tensors_to_gather(shape, levers.buckets.persistence_threshold)
 
 
 def _buckets(levers: Levers, weights: Weights) -> int:

@@ -48,7 +48,7 @@ class LayerTime(NamedTuple):
 @lru_cache(maxsize=1024)
 def layer_time(block: Block, hidden: int, setting: Setting, rates: Rates) -> LayerTime:
     if isinstance(block.mixer, Traced):
-        return _traced(block, block.mixer, setting, rates)
+        return _time_of_trace(block, block.mixer, setting, rates)
     tape, _, _ = layer_tape(block, hidden, setting, True)
     real = [op for op in tape.ops if any([slot.storage is slot for slot in op.outputs])]
     plain = [op for op in real if not op.product]
@@ -177,7 +177,7 @@ def _modules(block: Block, setting: Setting) -> int:
     return len(owners) + MODULES_WITHOUT_WEIGHTS + MODULES_OF_AN_ADAPTER * len(adapted)
 
 
-def _traced(block: Block, mixer: Traced, setting: Setting, rates: Rates) -> LayerTime:
+def _time_of_trace(block: Block, mixer: Traced, setting: Setting, rates: Rates) -> LayerTime:
     """An unknown layer: its matrices are known, its bytes were seen, its operations are taken to be usual."""
     forward, back = _products(block, setting, rates)
     usual = 40 * constants.OPERATION_S

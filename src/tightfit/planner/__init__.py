@@ -19,7 +19,7 @@ from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.search import Found, search
-from tightfit.planner.tier_values import STANDS_IN, TIERS, applied, from_card_down
+from tightfit.planner.tier_values import STANDS_IN, TIERS, apply_tier, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
 from tightfit.types import FSDP2, ConfigError, Hardware, Lora, ModelShape
 
@@ -62,19 +62,19 @@ def plan_within(
         return _auto(bounds, job, shape, hardware, said)
     costs: tuple[Said, ...] = ()
     if job.tier is not None and "engine" not in job.levers:
-        job, costs = _tiered(job, hardware)
+        job, costs = _apply_tier(job, hardware)
     job, stood_in = _computable(job, hardware)
     question = question_of(job, shape, hardware).within(bounds)
     check_pins(question.trainer, question.base, shape, question.pinned)
     if question.ours:
         check_states(question.base, question.pinned, hardware)
-    answer = answered(job, question, (*said, *stood_in), advice=bounds.advice)
+    answer = answer_question(job, question, (*said, *stood_in), advice=bounds.advice)
     if answer.chosen is None or not costs:
         return answer
     return replace(answer, chosen=replace(answer.chosen, changes=(*costs, *answer.chosen.changes)))
 
 
-def answered(job: Job, question: Question, said: tuple[Said, ...] = (), *, advice: bool = True) -> Plan:
+def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *, advice: bool = True) -> Plan:
     """The best way that a question allows; where there is none, the best with what the job allows to be changed.
 
     `advice`: see `Bounds`.
@@ -83,12 +83,12 @@ def answered(job: Job, question: Question, said: tuple[Said, ...] = (), *, advic
     found = search(question)
     changed: tuple[Remedy, ...] = ()
     if found.best is None and job.limits.allow:
-        changed = costly.allowed(question, job.limits.allow)
+        changed = costly.mildest_changes(question, job.limits.allow)
         if changed:
             found.ways.append(changed[-1].way)
     answer = _answer(job, question, found, changed, began)
     if answer.chosen is None and advice:
-        needed = costly.gpus_needed(question, batch_asked=job.effective_batch is not None)
+        needed = costly.count_gpus(question, batch_asked=job.effective_batch is not None)
         answer = replace(answer, remedies=costly.remedies(question), gpus_needed=needed)
     return replace(answer, because=reasons.of_plan(answer, question, said), search_s=perf_counter() - began)
 
@@ -103,7 +103,7 @@ def _auto(bounds: Bounds, job: Job, shape: ModelShape, hardware: Hardware, said:
     return plan_within(bounds, replace(job, tier=smallest.name), shape, hardware, said)
 
 
-def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[Said, ...]]:
+def _apply_tier(job: Job, hardware: Hardware) -> tuple[Job, tuple[Said, ...]]:
     """The job with its tier's values wherever it has its defaults, and what that changes in the result.
 
     A pinned engine shows that this was done.
@@ -111,7 +111,7 @@ def _tiered(job: Job, hardware: Hardware) -> tuple[Job, tuple[Said, ...]]:
     if job.tier == "all":
         raise ConfigError(Message("plan.tier-all"))
     names = {*dump_job(job), *(f"levers.{lever}" for lever in job.levers)}
-    return applied(TIERS[str(job.tier)], job, hardware, frozenset(names))
+    return apply_tier(TIERS[str(job.tier)], job, hardware, frozenset(names))
 
 
 def _computable(job: Job, hardware: Hardware) -> tuple[Job, tuple[Said, ...]]:

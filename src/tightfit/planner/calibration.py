@@ -261,7 +261,7 @@ def _mark(text: str) -> str:
 # --- what it does to a footprint ----------------------------------------------------------------
 
 
-def corrected(footprint: Footprint, correction: Correction | None, hardware: Hardware) -> Footprint:
+def correct(footprint: Footprint, correction: Correction | None, hardware: Hardware) -> Footprint:
     """The footprint with this correction in place of any other; None: with none."""
     if correction is None and not _is_corrected(footprint):
         return footprint

@@ -66,7 +66,7 @@ def remedies(question: Question) -> tuple[Remedy, ...]:
     return ()
 
 
-def allowed(question: Question, names: Sequence[Allowance]) -> tuple[Remedy, ...]:
+def mildest_changes(question: Question, names: Sequence[Allowance]) -> tuple[Remedy, ...]:
     """The mildest allowed change that fits; or as few together as it takes, each at its strongest but the last.
 
     Another model is the last resort: whatever keeps the user's comes first, alone or together.
@@ -184,7 +184,7 @@ def shorter_sequences(question: Question) -> tuple[int, ...]:
     return (low * SHORTEST,)
 
 
-def _quantised(question: Question) -> Iterator[Change]:
+def _quantise(question: Question) -> Iterator[Change]:
     if question.base.method == "lora":
         yield _with(question, method="qlora"), Message("plan.cost-quantize")
 
@@ -196,7 +196,7 @@ def _adapters(question: Question) -> Iterator[Change]:
         yield _with(question, method="lora", lora=lora), Message("plan.cost-lora", rank=lora.rank)
 
 
-def _skipped(question: Question) -> Iterator[Change]:
+def _skip_data(question: Question) -> Iterator[Change]:
     for sequence in shorter_sequences(question):
         yield _with(question, sequence=sequence), Message("plan.cost-skip", tokens=sequence)
 
@@ -218,11 +218,11 @@ CHANGES: dict[Allowance, Callable[[Question], Iterator[Change]]] = {
     "precision": _precision,
     "8bit-optimizer": _eight_bit,
     "lora-rank": _lower_rank,
-    "quantize": _quantised,
+    "quantize": _quantise,
     "lora-targets": _fewer_targets,
     "shorter-seq": _shorter,
     "lora": _adapters,
-    "skip-data": _skipped,
+    "skip-data": _skip_data,
     "pure-16bit": _pure,
     "smaller-model": _smaller,
 }
@@ -231,7 +231,7 @@ CHANGES: dict[Allowance, Callable[[Question], Iterator[Change]]] = {
 # --- more GPUs ------------------------------------------------------------------------------------
 
 
-def gpus_needed(question: Question, *, batch_asked: bool) -> int | None:
+def count_gpus(question: Question, *, batch_asked: bool) -> int | None:
     """The smallest number of these GPUs that would do; None: no number would, up to a thousand.
 
     An effective batch that was asked for stays, so the GPUs must share it evenly; the usual one grows with them.

@@ -25,7 +25,7 @@ FEW = 4
 """Steps after which a search that went up looks whether there is anything to find."""
 
 
-def tried_depths(n_layers: int, *, partial: bool = True) -> tuple[int, ...]:
+def depths_to_try(n_layers: int, *, partial: bool = True) -> tuple[int, ...]:
     """Numbers of recomputing layers, from none to all; or only these two, where a trainer knows nothing between."""
     return tuple(range(n_layers + 1)) if partial else (0, n_layers)
 

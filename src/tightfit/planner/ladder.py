@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tightfit.memory import Scale
 from tightfit.planner.candidates import Corner, complexity
-from tightfit.planner.depths import first, from_below, in_a_valley, one_by_one, past_a_floor, tried_depths
+from tightfit.planner.depths import depths_to_try, first, from_below, in_a_valley, one_by_one, past_a_floor
 from tightfit.planner.question import Question, Weight, floor_excess, least_weight, weight_of
 from tightfit.types import Checkpointing, Levers
 
@@ -42,7 +42,7 @@ class Ladder:
     ) -> None:
         """`sizes`: where what is weighed is counted. `weighed`: what is known of this corner already."""
         self.question, self.corner, self.sizes = question, corner, sizes
-        self.depths = tried_depths(question.shape.n_layers, partial=question.partial) if corner.searched else (0,)
+        self.depths = depths_to_try(question.shape.n_layers, partial=question.partial) if corner.searched else (0,)
         self.weighed = {} if weighed is None else weighed
 
     @cached_property

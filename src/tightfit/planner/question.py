@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tightfit.memory import Scale, Totals, estimate, required_bytes, totals_of
 from tightfit.memory.overhead import ALLOCATOR_SLACK
-from tightfit.planner.calibration import Calibration, Correction, Place, corrected, phase_bytes
+from tightfit.planner.calibration import Calibration, Correction, Place, correct, phase_bytes
 from tightfit.planner.candidates import Pinned
 from tightfit.planner.plan import Bounds
 from tightfit.planner.trainers import Abilities
@@ -87,7 +87,7 @@ def weigh(question: Question, levers: Levers) -> Footprint:
     """What is predicted for these levers, with what earlier runs have taught."""
     footprint = estimate(question.shape, levers, question.hardware.world, question.hardware)
     correction = correction_of(question, levers)
-    return footprint if correction is None else corrected(footprint, correction, question.hardware)
+    return footprint if correction is None else correct(footprint, correction, question.hardware)
 
 
 def correction_of(question: Question, levers: Levers) -> Correction | None:
@@ -124,7 +124,7 @@ def _weight(question: Question, totals: Totals, footprint: Footprint | None) -> 
     on_host = _over(totals.host, hardware.host_ram_bytes) + _over(totals.nvme, hardware.nvme_bytes)
     hopeless = steady or on_host > 0 or required_bytes(totals.init, hardware) > hardware.gpu.memory_bytes
     return Weight(
-        excess=max(0, _needed(totals, hardware) - question.gpu_limit_bytes) + on_host + over,
+        excess=max(0, _required_bytes(totals, hardware) - question.gpu_limit_bytes) + on_host + over,
         share=_share(question, totals, footprint),
         is_hopeless=hopeless or required_bytes(totals.step, hardware) > question.gpu_limit_bytes,
         required=totals.required,
@@ -150,7 +150,7 @@ def excess_share(question: Question, footprint: Footprint) -> float:
 def _share(question: Question, totals: Totals, footprint: Footprint | None) -> float:
     hardware = question.hardware
     missing = [
-        (_needed(totals, hardware), question.gpu_limit_bytes),
+        (_required_bytes(totals, hardware), question.gpu_limit_bytes),
         (totals.host, hardware.host_ram_bytes),
         (totals.nvme, hardware.nvme_bytes),
     ]
@@ -170,10 +170,10 @@ def needed_bytes(footprint: Footprint, hardware: Hardware) -> int:
     The margin is for the steps: building the model is the same every time, and must fit the card alone. Where even
     that does not, it is what counts.
     """
-    return _needed(totals_of(footprint), hardware)
+    return _required_bytes(totals_of(footprint), hardware)
 
 
-def _needed(totals: Totals, hardware: Hardware) -> int:
+def _required_bytes(totals: Totals, hardware: Hardware) -> int:
     if totals.init <= totals.peak or totals.required > hardware.gpu.memory_bytes:
         return totals.required
     return required_bytes(totals.peak, hardware)

@@ -97,7 +97,7 @@ def _distance(plan: Plan, way: Way) -> tuple[float, float]:
 
 def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     """What decided the levers of one way."""
-    said: list[Said] = [_margin(way), *calibrated(way)]
+    said: list[Said] = [_margin(way), *explain_calibration(way)]
     depth, total = way.levers.checkpointing.layers, question.shape.n_layers
     if "checkpointing" not in question.pinned:
         if depth is not None and 0 < depth < total:
@@ -131,7 +131,7 @@ def _margin(way: Way) -> Message:
     return Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
 
 
-def calibrated(way: Way) -> tuple[Message, ...]:
+def explain_calibration(way: Way) -> tuple[Message, ...]:
     """By how much, and from which run."""
     if way.correction is None:
         return ()
@@ -161,12 +161,12 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
     chosen = plan.chosen
     if chosen is not None:
         sentences += [Message("plan.chosen-way", way=strategy_name(chosen.levers)), *chosen.because]
-        sentences += _kept_apart(question, chosen)
+        sentences += _explain_left_out(question, chosen)
         sentences += [Message("plan.changes-training", change=change) for change in chosen.changes]
-        sentences += [*_unchanged(plan, chosen), *_against(plan, chosen), *_cut_off(plan)]
+        sentences += [*_explain_changes(plan, chosen), *_against(plan, chosen), *_cut_off(plan)]
         sentences += chosen.pace.because
     else:
-        sentences += [*_nothing(plan), *(calibrated(worth_showing(plan)[0]) if plan.alternatives else ())]
+        sentences += [*_nothing(plan), *(explain_calibration(worth_showing(plan)[0]) if plan.alternatives else ())]
     if question.hardware.host_ram_bytes is None:
         sentences.append(Message("plan.host-ram-unknown"))
     return tuple(dict.fromkeys((*sentences, *plan.unproven)))
@@ -179,13 +179,13 @@ def _batch(plan: Plan) -> list[Message]:
     return [Message("plan.default-batch", batch=plan.effective_batch, per_gpu=per_gpu)]
 
 
-def _kept_apart(question: Question, chosen: Way) -> list[Message]:
+def _explain_left_out(question: Question, chosen: Way) -> list[Message]:
     if chosen.levers.optimizer not in EIGHT_BIT or not question.ours:
         return []
     return [Message("plan.zero-left-out")]
 
 
-def _unchanged(plan: Plan, chosen: Way) -> list[Message]:
+def _explain_changes(plan: Plan, chosen: Way) -> list[Message]:
     """What there was without the changes; or that none of those allowed was needed."""
     if not chosen.changes:
         return [Message("plan.no-change-needed")] if plan.job.limits.allow else []
@@ -260,7 +260,7 @@ def _nothing(plan: Plan) -> list[Message]:
     """Nothing fits: how far it is, what would fit, how many GPUs would do."""
     shown = worth_showing(plan)
     sentences = [Message("plan.nothing-free", nearest=_nearest(shown[0])) if shown else Message("plan.no-engine")]
-    sentences += _allowed_in_vain(plan)
+    sentences += _explain_vain_changes(plan)
     if plan.remedies:
         first, *rest = plan.remedies
         sentences += [remedy_message("plan.mildest-change", first)]
@@ -289,7 +289,7 @@ def _nearest(way: Way) -> Message:
     return Message("plan.nearest-way", way=strategy_name(way.levers), word=word, missing=missing(way))
 
 
-def _allowed_in_vain(plan: Plan) -> list[Message]:
+def _explain_vain_changes(plan: Plan) -> list[Message]:
     """What was allowed and did not help: because it means nothing here, or because it is not enough."""
     job, idle = plan.job, {}
     for name in job.limits.allow:

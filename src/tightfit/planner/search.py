@@ -161,13 +161,13 @@ def _best_of_strategy(question: Question, levers: Levers, found: Found, most_s: 
         return None
     ladders = _frugal_ladders(question, [corner for _, _, corner, _ in race])
     if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
-        return _won(question, race, ladders, found.weighed, most_s)
+        return _race(question, race, ladders, found.weighed, most_s)
     closest = _nearest(ladders) if nearest else None
     found.weighed.update(size for ladder in ladders for size in ladder.sizes)
     return None if closest is None else _way(question, closest.levers, fits=False)
 
 
-def _won(question: Question, race: list[Runner], ladders: list[Ladder], sizes: Sizes, most_s: float) -> Way | None:
+def _race(question: Question, race: list[Runner], ladders: list[Ladder], sizes: Sizes, most_s: float) -> Way | None:
     """The corners are taken in the order of what they take at least: with nothing recomputed, and then, as far as that
     is not enough to lose, at the first depth that floors allow. Nothing is weighed that even so is slower than what
     was found."""

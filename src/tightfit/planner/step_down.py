@@ -22,8 +22,8 @@ from tightfit.inputs.flags import TRAINING, spelt
 from tightfit.job import Job
 from tightfit.job.fields import FREE_LEVERS
 from tightfit.messages import Message, Said
-from tightfit.planner import answered, question_of
-from tightfit.planner.calibration import Place, corrected, phase_bytes
+from tightfit.planner import answer_question, question_of
+from tightfit.planner.calibration import Place, correct, phase_bytes
 from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Cap, Question
@@ -33,7 +33,7 @@ from tightfit.planner.tier_values import TIERS
 from tightfit.priced import amounts
 from tightfit.types import PhaseName
 
-__all__ = ["Bounds", "NoWay", "Shortfall", "StepDown", "Tried", "located", "step_down"]
+__all__ = ["Bounds", "NoWay", "Shortfall", "StepDown", "Tried", "locate", "step_down"]
 
 Reason = Literal["memory", "fragmentation", "pinned"]
 """Too little; enough, but in pieces; locked memory that the host refused."""
@@ -116,13 +116,13 @@ def step_down(
     tried = (*before, Tried(way=last.chosen, shortfall=shortfall))
     variants = tuple(_variants(last, bounds, tried))
     question = next((each for each in variants if something_fits(each)), variants[-1])
-    answer = answered(_asked(last), question)
+    answer = answer_question(_job_so_far(last), question)
     if answer.chosen is None:
         return _no_way(last, answer, question, tried[-1], margin_bytes(tried[-1], before, bounds))
-    return _stepped(last, answer, bounds, tried)
+    return _describe_step(last, answer, bounds, tried)
 
 
-def located(shortfall: Shortfall, way: Way) -> Shortfall:
+def locate(shortfall: Shortfall, way: Way) -> Shortfall:
     """The shortfall in the phase that the prediction counts it in: the plain loss is largest when its backward begins,
     so what fails there shows as one of the backward pass, whose own layers come later and may need far less."""
     phases = way.footprint.gpu.phases
@@ -135,7 +135,7 @@ def located(shortfall: Shortfall, way: Way) -> Shortfall:
 # --- what is asked ------------------------------------------------------------------------------
 
 
-def _asked(last: Plan) -> Job:
+def _job_so_far(last: Plan) -> Job:
     """The job with the batch that was trained with so far. A tier was applied already, and its levers give way."""
     job = replace(last.job, effective_batch=last.effective_batch)
     if job.tier not in TIERS:
@@ -173,7 +173,7 @@ def same_training_question(last: Plan, bounds: Bounds) -> Question:
     """What trains the same as the last plan did, changes that were allowed then included."""
     assert last.chosen is not None
     now, shape = last.chosen.levers, last.chosen.shape
-    question = question_of(_asked(last), shape, last.hardware).within(bounds)
+    question = question_of(_job_so_far(last), shape, last.hardware).within(bounds)
     base = replace(
         question.base,
         **{name: getattr(now, name) for name in TRAINING},
@@ -207,14 +207,14 @@ def _held_bytes(way: Way, shortfall: Shortfall, bounds: Bounds) -> int:
     """What is now believed that a way held where it failed."""
     known = bounds.calibration
     correction = None if known is None else known.correction(way.shape, way.levers, way.hardware)
-    footprint = corrected(way.footprint, correction, way.hardware)
+    footprint = correct(way.footprint, correction, way.hardware)
     return phase_bytes(footprint, shortfall.where, shortfall.phase, way.hardware)
 
 
 # --- what is answered ---------------------------------------------------------------------------
 
 
-def _stepped(last: Plan, answer: Plan, bounds: Bounds, tried: tuple[Tried, ...]) -> StepDown:
+def _describe_step(last: Plan, answer: Plan, bounds: Bounds, tried: tuple[Tried, ...]) -> StepDown:
     way, failed = answer.chosen, tried[-1]
     assert way is not None
     new = way.changes
@@ -295,15 +295,15 @@ def _no_way(last: Plan, answer: Plan, question: Question, failed: Tried, margin:
     return NoWay(because=tuple(said), remedies=answer.remedies, gpus_needed=answer.gpus_needed)
 
 
-def unpinned(question: Question) -> Question:
+def unpin(question: Question) -> Question:
     """The same with every free lever free."""
     return replace(question, pinned=question.pinned - {*NARROWING, "accumulation", "buckets"})
 
 
 def _without_pins(last: Plan, question: Question) -> list[Message]:
     """What the user pinned, where that is all that is in the way."""
-    pins = [name for name in _asked(last).levers if name in NARROWING]
-    if not pins or not something_fits(unpinned(question)):
+    pins = [name for name in _job_so_far(last).levers if name in NARROWING]
+    if not pins or not something_fits(unpin(question)):
         return []
     names = " and ".join(spelt(name) for name in pins) if len(pins) < 3 else ", ".join(map(spelt, pins))
     return [Message("plan.without-pins", names=names, count=len(pins))]

@@ -164,7 +164,7 @@ def from_card_down(hardware: Hardware) -> list[Tier]:
     return [TIERS[name] for name in names[names.index(by_memory(hardware)[0].name) :]]
 
 
-def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) -> tuple[Job, tuple[Message, ...]]:
+def apply_tier(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) -> tuple[Job, tuple[Message, ...]]:
     """The job with the tier's values wherever the user said nothing, and what that changes in the result."""
     costs: list[Message] = []
     changes: dict[str, Any] = {"tier": tier.name}
@@ -190,7 +190,7 @@ def applied(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) 
     levers = {**pins, **{key: value for key, value in job.levers.items() if f"levers.{key}" in explicit}}
     changes["levers"] = levers
     if "effective_batch" in explicit and job.effective_batch is not None:
-        changes["levers"] = _kept_batch(levers, job.effective_batch, hardware.world, explicit)
+        changes["levers"] = _keep_batch(levers, job.effective_batch, hardware.world, explicit)
     else:
         batch = int(levers["micro_batch"]) * int(levers["accum"]) * hardware.world
         changes["effective_batch"] = batch
@@ -210,7 +210,7 @@ def _engine_for_states(tier: Tier, job: Job, hardware: Hardware) -> dict[str, An
     return {"engine": "fsdp2" if has_fsdp2(hardware) else "zero0"}
 
 
-def _kept_batch(levers: dict[str, Any], batch: int, world: int, explicit: frozenset[str]) -> dict[str, Any]:
+def _keep_batch(levers: dict[str, Any], batch: int, world: int, explicit: frozenset[str]) -> dict[str, Any]:
     """The asked batch wins: the tier's accumulation follows it, then its micro batch."""
     share = batch // world
     if "levers.accum" in explicit or batch % world:

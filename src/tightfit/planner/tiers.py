@@ -13,11 +13,11 @@ from tightfit.messages import Listing, Message, Said
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.plan import Bounds, Plan
-from tightfit.planner.tier_values import TIERS, Tier, applied, by_memory, from_card_down
+from tightfit.planner.tier_values import TIERS, Tier, apply_tier, by_memory, from_card_down
 from tightfit.priced import GIB, amounts, strategy_name
 from tightfit.types import ConfigError, Hardware, ModelShape, UserError
 
-__all__ = ["TIERS", "Tier", "Tiered", "all_tiers", "applied", "by_memory", "tiered"]
+__all__ = ["TIERS", "Tier", "Tiered", "all_tiers", "apply_tier", "by_memory", "plan_tier"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Tiered:
         return Message("plan.leave-tier-out", way=strategy_name(way.levers), needed=needed, size=size, changes=changes)
 
 
-def tiered(
+def plan_tier(
     name: str,
     job: Job,
     shape: ModelShape,
@@ -67,14 +67,14 @@ def tiered(
     for tier in tiers:
         # A change of the training is no advice where the training fits as it is, or where a smaller tier may.
         advised = replace(bounds, advice=not free.fits and tier is tiers[-1])
-        found = _planned(tier, job, shape, hardware, explicit, advised)
+        found = _plan_with(tier, job, shape, hardware, explicit, advised)
         if found.fits:
             break
-    said = _passed_over(hardware, found) if name == "auto" else ()
+    said = _explain_other_tier(hardware, found) if name == "auto" else ()
     return replace(found, free=free, because=(*said, *_instead(free)))
 
 
-def _passed_over(hardware: Hardware, found: Tiered) -> tuple[Said, ...]:
+def _explain_other_tier(hardware: Hardware, found: Tiered) -> tuple[Said, ...]:
     """Which tier the card alone would get, and why it is another."""
     usual, sentence = by_memory(hardware)
     if found.tier is usual:
@@ -93,10 +93,10 @@ def all_tiers(
 ) -> list[Tiered]:
     """Every tier side by side."""
     bounds = Bounds(calibration=calibration, advice=False)
-    return [_planned(tier, job, shape, hardware, explicit, bounds) for tier in TIERS.values()]
+    return [_plan_with(tier, job, shape, hardware, explicit, bounds) for tier in TIERS.values()]
 
 
-def _planned(
+def _plan_with(
     tier: Tier,
     job: Job,
     shape: ModelShape,
@@ -105,7 +105,7 @@ def _planned(
     bounds: Bounds,
 ) -> Tiered:
     try:
-        changed, costs = applied(tier, job, hardware, explicit)
+        changed, costs = apply_tier(tier, job, hardware, explicit)
         answer = plan_within(bounds, changed, shape, hardware)
         return Tiered(tier=tier, plan=_with_costs(answer, costs), costs=costs)
     except UserError as error:

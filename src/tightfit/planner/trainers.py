@@ -67,7 +67,7 @@ class Abilities:
     def fuses(self, shape: ModelShape) -> bool:
         """Whether the loss of this model can be fused."""
         if self.trainer == "llamafactory":
-            return shape.model_type in fused_under_llamafactory(release(self.llamafactory_version))
+            return shape.model_type in fuses_under_llamafactory(release(self.llamafactory_version))
         return self.is_ours or shape.model_type in LIGER_UNDER_THE_TRAINER
 
     def offloads_inputs(self, engine: Engine) -> bool:
@@ -75,7 +75,7 @@ class Abilities:
         return self.trainer != "trainer" or engine == FSDP2
 
 
-def fused_under_llamafactory(at: tuple[int, ...]) -> set[str]:
+def fuses_under_llamafactory(at: tuple[int, ...]) -> set[str]:
     """The model types whose loss is fused in this release."""
     return {kind for since, kinds in _LIGER_UNDER_LLAMAFACTORY.items() if since <= at for kind in kinds.split()}
 

@@ -15,7 +15,7 @@ from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.question import Question
 from tightfit.planner.search import search
-from tightfit.planner.step_down import same_training_question, unpinned
+from tightfit.planner.step_down import same_training_question, unpin
 from tightfit.priced import amounts
 
 MUCH = 0.15
@@ -44,7 +44,7 @@ def _questions(plan: Plan, bounds: Bounds) -> Iterator[Question]:
     """With what is pinned, and where that leads nowhere, without."""
     asked = same_training_question(plan, bounds)
     yield asked
-    free = unpinned(asked)
+    free = unpin(asked)
     if free.pinned != asked.pinned:
         yield free
 

@@ -23,10 +23,10 @@ from tightfit.priced import (
     Share,
     amounts,
     billions,
+    describe_training,
     machine_words,
-    shown,
+    spell_component,
     strategy_line,
-    trained,
     training_line,
     training_words,
     verdict,
@@ -90,7 +90,7 @@ SHORT = 34
 
 def component_words(name: str) -> str:
     """A component as people read it."""
-    return str(COMPONENTS.get(name, shown(name)))
+    return str(COMPONENTS.get(name, spell_component(name)))
 
 
 def phase_words(name: str) -> str:
@@ -123,7 +123,7 @@ def open_console() -> Console:
 
 def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitting: Sequence[str] = ()) -> None:
     """The whole answer: bars, components, verdict, and what would shrink the largest parts."""
-    console.print(Text(text("screen.about", name=priced.shape.name, what=trained(priced)), style="bold"))
+    console.print(Text(text("screen.about", name=priced.shape.name, what=describe_training(priced)), style="bold"))
     say(console, strategy_line(priced))
     say(console, training_line(priced))
     for note in priced.shape.notes:
@@ -147,7 +147,7 @@ def component_fills(phases: Sequence[Phase]) -> dict[str, tuple[str, str]]:
     """The fill and colour of every component that occurs, in the order of drawing."""
     names = list(dict.fromkeys(name for phase in phases for name in phase.components))
     spare = iter(SPARE_FILLS * (1 + len(names)))
-    return {name: FILLS.get(shown(name)) or (next(spare), "white") for name in names}
+    return {name: FILLS.get(spell_component(name)) or (next(spare), "white") for name in names}
 
 
 def _draw_bars(console: Console, priced: Priced, fills: Mapping[str, tuple[str, str]]) -> None:
@@ -270,7 +270,7 @@ def draw_comparison(console: Console, rows: Sequence[tuple[str, Priced | str]]) 
     """The strategies side by side, as people keep such tables by hand."""
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
     for priced in [outcome for _, outcome in rows if isinstance(outcome, Priced)][:1]:
-        console.print(Text(text("screen.about", name=priced.shape.name, what=trained(priced)), style="bold"))
+        console.print(Text(text("screen.about", name=priced.shape.name, what=describe_training(priced)), style="bold"))
         say(console, f"{machine_words(priced)} · {training_line(priced)}")
         console.print()
     table = table_of(

@@ -59,7 +59,7 @@ from tightfit.memory import estimate
 from tightfit.messages import Message, Said, text
 from tightfit.model.presets import PRESETS, checkpoint_named, checkpoint_of
 from tightfit.planner.plan import Plan, Way
-from tightfit.planner.trainers import OLDEST_LLAMAFACTORY, check_llamafactory, fused_under_llamafactory
+from tightfit.planner.trainers import OLDEST_LLAMAFACTORY, check_llamafactory, fuses_under_llamafactory
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import ConfigError, Levers, ModelShape
 
@@ -276,7 +276,7 @@ def _refuse(plan: Plan, way: Way, target: Target) -> None:
     check_llamafactory(levers, shape, version)
     if levers.is_fsdp2:
         raise ConfigError(Message("llamafactory.llamafactory-cli-cannot-start-fsdp2"))
-    if levers.loss == "fused" and shape.model_type not in fused_under_llamafactory(at):
+    if levers.loss == "fused" and shape.model_type not in fuses_under_llamafactory(at):
         raise ConfigError(Message("llamafactory.no-fused-loss", version=version, model_type=shape.model_type))
     if not levers.master_weights and (levers.stage == 3 or levers.precision != "bf16"):
         if levers.stage == 3:
