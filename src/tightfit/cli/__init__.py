@@ -152,7 +152,7 @@ def _version() -> str:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return f"tightfit {find_installed('tightfit') or 'that is not installed'}\n{', '.join(found)}"
+    return f"tightfit {find_installed('tightfit') or text('cli.not-installed')}\n{', '.join(found)}"
 
 
 def _help() -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from tightfit.messages import Message, text
 from tightfit.priced import Priced, amounts, spell_component
+from tightfit.screen import component_words
 from tightfit.types import ZERO3, Buckets, Checkpointing, Levers, PhaseName, UserError
 
 COSTLY = Message("cli.changes-training")
@@ -212,7 +213,12 @@ def advise(priced: Priced, ask: Ask | None = None, most: int = 3) -> list[str]:
             return False  # this model or these levers do not go with it
 
     return [
-        f"{spell_component(name)}, {amounts(held[name])[0]} GiB: {_shrink(spell_component(name), case, helps)}."
+        text(
+            "cli.shrinks",
+            name=component_words(name),
+            size=amounts(held[name])[0],
+            how=_shrink(spell_component(name), case, helps),
+        )
         for name in largest
     ]
 

@@ -16,6 +16,7 @@ from typing import IO, Any
 from tightfit.cli.flags import CHANGE, Parser
 from tightfit.inputs.records import parse_json
 from tightfit.messages import Message, text
+from tightfit.messages.wide import pad
 from tightfit.owned import replace_file
 from tightfit.runs.checkpoints import written_first
 from tightfit.types import ConfigError, ModelError, UserError
@@ -174,12 +175,12 @@ class _Line:
         if self._quiet or (not self._live and now - self._said_at < EVERY_S):
             return
         self._said_at = now
-        text = f"{what}: {100 * done // max(total, 1)} %"
+        line = f"{what}: {100 * done // max(total, 1)} %"
         if self._live:
-            print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+            print(f"\r{pad(line, 60)}", end="", file=sys.stderr, flush=True)
             self._drawn = True
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._drawn:
@@ -192,7 +193,8 @@ def _as_text(end: dict[str, Any]) -> str:
         "deepspeed": text("cli.the-checkpoint"),
         "model": text("cli.the-model"),
     }[end["kind"]]
-    lines = [f"{what}: {end['folder']} ({_size(end['bytes'])}, {end['dtype']})"]
+    size = _size(end["bytes"])
+    lines = [text("cli.exported", what=what, folder=end["folder"], size=size, dtype=end["dtype"])]
     lines += [f"  {note}" for note in end["notes"]]
     lines.append(text("cli.use-automodelforcausallm-pretrained", end=end["folder"]))
     return "\n".join(lines)

@@ -5,21 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from tightfit.cli.flags import CHANGE, Parser, whole_number
-from tightfit.formats.finding import Finding, Report
+from tightfit.formats.finding import Finding, Report, Severity
 from tightfit.formats.lint import examine
 from tightfit.formats.registry import kinds
 from tightfit.formats.target import Target
 from tightfit.inputs.versions import is_version
 from tightfit.messages import Listing, Message, Said, bare, end_sentence, text
+from tightfit.messages.wide import wrap
 from tightfit.types import ConfigError
 
 FOUND_ERRORS = 1
+SEVERITIES: dict[Severity, Message] = {
+    "error": Message("cli.error"),
+    "warning": Message("cli.warning"),
+    "note": Message("cli.note"),
+}
+COUNTS: dict[Severity, tuple[str, str]] = {
+    "error": ("cli.some-errors", "cli.no-errors"),
+    "warning": ("cli.some-warnings", "cli.no-warnings"),
+    "note": ("cli.some-notes", "cli.no-notes"),
+}
 _VERSIONS = ("deepspeed_version", "transformers_version", "llamafactory_version")
 
 
@@ -97,17 +107,18 @@ def _as_json(report: Report) -> dict[str, object]:
 def _as_text(report: Report) -> str:
     width = max(40, min(shutil.get_terminal_size().columns, 120))
     blocks = [_block(finding, width) for finding in report.findings]
-    words = [_counted(report, "error"), _counted(report, "warning"), _counted(report, "note")]
-    blocks.append(f"{report.file} ({report.kind}): {', '.join(words)}")
+    counts = [(many, none, report.count(severity)) for severity, (many, none) in COUNTS.items()]
+    words = Listing(Message(many, n=count) if count else Message(none) for many, none, count in counts)
+    blocks.append(text("cli.linted", file=report.file, kind=report.kind, counts=words))
     return "\n\n".join(blocks)
 
 
 def _block(finding: Finding, width: int) -> str:
     where = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
     first = "  ".join(part for part in (where, finding.place) if part)
-    lines = [f"{first}  {finding.severity} [{finding.rule}]"]
-    lines += textwrap.wrap(_sentence(finding.what, finding.place), width, initial_indent="  ", subsequent_indent="  ")
-    lines += textwrap.wrap(text("lint.fix", fix=finding.fix), width, initial_indent="  ", subsequent_indent="       ")
+    lines = [f"{first}  {SEVERITIES[finding.severity]} [{finding.rule}]"]
+    lines.append(wrap(_sentence(finding.what, finding.place), width, "  ", "  "))
+    lines.append(wrap(text("lint.fix", fix=finding.fix), width, "  ", " " * 7))
     return "\n".join(lines)
 
 
@@ -117,8 +128,3 @@ def _sentence(what: Said, place: str) -> str:
     first = bare(sentence.split(maxsplit=1)[0])
     is_key = first in place.split(".") or not first.isalpha()
     return sentence if is_key else sentence[:1].upper() + sentence[1:]
-
-
-def _counted(report: Report, severity: str) -> str:
-    number = sum(finding.severity == severity for finding in report.findings)
-    return f"{number or 'no'} {severity}{'' if number == 1 else 's'}"

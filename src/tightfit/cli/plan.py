@@ -22,7 +22,7 @@ from tightfit.inputs.flags import spelt
 from tightfit.job import Allowance, Schedule, Tier, Wanted
 from tightfit.job.fields import FREE_LEVERS, job_fields, meanings
 from tightfit.job.file import JOB_FLAGS
-from tightfit.messages import Message, explain_field, text
+from tightfit.messages import Listing, Message, explain_field, text
 from tightfit.planner.limits import Limit
 from tightfit.planner.tiers import Tiered
 from tightfit.types import Levers, Trainer
@@ -52,10 +52,10 @@ FLAGS: dict[str, dict[str, tuple[str | None, Message]]] = {
         "margin": ("SHARE", Message("help.margin")),
         "allow": (
             "A,B,…",
-            Message("help.allow", allowance=", ".join(get_args(Allowance))),
+            Message("help.allow", allowance=Listing(get_args(Allowance))),
         ),
         "only_stage": ("N", Message("help.plan-only-stage")),
-        "tier": ("NAME", Message("help.tier", tier=", ".join(get_args(Tier)))),
+        "tier": ("NAME", Message("help.tier", tier=Listing(get_args(Tier)))),
         "max": ("|".join(get_args(Wanted)), Message("help.max")),
         "no_calibration": (None, Message("help.no-calibration")),
         "json": (None, Message("help.json")),

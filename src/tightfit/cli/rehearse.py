@@ -124,7 +124,7 @@ def _prepared(request: Request, options: RehearseOptions) -> Ready:
         return prepare(request, options)
     from tightfit.screen.plan import waiting
 
-    with waiting("planning …"):
+    with waiting(text("cli.planning")):
         return prepare(request, options)
 
 
@@ -252,7 +252,7 @@ def _rehearsal(ready: Ready, outcome: Outcome, probe: Probe | None, kept: str | 
         model=worker.model,
         engine=worker.engine,
         ranks=worker.ranks,
-        device="the CPU" if ready.device is None else ready.device.name,
+        device=text("cli.the-cpu") if ready.device is None else ready.device.name,
         cap_bytes=ready.cap_bytes,
         tensor_bytes=ready.tensor_bytes,
         verdict=verdict,
@@ -281,7 +281,7 @@ def _rows(ready: Ready, outcome: Outcome, probe: Probe | None) -> tuple[FigureRo
     rows = [
         FigureRow(
             key=mark.milestone,
-            name=f"memory, {MILESTONES.get(mark.milestone, mark.milestone)}",
+            name=text("screen.memory-at", what=MILESTONES.get(mark.milestone, mark.milestone)),
             unit="bytes",
             predicted=mark.predicted_bytes,
             measured=mark.measured_bytes,

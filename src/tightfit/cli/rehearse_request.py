@@ -133,13 +133,12 @@ def _planned(request: Request, cap: int | None) -> tuple[Plan, dict[str, str]]:
 
 def _words(plan: Plan) -> tuple[str, ...]:
     from tightfit.priced import strategy_name
-    from tightfit.screen.plan_words import hardware_words, model_words
+    from tightfit.screen.plan_words import head_words
 
     way = plan.chosen
     assert way is not None
-    tokens = text("cli.tokens-step", effective_batch=plan.effective_batch, sequence=way.levers.sequence)
     return (
-        f"{model_words(plan)}, on {hardware_words(way.hardware)}: {tokens}",
+        str(head_words(plan, way.hardware, way.levers.sequence)),
         text("cli.one-rank", levers=strategy_name(way.levers), world=way.world),
     )
 

@@ -27,7 +27,10 @@ def _look(need_bytes: int | None, count: int) -> bool:
     taken = {key: entry for entry in reservations().live() for key in entry.gpus}
     for device in occupancy().devices[:count]:
         if device.key in taken:
-            raise Busy(Message("cli.gpu-use-wait", number=device.number, words=taken[device.key].words))
+            raise Busy(
+                Message("cli.gpu-use-wait", number=device.number, words=taken[device.key].words),
+                Message("cli.wait-for-it"),
+            )
         _check(device, need_bytes)
     return True
 
@@ -40,7 +43,15 @@ def _check(device: Device, need_bytes: int | None) -> None:
     held, of = who and text("cli.holds-rest", who=who), (device.key, who) if who else (device.key,)
     if need_bytes is not None and free < need_bytes:
         needed, left = amounts(need_bytes, free)
-        raise Busy(Message("cli.too-little-for-command", number=device.number, left=left, needed=needed, held=held), of)
+        raise Busy(
+            Message("cli.too-little-for-command", number=device.number, left=left, needed=needed, held=held),
+            Message("cli.wait"),
+            of,
+        )
     if need_bytes is None and total is not None and free < FREE_SHARE * total:
         left, whole = amounts(free, total)
-        raise Busy(Message("cli.too-little-free", number=device.number, left=left, whole=whole, held=held), of)
+        raise Busy(
+            Message("cli.too-little-free", number=device.number, left=left, whole=whole, held=held),
+            Message("cli.wait"),
+            of,
+        )

@@ -128,7 +128,7 @@ def _planned(request: Request, options: TrainOptions) -> Ready:
         return prepare(request, options)
     from tightfit.screen.plan import waiting
 
-    with waiting("planning …"):
+    with waiting(text("cli.planning")):
         return prepare(request, options)
 
 
@@ -215,9 +215,8 @@ def _dry_run(ready: Ready, asked: Asked) -> int:
     for sentence in ready.said:
         say(console, sentence)
     console.print()
-    where = f"GPU {', '.join(str(device.number) for device in ready.devices)}" if ready.devices else "the CPU"
-    ranks = f"{ready.worker.ranks} rank{'' if ready.worker.ranks == 1 else 's'}"
-    say(console, text("cli.nothing-started-written", ranks=ranks, where=where, folder=ready.folder))
+    where = f"GPU {', '.join(str(device.number) for device in ready.devices)}" if ready.devices else text("cli.the-cpu")
+    say(console, text("cli.nothing-started-written", ranks=ready.worker.ranks, where=where, folder=ready.folder))
     return 0
 
 
@@ -397,4 +396,7 @@ def _check_taken(ready: Ready, live: Sequence[Reservation]) -> None:
     for device in ready.devices:
         for entry in live:
             if device.key in entry.gpus:
-                raise Busy(Message("cli.gpu-just-taken-2", number=device.number, words=entry.words))
+                raise Busy(
+                    Message("cli.gpu-just-taken-2", number=device.number, words=entry.words),
+                    Message("cli.start-again-or-choose"),
+                )

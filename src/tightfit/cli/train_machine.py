@@ -15,7 +15,7 @@ from tightfit.hardware.occupancy import Device, Holder, Occupancy, occupancy
 from tightfit.hardware.slurm import slurm_node
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Job
-from tightfit.messages import Message, Said, text
+from tightfit.messages import Message, text
 from tightfit.priced import GIB, amounts
 from tightfit.runs.reservations import Reservation, Reservations
 from tightfit.runs.worker_file import WorkerFile
@@ -58,9 +58,9 @@ class Busy(HardwareError):
     `of` names what is awaited where the sentence holds amounts that change: the GPU, and the process on it.
     """
 
-    def __init__(self, message: Said, of: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.of = of or (str(message),)
+    def __init__(self, problem: Message, fix: Message, of: tuple[str, ...] = ()) -> None:
+        super().__init__(Message("cli.busy", problem=problem, fix=fix))
+        self.problem, self.of = problem, of or (str(problem),)
 
 
 DEFAULT_PORT = 29500
@@ -160,12 +160,13 @@ class Machine:
             return hardware
         who = taken[busy[0].key].words
         if not free:
-            raise Busy(Message("cli.every-gpu-use-2", who=who))
+            raise Busy(Message("cli.every-gpu-use-2", who=who), Message("cli.wait-for-it-with"))
         if self.num_gpus is not None:
             raise Busy(
                 Message(
                     "cli.num-gpus-gpus-free", num_gpus=self.num_gpus, free=len(free), number=busy[0].number, who=who
-                )
+                ),
+                Message("cli.say-fewer-or-wait", free=len(free)),
             )
         said = text("cli.gpus-used-gpu", free=len(free), devices=len(devices), number=busy[0].number, who=who)
         return replace(hardware, gpus_per_node=len(free), because=(*hardware.because, said))
@@ -178,7 +179,7 @@ class Machine:
         left = ram - reserved
         who = self.live[0].words
         if left <= 0:
-            raise Busy(Message("cli.live-runs-reserved", ram=ram / GIB, who=who))
+            raise Busy(Message("cli.live-runs-reserved", ram=ram / GIB, who=who), Message("cli.wait-for-it-with"))
         gpu = hardware.gpu
         if gpu.vendor == "cpu":
             gpu = replace(gpu, memory_bytes=left // 2)
@@ -194,9 +195,9 @@ class Machine:
         if left is not None and worker.ram_bytes_per_node > left:
             need, there = amounts(worker.ram_bytes_per_node, max(left, 0))
             held = text("cli.after-what-live", words=self.live[0].words) if self.live else ""
-            raise (Busy if self.live else HardwareError)(
-                Message("cli.plan-needs-gib-2", need=need, there=there, held=held)
-            )
+            problem = Message("cli.plan-needs-ram", need=need, there=there, held=held)
+            busy = Busy(problem, Message("cli.plan-again-here"))
+            raise busy if self.live else HardwareError(busy.said)
 
     def devices_for(self, worker: WorkerFile, ids: Sequence[int] | None) -> tuple[Device, ...]:
         """The GPUs that the ranks of this node get."""
@@ -223,16 +224,17 @@ class Machine:
         for device in chosen:
             if device.key in self.taken:
                 who = self.taken[device.key].words
-                raise Busy(Message("cli.gpu-use-choose", number=device.number, who=who))
+                raise Busy(Message("cli.gpu-use-choose", number=device.number, who=who), Message("cli.choose-or-wait"))
         return chosen
 
     def _unasked(self, worker: WorkerFile) -> tuple[Device, ...]:
         """The first that no live run has, those with room before those without."""
         free = [device for device in self.occupancy.devices if device.key not in self.taken]
         if len(free) < worker.gpus_per_node:
-            who = self.live[0].words if self.live else "others"
+            who = self.live[0].words if self.live else text("cli.others")
             raise Busy(
-                Message("cli.plan-wants-free", gpus_per_node=_gpus(worker.gpus_per_node), free=len(free), who=who)
+                Message("cli.plan-wants-free", gpus_per_node=_gpus(worker.gpus_per_node), free=len(free), who=who),
+                Message("cli.wait-with"),
             )
         roomy = [device for device in free if _has_room(device, worker)]
         narrow = [device for device in free if device not in roomy]
@@ -258,7 +260,7 @@ def machine_for(request: Request, options: TrainOptions, nodes: Nodes) -> Machin
 def holder_words(holder: Holder) -> str:
     """`process 4711 (anna, python train.py)`"""
     who = ", ".join(filter(None, (holder.user, holder.command)))
-    return f"process {holder.pid}" + (f" ({who})" if who else "")
+    return text("cli.process-of", pid=holder.pid, who=who) if who else text("cli.process", pid=holder.pid)
 
 
 def _has_room(device: Device, worker: WorkerFile) -> bool:
@@ -280,6 +282,7 @@ def check_free(device: Device, worker: WorkerFile) -> None:
             need=need,
             held=Message("cli.holds-rest", who=who) if who else "",
         ),
+        Message("cli.wait-or-choose"),
         of=(device.key, who) if who else (device.key,),
     )
 
@@ -303,7 +306,7 @@ def wait_while_busy(
             return ready()
         except Busy as error:
             if not said.issuperset(error.of):
-                say(f"waiting: {str(error).rpartition(': ')[0]}")
+                say(text("cli.waiting", problem=error.problem))
                 said.update(error.of)
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline and not give_up():
@@ -311,5 +314,5 @@ def wait_while_busy(
     return None
 
 
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
+def _gpus(count: int) -> Message:
+    return Message("cli.gpus", n=count)

@@ -202,8 +202,7 @@ def _check_nodes(nodes: Nodes, worker: WorkerFile) -> None:
         return
     if nodes.count == 1:
         raise HardwareError(Message("cli.plan-nodes-name", nodes=worker.nodes))
-    used = "1 node" if worker.nodes == 1 else f"{worker.nodes} nodes"
-    raise HardwareError(Message("cli.plan-uses-were", used=used, count=nodes.count))
+    raise HardwareError(Message("cli.plan-uses-were", used=worker.nodes, count=nodes.count))
 
 
 def check_data(job: Job) -> None:

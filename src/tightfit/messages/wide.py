@@ -30,7 +30,7 @@ def pad_left(text: object, width: int) -> str:
 def wrap(text: str, width: int, first: str = "", indent: str = "", *, break_on_hyphens: bool = True) -> str:
     """Lines of at most so many cells, the first behind `first` and the others behind `indent`. Chinese has no spaces: a
     line may end behind every character, but not before the mark that follows it."""
-    if not re.search(f"[{_WIDE}]", text):
+    if count_cells(text) == len(text):
         return textwrap.fill(
             text, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=break_on_hyphens
         )

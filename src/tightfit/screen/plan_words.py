@@ -30,8 +30,8 @@ def model_words(plan: Plan) -> str:
     levers = shown.levers if shown else levers_of(plan.job, plan.shape)
     parts = [
         f"{shape.name} ({billions(shape.parameters)})",
-        levers.method if levers.lora is None else f"{levers.method} rank {levers.lora.rank}",
-        levers.precision if levers.master_weights else f"pure {levers.precision}",
+        levers.method if levers.lora is None else text("screen.rank", method=levers.method, rank=levers.lora.rank),
+        levers.precision if levers.master_weights else text("screen.pure", precision=levers.precision),
         *([] if levers.optimizer == "adamw" else [levers.optimizer]),
     ]
     return ", ".join(parts)
