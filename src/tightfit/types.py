@@ -220,7 +220,7 @@ class ModelShape:
     final_softcap: bool = False
     """tanh soft-capping of the logits (gemma2)."""
     max_positions: int | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Any, ...] = ()
     """Sentences that belong on the screen: 'called 3B, really 0.9B'."""
 
     @property
@@ -339,7 +339,7 @@ class Lever:
     """The largest that anybody can mean: no model reads longer texts, none is wider. More would only keep the search
     busy, which tries what divides a batch, and its answer would be of no use."""
     form: tuple[str, str, str] | None = None
-    """Of text: its metavar, the pattern it must match, and what to call that."""
+    """Of text: its metavar, the pattern it must match, and the id of what is said of that."""
     also: tuple[str, ...] = ()
     """What other programs call a value of the same meaning: understood as a flag, and named when misplaced."""
     deepspeed: str = ""
@@ -575,7 +575,7 @@ class Levers:
         "the DeepSpeed whose behaviour is priced",
         "DeepSpeed's buffers",
         kept=True,
-        form=("V", r"\d+\.\d+(\.\d+)?([.+]?\w+)*", f"a version such as {DEEPSPEED_VERSION}"),
+        form=("V", r"\d+\.\d+(\.\d+)?([.+]?\w+)*", "inputs.a-version"),
     )
     dataloader_workers: int = lever(
         0,

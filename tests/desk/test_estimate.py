@@ -55,7 +55,7 @@ def test_the_installed_deepspeed_is_estimated(
     estimated = tightfit.estimate(**asked)
     assert estimated.priced.levers.deepspeed_version == "0.16.4"
     assert estimated.footprint.gpu.init_peak_bytes < newest
-    assert any("DeepSpeed 0.16.4, which is installed here" in sentence for sentence in estimated.priced.said)
+    assert any("DeepSpeed 0.16.4, which is installed here" in sentence for sentence in map(str, estimated.priced.said))
     assert tightfit.estimate(**asked, deepspeed_version="0.19.8").footprint.gpu.init_peak_bytes == newest
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tightfit.formats.lint import examine
-from tightfit.inputs.spelling import misspelt
+from tightfit.inputs.spelling import find_slip
 from tightfit.types import ConfigError
 
 AXOLOTL = "base_model datasets sequence_len micro_batch_size num_epochs optimizer lr_scheduler output_dir learning_rate"
@@ -86,4 +86,4 @@ def test_what_llamafactory_hands_on_to_megatron_is_no_slip(tmp_path: Path) -> No
     ],
 )
 def test_only_a_slip_of_the_fingers_is_corrected(word: str, known: str, right: bool) -> None:
-    assert misspelt(word, [known]) == (known if right else None)
+    assert find_slip(word, [known]) == (known if right else None)

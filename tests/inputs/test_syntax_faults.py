@@ -26,7 +26,7 @@ from tightfit.inputs.syntax_faults import json_fault, without_comments, yaml_fau
     ],
 )
 def test_json(text: str, fix: str) -> None:
-    assert json_fault(text) == fix
+    assert str(json_fault(text)) == fix
 
 
 def test_comments_go_and_text_stays() -> None:
@@ -49,4 +49,4 @@ def test_comments_go_and_text_stays() -> None:
 def test_yaml(text: str, fix: str) -> None:
     with pytest.raises(yaml.YAMLError) as raised:
         yaml.safe_load(text)
-    assert yaml_fault(raised.value) == fix
+    assert str(yaml_fault(raised.value)) == fix

@@ -22,7 +22,7 @@ def saving_of(tmp_path: Path, text: str) -> Saving:
 def refusal(tmp_path: Path, text: str) -> str:
     with pytest.raises(ConfigError) as refused:
         saving_of(tmp_path, text)
-    assert job_faults(tmp_path / "job.yaml") == (str(refused.value),)
+    assert [str(fault) for fault in job_faults(tmp_path / "job.yaml")] == [str(refused.value)]
     return str(refused.value)
 
 
@@ -96,7 +96,7 @@ def test_what_is_wrong_names_the_word_that_was_written(tmp_path: Path, block: st
 def test_a_fault_hides_no_other_and_is_said_once(tmp_path: Path, lines: str, faults: list[str]) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"model: tiny_llama\n{lines}\n")
-    assert [fault.partition(" in ")[0] for fault in job_faults(path)] == faults
+    assert [str(fault).partition(" in ")[0] for fault in job_faults(path)] == faults
 
 
 def test_flags_win_over_a_file_and_speak_of_themselves() -> None:

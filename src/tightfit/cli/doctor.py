@@ -19,7 +19,7 @@ from tightfit.hardware.doctor.disk import measure
 from tightfit.hardware.doctor.row import GROUPS, LIGHTS, Row, worst
 from tightfit.hardware.probes.card import CardProcess
 from tightfit.inputs.spelling import read_text
-from tightfit.messages import Message, text
+from tightfit.messages import Message, change_texts, text
 from tightfit.types import ConfigError, HardwareError
 
 RED = 1
@@ -72,7 +72,9 @@ def _without_secrets(found: Checkup) -> Checkup:
         for card in found.cards.cards
     )
     seen = replace(found.cards, cards=cards, unplaced=tuple(map(hidden, found.cards.unplaced)))
-    return replace(found, cards=seen, rows=tuple(replace(row, what=masked(row.what)) for row in found.rows))
+    return replace(
+        found, cards=seen, rows=tuple(replace(row, what=change_texts(row.what, masked)) for row in found.rows)
+    )
 
 
 def parser() -> Parser:
@@ -93,7 +95,7 @@ def as_json(found: Checkup, rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "verdict": worst(rows),
         "lights": {light: sum(row.light == light for row in rows) for light in LIGHTS},
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(replace(row, what=str(row.what), fix=row.fix and str(row.fix))) for row in rows],
         "cards": [asdict(card) for card in found.cards.cards],
         "processes_on_some_card": [asdict(process) for process in found.cards.unplaced],
         "driver": None if found.cards.driver is None else asdict(found.cards.driver),

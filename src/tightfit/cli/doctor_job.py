@@ -18,7 +18,7 @@ from tightfit.desk.stages import each_stage
 from tightfit.hardware.doctor import Checkup
 from tightfit.hardware.doctor.row import Light, Row, gib
 from tightfit.inputs.surroundings import is_installed
-from tightfit.messages import bare, text
+from tightfit.messages import Said, bare, text
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import strategy_name
 from tightfit.types import ConfigError, UserError
@@ -69,7 +69,7 @@ def read(path: str, output: str | None) -> JobCheck:
     return JobCheck(settled=settled, folder=folder, plan=plan, problem=problem, is_llamafactory=is_llamafactory)
 
 
-def _row(name: str, light: Light, what: str, fix: str | None = None, *commands: str) -> Row:
+def _row(name: str, light: Light, what: Said, fix: Said | None = None, *commands: str) -> Row:
     return Row(id=name, group="job", light=light, what=what, fix=fix, commands=commands)
 
 

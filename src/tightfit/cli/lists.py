@@ -132,7 +132,7 @@ def _model_report(shape: ModelShape) -> dict[str, Any]:
         "layers": shape.n_layers,
         "hidden_size": shape.hidden_size,
         "vocab_size": shape.vocab_size,
-        "notes": list(shape.notes),
+        "notes": list(map(str, shape.notes)),
     }
 
 

@@ -123,10 +123,10 @@ def _holds_others(field: JobField) -> bool:
 def _row(field: JobField) -> tuple[str, str, str, str]:
     lever = field.name.removeprefix("levers.")
     if lever != field.name:
-        return f"`{field.name}`", field.phrase, text("cli.plan-chooses"), _lever_meaning(lever)
+        return f"`{field.name}`", str(field.phrase), text("cli.plan-chooses"), _lever_meaning(lever)
     return (
         f"`{field.name}`",
-        field.phrase,
+        str(field.phrase),
         _default(field),
         " ".join(explain_field("job", field.name, meanings()[field.name]).split()),
     )

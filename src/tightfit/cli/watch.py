@@ -283,7 +283,7 @@ def report(look: Look) -> dict[str, Any]:
         "runs": [{"folder": entry.folder, "pid": entry.pid} for entry in look.others],
         "lights": {light.name: {"colour": light.colour, "text": str(light.text)} for light in look.health.lights},
         "warnings": [str(warning) for warning in look.health.warnings],
-        "problems": list(look.problems),
+        "problems": list(map(str, look.problems)),
     }
 
 

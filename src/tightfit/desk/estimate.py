@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tightfit.desk.lever_flags import flags_of, without_effect
+from tightfit.desk.lever_flags import find_idle, flags_of
 from tightfit.desk.request import Request, RequestFile
 from tightfit.inputs.flags import levers_from_flags, spelt
 from tightfit.inputs.versions import choose_deepspeed
-from tightfit.messages import Said
+from tightfit.messages import Listing, Message, Said, text
 from tightfit.model.load import load_model
 from tightfit.priced import Priced, strategy_name
 from tightfit.types import (
@@ -62,18 +62,18 @@ def estimated(request: Request) -> Priced:
     """What every GPU and the host will hold: of a job file that names no engine, under the plan that it would get."""
     job = _job(request)
     if job is not None and request.file is not None:
-        from tightfit.desk.estimate_job import planned_way
+        from tightfit.desk.estimate_job import find_planned_way
 
-        if (found := planned_way(request, request.file, job)) is not None:
+        if (found := find_planned_way(request, request.file, job)) is not None:
             way, said = found
             return replace(price(way.shape, way.levers, way.world, way.hardware), said=said, planned=True)
-    asked = _asked(request, job)
+    asked = _resolve(request, job)
     return replace(price(asked.shape, asked.levers, asked.world, asked.hardware), said=asked.said)
 
 
 def comparison(request: Request) -> list[tuple[str, Outcome]]:
     """The same of every strategy."""
-    asked = _asked(request, _job(request))
+    asked = _resolve(request, _job(request))
     return compare(asked.shape, asked.levers, asked.world, asked.hardware)
 
 
@@ -86,7 +86,7 @@ def compare(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | 
             rows.append((str(strategy_name(tried)), price(shape, tried, world, hardware)))
         except UserError as error:
             rows.append((str(strategy_name(tried)), str(error)))
-    return [*rows, ("model parallel", "not run by us")]
+    return [*rows, (text("desk.model-parallel"), text("desk.not-run"))]
 
 
 def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> Priced:
@@ -99,7 +99,7 @@ def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | No
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _asked(request: Request, job: JobInput | None) -> EstimateInput:
+def _resolve(request: Request, job: JobInput | None) -> EstimateInput:
     hardware = job.hardware if job else hardware_of(request)
     world = world_of(request, hardware, job.world if job else 1)
     version, version_said = _version(request, job, hardware)
@@ -108,27 +108,27 @@ def _asked(request: Request, job: JobInput | None) -> EstimateInput:
     levers = levers_from_flags(flags_of(request.flags), shape, base)
     if not levers.is_fsdp2:
         said += version_said
-    said += (*chosen, *_chosen(request, levers, world, hardware, job))
-    said += without_effect({name: spelt(name) for name in request.flags}, shape)
+    said += (*chosen, *_warn(request, levers, world, hardware, job))
+    said += find_idle({name: spelt(name) for name in request.flags}, shape)
     return EstimateInput(shape=shape, levers=levers, world=world, hardware=hardware, said=said)
 
 
-def _chosen(
+def _warn(
     request: Request, levers: Levers, world: int, hardware: Hardware | None, job: JobInput | None
-) -> tuple[str, ...]:
+) -> tuple[Said, ...]:
     """What was chosen without being asked for, and what the cards or our knowledge lack for it."""
-    said = []
+    said: list[Said] = []
     named = "engine" in request.flags or request.deepspeed is not None or (request.file is not None and job is None)
     if not named and world > 1 and levers.engine == "zero0" and not (job and "levers.engine" in job.explicit):
-        said.append("No --engine was named, so nothing is sharded (zero0); --compare shows the others.")
+        said.append(Message("desk.no-engine"))
     if hardware is not None and levers.precision == "bf16" and _lacks_bf16(hardware):
-        said.append(f"The {hardware.gpu.name} has no bf16 of its own: --precision fp16 is what it trains in.")
+        said.append(Message("desk.no-bf16", card=hardware.gpu.name))
     if "nvme" in (levers.offload_optimizer, levers.offload_param):
-        said.append("NVMe offload was read in DeepSpeed's source and run on CPU ranks, and not measured.")
+        said.append(Message("desk.nvme-not-measured"))
     return tuple(said)
 
 
-def _version(request: Request, job: JobInput | None, hardware: Hardware | None) -> tuple[str, tuple[str, ...]]:
+def _version(request: Request, job: JobInput | None, hardware: Hardware | None) -> tuple[str, tuple[Said, ...]]:
     """The DeepSpeed that is priced: what was said, or the one that a plan would be for."""
     if "deepspeed_version" in request.flags:
         return request.flags["deepspeed_version"], ()
@@ -138,15 +138,14 @@ def _version(request: Request, job: JobInput | None, hardware: Hardware | None) 
     return choose_deepspeed(hardware, job.levers.trainer if job else other)
 
 
-def _precision(request: Request, job: JobInput | None, hardware: Hardware | None) -> tuple[Levers, tuple[str, ...]]:
+def _precision(request: Request, job: JobInput | None, hardware: Hardware | None) -> tuple[Levers, tuple[Said, ...]]:
     """The defaults for this card: a card without bf16 computes in fp16, unless somebody says otherwise."""
     usual = Levers()
     asked = "precision" in request.flags or (job is not None and "precision" in job.explicit)
     from_files = (request.file is not None and job is None) or request.deepspeed is not None
     if asked or from_files or hardware is None or not _lacks_bf16(hardware):
         return usual, ()
-    said = f"No --precision was named, and the {hardware.gpu.name} has no bf16 of its own: fp16."
-    return replace(usual, precision="fp16"), (said,)
+    return replace(usual, precision="fp16"), (Message("desk.fp16-chosen", card=hardware.gpu.name),)
 
 
 def _lacks_bf16(hardware: Hardware) -> bool:
@@ -160,7 +159,7 @@ def hardware_of(request: Request) -> Hardware | None:
     word = request.flags.get("gpus")
     for flag in ("host_ram", "nvme"):
         if word is None and flag in request.flags:
-            raise ConfigError(f"--{flag.replace('_', '-')} needs --gpus: it describes the machine that the GPUs are in")
+            raise ConfigError(Message("desk.needs-gpus", flag=spelt(flag)))
     if word is None:
         return None
     sizes = {"host_ram": request.flags.get("host_ram"), "nvme": request.flags.get("nvme")}
@@ -178,10 +177,14 @@ def world_of(request: Request, hardware: Hardware | None, otherwise: int = 1) ->
     there = hardware.world if hardware else None
     world = (there or otherwise) if request.world is None else request.world
     if world < 1:
-        raise ConfigError(f"--world must be at least 1, not {world}")
+        least = Message("inputs.at-least", least=1)
+        raise ConfigError(Message("inputs.flag-must-be", flag="--world", must=least, value=world))
     if there is not None and world > there:
-        where = f"of --gpus {request.flags['gpus']}" if "gpus" in request.flags else "that there are"
-        raise HardwareError(f"--world {world} is more than the {there} GPUs {where}")
+        raise HardwareError(
+            Message("desk.world-beyond", world=world, there=there, gpus=request.flags["gpus"])
+            if "gpus" in request.flags
+            else Message("desk.world-beyond-all", world=world, there=there)
+        )
     return world
 
 
@@ -199,7 +202,8 @@ def _inputs(
 ) -> tuple[ModelShape, Levers, tuple[Said, ...]]:
     """The model, the levers that files have set over the `usual` ones, and what their readers had to say."""
     if request.deepspeed and _names_fsdp2(request):
-        raise ConfigError("--deepspeed and --engine fsdp2 are two engines: leave one out")
+        raise ConfigError(Message("desk.two-engines"))
+    said: tuple[Said, ...] = ()
     if job is not None:
         base = replace(job.levers, deepspeed_version=usual.deepspeed_version)
         shape, said = job.shape, (*job.said, *job.batch_said)
@@ -208,9 +212,9 @@ def _inputs(
     elif request.file is not None:
         return _from_llamafactory(request, request.file, world, usual)
     elif request.model is None:
-        raise ConfigError("say which model: --model with a preset (`tightfit models`), a Hugging Face id or a folder")
+        raise ConfigError(Message("job.which-model"))
     else:
-        shape, base, said = load_model(request.model, trust_trace=request.trace), usual, ()
+        shape, base = load_model(request.model, trust_trace=request.trace), usual
     if request.deepspeed is None:
         return shape, base, said
     from tightfit.formats.deepspeed.read import read_deepspeed, to_levers
@@ -226,7 +230,7 @@ def _from_llamafactory(
     from tightfit.formats.llamafactory import read as llamafactory_file
 
     if str(file.path).endswith(".json"):
-        raise ConfigError(f"{file.path} should be a LLaMA-Factory YAML: a DeepSpeed JSON goes after --deepspeed")
+        raise ConfigError(Message("desk.not-llamafactory", path=file.path))
     found = file.found
     if isinstance(found, UserError):  # for its own words about what cannot be read
         settings = llamafactory_file.read_llamafactory(file.path)
@@ -234,7 +238,7 @@ def _from_llamafactory(
         settings = llamafactory_file.settings_from(found.values, file.path)
     said: tuple[Said, ...] = (*settings.because, *settings.computing_because)
     if settings.ignored:
-        said += (f"not known to us and so not priced: {', '.join(settings.ignored)}",)
+        said += (Message("desk.not-priced", names=Listing(settings.ignored)),)
     shape = load_model(request.model or settings.model, trust_trace=request.trace)
     levers = llamafactory_file.to_levers(settings, usual, n_layers=shape.n_layers)
     config = request.deepspeed or settings.deepspeed

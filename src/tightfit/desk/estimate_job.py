@@ -7,21 +7,23 @@ what the file pins is taken, and the rest has the values that `estimate` takes w
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 
 from tightfit.desk.request import Request, RequestFile
 from tightfit.desk.stages import stage_asked
 from tightfit.formats.llamafactory.keys import KNOWN
 from tightfit.job import Job
-from tightfit.job.file import JobFile, hardware_of, job_from_flags, job_from_text, levers_of, model_of, names_in
+from tightfit.job.file import hardware_of, job_from_flags, job_from_text, levers_of, model_of, names_in
 from tightfit.job.training import MARKS, is_arguments
+from tightfit.messages import Message, Said, id_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.tiers import Tiered
 from tightfit.types import Hardware, Levers, ModelShape, UserError
 
 TELLING = {field.name for field in fields(Job)} | {*MARKS}
 """The keys of a job file, in either of its forms."""
+_ABOUT_PLANS = ("job.gpus-of-this-machine", "job.batch-kept", "job.batch-is")
+"""What the reader of job files says of what a plan does with the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,8 @@ class JobInput:
     """The GPUs that the file or the machine has; a flag may name fewer."""
     explicit: frozenset[str]
     """The fields that the file sets."""
-    said: tuple[str, ...]
-    batch_said: tuple[str, ...]
+    said: tuple[Said, ...]
+    batch_said: tuple[Said, ...]
     """How the sequences of a step are shared out, where no plan does it."""
     tier: str | None
 
@@ -60,20 +62,20 @@ def read_job_input(request: Request, file: RequestFile) -> JobInput:
     ids = job.hardware.gpu_ids
     world = hardware.world if hardware else num_gpus or (len(ids) if ids else 1)
     shape = model_of(job, trust_trace=request.trace)
-    levers, said = _batched(job, levers_of(job, shape), world if request.world is None else request.world)
+    levers, batch_said = _split_batch(job, levers_of(job, shape), world if request.world is None else request.world)
     return JobInput(
         shape=shape,
         levers=levers,
         hardware=hardware,
         world=world,
         explicit=read.explicit | (names_in(stage.fields) if stage else set()),
-        said=_kept(read),
-        batch_said=said,
+        said=tuple(said for said in read.said if id_of(said) not in _ABOUT_PLANS),
+        batch_said=batch_said,
         tier=job.tier,
     )
 
 
-def planned_way(request: Request, file: RequestFile, job: JobInput) -> tuple[Way, tuple[str, ...]] | None:
+def find_planned_way(request: Request, file: RequestFile, job: JobInput) -> tuple[Way, tuple[Said, ...]] | None:
     """The way that `tightfit train` would take, and the sentence about it; None: the job is to be taken as it stands.
 
     Where nothing fits, it is the way that needs least of a card.
@@ -87,31 +89,20 @@ def planned_way(request: Request, file: RequestFile, job: JobInput) -> tuple[Way
     plan = answer.plan if isinstance(answer, Tiered) else answer
     if not isinstance(plan, Plan) or not (plan.chosen or plan.alternatives):
         return None
-    name, tier = file.path.name, "" if job.tier is None else f" with the tier {job.tier}"
     if plan.chosen is not None:
-        said = f"No engine is named in {name}: priced is what `tightfit train` would choose{tier}."
-        return plan.chosen, (
-            said,
-            *job.said,
-            *(f"It changes the training: {change}." for change in plan.chosen.changes),
-        )
+        changes = [Message("desk.changes-training", change=change) for change in plan.chosen.changes]
+        return plan.chosen, (Message("desk.priced-plan", file=file.path.name, tier=job.tier), *job.said, *changes)
     least = max(plan.alternatives, key=lambda way: way.gpu_spare_bytes)
-    said = f"No engine is named in {name}, and nothing fits{tier}: priced is the way that needs least."
-    return least, (said, *job.said)
+    return least, (Message("desk.priced-least", file=file.path.name, tier=job.tier), *job.said)
 
 
-def _batched(job: Job, levers: Levers, world: int) -> tuple[Levers, tuple[str, ...]]:
+def _split_batch(job: Job, levers: Levers, world: int) -> tuple[Levers, tuple[Said, ...]]:
     """The sequences of a step as forward passes of the micro batch that is pinned, or of one."""
     if job.effective_batch is None or "accum" in job.levers or world < 1:
         return levers, ()
     share, rest = divmod(job.effective_batch, world * levers.micro_batch)
     if rest:
-        return levers, (f"An effective batch of {job.effective_batch} cannot be shared by {world} GPUs: not priced.",)
-    gpus = f"{world} GPUs" if world > 1 else "one GPU"
-    said = f"An effective batch of {job.effective_batch} on {gpus}: priced as {levers.micro_batch} × {share} on each."
+        return levers, (Message("desk.batch-not-shared", batch=job.effective_batch, gpus=world),)
+    micro = levers.micro_batch
+    said = Message("desk.batch-priced", batch=job.effective_batch, gpus=world, micro=micro, accum=share)
     return replace(levers, accumulation=share), (said,)
-
-
-def _kept(read: JobFile) -> tuple[str, ...]:
-    """The reader's sentences, without those about what a plan does with the file."""
-    return tuple(each for each in read.said if not re.search(r"^num_gpus |\bthe plan (may|keeps)\b", each))

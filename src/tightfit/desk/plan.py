@@ -19,6 +19,7 @@ from tightfit.desk.plan_files import (
 from tightfit.desk.plan_request import PlanInput, place_job, resolve_request
 from tightfit.desk.request import Request
 from tightfit.job import Wanted
+from tightfit.messages import Listing, Message, Said
 from tightfit.planner import plan_within
 from tightfit.planner.limits import Limit, largest_micro_batch, largest_model, longest_sequence
 from tightfit.planner.tiers import all_tiers, plan_tier
@@ -56,12 +57,12 @@ def original_for(request: Request) -> Original | None:
 
 def of_the_file(error: ConfigError, request: Request) -> ConfigError:
     """A batch that no flag gave is named by the file that did."""
-    said, flag = str(error), "--effective-batch "
-    if not said.startswith(flag) or "effective_batch" in request.flags or request.file is None:
+    said = error.said
+    if isinstance(said, str) or said.id != "plan.uneven-batch":
         return error
-    batch, _, rest = said.removeprefix(flag).partition(" ")
-    rest = rest.replace(": use ", f": use {flag}")
-    return ConfigError(f"The {batch} sequences a step of {request.file.path.name} {rest}")
+    if "effective_batch" in request.flags or request.file is None:
+        return error
+    return ConfigError(Message("desk.file-batch-uneven", file=request.file.path.name, **said.fields))
 
 
 def _answer(request: Request, settled: PlanInput, startable: Startable) -> Answer:
@@ -71,7 +72,7 @@ def _answer(request: Request, settled: PlanInput, startable: Startable) -> Answe
     if job.tier is not None:
         if job.tier == "all":
             if request.write is not None:
-                raise ConfigError("--tier all is a comparison: name one tier to --write its files")
+                raise ConfigError(Message("desk.write-one-tier"))
             return all_tiers(job, shape, hardware, settled.explicit, startable.calibration)
         answer = plan_tier(job.tier, job, shape, hardware, settled.explicit, startable.calibration)
         if answer.plan is None:
@@ -84,14 +85,13 @@ def _answer(request: Request, settled: PlanInput, startable: Startable) -> Answe
     return replace(found, because=(way_out, *found.because)) if way_out else found
 
 
-def _fitting_tiers(name: str, settled: PlanInput, startable: Startable) -> tuple[str, ...]:
+def _fitting_tiers(name: str, settled: PlanInput, startable: Startable) -> tuple[Said, ...]:
     """Where a tier does not fit: those that do."""
     every = all_tiers(settled.job, settled.shape, settled.hardware, settled.explicit, startable.calibration)
     names = [each.tier.name for each in every if each.plan is not None and each.plan.fits and each.tier.name != name]
     if not names:
-        return ("None of the other tiers fits either.",)
-    fit = "fits" if len(names) == 1 else "fit"
-    return (f"Of the other tiers {', '.join(names)} {fit}: --tier all sets them side by side.",)
+        return (Message("desk.no-tier-fits"),)
+    return (Message("desk.other-tiers-fit", names=Listing(names), count=len(names)),)
 
 
 def _most(wanted: Wanted, settled: PlanInput, startable: Startable) -> Limit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from tightfit.desk.request import Request
 from tightfit.inputs.flags import meant, spelt
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, choose_deepspeed, find_installed, is_version
 from tightfit.job import Job
-from tightfit.messages import Message
+from tightfit.messages import Message, Said
 from tightfit.planner import plan_within, question_of
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.limits import Limit
@@ -46,7 +46,7 @@ class Startable:
     engines: frozenset[str] | None = None
     """See `Bounds`; so `llamafactory_version`."""
     llamafactory_version: str = LLAMAFACTORY_VERSION
-    said: tuple[str, ...] = ()
+    said: tuple[Said, ...] = ()
     calibration: Calibration | None = None
     """What earlier runs have taught; None: predictions are taken as they are."""
     advice: bool = True
@@ -71,10 +71,12 @@ def target_of(request: Request) -> Target | None:
 
     usual, launcher = Target(), request.launcher
     if launcher is not None and launcher not in launchers():
-        raise ConfigError(f"--launcher knows no {launcher!r}{meant(launcher, launchers())}")
+        hint = meant(launcher, launchers())
+        raise ConfigError(Message("inputs.unknown-value", flag="--launcher", word=launcher, hint=hint))
     port = usual.port if request.port is None else request.port
     if not 1 <= port <= _MOST_PORT:
-        raise ConfigError(f"--port must be from 1 to {_MOST_PORT}, not {port}")
+        must = Message("inputs.from-to", least=1, most=_MOST_PORT)
+        raise ConfigError(Message("inputs.flag-must-be", flag="--port", must=must, value=port))
     return Target(
         transformers_version=_version("transformers", request.transformers_version, usual.transformers_version),
         llamafactory_version=_version("llamafactory", request.llamafactory_version, usual.llamafactory_version),
@@ -88,7 +90,8 @@ def _version(package: str, said: str | None, usual: str) -> str:
     if said is None:
         return find_installed(package) or usual
     if not is_version(said):
-        raise ConfigError(f"{spelt(package)}-version takes a version such as {usual}, not {said!r}")
+        form = Message("inputs.a-version", version=usual)
+        raise ConfigError(Message("inputs.flag-takes", flag=f"{spelt(package)}-version", form=form, word=said))
     return said
 
 
@@ -97,7 +100,7 @@ def read_hostfile(path: str) -> str:
     from tightfit.formats.launch.hostfile import parse_hostfile
     from tightfit.inputs.spelling import read_text
 
-    text = read_text(Path(path), "a hostfile")
+    text = read_text(Path(path), Message("desk.a-hostfile"))
     parse_hostfile(text)
     return text
 
@@ -105,23 +108,19 @@ def read_hostfile(path: str) -> str:
 def check_launcher(job: Job, target: Target | None) -> None:
     """A launcher that cannot start the engine which was pinned."""
     if target is not None and job.levers.get("engine") == FSDP2 and target.launcher in ("deepspeed", "llamafactory"):
-        raise ConfigError(
-            f"--launcher {target.launcher} starts DeepSpeed's engines, not fsdp2: use --launcher torchrun or accelerate"
-        )
+        raise ConfigError(Message("desk.launcher-without-fsdp2", launcher=target.launcher))
 
 
 def startable_of(job: Job, target: Target | None, calibration: Calibration | None = None) -> Startable:
     """What is promised must be what launcher and trainer run; what the user has pinned needs no sentence."""
     launcher = target.launcher if target else None
-    said, engines = [], None
-    if job.trainer == "llamafactory" and "engine" not in job.levers:
-        said.append("FSDP2 is left out: llamafactory-cli starts DeepSpeed's engines.")
-    elif launcher == "deepspeed":
-        engines = DEEPSPEED
-        if "engine" not in job.levers:
-            said.append("FSDP2 is left out: --launcher deepspeed starts DeepSpeed's engines.")
+    said: list[Said] = []
+    engines = DEEPSPEED if launcher == "deepspeed" and job.trainer != "llamafactory" else None
+    if "engine" not in job.levers and (engines or job.trainer == "llamafactory"):
+        starter = "--launcher deepspeed" if engines else "llamafactory-cli"
+        said.append(Message("desk.fsdp2-left-out", starter=starter))
     if job.trainer != "tightfit" and "checkpointing" not in job.levers:
-        said.append(f"{NAMES[job.trainer]} recomputes every layer or none, so nothing in between was considered.")
+        said.append(Message("desk.all-layers-or-none", trainer=NAMES[job.trainer]))
     return Startable(
         launcher=launcher,
         engines=engines,
@@ -131,7 +130,7 @@ def startable_of(job: Job, target: Target | None, calibration: Calibration | Non
     )
 
 
-def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> str | None:
+def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> Message | None:
     """What our own worker, started by any launcher, would make fit, where launcher or trainer leave nothing, or nothing
     without a change."""
     chosen, trainer = answer.chosen, answer.job.trainer
@@ -144,10 +143,9 @@ def beyond(startable: Startable, answer: Plan, *, every_gpu: bool = False) -> st
     if best is None:
         return None
     if not ours:
-        return f"As it is, nothing fits that {NAMES[trainer]} can do: with {FOR_US} {strategy_name(best.levers)} would."
-    return (
-        f"As it is, nothing fits that --launcher {startable.launcher} starts: "
-        f"with --launcher {STARTS_ANY} {strategy_name(best.levers)} would."
+        return Message("desk.fits-for-us", trainer=NAMES[trainer], flag=FOR_US, way=strategy_name(best.levers))
+    return Message(
+        "desk.fits-with-launcher", launcher=startable.launcher, other=STARTS_ANY, way=strategy_name(best.levers)
     )
 
 
@@ -155,22 +153,22 @@ def write_plan(
     request: Request, target: Target | None, startable: Startable, answer: Answer
 ) -> tuple[Answer, list[Path] | None]:
     """The answer with what was never run by us, and the files that were written for it, if that was asked."""
-    answer = _each(answer, _settled)
+    answer = _each(answer, _note_unproven)
     if target is None or request.write is None:
         return answer, None
     from tightfit.formats.plan_folder import write
 
-    answered = plan_of(answer)
-    if answered.chosen is None:
+    found = plan_of(answer)
+    if found.chosen is None:
         if isinstance(answer, Tiered) and answer.without_it is not None:
-            raise ConfigError(f"the tier {answer.tier.name} does not fit, so nothing was written: {answer.without_it}")
+            raise ConfigError(Message("desk.tier-not-written", tier=answer.tier.name, way=answer.without_it))
         every_gpu = isinstance(answer, Limit)
-        narrow = beyond(startable, answered, every_gpu=every_gpu) is not None
-        other = FOR_US if answered.job.trainer != "tightfit" else f"--launcher {STARTS_ANY}"
-        way = f"{other} would make it fit" if narrow else way_out(answered, HOW_FAR)
-        raise ConfigError(f"nothing fits, so nothing was written: {way}")
+        narrow = beyond(startable, found, every_gpu=every_gpu) is not None
+        other = FOR_US if found.job.trainer != "tightfit" else f"--launcher {STARTS_ANY}"
+        way = Message("desk.would-fit-with", flag=other) if narrow else way_out(found, Message("desk.how-far"))
+        raise ConfigError(Message("desk.not-written", way=way))
     answer = _each(answer, lambda plan: _with_other_trainers(_with_what_it_trains(plan, target), target))
-    return answer, write(_rendered(plan_of(answer), target), Path(request.write), request.force)
+    return answer, write(_render(plan_of(answer), target), Path(request.write), request.force)
 
 
 def files_of(plan: Plan, target: Target | None = None, *, original: Original | None = None) -> dict[str, str]:
@@ -179,7 +177,7 @@ def files_of(plan: Plan, target: Target | None = None, *, original: Original | N
     target = target or target_of(Request(write=""))
     assert target is not None
     target = replace(target, original=original)
-    return _rendered(_with_other_trainers(_with_what_it_trains(plan, target), target), target)
+    return _render(_with_other_trainers(_with_what_it_trains(plan, target), target), target)
 
 
 def _with_other_trainers(plan: Plan, target: Target) -> Plan:
@@ -190,7 +188,7 @@ def _with_other_trainers(plan: Plan, target: Target) -> Plan:
     return replace(plan, because=(*plan.because, *said))
 
 
-def _instead(plan: Plan, trainer: Trainer, target: Target) -> str | None:
+def _instead(plan: Plan, trainer: Trainer, target: Target) -> Message | None:
     """What `--for` would give; None: the trainer's own file does, or it cannot train this at all."""
     from tightfit.formats.under import runs_under
 
@@ -208,15 +206,21 @@ def _instead(plan: Plan, trainer: Trainer, target: Target) -> str | None:
         return None
     name, ours = NAMES[trainer], NAMES["tightfit"]
     if found is None:
-        return f"The plan is for {ours}; {name} cannot run it, and --for {trainer} finds nothing that fits."
+        return Message("desk.nothing-for-other", ours=ours, other=name, trainer=trainer)
     need, there = amounts(found.footprint.gpu.required_bytes, found.hardware.gpu.memory_bytes)
-    return (
-        f"The plan is for {ours}; {name} cannot run it: --for {trainer} would take {strategy_name(found.levers)} in "
-        f"{need} of {there} GiB, at {found.pace.tokens_per_s:,.0f} tokens/s."
+    return Message(
+        "desk.way-for-other",
+        ours=ours,
+        other=name,
+        trainer=trainer,
+        way=strategy_name(found.levers),
+        need=need,
+        there=there,
+        pace=found.pace.tokens_per_s,
     )
 
 
-def _rendered(plan: Plan, target: Target) -> dict[str, str]:
+def _render(plan: Plan, target: Target) -> dict[str, str]:
     from tightfit.formats.render import render
 
     return render(plan, target_for(plan, plan.job, target))
@@ -257,16 +261,13 @@ def plan_of(answer: Answer) -> Plan:
     return found
 
 
-HOW_FAR = "run it without --write to see how far it is"
-
-
-def way_out(answer: Plan, otherwise: str) -> str:
+def way_out(answer: Plan, otherwise: Said) -> Said:
     """What would make a plan fit that does not; `otherwise`: where nothing is known to."""
     if answer.remedies:
         first = answer.remedies[0]
-        return f"--allow {first.allowance} would make it fit ({first.cost}; {first.effect})"
+        return Message("desk.allow-would-fit", allow=first.allowance, cost=first.cost, effect=first.effect)
     if answer.gpus_needed is not None:
-        return f"{answer.gpus_needed} of these GPUs would do"
+        return Message("desk.gpus-would-do", gpus=answer.gpus_needed)
     return otherwise
 
 
@@ -279,12 +280,10 @@ def _each(answer: Answer, change: Callable[[Plan], Plan]) -> Answer:
     return replace(answer, plan=change(plan_of(answer)))
 
 
-def _settled(answer: Plan) -> Plan:
+def _note_unproven(answer: Plan) -> Plan:
     """The plan with what was never run by us."""
-    ways: Sequence[str] = ()
-    if answer.chosen is not None:
-        ways = (answer.chosen.levers.offload_optimizer, answer.chosen.levers.offload_param)
-    if "nvme" not in ways:
+    levers = answer.chosen.levers if answer.chosen is not None else None
+    if levers is None or "nvme" not in (levers.offload_optimizer, levers.offload_param):
         return answer
     said = Message("plan.unproven-nvme")
     return replace(answer, unproven=(*answer.unproven, said), because=(*answer.because, said))

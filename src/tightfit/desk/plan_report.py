@@ -51,7 +51,11 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "remedies": [_remedy_report(remedy) for remedy in plan.remedies],
         "gpus_needed": plan.gpus_needed,
         "unproven": list(map(str, plan.unproven)),
-        "model": {"name": plan.shape.name, "parameters": plan.shape.parameters, "notes": list(plan.shape.notes)},
+        "model": {
+            "name": plan.shape.name,
+            "parameters": plan.shape.parameters,
+            "notes": list(map(str, plan.shape.notes)),
+        },
         "hardware": {
             "name": hardware.gpu.name,
             "vendor": hardware.gpu.vendor,

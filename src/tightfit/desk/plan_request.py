@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.desk.lever_flags import without_effect
+from tightfit.desk.lever_flags import find_idle
 from tightfit.desk.request import Request
 from tightfit.desk.stages import stage_asked
 from tightfit.inputs.flags import spelt
@@ -26,7 +26,8 @@ from tightfit.job.file import (
     model_of,
     names_in,
 )
-from tightfit.messages import Said
+from tightfit.job.text import name_in
+from tightfit.messages import Message, Said, id_of
 from tightfit.model.presets import PRESETS
 from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.types import ConfigError, Hardware, HardwareError, ModelShape
@@ -82,30 +83,35 @@ def resolve_request(
         given["output"] = str(stage.folder)
         if stage.number > 1:
             given.pop("model", None)
-        said = (*file.said, f"{stage.words}.")
+        said = (*file.said, Message("desk.stage-note", stage=stage.words))
         file = replace(file, job=stage.job, explicit=file.explicit | names_in(stage.fields), said=said)
     base = file.job if file else request.job
     job = job_from_flags(given, base)
     explicit = {JOB_FLAGS[name] for name in given} | {"levers.deepspeed_version"}
     explicit |= file.explicit if file else names_in(dump_job(base)) if base else set()
     if not for_others and job.trainer != "tightfit":
-        raise ConfigError(
-            f"the job is for {NAMES[job.trainer]}, and this starts tightfit's own worker: leave trainer out of it, or "
-            "write its files with `tightfit plan --write DIR`"
-        )
-    job, trainer_said = _trained_by(job, file, launcher, explicit)
+        raise ConfigError(Message("desk.for-another-trainer", trainer=NAMES[job.trainer]))
+    job, trainer_said = _choose_trainer(job, file, launcher, explicit)
     hardware = _hardware(request, job, file, runs_here=runs_here)
     hardware = hardware if adapt is None else adapt(job, hardware)
-    job, batch_said = _batched(job, file, hardware, explicit)
+    batch_said: tuple[Said, ...] = ()
+    if file is not None and file.batch_per_gpu is not None and "effective_batch" not in explicit:
+        each, world = file.batch_per_gpu, hardware.world
+        job = replace(job, effective_batch=each * world)
+        batch_said = (Message("desk.batch-per-gpu", file=file.path.name, each=each, gpus=world, batch=each * world),)
     if file is not None and file.is_llamafactory:
         explicit.add("effective_batch")
     job, max_said = _for_max(request, job)
-    job, version_said = _settle_deepspeed(job, hardware, request.llamafactory_version)
-    job, precision_said = _precise(job, hardware, "precision" in explicit)
+    version_said: tuple[Said, ...] = ()
+    if "deepspeed_version" not in job.levers:  # what it holds in memory differs between versions
+        version, version_said = choose_deepspeed(hardware, job.trainer, request.llamafactory_version)
+        job = replace(job, levers={**job.levers, "deepspeed_version": version})
+    job, precision_said = _choose_precision(job, hardware, "precision" in explicit)
     shape = model_of(job, trust_trace=request.trace)
     if stage is not None and stage.model is not None and (stage.model.exists() or request.write is not None):
         job = replace(job, model=str(stage.model.absolute()))  # of the same shape, and there when its turn comes
-    said = (*trainer_said, *_said_by(request, file, hardware), *batch_said, *max_said, *version_said, *precision_said)
+    file_said = _file_notes(request, file, hardware)
+    said = (*trainer_said, *file_said, *batch_said, *max_said, *version_said, *precision_said)
     return PlanInput(
         job=place_job(job, file.path if file else None),
         shape=shape,
@@ -134,17 +140,17 @@ def _file(request: Request, launcher: str | None) -> FileSays | None:
     return FileSays(path=path, job=read.job, explicit=read.explicit, said=read.said, num_gpus=read.num_gpus)
 
 
-def _said_by(request: Request, file: FileSays | None, hardware: Hardware) -> tuple[Said, ...]:
+def _file_notes(request: Request, file: FileSays | None, hardware: Hardware) -> tuple[Said, ...]:
     """What the file's reader had to say, and which of its numbers makes way for a flag."""
     if file is None:
         return ()
     winner = next(iter(_counts_said(request)), None)
     if winner is None or file.num_gpus is None:
         return file.said
-    kept = [sentence for sentence in file.said if not str(sentence).startswith("num_gpus ")]
+    kept = [said for said in file.said if id_of(said) != "job.gpus-of-this-machine"]
     if hardware.gpus_per_node == file.num_gpus and hardware.nodes == 1:
         return tuple(kept)
-    return (*kept, f"{winner} wins over the job file's num_gpus of {file.num_gpus}.")
+    return (*kept, Message("desk.flag-wins", flag=winner, num_gpus=file.num_gpus))
 
 
 def _counts_said(request: Request) -> list[str]:
@@ -153,93 +159,67 @@ def _counts_said(request: Request) -> list[str]:
     return [spelt(name) for name, value in said.items() if value is not None]
 
 
-def _batched(
-    job: Job, file: FileSays | None, hardware: Hardware, explicit: set[str] | frozenset[str]
-) -> tuple[Job, tuple[str, ...]]:
-    """The sequences of a step, where a file says how many each GPU does."""
-    if file is None or file.batch_per_gpu is None or "effective_batch" in explicit:
-        return job, ()
-    batch = file.batch_per_gpu * hardware.world
-    gpus = "one GPU" if hardware.world == 1 else f"{hardware.world} GPUs"
-    each = "1 sequence" if file.batch_per_gpu == 1 else f"{file.batch_per_gpu} sequences"
-    said = f"{file.path.name} does {each} a step on each GPU: with {gpus}, {batch} in all."
-    return replace(job, effective_batch=batch), (said,)
-
-
 # --- what was not said --------------------------------------------------------------------------
 
 
-def _for_max(request: Request, job: Job) -> tuple[Job, tuple[str, ...]]:
+def _for_max(request: Request, job: Job) -> tuple[Job, tuple[Said, ...]]:
     """Without what `--max` replaces. Flags that contradict it are refused; a file's values only make way."""
     wanted = request.max
     if wanted is None:
         return job, ()
     if job.tier is not None:
-        raise ConfigError(f"--max {wanted} and the job's tier contradict each other: leave one out")
-    job, said = replace(job, limits=replace(job.limits, allow=())), []
-    if wanted == "micro-batch":
-        if job.effective_batch is not None:
-            said.append(f"--max micro-batch: the job's effective batch of {job.effective_batch} makes way.")
-        levers = {name: value for name, value in job.levers.items() if name != "micro_batch"}
-        job = replace(job, effective_batch=None, levers=levers)
-    return job, tuple(said)
+        raise ConfigError(Message("desk.max-and-tier", wanted=wanted))
+    job, batch = replace(job, limits=replace(job.limits, allow=())), job.effective_batch
+    if wanted != "micro-batch":
+        return job, ()
+    levers = {name: value for name, value in job.levers.items() if name != "micro_batch"}
+    said = () if batch is None else (Message("desk.batch-makes-way", batch=batch),)
+    return replace(job, effective_batch=None, levers=levers), said
 
 
-def _trained_by(
+def _choose_trainer(
     job: Job, file: FileSays | None, launcher: str | None, explicit: set[str] | frozenset[str]
-) -> tuple[Job, tuple[str, ...]]:
+) -> tuple[Job, tuple[Said, ...]]:
     """The job with its trainer: what was said, or the one that the launcher starts, or the one whose file this is."""
-    said: tuple[str, ...] = ()
+    said: tuple[Said, ...] = ()
     if "trainer" in explicit:
         if launcher is not None and job.trainer != "tightfit" and launcher != STARTS[job.trainer]:
-            raise ConfigError(f"--launcher {launcher} does not start {NAMES[job.trainer]}: leave --launcher out")
+            raise ConfigError(Message("desk.other-launcher", launcher=launcher, trainer=NAMES[job.trainer]))
         if launcher == "llamafactory" and job.trainer == "tightfit":
-            raise ConfigError("--launcher llamafactory starts LLaMA-Factory: leave --launcher out, or --for tightfit")
+            raise ConfigError(Message("desk.launcher-of-factory"))
     elif launcher == "llamafactory":
         job = replace(job, trainer="llamafactory")
     elif launcher is None and file is not None and file.is_llamafactory and not job.frozen_layers:
         job = replace(job, trainer="llamafactory")
-        said = (f"The plan is for LLaMA-Factory, whose file {file.path.name} is: --for tightfit plans for our worker.",)
+        said = (Message("desk.for-llamafactory", file=file.path.name),)
     held = adapter_dtype_of(job)
     if "lora.dtype" in explicit and job.method != "full" and job.lora.dtype != held:
-        raise ConfigError(
-            f"{NAMES[job.trainer]} keeps adapters in {held}: leave --adapter-dtype {job.lora.dtype} out, or plan "
-            "--for tightfit"
-        )
+        raise ConfigError(Message("desk.adapter-dtype", trainer=NAMES[job.trainer], held=held, asked=job.lora.dtype))
     return job, said
 
 
-def _settle_deepspeed(job: Job, hardware: Hardware, llamafactory: str | None) -> tuple[Job, tuple[str, ...]]:
-    """The job with the DeepSpeed that will run it: what it holds in memory differs between versions."""
-    if "deepspeed_version" in job.levers:
-        return job, ()
-    version, said = choose_deepspeed(hardware, job.trainer, llamafactory)
-    return replace(job, levers={**job.levers, "deepspeed_version": version}), said
-
-
-def _precise(job: Job, hardware: Hardware, asked: bool) -> tuple[Job, tuple[str, ...]]:
+def _choose_precision(job: Job, hardware: Hardware, asked: bool) -> tuple[Job, tuple[Said, ...]]:
     """The precision is the user's; where nobody named one, it is what the card multiplies."""
     from tightfit.hardware.catalogue import native_bf16
 
     if job.precision != "bf16" or native_bf16(hardware.gpu.arch) is not False:
         return job, ()
-    card = f"the {hardware.gpu.name} has no bf16 of its own"
     if asked:
-        return job, (f"{card[0].upper()}{card[1:]}: --precision fp16 is what it trains in.",)
-    return replace(job, precision="fp16"), (f"No --precision was named, and {card}: fp16.",)
+        return job, (Message("desk.no-bf16", card=hardware.gpu.name),)
+    return replace(job, precision="fp16"), (Message("desk.fp16-chosen", card=hardware.gpu.name),)
 
 
 def _idle(
     request: Request, job: Job, hardware: Hardware, shape: ModelShape, explicit: Collection[str]
-) -> tuple[str, ...]:
+) -> tuple[Said, ...]:
     """What was said for nothing."""
     names = {name: spelt(name) if name in request.flags else f"levers.{name}" for name in job.levers}
-    said = without_effect(names, shape)
+    said = find_idle(names, shape)
     warmup = next((spelt(name) for name in ("warmup_steps", "warmup_ratio") if name in request.flags), "warmup")
     if job.schedule == "constant" and job.warmup and "warmup" in explicit:
-        said += (f"{warmup} is without effect: the schedule constant has no warm-up, constant_with_warmup has one.",)
+        said += (Message("desk.no-warm-up", name=warmup),)
     if request.hostfile is not None and hardware.nodes == 1:
-        said += ("--hostfile is without effect: all the GPUs are in one node.",)
+        said += (Message("desk.hostfile-idle"),)
     return said
 
 
@@ -253,12 +233,12 @@ def _hardware(request: Request, job: Job, file: FileSays | None, *, runs_here: b
     if world == hardware.world:
         return hardware
     if world > hardware.world:
-        raise HardwareError(f"--world {world} is more than the {hardware.world} GPUs that there are: lower it")
+        raise HardwareError(Message("desk.world-too-large", world=world, there=hardware.world))
     per_node = hardware.gpus_per_node
     if world > per_node and world % per_node:
-        raise HardwareError(f"--world {world} is no whole number of nodes with {per_node} GPUs: use a multiple of it")
+        raise HardwareError(Message("desk.world-not-whole-nodes", world=world, per_node=per_node))
     nodes, each = (world // per_node, per_node) if world > per_node else (1, world)
-    said = f"GPUs used: {world} of {hardware.world}."
+    said = Message("desk.gpus-used", world=world, there=hardware.world)
     return replace(hardware, nodes=nodes, gpus_per_node=each, because=(*hardware.because, said))
 
 
@@ -268,21 +248,16 @@ def _node(request: Request, job: Job, file: FileSays | None, *, runs_here: bool)
     try:
         return hardware_of(job, num_gpus)
     except HardwareError as error:
-        if not str(error).startswith("num_gpus is ") or job.hardware.gpus is not None:
+        if id_of(error.said) not in ("job.no-gpus-there", "job.fewer-gpus-there") or job.hardware.gpus is not None:
             raise
-        where = "--num-gpus" if counted or file is None else f"num_gpus in {file.path.name}"
-        if runs_here:
-            raise HardwareError(f"{where} is {num_gpus} and {_what_there_is(hardware_of(job))}") from None
-        raise HardwareError(
-            f"{where} is {num_gpus}, more GPUs than this machine has: name the cards with --gpus {num_gpus}x24GB"
-        ) from None
-
-
-def _what_there_is(machine: Hardware) -> str:
-    if machine.gpu.vendor == "cpu":
-        return "this machine has no GPU: leave it out to train on the CPU"
-    count = machine.gpus_per_node
-    return f"this machine has {count}: say --num-gpus {count}, or leave it out"
+        where = "--num-gpus" if counted or file is None else name_in("num_gpus", file.path.name)
+        if not runs_here:
+            raise HardwareError(Message("desk.more-gpus-than-here", where=where, count=num_gpus)) from None
+        machine = hardware_of(job)
+        if machine.gpu.vendor == "cpu":
+            raise HardwareError(Message("desk.no-gpu-here", where=where, count=num_gpus)) from None
+        there = machine.gpus_per_node
+        raise HardwareError(Message("desk.fewer-gpus-here", where=where, count=num_gpus, there=there)) from None
 
 
 def place_job(job: Job, file: Path | None) -> Job:

@@ -17,6 +17,7 @@ from tightfit.inputs.spelling import as_number
 from tightfit.job import Job, Wanted
 from tightfit.job.file import JOB_FLAGS
 from tightfit.job.text import JobText, read_job_text
+from tightfit.messages import Message
 from tightfit.model.presets import PRESETS
 from tightfit.types import ConfigError, UserError
 
@@ -109,24 +110,26 @@ def read_file(path: Path) -> RequestFile:
 def _check_flags(said: Mapping[str, Any]) -> Wanted | None:
     """Refuse flags that contradict each other; returns what `--max` asks for."""
     if "force" in said and "write" not in said:
-        raise ConfigError("--force needs --write: it replaces files that --write would leave alone")
+        raise ConfigError(Message("desk.force-needs-write"))
     if "num_gpus" in said and "world" in said:
-        raise ConfigError("--num-gpus and --world say the same: leave one out")
+        raise ConfigError(Message("desk.num-gpus-and-world"))
     for name in ("num_gpus", "world"):
         if said.get(name, 1) < 1:
-            raise ConfigError(f"{spelt(name)} must be at least 1, not {said[name]}")
+            least = Message("inputs.at-least", least=1)
+            raise ConfigError(Message("inputs.flag-must-be", flag=spelt(name), must=least, value=said[name]))
     margin = as_number(said["margin"]) if "margin" in said else None
     if margin is not None and 1 <= margin < MOST_MARGIN:
-        raise ConfigError(f"--margin is a share of the card: write {margin:g}% or {margin / 100:g}, not {margin:g}")
+        raise ConfigError(Message("desk.margin-is-share", margin=margin, share=margin / 100))
     if "max" not in said:
         return None
     word = said["max"].lower().replace("_", "-")
     wanted: Wanted | None = next((each for each in get_args(Wanted) if each == word), None)
     if wanted is None:
-        raise ConfigError(f"--max knows no {word!r}{meant(word, get_args(Wanted))}")
+        hint = meant(word, get_args(Wanted))
+        raise ConfigError(Message("inputs.unknown-value", flag="--max", word=word, hint=hint))
     for name in (*REPLACES[wanted], "tier", "allow"):
         if name in said:
-            raise ConfigError(f"--max {wanted} and {spelt(name)} contradict each other: leave one out")
+            raise ConfigError(Message("desk.max-and-flag", wanted=wanted, flag=spelt(name)))
     return wanted
 
 

@@ -11,6 +11,7 @@ from tightfit.desk.request import Request
 from tightfit.job import Job
 from tightfit.job.file import job_from_text, stage_of
 from tightfit.job.stages import merged_folder, model_left_by, stage_folder
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 
@@ -33,10 +34,11 @@ class Stage:
         return stage_folder(self.root, self.number)
 
     @property
-    def words(self) -> str:
-        what = {"all": "", "embeddings": ": the embeddings alone", "layers": ": all but the embeddings"}
-        method = "" if self.job.method == "full" else f", {self.job.method}"
-        return f"Stage {self.number} of {self.count}{what[self.job.trains]}{method}"
+    def words(self) -> Message:
+        what = {"embeddings": Message("desk.embeddings-alone"), "layers": Message("desk.all-but-embeddings")}
+        method = None if self.job.method == "full" else self.job.method
+        trains = what.get(self.job.trains)
+        return Message("desk.stage", number=self.number, count=self.count, trains=trains, method=method)
 
 
 def stage_asked(request: Request, job: Job | None) -> Stage | None:
@@ -44,13 +46,13 @@ def stage_asked(request: Request, job: Job | None) -> Stage | None:
     number, file = request.only_stage, request.file.path if request.file else None
     if job is None or file is None or not job.stages:
         if number is not None:
-            raise ConfigError("--only-stage picks one of a job file's `stages`, and there are none: leave it out")
+            raise ConfigError(Message("desk.no-stages"))
         return None
     count = len(job.stages)
     if number is None:
-        raise ConfigError(f"{file.name} has {count} stages: pick one with --only-stage 1 to --only-stage {count}")
+        raise ConfigError(Message("desk.which-stage", file=file.name, count=count))
     if not 1 <= number <= count:
-        raise ConfigError(f"--only-stage {number}: {file.name} has the stages 1 to {count}")
+        raise ConfigError(Message("desk.no-such-stage", number=number, file=file.name, count=count))
     root = request.flags.get("output", job.saving.folder)
     return Stage(
         number=number,

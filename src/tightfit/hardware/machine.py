@@ -28,6 +28,7 @@ from tightfit.hardware.catalogue import GIB
 from tightfit.hardware.probes import TOOLS
 from tightfit.hardware.probes.card import Answer, Card
 from tightfit.hardware.words import parse_size, recognise
+from tightfit.messages import Listing, Message, Said
 from tightfit.types import Gpu, Hardware, HardwareError
 
 _TIMEOUT_S = 15
@@ -46,14 +47,15 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     devices: tuple[Card, ...] = ()
     sight, because = look()
     if sight is not None:
-        devices, because = visible(sight, os.environ)
+        devices, because = find_visible(sight, os.environ)
     if sight is not None and devices:
-        gpu, more = _alike(devices, sight, os.environ)
-        count, because = len(devices), (f"{sight.tool} shows {_tally(sight.cards)}.", *because, *more)
+        gpu, more = _find_least(devices, sight, os.environ)
+        tally = Listing((f"{count} × {name}" for name, count in Counter(map(name_of, sight.cards)).items()), "and")
+        because = (Message("machine.tool-shows", tool=sight.tool, cards=tally), *because, *more)
+        count = len(devices)
     else:
-        gpu, count = _cpu(ram), 2
-        share = f"{gpu.memory_bytes / GIB:.1f} GiB of host RAM each"
-        because = (*because, f"There is no GPU to use, so the CPU stands in as two ranks with {share}.")
+        gpu = Gpu(name="CPU", vendor="cpu", memory_bytes=(ram or _ASSUMED_RAM) // 2, fp16=fp16_here())
+        count, because = 2, (*because, Message("machine.no-gpu-here", share=gpu.memory_bytes / GIB))
     return Hardware(
         gpu=gpu,
         gpus_per_node=count,
@@ -63,12 +65,12 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     )
 
 
-def look(*, whole: bool = False) -> tuple[Answer | None, tuple[str, ...]]:
+def look(*, whole: bool = False) -> tuple[Answer | None, tuple[Message, ...]]:
     """What the first tool with an answer shows; else why those that are installed showed nothing.
 
     `whole`: with who is on the cards, and what is free there.
     """
-    problems: list[str] = []
+    problems: list[Message] = []
     for tool in _ORDER:
         answer = TOOLS[tool](time.monotonic() + _TIMEOUT_S, whole=whole)
         if answer.cards:
@@ -83,10 +85,6 @@ def name_of(card: Card) -> str:
     return card.name or {"hygon": "Hygon DCU", "amd": "AMD GPU"}.get(card.vendor, "NVIDIA GPU")
 
 
-def _cpu(ram: int | None) -> Gpu:
-    return Gpu(name="CPU", vendor="cpu", memory_bytes=(ram or _ASSUMED_RAM) // 2, fp16=fp16_here())
-
-
 _BELOW_FP16 = "SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE AVX512_CORE_VNNI AVX512_CORE_BF16".split()
 
 
@@ -95,7 +93,7 @@ def fp16_here(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> bo
 
     They ask oneDNN, which takes no more of a processor than ONEDNN_MAX_CPU_ISA allows.
     """
-    flags = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    flags = re.search(r"^flags\s*:(.*)$", read_text(root / "proc/cpuinfo"), re.MULTILINE)
     if flags is None:
         return None
     held_back = env.get("ONEDNN_MAX_CPU_ISA", "").upper() in _BELOW_FP16
@@ -105,9 +103,9 @@ def fp16_here(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> bo
 # --- from devices to one Gpu --------------------------------------------------------------------
 
 
-def _alike(devices: tuple[Card, ...], sight: Answer, env: Mapping[str, str]) -> tuple[Gpu, tuple[str, ...]]:
+def _find_least(devices: tuple[Card, ...], sight: Answer, env: Mapping[str, str]) -> tuple[Gpu, tuple[Message, ...]]:
     """One Gpu to stand for all: the smallest memory and the slowest rates among them."""
-    because: list[str] = []
+    because: list[Message] = []
     gpus: list[Gpu] = []
     unreadable = 0
     for device in devices:
@@ -115,7 +113,7 @@ def _alike(devices: tuple[Card, ...], sight: Answer, env: Mapping[str, str]) -> 
         gpu, sentence = recognise(name, device.total_bytes)
         if gpu is None and device.total_bytes is not None:
             gpu = Gpu(name=name, vendor=device.vendor, memory_bytes=device.total_bytes)
-            sentence = f"{name} is not in our catalogue, so its rates are unknown."
+            sentence = Message("machine.not-in-catalogue", name=name)
         if gpu is None:
             unreadable += 1
             continue
@@ -123,33 +121,26 @@ def _alike(devices: tuple[Card, ...], sight: Answer, env: Mapping[str, str]) -> 
         if sentence and sentence not in because:
             because.append(sentence)
     if not gpus:
-        raise HardwareError(
-            f"{sight.tool} does not say how much memory {name_of(devices[0])} has: "
-            f"say it with --gpus, like {len(devices)}x24GB."
-        )
+        name = name_of(devices[0])
+        raise HardwareError(Message("machine.no-memory-size", tool=sight.tool, name=name, count=len(devices)))
     if unreadable:
-        because.append(f"{unreadable} of {len(devices)} GPUs report no memory size: taken to be like the others.")
+        because.append(Message("machine.some-without-size", unknown=unreadable, count=len(devices)))
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
-    if any(gpu.name != smallest.name or _apart(gpu, smallest) for gpu in gpus):
-        because.append(_mixed(gpus, smallest, devices[0].vendor == "nvidia", env))
+    # Totals of equal cards may differ by a few pages; a gibibyte is another card.
+    if any(gpu.name != smallest.name or abs(gpu.memory_bytes - smallest.memory_bytes) > GIB for gpu in gpus):
+        is_nvidia = devices[0].vendor == "nvidia"
+        counts = is_nvidia and env.get("CUDA_VISIBLE_DEVICES") and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+        because.append(
+            Message(
+                "machine.mixed-gpus",
+                size=smallest.memory_bytes / GIB,
+                name=smallest.name,
+                variable="CUDA_VISIBLE_DEVICES" if is_nvidia else "HIP_VISIBLE_DEVICES",
+                order=Message("machine.count-as-smi") if counts else None,
+            )
+        )
         smallest = _slowest(gpus, smallest)
     return smallest, tuple(because)
-
-
-def _apart(gpu: Gpu, other: Gpu) -> bool:
-    """Totals of equal cards may differ by a few pages; a gibibyte is another card."""
-    return abs(gpu.memory_bytes - other.memory_bytes) > GIB
-
-
-def _mixed(gpus: list[Gpu], smallest: Gpu, is_nvidia: bool, env: Mapping[str, str]) -> str:
-    variable = "CUDA_VISIBLE_DEVICES" if is_nvidia else "HIP_VISIBLE_DEVICES"
-    sentence = (
-        f"The GPUs are not alike: all are planned with the smallest memory, the {smallest.memory_bytes / GIB:.1f} GiB "
-        f"of {smallest.name} (leave it out with {variable} to plan for the larger ones)."
-    )
-    if is_nvidia and env.get("CUDA_VISIBLE_DEVICES") and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        sentence += " CUDA counts the fastest card first: set CUDA_DEVICE_ORDER=PCI_BUS_ID to count as nvidia-smi does."
-    return sentence
 
 
 def _slowest(gpus: list[Gpu], smallest: Gpu) -> Gpu:
@@ -170,14 +161,10 @@ def _slowest(gpus: list[Gpu], smallest: Gpu) -> Gpu:
     )
 
 
-def _tally(devices: tuple[Card, ...]) -> str:
-    return " and ".join(f"{count} × {name}" for name, count in Counter(map(name_of, devices)).items())
-
-
 # --- which of them a job would see --------------------------------------------------------------
 
 
-def visible(sight: Answer, env: Mapping[str, str]) -> tuple[tuple[Card, ...], tuple[str, ...]]:
+def find_visible(sight: Answer, env: Mapping[str, str]) -> tuple[tuple[Card, ...], tuple[Message, ...]]:
     """The devices that the visibility variables leave, as CUDA or HIP would read them.
 
     ROCr filters first and HIP counts among what is left; HIP's own variable wins over CUDA's, which
@@ -192,7 +179,9 @@ def visible(sight: Answer, env: Mapping[str, str]) -> tuple[tuple[Card, ...], tu
     for name in names:
         if name in env:
             kept = _pick(devices, env[name], name)
-            because.append(f"{name}={env[name]} leaves {len(kept)} of {len(devices)} GPUs.")
+            because.append(
+                Message("machine.visible-gpus", variable=name, value=env[name], kept=len(kept), all=len(devices))
+            )
             devices = kept
     return devices, tuple(because)
 
@@ -202,7 +191,7 @@ def _pick(devices: tuple[Card, ...], wanted: str, variable: str) -> tuple[Card, 
     picked: dict[int, Card] = {}
     for word in (part.strip() for part in wanted.split(",")):
         if word.startswith("MIG-"):
-            raise HardwareError(f"{variable} names a MIG slice, whose size we cannot read: say it with --gpus 1x20GB.")
+            raise HardwareError(Message("machine.mig-slice", variable=variable))
         if re.fullmatch("[0-9]{1,6}", word):
             matches = [int(word)] if int(word) < len(devices) else []
         else:
@@ -228,46 +217,41 @@ def positive(value: object, unit: int = 1) -> int | None:
 # --- host RAM -----------------------------------------------------------------------------------
 
 
-def ram_here(root: Path = Path("/")) -> tuple[int | None, tuple[str, ...]]:
+def ram_here(root: Path = Path("/")) -> tuple[int | None, tuple[Said, ...]]:
     """The RAM that a process here may use: the machine's, or its control group's if that is less."""
-    total = _meminfo(root) or _sysconf() or _windows_ram()
+    total = read_meminfo(root, "MemTotal") or _ask_system()
     limit = min((limit for limit, _ in _cgroups(root)), default=None)
     if limit is not None and (total is None or limit < total):
-        return limit, (f"Host RAM is {limit / GIB:.1f} GiB: this process's control group allows no more.",)
+        return limit, (Message("machine.ram-of-group", size=limit / GIB),)
     if total is None:
-        return None, (
-            f"Host RAM could not be read: {_ASSUMED_RAM / GIB:.0f} GiB are assumed (say it with --host-ram).",
-        )
+        return None, (Message("machine.ram-unknown", size=_ASSUMED_RAM / GIB),)
     return total, ()
 
 
 def free_ram(root: Path = Path("/")) -> int | None:
     """The RAM that the system, and this process's control group, could give now; None: they do not say."""
     left = [limit - used for limit, used in _cgroups(root) if used is not None]
-    available = _meminfo(root, "MemAvailable")
+    available = read_meminfo(root, "MemAvailable")
     return max(0, min([*left, *([] if available is None else [available])])) if left or available is not None else None
 
 
-def _meminfo(root: Path, name: str = "MemTotal") -> int | None:
-    match = re.search(rf"^{name}:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+def read_meminfo(root: Path, name: str) -> int | None:
+    """Bytes, by a name of /proc/meminfo."""
+    match = re.search(rf"^{name}:\s+([0-9]+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
 
-def _sysconf() -> int | None:
-    """macOS and other Unix systems."""
-    if sys.platform != "win32":
-        with suppress(OSError, ValueError):
-            return positive(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return None
-
-
-def _windows_ram() -> int | None:
+def _ask_system() -> int | None:
+    """macOS, Windows, other Unix systems."""
     if sys.platform == "win32":
         import ctypes
 
         kilobytes = ctypes.c_ulonglong(0)
         if ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes)):
             return positive(kilobytes.value * 1024)
+        return None
+    with suppress(OSError, ValueError):
+        return positive(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return None
 
 
@@ -278,7 +262,7 @@ def _cgroups(root: Path) -> list[tuple[int, int | None]]:
     in memory count as used there, and make way like everywhere.
     """
     limits: list[tuple[int, int | None]] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
             base, name, usage, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
@@ -290,14 +274,15 @@ def _cgroups(root: Path) -> list[tuple[int, int | None]]:
         group = PurePosixPath("/", path)
         for folder in (group, *group.parents):
             place = base / folder.relative_to("/")
-            value, used = positive(_read(place / name)), positive(_read(place / usage))
+            value, used = positive(read_text(place / name)), positive(read_text(place / usage))
             if value is not None:
-                held = re.search(rf"^{cached} ([0-9]+)$", _read(place / "memory.stat"), re.MULTILINE)
+                held = re.search(rf"^{cached} ([0-9]+)$", read_text(place / "memory.stat"), re.MULTILINE)
                 limits.append((value, None if used is None else used - (int(held[1]) if held else 0)))
     return limits
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """What a file of /proc or /sys says; empty: nothing."""
     try:
         return path.read_text(errors="replace")
     except OSError:

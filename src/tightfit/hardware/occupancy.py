@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tightfit.hardware.machine import look, name_of, visible
+from tightfit.hardware.machine import find_visible, look, name_of
 from tightfit.hardware.probes.card import Answer, CardProcess
 from tightfit.hardware.probes.holders import who_is
 
@@ -59,7 +59,7 @@ def occupancy() -> Occupancy:
     sight, _ = look(whole=True)
     if sight is None:
         return Occupancy(variable="CUDA_VISIBLE_DEVICES", chosen_by_user=False, devices=())
-    seen, _ = visible(sight, os.environ)
+    seen, _ = find_visible(sight, os.environ)
     variable, words = _chosen(sight, os.environ)
     devices = []
     for position, card in enumerate(seen):

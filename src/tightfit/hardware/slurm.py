@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 _FIRST_PORT, _PORTS = 20_000, 20_000
@@ -48,20 +49,14 @@ def slurm_node(env: Mapping[str, str]) -> SlurmNode | None:
     in_step = _number(env, "SLURM_STEP_ID", "SLURM_STEPID") is not None
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if in_step else None
     if tasks is not None and tasks > nodes:
-        raise ConfigError(
-            f"srun started {tasks} tasks on {nodes} node{'' if nodes == 1 else 's'}, and tightfit itself starts a rank "
-            "on each GPU: say srun --ntasks-per-node=1"
-        )
+        raise ConfigError(Message("machine.too-many-tasks", tasks=tasks, nodes=nodes))
     if nodes == 1:
         return None
     if not in_step:
-        raise ConfigError(
-            f"this job has {nodes} nodes and tightfit runs on one of them: "
-            "start it with srun --ntasks-per-node=1 tightfit train …"
-        )
+        raise ConfigError(Message("machine.not-under-srun", nodes=nodes))
     rank = _number(env, "SLURM_NODEID", "SLURM_PROCID")
     if rank is None:
-        raise ConfigError("SLURM does not say which node this is (SLURM_NODEID): start it with srun")
+        raise ConfigError(Message("machine.which-node"))
     return SlurmNode(rank=rank, nodes=nodes, address=_address(env), port=_port(env))
 
 
@@ -96,7 +91,7 @@ def first_host(nodes: str) -> str:
     """The first machine of a list such as `gpu[07-12,31],login1`."""
     found = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodes.strip())
     if not found:
-        raise ConfigError(f"SLURM's list of nodes, {nodes[:60]!r}, cannot be read: name the first with --master-addr")
+        raise ConfigError(Message("machine.unreadable-nodes", nodes=nodes[:60]))
     return found[1] + (found[2] or "") + (found[3] or "")
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from typing import NamedTuple
 
 from tightfit.hardware.catalogue import ALIASES, CARDS, GIB, MIB, Card
+from tightfit.messages import Choice, Listing, Message, Said
 from tightfit.types import Gpu, Hardware, HardwareError
 
 MAX_GPUS_PER_NODE = 1024
@@ -64,12 +64,20 @@ def parse_hardware(word: str, host_ram: str | None = None, nvme: str | None = No
     `host_ram` and `nvme` are a node's, as `parse_size` reads them.
     """
     counts, card_word = _split(_plain(word))
-    nodes, gpus = ([1, 1] + [_count(count, word) for count in counts])[-2:]
+    if any(len(count) > 9 for count in counts):
+        raise HardwareError(Message("machine.too-many-gpus", word=_quote(word)))
+    nodes, gpus = ([1, 1] + [int(count) for count in counts])[-2:]
     card, gpu, because = _read_card(card_word)
     if card is not None and card.devices > 1:
-        because = (*because, _dies_sentence(card, gpus))
+        each, cards = round(card.gpu.memory_bytes / GIB), gpus
         gpus *= card.devices
-    _check_counts(nodes, gpus, word)
+        because += (Message("machine.dies", card=card.family, dies=card.devices, size=each, cards=cards, gpus=gpus),)
+    if nodes < 1 or gpus < 1:
+        raise HardwareError(Message("machine.no-gpu-in-word", word=_quote(word)))
+    if gpus > MAX_GPUS_PER_NODE:
+        raise HardwareError(Message("machine.too-many-in-one", word=_quote(word), gpus=gpus))
+    if nodes > MAX_NODES:
+        raise HardwareError(Message("machine.too-many-nodes", word=_quote(word), nodes=nodes, most=MAX_NODES))
     return Hardware(
         gpu=gpu,
         nodes=nodes,
@@ -84,22 +92,24 @@ def parse_size(text: str) -> int:
     """Bytes in '512GB', '1.5TB', '65520 MiB', '80G'. Every unit is a power of 1024: GB reads as GiB."""
     match = _SIZE.fullmatch(_plain(text))
     if match is None:
-        raise HardwareError(f"{_quoted(text)} is not a size: write a number with its unit, like 512GB or 2TB.")
+        raise HardwareError(Message("machine.not-a-size", word=_quote(text)))
     size = round(float(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
-        raise HardwareError(f"A size of {_quoted(text)} holds nothing: write something like 512GB.")
+        raise HardwareError(Message("machine.empty-size", word=_quote(text)))
     if size > _MAX_SIZE:
-        raise HardwareError(f"No machine has {_quoted(text)}: a size is at most {_MAX_SIZE // 1024**4}TB.")
+        raise HardwareError(Message("machine.size-too-large", word=_quote(text), most=_MAX_SIZE // 1024**4))
     return size
 
 
-def recognise(name: str, memory_bytes: int | None) -> tuple[Gpu | None, str | None]:
+def recognise(name: str, memory_bytes: int | None) -> tuple[Gpu | None, Message | None]:
     """The catalogue's card for a name that a driver printed, with the memory that the driver reports.
 
     Among the sizes of a family the reported total decides. The sentence, if there is one, tells of
     a card whose memory is not what it is sold with. (None, None): not in the catalogue.
     """
-    cards = [card for spelling in _spellings(name) for card in _matching(_take_apart(spelling))]
+    # 'Navi 31 [Radeon RX 7900 XT/7900 XTX]' is one of two cards.
+    inside = [part for text in re.findall(r"\[([^\]]+)\]", name) for part in text.split("/")]
+    cards = [card for spelling in (name, *inside) for card in _find_cards(_take_apart(spelling))]
     if not cards:
         return None, None
     if memory_bytes is None:
@@ -109,10 +119,7 @@ def recognise(name: str, memory_bytes: int | None) -> tuple[Gpu | None, str | No
     sold, reported = card.gpu.memory_bytes, memory_bytes
     gpu = replace(card.gpu, memory_bytes=reported)
     if abs(sold - reported) > 0.12 * sold:
-        return gpu, (
-            f"{card.family} is sold with {sold / GIB:.0f} GiB, but the driver reports {reported / GIB:.1f} GiB: "
-            "taken as reported."
-        )
+        return gpu, Message("machine.odd-size", card=card.family, sold=sold / GIB, reported=reported / GIB)
     return gpu, None
 
 
@@ -131,113 +138,68 @@ def _split(word: str) -> tuple[list[str], str]:
     if (match := _COUNT_BEHIND.fullmatch(word)) and _is_card(match[1]):
         return [match[2]], match[1]
     if _COUNT.match(splits[-1][1]):
-        raise HardwareError(f"{_quoted(word)} has more than two counts: write nodes x GPUs x card, like 2x8xA100-80GB.")
+        raise HardwareError(Message("machine.too-many-counts", word=_quote(word)))
     return splits[-1]
-
-
-def _count(digits: str, word: str) -> int:
-    if len(digits) > 9:
-        raise HardwareError(f"{_quoted(word)} asks for more GPUs than there are in the world.")
-    return int(digits)
-
-
-def _check_counts(nodes: int, gpus: int, word: str) -> None:
-    if nodes < 1 or gpus < 1:
-        raise HardwareError(f"{_quoted(word)} has no GPU in it: the least is one, like 1x24GB.")
-    if gpus > MAX_GPUS_PER_NODE:
-        raise HardwareError(
-            f"{_quoted(word)} puts {gpus} GPUs into one machine; write several machines as nodes x GPUs, "
-            "like 16x8xH100."
-        )
-    if nodes > MAX_NODES:
-        raise HardwareError(f"{_quoted(word)} has {nodes} nodes, and we plan for at most {MAX_NODES}.")
 
 
 # --- the card -----------------------------------------------------------------------------------
 
 
-def _read_card(word: str) -> tuple[Card | None, Gpu, tuple[str, ...]]:
+def _read_card(word: str) -> tuple[Card | None, Gpu, tuple[Said, ...]]:
     name = _take_apart(word)
     if not name.key and name.size_gib is not None:
-        return None, *_generic(word, name.size_gib)
-    cards = _matching(name)
+        memory = round(name.size_gib * GIB)
+        if not 1 <= memory <= _MAX_MEMORY:
+            raise HardwareError(Message("machine.implausible-size", word=_quote(word), most=_MAX_MEMORY // GIB))
+        return None, Gpu(name=f"{name.size_gib:g}GB card", vendor="unknown", memory_bytes=memory), ()
+    cards = _find_cards(name)
     if not cards:
-        raise HardwareError(_unknown(word, name))
-    family, sizes = cards[0].family, _sizes(cards)
+        raise HardwareError(_explain_unknown(word, name))
+    family = cards[0].family
+    sizes: dict[int, Said] = {
+        card.size_gib: f"{card.size_gib}GB" for card in sorted(cards, key=lambda card: card.size_gib)
+    } | {
+        card.size_gib: Message("machine.whole-card", size=card.size_gib, gpus=card.devices)
+        for card in cards
+        if card.devices > 1
+    }
+    spelt = family.replace(" ", "")
     if name.size_gib is not None:
         cards = [card for card in cards if card.size_gib == name.size_gib]
         if not cards:
+            size = f"{name.size_gib:g}"
             raise HardwareError(
-                f"{family} comes with {_or(sizes.values())}, not {name.size_gib:g}GB; for a card of another size "
-                f"write the size alone, like 1x{name.size_gib:g}GB."
+                Message("machine.no-such-size", card=family, sizes=Listing(sizes.values(), "or"), size=size)
             )
     elif len(sizes) > 1:
-        raise HardwareError(f"{family} comes with {_or(sizes.values())}: write {_dashed(family)}-{max(sizes)}GB, say.")
-    return cards[0], cards[0].gpu, _form_because(name, cards)
-
-
-def _form_because(name: _Name, cards: list[Card]) -> tuple[str, ...]:
-    others = sorted({card.form for card in cards[1:]} - {cards[0].form})
-    if name.form is not None or not others:
-        return ()
-    family = cards[0].family
-    spelt = _or(f"{_dashed(family)}-{form}-{cards[0].size_gib}GB" for form in others)
-    return (f"{family} is taken to be the {cards[0].form} form; write {spelt} if it is not.",)
-
-
-def _generic(word: str, size_gib: float) -> tuple[Gpu, tuple[str, ...]]:
-    memory = round(size_gib * GIB)
-    if not 1 <= memory <= _MAX_MEMORY:
+        example = f"{spelt}-{max(sizes)}GB"
         raise HardwareError(
-            f"No card has {_quoted(word)} of memory: write a size like 24GB, at most {_MAX_MEMORY // GIB}GB."
+            Message("machine.several-sizes", card=family, sizes=Listing(sizes.values(), "or"), example=example)
         )
-    gpu = Gpu(name=f"{size_gib:g}GB card", vendor="unknown", memory_bytes=memory)
-    return gpu, ()
+    first, others = cards[0], sorted({card.form for card in cards[1:]} - {cards[0].form})
+    if name.form is not None or not others:
+        return first, first.gpu, ()
+    instead = Choice(f"{spelt}-{form}-{first.size_gib}GB" for form in others)
+    return first, first.gpu, (Message("machine.taken-form", card=family, form=first.form, others=instead),)
 
 
-def _dies_sentence(card: Card, cards: int) -> str:
-    each = round(card.gpu.memory_bytes / GIB)
-    return (
-        f"The driver shows one {card.family} card as {card.devices} GPUs of {each} GiB, "
-        f"so {cards} of them are {cards * card.devices} GPUs."
-    )
-
-
-def _unknown(word: str, name: _Name) -> str:
+def _explain_unknown(word: str, name: _Name) -> Message:
     if re.fullmatch(r"[0-9]{1,3}", word.strip()):
-        return f"{_quoted(word)} is neither a card nor a size: did you mean {int(word)}GB?"
+        return Message("machine.bare-number", word=_quote(word), number=int(word))
     if not name.key:
-        return f"{_quoted(word)} names no card: write something like 4xRTX4090, 8xA100-80GB or 6x32GB."
+        return Message("machine.no-card-in-word", word=_quote(word))
     if word.lstrip().startswith("-"):
-        return f"{_quoted(word)} begins with a minus: write a count of at least one and a card, like 4xRTX4090."
+        return Message("machine.minus", word=_quote(word))
     families = _families()
     if name.key in families:
         cards = families[name.key]
-        return f"{cards[0].family} comes as {_or(dict.fromkeys(card.form for card in cards))}, not as {name.form}."
+        forms = Choice(dict.fromkeys(card.form for card in cards))
+        return Message("machine.no-such-form", card=cards[0].family, forms=forms, form=name.form)
     close = get_close_matches(name.key, families, n=6, cutoff=0.6)
     names = list(dict.fromkeys(families[key][0].family for key in close))[:3]
     if not names:
-        return f"We know no card {_quoted(word)}: `tightfit gpus` lists them, and a plain size such as 24GB works too."
-    return f"We know no card {_quoted(word)}: did you mean {_or(names)} (or a plain size such as 24GB)?"
-
-
-def _sizes(cards: list[Card]) -> dict[int, str]:
-    """The sizes to choose from, smallest first, each as it is told."""
-    told = {card.size_gib: f"{card.size_gib}GB" for card in sorted(cards, key=lambda card: card.size_gib)}
-    for card in cards:
-        if card.devices > 1:
-            told[card.size_gib] += f" (the whole card, which is {card.devices} GPUs)"
-    return told
-
-
-def _or(words: Iterable[str]) -> str:
-    """'A', 'A or B', 'A, B or C'."""
-    *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _dashed(family: str) -> str:
-    return family.replace(" ", "")
+        return Message("machine.unknown-card", word=_quote(word))
+    return Message("machine.unknown-card-near", word=_quote(word), names=Choice(names))
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -262,7 +224,7 @@ def _aliases() -> dict[str, tuple[str, int | None, str | None]]:
 
 def _is_card(word: str) -> bool:
     name = _take_apart(word)
-    return bool(_matching(name)) or (not name.key and name.size_gib is not None)
+    return bool(_find_cards(name)) or (not name.key and name.size_gib is not None)
 
 
 def _take_apart(word: str) -> _Name:
@@ -287,7 +249,7 @@ def _take_apart(word: str) -> _Name:
     return _Name(key, size_gib, forms[0] if forms else None)
 
 
-def _matching(name: _Name) -> list[Card]:
+def _find_cards(name: _Name) -> list[Card]:
     """The cards of that name and form, whatever their size."""
     cards = _families().get(name.key, [])
     if name.form is None:
@@ -295,12 +257,6 @@ def _matching(name: _Name) -> list[Card]:
     if all(not card.form for card in cards):
         return cards
     return [card for card in cards if card.form == name.form]
-
-
-def _spellings(name: str) -> list[str]:
-    """What a driver may mean: 'Navi 31 [Radeon RX 7900 XT/7900 XTX]' is one of two cards."""
-    inside = re.findall(r"\[([^\]]+)\]", name)
-    return [name, *(part for text in inside for part in text.split("/"))]
 
 
 def _words(text: str) -> list[str]:
@@ -316,9 +272,9 @@ def _key(text: str) -> str:
 def _plain(text: str) -> str:
     """One way to write each character: full-width digits and letters, and × or the Cyrillic х for x."""
     if len(text) > _MAX_WORD:
-        raise HardwareError(f"{_quoted(text)} is too long to be hardware: write something like 4xRTX4090.")
+        raise HardwareError(Message("machine.word-too-long", word=_quote(text)))
     return unicodedata.normalize("NFKC", text).replace("×", "x").replace("\u0445", "x").strip()
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}…")

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from tightfit.inputs.spelling import listed, nearest
+from tightfit.inputs.spelling import nearest
+from tightfit.messages import Choice, Message
 from tightfit.types import ZERO3, Buckets, Checkpointing, ConfigError, Lever, Levers, Lora, ModelShape
 
 MOST_BATCH = 1_000_000
@@ -86,7 +87,7 @@ def levers_from_flags(said: Mapping[str, Any], shape: ModelShape, base: Levers |
         unusual = {name for name, value in adapters.items() if value != getattr(Lora(), name)}
         for lever in LEVERS.values():
             if lever.block == "lora" and lever.name in unusual:
-                raise ConfigError(f"{spelt(lever.flag)} needs --method lora or qlora: full training has no adapters")
+                raise ConfigError(Message("inputs.no-adapters", flag=spelt(lever.flag)))
     levers = replace(base, **changes, buckets=replace(base.buckets, **buckets))
     levers = _imply(levers, reuses="max_reuse_distance" in buckets)
     check_levers(levers, shape)
@@ -101,18 +102,22 @@ def read_lever(lever: Lever, said: Any) -> Any:
     if words:
         word = str(said).lower()
         if word not in words:
-            raise ConfigError(f"{flag} knows no {said!r}{meant(str(said), words)}")
+            raise ConfigError(Message("inputs.unknown-value", flag=flag, word=said, hint=meant(str(said), words)))
         return word == "on" if is_on_or_off(lever) else word
     if lever.least is not None and said < lever.least:
-        raise ConfigError(f"{flag} must be at least {lever.least}, not {said}")
+        least = Message("inputs.at-least", least=lever.least)
+        raise ConfigError(Message("inputs.flag-must-be", flag=flag, must=least, value=said))
     if lever.type is float and not 0 <= said < 1:
-        raise ConfigError(f"{flag} must be from 0 to below 1, not {said:g}")
+        share = Message("inputs.from-to-below", least=0, below=1)
+        raise ConfigError(Message("inputs.flag-must-be", flag=flag, must=share, value=f"{said:g}"))
     if lever.form is not None and not re.fullmatch(lever.form[1], said):
-        raise ConfigError(f"{flag} takes {lever.form[2]}, not {said!r}")
+        raise ConfigError(
+            Message("inputs.flag-takes", flag=flag, form=Message(lever.form[2], version=lever.default), word=said)
+        )
     if _is_names(lever):
         names = tuple(name.strip() for name in said.split(",") if name.strip())
         if not names:
-            raise ConfigError(f"{flag} takes `all` or names such as q_proj,v_proj")
+            raise ConfigError(Message("inputs.flag-takes-names", flag=flag))
         return None if names == ("all",) else names
     return said
 
@@ -122,52 +127,31 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
     for lever in _BOUNDED:
         value = lever_value(levers, lever)
         if value is not None and value > lever.most:
-            raise ConfigError(f"{spelt(lever.flag)} must be at most {lever.most}, not {value}")
+            most = Message("inputs.at-most", most=lever.most)
+            raise ConfigError(Message("inputs.flag-must-be", flag=spelt(lever.flag), must=most, value=value))
     _check_offload(levers)
-    if levers.micro_batch * levers.sequence > MOST_TOKENS:
-        raise ConfigError(
-            f"--micro-batch {levers.micro_batch} × --seq {levers.sequence} must be at most {MOST_TOKENS} tokens in a "
-            "forward pass: lower one"
-        )
-    if levers.micro_batch * levers.accumulation > MOST_BATCH:
-        raise ConfigError(
-            f"--micro-batch {levers.micro_batch} × --accum {levers.accumulation} must be at most "
-            f"{MOST_BATCH} sequences a step: lower one"
-        )
-    depth = shape.n_layers
-    recomputed = levers.checkpointing.layers
+    micro, depth = levers.micro_batch, shape.n_layers
+    if micro * levers.sequence > MOST_TOKENS:
+        raise ConfigError(Message("inputs.too-many-tokens", micro=micro, sequence=levers.sequence, most=MOST_TOKENS))
+    if micro * levers.accumulation > MOST_BATCH:
+        raise ConfigError(Message("inputs.too-many-sequences", micro=micro, accum=levers.accumulation, most=MOST_BATCH))
+    recomputed, frozen = levers.checkpointing.layers, levers.frozen_layers
     if recomputed is not None and recomputed > depth:
-        raise ConfigError(f"--checkpointing layers:{recomputed} asks for more layers than the {depth} of {shape.name}")
-    if levers.frozen_layers > depth:
-        raise ConfigError(f"--frozen-layers {levers.frozen_layers} is more than the {depth} layers of {shape.name}")
-    if levers.frozen_layers and levers.method != "full":
-        raise ConfigError(
-            f"--frozen-layers is for --method full: {levers.method} freezes every weight of the model already"
-        )
-    _check_trains(levers)
+        raise ConfigError(Message("inputs.recomputes-too-many", layers=recomputed, depth=depth, model=shape.name))
+    if frozen > depth:
+        raise ConfigError(Message("inputs.freezes-too-many", layers=frozen, depth=depth, model=shape.name))
+    if frozen and levers.method != "full":
+        raise ConfigError(Message("inputs.frozen-already", method=levers.method))
+    if levers.trains != "all" and levers.method != "full":
+        raise ConfigError(Message("inputs.trains-adapters", trains=levers.trains, method=levers.method))
+    if levers.trains != "all" and frozen:
+        raise ConfigError(Message("inputs.trains-and-frozen", trains=levers.trains))
     if levers.loss == "fused" and shape.final_softcap:
-        raise ConfigError(f"--loss fused cannot soft-cap logits, which {shape.name} does: use --loss plain")
+        raise ConfigError(Message("inputs.fused-softcap", model=shape.name))
     if levers.lora is not None and levers.lora.targets is not None:
         _check_targets(levers.lora.targets, shape)
     elif levers.lora is not None and levers.lora.dropout and any(block.lora_on_experts for block in shape.blocks):
-        raise ConfigError(
-            f"--lora-dropout cannot drop inputs of experts, which {shape.name} has: leave it out, or name other layers "
-            "with --lora-targets"
-        )
-
-
-def _check_trains(levers: Levers) -> None:
-    if levers.trains == "all":
-        return
-    if levers.method != "full":
-        raise ConfigError(
-            f"--trains {levers.trains} is for --method full: {levers.method} trains adapters and nothing else"
-        )
-    if levers.frozen_layers:
-        raise ConfigError(
-            f"--trains {levers.trains} says what is frozen, and --frozen-layers freezes the embeddings too: "
-            "leave one out"
-        )
+        raise ConfigError(Message("inputs.dropout-on-experts", model=shape.name))
 
 
 def checkpointing_from_word(word: str) -> Checkpointing:
@@ -182,7 +166,8 @@ def checkpointing_from_word(word: str) -> Checkpointing:
         return plain[word]
     if found := re.fullmatch(r"layers:(\d+)", word):
         return Checkpointing(layers=int(found[1]))
-    raise ConfigError(f"--checkpointing knows no {word!r}{meant(word, CHECKPOINTING)}")
+    hint = meant(word, CHECKPOINTING)
+    raise ConfigError(Message("inputs.unknown-value", flag="--checkpointing", word=word, hint=hint))
 
 
 def checkpointing_word(checkpointing: Checkpointing) -> str:
@@ -192,11 +177,11 @@ def checkpointing_word(checkpointing: Checkpointing) -> str:
     return f"layers:{checkpointing.layers}" if checkpointing.layers else "none"
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def meant(word: str, known: Iterable[str]) -> Message:
     """The tail of a sentence about a wrong word: what would have been right."""
     words = list(known)
     close = nearest(word, words)
-    return f": did you mean {close}?" if close else f": it takes {listed(words)}"
+    return Message("inputs.meant", close=close) if close else Message("inputs.takes", words=Choice(words))
 
 
 def spelt(flag: str) -> str:
@@ -210,8 +195,8 @@ def _check_targets(targets: tuple[str, ...], shape: ModelShape) -> None:
     paths = [t.name.rpartition(".")[0] for t in (*inside, *shape.before, *shape.after) if t.is_linear]
     for target in targets:
         if not any(path == target or path.endswith("." + target) for path in paths):
-            names = sorted({path.rpartition(".")[2] for path in paths})
-            raise ConfigError(f"{shape.name} has no layer called {target!r} for --lora-targets{meant(target, names)}")
+            hint = meant(target, sorted({path.rpartition(".")[2] for path in paths}))
+            raise ConfigError(Message("inputs.no-such-layer", model=shape.name, target=target, hint=hint))
 
 
 def _imply(levers: Levers, *, reuses: bool) -> Levers:
@@ -236,33 +221,24 @@ def _check_swapped(levers: Levers) -> None:
     if levers.offload_param != "nvme":
         return
     if levers.buckets.max_reuse_distance:
-        raise ConfigError(
-            f"--max-reuse-distance {levers.buckets.max_reuse_distance} with --offload-param nvme: DeepSpeed would run "
-            "out of buffers, so leave it out or say 0"
-        )
+        raise ConfigError(Message("inputs.reuse-on-nvme", distance=levers.buckets.max_reuse_distance))
     if levers.method == "qlora":
-        raise ConfigError("--offload-param nvme swaps no 4-bit weights: use --offload-param cpu, or --method lora")
+        raise ConfigError(Message("inputs.qlora-on-nvme"))
     if levers.lora is not None and levers.lora.dtype == "fp32" and levers.precision != "fp32":
-        raise ConfigError(
-            "--adapter-dtype fp32 with --offload-param nvme: DeepSpeed would swap the adapters in 16 bits, so use "
-            "--adapter-dtype bf16 or --offload-param cpu"
-        )
+        raise ConfigError(Message("inputs.fp32-on-nvme"))
 
 
 def _check_offload(levers: Levers) -> None:
     engine, optimizer, param = levers.engine, levers.offload_optimizer, levers.offload_param
     nvme = "--offload-optimizer" if optimizer == "nvme" else "--offload-param" if param == "nvme" else None
     if nvme and engine != ZERO3:
-        raise ConfigError(f"{nvme} nvme needs --engine zero3: only DeepSpeed's ZeRO-3 reads NVMe, not {engine}")
+        raise ConfigError(Message("inputs.nvme-needs-zero3", flag=nvme, engine=engine))
     if param != "none" and not levers.shards_parameters:
-        raise ConfigError(
-            f"--offload-param {param} needs --engine zero3 or fsdp2: {engine} keeps whole weights on every GPU "
-            "(--offload-param none overrules a file)"
-        )
+        raise ConfigError(Message("inputs.param-needs-sharding", place=param, engine=engine))
     if optimizer != "none" and engine == "zero0":
-        raise ConfigError(f"--offload-optimizer {optimizer} needs --engine zero1, zero2 or zero3, not zero0")
+        raise ConfigError(Message("inputs.optimizer-needs-zero", place=optimizer))
     if optimizer != "none" and levers.is_fsdp2 and param == "none":
-        raise ConfigError("FSDP2 offloads parameters and optimizer together: say --offload-param cpu with fsdp2")
+        raise ConfigError(Message("inputs.fsdp2-offloads-both"))
     _check_swapped(levers)
 
 

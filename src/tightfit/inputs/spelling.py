@@ -20,6 +20,7 @@ from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import BinaryIO
 
+from tightfit.messages import Choice, Message, Said, text
 from tightfit.types import ConfigError
 
 LARGEST = 2**63 - 1
@@ -46,7 +47,7 @@ def _is_slip(word: str, name: str) -> bool:
     return all(get_close_matches(part, more, n=1) for part in fewer)
 
 
-def misspelt(word: str, known: Iterable[str]) -> str | None:
+def find_slip(word: str, known: Iterable[str]) -> str | None:
     """The known word of which `word` is a slip of the fingers, or a longer or shorter form; None: it is another word.
 
     `nearest` forgives more: to it `wandb_project` looks like `swanlab_project`.
@@ -72,33 +73,41 @@ def _slips(word: str, other: str) -> int:
     return row[-1]
 
 
-def unknown_key(key: str, known: Iterable[str], where: str, *, aside: str = "") -> ConfigError:
+def suggest(word: str, known: Iterable[str]) -> Message:
+    """The tail of a message about a word that is not known: which one was meant, or which there are."""
+    words = list(known)
+    close = nearest(word, words)
+    return Message("inputs.did-you-mean", close=close) if close else Message("inputs.it-takes", words=Choice(words))
+
+
+def unknown_key(key: str, known: Iterable[str], where: Said, *, aside: Said = "") -> ConfigError:
     """The error for a key that nobody reads. `aside` says what the file's own program would do with it."""
     names = sorted(known)
-    sentence = f"unknown key {shown(key)} in {where}"
-    if close := nearest(key, names):
-        sentence += f"; did you mean '{close}'?"
-    elif len(names) <= 8:
-        sentence += f"; it takes {listed(names)}"
-    return ConfigError(f"{sentence} ({aside})" if aside else sentence)
+    hint = suggest(key, names) if nearest(key, names) or len(names) <= 8 else None
+    return ConfigError(Message("inputs.unknown-key", key=shown(key), where=where, hint=hint, aside=aside or None))
 
 
-def read_text(path: Path, kind: str) -> str:
+def read_text(path: Path, kind: Said) -> str:
     """The text of a file that should hold `kind`. Devices, pipes and files without end are refused, not read."""
     try:
         with open_regular(path) as file:
             data = file.read(MOST_TEXT_BYTES + 1)
         if len(data) > MOST_TEXT_BYTES:
-            raise ConfigError(
-                f"{path} is larger than {MOST_TEXT_BYTES >> 20} MiB, so it is not {kind}: name another file"
-            )
+            raise ConfigError(Message("inputs.file-too-large", path=path, most=MOST_TEXT_BYTES >> 20, kind=kind))
         return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
+    except NotOrdinary:
+        raise ConfigError(Message("inputs.unreadable", path=path, why=Message("inputs.not-ordinary"))) from None
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(Message("inputs.unreadable", path=path, why=why)) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path.name} is not {kind}: it is not even text in UTF-8") from None
+        raise ConfigError(Message("inputs.not-utf8", name=path.name, kind=kind)) from None
     except ValueError as error:  # a path that no file system can hold
-        raise ConfigError(f"cannot read {shown(str(path))}: {error}") from None
+        raise ConfigError(Message("inputs.unreadable", path=shown(str(path)), why=str(error))) from None
+
+
+class NotOrdinary(OSError):
+    """A pipe or a device."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -110,7 +119,7 @@ def open_regular(path: Path) -> BinaryIO:
             raise (
                 OSError(errno.EISDIR, os.strerror(errno.EISDIR))
                 if stat.S_ISDIR(mode)
-                else OSError(errno.EINVAL, "it is a pipe or a device: name an ordinary file")
+                else NotOrdinary(errno.EINVAL, text("inputs.not-ordinary"))
             )
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -129,8 +138,7 @@ def check_keys(tree: object, file: str) -> None:
     for place, here in walk(tree):
         for key in here if isinstance(here, dict) else ():
             if not isinstance(key, str):
-                where = f"{place} in {file}" if place else file
-                raise ConfigError(f"{shown(key)} in {where} is not a key: write it in quotes if you mean the word")
+                raise ConfigError(Message("inputs.not-a-key", key=shown(key), place=place or None, file=file))
 
 
 def walk(tree: object) -> Iterator[tuple[str, object]]:
@@ -180,13 +188,14 @@ class Fields:
         """The key as errors call it."""
         return f"{self.path}.{key}" if self.path else key
 
-    def wrong(self, key: str, must: str) -> ConfigError:
+    def wrong(self, key: str, must: Said) -> ConfigError:
         """The error for a value of the wrong kind."""
         value = self.values.get(key)
         quoted = isinstance(value, str) and (as_number(value) is not None or value.lower() in ("true", "false"))
-        hint = ": write it without quotes" if quoted else ""
+        hint = Message("inputs.without-quotes") if quoted else None
         name = self.name(key)
-        return ConfigError(f"{name} in {self.file} must be {must}, not {shown(value)}{hint}", at=name)
+        called = Message("inputs.in-file", name=name, file=self.file)
+        return ConfigError(Message("inputs.must-be", name=called, must=must, value=shown(value), hint=hint), at=name)
 
     def says(self, key: str) -> bool:
         """Whether the key is there with a value of its own."""
@@ -197,22 +206,24 @@ class Fields:
         """A whole number; `5e8` is one, `true` is not."""
         if not self.says(key):
             return None
-        value = self._number(key, "a whole number")
+        value = self._number(key, Message("inputs.whole-number"))
         if not float(value).is_integer():
-            raise self.wrong(key, "a whole number")
+            raise self.wrong(key, Message("inputs.whole-number"))
         if most is not None and abs(value) > most:
-            raise self.wrong(key, f"at most {most}")
+            raise self.wrong(key, Message("inputs.at-most", most=most))
         if least is not None and value < least:
-            raise self.wrong(key, f"at least {least}")
+            raise self.wrong(key, Message("inputs.at-least", least=least))
         return int(value)
 
     def number(self, key: str, *, least: float = 0.0, most: float = math.inf) -> float | None:
         """A number in a range."""
         if not self.says(key):
             return None
-        value = self._number(key, "a number")
+        value = self._number(key, Message("inputs.number"))
         if not least <= value <= most:
-            raise self.wrong(key, f"from {least:g} to {most:g}" if math.isfinite(most) else f"at least {least:g}")
+            first = Message("inputs.at-least", least=f"{least:g}")
+            is_range = math.isfinite(most)
+            raise self.wrong(key, Message("inputs.from-to", least=least, most=most) if is_range else first)
         return float(value)
 
     def switch(self, key: str) -> bool | None:
@@ -222,7 +233,7 @@ class Fields:
         value = self.values[key]
         if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
             return bool(value)
-        raise self.wrong(key, "true or false")
+        raise self.wrong(key, Message("inputs.true-or-false"))
 
     def text(self, key: str) -> str | None:
         """Any text but an empty one."""
@@ -230,7 +241,7 @@ class Fields:
             return None
         value = self.values[key]
         if not isinstance(value, str) or not value.strip():
-            raise self.wrong(key, "text")
+            raise self.wrong(key, Message("inputs.text"))
         return value
 
     def word(self, key: str, words: Iterable[str]) -> str | None:
@@ -240,14 +251,12 @@ class Fields:
         value, words = self.values[key], list(words)
         if isinstance(value, str) and value in words:
             return value
-        close = nearest(value, words) if isinstance(value, str) else None
-        raise ConfigError(
-            f"{self.name(key)} in {self.file} knows no {shown(value)}; "
-            + (f"did you mean '{close}'?" if close else f"it takes {listed(words)}"),
-            at=self.name(key),
-        )
+        hint = suggest(value if isinstance(value, str) else "", words)
+        called = Message("inputs.in-file", name=self.name(key), file=self.file)
+        said = Message("inputs.unknown-word", name=called, value=shown(value), hint=hint)
+        raise ConfigError(said, at=self.name(key))
 
-    def _number(self, key: str, must: str) -> int | float:
+    def _number(self, key: str, must: Message) -> int | float:
         value = self.values[key]
         if isinstance(value, str) and self.text_numbers:
             value = as_number(value)

@@ -10,6 +10,8 @@ import json
 import re
 from typing import TYPE_CHECKING
 
+from tightfit.messages import Message
+
 if TYPE_CHECKING:
     import yaml
 
@@ -17,22 +19,22 @@ _COMMENT = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.D
 _TRAILING_COMMA = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|,(?=\s*[}\]])")
 
 _YAML = (
-    ("mapping values are not allowed", "put text with a colon in it in quotes, or give the key above its own colon"),
-    ("character '\\t'", "indent with spaces instead of a tab"),
-    ("could not find expected ':'", "write a colon and a space between the key and its value"),
-    ("expected <block end>", "begin the line as far in as the lines that it belongs to"),
-    ("expected ',' or", "write a comma there, or close the bracket"),
-    ("unexpected end of stream", "close the quote that was opened"),
-    ("undefined alias", "put the value that begins with * in quotes"),
-    ("cannot start any token", "put the value in quotes"),
-    ("could not determine a constructor", "leave out the tag that begins with !"),
-    ("expected a single document", "leave out the line `---` and what follows"),
-    ("unexpected ':'", "put the text that has a colon in it in quotes"),
+    ("mapping values are not allowed", "inputs.quote-colon-or-key"),
+    ("character '\\t'", "inputs.no-tab"),
+    ("could not find expected ':'", "inputs.colon-and-space"),
+    ("expected <block end>", "inputs.indent-alike"),
+    ("expected ',' or", "inputs.comma-or-close"),
+    ("unexpected end of stream", "inputs.close-quote"),
+    ("undefined alias", "inputs.quote-star"),
+    ("cannot start any token", "inputs.quote-value"),
+    ("could not determine a constructor", "inputs.no-tag"),
+    ("expected a single document", "inputs.one-document"),
+    ("unexpected ':'", "inputs.quote-colon"),
 )
 """A part of PyYAML's complaint → what to write."""
 
 
-def json_fault(text: str) -> str:
+def json_fault(text: str) -> Message:
     """What to write, and in which line, so that this text becomes JSON. Comments are not held against it."""
     bare = without_comments(text)
     try:
@@ -40,17 +42,14 @@ def json_fault(text: str) -> str:
     except json.JSONDecodeError as error:
         comma = error.msg.startswith("Expecting ',' delimiter")  # which belongs where the last value ended
         line = bare[: error.pos].rstrip().count("\n") + 1 if comma else error.lineno
-        return f"{_json_remedy(error, bare)}, in line {line}"
+        return Message("inputs.in-line", remedy=_json_remedy(error, bare), line=line)
     except RecursionError:
-        return "nest its blocks less deeply"
+        return Message("inputs.less-deep")
     except ValueError:  # int() refuses thousands of digits
-        return "write a shorter number"
-    line = 1 + next((at for at, lines in enumerate(_lines(text, bare)) if lines[0] != lines[1]), 0)
-    return f"take out the comments and the commas before a closing bracket, first in line {line}"
-
-
-def _lines(text: str, bare: str) -> list[tuple[str, str]]:
-    return list(zip(text.split("\n"), bare.split("\n"), strict=True))
+        return Message("inputs.shorter-number")
+    lines = zip(text.split("\n"), bare.split("\n"), strict=True)
+    line = 1 + next((at for at, (written, left) in enumerate(lines) if written != left), 0)
+    return Message("inputs.no-comments", line=line)
 
 
 def without_comments(text: str) -> str:
@@ -62,37 +61,37 @@ def without_comments(text: str) -> str:
     return _TRAILING_COMMA.sub(blank, _COMMENT.sub(blank, text))
 
 
-def _json_remedy(error: json.JSONDecodeError, text: str) -> str:
+def _json_remedy(error: json.JSONDecodeError, text: str) -> Message:
     here, before = text[error.pos : error.pos + 8], text[: error.pos].rstrip()[-1:]
     if not here.strip():
-        return "write the value that is missing" if before == ":" else "close the bracket that is open"
+        return Message("inputs.write-value" if before == ":" else "inputs.close-bracket")
     if error.msg.startswith("Expecting ',' delimiter"):
-        return "write the comma that is missing"
+        return Message("inputs.write-comma")
     if error.msg.startswith("Expecting ':' delimiter"):
-        return "write a colon between the key and its value"
+        return Message("inputs.write-colon")
     if error.msg.startswith("Expecting property name"):
-        return "take out the second comma" if here[0] in ",}" else 'put the key in double quotes ("key")'
+        return Message("inputs.second-comma" if here[0] in ",}" else "inputs.quote-key")
     if error.msg.startswith("Extra data"):
-        return "take out what follows the closing bracket"
+        return Message("inputs.nothing-behind")
     if error.msg.startswith(("Unterminated string", "Invalid control character")):
-        return "close the quote before the line ends"
+        return Message("inputs.close-quote-in-line")
     if error.msg.startswith("Invalid \\"):
-        return "write \\\\ for a backslash"
+        return Message("inputs.backslash")
     words = {"True": "true", "Fals": "false", "None": "null"}
     if here[:4] in words:
-        return f"write {words[here[:4]]}"
+        return Message("inputs.write-word", word=words[here[:4]])
     if here[0] in ",]}":
-        return "write the value that is missing"
-    return "put the text in double quotes" if here[0] != "." else "write a digit before the point"
+        return Message("inputs.write-value")
+    return Message("inputs.quote-text" if here[0] != "." else "inputs.digit-first")
 
 
-def yaml_fault(error: yaml.YAMLError) -> str:
+def yaml_fault(error: yaml.YAMLError) -> Message:
     """What to write, and in which line, so that the text becomes YAML."""
     import yaml
 
     if not isinstance(error, yaml.MarkedYAMLError):
-        return "take out the characters that are no text"
+        return Message("inputs.no-such-letters")
     problem = f"{error.problem or ''} {error.context or ''}"
-    remedy = next((remedy for part, remedy in _YAML if part in problem), None)
-    line = f", in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-    return f"{remedy or 'put the value in quotes'}{line}"
+    remedy = Message(next((remedy for part, remedy in _YAML if part in problem), "inputs.quote-value"))
+    mark = error.problem_mark
+    return Message("inputs.in-line", remedy=remedy, line=mark.line + 1) if mark else remedy

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from packaging.version import VERSION_PATTERN, InvalidVersion, Version
 
+from tightfit.messages import Message, Said
 from tightfit.types import ConfigError, Hardware, Levers, Trainer
 
 Release = tuple[int, int, int]
@@ -33,7 +34,7 @@ def release(version: str) -> Release:
     way of his own (HIP's `6.2.41133-dd7f95766`) is passed over."""
     found = _VERSION.match(version.strip())
     if found is None:
-        raise ConfigError(f"{version!r} is not a version: write its numbers, 0.19.8 say")
+        raise ConfigError(Message("inputs.not-a-version", version=version))
     read = Version(found[0])
     return read.major, read.minor, read.micro
 
@@ -68,22 +69,18 @@ def newest_deepspeed(trainer: Trainer, llamafactory_version: str = LLAMAFACTORY_
 
 def choose_deepspeed(
     hardware: Hardware | None, trainer: Trainer = "tightfit", llamafactory: str | None = None
-) -> tuple[str, tuple[str, ...]]:
+) -> tuple[str, tuple[Said, ...]]:
     """The DeepSpeed that will run the plan, where nobody named one, and a sentence if that may surprise.
 
     `llamafactory`: the release that was named; None: the one that is installed, or the newest that we know.
     """
     if hardware is not None and hardware.gpu.vendor == "hygon":
-        said = (
-            f"DeepSpeed {DTK_DEEPSPEED}, which Hygon's stack ships, is planned for (--deepspeed-version for another)."
-        )
-        return DTK_DEEPSPEED, (said,)
+        return DTK_DEEPSPEED, (Message("inputs.deepspeed-of-hygon", version=DTK_DEEPSPEED),)
     here, usual = find_installed("deepspeed"), Levers().deepspeed_version
     factory = llamafactory or find_installed("llamafactory") or LLAMAFACTORY_VERSION
     newest = newest_deepspeed(trainer, factory)
     if newest is not None and release(here or usual) > release(newest):
-        said = f"DeepSpeed {newest}, the newest that LLaMA-Factory {factory} asks for, is planned for"
-        return newest, (f"{said} (--deepspeed-version for another).",)
-    if here in (None, usual):
+        return newest, (Message("inputs.deepspeed-of-factory", version=newest, factory=factory),)
+    if here is None or here == usual:
         return usual, ()
-    return str(here), (f"DeepSpeed {here}, which is installed here, is planned for (--deepspeed-version for another).",)
+    return here, (Message("inputs.deepspeed-here", version=here),)

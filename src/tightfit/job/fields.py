@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from annotated_types import Ge, Gt, Le, Lt
 
 from tightfit.inputs.flags import LEVERS, checkpointing_from_word, words_of
-from tightfit.inputs.spelling import LARGEST, as_number, listed, nearest, shown
+from tightfit.inputs.spelling import LARGEST, as_number, nearest, shown, suggest
 from tightfit.job import Job
+from tightfit.job.text import name_in
 from tightfit.job.training import MARKS
+from tightfit.messages import Choice, Message, Said
 from tightfit.types import ConfigError, Group, Lever
 
 if TYPE_CHECKING:
@@ -80,14 +82,14 @@ OTHER_NAMES = {
 """What other programs call our fields, where the spelling alone would not show it."""
 
 EXAMPLES = {
-    "model": "a name or a block of shape fields",
-    "hardware.gpus": "a word such as 6x32GB",
-    "hardware.host_ram": "a size such as 256GB",
-    "hardware.nvme": "a size such as 2TB",
-    "limits.gpu_memory": "a size such as 20GB",
-    "limits.host_ram": "a size such as 200GB",
-    "timeout": "a time such as 12h",
-    "levers.deepspeed_version": "a version in quotes such as '0.16.4'",
+    "model": Message("job.name-or-block"),
+    "hardware.gpus": Message("job.hardware-word"),
+    "hardware.host_ram": Message("job.size-such-as", size="256GB"),
+    "hardware.nvme": Message("job.size-such-as", size="2TB"),
+    "limits.gpu_memory": Message("job.size-such-as", size="20GB"),
+    "limits.host_ram": Message("job.size-such-as", size="200GB"),
+    "timeout": Message("job.time-such-as"),
+    "levers.deepspeed_version": Message("job.version-in-quotes"),
 }
 """Text that has a form of its own."""
 
@@ -121,7 +123,7 @@ class JobField:
     required: bool = False
 
     @property
-    def phrase(self) -> str:
+    def phrase(self) -> Message:
         """What it takes, to stand after `must be`."""
         return EXAMPLES.get(self.name) or _phrase(self.takes)
 
@@ -138,10 +140,10 @@ class Source:
     def name(self, path: str) -> str:
         return self.names.get(path, path)
 
-    def called(self, path: str) -> str:
+    def place(self, path: str) -> Said:
         """The same, with the file that it stands in."""
         name = self.name(path)
-        return f"{name} in {self.file}" if self.file and not name.startswith("--") else name
+        return name if name.startswith("--") else name_in(name, self.file)
 
 
 # --- the fields ---------------------------------------------------------------------------------
@@ -164,7 +166,8 @@ def _fields_in(block: type, prefix: str) -> Iterator[JobField]:
     hints = get_type_hints(block, include_extras=True)
     for each in fields(block):
         takes = _takes(hints[each.name])
-        yield JobField(name=prefix + each.name, takes=takes, default=default_of(each), required=_is_required(each))
+        required = each.default is MISSING and each.default_factory is MISSING
+        yield JobField(name=prefix + each.name, takes=takes, default=default_of(each), required=required)
         if takes.kind == "block":
             yield from _fields_in(hints[each.name], f"{prefix}{each.name}.")
 
@@ -173,10 +176,6 @@ def default_of(each: Field[Any]) -> Any:
     if each.default_factory is not MISSING:
         return each.default_factory()
     return None if each.default is MISSING else each.default
-
-
-def _is_required(each: Field[Any]) -> bool:
-    return each.default is MISSING and each.default_factory is MISSING
 
 
 def _sentences_in(block: type, prefix: str) -> Iterator[tuple[str, str]]:
@@ -230,60 +229,65 @@ def _lever_takes(lever: Lever) -> Takes:
     return replace(_takes(lever.type), least=lever.least, most=lever.most)
 
 
-def _phrase(takes: Takes) -> str:
+_NOUNS: Mapping[Kind, str] = {
+    "integer": "inputs.whole-number",
+    "number": "inputs.number",
+    "switch": "inputs.true-or-false",
+    "text": "inputs.text",
+    "fields": "job.block",
+    "block": "job.block",
+}
+_PLURALS: Mapping[Kind, str] = {"integer": "job.whole-numbers", "text": "job.names", "fields": "job.blocks"}
+
+
+def _phrase(takes: Takes) -> Message:
     if takes.kind == "words":
-        return listed(takes.words)
+        return Message("job.one-of", words=Choice(takes.words))
     if takes.kind == "list":
         assert takes.item is not None
-        plural = {"integer": "whole numbers", "text": "names", "fields": "blocks of fields"}
-        many = plural.get(takes.item.kind) or listed(takes.item.words)
-        return listed([f"a list of {many}{_range(takes.item)}", *(f"`{word}`" for word in takes.words)])
-    nouns: dict[Kind, str] = {
-        "integer": "a whole number",
-        "number": "a number",
-        "switch": "true or false",
-        "text": "text",
-        "fields": "a block of fields",
-        "block": "a block of fields",
-    }
-    return nouns[takes.kind] + _range(takes)
+        plural = _PLURALS.get(takes.item.kind)
+        many = Message(plural) if plural else Choice(takes.item.words)
+        others = Choice(f"`{word}`" for word in takes.words) if takes.words else None
+        return Message("job.list", many=many, range=_range(takes.item), others=others)
+    return Message("job.in-range", noun=Message(_NOUNS[takes.kind]), range=_range(takes))
 
 
-def _range(takes: Takes) -> str:
-    if takes.least is not None and takes.below is not None:
-        return f" from {takes.least:g} to below {takes.below:g}"
-    if takes.least is not None and takes.most is not None:
-        return f" from {takes.least:g} to {takes.most:.0f}"
-    if takes.least is not None:
-        return f" of at least {takes.least:g}"
-    if takes.above is not None and takes.most is not None:
-        return f" above {takes.above:g} and at most {takes.most:.0f}"
-    return f" above {takes.above:g}" if takes.above is not None else ""
+def _range(takes: Takes) -> Said:
+    least, above, most = takes.least, takes.above, takes.most
+    if least is not None and takes.below is not None:
+        return Message("job.from-to-below", least=least, below=takes.below)
+    if least is not None:
+        return (
+            Message("job.of-at-least", least=least) if most is None else Message("job.from-to", least=least, most=most)
+        )
+    if above is None:
+        return ""
+    return Message("job.above", above=above) if most is None else Message("job.above-at-most", above=above, most=most)
 
 
 # --- from a tree to a job -----------------------------------------------------------------------
 
 
-def job_from_tree(tree: Mapping[str, Any], source: Source) -> tuple[Job, tuple[str, ...]]:
+def job_from_tree(tree: Mapping[str, Any], source: Source) -> tuple[Job, tuple[Said, ...]]:
     """The job that a tree of plain values means, and what had to be taken for something else."""
-    said: list[str] = []
+    said: list[Said] = []
     mended = _mend_block(tree, "", source, said)
     for _, fault in _levers_faults(mended.get("levers"), source):
         raise fault
-    job = _validated(mended)
+    job = _validate(mended)
     if not isinstance(job, Job):
         raise next(_faults(job, mended, source))[1]
     return job, tuple(said)
 
 
-def faults_in_tree(tree: Mapping[str, Any], source: Source) -> tuple[Job | None, tuple[str, ...]]:
-    """Every sentence that `job_from_tree` could raise, and the job that is left without those fields.
+def faults_in_tree(tree: Mapping[str, Any], source: Source) -> tuple[Job | None, tuple[ConfigError, ...]]:
+    """Every error that `job_from_tree` could raise, and the job that is left without those fields.
 
     There is no job where what is wrong cannot be left out: a model, or a whole block.
     """
     mended = _mend_block(tree, "", source, [])
     found = list(_levers_faults(mended.get("levers"), source))
-    job = _validated(mended)
+    job = _validate(mended)
     if not isinstance(job, Job):
         found += _faults(job, mended, source)
     for path, _ in found:
@@ -291,40 +295,36 @@ def faults_in_tree(tree: Mapping[str, Any], source: Source) -> tuple[Job | None,
         inside = mended.get(block) if block else mended
         if isinstance(inside, dict):
             inside.pop(key, None)
-    job = _validated(mended)
-    return job if isinstance(job, Job) else None, tuple(str(fault) for _, fault in found)
+    job = _validate(mended)
+    return job if isinstance(job, Job) else None, tuple(fault for _, fault in found)
 
 
 def wrong(path: str, value: object, source: Source) -> ConfigError:
     """The error for a value that a field does not take."""
-    takes = job_fields()[path].takes
+    field = job_fields()[path]
+    takes, name, place = field.takes, source.name(path), source.place(path)
     words = takes.item.words if takes.item is not None else takes.words
     if takes.kind == "list" and isinstance(value, list):
         strays = [each for each in value if words and each not in words]
         value = strays[0] if strays else value
     if isinstance(value, str) and value.strip() and words and takes.kind in ("words", "list"):
-        close = nearest(value, words)
-        tail = f"did you mean '{close}'?" if close else f"it takes {listed(words)}"
-        return ConfigError(f"{source.called(path)} knows no {shown(value)}; {tail}")
+        hint = suggest(value, words)
+        return ConfigError(Message("inputs.unknown-word", name=place, value=shown(value), hint=hint), at=name)
+    why: Message | None = None
     if isinstance(value, int | float) and takes.most is not None and value > takes.most:
-        return ConfigError(f"{source.called(path)} must be at most {takes.most:.0f}, not {shown(value)}")
-    phrase = EXAMPLES.get(path) or _phrase(replace(takes, most=None))  # the end that it is not beyond says nothing
-    return ConfigError(f"{source.called(path)} must be {phrase}, not {shown(value)}{_hint(path, value, source)}")
+        must = Message("inputs.at-most", most=f"{takes.most:.0f}")
+    else:
+        must = EXAMPLES.get(path) or _phrase(replace(takes, most=None))  # the end that it is not beyond says nothing
+        if value is None and not field.required:
+            why = Message("job.leave-out")
+        elif isinstance(value, bool) and takes.kind in ("text", "words") and source.kind == "yaml":
+            why = Message("job.yaml-reads-so")
+        elif isinstance(value, str) and takes.kind == "switch" and value.lower() in ("true", "false"):
+            why = Message("inputs.without-quotes")
+    return ConfigError(Message("inputs.must-be", name=place, must=must, value=shown(value), hint=why), at=name)
 
 
-def _hint(path: str, value: object, source: Source) -> str:
-    """Why YAML made something else of it, or what to do about a null."""
-    field = job_fields()[path]
-    if value is None:
-        return "" if field.required else ": leave it out for the default"
-    if isinstance(value, bool) and field.takes.kind in ("text", "words") and source.kind == "yaml":
-        return ": YAML reads yes, no, on and off so, put it in quotes"
-    if isinstance(value, str) and field.takes.kind == "switch" and value.lower() in ("true", "false"):
-        return ": write it without quotes"
-    return ""
-
-
-def _mend_block(values: Mapping[str, Any], prefix: str, source: Source, said: list[str]) -> dict[str, Any]:
+def _mend_block(values: Mapping[str, Any], prefix: str, source: Source, said: list[Said]) -> dict[str, Any]:
     mended: dict[str, Any] = {}
     for key, value in values.items():
         field = job_fields().get(prefix + key) if "." not in key else None
@@ -337,8 +337,12 @@ def _mend_block(values: Mapping[str, Any], prefix: str, source: Source, said: li
         else:
             mended[key] = _mend(value, field.takes)
             if isinstance(value, str) and isinstance(mended[key], int | float) and source.kind != "flags":
-                reader = "text to YAML" if source.kind == "yaml" else "text"
-                said.append(f"{source.called(field.name)}: {shown(value)} is {reader} and was taken as {mended[key]}.")
+                place, number = source.place(field.name), mended[key]
+                said.append(
+                    Message("job.text-to-yaml", place=place, value=shown(value), number=number)
+                    if source.kind == "yaml"
+                    else Message("job.text-number", place=place, value=shown(value), number=number)
+                )
     return mended
 
 
@@ -397,10 +401,10 @@ def _levers_faults(levers: object, source: Source) -> Iterator[Fault]:
     for key, value in levers.items() if isinstance(levers, Mapping) else ():
         path = f"levers.{key}"
         if key in COSTLY:
-            sentence = f"{source.called(path)} changes the result of the training, so it is no free lever"
-            yield path, ConfigError(f"{sentence}: write it as {COSTLY[key]}")
+            said = Message("job.no-free-lever", name=source.place(path), field=COSTLY[key])
+            yield path, ConfigError(said, at=source.name(path))
         elif key not in FREE_LEVERS:
-            yield path, _unknown("levers", key, source)
+            yield path, _explain_unknown("levers", key, source)
         elif not _is_taken(value, job_fields()[path].takes):
             yield path, wrong(path, value, source)
 
@@ -429,7 +433,7 @@ def _adapter() -> TypeAdapter[Job]:
     return TypeAdapter(Job)
 
 
-def _validated(tree: Mapping[str, Any]) -> Job | Mapping[tuple[int | str, ...], str]:
+def _validate(tree: Mapping[str, Any]) -> Job | Mapping[tuple[int | str, ...], str]:
     """The job, or where pydantic found fault and of which type."""
     from pydantic import ValidationError
 
@@ -445,11 +449,10 @@ def _faults(found: Mapping[tuple[int | str, ...], str], tree: Mapping[str, Any],
     for place, kind in found.items():
         if kind == "unexpected_keyword_argument":
             parent, key = ".".join(map(str, place[:-1])), str(place[-1])
-            yield f"{parent}.{key}" if parent else key, _unknown(parent, key, source)
+            yield f"{parent}.{key}" if parent else key, _explain_unknown(parent, key, source)
     if "missing" in found.values():
-        where = f"{source.file} names no model" if source.file else "say which model"
-        ask = "add `model:`" if source.file else "--model"
-        yield "model", ConfigError(f"{where}: {ask} with a preset (`tightfit models`), a Hugging Face id or a folder")
+        no_model = Message("job.no-model-in", file=source.file) if source.file else Message("job.which-model")
+        yield "model", ConfigError(no_model)
     said = set()
     for place, kind in found.items():
         if kind in ("unexpected_keyword_argument", "missing"):
@@ -463,22 +466,21 @@ def _faults(found: Mapping[tuple[int | str, ...], str], tree: Mapping[str, Any],
             path, value = longer, value[step]
         if path not in said:
             said.add(path)
-            yield path, wrong(path, value, source) if path else _unreadable(source)
+            # Of the whole tree pydantic cannot even name a field: half a letter, say, which JSON cannot hold.
+            where = source.file or Message("job.command-line")
+            yield path, wrong(path, value, source) if path else ConfigError(Message("job.not-utf8", where=where))
 
 
-def _unreadable(source: Source) -> ConfigError:
-    """Of the whole tree, where pydantic could not even name a field: half a letter, say, which JSON cannot hold."""
-    return ConfigError(f"{source.file or 'the command line'} holds text that is no UTF-8: write it in plain letters")
-
-
-def _unknown(parent: str, key: str, source: Source) -> ConfigError:
+def _explain_unknown(parent: str, key: str, source: Source) -> ConfigError:
     names = list(job_fields())
     path = f"{parent}.{key}" if parent else key
-    where = f" in {source.file}" if source.file else ""
-    sentence = f"unknown field {shown(path)}{where}"
+
+    def unknown(hint: Message) -> ConfigError:
+        return ConfigError(Message("job.unknown-field", field=shown(path), file=source.file, hint=hint), at=path)
+
     if "." in key:
         block, _, inside = key.rpartition(".")
-        return ConfigError(f"{sentence}; a field of a block stands inside it: write {block}: {{{inside}: …}}")
+        return unknown(Message("job.inside-block", block=block, field=inside))
     beside = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == parent]
     close = nearest(key, beside if parent else [*beside, *MARKS])
     meant = f"{parent}.{close}" if parent and close else close
@@ -486,7 +488,7 @@ def _unknown(parent: str, key: str, source: Source) -> ConfigError:
         elsewhere = (name for name in names if name.rpartition(".")[2] == key)
         meant = OTHER_NAMES.get(key) or next(elsewhere, None) or meant
     if meant:
-        return ConfigError(f"{sentence}; did you mean '{meant}'?")
+        return unknown(Message("inputs.did-you-mean", close=meant))
     if parent:
-        return ConfigError(f"{sentence}; {parent} takes {listed(beside)}")
-    return ConfigError(f"{sentence}; `tightfit schema --table` lists the fields there are")
+        return unknown(Message("job.block-takes", block=parent, names=Choice(beside)))
+    return unknown(Message("job.see-schema"))

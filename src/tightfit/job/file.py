@@ -30,10 +30,11 @@ from tightfit.job.fields import (
     wrong,
 )
 from tightfit.job.saving import FIELDS as EVERY_FIELDS
-from tightfit.job.saving import settled
+from tightfit.job.saving import translate_saving
 from tightfit.job.stages import check_stages, merge_stage
 from tightfit.job.text import JobText, is_json, read_job_text, read_tree
 from tightfit.job.training import Translated, translate
+from tightfit.messages import Language, Listing, Message, Said
 from tightfit.model.load import load_model, shape_from_fields
 from tightfit.types import ZERO3, ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
 
@@ -75,10 +76,10 @@ JOB_FLAGS: Mapping[str, str] = {
 
 _SIZES = ("hardware.host_ram", "hardware.nvme", "limits.gpu_memory", "limits.host_ram")
 _FOREIGN = {
-    "model_name_or_path": "a LLaMA-Factory config, which `tightfit estimate FILE` reads",
-    "zero_optimization": "a DeepSpeed config, which goes after --deepspeed",
-    "distributed_type": "an accelerate config, which says nothing of the training",
-    "predicted": "the config of our worker, which `tightfit plan --write` made from one: name the job file",
+    "model_name_or_path": Message("job.is-llamafactory"),
+    "zero_optimization": Message("job.is-deepspeed"),
+    "distributed_type": Message("job.is-accelerate"),
+    "predicted": Message("job.is-workers"),
 }
 """A key that only another program's file has, and what that file is."""
 
@@ -88,7 +89,7 @@ class JobFile:
     """What a job file said."""
 
     job: Job
-    said: tuple[str, ...] = ()
+    said: tuple[Said, ...] = ()
     """What was read leniently or is without effect, a sentence each."""
     num_gpus: int | None = None
     """GPUs of a node to use, where the file gives a number and need not name a card."""
@@ -122,12 +123,12 @@ def names_in(tree: Mapping[str, Any], before: str = "") -> frozenset[str]:
     return frozenset(found)
 
 
-def job_faults(path: Path) -> tuple[str, ...]:
-    """Every sentence for which `read_job` would refuse the file, where it can go on after the first."""
+def job_faults(path: Path) -> tuple[UserError, ...]:
+    """Every error for which `read_job` would refuse the file, where it can go on after the first."""
     try:
         ours, found = _translate_all(_check_own(read_tree(path), path.name), path.name)
     except UserError as error:
-        return (str(error),)
+        return (error,)
     if ours is None:
         return found
     source = Source(file=path.name, names=ours.names, kind="json" if is_json(path) else "yaml")
@@ -141,25 +142,25 @@ def job_faults(path: Path) -> tuple[str, ...]:
         _check_counts,
         *(() if found else (_check_levers, _check_model, _check_ids, _check_stages)),
     ):
-        found += tuple(map(str, check(job, source)))
+        found += tuple(check(job, source))
     return found
 
 
 def _check_own(tree: Mapping[str, Any], file: str) -> Mapping[str, Any]:
     for key, what in _FOREIGN.items():
         if key in tree:
-            raise ConfigError(f"{file} is no job file but {what}")
+            raise ConfigError(Message("job.no-job-file", file=file, what=what))
     return tree
 
 
-def _translate_all(tree: Mapping[str, Any], file: str) -> tuple[Translated | None, tuple[str, ...]]:
-    """The file in our own form, less what is wrong in its `training` and `saving` blocks, and the sentences for it."""
-    found: list[str] = []
+def _translate_all(tree: Mapping[str, Any], file: str) -> tuple[Translated | None, tuple[UserError, ...]]:
+    """The file in our own form, less what is wrong in its `training` and `saving` blocks, and the errors for it."""
+    found: list[UserError] = []
     while True:
         try:
             return translate(tree, file), tuple(found)
         except UserError as error:
-            found.append(str(error))
+            found.append(error)
             name, _, wrong_key = error.at.partition(".")
             block = tree.get(name)
             if name not in ("training", "saving") or not isinstance(block, Mapping) or wrong_key not in block:
@@ -173,7 +174,7 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
     for name in given:
         if name not in JOB_FLAGS:
             close = nearest(name, JOB_FLAGS)
-            raise ConfigError(f"no job has {spelt(name)}" + (f": did you mean {spelt(close)}?" if close else ""))
+            raise ConfigError(Message("job.no-such-flag", flag=spelt(name), close=spelt(close) if close else None))
     tree = dump_job(base) if base is not None else {}
     for ending, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
         if ending in given and other not in given:
@@ -188,26 +189,28 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
         inside[key] = list(value) if isinstance(value, tuple) else value
     names = {JOB_FLAGS[name]: spelt(name) for name in given}
     if "saving" in tree:
-        tree["saving"], more = settled(tree["saving"], names, None)
+        tree["saving"], more = translate_saving(tree["saving"], names, None)
         names |= more
     source = Source(names=names)
     job, _ = job_from_tree(tree, source)
     _check(job, source)
     adapters = next((name for name in given if JOB_FLAGS[name].startswith("lora.")), None)
     if adapters and _adapters_idle(job):
-        raise ConfigError(f"{spelt(adapters)} needs --method lora or qlora: full training has no adapters")
+        raise ConfigError(Message("inputs.no-adapters", flag=spelt(adapters)))
     return job
 
 
 def _check_warmup(given: Mapping[str, Any]) -> None:
     """A job has one field for both, in which the size tells a count from a share."""
     if "warmup_steps" in given and "warmup_ratio" in given:
-        raise ConfigError("--warmup-steps and --warmup-ratio say the same thing: keep one")
+        raise ConfigError(Message("job.said-twice", name="--warmup-steps", other="--warmup-ratio", file=None))
     if "warmup_steps" in given and 0 < (as_number(str(given["warmup_steps"])) or 0) < 1:
-        raise ConfigError(f"--warmup-steps must be a whole number, not {shown(given['warmup_steps'])}")
+        value, must = shown(given["warmup_steps"]), Message("inputs.whole-number")
+        raise ConfigError(Message("inputs.flag-must-be", flag="--warmup-steps", must=must, value=value))
     text = str(given.get("warmup_ratio", 0)).strip()
     if (as_number(text.removesuffix("%")) or 0) >= (100 if text.endswith("%") else 1):
-        raise ConfigError(f"--warmup-ratio must be a share from 0 to below 1, not {shown(given['warmup_ratio'])}")
+        value, must = shown(given["warmup_ratio"]), Message("job.share")
+        raise ConfigError(Message("inputs.flag-must-be", flag="--warmup-ratio", must=must, value=value))
 
 
 def dump_job(job: Job) -> dict[str, Any]:
@@ -248,7 +251,7 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
     except ConfigError as error:
         if file is None:
             raise
-        raise ConfigError(f"{file}: {_in_fields(str(error))}") from None
+        raise ConfigError(_InFields("job.in-this-file", file=file, problem=error.said)) from None
     packing, ours = job.data.packing, job.trainer == "tightfit"
     return replace(
         levers,
@@ -284,16 +287,16 @@ def hardware_of(job: Job, num_gpus: int | None = None) -> Hardware:
     else:
         hardware = parse_hardware(machine.gpus or "", **sizes)
     hardware = _fewer(hardware, machine.gpu_ids, num_gpus)
-    return _capped(hardware, job)
+    return _cap(hardware, job)
 
 
 def timeout_s(text: str) -> int:
     """Seconds in `12h`, `90m`, `3600s`, `1h30m`."""
     seconds = seconds_in(text)
     if seconds is None:
-        raise ConfigError(f"{shown(text)} is no time: write 12h, 90m or 1h30m")
+        raise ConfigError(Message("job.not-a-time", word=shown(text)))
     if not 1 <= seconds <= LARGEST:
-        raise ConfigError(f"{shown(text)} leaves no time to train: write 12h, 90m or 1h30m")
+        raise ConfigError(Message("job.no-time", word=shown(text)))
     return int(seconds)
 
 
@@ -310,57 +313,63 @@ def _block_name(block: Mapping[str, Any]) -> str:
     return f"{family if isinstance(family, str) else 'model'}{sizes}"
 
 
-def _in_fields(sentence: str) -> str:
-    """A sentence about flags, with the fields of a job file instead."""
+class _InFields(Message):
+    """What is said about flags, with the fields of a job file instead."""
 
-    def field(match: re.Match[str]) -> str:
-        return JOB_FLAGS.get(match[1].replace("-", "_"), match[0])
+    __slots__ = ()
 
-    return re.sub(r"--([a-z][a-z-]*)", field, sentence)
+    def text(self, language: Language) -> str:
+        def field(match: re.Match[str]) -> str:
+            return JOB_FLAGS.get(match[1].replace("-", "_"), match[0])
+
+        return re.sub(r"--([a-z][a-z-]*)", field, super().text(language))
 
 
 def _fewer(hardware: Hardware, ids: tuple[int, ...] | None, num_gpus: int | None) -> Hardware:
     """The part of every node that is to be used."""
     there = hardware.gpus_per_node
     if num_gpus is not None and num_gpus > there:
-        has = "has no GPU" if hardware.gpu.vendor == "cpu" else f"has {there} × {hardware.gpu.name}"
-        raise HardwareError(f"num_gpus is {num_gpus}, but a node {has}: name the cards, {num_gpus}x24GB say")
+        if hardware.gpu.vendor == "cpu":
+            raise HardwareError(Message("job.no-gpus-there", wanted=num_gpus))
+        raise HardwareError(Message("job.fewer-gpus-there", wanted=num_gpus, there=there, card=hardware.gpu.name))
     if ids is not None and max(ids) >= there:
-        raise HardwareError(f"gpu_ids has {max(ids)}, but the GPUs of a node are 0 to {there - 1}")
+        raise HardwareError(Message("job.no-such-gpu", number=max(ids), last=there - 1))
     if ids is not None and num_gpus not in (None, len(ids)):
-        raise ConfigError(f"gpu_ids names {len(ids)} GPUs and num_gpus is {num_gpus}: leave one of them out")
+        raise ConfigError(Message("job.gpus-twice", ids=len(ids), count=num_gpus))
     count = len(ids) if ids is not None else num_gpus
     if count is None or (count == there and ids is None):
         return hardware
-    which = f"{count} of {there}" if ids is None else f"number {', '.join(map(str, ids))} of {there}"
-    return replace(hardware, gpus_per_node=count, because=(*hardware.because, f"GPUs used of each node: {which}."))
+    which = Message("job.gpus-used", count=count, there=there)
+    if ids is not None:
+        which = Message("job.gpus-used-by-number", numbers=Listing(map(str, ids)), there=there)
+    return replace(hardware, gpus_per_node=count, because=(*hardware.because, which))
 
 
-def _capped(hardware: Hardware, job: Job) -> Hardware:
+def _cap(hardware: Hardware, job: Job) -> Hardware:
     """No more of each card and of the RAM than the limits allow."""
     because = list(hardware.because)
     gpu, ram = hardware.gpu, hardware.host_ram_bytes
-    if job.limits.gpu_memory is not None:
-        most = parse_size(job.limits.gpu_memory)
+    if (size := job.limits.gpu_memory) is not None:
+        most = parse_size(size)
         if most < gpu.memory_bytes:
-            because.append(f"limits.gpu_memory leaves {job.limits.gpu_memory} of each {gpu.name}.")
+            because.append(Message("job.card-capped", size=size, card=gpu.name))
             gpu = replace(gpu, memory_bytes=most)
         else:
-            because.append(f"limits.gpu_memory of {job.limits.gpu_memory} changes nothing: no card has more.")
-    if job.limits.host_ram is not None:
-        most = parse_size(job.limits.host_ram)
+            because.append(Message("job.card-not-capped", size=size))
+    if (size := job.limits.host_ram) is not None:
+        most = parse_size(size)
         if ram is None or most < ram:
-            because.append(f"limits.host_ram leaves {job.limits.host_ram} of each node's RAM.")
+            because.append(Message("job.ram-capped", size=size))
             ram = most
         else:
-            because.append(f"limits.host_ram of {job.limits.host_ram} changes nothing: no node has more.")
+            because.append(Message("job.ram-not-capped", size=size))
     return replace(hardware, gpu=gpu, host_ram_bytes=ram, because=tuple(because))
 
 
 # --- what shows between fields ------------------------------------------------------------------
 
 
-def _check(job: Job, source: Source) -> tuple[str, ...]:
+def _check(job: Job, source: Source) -> tuple[Said, ...]:
     """Raise what is wrong beyond single types; give back what is odd but can be lived with."""
     for check in (_check_words, _check_counts, _check_levers, _check_model, _check_ids, _check_stages):
         for fault in check(job, source):
@@ -373,14 +382,15 @@ def _check_model(job: Job, source: Source) -> Iterator[UserError]:
         try:
             model_of(job)
         except ModelError as error:
-            yield ModelError(f"{source.file}: {error}" if source.file else str(error))
+            in_file = Message("job.in-this-file", file=source.file, problem=error.said)
+            yield ModelError(in_file if source.file else error.said, at="model")
 
 
 def _check_ids(job: Job, source: Source) -> Iterator[UserError]:
     ids = job.hardware.gpu_ids or ()
     if len(set(ids)) < len(ids):
-        twice = shown(list(ids))
-        yield ConfigError(f"{source.called('hardware.gpu_ids')} is {twice} and names a GPU twice: name each once")
+        place, name = source.place("hardware.gpu_ids"), source.name("hardware.gpu_ids")
+        yield ConfigError(Message("job.gpu-twice", place=place, ids=shown(list(ids))), at=name)
 
 
 def _check_stages(job: Job, source: Source) -> Iterator[UserError]:
@@ -404,12 +414,19 @@ def _check_words(job: Job, source: Source) -> Iterator[UserError]:
         try:
             sizes[path] = reader(text)
         except UserError as error:
-            yield type(error)(f"{source.called(path)}: {error}")
+            said = Message("job.at-field", field=source.place(path), problem=error.said)
+            yield type(error)(said, at=source.name(path))
     most, there = sizes.get("limits.host_ram"), sizes.get("hardware.host_ram")
     if most is not None and there is not None and most > there:
         yield ConfigError(
-            f"{source.called('limits.host_ram')} is {job.limits.host_ram}, more than the {job.hardware.host_ram} of "
-            f"{source.name('hardware.host_ram')}: lower it or leave it out"
+            Message(
+                "job.more-ram-than-there",
+                place=source.place("limits.host_ram"),
+                size=job.limits.host_ram,
+                there=job.hardware.host_ram,
+                other=source.name("hardware.host_ram"),
+            ),
+            at=source.name("limits.host_ram"),
         )
 
 
@@ -418,35 +435,41 @@ def _check_counts(job: Job, source: Source) -> Iterator[UserError]:
     for path, most in {**bounds, "effective_batch": MOST_BATCH}.items():
         value = field_at(job, path)
         if value is not None and value > most:
-            yield ConfigError(f"{source.called(path)} must be at most {most}, not {value}")
+            must = Message("inputs.at-most", most=most)
+            said = Message("inputs.must-be", name=source.place(path), must=must, value=value, hint=None)
+            yield ConfigError(said, at=source.name(path))
 
 
 def _check_levers(job: Job, source: Source) -> Iterator[UserError]:
     for name in ("offload_optimizer", "offload_param"):
         if job.levers.get(name) == "nvme" and job.hardware.nvme is None:
-            yield ConfigError(
-                f"{source.called('levers.' + name)} is nvme, but no NVMe is there: "
-                + ("say how much with --nvme, 2TB say" if source.file is None else "add hardware.nvme, 2TB say")
-            )
+            place = source.place(f"levers.{name}")
+            said = Message("job.no-nvme", place=place) if source.file else Message("job.no-nvme-flag", place=place)
+            yield ConfigError(said, at=source.name(f"levers.{name}"))
     micro, accum = job.levers.get("micro_batch", 1), job.levers.get("accum", 1)
     if job.effective_batch is not None and job.effective_batch % (micro * accum):
         pins = [name for name in ("micro_batch", "accum") if name in job.levers]
         product = " × ".join(f"{source.name('levers.' + name)} {job.levers[name]}" for name in pins)
         yield ConfigError(
-            f"{source.called('effective_batch')} is {job.effective_batch}, which {product} does not divide: "
-            f"make it a multiple of {micro * accum}"
+            Message(
+                "job.not-divided",
+                place=source.place("effective_batch"),
+                batch=job.effective_batch,
+                product=product,
+                factor=micro * accum,
+            ),
+            at=source.name("effective_batch"),
         )
 
 
-def _oddities(job: Job, source: Source) -> list[str]:
-    said = []
+def _oddities(job: Job, source: Source) -> list[Said]:
+    said: list[Said] = []
     if job.epochs is not None and job.max_steps is not None:
-        said.append(f"{source.called('max_steps')} wins over epochs: {job.max_steps} steps.")
+        said.append(Message("job.steps-win", place=source.place("max_steps"), steps=job.max_steps))
     if job.lora != Adapters() and _adapters_idle(job):
-        said.append(f"{source.called('lora')} is without effect: full training has no adapters.")
+        said.append(Message("job.lora-idle", place=source.place("lora")))
     if job.evaluation.every_steps is not None and not job.evaluation.split:
-        name = source.called("evaluation.every_steps")
-        said.append(f"{name} is without effect: evaluation.split holds no samples back to evaluate on.")
+        said.append(Message("job.evaluation-idle", place=source.place("evaluation.every_steps")))
     return said
 
 
@@ -468,11 +491,11 @@ def _differences(block: Any) -> dict[str, Any]:
         value = getattr(block, each.name)
         if value == default_of(each):
             continue
-        plain[each.name] = _differences(value) if is_dataclass(value) else _copied(value)
+        plain[each.name] = _differences(value) if is_dataclass(value) else _copy(value)
     return plain
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _copied(inside) for key, inside in value.items()}
-    return [_copied(inside) for inside in value] if isinstance(value, list | tuple) else value
+        return {key: _copy(inside) for key, inside in value.items()}
+    return [_copy(inside) for inside in value] if isinstance(value, list | tuple) else value

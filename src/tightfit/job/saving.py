@@ -11,6 +11,8 @@ from typing import Any
 
 from tightfit.inputs.spelling import LARGEST, as_number, shown
 from tightfit.inputs.times import seconds_in
+from tightfit.job.text import name_in
+from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 EVERY = "every"
@@ -20,7 +22,7 @@ OTHER_NAMES = {"keep": "keep_last", "save_total_limit": "keep_last", "async": "a
 NEVER = ("none", "never", "null")
 
 
-def settled(
+def translate_saving(
     saving: Mapping[str, Any], names: Mapping[str, str], file: str | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The block in the fields of `Saving`, and how sentences are to call those that had another name.
@@ -59,11 +61,10 @@ def every(value: object, name: str, file: str | None = None) -> tuple[int | None
         seconds = seconds_in(value)
         if seconds is not None and 1 <= seconds <= LARGEST:
             return None, seconds / 60
-    where = f" in {file}" if file else ""
-    form = "a number of steps such as 500, a time such as 10m, or none"
-    raise ConfigError(f"{name}{where} must be {form}, not {shown(value)}", at=name)
+    must = Message("job.steps-or-time")
+    called = name_in(name, file)
+    raise ConfigError(Message("inputs.must-be", name=called, must=must, value=shown(value), hint=None), at=name)
 
 
 def _twice(name: str, other: str, file: str | None) -> ConfigError:
-    where = f" in {file}" if file else ""
-    return ConfigError(f"{name} and {other}{where} say the same thing: keep one", at=name)
+    return ConfigError(Message("job.said-twice", name=name, other=other, file=file), at=name)

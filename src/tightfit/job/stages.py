@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.spelling import listed
 from tightfit.job import Job
 from tightfit.job.fields import Source, job_fields, job_from_tree
+from tightfit.job.text import name_in
 from tightfit.job.training import translate
+from tightfit.messages import Choice, Message, text
 from tightfit.types import ConfigError, UserError
 
 FOR_ALL = ("model", "stages", "hardware", "saving.folder")
@@ -31,8 +32,13 @@ FOR_ALL = ("model", "stages", "hardware", "saving.folder")
 def merge_stage(job: Job, tree: Mapping[str, Any], number: int, file: str | None) -> Job:
     """The job of one stage, counted from 1. `tree`: the job as plain values."""
     block = job.stages[number - 1]
-    _check_own(block, number, file)
-    merged = _laid_over({key: value for key, value in tree.items() if key != "stages"}, block)
+    for path in FOR_ALL:
+        outer, _, inner = path.rpartition(".")
+        inside = block.get(outer) if outer else block
+        if isinstance(inside, Mapping) and inner in inside:
+            name = name_in(f"stages[{number}].{path}", file)
+            raise ConfigError(Message("job.for-all-stages", name=name, names=Choice(FOR_ALL)))
+    merged = _lay_over({key: value for key, value in tree.items() if key != "stages"}, block)
     for length, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
         if length in block and other not in block:
             merged.pop(other, None)
@@ -40,7 +46,7 @@ def merge_stage(job: Job, tree: Mapping[str, Any], number: int, file: str | None
         merged.pop("method", None)  # adapters train nothing but themselves: this stage comes before them
         merged.pop("lora", None)
     names = {path: f"stages[{number}].{path}" for path in job_fields()}
-    ours = translate(merged, file or "the job")
+    ours = translate(merged, file or text("job.the-job"))
     made, _ = job_from_tree(ours.tree, Source(file=file, names={**names, **ours.names}, kind="yaml"))
     return made
 
@@ -72,21 +78,10 @@ def model_left_by(root: str | Path, number: int) -> Path | None:
     return None
 
 
-def _check_own(block: Mapping[str, Any], number: int, file: str | None) -> None:
-    for path in FOR_ALL:
-        outer, _, inner = path.rpartition(".")
-        inside = block.get(outer) if outer else block
-        if isinstance(inside, Mapping) and inner in inside:
-            where = f" in {file}" if file else ""
-            raise ConfigError(
-                f"stages[{number}].{path}{where} belongs to the whole job: {listed(FOR_ALL)} stand outside the stages"
-            )
-
-
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
         both = isinstance(value, Mapping) and isinstance(under, Mapping)
-        merged[key] = _laid_over(under, value) if both else value  # type: ignore[arg-type]
+        merged[key] = _lay_over(under, value) if both else value  # type: ignore[arg-type]
     return merged

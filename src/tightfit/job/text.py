@@ -16,6 +16,7 @@ from typing import Any
 
 from tightfit.inputs.spelling import LARGEST, check_keys, read_text, shown
 from tightfit.inputs.syntax_faults import json_fault, without_comments, yaml_fault
+from tightfit.messages import Message, Said
 from tightfit.types import ConfigError
 
 MOST_VALUES = 20_000
@@ -41,14 +42,21 @@ def read_tree(path: Path) -> Mapping[str, Any]:
 
 
 def read_job_text(path: Path) -> JobText:
-    text = read_text(path, "a job file")
+    text = read_text(path, Message("job.a-job-file"))
     values = _json(text, path.name) if is_json(path) else _yaml(text, path.name)
     if values is None:
-        raise ConfigError(f"{path.name} is empty: the least is one line, `model: llama-3.1-8b` say")
+        raise ConfigError(Message("job.empty", file=path.name))
     if not isinstance(values, dict):
-        raise ConfigError(f"{path.name} is no job file: it should be lines of `field: value`, not {shown(values)}")
+        raise ConfigError(Message("job.no-fields", file=path.name, value=shown(values)))
     check_keys(values, path.name)
     return JobText(path=path, text=text, values=values, tree=_Copy(path.name).of(values, "", 0))
+
+
+def name_in(name: str, file: str | None) -> Said:
+    """What messages call a field, with the file that it stands in; or the file, where the name is empty."""
+    if not name or file is None:
+        return name or file or ""
+    return Message("inputs.in-file", name=name, file=file)
 
 
 def is_json(path: Path) -> bool:
@@ -63,19 +71,19 @@ def _yaml(text: str, file: str) -> Any:
         node = loader.get_single_node()
         values = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not YAML: {yaml_fault(error)}") from None
+        raise ConfigError(Message("job.not-yaml", file=file, fix=yaml_fault(error))) from None
     except RecursionError:
-        raise ConfigError(f"{file} is no job file: nest its blocks less deeply") from None
+        raise ConfigError(Message("job.too-deep", file=file)) from None
     except ValueError as error:  # a date or a number that Python cannot hold
-        raise ConfigError(f"{file} is not YAML ({_reason(error)}): put the value that is meant in quotes") from None
+        raise ConfigError(Message("job.odd-value", file=file, reason=_reason(error))) from None
     except (TypeError, LookupError, AttributeError):  # how PyYAML answers `!!int ''` and `!!timestamp x`
-        raise ConfigError(f"{file} is not YAML: leave out the tag, !!int say, before what it cannot be") from None
-    if twice := _twice(node):
-        raise ConfigError(f"{shown(twice[0])} stands twice in {file}, again in line {twice[1]}: keep one")
+        raise ConfigError(Message("job.wrong-tag", file=file)) from None
+    if twice := _find_double(node):
+        raise ConfigError(Message("job.key-twice", key=shown(twice[0]), file=file, line=twice[1]))
     return values
 
 
-def _twice(node: Any) -> tuple[str, int] | None:
+def _find_double(node: Any) -> tuple[str, int] | None:
     """The first key that a mapping has twice, and the line: PyYAML would keep the last without a word."""
     import yaml
 
@@ -102,7 +110,7 @@ def _json(text: str, file: str) -> Any:
         keys = [key for key, _ in pairs]
         if len(set(keys)) < len(keys):
             again = next(key for index, key in enumerate(keys) if key in keys[:index])
-            raise ConfigError(f"{shown(again)} stands twice in {file}: keep one")
+            raise ConfigError(Message("job.key-twice", key=shown(again), file=file, line=None))
         return dict(pairs)
 
     try:
@@ -111,11 +119,11 @@ def _json(text: str, file: str) -> Any:
     except json.JSONDecodeError:
         if not text.strip():
             return None
-        raise ConfigError(f"{file} is not JSON: {json_fault(text)}") from None
+        raise ConfigError(Message("job.not-json", file=file, fix=json_fault(text))) from None
     except RecursionError:
-        raise ConfigError(f"{file} is no job file: nest its blocks less deeply") from None
+        raise ConfigError(Message("job.too-deep", file=file)) from None
     except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({_reason(error)}): write a shorter number") from None
+        raise ConfigError(Message("job.long-number", file=file, reason=_reason(error))) from None
 
 
 def _reason(error: Exception) -> str:
@@ -134,7 +142,7 @@ class _Copy:
     def of(self, value: Any, path: str, depth: int) -> Any:
         self.count += 1
         if self.count > MOST_VALUES or depth > MOST_DEPTH:
-            raise ConfigError(f"{self.file} holds more than any job has: look for YAML anchors that name each other")
+            raise ConfigError(Message("job.too-much", file=self.file))
         if isinstance(value, dict):
             named = ((str(self._scalar(key, path)), inside) for key, inside in value.items())
             return {key: self.of(inside, f"{path}.{key}" if path else key, depth + 1) for key, inside in named}
@@ -145,14 +153,11 @@ class _Copy:
     def _scalar(self, value: Any, path: str) -> Any:
         if isinstance(value, datetime.date):
             return value.isoformat()
-        if value is None or isinstance(value, bool) or (isinstance(value, str) and not _half_letters(value)):
+        # Surrogates, half a letter, can be spelt in JSON and held by no file.
+        if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
+            return value
+        if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int | float) and abs(value) <= LARGEST and not math.isnan(value):
             return value
-        where = f"{path} in {self.file}" if path else self.file
-        raise ConfigError(f"{where} has {ascii(value)[:48]}, which no job can have: write a plain number or text")
-
-
-def _half_letters(text: str) -> bool:
-    """Surrogates, which JSON can spell and no file can hold."""
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
+        raise ConfigError(Message("job.impossible", where=name_in(path, self.file), value=ascii(value)[:48]))

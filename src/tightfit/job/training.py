@@ -16,8 +16,9 @@ from typing import Any
 from tightfit.hardware.words import MAX_GPUS_PER_NODE, parse_hardware
 from tightfit.inputs.spelling import Fields, nearest, shown
 from tightfit.job import Job
-from tightfit.job.saving import settled
+from tightfit.job.saving import translate_saving
 from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, OPTIMIZERS, TRAINING_ARGUMENTS
+from tightfit.messages import Listing, Message, Said
 from tightfit.types import ConfigError, HardwareError
 
 MARKS = ("training", "model_type", "num_gpus", "preset")
@@ -90,17 +91,17 @@ class Translated:
     tree: dict[str, Any]
     names: Mapping[str, str]
     """Dotted path → the name that the file has for it."""
-    said: tuple[str, ...] = ()
+    said: tuple[Said, ...] = ()
     num_gpus: int | None = None
 
 
 def translate(tree: Mapping[str, Any], file: str) -> Translated:
     """Our own form of a file that may be in the other one, with every field of `saving` under its own name."""
-    found = _translated(tree, file)
+    found = _translate_form(tree, file)
     saving = found.tree.get("saving")
     if not isinstance(saving, Mapping):
         return found
-    block, names = settled(saving, found.names, file)
+    block, names = translate_saving(saving, found.names, file)
     return replace(found, tree={**found.tree, "saving": block}, names={**found.names, **names})
 
 
@@ -109,17 +110,18 @@ def is_arguments(tree: Mapping[str, Any]) -> bool:
     return not any(mark in tree for mark in MARKS) and any(key in tree for key in ARGUMENTS)
 
 
-def _translated(tree: Mapping[str, Any], file: str) -> Translated:
+def _translate_form(tree: Mapping[str, Any], file: str) -> Translated:
     if is_arguments(tree):
         own = {each.name for each in fields(Job)} - set(KNOWN)
         arguments = {key: value for key, value in tree.items() if key not in own}
-        return _Translation({key: tree[key] for key in tree if key in own}, arguments, file, block="").done()
+        return _Translation({key: tree[key] for key in tree if key in own}, arguments, file, block="").run()
     if not any(mark in tree for mark in MARKS):
         return Translated(tree=dict(tree), names={})
     training = tree.get("training")
     if training is not None and not isinstance(training, Mapping):
-        raise ConfigError(f"training in {file} must be a block of fields such as batch_size, not {shown(training)}")
-    return _Translation(tree, training or {}, file).done()
+        must, name = Message("job.training-block"), Message("inputs.in-file", name="training", file=file)
+        raise ConfigError(Message("inputs.must-be", name=name, must=must, value=shown(training), hint=None))
+    return _Translation(tree, training or {}, file).run()
 
 
 class _Translation:
@@ -132,24 +134,23 @@ class _Translation:
         self.file, self.prefix = file, f"{block}." if block else ""
         self.tree = {key: value for key, value in written.items() if key not in MARKS}
         self.names: dict[str, str] = {}
-        self.said: list[str] = []
+        self.said: list[Said] = []
         self.top = Fields(values=written, file=file, text_numbers=True)
         self.training = Fields(values=training, file=file, path=block, text_numbers=True)
 
-    def done(self) -> Translated:
+    def run(self) -> Translated:
         num_gpus = self.top.integer("num_gpus", least=1)
         if num_gpus is not None and num_gpus > MAX_GPUS_PER_NODE:
-            raise self.top.wrong("num_gpus", f"at most {MAX_GPUS_PER_NODE}")
+            raise self.top.wrong("num_gpus", Message("inputs.at-most", most=MAX_GPUS_PER_NODE))
         self._model()
         self._fields()
         self._switches()
-        self._length()
+        model = self.tree.get("model")
+        if "sequence" not in self.tree and isinstance(model, Mapping) and model.get("max_seq_length") is not None:
+            self._put("sequence", model["max_seq_length"], "model.max_seq_length")
         self._batch(num_gpus)
         if num_gpus is not None and not isinstance(self._at("hardware.gpus"), str):
-            self.said.append(
-                f"num_gpus in {self.file} is {num_gpus} and no card is named, so {num_gpus} GPUs of this machine are "
-                "meant; hardware.gpus names others."
-            )
+            self.said.append(Message("job.gpus-of-this-machine", file=self.file, count=num_gpus))
         return Translated(tree=self.tree, names=self.names, said=tuple(self.said), num_gpus=num_gpus)
 
     def _model(self) -> None:
@@ -162,11 +163,11 @@ class _Translation:
         if isinstance(model, Mapping):
             for key in ("family", "model_type"):
                 if model.get(key, family) != family:
-                    raise ConfigError(f"model_type and model.{key} in {self.file} name two families: keep one")
+                    raise ConfigError(Message("job.two-families", key=key, file=self.file))
             rest = {key: value for key, value in model.items() if key != "model_type"}
             self.tree["model"] = {"family": family, **rest}
         elif model is not None:
-            self.said.append(f"model_type in {self.file} was not needed: the model's own config says it.")
+            self.said.append(Message("job.needless-model-type", file=self.file))
 
     def _fields(self) -> None:
         aside: list[str] = []
@@ -183,35 +184,32 @@ class _Translation:
             elif key in _NO_MATTER or (key not in KNOWN and key in TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS):
                 aside.append(self.prefix + key)
             elif key not in KNOWN:
-                close = nearest(key, KNOWN)
-                tail = (
-                    f"did you mean '{self.prefix}{close}'?"
+                close, name = nearest(key, KNOWN), self.prefix + key
+                hint = (
+                    Message("inputs.did-you-mean", close=self.prefix + close)
                     if close
-                    else "leave it out, or see `tightfit schema --table`"
+                    else Message("job.leave-out-or-see")
                 )
-                name = self.prefix + key
-                raise ConfigError(f"unknown field {shown(name)} in {self.file}; {tail}", at=name)
+                raise ConfigError(Message("job.unknown-field", field=shown(name), file=self.file, hint=hint), at=name)
         if aside:
-            self.said.append(f"Left aside from {self.file}, since no job has it: {', '.join(aside)}.")
+            self.said.append(Message("job.left-aside", file=self.file, names=Listing(aside)))
         if "method" not in self.tree and any(
             _FIELD_OF.get(key, "").startswith("lora.") for key in self.training.values
         ):
             self.tree["method"] = "lora"
-            self.said.append(f"{self.file} sets up adapters, so adapters are trained: method lora.")
+            self.said.append(Message("job.adapters-meant", file=self.file))
         share = self.training.number("warmup_ratio")
         if share is not None and share >= 1:
-            raise self.training.wrong("warmup_ratio", "below 1")
+            raise self.training.wrong("warmup_ratio", Message("job.below-one"))
         steps = self.training.number("warmup_steps")
         if steps is not None and 0 < steps < 1:
-            raise self.training.wrong("warmup_steps", "a whole number")
+            raise self.training.wrong("warmup_steps", Message("inputs.whole-number"))
 
     def _switches(self) -> None:
         formats = [key for key in ("fp16", "bf16") if self.training.switch(key)]
         if len(formats) == 2:
-            raise ConfigError(
-                f"{self.prefix}fp16 and {self.prefix}bf16 in {self.file} are both true: keep one",
-                at=f"{self.prefix}fp16",
-            )
+            said = Message("job.both-formats", prefix=self.prefix, file=self.file)
+            raise ConfigError(said, at=f"{self.prefix}fp16")
         if formats:
             self._put("precision", formats[0], self.prefix + formats[0])
         recompute = self.training.switch("gradient_checkpointing")
@@ -224,11 +222,6 @@ class _Translation:
         if self.training.switch(_OFFLOAD):
             self._put("levers.offload_optimizer", "cpu", self.prefix + _OFFLOAD)
 
-    def _length(self) -> None:
-        model = self.tree.get("model")
-        if "sequence" not in self.tree and isinstance(model, Mapping) and model.get("max_seq_length") is not None:
-            self._put("sequence", model["max_seq_length"], "model.max_seq_length")
-
     def _batch(self, num_gpus: int | None) -> None:
         """The sequences of a step, where the file says how many each GPU does and how often."""
         parts = [self._one_of(_BATCH), self._one_of(_ACCUMULATION)]
@@ -237,50 +230,40 @@ class _Translation:
             return
         if "effective_batch" in self.tree:
             name = given[0][0]
-            raise ConfigError(f"effective_batch and {name} in {self.file} both say the batch: keep one", at=name)
-        world, counted = self._world(num_gpus)
+            raise ConfigError(Message("job.batch-twice", name=name, file=self.file), at=name)
+        factors = [f"{name} {count}" for name, count in given]
+        world = self._world(num_gpus)
         if world is None:
-            self._pin(parts)
+            # Without a number of GPUs there is no product to keep, so its factors stay as they are.
+            for lever, part in zip(("micro_batch", "accum"), parts, strict=True):
+                name, count = part or (f"levers.{lever}", 1)
+                self._put(f"levers.{lever}", count, name)
+            self.said.append(Message("job.batch-kept", file=self.file, factors=Listing(factors, "and")))
             return
         batch = world
         for _, count in given:
             batch *= count
         self._put("effective_batch", batch, given[0][0])
-        product = " × ".join([*(f"{name} {count}" for name, count in given), counted])
-        self.said.append(f"{product} in {self.file} is an effective batch of {batch}, which the plan may split anew.")
+        self.said.append(Message("job.batch-is", factors=" × ".join(factors), gpus=world, file=self.file, batch=batch))
 
-    def _pin(self, parts: list[tuple[str, int] | None]) -> None:
-        """Without a number of GPUs there is no product to keep, so its factors stay as they are."""
-        for lever, part in zip(("micro_batch", "accum"), parts, strict=True):
-            name, count = part or ("", 1)
-            self._put(f"levers.{lever}", count, name or f"levers.{lever}")
-        names = " and ".join(f"{part[0]} {part[1]}" for part in parts if part)
-        self.said.append(
-            f"{self.file} does not say on how many GPUs, so the plan keeps {names}; "
-            "with num_gpus it may split the batch anew."
-        )
-
-    def _world(self, num_gpus: int | None) -> tuple[int | None, str]:
-        """The GPUs that train, as far as the file says, and the words for it."""
+    def _world(self, num_gpus: int | None) -> int | None:
+        """The GPUs that train, as far as the file says."""
         word, ids = self._at("hardware.gpus"), self._at("hardware.gpu_ids")
         chosen = ids.split(",") if isinstance(ids, str) else ids
         count = len(chosen) if num_gpus is None and isinstance(chosen, list) else num_gpus
         if not isinstance(word, str) or word.strip().lower() == "this":
-            return count, f"{count} GPUs"
+            return count
         try:
             hardware = parse_hardware(word)
         except HardwareError:  # the check of that field will say it
-            return 1, "1 GPU"
-        world = hardware.nodes * (count or hardware.gpus_per_node)
-        return world, f"{world} GPUs"
+            return 1
+        return hardware.nodes * (count or hardware.gpus_per_node)
 
     def _one_of(self, keys: tuple[str, ...]) -> tuple[str, int] | None:
         given = [key for key in keys if self.training.says(key)]
         if len(given) > 1:
-            raise ConfigError(
-                f"{self.prefix}{given[0]} and {self.prefix}{given[1]} in {self.file} say the same thing: keep one",
-                at=self.prefix + given[0],
-            )
+            name, other = (self.prefix + key for key in given[:2])
+            raise ConfigError(Message("job.said-twice", name=name, other=other, file=self.file), at=name)
         if not given:
             return None
         count = self.training.integer(given[0], least=1)
@@ -301,6 +284,6 @@ class _Translation:
             return  # the check of the block will say it
         if key in inside:
             other = self.names.get(path, path)
-            raise ConfigError(f"{other} and {name} in {self.file} say the same thing: keep one", at=name)
+            raise ConfigError(Message("job.said-twice", name=other, other=name, file=self.file), at=name)
         inside[key] = value
         self.names[path] = name

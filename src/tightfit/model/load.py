@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tightfit.inputs.spelling import read_text, shown
-from tightfit.messages import Message
+from tightfit.messages import Message, Said
 from tightfit.model import families
 from tightfit.model.families import NotByName, did_you_mean
 from tightfit.model.families.reader import MAX_SIZE
@@ -33,7 +33,7 @@ class FoundConfig:
 
     name: str
     config: Mapping[str, object]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Said, ...] = ()
     called: str | None = None
     """The size that the name promises; see `presets`."""
     is_block: bool = False
@@ -90,8 +90,9 @@ def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
     """The shape that transformers would build from this Hugging Face config, its `model_type` included."""
     shape, _ = families.read(config, name)
     if isinstance(quantized := config.get("quantization_config"), Mapping):
-        method = shown(quantized.get("quant_method", "an unnamed method"))
-        note = f"the checkpoint is quantised with {method}; it is counted here as plain weights"
+        method = quantized.get("quant_method")
+        how = shown(method) if method is not None else Message("model.unnamed-method")
+        note = Message("model.quantised", method=how)
         return replace(shape, notes=(*shape.notes, note))
     return shape
 
@@ -173,13 +174,13 @@ def _without_fraction(config: dict[str, object]) -> dict[str, object]:
     return {"intermediate_size": int(expand * hidden), **rest}
 
 
-def _promise(found: FoundConfig, shape: ModelShape) -> tuple[str, ...]:
+def _promise(found: FoundConfig, shape: ModelShape) -> tuple[Said, ...]:
     if found.called is None:
         return ()
     promised = float(found.called.removesuffix("B")) * 1e9
     if abs(shape.parameters / promised - 1) < HONEST:
         return ()
-    return (f"called {found.called}, really {shape.parameters / 1e9:.2f}B",)
+    return (Message("model.called-really", called=found.called, really=shape.parameters / 1e9),)
 
 
 HONEST = 0.05
@@ -190,9 +191,9 @@ def _known(name: str) -> FoundConfig:
     """A public model that has a preset's shape, under its own name."""
     checkpoint = CHECKPOINTS[name]
     config = PRESETS[checkpoint.preset].config
-    notes = [f"known here as the shape of {checkpoint.preset}; Hugging Face was not asked"]
+    notes: list[Said] = [Message("model.known-as", preset=checkpoint.preset)]
     if config["model_type"] == "gemma3_text":
-        notes.append("the language model only: the vision tower and its projector are not counted")
+        notes.append(Message("model.language-model-only"))
     return FoundConfig(name, {**config, **checkpoint.differs}, tuple(notes))
 
 
@@ -216,7 +217,7 @@ def _read_block(path: Path) -> Mapping[str, object]:
     import yaml
 
     try:
-        block = yaml.safe_load(read_text(path, "a block of shape fields"))
+        block = yaml.safe_load(read_text(path, Message("model.shape-fields")))
     except (ConfigError, ValueError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(Message("model.unreadable-fields", path=shown(str(path)), reason=reason)) from error
@@ -232,7 +233,7 @@ def _read_json(path: Path, name: str) -> Mapping[str, object]:
     try:
         config = json.loads(read_text(path, "JSON"))
     except ConfigError as error:
-        raise ModelError(error.args[0]) from error
+        raise ModelError(error.said) from error
     except (ValueError, RecursionError) as error:  # not text, not JSON, or nested without end
         raise ModelError(Message("model.config-not-json", name=shown(name), error=error)) from error
     if not isinstance(config, dict):

@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tightfit.messages import Message, Said
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     """A config with where it comes from."""
 
     config: Mapping[str, object]
-    source: str
+    source: Said
     called: str | None = None
     """The size in the name, where the true count ought to be said beside it."""
 
@@ -54,28 +56,28 @@ _TINY_VOCAB = 512
 PRESETS: Mapping[str, Preset] = {
     "7b_mamba": Preset(
         config=_mamba(vocab_size=50257, hidden_size=4864, num_hidden_layers=45, expand=2),
-        source="4864 wide, 45 deep, with GPT-2's vocabulary; no public checkpoint has this shape",
+        source=Message("model.mamba-wide"),
         called="7B",
     ),
     "3b_mamba": Preset(
         config=_mamba(vocab_size=50280, hidden_size=2560, num_hidden_layers=64, expand=2),
-        source="the shape of state-spaces/mamba-2.8b-hf",
+        source=Message("model.shape-of", name="state-spaces/mamba-2.8b-hf"),
         called="3B",
     ),
     "3b_mamba_lite": Preset(
         # transformers takes no fractional `expand`, but lets intermediate_size overrule it.
         config=_mamba(vocab_size=50257, hidden_size=2560, num_hidden_layers=24, state_size=8, intermediate_size=3840),
-        source="2560 wide, 24 deep, d_state 8, expand 1.5; no public checkpoint has this shape",
+        source=Message("model.mamba-small-state"),
         called="3B",
     ),
     "1b_mamba": Preset(
         config=_mamba(vocab_size=50280, hidden_size=2048, num_hidden_layers=48, expand=2),
-        source="the shape of state-spaces/mamba-1.4b-hf",
+        source=Message("model.shape-of", name="state-spaces/mamba-1.4b-hf"),
         called="1B",
     ),
     "tiny_mamba": Preset(
         config=_mamba(vocab_size=_TINY_VOCAB, hidden_size=128, num_hidden_layers=4, expand=2, initializer_range=0.1),
-        source="small enough to train on a CPU",
+        source=Message("model.for-a-cpu"),
     ),
     "tiny_llama": Preset(
         config={
@@ -89,7 +91,7 @@ PRESETS: Mapping[str, Preset] = {
             "max_position_embeddings": 2048,
             "tie_word_embeddings": True,
         },
-        source="small enough to train on a CPU",
+        source=Message("model.for-a-cpu"),
     ),
     "qwen1.5-0.5b": Preset(
         config=_qwen2(
@@ -144,7 +146,7 @@ PRESETS: Mapping[str, Preset] = {
             max_position_embeddings=131_072,
             tie_word_embeddings=False,
         ),
-        source="Qwen/Qwen2.5-32B; deepseek-ai/DeepSeek-R1-Distill-Qwen-32B, of the same shape, is known by that name",
+        source=Message("model.qwen-32b"),
         called="32B",
     ),
     "llama-3.1-8b": Preset(
@@ -188,7 +190,7 @@ PRESETS: Mapping[str, Preset] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
             "tie_word_embeddings": True,
         },
-        source="the language model of google/gemma-3-27b-pt; its vision tower is not counted",
+        source=Message("model.gemma-27b"),
         called="27B",
     ),
 }

@@ -67,7 +67,8 @@ def _spawn(path: Path, name: str, python: str) -> dict[str, Any]:
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        printed = done.stderr.strip().splitlines()
+        last = printed[-1] if printed else Message("model.no-message")
         raise ModelError(
             Message("model.trace-failed", name=shown(name), returncode=done.returncode, last=last)
         ) from error
@@ -90,7 +91,7 @@ def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
         )
         for kind in answer["kinds"]
     )
-    note = f"measured with transformers {answer['transformers']} on the meta device, in bf16, not known by name"
+    note = Message("model.measured", version=answer["transformers"])
     return ModelShape(
         name=name,
         model_type=answer["model_type"],

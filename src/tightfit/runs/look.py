@@ -46,7 +46,7 @@ class Look:
     others: tuple[Reservation, ...]
     """Live runs of this user on this machine."""
     health: Health
-    problems: tuple[str, ...] = ()
+    problems: tuple[Said, ...] = ()
     """Why tools that are there show no card."""
 
 

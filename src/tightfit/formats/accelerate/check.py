@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from tightfit.formats.accelerate.keys import BLOCKS, DEEPSPEED_AT, KEYS, TYPES
 from tightfit.formats.deepspeed.check import check_deepspeed, deepspeed_beside
 from tightfit.formats.sheet import Sheet
-from tightfit.inputs.spelling import misspelt, nearest, shown
+from tightfit.inputs.spelling import find_slip, nearest, shown
 from tightfit.messages import Choice, Message
 
 _OF_THE_FILE = """gradient_accumulation_steps gradient_clipping zero_stage offload_optimizer_device offload_param_device
@@ -57,7 +57,7 @@ def _check_alone(sheet: Sheet) -> None:
 def _check_keys(sheet: Sheet) -> None:
     for key in sheet.document.values:
         if key not in KEYS:
-            close = misspelt(key, KEYS)
+            close = find_slip(key, KEYS)
             what = Message("accelerate.unknown-key", key=key)
             sheet.say("acc-unknown", key, what, Message("lint.write", what=close) if close else Message("lint.delete"))
     for block, known in BLOCKS.items():
@@ -70,7 +70,7 @@ def _check_keys(sheet: Sheet) -> None:
 
 
 def _meant(key: str, known: Iterable[str]) -> Message:
-    close = misspelt(key, known)
+    close = find_slip(key, known)
     return Message("lint.write", what=close) if close else Message("lint.delete")
 
 

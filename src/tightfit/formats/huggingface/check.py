@@ -13,7 +13,7 @@ from tightfit.formats.huggingface.other_names import meant_by_arguments
 from tightfit.formats.huggingface.trl import TRL_ARGUMENTS, is_trls
 from tightfit.formats.huggingface.versions import EVALUATION_STRATEGY_GONE, OLDER_ARGUMENTS_GONE
 from tightfit.formats.sheet import Sheet
-from tightfit.inputs.spelling import as_number, misspelt, shown
+from tightfit.inputs.spelling import as_number, find_slip, shown
 from tightfit.inputs.versions import release
 from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
 from tightfit.messages import Message
@@ -63,7 +63,7 @@ def check_training_arguments(sheet: Sheet) -> Sheet | None:
         if known := meant_by_arguments(key, value):
             sheet.say("hf-foreign", key, *known)
             continue
-        close = misspelt(key, TRAINING_ARGUMENTS)
+        close = find_slip(key, TRAINING_ARGUMENTS)
         if close and close not in sheet.document.values:
             what = Message("huggingface.refuses-key", key=key)
             sheet.say("hf-unknown", key, what, Message("lint.write", what=close))

@@ -20,15 +20,16 @@ def check_job(sheet: Sheet) -> None:
     if sheet.document.doubles or sheet.document.syntax == "hjson":
         return
     faults = job_faults(sheet.document.path)
-    for sentence in faults:
-        place = place_in(sentence, sheet.document)
+    for fault in faults:
+        sentence = str(fault)
+        place = fault.at if fault.at in sheet.document.lines else place_in(sentence, sheet.document)
         what, fix = parted(sentence)
         field = job_fields().get(place)
         fix = fix or (f"write {field.phrase}" if field else "see `tightfit schema --table` for what it takes")
         sheet.say("job-refused", place, begun(what, sheet.document), fix)
     if faults:
         return
-    for sentence in read_job(sheet.document.path).said:
+    for sentence in map(str, read_job(sheet.document.path).said):
         place = place_in(sentence, sheet.document)
         what = begun(sentence.rstrip("."), sheet.document)
         sheet.say("job-said", place, what, Message("lint.nothing-if-meant"))

@@ -26,7 +26,7 @@ from tightfit.formats.llamafactory.versions import (
     templates,
 )
 from tightfit.formats.sheet import Sheet
-from tightfit.inputs.spelling import listed, misspelt, nearest, shown
+from tightfit.inputs.spelling import find_slip, listed, nearest, shown
 from tightfit.inputs.versions import release
 from tightfit.messages import Choice, Listing, Message
 
@@ -105,7 +105,7 @@ def _check_keys(sheet: Sheet, version: str) -> None:
         elif key not in KNOWN:
             if key in _MEGATRONS and megatron:
                 continue
-            close = misspelt(key, KNOWN)
+            close = find_slip(key, KNOWN)
             fix = meant_by_llamafactory(key, value) or (Message("lint.write", what=close) if close else None)
             if fix:
                 what = Message("llamafactory.unknown-key", key=key)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.hardware.doctor.row import Row, gib
+from tightfit.hardware.machine import read_text
 from tightfit.hardware.probes.readings import GIB, number
 from tightfit.hardware.probes.shapes import tree_of
 from tightfit.hardware.probes.tools import Silent, run
+from tightfit.messages import Listing, Message, Said
 
 _CHILD = Path(__file__).with_name("disk_speed.py")
 _LITTLE = 20 * GIB
@@ -29,18 +31,19 @@ class Measured:
     free_bytes: int | None = None
     total_bytes: int | None = None
     bytes_per_s: float | None = None
-    problem: str | None = None
+    problem: Said | None = None
 
 
 def measure(folder: Path) -> Measured:
     """Room and speed of the disk of a folder, which need not exist yet. It takes a second at most."""
     whole = Path(os.path.abspath(folder))
     try:
-        tree = tree_of(run("the disk", [sys.executable, "-IS", str(_CHILD), str(whole)], timeout_s=_PATIENCE_S))
+        child = [sys.executable, "-IS", str(_CHILD), str(whole)]
+        tree = tree_of(run(Message("doctor.the-disk"), child, timeout_s=_PATIENCE_S))
     except Silent as silence:
-        return Measured(folder=whole, problem=str(silence).rstrip("."))
+        return Measured(folder=whole, problem=silence.said)
     if not isinstance(tree, dict):
-        return Measured(folder=whole, problem="the disk could not be looked at")
+        return Measured(folder=whole, problem=Message("doctor.disk-not-seen"))
     place = Path(str(tree.get("folder", whole)))
     if isinstance(tree.get("problem"), str):
         return Measured(folder=place, problem=str(tree["problem"]).lower())
@@ -60,36 +63,33 @@ def disk_rows(found: Measured, root: Path = Path("/")) -> list[Row]:
 def _room(found: Measured, root: Path) -> Row:
     where = str(found.folder)
     if found.problem is not None or found.free_bytes is None:
-        why = found.problem or "it does not say what is free"
-        fix = "name a folder that you may write to with --output, or saving.folder in the job file"
-        return Row(id="disk", group="disk", light="red", what=f"{where} cannot be written to: {why}", fix=fix)
+        why = found.problem or Message("doctor.disk-silent")
+        what, fix = Message("doctor.disk-unwritable", folder=where, why=why), Message("doctor.disk-unwritable-fix")
+        return Row(id="disk", group="disk", light="red", what=what, fix=fix)
     kind = _kind(found.folder, root)
-    what = f"{where}: {gib(found.free_bytes)} free" + (f" ({kind})" if kind else "")
+    what = Message("doctor.disk", folder=where, free=gib(found.free_bytes), kind=kind)
     if found.free_bytes < _NOTHING:
-        return Row(id="disk", group="disk", light="red", what=what, fix="make room: a checkpoint needs more")
+        return Row(id="disk", group="disk", light="red", what=what, fix=Message("doctor.disk-full"))
     if kind in _IN_RAM:
-        fix = "keep runs on a real disk: this one counts as RAM, and is gone after a restart"
-        return Row(id="disk", group="disk", light="yellow", what=what, fix=fix)
+        return Row(id="disk", group="disk", light="yellow", what=what, fix=Message("doctor.disk-in-ram"))
     if found.free_bytes < _LITTLE:
-        fix = "make room: a checkpoint of a 7B model with its optimizer takes about 100 GB"
-        return Row(id="disk", group="disk", light="yellow", what=what, fix=fix)
+        return Row(id="disk", group="disk", light="yellow", what=what, fix=Message("doctor.disk-little"))
     return Row(id="disk", group="disk", light="green", what=what)
 
 
 def _speed(found: Measured) -> list[Row]:
     if found.bytes_per_s is None:
         return []
-    what = f"{found.folder} takes {found.bytes_per_s / 1e6:,.0f} MB/s, each block synced"
+    what = Message("doctor.disk-speed", folder=str(found.folder), speed=found.bytes_per_s / 1e6)
     if found.bytes_per_s >= _SLOW:
         return [Row(id="disk-speed", group="disk", light="green", what=what)]
-    fix = "keep runs on a faster disk, or save less often (--save-every 1h): every checkpoint waits for it"
-    return [Row(id="disk-speed", group="disk", light="yellow", what=what, fix=fix)]
+    return [Row(id="disk-speed", group="disk", light="yellow", what=what, fix=Message("doctor.disk-slow"))]
 
 
 def _kind(folder: Path, root: Path) -> str | None:
     """The file system that a folder is on."""
     best: tuple[int, str] | None = None
-    for line in _read(root / "proc/mounts").splitlines():
+    for line in read_text(root / "proc/mounts").splitlines():
         cells = line.split()
         if len(cells) < 3:
             continue
@@ -103,20 +103,12 @@ def _kind(folder: Path, root: Path) -> str | None:
 def _nvme(root: Path) -> list[Row]:
     drives = []
     for drive in sorted(root.glob("sys/block/nvme*n*")):
-        sectors = _read(drive / "size").strip()
+        sectors = read_text(drive / "size").strip()
         size = int(sectors) * 512 if re.fullmatch("[0-9]{1,15}", sectors) else 0
         if size:
-            model = " ".join(_read(drive / "device/model").split())
+            model = " ".join(read_text(drive / "device/model").split())
             drives.append(f"{drive.name} {gib(size)}" + (f" {model}" if model else ""))
     if not drives:
-        return [Row(id="nvme", group="disk", light="green", what="no NVMe drive is seen, so nothing offloads to one")]
-    what = f"NVMe: {', '.join(drives)}"
-    fix = "to offload to it, name its room and a folder there: --nvme 1TB and hardware.nvme_path"
+        return [Row(id="nvme", group="disk", light="green", what=Message("doctor.no-nvme"))]
+    what, fix = Message("doctor.nvme", drives=Listing(drives)), Message("doctor.nvme-fix")
     return [Row(id="nvme", group="disk", light="green", what=what, fix=fix)]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tightfit.hardware.doctor.row import Row
+from tightfit.hardware.machine import read_text
 from tightfit.hardware.probes.card import Card
+from tightfit.messages import Listing, Message, Said
 
 Link = tuple[str, str, str]
-_WAYS = {
-    "PIX": "one PCIe switch",
-    "PXB": "several PCIe switches",
-    "PHB": "the CPU's PCIe bridge",
-    "NODE": "PCIe bridges of one NUMA node",
-    "SYS": "the link between CPU sockets",
+_WAYS: dict[str, Said] = {
+    "PIX": Message("doctor.pix"),
+    "PXB": Message("doctor.pxb"),
+    "PHB": Message("doctor.phb"),
+    "NODE": Message("doctor.node"),
+    "SYS": Message("doctor.sys"),
     "PCIE": "PCIe",
     "XGMI": "XGMI",
 }
@@ -24,32 +26,26 @@ _WAYS = {
 
 def link_rows(cards: Sequence[Card], links: Sequence[Link], root: Path = Path("/")) -> list[Row]:
     """Links between cards, and each card's link to the host."""
-    rows = []
-    if len(cards) > 1:
-        rows.append(_between(links))
-    return rows + _to_host(cards, root)
+    return ([_between(links)] if len(cards) > 1 else []) + _to_host(cards, root)
 
 
 def _between(links: Sequence[Link]) -> Row:
     if not links:
-        return Row(id="links", group="links", light="green", what="nobody says how the GPUs are linked")
+        return Row(id="links", group="links", light="green", what=Message("doctor.links-unknown"))
     counted = Counter(way for _, _, way in links)
-    words = ", ".join(f"{count} × {_way(way)}" for way, count in counted.most_common())
-    pairs = f"{len(links)} pair{'' if len(links) == 1 else 's'} of GPUs: {words}"
+    ways = Listing(
+        Message(
+            "doctor.so-many",
+            count=count,
+            what=Message("doctor.nvlink", links=way[2:]) if way.startswith("NV") else _WAYS.get(way, way),
+        )
+        for way, count in counted.most_common()
+    )
     if "SYS" in counted:
         first = next(link for link in links if link[2] == "SYS")
-        return Row(
-            id="links",
-            group="links",
-            light="yellow",
-            what=f"{pairs} ({first[0]} and {first[1]} are apart, for one)",
-            fix="where fewer GPUs do, choose those of one socket with --gpu-ids; sharding over a slow link costs time",
-        )
-    return Row(id="links", group="links", light="green", what=pairs)
-
-
-def _way(way: str) -> str:
-    return f"NVLink ({way[2:]} links)" if way.startswith("NV") else _WAYS.get(way, way)
+        what = Message("doctor.links-apart", pairs=len(links), ways=ways, one=first[0], other=first[1])
+        return Row(id="links", group="links", light="yellow", what=what, fix=Message("doctor.links-apart-fix"))
+    return Row(id="links", group="links", light="green", what=Message("doctor.links", pairs=len(links), ways=ways))
 
 
 def _to_host(cards: Sequence[Card], root: Path) -> list[Row]:
@@ -57,16 +53,18 @@ def _to_host(cards: Sequence[Card], root: Path) -> list[Row]:
     told = [(card, *_pcie(card, root)) for card in cards if card.pci is not None]
     narrow = [(card, now, most) for card, now, most, _, _ in told if now and most and now < most]
     if narrow:
-        which = ", ".join(f"GPU {card.index} has {now} of {most} lanes" for card, now, most in narrow)
-        fix = "see whether it sits in a slot of full width: offload and loading are that much slower"
-        return [Row(id="pcie", group="links", light="yellow", what=f"PCIe: {which}", fix=fix)]
+        which = Listing(Message("doctor.few-lanes", index=card.index, now=now, most=most) for card, now, most in narrow)
+        what, fix = Message("doctor.pcie-narrow", which=which), Message("doctor.pcie-narrow-fix")
+        return [Row(id="pcie", group="links", light="yellow", what=what, fix=fix)]
     known = Counter((most, speed) for _, _, most, speed, _ in told if most and speed)
     if not known:
         return []
-    words = ", ".join(f"{count} × {speed} with {lanes} lanes" for (lanes, speed), count in known.items())
+    links = Listing(
+        Message("doctor.lanes", count=count, speed=speed, lanes=lanes) for (lanes, speed), count in known.items()
+    )
     nodes = sorted({node for *_, node in told if node is not None})
-    at = f"; NUMA node {', '.join(map(str, nodes))}" if nodes else ""
-    return [Row(id="pcie", group="links", light="green", what=f"PCIe to the host: {words}{at}")]
+    what = Message("doctor.pcie", links=links, nodes=Listing(map(str, nodes)) if nodes else None)
+    return [Row(id="pcie", group="links", light="green", what=what)]
 
 
 def _pcie(card: Card, root: Path) -> tuple[int | None, int | None, str | None, int | None]:
@@ -88,7 +86,4 @@ def _lanes(path: Path) -> int | None:
 
 
 def _line(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
+    return read_text(path).strip()

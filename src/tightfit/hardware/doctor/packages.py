@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tightfit.hardware.doctor.row import Light, Row
 from tightfit.inputs.versions import release
+from tightfit.messages import Listing, Message, Said
 
 NEEDED = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets", "safetensors")
 OPTIONAL = ("bitsandbytes", "flash-attn", "mamba-ssm", "causal-conv1d", "triton", "liger-kernel")
@@ -47,8 +48,8 @@ class BadPair:
     other: str | None
     other_from: tuple[int, ...] | None
     light: Light
-    what: str
-    fix: str
+    what: Message
+    fix: Said
     source: str
 
 
@@ -60,7 +61,7 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other="transformers",
         other_from=(5, 0),
         light="red",
-        what="peft before 0.18 imports a class that transformers 5 no longer has",
+        what=Message("doctor.peft-transformers"),
         fix="pip install 'peft>=0.18'",
         source="huggingface/transformers#44351",
     ),
@@ -71,8 +72,8 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other=None,
         other_from=None,
         light="yellow",
-        what="torch before 2.6 runs code that a weight file brings, even when asked not to (CVE-2025-32434)",
-        fix="load safetensors files only, or take torch 2.6 or later",
+        what=Message("doctor.torch-load"),
+        fix=Message("doctor.torch-load-fix"),
         source="CVE-2025-32434",
     ),
     BadPair(
@@ -82,8 +83,8 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other=None,
         other_from=None,
         light="yellow",
-        what="DeepSpeed before 0.17 keeps fp32 copies on the GPU while it offloads the optimizer at stages 1 and 2",
-        fix="pip install 'deepspeed>=0.17', or offload at stage 3",
+        what=Message("doctor.deepspeed-offload"),
+        fix=Message("doctor.deepspeed-offload-fix"),
         source="deepspeedai/DeepSpeed#7309",
     ),
     BadPair(
@@ -93,7 +94,7 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other="numpy",
         other_from=(2, 0),
         light="red",
-        what="torch before 2.3 was built against NumPy 1 and cannot exchange arrays with NumPy 2",
+        what=Message("doctor.numpy-torch"),
         fix="pip install 'numpy<2'",
         source="pytorch/pytorch#107302",
     ),
@@ -104,7 +105,7 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other="triton",
         other_from=(3, 2),
         light="red",
-        what="bitsandbytes before 0.45.1 imports triton.ops, which triton 3.2 (torch 2.6) no longer has",
+        what=Message("doctor.bitsandbytes-triton"),
         fix="pip install 'bitsandbytes>=0.45.1'",
         source="bitsandbytes-foundation/bitsandbytes#1493",
     ),
@@ -115,7 +116,7 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other="torch",
         other_from=(2, 4),
         light="red",
-        what="DeepSpeed before 0.14.4 imports names of torch's elastic agent that torch 2.4 no longer has",
+        what=Message("doctor.deepspeed-torch"),
         fix="pip install 'deepspeed>=0.14.4'",
         source="deepspeedai/DeepSpeed#5603",
     ),
@@ -126,8 +127,8 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other="numpy",
         other_from=(2, 0),
         light="red",
-        what="DeepSpeed before 0.14.4 imports BUFSIZE, which NumPy 2 no longer has",
-        fix="pip install 'deepspeed>=0.14.4', or 'numpy<2'",
+        what=Message("doctor.deepspeed-numpy"),
+        fix=Message("doctor.deepspeed-numpy-fix"),
         source="deepspeedai/DeepSpeed#5671",
     ),
     BadPair(
@@ -137,7 +138,7 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other="transformers",
         other_from=(4, 52),
         light="red",
-        what="the Trainer of transformers 4.52 passes accelerate an argument that it knows from 1.3 on",
+        what=Message("doctor.accelerate-transformers"),
         fix="pip install 'accelerate>=1.3'",
         source="huggingface/transformers#38339",
     ),
@@ -148,8 +149,8 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other="deepspeed",
         other_from=(0, 16),
         light="yellow",
-        what="transformers before 4.47 accumulates with no_sync, which DeepSpeed 0.16 refuses at ZeRO-2 and 3",
-        fix="pip install -U transformers, or 'deepspeed<0.16'",
+        what=Message("doctor.transformers-deepspeed"),
+        fix=Message("doctor.transformers-deepspeed-fix"),
         source="deepspeedai/DeepSpeed#6793",
     ),
     BadPair(
@@ -159,8 +160,8 @@ BAD_PAIRS: tuple[BadPair, ...] = (
         other="peft",
         other_from=(0, 14),
         light="red",
-        what="peft 0.14 imports EncoderDecoderCache, which transformers 4.41 and older do not have",
-        fix="pip install -U transformers, or 'peft<0.14'",
+        what=Message("doctor.transformers-peft"),
+        fix=Message("doctor.transformers-peft-fix"),
         source="huggingface/peft#2292",
     ),
 )
@@ -189,42 +190,40 @@ def torch_build(version: str | None) -> TorchBuild | None:
         text = (folder / "version.py").read_text(encoding="utf-8", errors="replace") if folder else ""
     except (ImportError, OSError, ValueError):
         folder, text = None, ""
-    return TorchBuild(version=version, cuda=_said(text, "cuda"), hip=_said(text, "hip"), folder=folder)
+    told = read_version_file(text)
+    return TorchBuild(version=version, cuda=told.get("cuda"), hip=told.get("hip"), folder=folder)
 
 
-def _said(text: str, name: str) -> str | None:
-    found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([0-9][\w.\-]*)['\"]", text, re.MULTILINE)
-    return found[1] if found else None
+def read_version_file(text: str) -> dict[str, str]:
+    """The `cuda` and `hip` of torch's `version.py`, as far as they are versions."""
+    return dict(re.findall(r"^(cuda|hip)\b[^=\n]*=\s*['\"]([0-9][\w.\-]*)['\"]", text, re.MULTILINE))
 
 
 def package_rows(found: Mapping[str, str], build: TorchBuild | None) -> list[Row]:
     """Versions, and what of them does not go together."""
-    rows = [_listed(found)]
-    rows += [_bad(pair, found) for pair in BAD_PAIRS if _applies(pair, found)]
-    rows += _unmet(found)
-    rows += _built_for_another(found)
-    rows += _replaced(found, build)
-    return rows
+    return [_list(found), *_check_pairs(found), *_check_requirements(found), *_check_wheels(found, build)]
 
 
-def _listed(found: Mapping[str, str]) -> Row:
-    there = ", ".join(f"{name} {found[name]}" for name in (*NEEDED, *OPTIONAL) if name in found)
+def _list(found: Mapping[str, str]) -> Row:
+    there = Listing(f"{name} {found[name]}" for name in (*NEEDED, *OPTIONAL) if name in found)
     missing = [name for name in NEEDED if name not in found]
     absent = [name for name in OPTIONAL if name not in found]
-    tail = f" (not here, and needed by some trainings alone: {', '.join(absent)})" if absent else ""
     if missing:
-        what = (
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: planning works, training not"
-        )
         return Row(
             id="packages",
             group="software",
             light="yellow",
-            what=what + (f"; there are {there}" if there else ""),
-            fix="install what training needs",
+            what=Message(
+                "doctor.packages-missing",
+                names=Listing(missing),
+                count=len(missing),
+                there=there if there.parts else None,
+            ),
+            fix=Message("doctor.packages-missing-fix"),
             commands=("pip install 'tightfit[train]'",),
         )
-    return Row(id="packages", group="software", light="green", what=there + tail)
+    what = Message("doctor.packages", there=there, absent=Listing(absent) if absent else None)
+    return Row(id="packages", group="software", light="green", what=what)
 
 
 def _applies(pair: BadPair, found: Mapping[str, str]) -> bool:
@@ -235,12 +234,17 @@ def _applies(pair: BadPair, found: Mapping[str, str]) -> bool:
     return pair.other in found and (pair.other_from is None or release(found[pair.other]) >= pair.other_from)
 
 
-def _bad(pair: BadPair, found: Mapping[str, str]) -> Row:
-    here = " and ".join(f"{name} {found[name]}" for name in (pair.package, pair.other) if name)
-    return Row(id=pair.id, group="software", light=pair.light, what=f"{pair.what} (here: {here})", fix=pair.fix)
+def _check_pairs(found: Mapping[str, str]) -> list[Row]:
+    rows = []
+    for pair in BAD_PAIRS:
+        if _applies(pair, found):
+            here = Listing((f"{name} {found[name]}" for name in (pair.package, pair.other) if name), "and")
+            what = Message("doctor.bad-pair", what=pair.what, here=here)
+            rows.append(Row(id=pair.id, group="software", light=pair.light, what=what, fix=pair.fix))
+    return rows
 
 
-def _unmet(found: Mapping[str, str]) -> list[Row]:
+def _check_requirements(found: Mapping[str, str]) -> list[Row]:
     """What the packages themselves ask of each other, as pip knows it."""
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -258,19 +262,19 @@ def _unmet(found: Mapping[str, str]) -> list[Row]:
             except (InvalidRequirement, ValueError, KeyError):
                 continue
             if not fine:
-                rows.append(_unmet_row(name, version, other, found[other], str(wanted.specifier)))
+                wants = str(wanted.specifier)
+                what = Message("doctor.needs", name=name, version=version, other=other, wants=wants, has=found[other])
+                rows.append(
+                    Row(
+                        id=f"needs-{name}-{other}",
+                        group="software",
+                        light="yellow",
+                        what=what,
+                        fix=Message("doctor.needs-fix"),
+                        commands=(f"pip install '{other}{wants}'",),
+                    )
+                )
     return rows
-
-
-def _unmet_row(name: str, version: str, other: str, has: str, wanted: str) -> Row:
-    return Row(
-        id=f"needs-{name}-{other}",
-        group="software",
-        light="yellow",
-        what=f"{name} {version} asks for {other} {wanted}, and {has} is installed",
-        fix="install the version that it asks for",
-        commands=(f"pip install '{other}{wanted}'",),
-    )
 
 
 def _requirements(name: str) -> list[str]:
@@ -280,8 +284,9 @@ def _requirements(name: str) -> list[str]:
         return []
 
 
-def _built_for_another(found: Mapping[str, str]) -> list[Row]:
-    """Wheels of compiled kernels say in their version which torch they were built for."""
+def _check_wheels(found: Mapping[str, str], build: TorchBuild | None) -> list[Row]:
+    """Wheels of compiled kernels say in their version which torch they were built for. Hygon's carry `das` there;
+    beside them pip's own do not run."""
     rows = []
     for name in ("flash-attn", "mamba-ssm", "causal-conv1d"):
         tag = _BUILT_FOR.search(found.get(name, ""))
@@ -292,29 +297,24 @@ def _built_for_another(found: Mapping[str, str]) -> list[Row]:
                     id=f"built-for-{name}",
                     group="software",
                     light="red",
-                    what=f"{name} {found[name]} was built for torch {tag[1]}.{tag[2]}, and {has} is installed",
-                    fix=f"install the wheel of {name} for this torch, or build it here",
+                    what=Message(
+                        "doctor.built-for", name=name, version=found[name], torch=f"{tag[1]}.{tag[2]}", has=has
+                    ),
+                    fix=Message("doctor.built-for-fix", name=name),
                     commands=(f"pip install --no-build-isolation --force-reinstall --no-deps {name}",),
                 )
             )
-    return rows
-
-
-def _replaced(found: Mapping[str, str], build: TorchBuild | None) -> list[Row]:
-    """Hygon's wheels carry `das` in their version; beside them pip's own do not run."""
-    tagged = [name for name in FROM_VENDOR if "das" in found.get(name, "").partition("+")[2]]
-    if not tagged or build is None:
-        return []
-    plain = [name for name in FROM_VENDOR if name in found and name not in tagged]
-    if not plain:
-        return []
-    strangers = ", ".join(f"{name} {found[name]}" for name in plain)
-    return [
-        Row(
-            id="vendor-wheels",
-            group="software",
-            light="red" if "torch" in plain else "yellow",
-            what=f"from Hygon come {', '.join(tagged)}, and from elsewhere {strangers}",
-            fix="install Hygon's own wheels of the same DTK release, with --no-deps",
+    hygons = [name for name in FROM_VENDOR if "das" in found.get(name, "").partition("+")[2]]
+    plain = [name for name in FROM_VENDOR if name in found and name not in hygons]
+    if hygons and plain and build is not None:
+        others = Listing(f"{name} {found[name]}" for name in plain)
+        rows.append(
+            Row(
+                id="vendor-wheels",
+                group="software",
+                light="red" if "torch" in plain else "yellow",
+                what=Message("doctor.vendor-wheels", hygons=Listing(hygons), others=others),
+                fix=Message("doctor.vendor-wheels-fix"),
+            )
         )
-    ]
+    return rows

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tightfit.messages import Said
+
 Light = Literal["green", "yellow", "red"]
 LIGHTS: tuple[Light, ...] = ("green", "yellow", "red")
 Group = Literal["GPUs", "links", "host", "disk", "software", "building", "environment", "job"]
@@ -20,9 +22,9 @@ class Row:
     id: str
     group: Group
     light: Light
-    what: str
+    what: Said
     """What was found, in a sentence without its full stop."""
-    fix: str | None = None
+    fix: Said | None = None
     commands: tuple[str, ...] = ()
     """To be typed by the user: nothing is ever run for them."""
 

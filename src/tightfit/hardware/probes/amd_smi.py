@@ -16,6 +16,7 @@ from tightfit.hardware.probes.card import Answer, Card, CardProcess, settled
 from tightfit.hardware.probes.readings import celsius, pci_address, percent, process_id, size, total, watts, words
 from tightfit.hardware.probes.shapes import told_lines, tree_of
 from tightfit.hardware.probes.tools import Hung, Silent, ask_by
+from tightfit.messages import Message
 
 _HEAD = re.compile(r"GPU\s*:\s*([0-9]{1,4})\s*")
 _PAIR = re.compile(r"(\s*)([A-Za-z0-9_ ]+?)\s*:\s*(.*?)\s*")
@@ -31,9 +32,9 @@ def amd_smi(deadline: float, *, whole: bool = True) -> Answer:
         if not cards:
             cards = parse_metric(ask_by(deadline, "amd-smi", "metric"))
     except Silent as silence:
-        return Answer(tool="amd-smi", problem=str(silence) or None, hung=isinstance(silence, Hung))
+        return Answer(tool="amd-smi", problem=silence.said, hung=isinstance(silence, Hung))
     if not cards:
-        return Answer(tool="amd-smi", problem="amd-smi answered, and showed no card in a shape that is known here.")
+        return Answer(tool="amd-smi", problem=Message("machine.tool-unreadable", tool="amd-smi"))
     with suppress(Silent):
         cards = with_names(cards, ask_by(deadline, "amd-smi", "static", "--asic", "--bus", "--json"))
     if not whole:

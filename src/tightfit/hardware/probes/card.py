@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from tightfit.messages import Message
 from tightfit.types import Vendor
 
 
@@ -63,7 +64,7 @@ class Answer:
     unplaced: tuple[CardProcess, ...] = ()
     """Processes on some card, nobody says which."""
     driver: Driver | None = None
-    problem: str | None = None
+    problem: Message | None = None
     """Why it is there and shows no card. None with no cards: it is not installed."""
     hung: bool = False
     """It did not answer in time, and whoever asks the same driver may not either."""
@@ -78,7 +79,7 @@ class Cards:
     driver: Driver | None = None
     tools: tuple[str, ...] = ()
     """The tools that showed a card."""
-    problems: tuple[str, ...] = ()
+    problems: tuple[Message, ...] = ()
 
 
 def settled(card: Card) -> Card:

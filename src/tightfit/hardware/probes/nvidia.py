@@ -21,6 +21,7 @@ from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, set
 from tightfit.hardware.probes.readings import celsius, pci_address, percent, process_id, size, total, watts, words
 from tightfit.hardware.probes.shapes import told_lines, tree_of
 from tightfit.hardware.probes.tools import Hung, Silent, ask_by, place_of, run
+from tightfit.messages import Message
 
 FIELDS = (
     "index",
@@ -51,9 +52,9 @@ def nvidia_smi(deadline: float, *, whole: bool = True) -> Answer:
     try:
         cards, version = _cards(deadline, FIELDS if whole else _NAMES)
     except Silent as silence:
-        return Answer(tool="nvidia-smi", problem=str(silence) or None, hung=isinstance(silence, Hung))
+        return Answer(tool="nvidia-smi", problem=silence.said, hung=isinstance(silence, Hung))
     if not cards:
-        return Answer(tool="nvidia-smi", problem="nvidia-smi answered, and showed no card.")
+        return Answer(tool="nvidia-smi", problem=Message("machine.tool-without-cards", tool="nvidia-smi"))
     if not whole:
         return Answer(tool="nvidia-smi", cards=cards)
     runtime = None
@@ -83,11 +84,11 @@ def _cards(deadline: float, asked: tuple[str, ...]) -> tuple[tuple[Card, ...], s
         try:
             return parse_cards(ask_by(deadline, "nvidia-smi", f"--query-gpu={','.join(asked)}", _CSV), asked)
         except Silent as silence:
-            refused = _REFUSED.search(str(silence))
+            refused = _REFUSED.search(silence.complaint)
             if refused is None or refused[1] not in asked:
                 raise
             asked = tuple(name for name in asked if name != refused[1])
-    raise Silent("nvidia-smi does not know what it is asked.")
+    raise Silent(Message("machine.tool-refuses"))
 
 
 def parse_cards(text: str, asked: Sequence[str] = FIELDS) -> tuple[tuple[Card, ...], str | None]:
@@ -173,7 +174,7 @@ def nvml(deadline: float, *, whole: bool = True) -> Answer:
     try:
         text = run("NVML", [sys.executable, str(_CHILD)], timeout_s=left)
     except Hung as silence:
-        return Answer(tool="NVML", problem=str(silence), hung=True)
+        return Answer(tool="NVML", problem=silence.said, hung=True)
     except Silent:
         return Answer(tool="NVML")
     return parse_nvml(text)

@@ -11,6 +11,7 @@ from tightfit.hardware.probes.readings import pci_address, process_id, size
 from tightfit.hardware.probes.shapes import rows_of, system_of
 from tightfit.hardware.probes.smi import cards_of
 from tightfit.hardware.probes.tools import Hung, Silent, ask, ask_by
+from tightfit.messages import Message
 from tightfit.types import Vendor
 
 _ALL = ("--showproductname", "--showuniqueid", "--showbus", "--showmeminfo", "vram", "--showuse", "--showtemp")
@@ -35,21 +36,21 @@ def rocm_smi(deadline: float, *, whole: bool = True) -> Answer:
 
 def probe(tool: str, vendor: Vendor, deadline: float, *, whole: bool) -> Answer:
     """The cards, and if `whole` who is on them, by `deadline` of the monotonic clock."""
-    problem: str | None = None
+    problem: Message | None = None
     hung = False
     for question in _QUESTIONS:
         try:
             text = ask_by(deadline, tool, *question)
         except Silent as silence:
-            problem = problem or str(silence) or None
+            problem = problem or silence.said
             hung = isinstance(silence, Hung)
-            if hung or not str(silence):
+            if hung or silence.said is None:
                 break
             continue
         cards = parse_cards(text, vendor)
         if cards:
             return _with_processes(tool, cards, deadline) if whole else Answer(tool=tool, cards=cards)
-        problem = f"{tool} answered, and showed no card in a shape that is known here."
+        problem = Message("machine.tool-unreadable", tool=tool)
     return Answer(tool=tool, problem=problem, hung=hung)
 
 

@@ -16,6 +16,8 @@ import time
 from contextlib import suppress
 from typing import IO
 
+from tightfit.messages import Message, Said
+
 TIMEOUT_S = 2.0
 FORGIVE_S = 60.0
 _MOST_OUTPUT = 8 * 2**20
@@ -32,7 +34,12 @@ BESIDE_PATH: dict[str, tuple[str, ...]] = {
 
 
 class Silent(Exception):
-    """A tool that is there and has no answer. The message says why; empty: the tool is not installed."""
+    """A tool without an answer."""
+
+    def __init__(self, said: Message | None = None, complaint: str = "") -> None:
+        """`said`: why; None: it is not installed. `complaint`: all that it printed."""
+        super().__init__(said)
+        self.said, self.complaint = said, complaint
 
 
 class Hung(Silent):
@@ -53,9 +60,9 @@ def ask(tool: str, *arguments: str, timeout_s: float | None = None) -> str:
     """A tool's output; Silent if it is missing, fails or hangs."""
     place = place_of(tool)
     if place is None:
-        raise Silent("")
+        raise Silent
     if time.monotonic() - _hung.get(place, -FORGIVE_S) < FORGIVE_S:
-        raise Hung(f"{tool} did not answer a moment ago.")
+        raise Hung(Message("machine.tool-just-hung", tool=tool))
     try:
         return run(tool, [place, *arguments], timeout_s=timeout_s)
     except Hung:
@@ -67,11 +74,11 @@ def ask_by(deadline: float, tool: str, *arguments: str) -> str:
     """The same by a moment of the monotonic clock: a tool may have to wake a driver, about a second a card."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise Hung(f"{tool} took too long.")
+        raise Hung(Message("machine.tool-slow", tool=tool))
     return ask(tool, *arguments, timeout_s=left)
 
 
-def run(name: str, command: list[str], timeout_s: float | None = None) -> str:
+def run(name: Said, command: list[str], timeout_s: float | None = None) -> str:
     """A command's output; `name`: what to call it in a sentence."""
     wait_s = TIMEOUT_S if timeout_s is None else timeout_s
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -80,17 +87,21 @@ def run(name: str, command: list[str], timeout_s: float | None = None) -> str:
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
         except OSError as error:
-            raise Silent(f"{name} cannot be started: {error.strerror or error}.") from error
+            problem = error.strerror or str(error)
+            raise Silent(Message("machine.tool-not-started", tool=name, problem=problem)) from error
         try:
             code = process.wait(wait_s)
         except subprocess.TimeoutExpired:
-            raise Hung(f"{name} did not answer within {wait_s:.1f} s.") from None
+            raise Hung(Message("machine.tool-hung", tool=name, wait_s=wait_s)) from None
         finally:
             _end(process)
         output, complaint = (_text(file) for file in (out, err))
     if code != 0:
-        said = (complaint + "\n" + output).strip().splitlines() or [f"exit code {code}"]
-        raise Silent(f"{name} failed: {said[0].strip().rstrip('.')[:200]}.")
+        printed = (complaint + "\n" + output).strip()
+        if not printed:
+            raise Silent(Message("machine.tool-exit-code", tool=name, code=code))
+        first = printed.splitlines()[0].strip().rstrip(".")[:200]
+        raise Silent(Message("machine.tool-failed", tool=name, problem=first), printed)
     return output
 
 

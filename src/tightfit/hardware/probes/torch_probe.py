@@ -13,6 +13,7 @@ from tightfit.hardware.probes.card import Answer, Card, settled
 from tightfit.hardware.probes.readings import size, total, words
 from tightfit.hardware.probes.shapes import tree_of
 from tightfit.hardware.probes.tools import Hung, Silent, run
+from tightfit.messages import Message
 
 _HYGON = ("gfx926", "gfx928", "gfx936")
 """Architectures that no card of AMD has."""
@@ -40,9 +41,9 @@ def torch_probe(deadline: float) -> Answer:
     try:
         return parse_torch(run("torch", [sys.executable, "-c", _SCRIPT], timeout_s=left))
     except Hung:
-        return Answer(tool="torch", problem="torch could not be asked in time.")
+        return Answer(tool="torch", problem=Message("machine.torch-too-slow"))
     except Silent as silence:
-        return Answer(tool="torch", problem=str(silence))
+        return Answer(tool="torch", problem=silence.said)
 
 
 def parse_torch(text: str) -> Answer:

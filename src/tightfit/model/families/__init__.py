@@ -66,5 +66,5 @@ def _read_gemma3(config: Mapping[str, object], model: str) -> tuple[ModelShape, 
     if text is None:
         raise wrapper.fail("model.no-text-config")
     shape, reader = read({**_GEMMA3_TEXT_SIZES, **text, "model_type": "gemma3_text"}, model)
-    note = "the language model only: the vision tower and its projector are not counted"
+    note = Message("model.language-model-only")
     return replace(shape, notes=(*shape.notes, note)), reader
