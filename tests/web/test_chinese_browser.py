@@ -12,10 +12,21 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from spoken import CHINESE
 from visits import follow, home_of, need_a_browser, opened, says, served, step_line, written
 
+from tightfit.messages import Message, as_json
+
 pytestmark = pytest.mark.thorough
+
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+CAUSE = as_json(
+    Message(
+        "diagnose.cause-with-numbers",
+        cause=Message("symptom.device-oom.cause", where=Message("diagnose.at-backward")),
+        numbers=Message("diagnose.oom-numbers", asked="2.00 GiB"),
+    )
+)
+BECAUSE = as_json(Message("plan.step-slower", share=0.12))
 
 OOM = (
     "step 1\nTraceback (most recent call last):\n"
@@ -27,14 +38,12 @@ OOM = (
 ENGLISH = re.compile(r"(?:\b[A-Za-z][a-z]+\b[ ,]+){4}")
 """Five words in a row, which no name has."""
 EVENTS = (
-    {"event": "proof", "name": "world", "ok": True, "text": "2 ranks started by tightfit (cpu, 1 node)"},
     {"event": "memory", "milestone": "init", "predicted_bytes": 2**30, "measured_bytes": 2**30},
     {"event": "checkpoint", "step": 2, "folder": "checkpoints/step-2", "bytes": 2**30, "seconds": 3.0},
-    {"event": "warning", "text": "the flash-attn package is not installed: sdpa is used"},
+    {"event": "warning", "text": as_json(Message("train.no-flash-attn"))},
     {
         "event": "attempt_failed", "number": 1, "kind": "device-oom", "step": 3, "kept_step": 2, "wait_s": 0,
-        "text": "The GPU ran out of memory in the backward pass (2.00 GiB were asked for).", "action": "smaller plan",
-        "because": "The last attempt ran out of GPU memory in the backward pass: 1.20 GiB were missing.",
+        "text": CAUSE, "action": "smaller plan", "because": BECAUSE,
     },
 )  # fmt: skip
 ATTEMPT = {
@@ -43,14 +52,13 @@ ATTEMPT = {
     "state": "failed", "exit_codes": [1, -9], "first_step": 0, "last_step": 3, "kept_step": 2,
     "cause": {
         "id": "device-oom", "kind": "device-oom", "confidence": "certain", "rank": 1, "phase": "backward",
-        "sentence": "The GPU ran out of memory in the backward pass (2.00 GiB were asked for).",
+        "sentence": CAUSE,
         "evidence": ["rank-1.log:17: torch.OutOfMemoryError: CUDA out of memory."],
     },
     "next": {
         "action": "smaller plan", "wait_s": 0,
-        "because": "The last attempt ran out of GPU memory in the backward pass: 1.20 GiB were missing. A step is "
-        "predicted to take 12% longer.",
-        "changed": ["micro batch × accumulation 4 × 1 → 2 × 2", "checkpointing none → full"],
+        "because": BECAUSE,
+        "changed": ["checkpointing none → full"],
     },
 }  # fmt: skip
 
@@ -103,11 +111,10 @@ def test_a_run_is_shown_in_chinese(tmp_path: Path) -> None:
     ):
         says(page, "#attempts", "反向传播时 GPU 显存不足（申请 2.00 GiB）。")
         attempts = page.text_content("#attempts")
-        assert "ZeRO-2，优化器卸载到 CPU，micro batch 4 × 1，2 个 rank" in attempts
-        assert "换用更省的方案: 上一次尝试反向传播时显存不足，差 1.20 GiB。预计每步慢 12%。" in attempts
-        assert "梯度检查点 none → full" in attempts
+        assert "ZeRO-2, optimizer on CPU, micro batch 4 × 1 on 2 ranks" in attempts  # as an older run said it
+        assert "换用更省的方案: 预计每步慢 12%。" in attempts
         assert "rank-1.log:17: torch.OutOfMemoryError" in attempts  # evidence stays as it is
-        says(page, "#events", "2 个 rank")
+        says(page, "#events", "检查点")
         events = all_chinese(page, "#events li")
         assert any("第 2 步的检查点，1.00 GiB，用时 3 秒" in text for text in events)
         assert any("第 1 次尝试于第 3 步之后失败（保留第 2 步的检查点）" in text for text in events)

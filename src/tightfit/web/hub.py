@@ -8,6 +8,7 @@ let go: its browser comes back by itself and says which message it saw last, and
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import secrets
 import threading
@@ -18,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from tightfit.messages import as_json
+from tightfit.messages import Message, as_json
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.web.sight import RunSight, Section
 
@@ -144,7 +145,8 @@ class Feed:
         try:
             sections = {**self._sight.look(eye), "trouble": {"why": None}}
         except OSError as error:  # what was seen last stays
-            sections = {"trouble": {"why": (error.strerror or str(error)).lower()}}
+            why = _SYSTEM.get(error.errno or 0, (error.strerror or str(error)).lower())
+            sections = {"trouble": {"why": why}}
         sections["reading"] = {"share": None if history.is_whole else round(history.share, 2)}
         written = {name: _to_json(value) for name, value in sections.items()}
         parts = {name: text for name, text in written.items() if self._sections.get(name) != text}
@@ -185,6 +187,14 @@ class Feed:
     def _message(self, parts: dict[str, str]) -> bytes:
         data = "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
         return f"id: {self._name}-{self._number}\ndata: {data}\n\n".encode()
+
+
+_SYSTEM: dict[int, Message] = {
+    errno.ENOENT: Message("web.no-such-file"),
+    errno.EACCES: Message("web.no-permission"),
+    errno.ENOTDIR: Message("web.no-folder"),
+}
+"""What the system says most often."""
 
 
 def _to_json(value: object) -> str:

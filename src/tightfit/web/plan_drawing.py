@@ -10,13 +10,13 @@ from markupsafe import Markup
 
 from tightfit.desk.svg_bars import Bar, Line, bars_svg, fullest, gpu_parts, key_svg, parts_of, scale_of
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.messages import Said, id_of
+from tightfit.messages import Language, Said, id_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import further, hours, lacking_bytes, missing
 from tightfit.priced import GIB, amounts, billions, strategy_name
 from tightfit.types import Phase, PhaseName
 from tightfit.web.plan_answer import Answered
-from tightfit.web.sentences import Sentence, said_in
+from tightfit.web.words import Sentence, sentence_in
 
 ADVICE = {
     *("plan.mildest-change", "plan.other-change", "plan.no-change-fits"),
@@ -98,7 +98,7 @@ class DrawnPlan:
     notes: tuple[Sentence, ...]
 
 
-def draw(answer: Answered, words: Words, language: str, *, advice: bool) -> DrawnPlan:
+def draw(answer: Answered, words: Words, language: Language, *, advice: bool) -> DrawnPlan:
     """`advice`: whether it was asked for what would make it fit."""
     plan, ways = answer.plan, answer.ways
     first = ways[0] if ways else None
@@ -110,7 +110,7 @@ def draw(answer: Answered, words: Words, language: str, *, advice: bool) -> Draw
         is_changed=bool(plan.chosen and plan.chosen.changes),
         model=shape.name,
         parameters=billions(shape.parameters),
-        hardware=said_in(language, plan.hardware.gpu.name).text,
+        hardware=sentence_in(language, plan.hardware.gpu.name).text,
         gpus=plan.hardware.world,
         used=first.world if first else plan.hardware.world,
         batch=plan.effective_batch,
@@ -144,18 +144,18 @@ def gib(size_bytes: int) -> str:
 class _Pen:
     plan: Plan
     words: Words
-    language: str
+    language: Language
 
     def said(self, sentences: Sequence[Said]) -> tuple[Sentence, ...]:
-        return tuple(said_in(self.language, each) for each in sentences)
+        return tuple(sentence_in(self.language, each) for each in sentences)
 
     def remedies(self) -> tuple[DrawnRemedy, ...]:
         return tuple(
             DrawnRemedy(
                 allowance=each.allowance,
-                cost=said_in(self.language, each.cost),
-                effect=said_in(self.language, each.effect),
-                way=said_in(self.language, strategy_name(each.way.levers)),
+                cost=sentence_in(self.language, each.cost),
+                effect=sentence_in(self.language, each.effect),
+                way=sentence_in(self.language, strategy_name(each.way.levers)),
                 tokens_per_s=each.way.pace.tokens_per_s,
             )
             for each in self.plan.remedies
@@ -168,7 +168,7 @@ class _Pen:
 
     def way(self, way: Way, ident: str, bars: tuple[Bar, Bar], scales: tuple[int, int]) -> DrawnWay:
         host, ram = way.footprint.host, way.hardware.host_ram_bytes
-        name = said_in(self.language, strategy_name(way.levers))
+        name = sentence_in(self.language, strategy_name(way.levers))
         needs, card = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
         levers = way.levers
         rank = (("lora_rank", str(levers.lora.rank)),) if levers.lora is not None else ()
@@ -197,7 +197,7 @@ class _Pen:
             tokens_per_s=way.pace.tokens_per_s,
             step_s=way.pace.step_s,
             hours=hours(self.plan.job, self.plan.effective_batch, way),
-            lacks=None if way.fits else said_in(self.language, missing(way)),
+            lacks=None if way.fits else sentence_in(self.language, missing(way)),
             places=() if way.fits else tuple(lacking_bytes(way)),
             gpu_table=_table(way.footprint.gpu.phases, fullest(way.footprint), way.footprint.gpu.overhead),
             host_table=_table(host.phases, _largest(host.phases), {}),

@@ -27,7 +27,7 @@ from tightfit.hardware.catalogue import CARDS
 from tightfit.hardware.machine import this_machine
 from tightfit.inputs.flags import LEVERS, words_of
 from tightfit.job import Allowance
-from tightfit.messages import Message
+from tightfit.messages import Language, Message
 from tightfit.model.presets import CHECKPOINTS, PRESETS
 from tightfit.planner.tiers import TIERS
 from tightfit.types import Checkpointing, Trainer, UserError
@@ -82,7 +82,7 @@ async def _guess(request: Request) -> Response:
     return HTMLResponse("" if found is None else part(request, "plan_guess.html", **found))
 
 
-def _guessed(pairs: list[tuple[str, str]], language: str) -> dict[str, object] | None:
+def _guessed(pairs: list[tuple[str, str]], language: Language) -> dict[str, object] | None:
     asked = read_address(pairs)
     last = recall(dict(pairs).get("like", ""))
     if last is None or not is_at_hand(asked) or asked.get("tier"):
@@ -194,7 +194,7 @@ _NOTHING: dict[str, object] = {
 }
 
 
-def _draw(answer: Answered, language: str, *, advice: bool) -> dict[str, object]:
+def _draw(answer: Answered, language: Language, *, advice: bool) -> dict[str, object]:
     said = words(language)["plan"]
     found = draw(answer, said, language, advice=advice)
     return {
@@ -218,7 +218,7 @@ def _files_of(answer: Answered) -> dict[str, object]:
     }
 
 
-def _all_of(answer: Answered, language: str, *, others: bool = False) -> dict[str, object]:
+def _all_of(answer: Answered, language: Language, *, others: bool = False) -> dict[str, object]:
     heat: Heat | None = heat_of(answer, others=others)
     return {**_draw(answer, language, advice=True), **_files_of(answer), "heat": heat}
 

@@ -23,9 +23,9 @@ from tightfit.runs.record import read_run
 from tightfit.web.history import last_lines
 from tightfit.web.pages import page, part
 from tightfit.web.places import NO_RUN, FoundRun, FoundRuns, file_at, run_at
-from tightfit.web.retold import retold
 from tightfit.web.sight import state_of
 from tightfit.web.threads import beside
+from tightfit.web.translate import translate
 from tightfit.web.words import language_of
 
 LOG_BYTES = 48 * 1024
@@ -119,15 +119,15 @@ async def _run(request: Request) -> Response:
 async def _stream(request: Request) -> Response:
     run, _ = _read_request(request)
     last = request.headers.get("last-event-id", "")
-    messages = _retold(request.app.state.hub.follow(run, last), language_of(request))
+    messages = _translate(request.app.state.hub.follow(run, last), language_of(request))
     return StreamingResponse(messages, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
-async def _retold(messages: AsyncGenerator[bytes, None], language: Language) -> AsyncIterator[bytes]:
+async def _translate(messages: AsyncGenerator[bytes, None], language: Language) -> AsyncIterator[bytes]:
     async with aclosing(messages):  # whoever goes away leaves at once
         async for message in messages:
             try:
-                yield await beside(partial(retold, message, language))
+                yield await beside(partial(translate, message, language))
             except HTTPException:  # the server ends
                 return
 

@@ -1,27 +1,45 @@
 """The words of the page, in each language that it speaks.
 
-They lie in `words/`, a file a language, all with the same keys. What a plan, a diagnosis or a run says is told again by
-`sentences.py`; what a log says stays as it is, for it has to be found again there and on the web.
+They lie in `words/`, a file a language, all with the same keys. What a plan, a diagnosis or a run says is a message
+(`tightfit.messages`); what a log says stays as it is, for it has to be found again there and on the web.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
 from starlette.requests import Request
 
 from tightfit.messages import Language, Message, Said, say
-from tightfit.web.sentences import FOLDER, Sentence, said_in
 
 LANGUAGES: dict[Language, str] = {"en": "English", "zh": "中文"}
 """What each calls itself."""
 COOKIE = "tightfit_language"
+FOLDER = Path(__file__).with_name("words")
+_CHINESE = re.compile("[\u4e00-\u9fff]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    text: str
+    is_foreign: bool
+    """It is English in a page of another language: an older run wrote it, or another program."""
+
+
+def sentence_in(language: Language, said: Said) -> Sentence:
+    """A message in the language; what is text already stays as it is, and a name is the same everywhere."""
+    if isinstance(said, Message):
+        return Sentence(said.text(language), is_foreign=False)
+    return Sentence(said, is_foreign=language != "en" and " " in said and _CHINESE.search(said) is None)
 
 
 class Words(dict[str, Any]):
-    """All words of a language, and how it says a sentence that was made elsewhere."""
+    """All words of a language, and how it says what was made elsewhere."""
 
     def __init__(self, language: Language) -> None:
         super().__init__(yaml.safe_load((FOLDER / f"{language}.yaml").read_text(encoding="utf-8")))
@@ -31,8 +49,8 @@ class Words(dict[str, Any]):
         """What is text already stays as it is."""
         return say(said, self.language)
 
-    def said(self, english: Message | str) -> Sentence:
-        return said_in(self.language, english if isinstance(english, Message) else " ".join(english.split()))
+    def said(self, said: Said) -> Sentence:
+        return sentence_in(self.language, said if isinstance(said, Message) else " ".join(said.split()))
 
 
 @cache
