@@ -123,11 +123,10 @@ def exports(variables: Iterable[Variable]) -> Iterator[str]:
 def comment(said: Said) -> list[str]:
     """A sentence that no character of it can end."""
     sentence = end_sentence(said)
-    # A Chinese character is as wide as two letters.
-    width = 50 if sentence.endswith("。") else 100
+    is_chinese = sentence.endswith("。")
     return textwrap.wrap(
-        sentence[:1].upper() + sentence[1:],
-        width,
+        sentence if is_chinese else sentence[:1].upper() + sentence[1:],
+        50 if is_chinese else 100,  # a Chinese character is as wide as two letters
         initial_indent="# ",
         subsequent_indent="# ",
         break_on_hyphens=False,
