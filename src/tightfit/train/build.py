@@ -71,14 +71,11 @@ def attention_of(levers: Levers, on_gpu: bool, config: Any = None) -> tuple[Atte
         if on_gpu and importlib.util.find_spec("flash_attn") is not None:
             return "flash", None
         why = Message("train.no-flash-attn") if on_gpu else Message("train.flash-needs-gpu")
-    if levers.attention != "eager" and _is_capped(config):
+    is_capped = getattr(config, "model_type", None) in _CAPPED and config.attn_logit_softcapping is not None
+    if levers.attention != "eager" and is_capped:
         uncapped = Message("train.sdpa-no-cap", model_type=config.model_type)
         return "eager", Message("train.uses-eager", why=why or uncapped)
     return ("sdpa", Message("train.uses-sdpa", why=why)) if why else (levers.attention, None)
-
-
-def _is_capped(config: Any) -> bool:
-    return getattr(config, "model_type", None) in _CAPPED and config.attn_logit_softcapping is not None
 
 
 def skeleton(config: Any, dtype: torch.dtype, attention: AttentionKernel, *, trust_remote_code: bool = False) -> Any:
@@ -103,15 +100,13 @@ def _make_model(config: Any, dtype: torch.dtype, attention: AttentionKernel, tru
             model = maker.from_config(config, trust_remote_code=trust_remote_code, **options)
         except ValueError as error:
             raise ModelError(
-                Message("train.no-causal-model", model_type=config.model_type, error=_first(error))
+                Message(
+                    "train.no-causal-model", model_type=config.model_type, error=str(error).strip().partition("\n")[0]
+                )
             ) from error
         model.tie_weights()
     model.train()
     return model
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _no_init() -> AbstractContextManager[Any]:

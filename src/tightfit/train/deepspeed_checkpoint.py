@@ -242,12 +242,15 @@ def _open(folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapp
         kind for kind in (MASTER, *MOMENTS) if trained and all(name in tensors.get(kind, {}) for name in trained)
     )
     step, samples = int(head.get("global_steps") or 0), int(head.get("global_samples") or 0)
+    # Steps that the moments have seen; some optimizers do not say.
+    steps_said = (group.get("step") for rank in ranks[:1] for group in _states(rank, stage))
+    seen = [int(said) for said in steps_said if said is not None]
     return DeepSpeedCheckpoint(
         folder=folder,
         stage=stage,
         world=max(1, len(ranks)),
         step=step,
-        optimizer_steps=_optimizer_steps(ranks, stage, step - int(head.get("skipped_steps") or 0)),
+        optimizer_steps=max(seen, default=step - int(head.get("skipped_steps") or 0)),
         scale=_scale(ranks[0].get("loss_scaler")) if ranks else None,
         effective_batch=samples // step if step and samples else None,
         trained_elements=sum(math.prod(shape) for group in shapes for shape in group.values()) if shapes else None,
@@ -335,12 +338,6 @@ def _cut(
         parts = [rank[group].narrow(0, offset, share) for rank in ranks]
         yield name, _Parts(shape, _crop(parts, math.prod(shape)))
         begin += share
-
-
-def _optimizer_steps(ranks: Sequence[Mapping[str, Any]], stage: int, otherwise: int) -> int:
-    """Steps that the moments have seen; some optimizers do not say."""
-    said = [group.get("step") for rank in ranks[:1] for group in _states(rank, stage)]
-    return max((int(step) for step in said if step is not None), default=otherwise)
 
 
 def _scale(scaler: Any) -> LossScale | None:

@@ -48,7 +48,11 @@ def export_checkpoint(found: ExportSource, spec: Spec, told: Told) -> Exported:
             held[name] = torch.cat([tensors[key].contiguous().reshape(-1) for key in named.parts[name]])
         return held[name][start:stop]
 
-    dtype = DTYPES[spec.dtype] if spec.dtype is not None else _config_dtype(whole.model.config)
+    # What the config says that the model is stored in; fp32, as the checkpoint is, where it says nothing.
+    said = getattr(whole.model.config, "dtype", None) if spec.dtype is None else DTYPES[spec.dtype]
+    if isinstance(said, str):
+        said = getattr(torch, said, None)
+    dtype = said if isinstance(said, torch.dtype) else torch.float32
     output = Output(kind="deepspeed", folder=Path(spec.to), dtype=lambda _: dtype, beside=(settings,))
     return write(whole, values, output, told)
 
@@ -74,11 +78,3 @@ def _open(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError, KeyError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(Message("train.deepspeed-cannot-merge", folder=folder, why=reason)) from error
-
-
-def _config_dtype(config: Any) -> torch.dtype:
-    """What the config says that the model is stored in; fp32, as the checkpoint is, where it says nothing."""
-    dtype = getattr(config, "dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -87,7 +87,11 @@ def check(deepspeed: Mapping[str, Any], rank: int, needs: Needs) -> None:
         for place in folder.glob(f"zero_stage_3/*/rank{rank}"):
             if strangers := find_strangers(place, SWAP_FILES):
                 raise NvmeError(Message("train.nvme-stranger", path=strangers[0]))
-        _claim(folder, rank)
+        # Swap files are named after ranks alone: two runs in one folder would read each other's numbers.
+        lock = os.open(folder / f".rank{rank}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if flock(lock, wait=False) == "busy":  # else the process holds it open, and so locked, to its end
+            os.close(lock)
+            raise NvmeError(Message("train.nvme-in-use", folder=folder))
     _check_room(_folders(deepspeed), needs.file_bytes)
     # At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32.
     zero = deepspeed["zero_optimization"]
@@ -125,14 +129,6 @@ def _folders(deepspeed: Mapping[str, Any]) -> set[Path]:
     zero = deepspeed["zero_optimization"]
     blocks = (zero.get("offload_param", {}), zero.get("offload_optimizer", {}))
     return {Path(block["nvme_path"]) for block in blocks if block.get("device") == "nvme"}
-
-
-def _claim(folder: Path, rank: int) -> None:
-    """Swap files are named after ranks alone: two runs in one folder would read each other's numbers."""
-    number = os.open(folder / f".rank{rank}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    if flock(number, wait=False) == "busy":  # else the process holds it open, and so locked, to its end
-        os.close(number)
-        raise NvmeError(Message("train.nvme-in-use", folder=folder))
 
 
 def _check_room(folders: set[Path], need_bytes: int) -> None:

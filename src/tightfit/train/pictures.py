@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,7 +138,12 @@ def read(path: Path) -> RunHistory:
                     steps.pop()
             steps.append(made)
         elif isinstance(event, told.Resumed) and event.step is not None:
-            _go_back(history, event.step)
+            # What came after the checkpoint was lost, and is made again: all of it, also where few steps are drawn.
+            number = event.step
+            if history.steps:
+                history.restarts.append(number)
+            history.steps[:] = [step for step in history.steps if step.step <= number]
+            history.evaluations = {step: loss for step, loss in history.evaluations.items() if step <= number}
         elif isinstance(event, told.Evaluation):
             if event.step is not None and (loss := _number(event.loss)) is not None:
                 history.evaluations[event.step] = loss
@@ -150,15 +156,6 @@ def read(path: Path) -> RunHistory:
                         host_bytes=_number(event.host_bytes),
                     )
     return history
-
-
-def _go_back(history: RunHistory, number: int) -> None:
-    """What came after the checkpoint was lost, and is made again: all of it, also where few steps are drawn."""
-    kept = [step for step in history.steps if step.step <= number]
-    if history.steps:
-        history.restarts.append(number)
-    history.steps[:] = kept
-    history.evaluations = {step: loss for step, loss in history.evaluations.items() if step <= number}
 
 
 def _number(value: object) -> float | None:
@@ -239,9 +236,10 @@ def _memory(history: RunHistory) -> Figure | None:
     held = [step.peak_bytes if on_gpu else step.host_bytes for step in history.steps]
     if not history.marks and all(value is None for value in held):
         return None
-    bars = [(mark.predicted_bytes, mark.measured_bytes if on_gpu else mark.host_bytes) for mark in _in_order(history)]
+    marks = [history.marks[name] for name in MILESTONES if name in history.marks]
+    bars = [(mark.predicted_bytes, mark.measured_bytes if on_gpu else mark.host_bytes) for mark in marks]
     limit = history.limit_bytes if on_gpu else None
-    top = max((value for value in (*_flat(bars), *held, limit) if value is not None), default=0)
+    top = max((value for value in (*chain(*bars), *held, limit) if value is not None), default=0)
     unit, word = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
     figure = _figure(11.0)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -272,14 +270,6 @@ def _memory(history: RunHistory) -> Figure | None:
     _whole_steps(right)
     figure.suptitle(f"{history.model}: memory of {'rank 0' if on_gpu else 'rank 0, which has no GPU'}".lstrip(": "))
     return figure
-
-
-def _in_order(history: RunHistory) -> list[MilestoneMemory]:
-    return [history.marks[name] for name in MILESTONES if name in history.marks]
-
-
-def _flat(pairs: Iterable[tuple[float | None, float | None]]) -> list[float | None]:
-    return [value for pair in pairs for value in pair]
 
 
 def _short(value: float) -> str:

@@ -25,6 +25,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,8 +100,10 @@ class Scratch:
                     continue
                 # Not torch.manual_seed, which would seed the GPUs as well, now or when they are first used.
                 torch.default_generator.manual_seed(seed_of(seed, plain_name(f"{path}."), 0))
-                with recorder:
-                    _try(initialise, module)
+                # One that looks at values, of which there are none on the meta device, ends here: what it has noted so
+                # far stands; the habits answer for the rest.
+                with recorder, suppress(RuntimeError, NotImplementedError):
+                    initialise(module)
         recorded = {name: rule for name, rule in recorder.rules.items() if rule is not None}
         config: Any = getattr(model, "config", None)
         if hasattr(config, "get_text_config"):
@@ -260,15 +263,6 @@ def _only_borrows(module: torch.nn.Module, path: str, by_storage: Mapping[int, s
     own = dict(module.named_parameters(recurse=False))
     prefix = f"{path}." if path else ""
     return bool(own) and all(by_storage[p.untyped_storage()._cdata] != prefix + name for name, p in own.items())
-
-
-def _try(initialise: Callable[[torch.nn.Module], None], module: torch.nn.Module) -> None:
-    try:
-        initialise(module)
-    except (RuntimeError, NotImplementedError):
-        # It looked at values, of which there are none on the meta device. What it has noted so far stands;
-        # the habits answer for the rest.
-        return
 
 
 # --- habits --------------------------------------------------------------------------------------

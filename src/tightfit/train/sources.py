@@ -90,7 +90,9 @@ def open_weights(
 ) -> Safetensors:
     """The weights of `folder` under the names of `model`; what only transformers can convert goes through `cache`."""
     stored = tensors_of(folder)
-    _check_dtypes(folder, stored)
+    for name, one in stored.items():
+        if one.dtype not in DTYPES:
+            raise ModelError(Message("train.weights-quantised", folder=folder, name=name, dtype=one.dtype))
     named = map_names(model, stored)
     if named.needs_conversion:
         if cache is None:
@@ -107,9 +109,3 @@ def open_weights(
         if problem := wrong_shape(name, tuple(tensor.shape), named.parts[name], stored):
             raise ModelError(Message("train.weights-of-another-model", problem=problem, folder=folder))
     return Safetensors(folder, named.parts)
-
-
-def _check_dtypes(folder: Path, stored: Mapping[str, Stored]) -> None:
-    for name, one in stored.items():
-        if one.dtype not in DTYPES:
-            raise ModelError(Message("train.weights-quantised", folder=folder, name=name, dtype=one.dtype))

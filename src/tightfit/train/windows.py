@@ -73,12 +73,10 @@ class Windows:
         tensors = {"input_ids": made.input_ids, "labels": made.labels}
         if made.position_ids is not None:
             tensors["position_ids"] = made.position_ids
-        return {name: self._move(tensor) for name, tensor in tensors.items()}
-
-    def _move(self, tensor: Tensor) -> Tensor:
         if not self._place.on_gpu:
-            return tensor
-        return tensor.pin_memory().to(self._place.device, non_blocking=True)
+            return tensors
+        device = self._place.device
+        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def rng_state(place: Place) -> tuple[Tensor, Tensor | None]:

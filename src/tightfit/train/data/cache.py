@@ -95,7 +95,8 @@ def identify(spec: DataSpec, codec: Codec, cache: Path) -> Wanted:
         assert spec.path is not None
         source = find_source(spec.path, spec.format)
         files = [[hashes.of(each.path), each.kind] for each in source.files]
-        what: list[Any] = ["files", files, spec.format, _layout_words(source.layout), source.limit]
+        layout = None if source.layout is None else asdict(source.layout)
+        what: list[Any] = ["files", files, spec.format, layout, source.limit]
     else:
         what = ["recipe", [hashes.of(path) for path in resolved.files], resolved.shared_json]
     hashes.save()
@@ -103,10 +104,6 @@ def identify(spec: DataSpec, codec: Codec, cache: Path) -> Wanted:
     arms = _digest([*what, *ends])
     key = _digest([*what, *ends, resolved.arm_json]) if resolved else arms
     return Wanted(spec=spec, codec=codec, source=source, resolved=resolved, key=key, arms_key=arms)
-
-
-def _layout_words(layout: Layout | None) -> Any:
-    return None if layout is None else asdict(layout)
 
 
 def _digest(tree: Any) -> str:
@@ -129,7 +126,12 @@ def build_store(want: Wanted, cache: Path, progress: Progress) -> None:
             for task, counts in encode_pieces(tasks, progress):
                 made.take(task, counts)
         if not made.samples:
-            raise _nothing(want, made)
+            name = want.resolved.name if want.resolved else want.spec.path
+            if not made.examples:
+                raise ConfigError(Message("data.no-tokens", name=name))
+            if want.spec.overlong == "skip":
+                raise ConfigError(Message("data.no-sample-fits", name=name, sequence=want.spec.sequence))
+            raise ConfigError(Message("data.no-answer-fits", name=name, sequence=want.spec.sequence))
         (staging / "codec.json").unlink()
         for each in staging.glob("list-*.jsonl"):
             each.unlink()
@@ -282,15 +284,6 @@ class _Assembly:
             "targets": self.targets.hexdigest(),
             "sections": [asdict(each) for each in self.sections.values()],
         }
-
-
-def _nothing(want: Wanted, made: _Assembly) -> ConfigError:
-    name = want.resolved.name if want.resolved else want.spec.path
-    if made.examples and want.spec.overlong == "skip":
-        return ConfigError(Message("data.no-sample-fits", name=name, sequence=want.spec.sequence))
-    if made.examples:
-        return ConfigError(Message("data.no-answer-fits", name=name, sequence=want.spec.sequence))
-    return ConfigError(Message("data.no-tokens", name=name))
 
 
 def _check_arms(want: Wanted, targets: str, cache: Path) -> None:

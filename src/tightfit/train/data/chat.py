@@ -136,7 +136,9 @@ class ChatTemplate:
 
     def render_pieces(self, turns: Sequence[Turn], *, last_only: bool = False) -> Rendered:
         """The chat as text with its answers, of which `last_only` keeps one."""
-        turns = tuple(replace(turn, content=_strip_marks(turn.content)) for turn in self.arrange(turns))
+        turns = tuple(
+            replace(turn, content=turn.content.replace(OPEN, "").replace(CLOSE, "")) for turn in self.arrange(turns)
+        )
         try:
             whole = self.render(turns)
             if OPEN in whole:
@@ -177,10 +179,6 @@ def _marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
             answers.append((len(plain), len(plain) + len(inside)))
         plain += inside + after
     return plain, tuple(answers)
-
-
-def _strip_marks(text: str) -> str:
-    return text.replace(OPEN, "").replace(CLOSE, "") if OPEN in text or CLOSE in text else text
 
 
 def _fold_system_turns(turns: Sequence[Turn]) -> list[Turn]:

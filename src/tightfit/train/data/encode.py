@@ -43,7 +43,10 @@ class Encoder:
     def samples(self, example: Example) -> list[Encoded]:
         """A text becomes as many samples as it fills; a chat becomes one, or none where it does not fit."""
         if example.text is not None:
-            return [each for each in self._chunks(example.text) if each.loss_tokens]
+            ids = np.concatenate([np.empty(0, dtype=self.codec.dtype), *self.document(example.text)])
+            cuts = range(0, len(ids), self.sequence)
+            chunks = [_learn_all(ids[at : at + self.sequence]) for at in cuts]
+            return [each for each in chunks if each.loss_tokens]
         made = self.chat(self.template.render_pieces(example.turns))
         return [made] if made is not None else []
 
@@ -74,11 +77,6 @@ class Encoder:
             yield np.asarray(codec.encode(block), dtype=codec.dtype)
         if ends and codec.eos_id is not None:
             yield np.asarray([codec.eos_id], dtype=codec.dtype)
-
-    def _chunks(self, text: str) -> list[Encoded]:
-        ids = np.concatenate([np.empty(0, dtype=self.codec.dtype), *self.document(text)])
-        cuts = range(0, len(ids), self.sequence)
-        return [_learn_all(ids[at : at + self.sequence]) for at in cuts]
 
 
 def encoder_of(codec: Codec, sequence: int, overlong: Literal["skip", "cut"]) -> Encoder:

@@ -66,17 +66,12 @@ def check_spec(spec: DataSpec) -> None:
     if spec.sequence < 2:
         raise ConfigError(Message("data.sequence-too-short", sequence=spec.sequence))
     if spec.packing:
-        _check_packing(spec)
+        apart = spec.model_type in KEPT_APART
+        if carries_state(spec.model_type) and not (apart and spec.scan == "tightfit"):
+            instead = Message("data.use-our-scan") if apart else Message("data.leave-out")
+            raise ConfigError(Message("data.packing-leaks", model_type=spec.model_type, instead=instead))
     if spec.ablation is not None and not spec.by_recipe:
         raise ConfigError(Message("data.ablation-needs-recipe", ablation=spec.ablation))
-
-
-def _check_packing(spec: DataSpec) -> None:
-    apart = spec.model_type in KEPT_APART
-    if not carries_state(spec.model_type) or (apart and spec.scan == "tightfit"):
-        return
-    instead = Message("data.use-our-scan") if apart else "leave"
-    raise ConfigError(Message("data.packing-leaks", model_type=spec.model_type, instead=instead))
 
 
 def carries_state(model_type: str) -> bool:

@@ -175,30 +175,25 @@ class DeepSpeed:
             here += getattr(part, "ds_numel", part.numel()) * param.element_size()  # a part in a file has a stand-in
             whole += getattr(param, "ds_numel", param.numel()) * param.element_size()
             devices.add("nvme" if is_on_nvme(param) else part.device.type)
+        masters = list(self._masters())
+        elements, places = [tensor.numel() for tensor in masters], [tensor.device.type for tensor in masters]
+        if self._levers.offload_optimizer == "nvme":  # they are in files, and the tensors empty
+            in_file = self._wrapper._swappable_optimizer_subgroup
+            elements = [int(numel) for numel in self._wrapper.fp16_partitioned_groups_flat_numel]
+            places = ["nvme" if in_file(number) else place for number, place in enumerate(places)]
         return HeldHere(
             weight_bytes=here,
             whole_weight_bytes=whole,
-            state_elements=sum(self._master_elements()),
+            state_elements=sum(elements),
             trainable_elements=sum(
                 getattr(param, "ds_numel", param.numel()) for param in self.model.parameters() if param.requires_grad
             ),
             weights_on=",".join(sorted(devices)),
-            optimizer_on=",".join(sorted(self._masters_on())),
+            optimizer_on=",".join(sorted(set(places))),
             frozen_in=precisions(frozen),
             trained_in=precisions(trained),
-            optimizer_in=precisions(self._masters()),
+            optimizer_in=precisions(masters),
         )
-
-    def _master_elements(self) -> list[int]:
-        if self._levers.offload_optimizer == "nvme":  # they are in files, and the tensors empty
-            return [int(numel) for numel in self._wrapper.fp16_partitioned_groups_flat_numel]
-        return [tensor.numel() for tensor in self._masters()]
-
-    def _masters_on(self) -> set[str]:
-        if self._levers.offload_optimizer != "nvme":
-            return {tensor.device.type for tensor in self._masters()}
-        in_file = self._wrapper._swappable_optimizer_subgroup
-        return {"nvme" if in_file(number) else tensor.device.type for number, tensor in enumerate(self._masters())}
 
     def _masters(self) -> list[Tensor]:
         """The fp32 copies that this rank's optimizer works on, or what it works on instead."""
