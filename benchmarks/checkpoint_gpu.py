@@ -120,8 +120,8 @@ def _worker_class() -> Any:
         made: Any = None
         figures: Figures = field(default_factory=dict)
 
-        def _prepare(self) -> Any:
-            self.prepared = super()._prepare()
+        def _prepare(self, store: Any) -> Any:
+            self.prepared = super()._prepare(store)
             return self.prepared
 
         def _assemble(self, *found: Any) -> Any:

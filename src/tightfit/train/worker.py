@@ -45,7 +45,7 @@ from tightfit.train.sources import find_weights, open_weights
 from tightfit.train.standing import describe_state, differences, job_of, schedule_differences
 from tightfit.train.stop import Stop
 from tightfit.train.watchers import watchers
-from tightfit.train.windows import Window, Windows
+from tightfit.train.windows import Windows
 from tightfit.types import ConfigError, TightfitError
 
 EVERYBODY = "prepared"
@@ -82,7 +82,20 @@ def run(
     """Train, and leave with everybody else; how it ended."""
     lock = _lock(config, options, place)
     try:
-        return _run(config, options, place, cache, stop, supervised or Supervised())
+        supervised = supervised or Supervised()
+        lines = lines_of(place, config.predicted.peak_bytes, config.logging_steps)
+        events = HeartbeatEvents(config.folder, speaks=place.leads, lines=lines)
+        events.heartbeat = supervised.heartbeat
+        worker = Worker(
+            config=config, options=options, place=place, cache=cache, events=events, stop=stop, supervised=supervised
+        )
+        try:
+            ending = worker.run()
+            supervised.heartbeat.at("end")
+        finally:
+            events.close()
+        places.part(place)
+        return ending
     finally:
         if lock is not None:
             lock.release()
@@ -102,24 +115,6 @@ def _lock(config: WorkerConfig, options: Options, place: Place) -> FolderLock | 
             why = (error.strerror or str(error)).lower()
             raise ConfigError(Message("train.folder-unwritable", folder=config.folder, why=why)) from None
         raise
-
-
-def _run(
-    config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop, supervised: Supervised
-) -> Ending:
-    lines = lines_of(place, config.predicted.peak_bytes, config.logging_steps)
-    events = HeartbeatEvents(config.folder, speaks=place.leads, lines=lines)
-    events.heartbeat = supervised.heartbeat
-    worker = Worker(
-        config=config, options=options, place=place, cache=cache, events=events, stop=stop, supervised=supervised
-    )
-    try:
-        ending = worker.run()
-        supervised.heartbeat.at("end")
-    finally:
-        events.close()
-    places.part(place)
-    return ending
 
 
 def data_spec(config: WorkerConfig, model_type: str) -> DataSpec:
@@ -149,36 +144,16 @@ class Worker:
     def run(self) -> Ending:
         if (self.config.folder / MODEL).exists() and not self.options.rehearse:
             raise ConfigError(Message("train.run-finished", folder=self.config.folder))
-        swapping = self.config.deepspeed if nvme.on_nvme(self.config.levers) else None
-        if swapping is not None:
-            nvme.check(swapping, self.place.rank, self._swaps())
-        self._say_start()
-        if self.place.leads:
-            facts = {"model": self.config.model.name, "engine": self.config.levers.engine, "world": self.place.world}
-            every = self.config.logging_steps
-            self.events.watcher = watchers(
-                self.config.folder, self.options.tensorboard, self.options.wandb, facts, every
-            )
-        store = places.rendezvous(self.place)
-        prepared = self._prepare(store)
-        self.supervised.heartbeat.at("init")
-        places.join(self.place, store)
-        ending = self._train(prepared)
-        if swapping is not None:
-            nvme.discard(swapping, self.place.rank)
-        return ending
-
-    def _swaps(self) -> nvme.Needs:
-        predicted, world = self.config.predicted, self.config.world
-        here = 1 if self.options.rehearse else world.gpus_per_node
-        return nvme.Needs(
-            trained=predicted.trainable_parameters // self.place.world,
-            world=self.place.world,
-            file_bytes=predicted.nvme_bytes_per_node // world.gpus_per_node * here,
-        )
-
-    def _say_start(self) -> None:
         levers, predicted = self.config.levers, self.config.predicted
+        swapping = self.config.deepspeed if nvme.on_nvme(levers) else None
+        if swapping is not None:
+            here = 1 if self.options.rehearse else self.config.world.gpus_per_node
+            needs = nvme.Needs(
+                trained=predicted.trainable_parameters // self.place.world,
+                world=self.place.world,
+                file_bytes=predicted.nvme_bytes_per_node // self.config.world.gpus_per_node * here,
+            )
+            nvme.check(swapping, self.place.rank, needs)
         self.events.write(
             "start",
             model=self.config.model.name,
@@ -202,6 +177,20 @@ class Worker:
                 "tokens_per_s": predicted.tokens_per_s,
             },
         )
+        if self.place.leads:
+            facts = {"model": self.config.model.name, "engine": self.config.levers.engine, "world": self.place.world}
+            every = self.config.logging_steps
+            self.events.watcher = watchers(
+                self.config.folder, self.options.tensorboard, self.options.wandb, facts, every
+            )
+        store = places.rendezvous(self.place)
+        prepared = self._prepare(store)
+        self.supervised.heartbeat.at("init")
+        places.join(self.place, store)
+        ending = self._train(prepared)
+        if swapping is not None:
+            nvme.discard(swapping, self.place.rank)
+        return ending
 
     # --- data and weights -----------------------------------------------------------------------
 
@@ -249,7 +238,10 @@ class Worker:
         samples, held = prepared.split.train, prepared.split.held
         job = job_of(config, prepared.hf_config, samples)
         order = Order(len(samples), config.effective_batch, config.training.seed)
-        steps = self._steps(order)
+        training = config.training
+        steps = training.max_steps or max(1, order.steps_in(training.epochs or 1))
+        if self.options.rehearse:
+            steps = self.options.rehearse_steps
         found = self._find_checkpoint(job, steps)
         made = self._assemble(prepared, found)
         milestones = Milestones(self.events, meter, config.predicted, place)
@@ -264,7 +256,10 @@ class Worker:
         dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
         windows = dealt(samples)
         if self.options.probe:
-            self._probe(made, windows, windows.of(worst(samples, config.effective_batch)), milestones)
+            largest = windows.of(worst(samples, config.effective_batch))
+            probed = probe(made.engine, windows, largest, milestones, place)
+            self.events.write("probe", seconds=round(probed.seconds, 3), peak_bytes=probed.peak_bytes)
+            self._prove(recomputation(made.recomputed, probed.recomputed_layers))
         if found is not None:
             self._load(found, made)
         model = model_set(made, config, prepared.tokenizer, place)
@@ -411,22 +406,11 @@ class Worker:
         )
         return assemble(self.config, self.place, folders, self.events)
 
-    def _steps(self, order: Order) -> int:
-        if self.options.rehearse:
-            return self.options.rehearse_steps
-        training = self.config.training
-        return training.max_steps or max(1, order.steps_in(training.epochs or 1))
-
     def _prove(self, *found: PlanProof) -> None:
         for proof in found:
             self.events.write("proof", name=proof.name, ok=proof.ok, text=proof.text)
             if not proof.ok:
                 raise NotAsPlanned(Message("train.not-as-planned", proof=proof.text))
-
-    def _probe(self, made: Assembled, windows: Windows, largest: Window, milestones: Milestones) -> None:
-        found = probe(made.engine, windows, largest, milestones, self.place)
-        self.events.write("probe", seconds=round(found.seconds, 3), peak_bytes=found.peak_bytes)
-        self._prove(recomputation(made.recomputed, found.recomputed_layers))
 
     def _save(self, model: TensorSet) -> None:
         self.supervised.heartbeat.at("save")
