@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tightfit.inputs.surroundings import cache_folder, choose_language
+from tightfit.messages import text
 from tightfit.train.stop import Stop, leave
 from tightfit.types import TightfitError, UserError
 
@@ -63,18 +64,18 @@ def _task(task: str, spec: str) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tightfit.train", description="One rank of a planned training.")
-    parser.add_argument("worker", type=Path, help="the plan's worker.json")
-    parser.add_argument("--no-probe", action="store_true", help="do not try the largest batch first")
-    parser.add_argument("--rehearse", action="store_true", help="pose as rank 0 of the plan on one GPU")
-    parser.add_argument("--cap-bytes", type=int, help="use no more of the card than this")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a rehearsal")
+    parser = argparse.ArgumentParser(prog="python -m tightfit.train", description=text("train.help-rank"))
+    parser.add_argument("worker", type=Path, help=text("train.help-worker"))
+    parser.add_argument("--no-probe", action="store_true", help=text("train.help-no-probe"))
+    parser.add_argument("--rehearse", action="store_true", help=text("train.help-rehearse"))
+    parser.add_argument("--cap-bytes", type=int, help=text("train.help-cap"))
+    parser.add_argument("--steps", type=int, default=3, help=text("train.help-steps"))
     parser.add_argument("--tensorboard", action="store_true")
     parser.add_argument("--wandb", action="store_true")
-    parser.add_argument("--resume", default="auto", help="auto, none, or the folder of a checkpoint")
-    parser.add_argument("--resume-anyway", action="store_true", help="go on although the job is another one")
-    parser.add_argument("--trust-pickle", action="store_true", help="open a DeepSpeed checkpoint, whatever it runs")
-    parser.add_argument("--skip-steps", default="", help="steps whose samples are left out, such as 7,12")
+    parser.add_argument("--resume", default="auto", help=text("train.help-resume"))
+    parser.add_argument("--resume-anyway", action="store_true", help=text("train.help-resume-anyway"))
+    parser.add_argument("--trust-pickle", action="store_true", help=text("train.help-trust-pickle"))
+    parser.add_argument("--skip-steps", default="", help=text("train.help-skip-steps"))
     return parser.parse_args(argv)
 
 
