@@ -7,7 +7,7 @@ share is put there. Nothing more is allocated than in a real group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -48,9 +48,13 @@ def _of_whole(given: Tensor, rank: int, size: int) -> Tensor:
     return given.view(-1)[rank * size : (rank + 1) * size]
 
 
+def _of_list(given: Sequence[Tensor], rank: int, size: int) -> Tensor:
+    return given[rank].view(-1)
+
+
 _SCATTERS: dict[str, Callable[[Any, int, int], Tensor]] = {
     "reduce_scatter_tensor": _of_whole,
     "reduce_scatter_single": _of_whole,
-    "reduce_scatter": lambda given, rank, size: given[rank].view(-1),
+    "reduce_scatter": _of_list,
 }
 """By the names of several torch versions."""
