@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.memory.gathered import Limits, Model, Passes, stretches
+from tightfit.memory.gathered import GatherLimits, Model, Passes, stretches
 from tightfit.memory.replay import count_settling_layers, replay, replay_between
 from tightfit.memory.zero3 import Style, _model
 from tightfit.model.load import shape_from_config
@@ -31,7 +31,7 @@ def model(family: str, layers: int, tied: bool, style: Style, threshold: int) ->
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Model, Passes, Limits]:
+def steps(draw: st.DrawFn) -> tuple[Model, Passes, GatherLimits]:
     trains = draw(st.booleans())
     style = Style(
         lora=None if trains else Lora(rank=draw(st.sampled_from([1, 64])), dtype="bf16"),
@@ -51,13 +51,13 @@ def steps(draw: st.DrawFn) -> tuple[Model, Passes, Limits]:
         input_grad=draw(st.booleans()),
         wrappers=0 if trains else 1,
     )
-    limits = Limits(*(draw(st.sampled_from(SIZES)) for _ in range(3)), flat=draw(st.booleans()))
+    limits = GatherLimits(*(draw(st.sampled_from(SIZES)) for _ in range(3)), flat=draw(st.booleans()))
     return made, passes, replace(limits, max_live=max(limits.max_live, 1))
 
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(steps())
-def test_two_known_steps_make_all_between(drawn: tuple[Model, Passes, Limits]) -> None:
+def test_two_known_steps_make_all_between(drawn: tuple[Model, Passes, GatherLimits]) -> None:
     made, passes, limits = drawn
     first, last = (
         replay(stretches(made, replace(passes, recompute=depth, input_grad=True)), limits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tightfit.memory import host, overhead, zero3, zero12
 from tightfit.memory.engines import ENGINES
-from tightfit.memory.job import Components, Job, combine, make_job, worst
+from tightfit.memory.job import Components, MemoryJob, combine, make_job, worst
 from tightfit.memory.totals import Floor, Scale, Totals, required_bytes, totals_of
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
@@ -68,13 +68,13 @@ def estimate(
     )
 
 
-def _resting(job: Job, step: Components) -> Components:
+def _resting(job: MemoryJob, step: Components) -> Components:
     """What stays between two steps. ZeRO-3's gradients have a buffer that is never given back."""
     gone = {"temporaries", "activations"} | (set() if job.levers.stage == 3 else {"gradients"})
     return {name: size for name, size in step.items() if name not in gone}
 
 
-def _count_unpacking_bytes(job: Job) -> int:
+def _count_unpacking_bytes(job: MemoryJob) -> int:
     """Saving copies parts to the host in pieces. What is stored as it lies needs nothing more on the GPU."""
     if "8bit" in job.levers.optimizer:
         return overhead.SAVED_PIECE_BYTES
@@ -82,7 +82,7 @@ def _count_unpacking_bytes(job: Job) -> int:
     return overhead.SAVED_PIECE_BYTES // 2 if rounded else 0
 
 
-def _evaluation(job: Job, step: Components) -> Components:
+def _evaluation(job: MemoryJob, step: Components) -> Components:
     """A forward pass that keeps nothing, then the logits."""
     passing: Components = {"recompute": job.acts.evaluation}
     logits: Components = {"logits": job.acts.head.eval_logits}
@@ -97,7 +97,7 @@ def _sort(parts: Components) -> Components:
     return {name: parts[name] for name in DRAWN if parts.get(name)}
 
 
-def _host(job: Job, per_node: int) -> HostFootprint:
+def _host(job: MemoryJob, per_node: int) -> HostFootprint:
     parts = host.phases(job)
     phases = {name: Phase(name, components) for name, components in parts.items()}
     peak = max(phase.total_bytes for phase in phases.values())

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.backward import NOTHING, Peak
-from tightfit.memory.job import Components, Job, building, combine, kept_for_backward, passing, share, worst
+from tightfit.memory.job import Components, MemoryJob, building, combine, kept_for_backward, passing, share, worst
 from tightfit.memory.operations import FP32
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
@@ -45,7 +45,7 @@ class Gather(NamedTuple):
     """What stands beside the parameters while they come: that buffer, or a single rank's copy of one of them."""
 
 
-def passes(job: Job) -> dict[PhaseName, Components]:
+def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     embedding, layer, head = _groups_of(job)
     base = _persistent(job)
     gathers = _gather(job, embedding), _gather(job, layer), _gather(job, head)
@@ -56,12 +56,12 @@ def passes(job: Job) -> dict[PhaseName, Components]:
     }
 
 
-def at_the_loss(job: Job) -> Components:
+def at_the_loss(job: MemoryJob) -> Components:
     gathers = [_gather(job, group) for group in _groups_of(job)]
     return combine(_persistent(job), {"gradients": _earlier(job)}, _loss(job, *gathers))
 
 
-def at_the_top(job: Job) -> Components:
+def at_the_top(job: MemoryJob) -> Components:
     embedding, layer, head = _groups_of(job)
     width, compute = job.weights.width, _compute_width(job)
     root = embedding.whole(width, compute) if job.shape.tied else 0
@@ -75,16 +75,16 @@ def at_the_top(job: Job) -> Components:
     )
 
 
-def at_the_end(job: Job) -> Components:
+def at_the_end(job: MemoryJob) -> Components:
     return _persistent(job)
 
 
-def _groups_of(job: Job) -> tuple[Group, Group, Group]:
+def _groups_of(job: MemoryJob) -> tuple[Group, Group, Group]:
     lora, method = effective_lora(job.levers), job.levers.method
     return _groups(job.shape, lora, method, job.acts.setting.trains_base, job.trains_embedding)
 
 
-def _gather(job: Job, group: Group) -> Gather:
+def _gather(job: MemoryJob, group: Group) -> Gather:
     width = _compute_width(job)
     whole = group.whole(job.weights.width, width)
     if job.world > 1:
@@ -95,7 +95,7 @@ def _gather(job: Job, group: Group) -> Gather:
     return Gather(whole, 0, group.largest * width if shard != width else 0)
 
 
-def _forward(job: Job, embedding: Gather, layer: Gather, head: Gather) -> Components:
+def _forward(job: MemoryJob, embedding: Gather, layer: Gather, head: Gather) -> Components:
     """While a group is copied out of its buffer, `wait_for_unshard` still has the one before in a variable."""
     acts, root = job.acts, embedding.whole if job.shape.tied else 0
     arriving = root + layer.whole + layer.arriving
@@ -111,7 +111,7 @@ def _forward(job: Job, embedding: Gather, layer: Gather, head: Gather) -> Compon
     return worst(*moments)
 
 
-def _loss(job: Job, embedding: Gather, layer: Gather, head: Gather) -> Components:
+def _loss(job: MemoryJob, embedding: Gather, layer: Gather, head: Gather) -> Components:
     """A head of its own is whole while it runs, which covers the fused loss and not the plain one, and is gathered once
     more when its backward pass begins. A tied one is the root's, whose backward pass begins with the loss and fetches
     the last layer's buffer at once."""
@@ -134,12 +134,12 @@ def _loss(job: Job, embedding: Gather, layer: Gather, head: Gather) -> Component
     return worst(*moments)
 
 
-def _compute_width(job: Job) -> int:
+def _compute_width(job: MemoryJob) -> int:
     """Adapters too are gathered in the working precision."""
     return job.weights.width
 
 
-def _shard_width(job: Job) -> int:
+def _shard_width(job: MemoryJob) -> int:
     """Bytes of a trainable element at rest, of its gradient and of each of its moments."""
     return FP32 if job.levers.master_weights else job.weights.trainable_width
 
@@ -167,7 +167,7 @@ def _groups(
     return below, max(layers, key=lambda group: group.whole(2, 2)), above
 
 
-def _persistent(job: Job) -> Components:
+def _persistent(job: MemoryJob) -> Components:
     weights, levers = job.weights, job.levers
     own = share(weights.trainable_numel, job.world)
     if levers.offload_param != "none":
@@ -180,24 +180,24 @@ def _persistent(job: Job) -> Components:
     }
 
 
-def _states(job: Job, own: int) -> int:
+def _states(job: MemoryJob, own: int) -> int:
     """8-bit ones are those of each shard on its own: our worker hands bitsandbytes the local tensors."""
     if job.levers.optimizer in EIGHT_BIT:
         return eight_bit_states(job.levers.optimizer, job.weights.trainable, job.world).gpu
     return state_bytes(job.levers.optimizer, own, _shard_width(job), flat=False)
 
 
-def _own_grads(job: Job) -> int:
+def _own_grads(job: MemoryJob) -> int:
     offloaded = job.levers.offload_param != "none"
     return 0 if offloaded else share(job.weights.trainable_numel, job.world) * _shard_width(job)
 
 
-def _earlier(job: Job) -> int:
+def _earlier(job: MemoryJob) -> int:
     """Reduced gradients of earlier micro batches: every one of them is synchronised."""
     return _own_grads(job) if job.levers.accumulation > 1 else 0
 
 
-def _backward(job: Job, embedding: Group, layer: Group, head: Group) -> Components:
+def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Components:
     """The top layer with everything kept, or the embedding at the end with all gradients there."""
     acts, width, tied = job.acts, job.weights.width, job.shape.tied
     compute, shard = _compute_width(job), _shard_width(job)
@@ -241,18 +241,18 @@ def _backward(job: Job, embedding: Group, layer: Group, head: Group) -> Componen
     )
 
 
-def step(job: Job) -> Components:
+def step(job: MemoryJob) -> Components:
     return combine(_persistent(job), _step(job))
 
 
-def _step(job: Job) -> Components:
+def _step(job: MemoryJob) -> Components:
     if job.levers.offload_param != "none":
         return {}
     largest = share(job.weights.largest_trainable, job.world)
     return {"gradients": _own_grads(job), "temporaries": step_temporary(job.levers.optimizer, largest)}
 
 
-def initialise(job: Job) -> Components:
+def initialise(job: MemoryJob) -> Components:
     if job.weights.quantised_numel:
         return building(job)
     # `to_empty` makes a tied weight once for each module that has it; our worker makes it but once
@@ -261,5 +261,5 @@ def initialise(job: Job) -> Components:
     return _persistent(job) | {"optimizer_states": 0, "temporaries": twice}
 
 
-def _embedding_width(job: Job) -> int:
+def _embedding_width(job: MemoryJob) -> int:
     return _shard_width(job) if job.trains_embedding else job.weights.width

@@ -54,7 +54,7 @@ Node: TypeAlias = "Module | tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GatherLimits:
     prefetch: int
     max_live: int
     max_reuse: int

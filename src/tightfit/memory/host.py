@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from tightfit.memory import weights as weights_of
-from tightfit.memory.job import Components, Job, combine, share
+from tightfit.memory.job import Components, MemoryJob, combine, share
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes
 from tightfit.memory.weights import Weights
 from tightfit.memory.zero3 import shards_of
@@ -37,14 +37,14 @@ def pinned_bytes(size: int, *, pin: bool = True) -> int:
     return 1 << (size - 1).bit_length() if pin and size > 0 else size
 
 
-def phases(job: Job) -> dict[PhaseName, Components]:
+def phases(job: MemoryJob) -> dict[PhaseName, Components]:
     process: Components = {"process": PROCESS_BYTES, "dataloader": job.levers.dataloader_workers * WORKER_BYTES}
     running = combine(process, {"libraries": LIBRARIES_BYTES}, _training(job))
     steady = combine(running, {"activations": pinned_bytes(job.acts.host_kept)})
     return {"init": combine(process, _initialising(job)), "forward": steady, "backward": steady, "step": steady}
 
 
-def _training(job: Job) -> Components:
+def _training(job: MemoryJob) -> Components:
     levers = job.levers
     paged = _paged_states(job) if levers.optimizer == "paged_adamw8bit" else {}
     if levers.engine in ("zero1", "zero2") and levers.offload_optimizer != "none":
@@ -56,7 +56,7 @@ def _training(job: Job) -> Components:
     return paged
 
 
-def _paged_states(job: Job) -> Components:
+def _paged_states(job: MemoryJob) -> Components:
     """Unified memory: it may all be paged out to the host."""
     levers, weights = job.levers, job.weights
     if levers.stage in (None, 0):
@@ -65,7 +65,7 @@ def _paged_states(job: Job) -> Components:
     return {"optimizer_states": 2 * share(weights.trainable_numel, job.world)}
 
 
-def _zero12(job: Job) -> Components:
+def _zero12(job: MemoryJob) -> Components:
     numel = partition(job.weights, job.world).numel
     width, pin = job.weights.trainable_width, job.levers.buckets.pin_memory
     largest = pinned_bytes(job.weights.largest_trainable * width, pin=pin)
@@ -103,7 +103,7 @@ def _parts(parameters: Iterable[int], world: int, width: int, pin: bool) -> int:
     return sum(pinned_bytes(share(numel, world) * width, pin=pin) for numel in parameters)
 
 
-def _zero3_params(job: Job) -> Components:
+def _zero3_params(job: MemoryJob) -> Components:
     levers, own = job.levers, shards_of(job)
     if levers.offload_param == "none":
         return {}
@@ -129,11 +129,11 @@ def _swap_buffer(weights: Weights, levers: Levers, world: int) -> int:
     return -(-largest // aligned) * aligned
 
 
-def _is_swapped(numel: int, job: Job) -> bool:
+def _is_swapped(numel: int, job: MemoryJob) -> bool:
     return share(numel, job.world) * job.weights.width >= LEAST_SWAPPED_BYTES
 
 
-def _swap_buffers(job: Job) -> Components:
+def _swap_buffers(job: MemoryJob) -> Components:
     """Buffers of one dtype for all, locked; and what is too small for a file. Parameters that are never released lie on
     the GPU.
 
@@ -154,7 +154,7 @@ def _swap_buffers(job: Job) -> Components:
     }
 
 
-def _zero3_optimizer(job: Job) -> Components:
+def _zero3_optimizer(job: MemoryJob) -> Components:
     levers, own = job.levers, shards_of(job)
     if levers.offload_optimizer == "none":
         return {}
@@ -169,11 +169,11 @@ def _zero3_optimizer(job: Job) -> Components:
     }
 
 
-def _optimizer_buffers(job: Job) -> int:
+def _optimizer_buffers(job: MemoryJob) -> int:
     return job.levers.buckets.optimizer_buffer_count * max(shards_of(job).sub_groups) * job.master_width
 
 
-def nvme_bytes(job: Job) -> int:
+def nvme_bytes(job: MemoryJob) -> int:
     """Swap files of one rank: weights as the model computes; master weights, both moments and gradients in fp32."""
     levers, own, weights = job.levers, shards_of(job), job.weights
     swapped = 0
@@ -185,7 +185,7 @@ def nvme_bytes(job: Job) -> int:
     return swapped
 
 
-def _fsdp2(job: Job) -> Components:
+def _fsdp2(job: MemoryJob) -> Components:
     width = 4 if job.levers.method == "full" and job.levers.master_weights else job.weights.trainable_width
     parts = _trainable_parts(job.weights, job.world, width, True)
     frozen = _frozen_parts(job.weights, job.world, job.weights.width, True)
@@ -197,7 +197,7 @@ def _fsdp2(job: Job) -> Components:
     return {"weights": parts + frozen, "gradients": parts, "optimizer_states": states}
 
 
-def _initialising(job: Job) -> Components:
+def _initialising(job: MemoryJob) -> Components:
     """Weights that pass through the host while the engine starts."""
     levers, weights = job.levers, job.weights
     if levers.engine in ("zero1", "zero2") and not flattens_on_gpu(job):

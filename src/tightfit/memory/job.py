@@ -18,7 +18,7 @@ CUBLAS_WORKSPACE = {"hopper": 32 * 2**20, "other": 8 * 2**20 + 128 * 2**10}
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MemoryJob:
     shape: ModelShape
     levers: Levers
     depth: Checkpointing
@@ -53,14 +53,14 @@ class Job:
 
 def make_job(
     shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, context_bytes: int, *, built_whole: bool = False
-) -> Job:
+) -> MemoryJob:
     hopper = gpu is None or gpu.arch in (None, "sm_90", "sm_90a", "sm_100", "sm_103", "sm_120")
     on_cpu = gpu is not None and gpu.vendor == "cpu"
     weights = weights_of.of(shape, levers)
     if on_cpu and levers.buckets.reduce_bucket > weights.trainable_numel:
         # RAM that is asked for costs nothing until it is written to, and gradients fill no more of the bucket than this
         levers = replace(levers, buckets=replace(levers.buckets, reduce_bucket=weights.trainable_numel))
-    return Job(
+    return MemoryJob(
         shape=shape,
         levers=levers,
         depth=levers.checkpointing,
@@ -73,11 +73,11 @@ def make_job(
     )
 
 
-def at_depth(job: Job, depth: Checkpointing) -> Job:
+def at_depth(job: MemoryJob, depth: Checkpointing) -> MemoryJob:
     levers = job.levers
     acts = activations_at(depth, job.shape, job.acts.setting, levers.frozen_layers, levers.loss == "fused")
     rest = job.workspaces, job.free_bytes, job.built_whole
-    return Job(job.shape, levers, depth, job.world, job.weights, acts, *rest)
+    return MemoryJob(job.shape, levers, depth, job.world, job.weights, acts, *rest)
 
 
 def combine(*parts: Components) -> Components:
@@ -112,13 +112,13 @@ def passing(acts: Activations) -> Components:
     return {"activations": acts.below_top + acts.shared, "recompute": acts.forward}
 
 
-def logits(job: Job) -> Components:
+def logits(job: MemoryJob) -> Components:
     """The worst moment of the loss, both passes."""
     head = job.acts.head
     return {"activations": head.saved_norm, "logits": max(head.forward_logits, head.backward_logits)}
 
 
-def building(job: Job) -> Components:
+def building(job: MemoryJob) -> Components:
     """The weights come one after another, each into its place; a matrix is whole until it is packed, and that happens
     before anything else is there."""
     weights = job.weights
@@ -133,7 +133,7 @@ def building(job: Job) -> Components:
     return worst(built, _upcast(job)) if job.levers.trainer == "llamafactory" else built
 
 
-def _upcast(job: Job) -> Components:
+def _upcast(job: MemoryJob) -> Components:
     """LLaMA-Factory casts what trains to fp32 on the GPU (`cast_trainable_params_to_fp32`), before DeepSpeed casts it
     back; not for pure_bf16."""
     if not job.levers.master_weights:

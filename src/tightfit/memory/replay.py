@@ -31,15 +31,15 @@ from tightfit.memory.gathered import (
     TURN,
     Called,
     Gathered,
+    GatherLimits,
     Held,
-    Limits,
     Module,
     Param,
     Stretch,
 )
 
 
-class Report(NamedTuple):
+class StretchReport(NamedTuple):
     """Whole elements in one stretch."""
 
     most: int
@@ -73,7 +73,7 @@ class Replay(NamedTuple):
     """One step, followed from its first call to its last."""
 
     whole: tuple[Stretch, ...]
-    reports: list[Report]
+    reports: list[StretchReport]
     standings: dict[int, Standing]
     """Before the turn of each layer in the backward pass, by the number of the stretch."""
     starts: list[tuple[int, int]]
@@ -106,7 +106,7 @@ def gather_nothing(n_layers: int) -> Gathered:
     )
 
 
-def summary(whole: tuple[Stretch, ...], reports: list[Report]) -> Gathered:
+def summary(whole: tuple[Stretch, ...], reports: list[StretchReport]) -> Gathered:
     most: dict[int, int] = {}
     turns: dict[int, int] = {}
     called: dict[int, Called] = {}
@@ -135,9 +135,9 @@ def summary(whole: tuple[Stretch, ...], reports: list[Report]) -> Gathered:
     )
 
 
-def replay(whole: tuple[Stretch, ...], limits: Limits) -> Replay:
+def replay(whole: tuple[Stretch, ...], limits: GatherLimits) -> Replay:
     coordinator = _Coordinator(whole, limits, NOTHING)
-    reports: list[Report] = []
+    reports: list[StretchReport] = []
     standings: dict[int, Standing] = {}
     starts: list[tuple[int, int]] = [(0, 0)]
     for number, stretch in enumerate(whole):
@@ -157,7 +157,7 @@ def replay(whole: tuple[Stretch, ...], limits: Limits) -> Replay:
     )
 
 
-def replay_between(whole: tuple[Stretch, ...], limits: Limits, first: Replay, last: Replay) -> Gathered:
+def replay_between(whole: tuple[Stretch, ...], limits: GatherLimits, first: Replay, last: Replay) -> Gathered:
     """What `replay` would report of a step that begins as one that is known does, and ends as another."""
     begin, ending = _alike_until(whole, first), _alike_from(whole, last)
     reports = first.reports[:begin]
@@ -202,7 +202,7 @@ def count_settling_layers(none: Replay) -> int:
     return max([none.whole[each].tag + 1 for each in turns[1:] if _is_unseen(none, turns[1], each)], default=-1)
 
 
-def _follow(stretch: Stretch, coordinator: _Coordinator) -> Report:
+def _follow(stretch: Stretch, coordinator: _Coordinator) -> StretchReport:
     most = stays = turn = 0
     held, again = ([[0, 0, 0] for _ in stretch.script.names] for _ in range(2))
     reported = held
@@ -234,7 +234,7 @@ def _follow(stretch: Stretch, coordinator: _Coordinator) -> Report:
                 turn = rests
                 if again:  # the last module of a layer that runs again is also where it turns round
                     again[whose] = list(map(max, again[whose], (passing, rests, rests)))
-    return Report(most, stays, turn, _freeze(held), _freeze(again))
+    return StretchReport(most, stays, turn, _freeze(held), _freeze(again))
 
 
 def _freeze(lists: list[list[int]]) -> tuple[Held, ...]:
@@ -278,7 +278,7 @@ class _Coordinator:
         "uses",
     )
 
-    def __init__(self, whole: tuple[Stretch, ...], limits: Limits, standing: Standing) -> None:
+    def __init__(self, whole: tuple[Stretch, ...], limits: GatherLimits, standing: Standing) -> None:
         self.prefetch, self.max_live, self.max_reuse = limits.prefetch, limits.max_live, limits.max_reuse
         self.flat, self.parts_from_host, self.stays = limits.flat, limits.parts_from_host, limits.stays
         self.step = 0

@@ -9,7 +9,7 @@ parameters themselves, and its states appear with the first step.
 from __future__ import annotations
 
 from tightfit.memory.backward import peak_with_accumulation
-from tightfit.memory.job import Components, Job, building, combine, kept_for_backward, logits, passing, worst
+from tightfit.memory.job import Components, MemoryJob, building, combine, kept_for_backward, logits, passing, worst
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, factored_bytes, state_bytes, step_temporary
 from tightfit.types import PhaseName
 
@@ -17,7 +17,7 @@ ALLREDUCE_ELEMENTS = 500_000_000
 """`MEMORY_OPT_ALLREDUCE_SIZE`: gradients are flattened for the all-reduce in pieces of this many elements."""
 
 
-def passes(job: Job) -> dict[PhaseName, Components]:
+def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     base, acts, earlier = _persistent(job), job.acts, _earlier(job)
     peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, earlier)
     inside: Components = {
@@ -32,34 +32,34 @@ def passes(job: Job) -> dict[PhaseName, Components]:
     }
 
 
-def at_the_loss(job: Job) -> Components:
+def at_the_loss(job: MemoryJob) -> Components:
     return combine(at_the_top(job), logits(job))
 
 
-def at_the_top(job: Job) -> Components:
+def at_the_top(job: MemoryJob) -> Components:
     return combine(_persistent(job), {"gradients": _earlier(job)})
 
 
-def at_the_end(job: Job) -> Components:
+def at_the_end(job: MemoryJob) -> Components:
     return combine(_persistent(job), _ends(job))
 
 
-def _ends(job: Job) -> Components:
+def _ends(job: MemoryJob) -> Components:
     weights = job.weights
     bucket = min(weights.trainable_numel, ALLREDUCE_ELEMENTS + weights.largest_trainable) * weights.trainable_width
     return {"gradients": _grads(job), "buckets": bucket}
 
 
-def _grads(job: Job) -> int:
+def _grads(job: MemoryJob) -> int:
     return job.weights.trainable_numel * job.weights.trainable_width
 
 
-def _earlier(job: Job) -> int:
+def _earlier(job: MemoryJob) -> int:
     """Gradients of earlier micro batches."""
     return _grads(job) if job.levers.accumulation > 1 else 0
 
 
-def _persistent(job: Job) -> Components:
+def _persistent(job: MemoryJob) -> Components:
     weights, levers = job.weights, job.levers
     masters = 0 if levers.precision == "fp32" or not levers.master_weights else 4 * weights.trainable_numel
     return {
@@ -70,7 +70,7 @@ def _persistent(job: Job) -> Components:
     }
 
 
-def _states(job: Job) -> int:
+def _states(job: MemoryJob) -> int:
     levers = job.levers
     if levers.optimizer in EIGHT_BIT:
         return eight_bit_states(levers.optimizer, job.weights.trainable, 1).gpu
@@ -84,11 +84,11 @@ def _states(job: Job) -> int:
     return state_bytes(levers.optimizer, job.weights.trainable_numel, job.master_width, flat=True)
 
 
-def step(job: Job) -> Components:
+def step(job: MemoryJob) -> Components:
     return combine(_persistent(job), _step(job))
 
 
-def _step(job: Job) -> Components:
+def _step(job: MemoryJob) -> Components:
     levers, numel, grads = job.levers, job.weights.trainable_numel, _grads(job)
     if levers.precision == "fp32" or not levers.master_weights:
         return {"gradients": grads, "temporaries": step_temporary(levers.optimizer, job.weights.largest_trainable)}
@@ -100,7 +100,7 @@ def _step(job: Job) -> Components:
     }
 
 
-def initialise(job: Job) -> Components:
+def initialise(job: MemoryJob) -> Components:
     weights, levers = job.weights, job.levers
     numel = weights.trainable_numel
     if levers.precision == "fp32" or not levers.master_weights:

@@ -16,7 +16,17 @@ from typing import NamedTuple
 
 from tightfit.inputs.versions import release
 from tightfit.memory.backward import Owners, peak_with_accumulation, peak_with_buckets
-from tightfit.memory.job import Components, Job, building, combine, kept_for_backward, logits, passing, share, worst
+from tightfit.memory.job import (
+    Components,
+    MemoryJob,
+    building,
+    combine,
+    kept_for_backward,
+    logits,
+    passing,
+    share,
+    worst,
+)
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.overhead import CONTEXT_BYTES, beside
@@ -46,7 +56,7 @@ def partition(weights: Weights, world: int) -> Partition:
     return Partition(numel, last + 1 if ends else 0, covering, max(min(piece, numel) for piece in pieces))
 
 
-def passes(job: Job) -> dict[PhaseName, Components]:
+def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     base, acts = _persistent(job), job.acts
     part = partition(job.weights, job.world)
     own_grads = _own_grads(job, part)
@@ -57,30 +67,30 @@ def passes(job: Job) -> dict[PhaseName, Components]:
     }
 
 
-def at_the_loss(job: Job) -> Components:
+def at_the_loss(job: MemoryJob) -> Components:
     waiting = _waiting(job, _own_grads(job, partition(job.weights, job.world)))
     return combine(_persistent(job), waiting, logits(job))
 
 
-def at_the_top(job: Job) -> Components:
+def at_the_top(job: MemoryJob) -> Components:
     """The bucket comes with the first gradient, which is the embedding's where that trains alone."""
     own_grads = _own_grads(job, partition(job.weights, job.world))
     bucket = _bucket(job) if job.levers.trains != "embeddings" else 0
     return combine(_persistent(job), {"gradients": _earlier(job, own_grads), "buckets": bucket})
 
 
-def _own_grads(job: Job, part: Partition) -> int:
+def _own_grads(job: MemoryJob, part: Partition) -> int:
     return 0 if job.levers.offload_optimizer != "none" else part.covering * job.weights.trainable_width
 
 
-def _waiting(job: Job, own_grads: int) -> Components:
+def _waiting(job: MemoryJob, own_grads: int) -> Components:
     waiting: Components = {"gradients": _earlier(job, own_grads)}
     if job.levers.engine == "zero1" and job.levers.accumulation > 1:
         waiting["buckets"] = _bucket(job)  # allocated by the first backward pass, kept until gradients are reduced
     return waiting
 
 
-def _persistent(job: Job) -> Components:
+def _persistent(job: MemoryJob) -> Components:
     weights, levers = job.weights, job.levers
     if levers.offload_optimizer != "none":
         spare = weights.largest_trainable * weights.trainable_width  # temp_grad_buffer_for_gpu_offload
@@ -95,7 +105,7 @@ def _persistent(job: Job) -> Components:
     }
 
 
-def _earlier(job: Job, own_grads: int) -> int:
+def _earlier(job: MemoryJob, own_grads: int) -> int:
     """Gradients of earlier micro batches that wait through the next one."""
     if job.levers.accumulation == 1:
         return 0
@@ -104,7 +114,7 @@ def _earlier(job: Job, own_grads: int) -> int:
     return own_grads
 
 
-def _bucket(job: Job) -> int:
+def _bucket(job: MemoryJob) -> int:
     """`IPGBucket.buffer`: one, or two where communication overlaps."""
     buckets = job.levers.buckets
     if not (buckets.contiguous_gradients or job.levers.offload_optimizer != "none"):
@@ -112,7 +122,7 @@ def _bucket(job: Job) -> int:
     return buckets.reduce_bucket * job.weights.trainable_width * (2 if buckets.overlap_comm else 1)
 
 
-def _backward(job: Job, part: Partition, own_grads: int) -> Components:
+def _backward(job: MemoryJob, part: Partition, own_grads: int) -> Components:
     if job.levers.trains == "embeddings":
         return _backward_to_the_embedding(job, part, own_grads)
     acts, levers, weights = job.acts, job.levers, job.weights
@@ -130,12 +140,12 @@ def _backward(job: Job, part: Partition, own_grads: int) -> Components:
     return worst(_first_gradient(job, bucket, earlier), inside, _ends(job, part))
 
 
-def at_the_end(job: Job) -> Components:
+def at_the_end(job: MemoryJob) -> Components:
     ends = _ends(job, partition(job.weights, job.world)) if job.levers.trains != "embeddings" else {}
     return combine(_persistent(job), ends)
 
 
-def _ends(job: Job, part: Partition) -> Components:
+def _ends(job: MemoryJob, part: Partition) -> Components:
     """All gradients are there, and leave through the bucket."""
     bucket, own_grads = _bucket(job), _own_grads(job, part)
     if job.levers.engine == "zero1":
@@ -146,7 +156,7 @@ def _ends(job: Job, part: Partition) -> Components:
     return worst(ends, _leaving(job, part, bucket)) if job.levers.offload_optimizer != "none" else ends
 
 
-def _leaving(job: Job, part: Partition, bucket: int) -> Components:
+def _leaving(job: MemoryJob, part: Partition, bucket: int) -> Components:
     """Each gradient of the partition is upcast for its norm before it leaves for the host."""
     weights, elements = job.weights, job.levers.buckets.reduce_bucket
     oversized = weights.largest_trainable if weights.largest_trainable > elements else 0
@@ -157,7 +167,7 @@ def _leaving(job: Job, part: Partition, bucket: int) -> Components:
     }
 
 
-def _backward_to_the_embedding(job: Job, part: Partition, own_grads: int) -> Components:
+def _backward_to_the_embedding(job: MemoryJob, part: Partition, own_grads: int) -> Components:
     """Where nothing above it trains, the first gradient to arrive is the last: only then does the bucket appear."""
     acts, levers, weights, grad = job.acts, job.levers, job.weights, job.embedding_grad
     elements, bucket, earlier = levers.buckets.reduce_bucket, _bucket(job), _earlier(job, own_grads)
@@ -194,7 +204,7 @@ def _backward_to_the_embedding(job: Job, part: Partition, own_grads: int) -> Com
     return worst(*moments)
 
 
-def _first_gradient(job: Job, bucket: int, earlier: int) -> Components:
+def _first_gradient(job: MemoryJob, bucket: int, earlier: int) -> Components:
     """The first gradient, the head's where it trains, brings the bucket (`setup_buckets`), all activations there. One
     that exceeds the bucket waits by itself through the final norm's backward pass."""
     acts, head = job.acts, job.acts.head
@@ -238,13 +248,13 @@ def _emptying(weights: Weights, bucket: int, part: Partition) -> int:
     return most
 
 
-def step(job: Job) -> Components:
+def step(job: MemoryJob) -> Components:
     part = partition(job.weights, job.world)
     offloaded = job.levers.offload_optimizer != "none"
     return combine(_persistent(job), _step_on_host(job, part) if offloaded else _step(job, part))
 
 
-def _step(job: Job, part: Partition) -> Components:
+def _step(job: MemoryJob, part: Partition) -> Components:
     width = job.weights.trainable_width
     # norms are taken in double precision: `get_norm_dtype`
     flat = part.numel * (width + job.master_width if width != job.master_width else width)
@@ -252,12 +262,12 @@ def _step(job: Job, part: Partition) -> Components:
     return {"gradients": _own_grads(job, part), "temporaries": max(update, FP64 * part.largest)}
 
 
-def _step_on_host(job: Job, part: Partition) -> Components:
+def _step_on_host(job: MemoryJob, part: Partition) -> Components:
     """Older versions copied the updated partition back in fp32 and cast it on the GPU."""
     return {"temporaries": 4 * part.numel if release(job.levers.deepspeed_version) < CASTS_ON_HOST_SINCE else 0}
 
 
-def initialise(job: Job) -> Components:
+def initialise(job: MemoryJob) -> Components:
     weights, levers, part = job.weights, job.levers, partition(job.weights, job.world)
     trainable = weights.trainable_numel * weights.trainable_width
     flattening: Components = {"weights": weights.bytes}
@@ -280,7 +290,7 @@ FLATTENING_SHARE = 0.96
 """Of the card: up to here the second copy is counted on the GPU."""
 
 
-def flattens_on_gpu(job: Job) -> bool:
+def flattens_on_gpu(job: MemoryJob) -> bool:
     """Where the card has room for a second copy, recent versions flatten there; otherwise on the host.
 
     DeepSpeed looks at what is free before it does so. A copy that would take the card's last few percent therefore
@@ -296,6 +306,6 @@ def flattens_on_gpu(job: Job) -> bool:
     return both + sum(beside(both, job.world, None).values()) <= FLATTENING_SHARE * card
 
 
-def reasons(job: Job) -> tuple[Message, ...]:
+def reasons(job: MemoryJob) -> tuple[Message, ...]:
     where = "price.flattens-on-gpu" if flattens_on_gpu(job) else "price.flattens-on-host"
     return (Message(where, version=job.levers.deepspeed_version),)

@@ -16,8 +16,19 @@ from typing import NamedTuple
 from tightfit.inputs.versions import release
 from tightfit.memory.activations import Activations, Moment
 from tightfit.memory.backward import fullest, peak_with_buckets, turns_of
-from tightfit.memory.gathered import EMPTY, Called, Gathered, Limits, Model, Module, Node, Param, Passes, stretches
-from tightfit.memory.job import Components, Job, building, combine, kept_for_backward, passing, share, worst
+from tightfit.memory.gathered import (
+    EMPTY,
+    Called,
+    Gathered,
+    GatherLimits,
+    Model,
+    Module,
+    Node,
+    Param,
+    Passes,
+    stretches,
+)
+from tightfit.memory.job import Components, MemoryJob, building, combine, kept_for_backward, passing, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
 from tightfit.memory.replay import Replay, count_settling_layers, gather_nothing, replay, replay_between
@@ -62,12 +73,12 @@ def shards(weights: Weights, world: int, threshold: int, sub_group_size: int) ->
     )
 
 
-def shards_of(job: Job) -> Shards:
+def shards_of(job: MemoryJob) -> Shards:
     buckets = job.levers.buckets
     return shards(job.weights, job.world, buckets.persistence_threshold, buckets.sub_group_size)
 
 
-def passes(job: Job) -> dict[PhaseName, Components]:
+def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     base = _persistent(job)
     usual = _passes(job, base, gather_for(job))
     if job.levers.precision != "fp16":
@@ -78,7 +89,7 @@ def passes(job: Job) -> dict[PhaseName, Components]:
     return {name: worst(usual[name], after[name]) for name in usual}
 
 
-def _passes(job: Job, base: Components, whole: Gathered) -> dict[PhaseName, Components]:
+def _passes(job: MemoryJob, base: Components, whole: Gathered) -> dict[PhaseName, Components]:
     acts, width = job.acts, job.weights.width
     leaving = job.world if job.levers.offload_optimizer != "none" else 0
     if acts.setting.trains_base and (_leaf_mixers(job.levers) or _leaf_experts(job)):
@@ -136,7 +147,7 @@ def _head(acts: Activations, gathered: int) -> Components:
     }
 
 
-def _final_norm(job: Job, gathered: int) -> Components:
+def _final_norm(job: MemoryJob, gathered: int) -> Components:
     """Its backward pass, for which the head is no longer whole. A head's gradient that does not fit into the bucket, or
     that waits for the embedding's, is still there."""
     head, bucket = job.acts.head, job.levers.buckets.reduce_bucket * job.weights.width
@@ -145,21 +156,21 @@ def _final_norm(job: Job, gathered: int) -> Components:
     return {"activations": head.norm_backward, "gradients": waits, "gathered_weights": gathered}
 
 
-def at_the_loss(job: Job) -> Components:
+def at_the_loss(job: MemoryJob) -> Components:
     """Without the parameters that are released again: how many of them are whole depends on the depth."""
     return combine(_persistent(job), _head(job.acts, 0))
 
 
-def at_the_top(job: Job) -> Components:
+def at_the_top(job: MemoryJob) -> Components:
     """Likewise."""
     return _persistent(job)
 
 
-def at_the_end(job: Job) -> Components:
+def at_the_end(job: MemoryJob) -> Components:
     return _persistent(job)
 
 
-def _persistent(job: Job) -> Components:
+def _persistent(job: MemoryJob) -> Components:
     levers, weights, own = job.levers, job.weights, shards_of(job)
     width = weights.trainable_width
     components: Components = {
@@ -182,17 +193,17 @@ def _persistent(job: Job) -> Components:
     return components
 
 
-def _bucket_width(job: Job) -> int:
+def _bucket_width(job: MemoryJob) -> int:
     """In the precision that is sent, which is the working one; before, in that of what trains."""
     sent = release(job.levers.deepspeed_version) >= BUCKETS_AS_SENT_SINCE
     return job.weights.width if sent else job.weights.trainable_width
 
 
-def step(job: Job) -> Components:
+def step(job: MemoryJob) -> Components:
     return combine(_persistent(job), _step(job))
 
 
-def _step(job: Job) -> Components:
+def _step(job: MemoryJob) -> Components:
     own, width = shards_of(job), job.weights.trainable_width
     if job.levers.offload_optimizer != "none":
         return {}
@@ -201,7 +212,7 @@ def _step(job: Job) -> Components:
     return {"temporaries": max(update, FP64 * own.largest)}
 
 
-def initialise(job: Job) -> Components:
+def initialise(job: MemoryJob) -> Components:
     levers, weights, own = job.levers, job.weights, shards_of(job)
     width = weights.trainable_width
     full, offloaded = levers.method == "full", levers.offload_param != "none"
@@ -241,7 +252,7 @@ LEAF_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 LEAF_EXPERTS_SINCE = (0, 18, 0)
 
 
-def _leaf_experts(job: Job) -> bool:
+def _leaf_experts(job: MemoryJob) -> bool:
     """Adapters on experts are priced as if nothing were a leaf."""
     recent = release(job.levers.deepspeed_version) >= LEAF_EXPERTS_SINCE
     return recent and job.shape.model_type in LEAF_EXPERTS and job.levers.method == "full"
@@ -321,7 +332,7 @@ def _hold_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
 # --- what is whole when -------------------------------------------------------------------------
 
 
-def gather_for(job: Job, *, all_cut: bool = False) -> Gathered:
+def gather_for(job: MemoryJob, *, all_cut: bool = False) -> Gathered:
     """`all_cut`: when the step begins nothing is whole, not even what usually stays so."""
     levers, n_layers = job.levers, job.shape.n_layers
     if job.world == 1 and levers.offload_param == "none":
@@ -329,7 +340,7 @@ def gather_for(job: Job, *, all_cut: bool = False) -> Gathered:
     return _gather(*_replay_inputs(job, all_cut=all_cut))
 
 
-def _replay_inputs(job: Job, *, all_cut: bool = False) -> tuple[Model, Passes, Limits]:
+def _replay_inputs(job: MemoryJob, *, all_cut: bool = False) -> tuple[Model, Passes, GatherLimits]:
     """What a replay depends on."""
     levers, n_layers = job.levers, job.shape.n_layers
     checkpointing = job.depth.layers
@@ -350,7 +361,7 @@ def _replay_inputs(job: Job, *, all_cut: bool = False) -> tuple[Model, Passes, L
         leaf_experts=_leaf_experts(job),
     )
     buckets = levers.buckets
-    limits = Limits(
+    limits = GatherLimits(
         buckets.prefetch_bucket,
         buckets.max_live_parameters,
         buckets.max_reuse_distance,
@@ -370,7 +381,7 @@ class Settled(NamedTuple):
     layers: int
 
 
-def settle_for(job: Job) -> Settled:
+def settle_for(job: MemoryJob) -> Settled:
     if job.world == 1 and job.levers.offload_param == "none":
         return Settled(0, 0, job.shape.n_layers)
     model, passes, limits = _replay_inputs(job)
@@ -378,7 +389,7 @@ def settle_for(job: Job) -> Settled:
 
 
 @lru_cache(maxsize=64)
-def _settle(model: Model, passes: Passes, limits: Limits) -> Settled:
+def _settle(model: Model, passes: Passes, limits: GatherLimits) -> Settled:
     known = _replay(model, passes, limits)
     whole = known.gathered
     top = 0
@@ -405,7 +416,7 @@ class Style:
 
 
 @lru_cache(maxsize=1024)
-def _gather(model: Model, passes: Passes, limits: Limits) -> Gathered:
+def _gather(model: Model, passes: Passes, limits: GatherLimits) -> Gathered:
     none, every = (replace(passes, recompute=depth, input_grad=True) for depth in (0, len(model.layers)))
     if passes in (none, every):
         return _replay(model, passes, limits).gathered
@@ -414,7 +425,7 @@ def _gather(model: Model, passes: Passes, limits: Limits) -> Gathered:
 
 
 @lru_cache(maxsize=64)
-def _replay(model: Model, passes: Passes, limits: Limits) -> Replay:
+def _replay(model: Model, passes: Passes, limits: GatherLimits) -> Replay:
     return replay(stretches(model, passes), limits)
 
 

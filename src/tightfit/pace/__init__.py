@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tightfit.pace import engines
-from tightfit.pace.clock import Choice, Clock
-from tightfit.pace.engines import Passes, Traffic
+from tightfit.pace.clock import Clock, KernelChoice
+from tightfit.pace.engines import PassTimes, Traffic
 from tightfit.pace.passes import passes_of
 from tightfit.pace.rates import assumptions, rates_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace
 
-__all__ = ["Choice", "Clock", "pace", "step_times"]
+__all__ = ["Clock", "KernelChoice", "pace", "step_times"]
 
 
 def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool = False) -> Pace:
@@ -50,7 +50,7 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
 
 def step_times(shape: ModelShape, levers: Levers, hardware: Hardware) -> list[float]:
     """`pace(...).step_s` for every depth of checkpointing: see `Clock`, which has it for many ways at once."""
-    choice = Choice(levers.attention, levers.scan, levers.buckets)
+    choice = KernelChoice(levers.attention, levers.scan, levers.buckets)
     return Clock(shape, levers, hardware).times(levers, choice)
 
 
@@ -64,7 +64,7 @@ class _Causes:
         if seconds > 0:
             self.seconds[cause] = self.seconds.get(cause, 0.0) + seconds
 
-    def forward(self, passes: Passes, traffic: Traffic, times: int) -> None:
+    def forward(self, passes: PassTimes, traffic: Traffic, times: int) -> None:
         self.add("arithmetic", times * passes.products)
         self.add("memory traffic", times * (passes.traffic + traffic.copied))
         self.add("dequantisation", times * passes.unpacking)
@@ -73,7 +73,7 @@ class _Causes:
         self._waited(times * collectives, times * host_link)
         self.add("host link", times * traffic.kept_out)
 
-    def backward(self, passes: Passes, traffic: Traffic, times: int) -> None:
+    def backward(self, passes: PassTimes, traffic: Traffic, times: int) -> None:
         self.add("arithmetic", times * passes.products_back)
         self.add("memory traffic", times * (passes.traffic_back + traffic.copied_back))
         self.add("dequantisation", times * passes.unpacking_back)
@@ -93,7 +93,7 @@ class _Causes:
         self.add("communication", collectives)
         self.add("host link", host_link)
 
-    def step(self, step: engines.Step, traffic: Traffic) -> None:
+    def step(self, step: engines.StepTime, traffic: Traffic) -> None:
         self.add("optimizer", step.gpu)
         self.add("launch overhead", step.host)
         self.add("host optimizer", step.host_optimizer)

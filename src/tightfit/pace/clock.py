@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tightfit.memory.activations import setting_of
 from tightfit.pace import engines
-from tightfit.pace.engines import Passes, Traffic
+from tightfit.pace.engines import PassTimes, Traffic
 from tightfit.pace.passes import frozen_of, passes_of
 from tightfit.pace.rates import CHECKPOINTED_LAYER_S, rates_of
 from tightfit.pace.work import layer_time, least_products_s
@@ -23,7 +23,7 @@ Computed = tuple[int, str, str, str]
 """What decides the computation within a strategy: micro batch, loss, attention, scan."""
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """The kernels and the buckets, of levers that have all the rest."""
 
     attention: AttentionKernel
@@ -43,10 +43,10 @@ class Clock:
         self.rates = rates_of(hardware.gpu, strategy.precision)
         self.step_s = sum(engines.step(shape, strategy, hardware, self.rates, rehearsal=False))
         self._traffic: dict[Buckets, Traffic] = {}
-        self._passes: dict[Computed, Passes] = {}
+        self._passes: dict[Computed, PassTimes] = {}
         self._busy: dict[tuple[Computed, float, float], list[float]] = {}
 
-    def times(self, rest: Levers, choice: Choice) -> list[float]:
+    def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
         """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all.
 
         Layer inputs stay on the GPU, whatever `rest.checkpointing` says.
@@ -72,7 +72,7 @@ class Clock:
         setting = setting_of(replace(self.strategy, micro_batch=sequences), self.hardware.gpu)
         return least_products_s(self.shape, setting, self.rates, frozen_of(self.strategy)) * (1 - 1e-9)
 
-    def own_s(self, rest: Levers, choice: Choice) -> float:
+    def own_s(self, rest: Levers, choice: KernelChoice) -> float:
         """What the GPU itself computes and moves in a step in which nothing recomputes."""
         passes, traffic, times = self._passes_of(rest, choice), self._traffic_of(choice.buckets), rest.accumulation
         arithmetic = times * passes.products + times * passes.products_back
@@ -85,7 +85,7 @@ class Clock:
             self._traffic[buckets] = engines.traffic(self.shape, asked, self.hardware, rehearsal=False)
         return self._traffic[buckets]
 
-    def _passes_of(self, rest: Levers, choice: Choice) -> Passes:
+    def _passes_of(self, rest: Levers, choice: KernelChoice) -> PassTimes:
         """Nothing recomputes."""
         key = _computing_key(rest, choice)
         if key not in self._passes:
@@ -93,7 +93,7 @@ class Clock:
             self._passes[key] = passes_of(self.shape, levers, self.hardware.gpu, self.rates, recomputing=0)
         return self._passes[key]
 
-    def _busy_back(self, rest: Levers, choice: Choice) -> list[float]:
+    def _busy_back(self, rest: Levers, choice: KernelChoice) -> list[float]:
         """Seconds of one backward pass at every depth: those of the GPU or of the host, whichever takes longer."""
         passes, traffic, levers = self._passes_of(rest, choice), self._traffic_of(choice.buckets), choice.over(rest)
         shape, frozen = self.shape, frozen_of(levers)
@@ -119,5 +119,5 @@ class Clock:
         return busy
 
 
-def _computing_key(rest: Levers, choice: Choice) -> Computed:
+def _computing_key(rest: Levers, choice: KernelChoice) -> Computed:
     return rest.micro_batch, rest.loss, choice.attention, choice.scan

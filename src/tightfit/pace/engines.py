@@ -29,7 +29,7 @@ STEP_BYTES = 44
 both moments and the master weight read and written, the 16-bit weight written. Counted from the source."""
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of one micro batch."""
 
     products: float
@@ -135,7 +135,7 @@ def _beside(moved: float, busy: float, cost: float) -> float:
     return max(0.0, moved - busy) + cost * min(moved, busy)
 
 
-class Step(NamedTuple):
+class StepTime(NamedTuple):
     """Seconds of one optimizer step."""
 
     gpu: float
@@ -271,7 +271,7 @@ class _Links:
         return size * self._ranks / constants.NVME_READ_BYTES_PER_S
 
 
-def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> Step:
+def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> StepTime:
     weights = weights_of.of(shape, levers)
     link = _Links(hardware, rehearsal)
     world = hardware.world if levers.engine != "zero0" else 1
@@ -281,7 +281,7 @@ def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *,
         launches = tensors * constants.STEP_PARAMETER_S[levers.engine]
         if levers.optimizer == "adafactor":
             launches *= 4  # written in Python, several kernels a tensor
-        return Step(numel * _step_bytes(levers) / rates.traffic, launches, 0.0, 0.0)
+        return StepTime(numel * _step_bytes(levers) / rates.traffic, launches, 0.0, 0.0)
     ranks = 1 if rehearsal else hardware.gpus_per_node
     launches = tensors * constants.STEP_PARAMETER_S[levers.engine]
     seconds = numel * ranks / constants.HOST_ADAM_PARAMETERS_PER_S
@@ -294,7 +294,7 @@ def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *,
     if levers.offload_optimizer == "nvme":
         states = (state_bytes(levers.optimizer, numel, FP32, flat=True) + FP32 * numel) * ranks
         linked += states / constants.NVME_READ_BYTES_PER_S + states / constants.NVME_WRITE_BYTES_PER_S
-    return Step(0.0, launches, seconds, linked)
+    return StepTime(0.0, launches, seconds, linked)
 
 
 def _step_bytes(levers: Levers) -> int:

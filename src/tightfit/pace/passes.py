@@ -7,13 +7,13 @@ from functools import lru_cache
 from tightfit.memory.activations import setting_of
 from tightfit.memory.operations import Setting
 from tightfit.pace import engines
-from tightfit.pace.engines import Passes
+from tightfit.pace.engines import PassTimes
 from tightfit.pace.rates import CHECKPOINTED_LAYER_S, HEAD_OPERATIONS, OPERATION_S, Rates
 from tightfit.pace.work import head_time, layer_time
 from tightfit.types import Gpu, Levers, ModelShape
 
 
-def passes_of(shape: ModelShape, levers: Levers, gpu: Gpu, rates: Rates, *, recomputing: int) -> Passes:
+def passes_of(shape: ModelShape, levers: Levers, gpu: Gpu, rates: Rates, *, recomputing: int) -> PassTimes:
     """With the engine's hooks; `recomputing`: the lowest so many layers run twice."""
     plain, modules, modules_back = _plain(
         shape, setting_of(levers, gpu), rates, recomputing, frozen_of(levers), levers.loss == "fused"
@@ -32,7 +32,7 @@ def frozen_of(levers: Levers) -> int:
 @lru_cache(maxsize=1024)
 def _plain(
     shape: ModelShape, setting: Setting, rates: Rates, recomputing: int, frozen: int, fused: bool
-) -> tuple[Passes, int, int]:
+) -> tuple[PassTimes, int, int]:
     """Without hooks, so that all engines share it; and the modules that are called in each pass."""
     counts, recomputed, backed = _counts(shape, recomputing, frozen)
     head = head_time(shape, setting, rates, fused, setting.trains_head(tied=shape.tied))
@@ -53,7 +53,7 @@ def _plain(
         host_back += back * layer.host_back + anew * (layer.host + CHECKPOINTED_LAYER_S)
         modules += count * layer.modules
         modules_back += (back + anew) * layer.modules
-    passes = Passes(
+    passes = PassTimes(
         products=products,
         traffic=traffic,
         unpacking=unpacking,

@@ -18,7 +18,7 @@ from tightfit.planner import costly, reasons
 from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
-from tightfit.planner.search import Found, search
+from tightfit.planner.search import SearchResult, search
 from tightfit.planner.tier_values import STANDS_IN, TIERS, apply_tier, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
 from tightfit.types import FSDP2, ConfigError, Hardware, Lora, ModelShape
@@ -184,7 +184,7 @@ def _check_batch(question: Question, *, asked: bool) -> None:
 def _answer(
     job: Job,
     question: Question,
-    found: Found,
+    found: SearchResult,
     changed: tuple[Remedy, ...],
     began: float,
 ) -> Plan:

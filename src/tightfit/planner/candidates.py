@@ -15,7 +15,7 @@ from typing import Any
 from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Listing, Message
-from tightfit.pace import Choice
+from tightfit.pace import KernelChoice
 from tightfit.planner.trainers import Abilities
 from tightfit.types import (
     STRATEGY,
@@ -85,7 +85,7 @@ class Corner:
 
     rest: Levers
     """All but the choice."""
-    choice: Choice
+    choice: KernelChoice
     searched: bool
     """The depth of checkpointing is ours to choose."""
 
@@ -170,7 +170,7 @@ def corners(
     searched = "checkpointing" not in pinned
     share = effective_batch // hardware.world
     attentions, scans = attention_choices(shape, base, pinned, hardware), _scans(shape, base, pinned, hardware, trainer)
-    choices = [Choice(*each) for each in product(attentions, scans, bucket_choices(base, pinned, hardware))]
+    choices = [KernelChoice(*each) for each in product(attentions, scans, bucket_choices(base, pinned, hardware))]
     for micro in _micro_batches(base, pinned, share):
         for loss in _losses(shape, base, pinned, trainer):
             levers = replace(base, micro_batch=micro, accumulation=share // micro, loss=loss)

@@ -29,7 +29,7 @@ TIE_S = 2e-9
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """The best of each strategy, and how many candidates were priced."""
 
     ways: list[Way] = field(default_factory=list)
@@ -54,19 +54,19 @@ def rank(way: Way) -> tuple[float, tuple[int, ...]]:
     return round(way.pace.step_s, 9), complexity(way.levers, way.world)
 
 
-def search(question: Question, *, nearest: bool = True) -> Found:
+def search(question: Question, *, nearest: bool = True) -> SearchResult:
     """The best of every strategy on all GPUs, and of fewer GPUs where that is better.
 
     `nearest`: of a strategy that does not fit, what is nearest to it.
     """
-    found = Found()
+    found = SearchResult()
     _search_world(question, found, nearest=nearest)
     best = found.best
     for fewer in _smaller(question):
         most_s = inf if best is None else best.pace.step_s
         if not fits_at_all(fewer) if best is None else _is_slower(fewer, most_s + TIE_S):
             continue
-        attempt = Found(timed=found.timed, weighed=found.weighed)
+        attempt = SearchResult(timed=found.timed, weighed=found.weighed)
         _search_world(fewer, attempt, most_s, nearest=False)
         if attempt.best is not None and (best is None or rank(attempt.best) < rank(best)):
             best = attempt.best
@@ -137,7 +137,7 @@ def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
     )
 
 
-def _search_world(question: Question, found: Found, most_s: float = inf, *, nearest: bool) -> None:
+def _search_world(question: Question, found: SearchResult, most_s: float = inf, *, nearest: bool) -> None:
     """`most_s`: slower ways than that are of no interest."""
     for levers in _strategies(question):
         way = _best_of_strategy(question, levers, found, most_s, nearest=nearest)
@@ -149,7 +149,9 @@ Runner = tuple[float, int, Corner, list[float]]
 """A corner in the race: seconds that it takes at least, its number, and its seconds at every depth."""
 
 
-def _best_of_strategy(question: Question, levers: Levers, found: Found, most_s: float, *, nearest: bool) -> Way | None:
+def _best_of_strategy(
+    question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool
+) -> Way | None:
     """The fastest that fits, or the one nearest to fitting."""
     race: list[Runner] = []
     clock = Clock(question.shape, levers, question.hardware)
