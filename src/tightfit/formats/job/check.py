@@ -25,8 +25,8 @@ def check_job(sheet: Sheet) -> None:
         place = fault.at if fault.at in sheet.document.lines else place_in(sentence, sheet.document)
         what, fix = parted(sentence)
         field = job_fields().get(place)
-        fix = fix or (f"write {field.phrase}" if field else "see `tightfit schema --table` for what it takes")
-        sheet.say("job-refused", place, begun(what, sheet.document), fix)
+        otherwise = Message("lint.write", what=field.phrase) if field else Message("lint.see-schema")
+        sheet.say("job-refused", place, begun(what, sheet.document), fix or otherwise)
     if faults:
         return
     for sentence in map(str, read_job(sheet.document.path).said):
