@@ -22,6 +22,7 @@ from tightfit.desk.request import Request, read_request
 from tightfit.formats.target import Original
 from tightfit.inputs.flags import LEVERS
 from tightfit.inputs.spelling import nearest
+from tightfit.inputs.surroundings import choose_language
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS
 from tightfit.messages import Message
@@ -151,6 +152,7 @@ class Estimated:
 
 def plan(job: Job | str | Path | None = None, /, **flags: Any) -> Planned:
     """The fastest way that fits: for a job, a job file, or the flags of `tightfit plan`, which win over a file's."""
+    choose_language()
     if isinstance(job, Job):
         if flags:
             raise ConfigError(Message("cli.job-says-everything"))
@@ -166,6 +168,7 @@ def plan(job: Job | str | Path | None = None, /, **flags: Any) -> Planned:
 
 def estimate(file: str | Path | None = None, /, **flags: Any) -> Estimated:
     """What every GPU and the host will hold: for a job file, a LLaMA-Factory YAML, or the flags of `estimate`."""
+    choose_language()
     return Estimated(estimates.estimated(_read_flags(file, flags, ESTIMATE_FLAGS, "estimate")))
 
 

@@ -47,11 +47,11 @@ def checkpoints(argv: Sequence[str]) -> int:
     _check(args)
     run = run_of(Path(args.run))
     if not hasattr(args, "prune"):
-        there = _looked(args, run)
+        there = _look(args, run)
         _show(args, there, None)
     else:
-        with _held(run, dry=hasattr(args, "dry_run")):
-            there = _looked(args, run)
+        with _hold(run, dry=hasattr(args, "dry_run")):
+            there = _look(args, run)
             gone = goners(there, _keeping(args, run))
             check_removable(gone)
             if not hasattr(args, "dry_run"):
@@ -103,7 +103,7 @@ def _keeping(args: argparse.Namespace, run: Path) -> Keeping:
 
 
 @contextmanager
-def _held(run: Path, *, dry: bool) -> Iterator[None]:
+def _hold(run: Path, *, dry: bool) -> Iterator[None]:
     """Nobody else may write or remove checkpoints meanwhile."""
     try:
         if dry:
@@ -132,7 +132,7 @@ def _holder(run: Path) -> str | None:
     return None
 
 
-def _looked(args: argparse.Namespace, run: Path) -> Inventory:
+def _look(args: argparse.Namespace, run: Path) -> Inventory:
     there = inventory(run)
     if not hasattr(args, "verify"):
         return there

@@ -76,7 +76,7 @@ def clean(argv: Sequence[str]) -> int:
     holders = _holders(found)
     asks = not hasattr(args, "dry_run") and sys.stdin.isatty() and sys.stdout.isatty()
     if hasattr(args, "json"):
-        failed = _removed(found) if hasattr(args, "yes") else {}
+        failed = _remove_all(found) if hasattr(args, "yes") else {}
         print(
             json.dumps(
                 report(found, holders, failed, removed=hasattr(args, "yes")), indent=2, default=str, ensure_ascii=False
@@ -86,7 +86,7 @@ def clean(argv: Sequence[str]) -> int:
     _show(found, holders, cache, caches=hasattr(args, "caches"))
     code = 0
     if found.leftovers and (hasattr(args, "yes") or (asks and _yes(text("cli.remove-all-type")))):
-        code = _tell(found, _removed(found))
+        code = _tell(found, _remove_all(found))
     elif found.leftovers:
         print(text("cli.nothing-removed-yes"))
     if asks:
@@ -213,7 +213,7 @@ def _words(leftover: Leftover) -> str:
     return f"{leftover.what}{size}: {leftover.because}"
 
 
-def _removed(found: Found) -> dict[Leftover, str]:
+def _remove_all(found: Found) -> dict[Leftover, str]:
     """What could not go, and why."""
     failed = {}
     for leftover in found.leftovers:

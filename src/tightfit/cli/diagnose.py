@@ -58,7 +58,7 @@ def diagnose(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         question = _question(args, stack)
         found = judge(question.evidence) if _has_evidence(question.evidence) else Diagnosis(verdict=None)
-    found, expected = _expected(args, question, found)
+    found, expected = _predict(args, question, found)
     if getattr(args, "json", False):
         tree = as_json(found, expected)
         print(json.dumps({**tree, **_ending_json(question.ending)}, indent=2, ensure_ascii=False, default=str))
@@ -88,7 +88,7 @@ def _has_evidence(evidence: Evidence) -> bool:
     return bool(evidence.logs or evidence.exits or evidence.kernel)
 
 
-def _expected(args: argparse.Namespace, question: Question, found: Diagnosis) -> tuple[Diagnosis, Prediction | None]:
+def _predict(args: argparse.Namespace, question: Question, found: Diagnosis) -> tuple[Diagnosis, Prediction | None]:
     """What the memory model says: of the failure; or, where nothing has happened yet, of what is going to."""
     told = found.verdict
     alone = not _has_evidence(question.evidence)
@@ -174,7 +174,7 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
 def _source(word: str, stack: ExitStack) -> LogSource:
     """One log, looked at before it is read."""
     if word == "-":
-        return LogSource(name=text("cli.standard-input"), path=_kept(stack))
+        return LogSource(name=text("cli.standard-input"), path=_keep_stdin(stack))
     if _is_folder(word):
         raise ConfigError(Message("cli.folder-name-log", word=word))
     path = Path(word)
@@ -236,7 +236,7 @@ def _check_not_empty(sources: Sequence[LogSource]) -> None:
         raise ConfigError(Message("cli.empty-add-exit-code", names=names))
 
 
-def _kept(stack: ExitStack) -> Path:
+def _keep_stdin(stack: ExitStack) -> Path:
     """Standard input as a file: a pipe can be read once only."""
     if sys.stdin is None:
         raise ConfigError(Message("cli.there-standard-input"))

@@ -64,14 +64,14 @@ def _with_job(job: str, output: str | None) -> Checkup:
 def _without_secrets(found: Checkup) -> Checkup:
     """Commands of other processes may have tokens in them, and a check-up is pasted into issues."""
 
-    def hidden(process: CardProcess) -> CardProcess:
+    def mask_command(process: CardProcess) -> CardProcess:
         return process if process.command is None else replace(process, command=masked(process.command))
 
     cards = tuple(
-        card if card.processes is None else replace(card, processes=tuple(map(hidden, card.processes)))
+        card if card.processes is None else replace(card, processes=tuple(map(mask_command, card.processes)))
         for card in found.cards.cards
     )
-    seen = replace(found.cards, cards=cards, unplaced=tuple(map(hidden, found.cards.unplaced)))
+    seen = replace(found.cards, cards=cards, unplaced=tuple(map(mask_command, found.cards.unplaced)))
     return replace(
         found, cards=seen, rows=tuple(replace(row, what=change_texts(row.what, masked)) for row in found.rows)
     )

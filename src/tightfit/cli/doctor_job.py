@@ -115,7 +115,7 @@ def _launcher(check: JobCheck, found: Checkup) -> Row:
         fix = text("cli.install-llama-factory-train")
         return _row("launcher", "yellow", text("cli.no-llamafactory"), fix, "pip install llamafactory")
     way = check.plan.chosen if check.plan is not None else None
-    missing = [package for package in _needed(check, way) if not is_installed(package.replace("-", "_"))]
+    missing = [package for package in _list_packages(check, way) if not is_installed(package.replace("-", "_"))]
     if missing:
         extra = "qlora" if missing == ["bitsandbytes"] else "train"
         what = text("cli.job-needs-installed", missing=", ".join(missing))
@@ -127,7 +127,7 @@ def _launcher(check: JobCheck, found: Checkup) -> Row:
     return _row("launcher", "green", what)
 
 
-def _needed(check: JobCheck, way: Way | None) -> list[str]:
+def _list_packages(check: JobCheck, way: Way | None) -> list[str]:
     job = check.settled.job
     needed = ["torch", "transformers"]
     needed += ["deepspeed"] if way is None or not way.levers.is_fsdp2 else []

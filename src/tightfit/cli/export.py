@@ -128,7 +128,7 @@ def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any]
         listener.start()
         line = _Line(quiet)
         try:
-            end = _heard(worker.stdout, line)
+            end = _listen(worker.stdout, line)
             code = worker.wait()
         except KeyboardInterrupt:
             worker.wait()  # it has had the same Ctrl-C, and clears up what it began
@@ -147,7 +147,7 @@ def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any]
     return FAILED, None
 
 
-def _heard(lines: IO[str], shown: _Line) -> dict[str, Any] | None:
+def _listen(lines: IO[str], shown: _Line) -> dict[str, Any] | None:
     end = None
     for line in lines:
         try:

@@ -137,7 +137,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse, or say which flag was meant. `--micro_batch` is the same as `--micro-batch`."""
-        namespace, unknown = self.parse_known_args([_dashed(word) for word in argv])
+        namespace, unknown = self.parse_known_args([_put_dashes(word) for word in argv])
         for word in unknown:
             flag = word.partition("=")[0]
             if flag.startswith("-"):
@@ -214,7 +214,7 @@ def share(flag: str) -> Callable[[str], float]:
     return read
 
 
-def _dashed(word: str) -> str:
+def _put_dashes(word: str) -> str:
     if not word.startswith("--"):
         return word
     flag, equals, value = word.partition("=")

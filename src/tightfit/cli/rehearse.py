@@ -25,7 +25,7 @@ from tightfit.cli.train_machine import reservations
 from tightfit.desk.request import Request, read_request
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.flags import spelt
-from tightfit.messages import Message, text
+from tightfit.messages import Message, id_of, text
 from tightfit.runs.events import Event, Probe
 from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
 from tightfit.runs.last_words import MEMORY
@@ -58,8 +58,6 @@ OWN_FLAGS: dict[str, tuple[str | None, Message]] = {
 WITH_PLAN = {*OWN_FLAGS, "json"}
 """What may be said beside a plan that is written already."""
 
-_NAME_ONE = "name one with --tokenizer"
-"""Said of a tokenizer that cannot be had."""
 WHERE = {
     "init": Message("cli.while-engine-set"),
     "forward": Message("cli.first-forward-pass"),
@@ -74,10 +72,10 @@ def rehearse(argv: Sequence[str]) -> int:
     """The verb."""
     given = vars(parser().parse(argv))
     request, options = read_request(given), _read_options(given)
-    ready = _prepared(request, options)
+    ready = _prepare(request, options)
     with _folder(options.keep) as claimed:
-        outcome, probe = _played(ready, claimed, options.steps, quiet=options.json)
-    return _ended(ready, outcome, probe, options.keep, as_json=options.json)
+        outcome, probe = _play(ready, claimed, options.steps, quiet=options.json)
+    return _report_end(ready, outcome, probe, options.keep, as_json=options.json)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -119,7 +117,7 @@ def _read_options(given: Mapping[str, Any]) -> RehearseOptions:
     return options
 
 
-def _prepared(request: Request, options: RehearseOptions) -> Ready:
+def _prepare(request: Request, options: RehearseOptions) -> Ready:
     if options.json:
         return prepare(request, options)
     from tightfit.screen.plan import waiting
@@ -145,7 +143,7 @@ def _folder(keep: str | None) -> Iterator[RunFolder]:
 # --- running ------------------------------------------------------------------------------------
 
 
-def _played(ready: Ready, folder: RunFolder, steps: int, *, quiet: bool) -> tuple[Outcome, Probe | None]:
+def _play(ready: Ready, folder: RunFolder, steps: int, *, quiet: bool) -> tuple[Outcome, Probe | None]:
     """How the worker ended, and what the trial of the largest batch found."""
     from tightfit.formats.plan_folder import write
 
@@ -154,12 +152,12 @@ def _played(ready: Ready, folder: RunFolder, steps: int, *, quiet: bool) -> tupl
     options = ["--rehearse", "--steps", str(steps)]
     options += [] if ready.tensor_bytes is None else ["--cap-bytes", str(ready.tensor_bytes)]
     probes: list[Probe] = []
-    with _reserved(ready, folder):
+    with _reserve(ready, folder):
         start = _start(ready, folder, options)
         if quiet:
             outcome = run([start], folder, lambda event: _note(event, probes))
         else:
-            outcome = _shown(ready, start, folder, probes)
+            outcome = _show(ready, start, folder, probes)
     return outcome, probes[-1] if probes else None
 
 
@@ -168,7 +166,7 @@ def _note(event: Event, probes: list[Probe]) -> None:
         probes.append(event)
 
 
-def _shown(ready: Ready, start: RankStart, folder: RunFolder, probes: list[Probe]) -> Outcome:
+def _show(ready: Ready, start: RankStart, folder: RunFolder, probes: list[Probe]) -> Outcome:
     from tightfit.screen import open_console, say
     from tightfit.screen.train import Board
 
@@ -193,7 +191,7 @@ def _start(ready: Ready, folder: RunFolder, options: Sequence[str]) -> RankStart
 
 
 @contextmanager
-def _reserved(ready: Ready, folder: RunFolder) -> Iterator[None]:
+def _reserve(ready: Ready, folder: RunFolder) -> Iterator[None]:
     """What the rehearsal takes of this machine, written down for trainings that start meanwhile."""
     registry, keys = reservations(), () if ready.device is None else (ready.device.key,)
     ours = Reservation.ours(folder.path, ready.host_bytes, keys, None)
@@ -211,10 +209,11 @@ def _reserved(ready: Ready, folder: RunFolder) -> Iterator[None]:
 # --- the end ------------------------------------------------------------------------------------
 
 
-def _ended(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str | None, *, as_json: bool) -> int:
+def _report_end(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str | None, *, as_json: bool) -> int:
     failure = outcome.failure
     if failure is not None and failure.is_users:
-        raise ConfigError(str(failure.sentence).replace(_NAME_ONE, f"{_NAME_ONE}, or go without: --full-length"))
+        missing = id_of(failure.sentence) == "data.no-tokenizer"
+        raise ConfigError(Message("cli.or-full-length", said=failure.sentence) if missing else failure.sentence)
     if outcome.state == "interrupted":
         print(f"tightfit: {text('cli.interrupted-rehearsal-ended')}", file=sys.stderr)
         return outcome.exit_code

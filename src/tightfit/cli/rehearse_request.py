@@ -80,7 +80,7 @@ def prepare(request: Request, options: RehearseOptions) -> Ready:
         said: tuple[str, ...] = (text("cli.plan-one", source=source),)
         worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
     else:
-        plan, files = _planned(request, cap)
+        plan, files = _plan(request, cap)
         worker, said = worker_file(files[WORKER_FILE], WORKER_FILE), _words(plan)
     check_packages(worker)
     try:
@@ -109,7 +109,7 @@ def prepare(request: Request, options: RehearseOptions) -> Ready:
     )
 
 
-def _planned(request: Request, cap: int | None) -> tuple[Plan, dict[str, str]]:
+def _plan(request: Request, cap: int | None) -> tuple[Plan, dict[str, str]]:
     """The plan for the capped card, and its files."""
     from tightfit.formats.target import Target
 

@@ -55,7 +55,7 @@ _MOST_FIXES = 4
 
 def run(argv: Sequence[str]) -> int:
     """The verb."""
-    args, words = _parsed(argv)
+    args, words = _parse(argv)
     command = recognise(words)
     if shutil.which(words[0]) is None and not hasattr(args, "dry_run"):
         raise ConfigError(Message("cli.there-program-here", words=words[0]))
@@ -187,7 +187,7 @@ def parser() -> Parser:
     return made.ends_with(EXIT_CODES, WRITES)
 
 
-def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     words = list(argv)
     cut = words.index("--") if "--" in words else None
     made = parser()
@@ -248,22 +248,22 @@ def _say(said: Said) -> None:
         return
 
 
-def _recognised(external: ExternalTraining) -> str:
+def _describe(external: ExternalTraining) -> str:
     files = ", ".join(path.name for path in external.files)
     name = NAMES[external.command.launcher]
     return text("cli.configured", name=name, files=files) if files else str(name)
 
 
 def _say_start(external: ExternalTraining, known: Known | str, place: ClaimedRun) -> None:
-    _say(text("cli.logs-records", external=_recognised(external), path=place.path))
+    _say(text("cli.logs-records", external=_describe(external), path=place.path))
     if place.before is not None:
         _say(text("cli.run-taken-over", path=place.path, pid=place.before.pid))
-    _say(_predicted(external, known))
+    _say(_describe_prediction(external, known))
     if external.command.launcher != "other" and (left := left_locks(inherited(external.environment))):
         _say(str(describe(left)))
 
 
-def _predicted(external: ExternalTraining, known: Known | str) -> str:
+def _describe_prediction(external: ExternalTraining, known: Known | str) -> str:
     if isinstance(known, str):
         return known
     said, file = prediction(known), file_of(external)
@@ -280,8 +280,8 @@ def _dry_run(args: argparse.Namespace, external: ExternalTraining, known: Known 
             )
         )
         return 0
-    print(f"{_recognised(external)}: {shlex.join(external.command.words)}")
-    print(_predicted(external, known))
+    print(f"{_describe(external)}: {shlex.join(external.command.words)}")
+    print(_describe_prediction(external, known))
     if warning is not None:
         print(warning)
     return 0
@@ -326,7 +326,7 @@ def _say_failure(ended: RunResult, folder: Path, first: str) -> None:
 
 
 def _start_report(external: ExternalTraining, known: Known | str) -> dict[str, Any]:
-    predicted: dict[str, Any] = {"fits": None, "said": _predicted(external, known)}
+    predicted: dict[str, Any] = {"fits": None, "said": _describe_prediction(external, known)}
     if isinstance(known, Known):
         gpu = known.priced.footprint.gpu
         predicted |= {
@@ -368,14 +368,14 @@ class _Note:
 
     def begun(self, external: ExternalTraining) -> None:
         self._record = replace(self._record, last_command=external.command.words)
-        more = _without_said(_start_report(self._first, self._known))
+        more = _leave_out_records(_start_report(self._first, self._known))
         self._record.write_report(self._folder, more, state="running", exit_code=None)
 
     def ended(self, report: dict[str, Any]) -> None:
-        more = _without_said(report)
+        more = _leave_out_records(report)
         self._record.write_report(self._folder, more, state=report["state"], exit_code=report["exit_code"])
 
 
-def _without_said(report: dict[str, Any]) -> dict[str, Any]:
+def _leave_out_records(report: dict[str, Any]) -> dict[str, Any]:
     """A report without what the record or the attempts' records say."""
     return {key: value for key, value in report.items() if key not in ("attempts", "state", "exit_code", "command")}

@@ -104,7 +104,7 @@ def known_of(
     """The training in our words; or what is missing, in a sentence."""
     try:
         machine = machine_of(external, hardware)
-        if (reason := _unpriced(external, hardware)) is not None:
+        if (reason := _why_unpriced(external, hardware)) is not None:
             return text("cli.not-predicted", reason=reason)
         found = (
             _llamafactory(external, machine)
@@ -136,7 +136,7 @@ def machine_of(external: ExternalTraining, hardware: Hardware) -> Hardware:
     return replace(hardware, nodes=ranks.machines, gpus_per_node=ranks.on_each)
 
 
-def _unpriced(external: ExternalTraining, hardware: Hardware) -> str | None:
+def _why_unpriced(external: ExternalTraining, hardware: Hardware) -> str | None:
     """Why the memory model does not know such a training."""
     accelerate = external.accelerate.values if external.accelerate is not None else {}
     kind = accelerate.get("distributed_type")
@@ -338,9 +338,9 @@ class Planner:
             return
         gpu = known.priced.footprint.gpu
         held = peak.own_bytes - sum(gpu.overhead.values())
-        self._taught(learned_from_failure(_plan(known), Shortfall(where="gpu", phase=gpu.peak_phase), held))
+        self._learn(learned_from_failure(_plan(known), Shortfall(where="gpu", phase=gpu.peak_phase), held))
 
-    def _taught(self, entry: Entry | None, *, failed: bool = False) -> None:
+    def _learn(self, entry: Entry | None, *, failed: bool = False) -> None:
         known = self._calibration
         if entry is not None and known is not None:
             self._calibration = known.after_failure(entry) if failed else known.with_entry(entry)
@@ -363,7 +363,7 @@ class Planner:
         assert now.chosen is not None
         shortfall = locate(shortfall, now.chosen)
         if (numbers := verdict.oom) is not None and numbers.allocated is not None and numbers.asked is not None:
-            self._taught(learned_from_failure(now, shortfall, numbers.allocated + numbers.asked), failed=True)
+            self._learn(learned_from_failure(now, shortfall, numbers.allocated + numbers.asked), failed=True)
             known = replace(known, calibration=self._calibration)
         for job in _tries(known, same_engine=same_engine):
             last = _plan(replace(known, job=job))

@@ -45,7 +45,7 @@ def job_schema() -> dict[str, Any]:
 
     made = TypeAdapter(Job).json_schema()
     blocks = made.pop("$defs", {})
-    made["properties"] = _described(made["properties"], "", blocks)
+    made["properties"] = _describe(made["properties"], "", blocks)
     return {"$schema": DIALECT} | made | {"title": text("cli.job-title")}
 
 
@@ -60,7 +60,7 @@ def field_table() -> str:
 # --- the schema ---------------------------------------------------------------------------------
 
 
-def _described(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, Any]) -> dict[str, Any]:
     """The same properties, each with its sentence, and each block written out where it stands."""
     described = {}
     for name, each in properties.items():
@@ -71,7 +71,7 @@ def _described(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, 
             block = dict(blocks[each["$ref"].rpartition("/")[2]])
             described[name] = _without_title(block) | {
                 "description": explain_field("job", path, meanings()[path]),
-                "properties": _described(block["properties"], f"{path}.", blocks) | short,
+                "properties": _describe(block["properties"], f"{path}.", blocks) | short,
             }
         elif path == "levers":
             described[name] = _levers_schema()

@@ -96,7 +96,7 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
         ),
     )
     try:
-        ready = _prepared(request, options)
+        ready = _prepare(request, options)
     except NothingFits as error:
         if options.dry_run:
             _show_shortages(error.plan, as_json=asked.as_json)
@@ -112,18 +112,16 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
     return _run(request, options, ready, asked)
 
 
-def _prepared(request: Request, options: TrainOptions) -> Ready:
+def _prepare(request: Request, options: TrainOptions) -> Ready:
     """The run that was asked for; with --wait-for-gpu, once nobody else has what it needs."""
     if not options.wait_for_gpu:
-        return _planned(request, options)
-    ready = wait_while_busy(
-        lambda: _planned(request, options), lambda text: print(f"tightfit: {text}", file=sys.stderr)
-    )
+        return _plan(request, options)
+    ready = wait_while_busy(lambda: _plan(request, options), lambda text: print(f"tightfit: {text}", file=sys.stderr))
     assert ready is not None, "nobody gives up but by a signal"
     return ready
 
 
-def _planned(request: Request, options: TrainOptions) -> Ready:
+def _plan(request: Request, options: TrainOptions) -> Ready:
     if options.json:
         return prepare(request, options)
     from tightfit.screen.plan import waiting
@@ -234,10 +232,10 @@ def _run(request: Request, options: TrainOptions, ready: Ready, asked: Asked) ->
     record = RunRecord.begin(asked.command)
     try:
         claimed.begin(ready.files, record)
-        with _reserved(ready) as meet:
+        with _reserve(ready) as meet:
             manner = Manner(options=asked.options, worker=asked.worker, meet=meet, patient=options.wait_for_gpu)
             course = TrainCourse(request, ready, claimed.folder, manner)
-            ended = _followed(course, asked, claimed.folder)
+            ended = _follow(course, asked, claimed.folder)
     except (UserError, KeyboardInterrupt):
         claimed.discard()
         raise
@@ -245,10 +243,10 @@ def _run(request: Request, options: TrainOptions, ready: Ready, asked: Asked) ->
         record.close(claimed.folder.path, state="failed", exit_code=1)
         claimed.release()
         raise
-    return _ended(course, asked, ended, claimed, record)
+    return _report_end(course, asked, ended, claimed, record)
 
 
-def _ended(course: TrainCourse, asked: Asked, ended: RunResult, claimed: ClaimedFolder, record: RunRecord) -> int:
+def _report_end(course: TrainCourse, asked: Asked, ended: RunResult, claimed: ClaimedFolder, record: RunRecord) -> int:
     """Leave what is worth keeping, and say how it went."""
     folder, outcome, ready = claimed.folder, ended.outcome, course.ready
     record.close(folder.path, state=outcome.state, exit_code=outcome.exit_code)
@@ -292,14 +290,14 @@ def _say_end(ready: Ready, asked: Asked, ended: RunResult) -> None:
             print(f"tightfit: {safe}", file=sys.stderr)
     elif outcome.state in ("interrupted", "stopped"):
         with suppress(OSError):  # closing the terminal may be what stopped it
-            print(f"tightfit: {_stopped(asked, outcome)}", file=sys.stderr)
+            print(f"tightfit: {_describe_stop(asked, outcome)}", file=sys.stderr)
     elif not asked.as_json and ready.nodes.rank == 0:
         draw_summary(
             open_console(), ready.worker, outcome.tally, str(ready.folder), attempts=max(1, len(ended.records))
         )
 
 
-def _stopped(asked: Asked, outcome: Outcome) -> str:
+def _describe_stop(asked: Asked, outcome: Outcome) -> str:
     """How far it came, and how to go on."""
     tally = outcome.tally
     done = text("cli.before-first-step") if tally.last is None else text("cli.after-step", step=tally.last.step)
@@ -317,10 +315,10 @@ def _safe(asked: Asked, outcome: Outcome) -> str:
     return text("cli.there-checkpoint-step", step=step, resume=how_to_go_on(asked.resume, wrote=wrote))
 
 
-def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> RunResult:
+def _follow(course: TrainCourse, asked: Asked, folder: RunFolder) -> RunResult:
     ready = course.ready
     if asked.as_json or ready.nodes.rank:
-        return _supervised(course, asked, folder, _nothing)
+        return _supervise(course, asked, folder, _nothing)
     from tightfit.screen import open_console
     from tightfit.screen.train import Board, draw_start
 
@@ -336,10 +334,10 @@ def _followed(course: TrainCourse, asked: Asked, folder: RunFolder) -> RunResult
             board.expect(course.ready.worker)
             board.show(event)
 
-        return _supervised(course, asked, folder, show)
+        return _supervise(course, asked, folder, show)
 
 
-def _supervised(course: TrainCourse, asked: Asked, folder: RunFolder, show: Callable[[Event], None]) -> RunResult:
+def _supervise(course: TrainCourse, asked: Asked, folder: RunFolder, show: Callable[[Event], None]) -> RunResult:
     ready, orders = course.ready, asked.orders
     run_folder = RunFolder(ready.folder)
     if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
@@ -368,7 +366,7 @@ def _nothing(event: Event) -> None:
 
 
 @contextmanager
-def _reserved(first: Ready) -> Iterator[Callable[[Ready], Meeting]]:
+def _reserve(first: Ready) -> Iterator[Callable[[Ready], Meeting]]:
     """What the run takes of this machine, written down for others anew with every plan; and where its ranks meet."""
     registry, held = reservations(), list[Reservation]()
 

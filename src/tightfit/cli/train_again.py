@@ -76,11 +76,11 @@ class TrainCourse:
         self.bounds = Bounds()
         """What the next plan is searched within, with all that attempts have measured so far."""
         if ready.plan is not None:
-            self._bound(ready.plan)
+            self._set_bounds(ready.plan)
         self._tried: list[Tried] = []
         self._found: Found | None = None
 
-    def _bound(self, plan: Plan) -> None:
+    def _set_bounds(self, plan: Plan) -> None:
         startable = startable_of(plan.job, self._target, calibration_of(self._request, plan.job))
         self.bounds = startable.bounds(every_gpu=self.ready.nodes.count > 1)
 
@@ -92,7 +92,7 @@ class TrainCourse:
             plan = written_plan(self._folder.plan)
         except UserError as error:
             return Refused(because=f"{error}: {otherwise}")
-        self._bound(plan)
+        self._set_bounds(plan)
         self.ready = replace(self.ready, plan=plan)
         return plan
 
@@ -146,7 +146,7 @@ class TrainCourse:
             return last
         assert last.chosen is not None, "what has no way was never started"
         shortfall = locate(shortfall, last.chosen)
-        bounds, entry = self._taught(last, shortfall, verdict)
+        bounds, entry = self._learn(last, shortfall, verdict)
         found = step_down(last, shortfall, bounds=bounds, before=tuple(self._tried))
         if isinstance(found, NoWay) and shortfall.phase is not None:
             # Less at the highest peak leaves more in one piece, also for a phase that no lever makes smaller.
@@ -157,7 +157,7 @@ class TrainCourse:
             return Refused(because=_together(found.because), puzzling=_puzzling(last.chosen, shortfall))
         tried = Tried(way=last.chosen, shortfall=shortfall)
         self._found = Found(plan=found.plan, tried=tried, bounds=bounds, entry=entry)
-        return self._changed(last.chosen, found)
+        return self._describe_change(last.chosen, found)
 
     def in_bf16(self) -> Changed | Refused:
         last = self._last(text("cli.plan-again-tightfit"))
@@ -188,7 +188,7 @@ class TrainCourse:
         if found.entry is not None:
             Calibrations(cache_folder()).add(found.entry)
 
-    def _taught(self, last: Plan, shortfall: Shortfall, verdict: Verdict) -> tuple[Bounds, Entry | None]:
+    def _learn(self, last: Plan, shortfall: Shortfall, verdict: Verdict) -> tuple[Bounds, Entry | None]:
         """What was held and asked for when it failed was needed, at the least."""
         numbers, known = verdict.oom, self.bounds.calibration
         if known is None or numbers is None or numbers.allocated is None or numbers.asked is None:
@@ -196,7 +196,7 @@ class TrainCourse:
         entry = learned_from_failure(last, shortfall, numbers.allocated + numbers.asked)
         return replace(self.bounds, calibration=known.after_failure(entry)), entry
 
-    def _changed(self, before: Way, found: StepDown) -> Changed:
+    def _describe_change(self, before: Way, found: StepDown) -> Changed:
         after = found.plan.chosen
         assert after is not None
         another = after.changes != before.changes

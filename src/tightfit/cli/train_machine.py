@@ -209,7 +209,7 @@ class Machine:
         if len(devices) < wanted:
             has = text("cli.machine-has", devices=len(devices)) if devices else text("cli.machine-none")
             raise HardwareError(Message("cli.plan-wants-plan", wanted=_gpus(wanted), has=has))
-        chosen = self._by_number(ids, wanted) if ids is not None else self._unasked(worker)
+        chosen = self._by_number(ids, wanted) if ids is not None else self._choose_devices(worker)
         for device in chosen:
             check_free(device, worker)
         return chosen
@@ -227,7 +227,7 @@ class Machine:
                 raise Busy(Message("cli.gpu-use-choose", number=device.number, who=who), Message("cli.choose-or-wait"))
         return chosen
 
-    def _unasked(self, worker: WorkerFile) -> tuple[Device, ...]:
+    def _choose_devices(self, worker: WorkerFile) -> tuple[Device, ...]:
         """The first that no live run has, those with room before those without."""
         free = [device for device in self.occupancy.devices if device.key not in self.taken]
         if len(free) < worker.gpus_per_node:

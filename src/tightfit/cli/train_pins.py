@@ -42,23 +42,23 @@ def pinned_by_deepspeed(settled: PlanInput, path: str) -> PlanInput:
         "effective_batch": settings.train_batch,
         "clip": settings.gradient_clipping,
     }
-    job = _filled(settled.job, values, settled.explicit)
+    job = _fill(settled.job, values, settled.explicit)
     job = replace(job, levers={**named, **settled.job.levers})
     kept = text(
         "cli.says-kept",
         file=settings.file,
         items=", ".join((f"{name} {value}" for name, value in list(named.items())[:3])),
     )
-    said: tuple[Said, ...] = (kept, *settings.because, *_chosen_anew(settings.buckets, settings.file))
+    said: tuple[Said, ...] = (kept, *settings.because, *_name_defaults(settings.buckets, settings.file))
     return replace(settled, job=job, said=(*settled.said, *said))
 
 
-def _filled(job: Job, values: Mapping[str, Any], explicit: frozenset[str]) -> Job:
+def _fill(job: Job, values: Mapping[str, Any], explicit: frozenset[str]) -> Job:
     changes = {name: value for name, value in values.items() if value is not None and name not in explicit}
     return replace(job, **changes)
 
 
-def _chosen_anew(buckets: Buckets, file: str) -> tuple[str, ...]:
+def _name_defaults(buckets: Buckets, file: str) -> tuple[str, ...]:
     """What a plan has no lever for."""
     usual = Buckets()
     for name in ("sub_group_size", "contiguous_gradients"):

@@ -68,7 +68,7 @@ def prepare(request: Request, options: TrainOptions) -> Ready:
     if options.plan is not None:
         ready = _from_folder(options.plan, request, machine, nodes)
     else:
-        ready = _planned(request, options, machine, nodes)
+        ready = _plan(request, options, machine, nodes)
     check_packages(ready.worker)
     return ready
 
@@ -76,7 +76,7 @@ def prepare(request: Request, options: TrainOptions) -> Ready:
 # --- a new plan ---------------------------------------------------------------------------------
 
 
-def _planned(request: Request, options: TrainOptions, machine: Machine, nodes: Nodes) -> Ready:
+def _plan(request: Request, options: TrainOptions, machine: Machine, nodes: Nodes) -> Ready:
     settled = resolve_request(request, machine.adapt, runs_here=nodes.hostfile is None)
     on_gpu = settled.hardware.gpu.vendor != "cpu"
     if options.deepspeed_config is not None:

@@ -59,7 +59,7 @@ def resume_of(options: TrainOptions) -> Resume:
         return Resume(place=word.lower(), anyway=anyway)
     if not word.strip():
         raise ConfigError(Message("cli.resume-takes-auto"))
-    place = _checked(Path(word).expanduser().absolute())
+    place = _check_place(Path(word).expanduser().absolute())
     return Resume(place=str(place), anyway=anyway, trust_pickle=trust_pickle)
 
 
@@ -78,7 +78,7 @@ def asks_for_more(folder: Path, worker: str) -> bool:
     return bool((new["epochs"] or 1) > (epochs if isinstance(epochs, int | float) else 1))
 
 
-def _checked(path: Path) -> Path:
+def _check_place(path: Path) -> Path:
     """The checkpoint, or the run that has one."""
     if not path.exists():
         raise ConfigError(Message("cli.nothing-to-resume-at", path=path))

@@ -63,7 +63,7 @@ def watch(argv: Sequence[str]) -> int:
             return _once(watcher.look(), log, as_json=hasattr(args, "json"))
         stack.enter_context(eye)
         with suppress(KeyboardInterrupt):
-            return _followed(watcher, interval, log)
+            return _follow(watcher, interval, log)
     return 0
 
 
@@ -115,7 +115,7 @@ def _once(look: Look, log: _Log | None, *, as_json: bool) -> int:
     return 0
 
 
-def _followed(watcher: Watcher, interval: float, log: _Log | None) -> int:
+def _follow(watcher: Watcher, interval: float, log: _Log | None) -> int:
     """Until the run has ended, or for ever."""
     from tightfit.screen import open_console
 
