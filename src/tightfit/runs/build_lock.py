@@ -45,7 +45,7 @@ def left_locks(environment: Mapping[str, str], *, ours_since: float | None = Non
     if not (PROC / "self/fd").exists():
         return ()
     folder = build_folder(environment)
-    made = [(stamp, path) for path in _locks(folder) if (stamp := _made_at(path)) is not None]
+    made = [(stamp, path) for path in _locks(folder) if (stamp := _stamp_of(path)) is not None]
     if ours_since is not None:
         made = [(stamp, path) for stamp, path in made if stamp >= ours_since]
     else:
@@ -53,7 +53,7 @@ def left_locks(environment: Mapping[str, str], *, ours_since: float | None = Non
     if not made:
         return ()
     held = set(_open_files())
-    busy = set() if ours_since is not None else set(_compiled_in())
+    busy = set() if ours_since is not None else set(_list_compiling())
     left = [
         (stamp, path)
         for stamp, path in made
@@ -113,7 +113,7 @@ def is_lock(path: Path) -> bool:
     return stat.S_ISREG(seen.st_mode) and seen.st_size == 0
 
 
-def _made_at(path: Path) -> float | None:
+def _stamp_of(path: Path) -> float | None:
     try:
         return path.stat().st_mtime if is_lock(path) else None
     except OSError:
@@ -142,7 +142,7 @@ def _open_files() -> Iterator[str]:
                     yield str(entry.readlink())
 
 
-def _compiled_in() -> Iterator[str]:
+def _list_compiling() -> Iterator[str]:
     """Folders in which a compiler runs, though whoever started it may be gone."""
     for pid in every_pid():
         process = PROC / str(pid)

@@ -221,11 +221,11 @@ def spans_of(manifest: Manifest) -> list[tuple[str, Span]]:
 def verify(folder: Path, spans: Iterable[tuple[str, Span]], progress: Callable[[int], None] = lambda _: None) -> None:
     """Hash those spans again; Torn at the first that differs. `progress` hears of bytes done."""
     for name, span in spans:
-        if _hashed(folder / name, span, progress) != span.digest:
+        if _hash_span(folder / name, span, progress) != span.digest:
             raise Torn(Message("runs.damaged-between", name=name, start=span.start, stop=span.stop))
 
 
-def _hashed(path: Path, span: Span, progress: Callable[[int], None]) -> str:
+def _hash_span(path: Path, span: Span, progress: Callable[[int], None]) -> str:
     state, left = xxhash.xxh3_128(), span.stop - span.start
     try:
         with open_regular(path) as file:

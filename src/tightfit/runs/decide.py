@@ -106,17 +106,15 @@ def _numbers(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy,
         is_fp16 = precision == "fp16"
         return stop(Message("runs.needs-leave-fp16") if is_fp16 else Message("runs.needs-leave"))
     before = records[-2] if len(records) > 1 else None
-    at_once = step == (last.kept_step or 0) + 1 + _left_out_since(records)
+    # steps that were left out after the checkpoint that the last attempt went on from
+    kept = records[-1].kept_step
+    earlier = [record for record in records[:-1] if record.kept_step == kept and record.next is not None]
+    at_once = step == (last.kept_step or 0) + 1 + sum(
+        record.next is not None and record.next.action == "skip data" for record in earlier
+    )
     if at_once and before is not None and before.next is not None and before.next.action == "skip data":
         return Decision(action="older checkpoint", because=Message("runs.first-step-fails"))
     return Decision(action="skip data", because=Message("runs.step-left-out", step=step), step=step)
-
-
-def _left_out_since(records: Sequence[AttemptRecord]) -> int:
-    """Steps that were left out after the checkpoint that the last attempt went on from."""
-    kept = records[-1].kept_step
-    earlier = [record for record in records[:-1] if record.kept_step == kept and record.next is not None]
-    return sum(record.next is not None and record.next.action == "skip data" for record in earlier)
 
 
 def without_smaller(

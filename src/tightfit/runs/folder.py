@@ -94,7 +94,7 @@ def _check_parent(path: Path) -> None:
 
 def _check_contents(path: Path, *, overwrite: bool, goes_on: bool) -> None:
     names = {entry.name for entry in path.iterdir() if not is_lock(entry.name)}
-    if EARLIER in names and _numbered(path / EARLIER):
+    if EARLIER in names and _is_earlier(path / EARLIER):
         names.remove(EARLIER)
     if not names:
         return
@@ -112,7 +112,7 @@ def _not_ours(path: Path) -> NotOurs:
     return NotOurs(path, Message("runs.not-ours-move", path=path))
 
 
-def _numbered(earlier: Path) -> bool:
+def _is_earlier(earlier: Path) -> bool:
     """Whether this is the folder in which we keep what has made way."""
     return (
         earlier.is_dir()
@@ -275,7 +275,7 @@ def _make_way(path: Path, step: int | None, *, replaces: bool) -> _Before:
         if entry.name in HALF:
             _remove(entry, files)
     events = path / EVENTS
-    size = _closed_line(events) if EVENTS in stayed else None
+    size = _end_last_line(events) if EVENTS in stayed else None
     names = frozenset(each.name for each in newest_first(path))
     return _Before(aside=aside, stayed=stayed, checkpoints=names, events_bytes=size, files=files, replaces=replaces)
 
@@ -296,7 +296,7 @@ def set_aside(path: Path, moving: Sequence[Path], files: Ours | None = None) -> 
         found = find_strangers(place, _Below(ours, name)) if whole else [place] * (not _is_file(place, ours, name))
         if found:
             raise _not_ours(found[0])
-    if os.path.lexists(path / EARLIER) and not _numbered(path / EARLIER):
+    if os.path.lexists(path / EARLIER) and not _is_earlier(path / EARLIER):
         raise _not_ours(path / EARLIER)
     aside = _next_aside(path)
     aside.mkdir(parents=True)
@@ -330,7 +330,7 @@ def _next_aside(path: Path) -> Path:
     return earlier / str(number)
 
 
-def _closed_line(events: Path) -> int:
+def _end_last_line(events: Path) -> int:
     """The length of the file. A last line that its writer did not finish is ended, or the next would be lost too."""
     with events.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)

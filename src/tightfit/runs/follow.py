@@ -37,7 +37,12 @@ class Follower:
                 found: list[Event] = []
                 while chunk := file.read(_CHUNK):
                     self._offset += len(chunk)
-                    found += self._events(chunk)
+                    *lines, self._torn = (self._torn + chunk).split(b"\n")
+                    if len(self._torn) > _LONGEST:
+                        self._torn = b""
+                    found += [
+                        event for event in events_of([line for line in lines if line.strip()]) if event is not None
+                    ]
                 return found
         except OSError:  # not there yet, or not any more
             return []
@@ -48,12 +53,6 @@ class Follower:
         last = event_of(self._torn)
         self._torn = b""
         return found if last is None else [*found, last]
-
-    def _events(self, chunk: bytes) -> list[Event]:
-        *lines, self._torn = (self._torn + chunk).split(b"\n")
-        if len(self._torn) > _LONGEST:
-            self._torn = b""
-        return [event for event in events_of([line for line in lines if line.strip()]) if event is not None]
 
 
 def _size(path: Path) -> int:

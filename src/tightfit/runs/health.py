@@ -175,7 +175,7 @@ def _find_warnings(seen: Seen) -> Iterator[Message]:
     # what tensors need at their most is set against the card.
     for held in seen.memories:
         used, total = held.used_bytes, held.total_bytes
-        if held in seen.own and (need := _needed(seen)) is not None:
+        if held in seen.own and (need := _estimate_need(seen)) is not None:
             used = need
         if used is not None and total and used >= total * (1 - NEAR):
             left, whole = size_words(max(0, total - used)), size_words(total)
@@ -194,7 +194,7 @@ def _find_warnings(seen: Seen) -> Iterator[Message]:
     yield from _find_falling_scale(seen.steps)
 
 
-def _needed(seen: Seen) -> int | None:
+def _estimate_need(seen: Seen) -> int | None:
     """What the run needs of its card at its most: tensors as measured, and what stands beside them as planned."""
     peak = max((step.peak_bytes or 0 for step in seen.steps), default=0)
     if not peak or seen.planned is None:
@@ -240,7 +240,7 @@ def quarters(values: Sequence[float]) -> list[float]:
 def _find_growth(seen: Seen) -> Iterator[Message]:
     held = [(step.step, step.now_bytes) for step in seen.steps[2:] if step.now_bytes is not None]
     totals = [held.total_bytes for held in seen.own if held.total_bytes is not None]
-    need = _needed(seen)
+    need = _estimate_need(seen)
     room = max(0, min(totals) - need) if totals and need is not None else None
     of_ranks = [(step.step, step.host_bytes) for step in seen.steps[2:] if step.host_bytes is not None]
     free, ranks = _free(seen.host), 1 if seen.planned is None else seen.planned.ranks_here

@@ -140,11 +140,11 @@ def _maker(state: Mapping[str, Any]) -> Maker:
 
 def verified(there: Inventory, progress: Callable[[Found, int], None]) -> Inventory:
     """The same, with every byte of what seemed whole hashed again; `progress` hears of each and of its bytes done."""
-    judged = (found if found.problem is not None else _hashed(found, progress) for found in there.checkpoints)
+    judged = (found if found.problem is not None else _verify_one(found, progress) for found in there.checkpoints)
     return replace(there, checkpoints=tuple(filter(None, judged)))
 
 
-def _hashed(found: Found, progress: Callable[[Found, int], None]) -> Found | None:
+def _verify_one(found: Found, progress: Callable[[Found, int], None]) -> Found | None:
     try:
         spans = checkpoints.spans_of(checkpoints.read_manifest(found.folder))
         checkpoints.verify(found.folder, spans, lambda done: progress(found, done))

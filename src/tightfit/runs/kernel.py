@@ -63,7 +63,12 @@ class KernelRecord:
         killed = [(line, found) for line in lines if (found := _KILLED.search(line))]
         ours = [line for line, found in killed if int(found["pid"]) in pids]
         if not ours:
-            ours = [line for line, found in killed if found["name"].startswith(("python", "pt_")) and not _here(found)]
+            # whether a process of that number lives: then it is not the one that was killed
+            ours = [
+                line
+                for line, found in killed
+                if found["name"].startswith(("python", "pt_")) and not Path("/proc", found["pid"]).exists()
+            ]
         others = {line for line, _ in killed} - set(ours)
         told = [line for line in lines if line not in others and (ours or not _MEMORY.search(line))]
         after = _kills(self._counter)
@@ -91,11 +96,6 @@ class KernelRecord:
             # `6,1234,98765,-;words`, and below it further facts that are indented
             found += [line.partition(";")[2] or line for line in lines if line and not line.startswith(" ")]
         return found
-
-
-def _here(found: re.Match[str]) -> bool:
-    """Whether a process of that number lives: then it is not the one that was killed."""
-    return Path("/proc", found["pid"]).exists()
 
 
 def _counter(groups: Path, memberships: Path) -> Path | None:

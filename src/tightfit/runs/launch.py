@@ -152,17 +152,14 @@ class Ranks:
         with ExitStack() as stack:
             for process in self._processes:
                 stack.callback(process.wait)
-        self._gather()
-        os.close(self._pipe[0])
-        os.close(self._pipe[1])
-        self._pipe = None
-
-    def _gather(self) -> None:
-        """Those that ended by our hand, too late for a last look."""
+        # those that ended by our hand, too late for a last look
         codes = {process.pid: process.returncode for process in self._processes}
         for pid, start in self._running.items():
             self.exits.append(Exit(start=start, code=codes[pid], at=time.time()))
         self._running.clear()
+        os.close(self._pipe[0])
+        os.close(self._pipe[1])
+        self._pipe = None
 
     def _spawn(self, start: RankStart, fd: int) -> subprocess.Popen[bytes]:
         start.log.parent.mkdir(parents=True, exist_ok=True)

@@ -139,7 +139,7 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
     unsure: list[Said] = []
     dead: list[DeadRun] = []
     found: list[Leftover] = []
-    for run in dict.fromkeys([*runs_below(places), *_reserved(cache)]):
+    for run in dict.fromkeys([*runs_below(places), *_list_reservations(cache)]):
         try:
             one = _dead(run)
         except InUse as error:
@@ -155,8 +155,8 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
             live.append(run)
             continue
         dead.append(one)
-        found += [*_processes(one), *_staged(run), *_locks(run)]
-    found += _cached(cache, caches=caches and not live)
+        found += [*_processes(one), *_find_staging(run), *_locks(run)]
+    found += _search_cache(cache, caches=caches and not live)
     found, others = _apart(found)
     going = frozenset(each.pid for each in found if each.pid is not None)
     found += _segments(dead, going)
@@ -189,7 +189,7 @@ def _no_file(path: Path) -> list[Path]:
     return [] if path.is_file() and not path.is_symlink() else [path]
 
 
-def _reserved(cache: Path) -> list[Path]:
+def _list_reservations(cache: Path) -> list[Path]:
     """Runs that have reserved something, wherever they lie."""
     entries = (find_record(path, Reservation) for path in _glob(cache / "reservations", "*.json"))
     folders = [Path(entry.folder) for entry in entries if entry is not None]
@@ -230,7 +230,7 @@ def _locks(run: Path) -> list[Leftover]:
     return [Leftover(kind="lock", what=str(path), because=ended, bytes=_size(path), path=path, run=run)]
 
 
-def _staged(run: Path) -> list[Leftover]:
+def _find_staging(run: Path) -> list[Leftover]:
     """What was being written when its writer was killed. A checkpoint that was set aside to be replaced stays for as
     long as it is the only whole one of its step."""
     whole = set()
@@ -295,7 +295,7 @@ def _segments(dead: Sequence[DeadRun], going: frozenset[int]) -> list[Leftover]:
             if run is None or (maker is not None and maker not in going and is_alive(maker, None)):
                 continue
             candidates.append((path, seen, run))
-    held = _held_files(min(run.first for _, _, run in candidates), going) if candidates else frozenset()
+    held = _list_open_files(min(run.first for _, _, run in candidates), going) if candidates else frozenset()
     if held is None:
         return []
     return [
@@ -316,7 +316,7 @@ def _within(moment: float, run: DeadRun) -> bool:
     return run.first - 1 <= moment <= run.last + SLACK_S
 
 
-def _held_files(since: float, going: frozenset[int] = frozenset()) -> frozenset[tuple[int, int]] | None:
+def _list_open_files(since: float, going: frozenset[int] = frozenset()) -> frozenset[tuple[int, int]] | None:
     """Device and number of every file that a process of this user has open or in its memory; None: nobody can tell,
     since one of its processes may not be looked into. One that is older than the runs, as a container's first process
     is, has nothing of theirs."""
@@ -347,7 +347,7 @@ def _held_files(since: float, going: frozenset[int] = frozenset()) -> frozenset[
 # --- the cache ----------------------------------------------------------------------------------
 
 
-def _cached(cache: Path, *, caches: bool) -> list[Leftover]:
+def _search_cache(cache: Path, *, caches: bool) -> list[Leftover]:
     ended = Message("runs.its-run-ended")
     found = [
         Leftover(kind="reservation", what=str(path), because=ended, bytes=_size(path), path=path)
@@ -455,7 +455,7 @@ def _away(leftover: Leftover) -> None:
             flock(lock.fileno())
             remove_file(path)
     elif leftover.kind == "shared memory":
-        held, seen = _held_files(leftover.since), path.lstat()
+        held, seen = _list_open_files(leftover.since), path.lstat()
         if held is None or (seen.st_dev, seen.st_ino) in held:
             raise ConfigError(Message("runs.a-process-holds-it"))
         path.unlink()

@@ -129,7 +129,7 @@ class FolderLock:
             if flock(file, wait=False) == "none":
                 speak(text("runs.no-flock", folder=folder))
             while not _put(fresh, path):
-                with _opened(path) as other:
+                with _open_lock(path) as other:
                     if other is not None:
                         seen = _judge(other, folder, job, take_over=take_over, say=speak)
                         if _put_instead(fresh, path, other, seen):
@@ -165,7 +165,7 @@ class FolderLock:
 def check_unlocked(folder: Path, *, here: bool = False) -> None:
     """The same sentence as `take`, without holding, writing or waiting for anything. `here`: what another machine may
     hold is left to `take`."""
-    with suppress(OSError), _opened(folder / LOCK) as file:
+    with suppress(OSError), _open_lock(folder / LOCK) as file:
         if file is None or not _is_held(file, folder, None):
             return
         owner = _owner(file)
@@ -232,7 +232,7 @@ def _leave(folder: Path, now: Owner) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int | None]:
+def _open_lock(path: Path) -> Iterator[int | None]:
     """To write, since over NFS only a writer may ask for the whole lock; None: it is not there. A link, or a file that
     says anything but what a lock says, is somebody else's."""
     stranger = NotOurs(path, Message("runs.not-ours-move", path=path))
@@ -289,7 +289,7 @@ def _put_instead(fresh: Path, path: Path, other: int | None, seen: Owner | None)
 
 def _clear_turn(turn: Path) -> bool:
     """Somebody is about to take the lease over, for a moment; or was killed in it."""
-    with _opened(turn) as file:
+    with _open_lock(turn) as file:
         if file is not None:
             if _is_held(file, turn.parent, None):
                 who = Message("runs.being-taken-over", folder=turn.parent)
@@ -307,18 +307,18 @@ def _owner(file: int) -> Owner | None:
     """None: nobody has signed it."""
     for _ in range(5):
         text = os.pread(file, _MOST_BYTES, 0).strip(b"\0\n")
-        if (found := _parsed(text)) is not None or not text:
+        if (found := _parse_owner(text)) is not None or not text:
             return found
         time.sleep(0.02)  # its holder may be writing
     return None
 
 
 def _read_path(path: Path) -> Owner | None:
-    with _opened(path) as file:
+    with _open_lock(path) as file:
         return None if file is None else _owner(file)
 
 
-def _parsed(text: bytes) -> Owner | None:
+def _parse_owner(text: bytes) -> Owner | None:
     try:
         return as_record(parse_json(text), Owner)
     except ValueError:  # a run that was killed while it wrote

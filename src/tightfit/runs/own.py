@@ -163,7 +163,7 @@ class OwnTrainer:
         before, steps = self.tally, _Steps(self.show)
         self.tally = Tally(first_loss=before.first_loss, checkpoint=before.checkpoint, resumed=before.resumed)
         known = self._run(starts, steps.note)
-        outcome = self._finished(known.outcome)
+        outcome = self._forgive_late_failure(known.outcome)
         self.course.learn(outcome)
         self.tally.last = self.tally.last or before.last  # how far the run has come, whichever attempt brought it there
         codes = {gone.start.rank: gone.code for gone in outcome.every}
@@ -200,7 +200,7 @@ class OwnTrainer:
         config = known_config(self.cwd or self.folder.plan)
         return FailedAttempt(outcome=outcome, starts=starts, kernel=said, beats=beats, config=config)
 
-    def _finished(self, outcome: Outcome) -> Outcome:
+    def _forgive_late_failure(self, outcome: Outcome) -> Outcome:
         """A rank that fails when the model stands already takes nothing away from it."""
         if outcome.state != "failed" or outcome.tally.saved is None or not self.folder.model.is_dir():
             return outcome

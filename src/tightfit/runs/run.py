@@ -222,7 +222,7 @@ class _Ending:
 def _outcome(ending: _Ending, signals: Signals, tally: Tally) -> Outcome:
     codes = {gone.code for gone in ending.before}
     late = [gone for gone in ending.every if gone not in ending.before]
-    if signals.caught and (_left_as_asked(ending) or (late and not codes - {DONE, STOPPED})):
+    if signals.caught and (_is_as_asked(ending) or (late and not codes - {DONE, STOPPED})):
         return Outcome(state="interrupted", exit_code=signals.exit_code, failure=None, tally=tally)
     if codes - {DONE, STOPPED}:
         failure = first_failure(ending.before, ending.starts, ending.words)
@@ -238,7 +238,7 @@ def _outcome(ending: _Ending, signals: Signals, tally: Tally) -> Outcome:
     return Outcome(state="failed", exit_code=FAILED, failure=_straggler(late[0].start), tally=tally)
 
 
-def _left_as_asked(ending: _Ending) -> bool:
+def _is_as_asked(ending: _Ending) -> bool:
     """Whether one left at the first signal. What the others say after that is about the one that they miss."""
     return any(
         gone.code in ENDED_BY_REQUEST or (gone.code not in (DONE, STOPPED) and not gone.start.saves)

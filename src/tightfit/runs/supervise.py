@@ -139,22 +139,22 @@ class Supervisor:
             except UserError as error:
                 if last is None:  # nothing is lost, and nothing has to be kept
                     raise
-                return self._not_started(last, error.said)
+                return self._fail_to_start(last, error.said)
             last, verdict = attempt.outcome, attempt.verdict
             self._close(attempt)
             if last.state not in ("failed", "user error"):
-                return self._ended(last, verdict)
+                return self._make_result(last, verdict)
             assert verdict is not None, "a trainer judges each attempt that fails"
             decision, changed = self._decide(verdict)
             self._note(decision, changed, verdict)
             if decision.action == "stop":
-                return self._ended(last, verdict, decision.because)
+                return self._make_result(last, verdict, decision.because)
             end = time.monotonic() + decision.wait_s
             while time.monotonic() < end and not self.signals.caught:
                 time.sleep(LOOK_S)
             if self.signals.caught:
                 asked = replace(last, state="interrupted", exit_code=self.signals.exit_code, failure=None)
-                return self._ended(asked, verdict, Message("runs.was-asked-to-stop"))
+                return self._make_result(asked, verdict, Message("runs.was-asked-to-stop"))
             self.trainer.before_next(number + 1, changed)
 
     def _decide(self, verdict: Verdict) -> tuple[Decision, tuple[Said, ...]]:
@@ -166,15 +166,15 @@ class Supervisor:
         except UserError as error:
             return stop(error.said), ()
 
-    def _not_started(self, last: Outcome, sentence: Said) -> RunResult:
+    def _fail_to_start(self, last: Outcome, sentence: Said) -> RunResult:
         """What an attempt needs is not there any more: a GPU that somebody else has taken meanwhile."""
         failure = Failure(rank=0, is_users=False, sentence=sentence, tail=(), log=None)
         outcome = replace(last, state="failed", exit_code=FAILED, failure=failure)
         self._close(Attempt(outcome=outcome, exit_codes=()))
         self._write(replace(self.records[-1], next=Next(action="stop", because=sentence)))
-        return self._ended(outcome, because=sentence)
+        return self._make_result(outcome, because=sentence)
 
-    def _ended(self, outcome: Outcome, verdict: Verdict | None = None, because: Said = "") -> RunResult:
+    def _make_result(self, outcome: Outcome, verdict: Verdict | None = None, because: Said = "") -> RunResult:
         return RunResult(outcome=outcome, records=tuple(self.records), verdict=verdict, because=because)
 
     # --- records --------------------------------------------------------------------------------

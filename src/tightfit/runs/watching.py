@@ -216,7 +216,11 @@ class RunEye:
         """What came with the last look."""
 
     def look(self) -> RunSeen:
-        record = self._read_record()
+        # read again where the file has changed
+        mark = _mark(RunFolder(self.folder).record)
+        if self._record is None or self._record[0] != mark:
+            self._record = mark, read_run(self.folder)
+        record = self._record[1]
         lives = None if record is None else record.lives
         self.fresh = self._follower.poll() if lives is not False else self._follower.rest()
         for event in self.fresh:
@@ -225,7 +229,11 @@ class RunEye:
         if self._tried != tried:
             self._tried = tried
             self._attempts = read_attempts(self.folder)
-            self._judge_attempts()
+            # a rank that ran out of memory may have had no last words; whoever judged its end knows
+            causes = [each.cause for each in self._attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
+            if causes:
+                self._oom = causes[-1].sentence
+                self._oom_is_last = self._attempts[-1].cause is causes[-1]
         ended, well = self._ending(record, lives)
         worker = self._read_plan()
         broken = damaged(self.folder) if record is None or worker is None or self._damaged or not self._looked else ()
@@ -273,20 +281,6 @@ class RunEye:
         line = line_of(event)
         if line[0]:
             self._lines.append(line)
-
-    def _judge_attempts(self) -> None:
-        """A rank that ran out of memory may have had no last words; whoever judged its end knows."""
-        causes = [each.cause for each in self._attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
-        if causes:
-            self._oom = causes[-1].sentence
-            self._oom_is_last = self._attempts[-1].cause is causes[-1]
-
-    def _read_record(self) -> RunRecord | None:
-        """Read again where the file has changed."""
-        mark = _mark(RunFolder(self.folder).record)
-        if self._record is None or self._record[0] != mark:
-            self._record = mark, read_run(self.folder)
-        return self._record[1]
 
     def _read_plan(self) -> WorkerFile | None:
         """Another attempt may have another plan."""

@@ -146,7 +146,7 @@ def read_training(command: Command) -> ExternalTraining:
     named = deepspeed_name(made)
     if named is None:
         return made
-    return replace(made, deepspeed=read_document(_found(named, made)))
+    return replace(made, deepspeed=read_document(_find_deepspeed_file(named, made)))
 
 
 def _deepspeed_flag(external: ExternalTraining) -> Flag | None:
@@ -171,7 +171,7 @@ def deepspeed_name(external: ExternalTraining) -> str | None:
     return None
 
 
-def _found(named: str, external: ExternalTraining) -> Path:
+def _find_deepspeed_file(named: str, external: ExternalTraining) -> Path:
     """From here, as the trainer looks for it, or from where the file lies that names it."""
     by = external.settings or external.accelerate
     places: list[Path] = [Path(named).expanduser()]
@@ -458,7 +458,7 @@ def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining,
         else:
             in_file[key] = value
     if in_file and external.settings is not None:
-        name = _written_settings(external.settings, in_file)
+        name = _write_settings(external.settings, in_file)
         files.append(name)
         command = with_settings(command, _as_named(str(command.settings), name))
     accelerate = dict(edits.accelerate)
@@ -478,7 +478,7 @@ def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining,
     return again, tuple(files)
 
 
-def _written_settings(settings: Document, changes: Mapping[str, Any]) -> Path:
+def _write_settings(settings: Document, changes: Mapping[str, Any]) -> Path:
     name = beside(settings.path)
     if settings.syntax == "yaml":
         return write_beside(name, yaml_text_with(settings.path.read_text(encoding="utf-8"), changes))

@@ -246,7 +246,8 @@ class ProcessWatch:
         if now >= self._gpu_at and self._has_gpus is not False:
             self._gpu_at = now + GPU_EVERY_S
             gpus = self._gpus(occupancy(), set(pids))
-        self._note(host, gpus)
+        with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"at": round(time.time(), 1), "host_bytes": host, "gpu_bytes": gpus}) + "\n")
         silent_s = None if self._still is None else self._still.look(pids)
         if silent_s is not None:
             self.stuck = ask_for_stacks(pids, silent_s, self._folder)
@@ -264,7 +265,3 @@ class ProcessWatch:
         for word, size in held.items():
             self.peak.gpu_bytes[word] = max(self.peak.gpu_bytes.get(word, 0), size)
         return held
-
-    def _note(self, host: int, gpus: Mapping[str, int]) -> None:
-        with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"at": round(time.time(), 1), "host_bytes": host, "gpu_bytes": gpus}) + "\n")

@@ -77,7 +77,7 @@ def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False
     """The folder for this command: the named one, one that such a command was killed in, or a new one. `take_over`: the
     user says that whoever held it on another machine has gone."""
     if named is not None:
-        return _claim_named(named, tuple(command), take_over=take_over)
+        return _claim_folder(named, tuple(command), take_over=take_over)
     numbered = [Path(f"{FOLDER}-{number}") for number in range(1, _MOST_FOLDERS)]
     there = [path for path in numbered if path.exists()]
     for path in reversed(there):
@@ -98,7 +98,7 @@ def find_abandoned(path: Path) -> ExternalRecord | None:
     return record if record is not None and record.state == "running" and not record.lives else None
 
 
-def _claim_named(path: Path, command: tuple[str, ...], *, take_over: bool) -> ClaimedRun:
+def _claim_folder(path: Path, command: tuple[str, ...], *, take_over: bool) -> ClaimedRun:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         before = find_abandoned(path)
         if before is None:

@@ -115,7 +115,7 @@ class ExternalTrainer:
     def go_on(self) -> Message:
         """Begin where a run before this one was when it was killed; where that is."""
         kept = kept_by(self.external)
-        if lost := self._lost(kept):
+        if lost := self._describe_loss(kept):
             raise ConfigError(Message("external.killed-before", why=lost))
         where = self._resume(Edits(), kept)
         self._take()
@@ -198,7 +198,7 @@ class ExternalTrainer:
     def _again(self, decision: Decision) -> Decision:
         """The same command, from where it can resume."""
         kept, means = kept_by(self.external), means_of(self.external)
-        if lost := self._lost(kept):
+        if lost := self._describe_loss(kept):
             return stop(Message("external.may-pass-but", why=lost))
         if means == "none" and not self.retry_anyway:
             return stop(Message("external.may-pass-unknown"))
@@ -211,10 +211,10 @@ class ExternalTrainer:
         kept = kept_by(self.external)
         step = self._step(shortfall, verdict, kept)
         if step is None:
-            other = without_smaller(verdict, records, self._nothing_left())
+            other = without_smaller(verdict, records, self._describe_end())
             return (self._again(other) if other.action == "same plan" else other), ()
         edits = edits_of(self.external, knobs_of(self.external), step.knobs)
-        if lost := self._lost(kept):
+        if lost := self._describe_loss(kept):
             return stop(Message("external.may-fit-but", changes=Listing(step.changed, ";"), why=lost)), ()
         place = saves_itself(self.external) if kept is None else kept.path
         if step.crosses and place is not None and not (self.external.is_llamafactory and kept and kept.adapter):
@@ -227,7 +227,7 @@ class ExternalTrainer:
         costs = [Message("external.as-allowed", costs=Listing(step.costs))] if step.costs else []
         return replace(decision, because=_because(step.because, *costs, where)), step.changed
 
-    def _lost(self, kept: Kept | None) -> Message | None:
+    def _describe_loss(self, kept: Kept | None) -> Message | None:
         """What a new start would throw away, and how to prevent it; None: nothing, or the user wants it so."""
         if kept is None or means_of(self.external) != "none" or self.retry_anyway:
             return None
@@ -277,7 +277,7 @@ class ExternalTrainer:
         self.files += files
         return where
 
-    def _nothing_left(self) -> Message:
+    def _describe_end(self) -> Message:
         now, policy = knobs_of(self.external), self.orders.policy
         said: list[Said] = [*would_help(self.external, now, policy.allow)]
         if (unknown := batch_of(self.external).because) and (self.external.is_hugging_face or self.external.files):
