@@ -130,11 +130,11 @@ def remove_folder(path: Path, names: Ours, *, last: str = "") -> list[Path]:
             elif stat.S_ISDIR(seen.st_mode) and names.has_folder(prefix + name) and seen.st_dev == device:
                 if os.path.realpath(place / name) in mounts:
                     continue
-                with _entered(name, folder) as inside:
+                with _enter(name, folder) as inside:
                     empty(inside, place / name, f"{prefix}{name}/")
                 _remove_empty(name, folder)
 
-    with _entered(path.name, path.parent) as top:
+    with _enter(path.name, path.parent) as top:
         empty(top, path, "")
     _remove_empty(path, None)
     return find_strangers(path, names) if path.exists() else []
@@ -224,7 +224,9 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
     try:
         try:
             with name_errors(path):
-                _write(file, data)
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(file, rest) :]
                 if sync:
                     os.fsync(file)
         finally:
@@ -245,14 +247,8 @@ FRESH = r"\.{}\.\d+-[0-9a-f]+\.new"
 """The pattern of those names, with the file's own in the middle."""
 
 
-def _write(file: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(file, rest) :]
-
-
 @contextmanager
-def _entered(name: str, parent: int | Path) -> Iterator[int]:
+def _enter(name: str, parent: int | Path) -> Iterator[int]:
     """A folder held open; never what a link leads to."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     opened = os.open(parent / name, flags) if isinstance(parent, Path) else os.open(name, flags, dir_fd=parent)

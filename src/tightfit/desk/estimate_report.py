@@ -7,7 +7,7 @@ from typing import Any
 from tightfit.desk.estimate import Outcome
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.priced import Priced
-from tightfit.types import Hardware, Phase
+from tightfit.types import Phase
 
 
 def report(priced: Priced) -> dict[str, Any]:
@@ -20,7 +20,18 @@ def report(priced: Priced) -> dict[str, Any]:
             "trainable_parameters": priced.footprint.trainable_parameters,
         },
         "levers": flags_from_levers(priced.levers) | {"world": priced.world},
-        "card": _card_report(priced.hardware) if priced.hardware else None,
+        "card": (
+            {
+                "name": priced.hardware.gpu.name,
+                "memory_bytes": priced.hardware.gpu.memory_bytes,
+                "nodes": priced.hardware.nodes,
+                "gpus_per_node": priced.hardware.gpus_per_node,
+                "host_ram_bytes": priced.hardware.host_ram_bytes,
+                "nvme_bytes": priced.hardware.nvme_bytes,
+            }
+        )
+        if priced.hardware
+        else None,
         "gpu": {
             "peak_bytes": gpu.peak_bytes,
             "peak_phase": gpu.peak_phase,
@@ -42,17 +53,6 @@ def report(priced: Priced) -> dict[str, Any]:
 
 def _phase_report(phase: Phase) -> dict[str, Any]:
     return {"total_bytes": phase.total_bytes, "components": dict(phase.components)}
-
-
-def _card_report(hardware: Hardware) -> dict[str, Any]:
-    return {
-        "name": hardware.gpu.name,
-        "memory_bytes": hardware.gpu.memory_bytes,
-        "nodes": hardware.nodes,
-        "gpus_per_node": hardware.gpus_per_node,
-        "host_ram_bytes": hardware.host_ram_bytes,
-        "nvme_bytes": hardware.nvme_bytes,
-    }
 
 
 def strategy_report(name: str, outcome: Outcome) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tightfit.desk.estimate_report import report as estimate_report
 from tightfit.desk.plan_files import Answer
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.limits import Limit
-from tightfit.planner.plan import Plan, Remedy, Way
+from tightfit.planner.plan import Plan, Way
 from tightfit.planner.tiers import Tiered
 from tightfit.priced import Priced, strategy_name
 from tightfit.types import Phase, PhaseName
@@ -48,7 +48,13 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "effective_batch": plan.effective_batch,
         "hours": plan.hours,
         "because": list(map(str, plan.because)),
-        "remedies": [_remedy_report(remedy) for remedy in plan.remedies],
+        "remedies": [
+            (
+                {"allow": remedy.allowance, "cost": str(remedy.cost), "effect": str(remedy.effect)}
+                | way_report(remedy.way)
+            )
+            for remedy in plan.remedies
+        ],
         "gpus_needed": plan.gpus_needed,
         "unproven": list(map(str, plan.unproven)),
         "model": {
@@ -110,10 +116,6 @@ def _calibration_report(way: Way) -> dict[str, Any] | None:
 def _errors(phases: Mapping[PhaseName, Phase]) -> dict[str, int]:
     found = {name: phase.components.get(COMPONENT, 0) for name, phase in phases.items()}
     return {name: size for name, size in found.items() if size}
-
-
-def _remedy_report(remedy: Remedy) -> dict[str, Any]:
-    return {"allow": remedy.allowance, "cost": str(remedy.cost), "effect": str(remedy.effect)} | way_report(remedy.way)
 
 
 def _tier_report(tiered: Tiered) -> dict[str, Any]:

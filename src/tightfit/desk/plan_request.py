@@ -144,7 +144,7 @@ def _file_notes(request: Request, file: FileSays | None, hardware: Hardware) -> 
     """What the file's reader had to say, and which of its numbers makes way for a flag."""
     if file is None:
         return ()
-    winner = next(iter(_counts_said(request)), None)
+    winner = next(iter(_find_counts(request)), None)
     if winner is None or file.num_gpus is None:
         return file.said
     kept = [said for said in file.said if id_of(said) != "job.gpus-of-this-machine"]
@@ -153,7 +153,7 @@ def _file_notes(request: Request, file: FileSays | None, hardware: Hardware) -> 
     return (*kept, Message("desk.flag-wins", flag=winner, num_gpus=file.num_gpus))
 
 
-def _counts_said(request: Request) -> list[str]:
+def _find_counts(request: Request) -> list[str]:
     """The flags that were given and win over a job file's number of GPUs."""
     said = {"gpus": request.flags.get("gpus"), "num_gpus": request.num_gpus, "world": request.world}
     return [spelt(name) for name, value in said.items() if value is not None]
@@ -243,7 +243,7 @@ def _hardware(request: Request, job: Job, file: FileSays | None, *, runs_here: b
 
 
 def _node(request: Request, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
-    counted = file is None or _counts_said(request)
+    counted = file is None or _find_counts(request)
     num_gpus = request.num_gpus if counted or file is None else file.num_gpus
     try:
         return hardware_of(job, num_gpus)

@@ -193,11 +193,12 @@ def scale_of(bars: Sequence[Bar]) -> int:
 def bars_svg(bars: Sequence[Bar], *, title: str, ids: str, scale_bytes: int | None = None) -> str:
     """All bars, one under the other. `ids`: what the names in this drawing begin with, unlike others of the page."""
     scale = scale_bytes or scale_of(bars)
-    said = "; ".join(filter(None, map(_described, bars)))
+    said = "; ".join(filter(None, map(_describe, bars)))
     top, inside = 0, []
     for bar in bars:
-        inside.append(_drawn(bar, top, scale, ids))
-        top += _height(bar) + GAP
+        inside.append(_draw(bar, top, scale, ids))
+        foot = FOOT if any(line.label for line in bar.lines) else 0
+        top += (HEAD if bar.name or bar.note else 0) + bar.thickness + 2 * EDGE + foot + GAP
     kinds = dict.fromkeys(part.kind for bar in bars for part in bar.parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="{max(top - GAP, 1)}" role="img" '
@@ -212,35 +213,30 @@ def key_svg(kind: str, ids: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="18" height="12" aria-hidden="true">'
         f"<defs>{_pattern(kind, ids)}</defs>"
-        f'<rect width="18" height="12" fill="url(#{ids}-{_known(kind)})" stroke="currentColor" stroke-opacity=".5"/>'
+        f'<rect width="18" height="12" fill="url(#{ids}-{_kind_of(kind)})" stroke="currentColor" stroke-opacity=".5"/>'
         "</svg>"
     )
 
 
-def _known(kind: str) -> str:
+def _kind_of(kind: str) -> str:
     return kind if kind in LOOKS else "other"
 
 
 def _pattern(kind: str, ids: str) -> str:
-    look = LOOKS[_known(kind)]
+    look = LOOKS[_kind_of(kind)]
     return (
-        f'<pattern id="{ids}-{_known(kind)}" width="8" height="8" patternUnits="userSpaceOnUse">'
+        f'<pattern id="{ids}-{_kind_of(kind)}" width="8" height="8" patternUnits="userSpaceOnUse">'
         f'<rect width="8" height="8" fill="{look.colour}"/>{_STROKES.get(look.pattern, "")}</pattern>'
     )
 
 
-def _described(bar: Bar) -> str:
+def _describe(bar: Bar) -> str:
     parts = ", ".join(f"{part.label} {part.size_bytes / GIB:.1f} GiB" for part in bar.parts)
     ends = "".join(f", {line.label}" for line in bar.lines if line.label)
     return f"{bar.name}{': ' if bar.name else ''}{parts}{ends}"
 
 
-def _height(bar: Bar) -> int:
-    foot = FOOT if any(line.label for line in bar.lines) else 0
-    return (HEAD if bar.name or bar.note else 0) + bar.thickness + 2 * EDGE + foot
-
-
-def _drawn(bar: Bar, top: int, scale: int, ids: str) -> str:
+def _draw(bar: Bar, top: int, scale: int, ids: str) -> str:
     pieces = []
     if bar.name or bar.note:
         pieces.append(f'<text x="0" y="{top + 14}" fill="currentColor" font-weight="600">{escape(bar.name)}</text>')
@@ -263,7 +259,7 @@ def _drawn(bar: Bar, top: int, scale: int, ids: str) -> str:
 
 def _part(part: Part, bar: Bar, held: int, top: int, scale: int, ids: str) -> str:
     """A drawing within the drawing: whatever is wider than the part is cut off at its edge."""
-    share, kind = part.size_bytes / scale, _known(part.kind)
+    share, kind = part.size_bytes / scale, _kind_of(part.kind)
     if share <= 0:
         return ""
     return (
@@ -276,7 +272,7 @@ def _part(part: Part, bar: Bar, held: int, top: int, scale: int, ids: str) -> st
 
 def _word_in(part: Part, bar: Bar) -> str:
     """The number first: of what is cut off at the edge it is the last to go. On a pattern it needs paper of its own."""
-    look = LOOKS[_known(part.kind)]
+    look = LOOKS[_kind_of(part.kind)]
     halo = "" if look.pattern == "plain" else f' stroke="{look.colour}" stroke-width="4" paint-order="stroke"'
     return (
         f'<text class="part-label" x="5" y="{bar.thickness // 2 + 4}" font-size="11" fill="{look.ink}"{halo}>'

@@ -461,7 +461,7 @@ _HYGON = [
 ]
 
 
-def _named(cards: list[Card]) -> Iterator[Card]:
+def _name_cards(cards: list[Card]) -> Iterator[Card]:
     """Give each device a name that tells it from its siblings, and no longer than that needs."""
     sizes: dict[str, set[int]] = {}
     forms: dict[str, set[str]] = {}
@@ -477,7 +477,7 @@ def _named(cards: list[Card]) -> Iterator[Card]:
         yield replace(card, gpu=replace(card.gpu, name=" ".join(words)))
 
 
-CARDS: tuple[Card, ...] = tuple(_named([*_GEFORCE, *_WORKSTATION, *_DATA_CENTRE, *_AMD, *_HYGON]))
+CARDS: tuple[Card, ...] = tuple(_name_cards([*_GEFORCE, *_WORKSTATION, *_DATA_CENTRE, *_AMD, *_HYGON]))
 """In the order in which `tightfit gpus` lists them. Within a family the form that is meant when none
 is named comes first."""
 

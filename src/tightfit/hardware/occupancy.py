@@ -60,7 +60,7 @@ def occupancy() -> Occupancy:
     if sight is None:
         return Occupancy(variable="CUDA_VISIBLE_DEVICES", chosen_by_user=False, devices=())
     seen, _ = find_visible(sight, os.environ)
-    variable, words = _chosen(sight, os.environ)
+    variable, words = _find_choice(sight, os.environ)
     devices = []
     for position, card in enumerate(seen):
         number = next(place for place, each in enumerate(sight.cards) if each is card)
@@ -80,7 +80,7 @@ def occupancy() -> Occupancy:
     return Occupancy(variable=variable, chosen_by_user=words is not None, devices=tuple(devices), unplaced=unplaced)
 
 
-def _chosen(sight: Answer, env: Mapping[str, str]) -> tuple[str, list[str] | None]:
+def _find_choice(sight: Answer, env: Mapping[str, str]) -> tuple[str, list[str] | None]:
     """The variable that chooses visible GPUs, and its words; None: the user has not set it."""
     variable = "CUDA_VISIBLE_DEVICES"
     if sight.cards[0].vendor != "nvidia" and ("HIP_VISIBLE_DEVICES" in env or variable not in env):

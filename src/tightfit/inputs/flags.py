@@ -149,7 +149,13 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
     if levers.loss == "fused" and shape.final_softcap:
         raise ConfigError(Message("inputs.fused-softcap", model=shape.name))
     if levers.lora is not None and levers.lora.targets is not None:
-        _check_targets(levers.lora.targets, shape)
+        # a name must end some linear layer's path, as PEFT matches it
+        inside = [tensor for block in shape.blocks for tensor in block.tensors]
+        paths = [t.name.rpartition(".")[0] for t in (*inside, *shape.before, *shape.after) if t.is_linear]
+        for target in levers.lora.targets:
+            if not any(path == target or path.endswith("." + target) for path in paths):
+                hint = meant(target, sorted({path.rpartition(".")[2] for path in paths}))
+                raise ConfigError(Message("inputs.no-such-layer", model=shape.name, target=target, hint=hint))
     elif levers.lora is not None and levers.lora.dropout and any(block.lora_on_experts for block in shape.blocks):
         raise ConfigError(Message("inputs.dropout-on-experts", model=shape.name))
 
@@ -187,16 +193,6 @@ def meant(word: str, known: Iterable[str]) -> Message:
 def spelt(flag: str) -> str:
     """The flag as it is typed."""
     return "--" + flag.replace("_", "-")
-
-
-def _check_targets(targets: tuple[str, ...], shape: ModelShape) -> None:
-    """A name must end some linear layer's path, as PEFT matches it."""
-    inside = [tensor for block in shape.blocks for tensor in block.tensors]
-    paths = [t.name.rpartition(".")[0] for t in (*inside, *shape.before, *shape.after) if t.is_linear]
-    for target in targets:
-        if not any(path == target or path.endswith("." + target) for path in paths):
-            hint = meant(target, sorted({path.rpartition(".")[2] for path in paths}))
-            raise ConfigError(Message("inputs.no-such-layer", model=shape.name, target=target, hint=hint))
 
 
 def _imply(levers: Levers, *, reuses: bool) -> Levers:

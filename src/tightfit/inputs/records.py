@@ -111,7 +111,7 @@ def _value(value: Any, kind: Any, place: str) -> Any:
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        return _built(value, kind, place)
+        return _build(value, kind, place)
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Literal and isinstance(value, str) and value in inside:
         return value
@@ -140,7 +140,7 @@ def _one_of(value: Any, kinds: tuple[Any, ...], place: str) -> Any:
     return _value(value, last, place)
 
 
-def _built(tree: Mapping[str, Any], kind: Any, place: str) -> Any:
+def _build(tree: Mapping[str, Any], kind: Any, place: str) -> Any:
     found = {}
     for name, inner, optional in _fields(kind):
         if name in tree:

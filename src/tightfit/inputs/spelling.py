@@ -260,7 +260,12 @@ class Fields:
         value = self.values[key]
         if isinstance(value, str) and self.text_numbers:
             value = as_number(value)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not _sane(value):
+        # finite, and small enough to be compared as a float
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (math.isfinite(value) if isinstance(value, float) else abs(value) < 10**300)
+        ):
             raise self.wrong(key, must)
         return value
 
@@ -276,8 +281,3 @@ def as_number(text: str) -> int | float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _sane(value: int | float) -> bool:
-    """Finite, and small enough to be compared as a float."""
-    return math.isfinite(value) if isinstance(value, float) else abs(value) < 10**300

@@ -77,10 +77,11 @@ def choose_deepspeed(
     if hardware is not None and hardware.gpu.vendor == "hygon":
         return DTK_DEEPSPEED, (Message("inputs.deepspeed-of-hygon", version=DTK_DEEPSPEED),)
     here, usual = find_installed("deepspeed"), Levers().deepspeed_version
-    factory = llamafactory or find_installed("llamafactory") or LLAMAFACTORY_VERSION
-    newest = newest_deepspeed(trainer, factory)
-    if newest is not None and release(here or usual) > release(newest):
-        return newest, (Message("inputs.deepspeed-of-factory", version=newest, factory=factory),)
+    if trainer == "llamafactory":
+        factory = llamafactory or find_installed("llamafactory") or LLAMAFACTORY_VERSION
+        newest = newest_deepspeed(trainer, factory)
+        if newest is not None and release(here or usual) > release(newest):
+            return newest, (Message("inputs.deepspeed-of-factory", version=newest, factory=factory),)
     if here is None or here == usual:
         return usual, ()
     return here, (Message("inputs.deepspeed-here", version=here),)

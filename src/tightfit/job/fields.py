@@ -194,7 +194,17 @@ def _sentences_in(block: type, prefix: str) -> Iterator[tuple[str, str]]:
 def _takes(hint: Any) -> Takes:
     origin, inside = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _within(_takes(inside[0]), hint.__metadata__)
+        found: dict[str, Any] = {}
+        for bound in hint.__metadata__:
+            if isinstance(bound, Ge):
+                found["least"] = bound.ge
+            elif isinstance(bound, Gt):
+                found["above"] = bound.gt
+            elif isinstance(bound, Le):
+                found["most"] = bound.le
+            elif isinstance(bound, Lt):
+                found["below"] = bound.lt
+        return replace(_takes(inside[0]), **found)
     if origin in (Union, types.UnionType):
         parts = [_takes(part) for part in inside if part is not type(None)]
         words = tuple(word for part in parts[1:] for word in part.words)
@@ -207,20 +217,6 @@ def _takes(hint: Any) -> Takes:
         return Takes(kind="block")
     plain: dict[Any, Kind] = {int: "integer", float: "number", bool: "switch", str: "text"}
     return Takes(kind=plain.get(hint, "fields"))
-
-
-def _within(takes: Takes, bounds: tuple[object, ...]) -> Takes:
-    found: dict[str, Any] = {}
-    for bound in bounds:
-        if isinstance(bound, Ge):
-            found["least"] = bound.ge
-        elif isinstance(bound, Gt):
-            found["above"] = bound.gt
-        elif isinstance(bound, Le):
-            found["most"] = bound.le
-        elif isinstance(bound, Lt):
-            found["below"] = bound.lt
-    return replace(takes, **found)
 
 
 def _lever_takes(lever: Lever) -> Takes:

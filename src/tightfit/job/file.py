@@ -230,7 +230,12 @@ def model_of(job: Job, *, trust_trace: bool = False) -> ModelShape:
     """The shape of the job's model, whichever way it was given."""
     if isinstance(job.model, str):
         return load_model(job.model, trust_trace=trust_trace)
-    return shape_from_fields(job.model, _block_name(job.model))
+    # `mamba 4864×45`: what a block of shape fields is called on screen
+    family = job.model.get("family", job.model.get("model_type", "model"))
+    wide = job.model.get("d_model", job.model.get("hidden_size"))
+    deep = next((job.model[key] for key in ("n_layers", "n_layer", "num_hidden_layers") if key in job.model), None)
+    sizes = f" {wide}×{deep}" if isinstance(wide, int) and isinstance(deep, int) else ""
+    return shape_from_fields(job.model, f"{family if isinstance(family, str) else 'model'}{sizes}")
 
 
 def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers:
@@ -304,15 +309,6 @@ def _is_this(word: str | None) -> bool:
     return word is None or word.strip().lower() == "this"
 
 
-def _block_name(block: Mapping[str, Any]) -> str:
-    """`mamba 4864×45`: what a block of shape fields is called on screen."""
-    family = block.get("family", block.get("model_type", "model"))
-    wide = block.get("d_model", block.get("hidden_size"))
-    deep = next((block[key] for key in ("n_layers", "n_layer", "num_hidden_layers") if key in block), None)
-    sizes = f" {wide}×{deep}" if isinstance(wide, int) and isinstance(deep, int) else ""
-    return f"{family if isinstance(family, str) else 'model'}{sizes}"
-
-
 class _InFields(Message):
     """What is said about flags, with the fields of a job file instead."""
 
@@ -374,7 +370,14 @@ def _check(job: Job, source: Source) -> tuple[Said, ...]:
     for check in (_check_words, _check_counts, _check_levers, _check_model, _check_ids, _check_stages):
         for fault in check(job, source):
             raise fault
-    return tuple(_oddities(job, source))
+    said: list[Said] = []
+    if job.epochs is not None and job.max_steps is not None:
+        said.append(Message("job.steps-win", place=source.place("max_steps"), steps=job.max_steps))
+    if job.lora != Adapters() and _adapters_idle(job):
+        said.append(Message("job.lora-idle", place=source.place("lora")))
+    if job.evaluation.every_steps is not None and not job.evaluation.split:
+        said.append(Message("job.evaluation-idle", place=source.place("evaluation.every_steps")))
+    return tuple(said)
 
 
 def _check_model(job: Job, source: Source) -> Iterator[UserError]:
@@ -460,17 +463,6 @@ def _check_levers(job: Job, source: Source) -> Iterator[UserError]:
             ),
             at=source.name("effective_batch"),
         )
-
-
-def _oddities(job: Job, source: Source) -> list[Said]:
-    said: list[Said] = []
-    if job.epochs is not None and job.max_steps is not None:
-        said.append(Message("job.steps-win", place=source.place("max_steps"), steps=job.max_steps))
-    if job.lora != Adapters() and _adapters_idle(job):
-        said.append(Message("job.lora-idle", place=source.place("lora")))
-    if job.evaluation.every_steps is not None and not job.evaluation.split:
-        said.append(Message("job.evaluation-idle", place=source.place("evaluation.every_steps")))
-    return said
 
 
 def _adapters_idle(job: Job) -> bool:

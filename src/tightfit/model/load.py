@@ -83,7 +83,7 @@ def find_config(word: str) -> FoundConfig:
     if name.endswith(".json") or name.startswith((".", "/", "~")) or os.path.isabs(path):
         raise ModelError(Message("model.no-such-file", name=shown(name)))
     known = checkpoint_named(name)
-    return FoundConfig(name, _read_json(_from_hub(name), name)) if known is None else _known(known)
+    return FoundConfig(name, _read_json(_from_hub(name), name)) if known is None else _find_known(known)
 
 
 def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
@@ -187,7 +187,7 @@ HONEST = 0.05
 """A name that is this close to the count needs no correction."""
 
 
-def _known(name: str) -> FoundConfig:
+def _find_known(name: str) -> FoundConfig:
     """A public model that has a preset's shape, under its own name."""
     checkpoint = CHECKPOINTS[name]
     config = PRESETS[checkpoint.preset].config
@@ -244,14 +244,14 @@ def _read_json(path: Path, name: str) -> Mapping[str, object]:
 def _from_hub(name: str) -> Path:
     """The config.json of a Hugging Face id, from the cache or fetched into it; never the weights."""
     try:
-        return Path(_cached_or_fetched(name))
+        return Path(_fetch(name))
     except ImportError as error:
         raise ModelError(Message("model.needs-huggingface-hub", name=shown(name))) from error
     except Exception as error:  # whatever the network and its libraries raise, the user reads one sentence
         raise ModelError(_hub_problem(name, error)) from error
 
 
-def _cached_or_fetched(name: str) -> str:
+def _fetch(name: str) -> str:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import LocalEntryNotFoundError
 

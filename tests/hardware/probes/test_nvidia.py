@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import recorded
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, settled, together
+from tightfit.hardware.probes.card import Answer, Card, CardProcess, complete_sizes, together
 from tightfit.hardware.probes.nvidia import FIELDS, parse_apps, parse_cards, parse_links, parse_nvml, parse_runtime
 from tightfit.hardware.probes.readings import GIB, MIB, pci_address
 from tightfit.hardware.probes.rocm_smi import parse_cards as parse_smi
@@ -108,7 +108,7 @@ def test_cards_of_two_makers_stand_beside_each_other() -> None:
 def test_a_later_tool_fills_in_what_an_earlier_one_left_open() -> None:
     first = Card(index=0, vendor="amd", pci="0000:01:00.0", use_percent=5)
     second = Card(index=7, vendor="amd", pci="0000:01:00.0", use_percent=9, total_bytes=GIB, used_bytes=MIB)
-    (card,) = together([Answer(tool="a", cards=(first,)), Answer(tool="b", cards=(settled(second),))]).cards
+    (card,) = together([Answer(tool="a", cards=(first,)), Answer(tool="b", cards=(complete_sizes(second),))]).cards
     assert (card.index, card.use_percent, card.total_bytes, card.free_bytes) == (0, 5, GIB, GIB - MIB)
 
 

@@ -135,7 +135,7 @@ def _hip(build: TorchBuild | None, root: Path = Path("/")) -> list[Row]:
     dtk = re.sub("[^0-9]", "", read_text(root / "opt/dtk/.dtk_version"))
     tag = re.search(r"dtk([0-9]{4,6})", build.version)
     if dtk and tag:
-        same, has, wants = dtk.startswith(tag[1][:4]), f"DTK {_dotted(dtk)}", f"DTK {_dotted(tag[1])}"
+        same, has, wants = dtk.startswith(tag[1][:4]), f"DTK {_add_dots(dtk)}", f"DTK {_add_dots(tag[1])}"
     else:
         rocm = re.match(r"[0-9]+\.[0-9]+", read_text(root / "opt/rocm/.info/version").strip())
         if rocm is None:
@@ -148,7 +148,7 @@ def _hip(build: TorchBuild | None, root: Path = Path("/")) -> list[Row]:
     return [Row(id="hip-toolkit", group="building", light="yellow", what=what, fix=Message("doctor.hip-toolkit-fix"))]
 
 
-def _dotted(digits: str) -> str:
+def _add_dots(digits: str) -> str:
     """`25041` → 25.04.1."""
     return ".".join(part for part in (digits[:2], digits[2:4], digits[4:]) if part)
 

@@ -29,7 +29,7 @@ def main(folder: str) -> int:
         free = told.f_bavail * told.f_frsize
         tree: dict[str, object] = {"folder": folder, "free": free, "total": told.f_blocks * told.f_frsize}
         if free > SPARE_BYTES + MOST_BYTES:
-            tree |= _written(folder)
+            tree |= _measure_writing(folder)
         else:
             with tempfile.TemporaryFile(dir=folder):
                 pass
@@ -39,7 +39,7 @@ def main(folder: str) -> int:
     return 0
 
 
-def _written(folder: str) -> dict[str, object]:
+def _measure_writing(folder: str) -> dict[str, object]:
     data = os.urandom(CHUNK_BYTES)  # a file system that packs or dedupes must not look faster than it is
     done, begun = 0, time.monotonic()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

@@ -53,14 +53,14 @@ def probe_cards(patience_s: float = PATIENCE_S, *, ask_torch_until: float | None
         answers.append(torch_probe(ask_torch_until))
     found = together(answers)
     cards = tuple(with_people(card) for card in found.cards)
-    return replace(found, cards=cards, unplaced=tuple(map(_named, found.unplaced)))
+    return replace(found, cards=cards, unplaced=tuple(map(_add_person, found.unplaced)))
 
 
 def with_people(card: Card) -> Card:
     """The card with the user and the command of each of its processes."""
-    return card if card.processes is None else replace(card, processes=tuple(map(_named, card.processes)))
+    return card if card.processes is None else replace(card, processes=tuple(map(_add_person, card.processes)))
 
 
-def _named(process: CardProcess) -> CardProcess:
+def _add_person(process: CardProcess) -> CardProcess:
     user, command = who_is(process.pid)
     return replace(process, user=user, command=command)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, settled
+from tightfit.hardware.probes.card import Answer, Card, CardProcess, complete_sizes
 from tightfit.hardware.probes.readings import celsius, pci_address, percent, process_id, size, total, watts, words
-from tightfit.hardware.probes.shapes import told_lines, tree_of
+from tightfit.hardware.probes.shapes import split_lines, tree_of
 from tightfit.hardware.probes.tools import Hung, Silent, ask_by
 from tightfit.messages import Message
 
@@ -52,7 +52,7 @@ def parse_metric(text: str) -> tuple[Card, ...]:
     for index, tree in _trees(text):
         memory, use, power = _branch(tree, "mem_usage"), _branch(tree, "usage"), _branch(tree, "power")
         heat = _branch(tree, "temperature")
-        card = settled(
+        card = complete_sizes(
             Card(
                 index=index,
                 vendor="amd",
@@ -102,7 +102,7 @@ def _processes(tree: Tree) -> tuple[CardProcess, ...] | None:
         return None
     found: dict[int, CardProcess] = {}
     for entry in listed:
-        outer = _lowered(entry)
+        outer = _lower_keys(entry)
         told = _branch(outer, "process_info") or outer
         pid = process_id(told.get("pid"))
         if pid is not None:
@@ -124,10 +124,10 @@ def _trees(text: str) -> list[tuple[int, Tree]]:
     if isinstance(read, dict):
         wrapped = read.get("gpu_data")
         read = wrapped if isinstance(wrapped, list) else [read]
-    entries = read if isinstance(read, list) else _indented(text)
+    entries = read if isinstance(read, list) else _parse_indented(text)
     found: list[tuple[int, Tree]] = []
     for entry in entries[:_MOST_CARDS]:
-        tree = _lowered(entry)
+        tree = _lower_keys(entry)
         number = tree.get("gpu")
         if isinstance(number, str) and re.fullmatch("[0-9]{1,4}", number):
             number = int(number)
@@ -136,12 +136,12 @@ def _trees(text: str) -> list[tuple[int, Tree]]:
     return found
 
 
-def _indented(text: str) -> list[object]:
+def _parse_indented(text: str) -> list[object]:
     """The text form: a card at the margin, groups below it, values below those."""
     cards: list[object] = []
     card: dict[str, object] = {}
     group: dict[str, object] = {}
-    for line, whole in told_lines(text):
+    for line, whole in split_lines(text):
         if not whole:
             continue
         if head := _HEAD.fullmatch(line.rstrip()):
@@ -156,9 +156,9 @@ def _indented(text: str) -> list[object]:
     return cards
 
 
-def _lowered(value: object) -> dict[str, object]:
+def _lower_keys(value: object) -> dict[str, object]:
     return {str(key).lower(): each for key, each in value.items()} if isinstance(value, dict) else {}
 
 
 def _branch(tree: Tree, name: str) -> Tree:
-    return _lowered(tree.get(name))
+    return _lower_keys(tree.get(name))

@@ -5,7 +5,7 @@ What a tool does not report stays None. It is never zero: a card whose memory no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from tightfit.messages import Message
@@ -82,7 +82,7 @@ class Cards:
     problems: tuple[Message, ...] = ()
 
 
-def settled(card: Card) -> Card:
+def complete_sizes(card: Card) -> Card:
     """A card whose sizes agree: what follows is filled in, and what contradicts itself is unknown.
 
     NVIDIA's drivers reserve some memory that is neither used nor free, so that nothing follows there.
@@ -118,11 +118,13 @@ def together(answers: Iterable[Answer]) -> Cards:
             if place is None:
                 found.append(card)
             else:
-                found[place] = _filled(found[place], card)
+                found[place] = _fill_in(found[place], card)
     showing = [answer for answer in answers if answer.cards]
+    placed = {process.pid for card in found for process in card.processes or ()}
+    loose = {process.pid: process for answer in reversed(showing) for process in answer.unplaced}
     return Cards(
         cards=tuple(found),
-        unplaced=_distinct(showing, found),
+        unplaced=tuple(process for pid, process in sorted(loose.items()) if pid not in placed),
         driver=next((answer.driver for answer in answers if answer.driver is not None), None),
         tools=tuple(dict.fromkeys(answer.tool for answer in showing)),
         problems=tuple(dict.fromkeys(answer.problem for answer in answers if answer.problem is not None)),
@@ -133,16 +135,10 @@ def _family(card: Card) -> str:
     return "nvidia" if card.vendor == "nvidia" else "hip"
 
 
-def _filled(card: Card, other: Card) -> Card:
+def _fill_in(card: Card, other: Card) -> Card:
     """Sizes go together: a used amount of one moment and a free one of another would not add up."""
     taken = {"total_bytes", "used_bytes", "free_bytes"}
     whole = card.total_bytes is not None and card.used_bytes is not None
     names = [field.name for field in fields(Card) if not (whole and field.name in taken)]
     more = {name: getattr(other, name) for name in names if getattr(card, name) is None}
-    return settled(replace(card, **more))
-
-
-def _distinct(answers: Sequence[Answer], cards: Sequence[Card]) -> tuple[CardProcess, ...]:
-    placed = {process.pid for card in cards for process in card.processes or ()}
-    loose = {process.pid: process for answer in reversed(answers) for process in answer.unplaced}
-    return tuple(process for pid, process in sorted(loose.items()) if pid not in placed)
+    return complete_sizes(replace(card, **more))

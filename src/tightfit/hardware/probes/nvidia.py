@@ -17,9 +17,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, settled
+from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, complete_sizes
 from tightfit.hardware.probes.readings import celsius, pci_address, percent, process_id, size, total, watts, words
-from tightfit.hardware.probes.shapes import told_lines, tree_of
+from tightfit.hardware.probes.shapes import split_lines, tree_of
 from tightfit.hardware.probes.tools import Hung, Silent, ask_by, place_of, run
 from tightfit.messages import Message
 
@@ -127,7 +127,7 @@ def _is_odd(name: str, cell: str) -> bool:
 def _card(told: dict[str, str], name: str) -> Card:
     uuid = words(told.get("uuid"))
     capability = re.fullmatch(r"([0-9]{1,2})\.([0-9])", told.get("compute_cap", ""))
-    return settled(
+    return complete_sizes(
         Card(
             index=int(told["index"]),
             vendor="nvidia",
@@ -213,7 +213,7 @@ def _nvml_card(told: dict[str, object]) -> Card | None:
     power = told.get("power_mw")
     capability = told.get("capability")
     arch = "".join(map(str, capability)) if isinstance(capability, list) and len(capability) == 2 else ""
-    return settled(
+    return complete_sizes(
         Card(
             index=index,
             vendor="nvidia",
@@ -248,7 +248,7 @@ def parse_links(text: str) -> tuple[tuple[str, str, str], ...]:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     header: list[str] = []
     found = []
-    for line, whole in told_lines(plain):
+    for line, whole in split_lines(plain):
         cells = line.split() if whole else []
         cards = [cell for cell in cells if re.fullmatch(r"(?:GPU|HCU|DCU)[0-9]{1,3}", cell)]
         if len(cards) > 1:

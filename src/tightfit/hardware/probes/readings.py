@@ -21,15 +21,11 @@ def number(value: object) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
-        return float(value) if _is_small(value) else None
+        return float(value) if ((abs(value) < 1e30) if isinstance(value, int) else math.isfinite(value)) else None
     if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
         return None
     found = float(value)
     return found if math.isfinite(found) else None
-
-
-def _is_small(value: int | float) -> bool:
-    return (abs(value) < 1e30) if isinstance(value, int) else math.isfinite(value)
 
 
 def with_unit(value: object, unit: str | None = None) -> tuple[object, str | None]:

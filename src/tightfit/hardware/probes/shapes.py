@@ -90,7 +90,7 @@ def _with_commas(text: str) -> str:
     return "".join(parts)
 
 
-def told_lines(text: str) -> list[tuple[str, bool]]:
+def split_lines(text: str) -> list[tuple[str, bool]]:
     """The lines, each with whether its end is there."""
     return [(line, line.endswith(("\n", "\r"))) for line in text.splitlines(keepends=True)]
 
@@ -108,7 +108,7 @@ def _json(text: str) -> dict[int, Row]:
 
 def _lines(text: str) -> dict[int, Row]:
     rows: dict[int, Row] = {}
-    for line, whole in told_lines(text):
+    for line, whole in split_lines(text):
         if (found := _LINE.fullmatch(line.strip())) and len(rows) < _MOST_CARDS:
             values = rows.setdefault(int(found[1]), Row(int(found[1]))).values
             if whole:
@@ -119,7 +119,7 @@ def _lines(text: str) -> dict[int, Row]:
 def _csv(text: str) -> dict[int, Row]:
     rows: dict[int, Row] = {}
     header: list[str] = []
-    for line, whole in told_lines(text):
+    for line, whole in split_lines(text):
         try:
             cells = [cell.strip() for cell in next(csv.reader([line.strip()], strict=True), [])]
         except csv.Error:
@@ -142,7 +142,7 @@ def _table(text: str) -> dict[int, Row]:
     """The old table. Headers of two lines, and cells with blanks, leave the last two columns alone readable."""
     rows: dict[int, Row] = {}
     header: list[str] = []
-    for line, whole in told_lines(text):
+    for line, whole in split_lines(text):
         cells = line.replace("|", " ").split() if whole else []
         if len(cells) > 2 and cells[-2].upper() == "VRAM%" and _BUSY.fullmatch(cells[-1]):
             header = [cell.lower() for cell in cells]

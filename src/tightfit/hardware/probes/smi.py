@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from tightfit.hardware.probes.card import Card, settled
+from tightfit.hardware.probes.card import Card, complete_sizes
 from tightfit.hardware.probes.readings import celsius, pci_address, percent, size, total, watts, words
 from tightfit.hardware.probes.shapes import Row
 from tightfit.hardware.words import recognise
@@ -35,11 +35,14 @@ def _card(row: Row, vendor: Vendor) -> Card:
     whole = _sized(values, _TOTAL, is_total=True)
     arch = re.match("gfx[0-9a-f]+", words(values.get("gfx version")) or "")
     unique = words(values.get("unique id"))
-    return settled(
+    # a name that the catalogue knows before one that it does not; numbers such as 0x6210 are no names
+    names = [name for key in _NAMES if (name := words(values.get(key))) and not name.lower().startswith("0x")]
+    known = [name for name in names if recognise(name, whole)[0] is not None]
+    return complete_sizes(
         Card(
             index=row.index,
             vendor=vendor,
-            name=_name(values, whole),
+            name=next(iter((*known, *names)), None),
             pci=pci_address(values.get("pci bus")),
             uuid=re.sub("^0x", "GPU-", unique) if unique else None,
             arch=arch[0] if arch else None,
@@ -71,10 +74,3 @@ def _temperature(values: Mapping[str, object]) -> float | None:
         if found is not None:
             return found
     return None
-
-
-def _name(values: Mapping[str, object], total_bytes: int | None) -> str | None:
-    """A name that the catalogue knows before one that it does not; numbers such as 0x6210 are no names."""
-    names = [name for key in _NAMES if (name := words(values.get(key))) and not name.lower().startswith("0x")]
-    known = [name for name in names if recognise(name, total_bytes)[0] is not None]
-    return next(iter((*known, *names)), None)

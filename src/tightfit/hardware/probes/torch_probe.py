@@ -9,7 +9,7 @@ import re
 import sys
 import time
 
-from tightfit.hardware.probes.card import Answer, Card, settled
+from tightfit.hardware.probes.card import Answer, Card, complete_sizes
 from tightfit.hardware.probes.readings import size, total, words
 from tightfit.hardware.probes.shapes import tree_of
 from tightfit.hardware.probes.tools import Hung, Silent, run
@@ -64,7 +64,7 @@ def _card(told: dict[str, object], *, is_hip: bool) -> Card | None:
     arch = re.match("sm_[0-9]{2,3}|gfx[0-9a-f]{3,5}", words(told.get("arch")) or "")
     name = words(told.get("name"))
     hygon = is_hip and arch is not None and arch[0] in _HYGON
-    return settled(
+    return complete_sizes(
         Card(
             index=index,
             vendor="hygon" if hygon else "amd" if is_hip else "nvidia",

@@ -19,7 +19,11 @@ def shape(config: ConfigReader) -> ModelShape:
     """mamba and falcon_mamba."""
     config.require("hidden_size", "num_hidden_layers", "vocab_size")
     hidden = config.count("hidden_size", 768)
-    inner = _inner(config, hidden)
+    # transformers computes it from `expand`, then lets a written `intermediate_size` overrule the product
+    expanded = int(config.number("expand", 2) * hidden)
+    if not 1 <= expanded <= MAX_SIZE:
+        raise config.fail("model.implausible-width", expanded=expanded)
+    inner = config.count("intermediate_size", expanded)
     state = config.count("state_size", 16)
     # A file may say "auto", which is also the default.
     dt_rank = ceil(hidden / 16) if config.is_word("time_step_rank", "auto") else None
@@ -67,14 +71,6 @@ def shape2(config: ConfigReader) -> ModelShape:
     chunk = config.count("chunk_size", 256)
     mixer = Mamba2(inner=inner, state=state, conv=conv, heads=heads, head_dim=head_dim, groups=groups, chunk=chunk)
     return _assemble(config, hidden, mixer, tensors, tied=False)
-
-
-def _inner(config: ConfigReader, hidden: int) -> int:
-    """transformers computes it from `expand`, then lets a written `intermediate_size` overrule the product."""
-    expanded = int(config.number("expand", 2) * hidden)
-    if not 1 <= expanded <= MAX_SIZE:
-        raise config.fail("model.implausible-width", expanded=expanded)
-    return config.count("intermediate_size", expanded)
 
 
 def _convolution(config: ConfigReader, channels: int, kernel: int) -> list[Tensor]:
