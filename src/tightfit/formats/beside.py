@@ -85,7 +85,7 @@ def yaml_text_with(text: str, changes: Mapping[str, Any]) -> str:
     for start, key, value in sorted(
         (span for name, span in spans.items() if name in changes), reverse=True, key=_place
     ):
-        text = _replaced(text, start, value.end_mark.index, key.value, changes[key.value])
+        text = _replace_span(text, start, value.end_mark.index, key.value, changes[key.value])
     if new:
         text = text.rstrip("\n") + "\n" + "".join(f"{_line(key, value)}\n" for key, value in new.items())
     return text
@@ -95,7 +95,7 @@ def _place(span: tuple[int, Any, Any]) -> int:
     return span[0]
 
 
-def _replaced(text: str, start: int, end: int, key: str, value: Any) -> str:
+def _replace_span(text: str, start: int, end: int, key: str, value: Any) -> str:
     """A block's end mark lies at the start of the next key: the line break before it stays."""
     ended = end
     while ended > start and text[ended - 1] in "\n ":

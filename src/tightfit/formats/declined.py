@@ -22,12 +22,12 @@ class Declined(NamedTuple):
     """So many of them."""
 
 
-def _declined(name: str, needs: str, telling: str, least: int) -> Declined:
+def _decline(name: str, needs: str, telling: str, least: int) -> Declined:
     return Declined(name, frozenset(needs.split()), frozenset(telling.split()), least)
 
 
 DECLINED = (
-    _declined(
+    _decline(
         "Axolotl",
         "base_model",
         """sequence_len datasets micro_batch_size num_epochs val_set_size sample_packing dataset_prepared_path adapter
@@ -35,14 +35,14 @@ DECLINED = (
         pretraining_dataset pad_to_sequence_len rl plugins wandb_entity""",
         3,
     ),
-    _declined(
+    _decline(
         "LLaMA-Factory v1",
         "model",
         """model_class kernel_config dist_config quant_config peft_config train_dataset sample_backend init_config
         optim_config lr_scheduler_config batching_strategy export_config""",
         1,
     ),
-    _declined(
+    _decline(
         "ms-swift",
         "model",
         """tuner_type train_type rlhf_type split_dataset_ratio model_author model_name dataset_num_proc target_modules
@@ -50,20 +50,20 @@ DECLINED = (
         val_dataset lazy_tokenize use_hf attn_impl enable_thinking truncation_strategy global_batch_size""",
         2,
     ),
-    _declined(
+    _decline(
         "ms-swift",
         "",
         "train_type tuner_type rlhf_type split_dataset_ratio sampler_type rollout_group train_group device_groups",
         2,
     ),
-    _declined(
+    _decline(
         "open-instruct",
         "model_name_or_path",
         """with_tracking checkpointing_steps use_slow_tokenizer dataset_mix_dir dataset_mixer keep_last_n_checkpoints
         hf_metadata_dataset try_launch_beaker_eval_jobs add_bos use_qlora""",
         2,
     ),
-    _declined(
+    _decline(
         "Megatron",
         "",
         """tensor_model_parallel_size pipeline_model_parallel_size num_layers num_attention_heads hidden_size
@@ -71,10 +71,10 @@ DECLINED = (
         model_parallel transformer_impl""",
         3,
     ),
-    _declined("NeMo", "trainer exp_manager", "model trainer exp_manager", 1),
-    _declined("torchtune", "tokenizer model", "checkpointer loss metric_logger batch_size compile", 3),
-    _declined("LLM Foundry", "max_duration", "train_loader global_train_batch_size callbacks algorithms", 1),
-    _declined("LitGPT", "checkpoint_dir", "lora_r lora_query train eval out_dir devices", 3),
+    _decline("NeMo", "trainer exp_manager", "model trainer exp_manager", 1),
+    _decline("torchtune", "tokenizer model", "checkpointer loss metric_logger batch_size compile", 3),
+    _decline("LLM Foundry", "max_duration", "train_loader global_train_batch_size callbacks algorithms", 1),
+    _decline("LitGPT", "checkpoint_dir", "lora_r lora_query train eval out_dir devices", 3),
 )
 
 _LLAMAFACTORYS = frozenset("template stage cutoff_len lora_target quantization_bit do_train".split())

@@ -177,7 +177,7 @@ def _scan(text: str) -> tuple[dict[str, int], tuple[str, ...]]:
             colon = _skip(text, found.end()) if found else at
             if not found or text[colon : colon + 1] != ":":
                 break
-            name = _unquoted(found[0])
+            name = _unquote(found[0])
             outer = [key for _, key in blocks]
             if None not in outer:
                 place = ".".join([key for key in outer if key] + [name])
@@ -204,7 +204,7 @@ def _end_of_line(text: str, at: int) -> int:
     return len(text) if end < 0 else max(end, at + 1)
 
 
-def _unquoted(word: str) -> str:
+def _unquote(word: str) -> str:
     if word[:1] == '"':
         try:
             return str(json.loads(word))

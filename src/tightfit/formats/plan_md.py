@@ -32,7 +32,7 @@ def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mappin
         _start(plan, target, files),
         _files(plan, target, files, left_out or {}),
         _environment(plan, target),
-        _bullets(text("planfile.assumed"), _assumed(plan)),
+        _bullets(text("planfile.assumed"), _assumptions(plan)),
         _bullets(text("planfile.never-run"), plan.unproven),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
@@ -199,11 +199,11 @@ def _environment(plan: Plan, target: Target) -> Iterator[str]:
 
 def _reasons(plan: Plan) -> list[Said]:
     """What is said nowhere else on the page."""
-    elsewhere = {*_assumed(plan), *plan.unproven, *untrained(plan.job)}
+    elsewhere = {*_assumptions(plan), *plan.unproven, *untrained(plan.job)}
     return [said for said in plan.because if said not in elsewhere and id_of(said) != "plan.changes-training"]
 
 
-def _assumed(plan: Plan) -> Iterable[Said]:
+def _assumptions(plan: Plan) -> Iterable[Said]:
     """What was taken to be so: the model, the machine, what the runtime keeps of the card, the rates."""
     way = chosen_way(plan)
     memory = [said for said in way.footprint.because if id_of(said) != "price.peak-phase"]

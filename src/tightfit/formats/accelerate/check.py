@@ -66,10 +66,10 @@ def _check_keys(sheet: Sheet) -> None:
         for key in sheet.block(block):
             if key not in takes:
                 what = Message("accelerate.nobody-reads", key=key, block=block)
-                sheet.say("acc-typo", f"{block}.{key}", what, _meant(key, known))
+                sheet.say("acc-typo", f"{block}.{key}", what, _suggest(key, known))
 
 
-def _meant(key: str, known: Iterable[str]) -> Message:
+def _suggest(key: str, known: Iterable[str]) -> Message:
     close = find_slip(key, known)
     return Message("lint.write", what=close) if close else Message("lint.delete")
 

@@ -99,7 +99,7 @@ def _check_block(sheet: Sheet, path: str) -> None:
 def _unknown(sheet: Sheet, path: str, key: str, place: str) -> None:
     version = sheet.target.deepspeed_version
     if place in GONE or key in (REMOVED if not path else REMOVED_FROM_ZERO if path == "zero_optimization" else ()):
-        _removed(sheet, place, GONE.get(place, REMOVED_IN), version)
+        _say_removed(sheet, place, GONE.get(place, REMOVED_IN), version)
         return
     if not path and key.startswith(("_", "#", "//", "$")):
         return  # the usual way to leave a comment in plain JSON
@@ -118,7 +118,7 @@ def _unknown(sheet: Sheet, path: str, key: str, place: str) -> None:
         sheet.say("ds-unknown", place, ends, Message("deepspeed.delete-unless-yours"))
 
 
-def _removed(sheet: Sheet, place: str, gone: str, version: str) -> None:
+def _say_removed(sheet: Sheet, place: str, gone: str, version: str) -> None:
     if release(version) < release(gone):
         _too_new(sheet, place)
     elif place == "aio.thread_count":

@@ -152,7 +152,7 @@ def check_kinds(sheet: Sheet) -> None:
         if takes.kind == "switch" and isinstance(value, str):
             _switch_in_words(sheet, place, value)
         elif not _is_taken(place, value, takes):
-            _refused(sheet, place, value, takes)
+            _refuse(sheet, place, value, takes)
     if sheet.get(f"{_ZERO}.compute_grad_norm") in (False, 0) and sheet.number(f"{_ZERO}.stage") not in (1, 2):
         what = Message("deepspeed.grad-norm-stage")
         sheet.say("ds-value", f"{_ZERO}.compute_grad_norm", what, Message("lint.delete"))
@@ -193,7 +193,7 @@ def _switch_in_words(sheet: Sheet, place: str, value: str) -> None:
         return  # a number in quotes, said with the others
     if _is_pydantics(block, sheet.target.deepspeed_version):
         if meant is None:
-            _refused(sheet, place, value, TAKES[place])
+            _refuse(sheet, place, value, TAKES[place])
         else:
             what = Message("deepspeed.switch-as-text", meant=meant, value=shown(value))
             sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=meant))
@@ -211,7 +211,7 @@ def _is_pydantics(block: str, version: str) -> bool:
     return block in LOUD and (block not in ("fp16", "bf16", "bfloat16") or release(version) >= release(PYDANTIC_BF16))
 
 
-def _refused(sheet: Sheet, place: str, value: Any, takes: Takes) -> None:
+def _refuse(sheet: Sheet, place: str, value: Any, takes: Takes) -> None:
     key, fix = place.rpartition(".")[2], Message("lint.write", what=takes.phrase)
     what = Message("deepspeed.must-be", key=key, phrase=takes.phrase, value=shown(value))
     if isinstance(value, bool) and takes.kind != "words" and place != "fp16.loss_scale":

@@ -83,7 +83,7 @@ def read_deepspeed(
     stage = _stage(zero)
     offload_param = _offload(zero, "offload_param", stage)
     offload_optimizer = _offload(zero, "offload_optimizer", stage)
-    because += _unpriced(values, file)
+    because += _list_unpriced(values, file)
     cpu_checkpointing = bool(_block(top, "activation_checkpointing").switch("cpu_checkpointing"))
     if "activation_checkpointing" in values:
         because.append(Message("deepspeed.checkpointing-from-flags", file=file))
@@ -208,7 +208,7 @@ def _unknown(key: str, file: str, path: str) -> ConfigError:
     return unknown_key(key, KEYS[path], str(where), aside=str(aside))
 
 
-def _unpriced(values: Mapping[str, Any], file: str) -> list[Message]:
+def _list_unpriced(values: Mapping[str, Any], file: str) -> list[Message]:
     """A sentence for each setting that moves memory in a way that Levers cannot say."""
     sentences = []
     for path in _UNPRICED:
@@ -282,7 +282,7 @@ def _offload(zero: Fields, kind: str, stage: int) -> Offload:
 def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, because: list[Message]) -> Buckets:
     filled = _hidden_sizes(zero, stage, hidden_size, because)
     plain = Buckets()
-    used = {key: _spelling_used(zero, key) for key in PREFIXED}
+    used = {key: _spelling(zero, key) for key in PREFIXED}
     param, optimizer = _block(zero, "offload_param"), _block(zero, "offload_optimizer")
 
     def size(key: str, default: int, *, block: Fields = zero, least: int = 0) -> int:
@@ -302,20 +302,20 @@ def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, be
         sub_group_size=size("sub_group_size", plain.sub_group_size),
         overlap_comm=None if zero.values.get("overlap_comm") is None else zero.switch("overlap_comm"),
         contiguous_gradients=zero.switch("contiguous_gradients") is not False,
-        pin_memory=_pinned(optimizer, param, version),
+        pin_memory=_pins(optimizer, param, version),
         param_buffer_count=size("buffer_count", plain.param_buffer_count, block=param),
         param_buffer_size=size("buffer_size", 100_000_000, block=param) if param.values else None,
         optimizer_buffer_count=size("buffer_count", plain.optimizer_buffer_count, block=optimizer),
     )
 
 
-def _pinned(optimizer: Fields, param: Fields, version: str) -> bool:
+def _pins(optimizer: Fields, param: Fields, version: str) -> bool:
     """DeepSpeed pins each kind apart and Levers both together: the optimizer's word, being the larger, counts."""
     said = [block.switch("pin_memory") for block in (optimizer, param) if block.says("pin_memory")]
     return said[0] is True if said else release(version) >= release(_PINNED_SINCE)
 
 
-def _spelling_used(zero: Fields, key: str) -> str:
+def _spelling(zero: Fields, key: str) -> str:
     """The one of `key` and `stage3_key` that the file has; the one that Hugging Face fills in if neither."""
     if key in zero.values and f"stage3_{key}" in zero.values:
         raise ConfigError(

@@ -48,7 +48,7 @@ def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) 
     way = chosen_way(plan)
     check_version(target.deepspeed_version)
     _check_engine(way.levers)
-    values = _known(_values(plan, way, with_optimizer), target.deepspeed_version)
+    values = _keep_known(_values(plan, way, with_optimizer), target.deepspeed_version)
     return json.dumps(without_defaults(values), indent=2) + "\n"
 
 
@@ -194,13 +194,13 @@ def _optimizer(job: Job, levers: Levers) -> Block:
 # --- what cannot be written ---------------------------------------------------------------------
 
 
-def _known(values: Block, version: str, path: str = "") -> Block:
+def _keep_known(values: Block, version: str, path: str = "") -> Block:
     """The same without what this release does not know."""
     kept: Block = {}
     for name, value in values.items():
         where = f"{path}.{name}" if path else name
         if knows(version, where):
-            kept[name] = _known(value, version, where) if isinstance(value, dict) else value
+            kept[name] = _keep_known(value, version, where) if isinstance(value, dict) else value
         elif value is True and name.startswith("bf16_"):
             raise ConfigError(Message("deepspeed.pure-bf16-since", version=version))
     return kept

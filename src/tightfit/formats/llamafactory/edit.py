@@ -35,7 +35,7 @@ class Edit(NamedTuple):
     reason: Said
 
 
-def edited(plan: Plan, original: Original, values: Mapping[str, Any], head: Message) -> str:
+def write_edits(plan: Plan, original: Original, values: Mapping[str, Any], head: Message) -> str:
     """The file; `values`: what a file written from nothing would say; `head`: what stands at its top."""
     edits = edits_of(plan, original, values)
     lines = [str(head), text("llamafactory.made-from", name=original.name)]
@@ -48,7 +48,7 @@ def edited(plan: Plan, original: Original, values: Mapping[str, Any], head: Mess
     kept = "\n".join(line for line in original.text.splitlines() if not line.startswith(HEAD)).strip("\n")
     wanted = {**original.written, **{edit.key: edit.value for edit in edits}}
     wanted = {key: value for key, value in wanted.items() if value is not None or key not in {e.key for e in edits}}
-    body = _spliced(kept, edits)
+    body = _splice(kept, edits)
     if body is None or yaml.safe_load(body) != wanted:  # a form that cannot be changed in place
         body = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=10**6).rstrip("\n")
     return "\n".join([*(HEAD + " ".join(line.split()) for line in lines), "", body]) + "\n"
@@ -67,10 +67,10 @@ def edits_of(plan: Plan, original: Original, values: Mapping[str, Any]) -> list[
     way = chosen_way(plan)
     found: dict[str, Edit] = {}
     for edit in (
-        *_asked(plan, original, values),
-        *_meant(plan, way, original, values),
-        *_computed(plan, way, original, values),
-        *_placed(plan, original),
+        *_from_flags(plan, original, values),
+        *_from_changes(plan, way, original, values),
+        *_from_levers(plan, way, original, values),
+        *_from_paths(plan, original),
     ):
         if edit.value is None and edit.key not in original.written:
             continue
@@ -79,7 +79,7 @@ def edits_of(plan: Plan, original: Original, values: Mapping[str, Any]) -> list[
     return list(found.values())
 
 
-def _asked(plan: Plan, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
+def _from_flags(plan: Plan, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
     """What the command line says instead of the file."""
     said = AS_SAID
     before = original.job
@@ -99,7 +99,7 @@ def _asked(plan: Plan, original: Original, values: Mapping[str, Any]) -> Iterato
         yield Edit("dataset_dir", values["dataset_dir"], said)
 
 
-def _meant(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
+def _from_changes(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
     """What changes the result: because it was asked for, or allowed and needed."""
     levers, settings = way.levers, original.settings
     why = "; ".join(map(str, way.changes)) if way.changes else AS_SAID
@@ -128,7 +128,7 @@ def _meant(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) 
             )
 
 
-def _computed(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
+def _from_levers(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
     """How it is computed, which is what the plan is for."""
     levers, settings = way.levers, original.settings
     each = f"{levers.micro_batch} × {levers.accumulation}"
@@ -180,7 +180,7 @@ def _optimizer(way: Way, original: Original) -> Iterator[Edit]:
         )
 
 
-def _placed(plan: Plan, original: Original) -> Iterator[Edit]:
+def _from_paths(plan: Plan, original: Original) -> Iterator[Edit]:
     """This file lies elsewhere than the one that it was made from."""
     for key, path in original.paths.items():
         if key != "dataset_dir" or keeps_data(plan, original):
@@ -190,7 +190,7 @@ def _placed(plan: Plan, original: Original) -> Iterator[Edit]:
 # --- the text -----------------------------------------------------------------------------------
 
 
-def _spliced(body: str, edits: Sequence[Edit]) -> str | None:
+def _splice(body: str, edits: Sequence[Edit]) -> str | None:
     """The text with the edits; None: it is no plain list of keys."""
     root = yaml.compose(body, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode) or root.flow_style:

@@ -40,7 +40,7 @@ from typing import Any
 
 from tightfit.formats.huggingface import liger
 from tightfit.formats.huggingface.write import OPTIM, said_to_fit
-from tightfit.formats.llamafactory.edit import edited, keeps_data, scalar
+from tightfit.formats.llamafactory.edit import keeps_data, scalar, write_edits
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import (
     chosen_way,
@@ -137,7 +137,7 @@ def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) ->
     }
     if original is not None:
         values = {key: value for section in sections.values() for key, value in section.items()}
-        return edited(plan, original, values, Message("llamafactory.head-edited", **known))
+        return write_edits(plan, original, values, Message("llamafactory.head-edited", **known))
     head = [
         Message("llamafactory.head", **known),
         Message("llamafactory.start-here"),

@@ -74,7 +74,7 @@ def worker_json(plan: Plan) -> str:
         "timeout_s": time_limit_s(job),
         "tier": job.tier,
         "changes": list(map(str, way.changes)),
-        "predicted": _predicted(way),
+        "predicted": _predictions(way),
     }
     return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -189,7 +189,7 @@ def _lora(job: Job, levers: Levers) -> dict[str, Any] | None:
     }
 
 
-def _predicted(way: Way) -> dict[str, Any]:
+def _predictions(way: Way) -> dict[str, Any]:
     gpu, host = way.footprint.gpu, way.footprint.host
     return {
         "gpu": {
