@@ -313,7 +313,7 @@ def test_what_is_half_written_stays_where_it_holds_somebodys_file(tmp_path: Path
     before = seen(tmp_path)
     found = leftovers([run], tmp_path / "cache")
     assert [each for each in found.leftovers if each.kind == "staging"] == []
-    assert sum(kind in sentence for sentence in found.unsure) == 3
+    assert sum(kind in str(sentence) for sentence in found.unsure) == 3
     main(["clean", "--yes", str(run)])
     assert seen(tmp_path) == before
 

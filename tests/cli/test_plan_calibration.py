@@ -188,7 +188,7 @@ def test_the_json_of_a_run_has_the_way_up() -> None:
     assert faster is not None
     told = cli_train_report._way_up_report(faster)
     assert told is not None
-    assert json.loads(json.dumps(told))["text"] == faster.because[0]
+    assert json.loads(json.dumps(told))["text"] == str(faster.because[0])
     assert faster.chosen is not None
     assert told["tokens_per_s"] == faster.chosen.pace.tokens_per_s
     assert cli_train_report._way_up_report(None) is None
