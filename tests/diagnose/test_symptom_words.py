@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.diagnose.catalogue import Sentence, Symptom, catalogue
+from tightfit.diagnose.catalogue import Symptom, SymptomText, catalogue
 from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.oom import describe_numbers
@@ -22,8 +22,8 @@ HOLES = re.compile(r"\{(\w+)\}")
 GIB = 2**30
 
 
-def sentences(symptom: Symptom) -> list[Sentence]:
-    return [Sentence(symptom.title.id), symptom.cause, *(remedy.text for remedy in symptom.remedies)]
+def sentences(symptom: Symptom) -> list[SymptomText]:
+    return [SymptomText(symptom.title.id), symptom.cause, *(remedy.text for remedy in symptom.remedies)]
 
 
 def test_every_text_is_there_in_both_languages_with_the_same_holes() -> None:

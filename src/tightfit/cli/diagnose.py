@@ -24,7 +24,7 @@ from tightfit.diagnose.catalogue import Symptom, catalogue
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.predicted import (
-    Prediction,
+    MemoryPrediction,
     predict_failure,
     predict_training,
     predict_verdict,
@@ -68,7 +68,7 @@ def diagnose(argv: Sequence[str]) -> int:
     return FOUND if found.verdict is not None or ended_badly else 0
 
 
-def _draw(question: Question, found: Diagnosis, expected: Prediction | None) -> None:
+def _draw(question: Question, found: Diagnosis, expected: MemoryPrediction | None) -> None:
     from tightfit.screen import open_console, say
     from tightfit.screen.diagnose import draw_diagnosis
 
@@ -88,7 +88,9 @@ def _has_evidence(evidence: Evidence) -> bool:
     return bool(evidence.logs or evidence.exits or evidence.kernel)
 
 
-def _predict(args: argparse.Namespace, question: Question, found: Diagnosis) -> tuple[Diagnosis, Prediction | None]:
+def _predict(
+    args: argparse.Namespace, question: Question, found: Diagnosis
+) -> tuple[Diagnosis, MemoryPrediction | None]:
     """What the memory model says: of the failure; or, where nothing has happened yet, of what is going to."""
     told = found.verdict
     alone = not _has_evidence(question.evidence)
@@ -257,7 +259,7 @@ def _keep_stdin(stack: ExitStack) -> Path:
 # --- for programs -------------------------------------------------------------------------------
 
 
-def as_json(found: Diagnosis, expected: Prediction | None = None) -> dict[str, Any]:
+def as_json(found: Diagnosis, expected: MemoryPrediction | None = None) -> dict[str, Any]:
     """What `--json` prints; a verdict of null means that nothing is wrong."""
     tree: dict[str, Any] = {
         "verdict": None if found.verdict is None else _verdict_json(found.verdict),

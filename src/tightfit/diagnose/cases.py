@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tightfit.diagnose.catalogue import CATCH_ALL, CUT_OFF, Catalogue, Symptom
-from tightfit.diagnose.fitting import around, best, refined
+from tightfit.diagnose.fitting import around, best, refine
 from tightfit.diagnose.gate import WORDS
 from tightfit.diagnose.lines import message_of
 from tightfit.diagnose.oom import OomMessage, read_oom
@@ -36,7 +36,7 @@ def cases_of(found: Scan, config: KnownConfig, entries: Catalogue, *, is_kernels
         if case is None:
             continue
         if finding.traceback is not None and finding.traceback.follows and cases and cases[-1].finding is not None:
-            cases[-1] = _chained(cases[-1], case)
+            cases[-1] = _chain(cases[-1], case)
         elif cases and (before := cases[-1].finding) is not None and _goes_on(cases[-1], finding):
             cases[-1] = replace(case, order=cases[-1].order, chain=(*cases[-1].chain, before))
         else:
@@ -60,7 +60,7 @@ def _case(finding: Finding, config: KnownConfig, entries: Catalogue) -> Case | N
     known = around(finding, config, oom.shapes if oom else frozenset())
     symptom = best(likely, known)
     if symptom is None or symptom.is_generic or symptom.role == "trailing":
-        joined = _joined(finding, entries)
+        joined = _join_lines(finding, entries)
         if joined is not None:
             return _case(joined, config, entries)
     if symptom is None and finding.traceback is not None:
@@ -68,7 +68,7 @@ def _case(finding: Finding, config: KnownConfig, entries: Catalogue) -> Case | N
     if symptom is None:
         return None
     names = _names(symptom, finding)
-    special = refined(symptom, known, entries)
+    special = refine(symptom, known, entries)
     names |= _names(special, finding)
     frames = [text for _, text in finding.traceback.frames] if finding.traceback else []
     return Case(
@@ -84,7 +84,7 @@ def _case(finding: Finding, config: KnownConfig, entries: Catalogue) -> Case | N
     )
 
 
-def _joined(finding: Finding, entries: Catalogue) -> Finding | None:
+def _join_lines(finding: Finding, entries: Catalogue) -> Finding | None:
     """An exception whose message a terminal has broken into lines, with its lines put together again; None: nothing in
     the catalogue goes over their ends."""
     if not is_raised(finding.message):
@@ -166,7 +166,7 @@ def _rank(finding: Finding, names: Mapping[str, str]) -> int | None:
     return finding.rank if told is None else int(told[1])
 
 
-def _chained(first: Case, second: Case) -> Case:
+def _chain(first: Case, second: Case) -> Case:
     """One exception led to another: the one that says more counts, and where both say as much, the last."""
     assert first.finding is not None
     assert second.finding is not None

@@ -82,7 +82,7 @@ class Settings:
         return any(value is not None and value not in wanted for value, wanted in known)
 
 
-class Sentence(NamedTuple):
+class SymptomText(NamedTuple):
     """A text of the catalogue: which message it is, and what a log has to fill in."""
 
     id: str
@@ -102,7 +102,7 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    text: Sentence
+    text: SymptomText
     command: str | None = None
     vendors: Mapping[str, str | None]
     """The command on another vendor's cards, where it is another; None: it does not help there."""
@@ -120,7 +120,7 @@ class Symptom:
     id: str
     kind: Kind
     title: Message
-    cause: Sentence
+    cause: SymptomText
     remedies: tuple[Remedy, ...]
     role: Role = "fault"
     confidence: Confidence = "certain"
@@ -395,12 +395,12 @@ class _Entry:
         value = self.values.get(key, [])
         return value if isinstance(value, list) else [value]
 
-    def _sentence(self, values: Mapping[str, Any], key: str, name: str) -> Sentence:
+    def _sentence(self, values: Mapping[str, Any], key: str, name: str) -> SymptomText:
         """One of the texts, which has the same names in braces in each language."""
         english, chinese = (_find_names(one_line(values[each])) for each in (key, f"{key}_zh"))
         if english != chinese:
             raise CatalogueError(f"{self.place}: {key} and {key}_zh name different things in braces")
-        return Sentence(f"{SYMPTOM}.{name}", *english)
+        return SymptomText(f"{SYMPTOM}.{name}", *english)
 
     def _word(self, key: str, known: tuple[Any, ...], usual: str | None = None) -> Any:
         return self._choice(key, self.values.get(key, usual), known)

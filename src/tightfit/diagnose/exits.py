@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tightfit.diagnose.catalogue import Catalogue
 from tightfit.diagnose.evidence import RankExit
-from tightfit.diagnose.fitting import Around, refined
+from tightfit.diagnose.fitting import Around, refine
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.scan import Scan
 from tightfit.job.known import KnownConfig
@@ -56,5 +56,5 @@ def exit_cases(
         before="\n".join(last.last_lines) if last else "",
         frames="",
     )
-    symptom = refined(symptom, around, known)
+    symptom = refine(symptom, around, known)
     return [Case(symptom=symptom, source=None, order=0, rank=first.rank, exit=first)]

@@ -80,7 +80,7 @@ def best(symptoms: list[Symptom], known: Around) -> Symptom | None:
     return max(fitting, key=lambda each: (-each.tier, each.weight, asks(each)), default=None)
 
 
-def refined(symptom: Symptom, known: Around, entries: Catalogue) -> Symptom:
+def refine(symptom: Symptom, known: Around, entries: Catalogue) -> Symptom:
     """The most special case of a symptom that fits."""
     special = [
         each
@@ -88,4 +88,4 @@ def refined(symptom: Symptom, known: Around, entries: Catalogue) -> Symptom:
         if not each.lines or any(pattern.search(f"{known.text}\n{known.after}") for pattern in each.lines)
     ]
     found = best(special, known)
-    return symptom if found is None else refined(found, known, entries)
+    return symptom if found is None else refine(found, known, entries)

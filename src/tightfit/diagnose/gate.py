@@ -144,7 +144,7 @@ class _Reader:
                 done += current
                 current = [""]
                 continue
-            atoms = self._quantified(self._atom())
+            atoms = self._quantify(self._atom())
             if len(current) * len(atoms) > _MOST_BRANCHES:
                 raise ValueError(f"{self.pattern!r} has too many alternatives: make it several expressions")
             current = [a + b for a, b in product(current, atoms)]
@@ -158,7 +158,7 @@ class _Reader:
         if letter == "[":
             return [self._set()]
         if letter == "\\":
-            return [self._escaped()]
+            return [self._read_escape()]
         if letter in "^$":
             return [_EDGE]
         return [_UNKNOWN if letter == "." else letter.lower()]
@@ -199,7 +199,7 @@ class _Reader:
         plain = body.replace("\\d", "").replace("\\s", "").replace("\\", "")
         return _UNKNOWN if any(letter.isalpha() or letter == "_" for letter in plain) or "\\" in body else _EDGE
 
-    def _escaped(self) -> str:
+    def _read_escape(self) -> str:
         letter = self.pattern[self.at]
         self.at += 1
         if letter in "bdsAZ":
@@ -208,7 +208,7 @@ class _Reader:
             return _UNKNOWN if letter not in "tn" else _EDGE
         return letter
 
-    def _quantified(self, atoms: list[str]) -> list[str]:
+    def _quantify(self, atoms: list[str]) -> list[str]:
         letter = self.pattern[self.at : self.at + 1]
         if letter == "" or letter not in "?*+{":
             return atoms

@@ -42,11 +42,11 @@ def masked(text: str) -> str:
     text = _URL.sub(rf"\1{_MASK}@", text)
     text = _QUERY.sub(rf"\1{_MASK}", text)
     text = _BEARER.sub(rf"\1 {_MASK}", text)
-    text = _NAMED.sub(_named, text)
+    text = _NAMED.sub(_mask_value, text)
     return _WHOLE.sub(_MASK, text)
 
 
-def _named(found: re.Match[str]) -> str:
+def _mask_value(found: re.Match[str]) -> str:
     """`pad_token_id: 151643` and `token_type_ids` are no secrets."""
     name, quote, value = found.groups()
     word = re.split(r"[\s\"'=:]", name.strip())[0].lower()

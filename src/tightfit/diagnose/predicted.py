@@ -22,7 +22,7 @@ _GPU, _HOST = "device-oom", "host-alloc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class MemoryPrediction:
     """The prediction for the phase in which a run failed, or for the largest one."""
 
     phase: PhaseName
@@ -41,13 +41,13 @@ class Prediction:
         return self.components[0][0] if self.components else None
 
 
-def predict_failure(footprint: Footprint, verdict: Verdict) -> Prediction | None:
+def predict_failure(footprint: Footprint, verdict: Verdict) -> MemoryPrediction | None:
     """What was to be expected of the phase that failed; None: it is no matter of memory."""
     if verdict.kind == "host-oom":
         worst = max(footprint.host.phases.values(), key=lambda phase: phase.total_bytes)
         node, parts = footprint.host.peak_bytes_per_node, _sort_parts(worst)
         sentence = Message("diagnose.predicted-host", size=_gib(node), parts=_name_largest(parts))
-        return Prediction(phase=worst.name, bytes=node, components=parts, sentence=sentence)
+        return MemoryPrediction(phase=worst.name, bytes=node, components=parts, sentence=sentence)
     if verdict.kind not in _MEMORY:
         return None
     phase, oom = footprint.gpu.phases[verdict.phase or footprint.gpu.peak_phase], verdict.oom
@@ -57,7 +57,7 @@ def predict_failure(footprint: Footprint, verdict: Verdict) -> Prediction | None
         is_known = wanted <= phase.total_bytes * 1.1
         log = Message("diagnose.in-the-log" if is_known else "diagnose.in-the-log-unknown", size=_gib(wanted))
     parts = _sort_parts(phase)
-    return Prediction(
+    return MemoryPrediction(
         phase=phase.name,
         bytes=phase.total_bytes,
         components=parts,
@@ -73,7 +73,7 @@ def predict_failure(footprint: Footprint, verdict: Verdict) -> Prediction | None
     )
 
 
-def predict_training(footprint: Footprint, hardware: Hardware | None, world: int) -> Prediction:
+def predict_training(footprint: Footprint, hardware: Hardware | None, world: int) -> MemoryPrediction:
     """What a training would take of each GPU, of which no log says anything yet."""
     gpu = footprint.gpu
     phase = gpu.phases["init" if gpu.init_peak_bytes > gpu.peak_bytes else gpu.peak_phase]
@@ -97,7 +97,7 @@ def predict_training(footprint: Footprint, hardware: Hardware | None, world: int
         "fits": said,
     }
     one, many = Message("diagnose.predicted-gpu", **fields), Message("diagnose.predicted-gpus", world=world, **fields)
-    return Prediction(
+    return MemoryPrediction(
         phase=phase.name,
         bytes=phase.total_bytes,
         components=parts,
@@ -107,7 +107,7 @@ def predict_training(footprint: Footprint, hardware: Hardware | None, world: int
     )
 
 
-def predict_verdict(told: Prediction, card_bytes: int, config: KnownConfig, file: str) -> Verdict | None:
+def predict_verdict(told: MemoryPrediction, card_bytes: int, config: KnownConfig, file: str) -> Verdict | None:
     """The failure that such a job would run into; None: it fits."""
     if told.fits is not False:
         return None

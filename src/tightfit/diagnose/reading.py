@@ -51,17 +51,17 @@ def pieces(source: LogSource) -> Iterator[Piece]:
     """The log from its beginning to its end; of a very large one, what the end shows to be over is only counted."""
     gap = _gap(source)
     if gap is None:
-        yield from _numbered(_texts(source), 1)
+        yield from _number_lines(_texts(source), 1)
         return
     number = 1
-    for piece in _numbered(_span(source, 0, gap.start), number):
+    for piece in _number_lines(_span(source, 0, gap.start), number):
         yield piece
         number = piece.first_line + piece.data.count(b"\n")
     number += sum(text.count(b"\n") for text in _span(source, gap.start, gap.stop, COUNTED_BYTES))
-    yield from _numbered(_span(source, gap.stop, None), number)
+    yield from _number_lines(_span(source, gap.stop, None), number)
 
 
-def _numbered(texts: Iterator[bytes], number: int) -> Iterator[Piece]:
+def _number_lines(texts: Iterator[bytes], number: int) -> Iterator[Piece]:
     for text in _cut(texts):
         data = mended(in_english(unwrapped(text.replace(b"\r\n", b"\n") if b"\r" in text else text)))
         if b"\x1b" in data:
@@ -149,7 +149,7 @@ def _texts(source: LogSource) -> Iterator[bytes]:
         return
     try:
         with source.path.open("rb") as file:
-            for portion in _decoded(file):
+            for portion in _decode(file):
                 if source.on_read is not None:
                     source.on_read(file.tell())
                 yield portion
@@ -157,7 +157,7 @@ def _texts(source: LogSource) -> Iterator[bytes]:
         return  # gone, or not ours to read: who asks a user for it looks first
 
 
-def _decoded(file: BinaryIO) -> Iterator[bytes]:
+def _decode(file: BinaryIO) -> Iterator[bytes]:
     start = file.read(PIECE_BYTES)
     encoding = _encoding(start)
     if encoding is None:

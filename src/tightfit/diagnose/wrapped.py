@@ -45,7 +45,7 @@ def _text_of(line: bytes) -> bytes:
     if not isinstance(values, dict):
         return line
     if isinstance(values.get("log"), str) and ("stream" in values or len(values) == 1):
-        return _drawn(values["log"])
+        return _join_pieces(values["log"])
     trace = _first(values, _TRACES)
     level = (_first(values, _LEVELS) or "").upper()
     if trace is None and level not in _ALARMS:
@@ -54,12 +54,12 @@ def _text_of(line: bytes) -> bytes:
     mark = "" if rank is None else f"[rank{rank}]: "
     told = [text for names in (_MESSAGES, _DETAILS) if (text := _first(values, names))]
     lines = [*(f"ERROR: {text}" for text in told), *([trace] if trace else [])]
-    return _drawn("\n".join(f"{mark}{each}" for line in lines for each in line.splitlines()))
+    return _join_pieces("\n".join(f"{mark}{each}" for line in lines for each in line.splitlines()))
 
 
 def _first(values: dict[str, Any], names: tuple[str, ...]) -> str | None:
     return next((text for name in names if isinstance(text := values.get(name), str) and text), None)
 
 
-def _drawn(text: str) -> bytes:
+def _join_pieces(text: str) -> bytes:
     return "\r".join(text.rstrip().splitlines()).encode("utf-8", errors="replace")

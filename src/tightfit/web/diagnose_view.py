@@ -62,7 +62,7 @@ async def _answer(request: Request) -> Response:
     return HTMLResponse(part(request, "verdict.html", found=await _judge(request)))
 
 
-async def _posted(request: Request) -> Response:
+async def _answer_form(request: Request) -> Response:
     """For a form without a script: the whole page."""
     return page(request, "diagnose.html", found=await _judge(request), most_bytes=MOST_BYTES)
 
@@ -76,6 +76,6 @@ async def _judge(request: Request) -> Diagnosis:
 
 ROUTES = [
     Route("/diagnose", _show, methods=["GET"]),
-    Route("/diagnose", _posted, methods=["POST"]),
+    Route("/diagnose", _answer_form, methods=["POST"]),
     Route("/diagnose/answer", _answer, methods=["POST"]),
 ]

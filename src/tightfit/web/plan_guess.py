@@ -32,11 +32,11 @@ def guessed(asked: AddressQuestion, last: Answered) -> Answered:
     known = Bounds(calibration=calibration_of(request, settled.job))
     question = question_of(settled.job, settled.shape, settled.hardware).within(known)
     shown = [way.levers for way in last.ways] or [question.base]
-    first = _priced(question, shown[0])
+    first = _price(question, shown[0])
     others = []
     for levers in shown[1:]:
         with suppress(UserError):  # it does not go with what was just named
-            others.append(_priced(question, levers))
+            others.append(_price(question, levers))
     plan = replace(
         last.plan,
         job=settled.job,
@@ -51,7 +51,7 @@ def guessed(asked: AddressQuestion, last: Answered) -> Answered:
     return Answered(asked, plan)
 
 
-def _priced(question: Question, last: Levers) -> Way:
+def _price(question: Question, last: Levers) -> Way:
     levers = _levers(question, last)
     check_levers(levers, question.shape)
     footprint = weigh(question, levers)

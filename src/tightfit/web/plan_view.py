@@ -76,13 +76,13 @@ async def _answer(request: Request) -> Response:
 async def _guess(request: Request) -> Response:
     """One way, at once: see `plan_guess`. Nothing, where there is nothing to go by."""
     try:
-        found = await beside(partial(_guessed, request.query_params.multi_items(), language_of(request)))
+        found = await beside(partial(_draw_guess, request.query_params.multi_items(), language_of(request)))
     except UserError:  # the answer itself will say so
         found = None
     return HTMLResponse("" if found is None else part(request, "plan_guess.html", **found))
 
 
-def _guessed(pairs: list[tuple[str, str]], language: Language) -> dict[str, object] | None:
+def _draw_guess(pairs: list[tuple[str, str]], language: Language) -> dict[str, object] | None:
     asked = read_address(pairs)
     last = recall(dict(pairs).get("like", ""))
     if last is None or not is_at_hand(asked) or asked.get("tier"):
@@ -124,7 +124,7 @@ async def _zip(request: Request) -> Response:
     return _download(made.getvalue(), "application/zip", "tightfit-plan.zip")
 
 
-async def _saved(request: Request) -> Response:
+async def _save(request: Request) -> Response:
     """The view as one file that needs neither server nor script."""
     answer = await _find_answer(request, advice=True)
     async with _slow:
@@ -314,7 +314,7 @@ ROUTES = [
     Route("/plan/heat", _heat, methods=["GET"]),
     Route("/plan/files", _files, methods=["GET"]),
     Route("/plan/files.zip", _zip, methods=["GET"]),
-    Route("/plan/saved", _saved, methods=["GET"]),
+    Route("/plan/saved", _save, methods=["GET"]),
     Route("/plan/most", _most, methods=["GET"]),
     Route("/plan/config", _config, methods=["POST"]),
 ]

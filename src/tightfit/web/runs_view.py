@@ -91,15 +91,15 @@ def _read_tag(events: Path) -> str | None:
 
 
 async def _list(request: Request) -> Response:
-    return page(request, "runs.html", 200, **await _list_found(request))
+    return page(request, "runs.html", 200, **await _list_runs(request))
 
 
 async def _table(request: Request) -> Response:
     """The table alone, for the page's script."""
-    return HTMLResponse(part(request, "runs_table.html", **await _list_found(request)))
+    return HTMLResponse(part(request, "runs_table.html", **await _list_runs(request)))
 
 
-async def _list_found(request: Request) -> dict[str, object]:
+async def _list_runs(request: Request) -> dict[str, object]:
     roots: tuple[Path, ...] = request.app.state.site.roots
 
     def look() -> tuple[FoundRuns, list[RunRow]]:
