@@ -142,11 +142,13 @@ class House:
         read = [(name, part) for name, node in self.nodes for part in find_patterns(node)]
         read_ids = {id(each) for _, part in read for each in ast.walk(part)}
         read_ids |= {id(node.value) for _, node in self.nodes if isinstance(node, ast.Expr)}  # documentation
-        said = "\n".join(
+        strings = [
             each.value
             for _, each in self.nodes
             if isinstance(each, ast.Constant) and isinstance(each.value, str) and id(each) not in read_ids
-        )
+        ]
+        catalogue = sorted((self.package / "messages").glob("*.txt"))
+        said = "\n".join([*strings, *(file.read_text(encoding="utf-8") for file in catalogue)])
         return [
             f"{name}:{part.lineno} {sentence!r}"  # type: ignore[attr-defined]
             for name, part in read

@@ -101,7 +101,7 @@ def worker(argv: list[str]) -> None:
     from tightfit.train.__main__ import main as work
 
     began_at: list[int] = []
-    reached, probed = probe.Milestones.reached, probe.probe
+    reached, probed = probe.Milestones.measure, probe.probe
 
     def first(*words: Any, **named: Any) -> Any:
         began_at.append(len(blame.history()))
@@ -123,7 +123,7 @@ def worker(argv: list[str]) -> None:
         events, held = blame.history(), Path(os.environ[HELD])
         held.write_text(json.dumps(json.loads(held.read_text()) | {"later": blame.holders(events, began_at[0])}))
 
-    probe.Milestones.reached = noting
+    probe.Milestones.measure = noting
     probe.probe = first
     if os.environ.get(LATER) == "1":
         from tightfit.train import worker as ours

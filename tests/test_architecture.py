@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+from house import House
+
 import tightfit
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +51,16 @@ WORKERS = {"mamba", "train"}
 """Spawned, never imported by the desk."""
 
 GPU_STACK = {"torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "bitsandbytes", "triton"}
+
+QUOTED = {
+    "diagnose/oom.py": "torch",
+    "diagnose/said.py": "any log",
+    "hardware/probes/smi.py": "AMD's tool",
+    "runs/kernel.py": "Linux",
+    "train/distress.py": "torch",
+    "formats/sentences.py": "our reader of job files, until its messages carry what to write as a field",
+}
+"""Files that search for words which also stand in a text of ours → who wrote the text in which they search."""
 
 ENVIRONMENT_DOORS = ("inputs", "hardware", "model", "train/__main__.py")
 
@@ -166,6 +179,13 @@ def test_the_environment_enters_by_one_door() -> None:
     inside = [path for path in FILES if not path.relative_to(PACKAGE).as_posix().startswith(ENVIRONMENT_DOORS)]
     trees = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in inside]
     assert not [(path, node.lineno) for path, tree in trees for node in ast.walk(tree) if reads_environment(node)]
+
+
+@pytest.mark.thorough
+def test_nothing_is_decided_from_a_sentence_of_ours() -> None:
+    """A message is known by its id and its fields."""
+    found = {place.partition(":")[0] for place in House(ROOT, "").matches()}
+    assert found == set(QUOTED)
 
 
 def test_the_order_is_the_one_in_the_contributors_guide() -> None:

@@ -110,7 +110,7 @@ def parse(words: Sequence[str]) -> None:
     if not rest:  # a verb that is only named
         return
     if verb == "run":
-        module._parsed(rest)
+        module._parse(rest)
         return
     made = module.parser
     made().parse(rest[1:] if verb == "data" else rest)

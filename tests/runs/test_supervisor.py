@@ -60,7 +60,7 @@ class Player:
         self.said.append(f"{failed.number} failed, {failed.action}: {failed.text}")
 
     def before_next(self, number: int, changed: tuple[str, ...]) -> None:
-        self.said.append(f"next {number}: {', '.join(changed)}")
+        self.said.append(f"next {number}: {', '.join(map(str, changed))}")
 
 
 def supervised(player: Player, folder: Path, signals: Signals | None = None, **policy: int) -> RunResult:

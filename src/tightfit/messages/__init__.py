@@ -166,7 +166,7 @@ def bare(said: Said) -> str:
 def end_sentence(said: Said) -> str:
     """Its text, with a full stop if it has none."""
     made = str(said)
-    stop = "。" if _spoken == "zh" and (isinstance(said, Message) or not made[-1:].isascii()) else "."
+    stop = "。" if _spoken == "zh" and (isinstance(said, Message) or re.search(f"[{_WIDE}]", made)) else "."
     return made if made.endswith((".", "!", "?", "。", "！", "？")) else made + stop
 
 
