@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.messages import Message, Said
+from tightfit.messages import Message, Said, text
 from tightfit.types import FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape
 
 GIB = 2**30
@@ -120,40 +120,34 @@ def amounts(*sizes_bytes: int) -> list[str]:
     return words
 
 
-def gpus(world: int) -> str:
-    return f"each of {world} GPUs" if world > 1 else "the GPU"
-
-
-def verdict(priced: Priced) -> str:
+def verdict(priced: Priced) -> Message:
     """The answer, in one sentence."""
     need = priced.footprint.gpu.required_bytes
-    where = gpus(priced.world)
+    where = Message("price.each-of", world=priced.world) if priced.world > 1 else Message("price.the-gpu")
     if priced.hardware is None or priced.gpu_spare_bytes is None:
-        return (
-            f"Needs {amounts(need)[0]} GiB on {where}. Name the cards (--gpus 4xRTX4090, say) to hear whether it fits."
-        )
+        return Message("price.needs", needed=amounts(need)[0], where=where)
     needed, usable, apart = amounts(need, priced.hardware.gpu.memory_bytes, abs(priced.gpu_spare_bytes))
     if priced.gpu_spare_bytes < 0:
-        return f"Does not fit: needs {needed} of the {usable} GiB on {where}, {apart} GiB too much."
+        return Message("price.too-large", needed=needed, usable=usable, where=where, apart=apart)
     if priced.host_spare_bytes is not None and priced.host_spare_bytes < 0:
         ram = priced.hardware.host_ram_bytes or 0
         host, have = amounts(priced.footprint.host.peak_bytes_per_node, ram)
-        return f"Does not fit: the GPUs have room, but the host needs {host} of {have} GiB of RAM."
+        return Message("price.host-too-small", host=host, have=have)
     if priced.nvme_spare_bytes is not None and priced.nvme_spare_bytes < 0:
         disk, have = amounts(priced.footprint.host.nvme_bytes_per_node, priced.hardware.nvme_bytes or 0)
-        return f"Does not fit: the GPUs have room, but the swap files need {disk} of {have} GiB of NVMe."
-    return f"Fits: needs {needed} of the {usable} GiB on {where}, {apart} GiB to spare."
+        return Message("price.nvme-too-small", disk=disk, have=have)
+    return Message("price.fits", needed=needed, usable=usable, where=where, apart=apart)
 
 
-def strategy_line(priced: Priced) -> str:
+def strategy_line(priced: Priced) -> Message:
     """How the training is spread, and over what."""
-    return f"{strategy_name(priced.levers)} on {machine_words(priced)}"
+    return Message("price.on-machine", way=strategy_name(priced.levers), machine=machine_words(priced))
 
 
-def machine_words(priced: Priced) -> str:
+def machine_words(priced: Priced) -> Said:
     """`6 × RTX 4090`."""
     if priced.hardware is None:
-        return "1 GPU" if priced.world == 1 else f"{priced.world} GPUs"
+        return Message("price.gpus", world=priced.world)
     return f"{priced.world} × {priced.hardware.gpu.name}"
 
 
@@ -161,20 +155,23 @@ def training_line(priced: Priced) -> str:
     """What one step computes, and how."""
     levers = priced.levers
     scans = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in priced.shape.blocks)
-    kernel = f"{levers.scan} scan" if scans else f"{levers.attention} attention"
+    kernel = (
+        Message("price.scan", scan=levers.scan) if scans else Message("price.attention", attention=levers.attention)
+    )
     return f"{training_words(levers)} · {kernel}"
 
 
 def training_words(levers: Levers) -> str:
     """The same for any model: what does not depend on the kind of its layers."""
-    tokens = f"{levers.micro_batch} × {levers.sequence} tokens"
+    tokens = text("price.tokens", batch=levers.micro_batch, tokens=levers.sequence)
+    lora = levers.lora
     parts = (
-        levers.method if levers.lora is None else f"{levers.method} rank {levers.lora.rank}",
+        levers.method if lora is None else text("price.rank", method=levers.method, rank=lora.rank),
         tokens if levers.accumulation == 1 else f"{tokens} × {levers.accumulation}",
-        levers.precision if levers.master_weights else f"pure {levers.precision}",
+        levers.precision if levers.master_weights else text("price.pure", precision=levers.precision),
         levers.optimizer,
-        f"checkpointing {checkpointing_word(levers.checkpointing)}",
-        f"{levers.loss} loss",
+        text("price.checkpointing", layers=checkpointing_word(levers.checkpointing)),
+        text("price.loss", loss=levers.loss),
     )
     return " · ".join(parts)
 
@@ -201,11 +198,11 @@ def strategy_name(levers: Levers) -> Said:
     return Message("plan.two-places", engine=engine, place=places[optimizer], other=places[param])
 
 
-def describe_training(priced: Priced) -> str:
+def describe_training(priced: Priced) -> Message:
     total, trainable = priced.shape.parameters, priced.footprint.trainable_parameters
-    if trainable == priced.shape.parameters:
-        return f"{billions(total)} parameters ({total:,}), all trained"
-    return f"{billions(total)} parameters ({total:,}), {billions(trainable)} trained"
+    if trainable == total:
+        return Message("price.all-trained", short=billions(total), total=total)
+    return Message("price.some-trained", short=billions(total), total=total, trained=billions(trainable))
 
 
 def spell_component(component: str) -> str:

@@ -68,14 +68,14 @@ def seen(draw: object, *args: object, width: int = 80, colour: bool = False) -> 
 
 
 def test_the_verdict_is_a_sentence() -> None:
-    assert verdict(priced()) == "Fits: needs 16.0 of the 32.0 GiB on each of 4 GPUs, 16.0 GiB to spare."
-    assert verdict(priced("4x12GB")) == (
+    assert str(verdict(priced())) == "Fits: needs 16.0 of the 32.0 GiB on each of 4 GPUs, 16.0 GiB to spare."
+    assert str(verdict(priced("4x12GB"))) == (
         "Does not fit: needs 16.0 of the 12.0 GiB on each of 4 GPUs, 4.0 GiB too much."
     )
-    assert verdict(priced(host_ram="16GB")) == (
+    assert str(verdict(priced(host_ram="16GB"))) == (
         "Does not fit: the GPUs have room, but the host needs 24.0 of 16.0 GiB of RAM."
     )
-    assert verdict(replace(priced(None), world=1)).startswith("Needs 16.0 GiB on the GPU.")
+    assert str(verdict(replace(priced(None), world=1))).startswith("Needs 16.0 GiB on the GPU.")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from tightfit.memory.components import name_component
 from tightfit.messages import Message, text
 from tightfit.priced import Priced, amounts, spell_component
-from tightfit.screen import component_words
 from tightfit.types import ZERO3, Buckets, Checkpointing, Levers, PhaseName, UserError
 
 COSTLY = Message("cli.changes-training")
@@ -215,7 +215,7 @@ def advise(priced: Priced, ask: Ask | None = None, most: int = 3) -> list[str]:
     return [
         text(
             "cli.shrinks",
-            name=component_words(name),
+            name=name_component(name),
             size=amounts(held[name])[0],
             how=_shrink(spell_component(name), case, helps),
         )

@@ -10,7 +10,8 @@ from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.diagnose.wording import fixes_of
 from tightfit.job.known import KnownConfig
-from tightfit.messages import Listing, Message, Said, texts_of
+from tightfit.memory.components import name_component
+from tightfit.messages import Listing, Message
 from tightfit.priced import GIB
 from tightfit.types import Footprint, Hardware, Phase, PhaseName
 
@@ -84,7 +85,7 @@ def predict_training(footprint: Footprint, hardware: Hardware | None, world: int
         node = footprint.host.peak_bytes_per_node
         fits = gpu.required_bytes <= card and (ram is None or node <= ram)
         if gpu.required_bytes > card:
-            said = Message("diagnose.does-not-fit", card=name, size=_gib(card), part=_name_part(parts[0][0]))
+            said = Message("diagnose.does-not-fit", card=name, size=_gib(card), part=name_component(parts[0][0]))
         elif ram is not None and node > ram:
             said = Message("diagnose.host-does-not-fit", need=_gib(node), size=_gib(ram))
         else:
@@ -132,11 +133,7 @@ def _sort_parts(phase: Phase) -> tuple[tuple[str, int], ...]:
 
 
 def _name_largest(parts: Sequence[tuple[str, int]]) -> Listing:
-    return Listing(Message("diagnose.part", name=_name_part(name), size=_gib(size)) for name, size in parts[:_MOST])
-
-
-def _name_part(component: str) -> Said:
-    return Message(f"part.{component}") if component in texts_of("part") else component.replace("_", " ")
+    return Listing(Message("diagnose.part", name=name_component(name), size=_gib(size)) for name, size in parts[:_MOST])
 
 
 def _gib(size: int) -> str:

@@ -13,12 +13,13 @@ from tightfit.formats.registry import dialects, launchers
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import chosen_way, time_limit_s, untrained
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.messages import Message, Said, end_sentence, id_of, text
+from tightfit.memory.components import name_component
+from tightfit.messages import Listing, Message, Said, end_sentence, id_of, text
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import is_cut_off, time_words
 from tightfit.planner.tiers import TIERS
 from tightfit.planner.trainers import NAMES
-from tightfit.priced import GIB, amounts, billions, spell_component, strategy_name, training_words
+from tightfit.priced import GIB, amounts, billions, strategy_name, training_words
 
 
 def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mapping[str, Said] | None = None) -> str:
@@ -58,8 +59,7 @@ def _title(plan: Plan, target: Target) -> Iterator[str]:
     yield text("planfile.gpu", needed=needed, size=size, spare=spare, share=share)
     yield text("planfile.limit", limit=_gib(way.gpu_limit_bytes))
     held = way.footprint.gpu.phases[way.footprint.gpu.peak_phase].components
-    first, *rest = (spell_component(name) for name in sorted(held, key=lambda name: -held[name])[:2])
-    largest = Message("planfile.two-largest", first=first, second=rest[0]) if rest else first
+    largest = Listing(map(name_component, sorted(held, key=lambda name: -held[name])[:2]), "and")
     yield text("planfile.peak", phase=way.footprint.gpu.peak_phase, largest=largest)
     host, nvme_bytes = _gib(way.footprint.host.peak_bytes_per_node), way.footprint.host.nvme_bytes_per_node
     if nvme_bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tightfit.memory.components import name_component
 from tightfit.memory.job import Components
-from tightfit.messages import Message, Said
+from tightfit.messages import Listing, Message, Said
 from tightfit.types import Gpu, Phase, PhaseName
 
 CONTEXT_BYTES = int(0.75 * 2**30)
@@ -51,7 +52,7 @@ def reasons(
 ) -> tuple[Said, ...]:
     peak = phases[peak_phase]
     largest = sorted(peak.components, key=lambda name: -peak.components[name])[:2]
-    parts = " and ".join(name.replace("_", " ") for name in largest)
+    parts = Listing(map(name_component, largest), "and")
     said: list[Said] = [Message("price.peak-phase", phase=peak_phase, parts=parts), *engine_says]
     if phases["init"].total_bytes > peak.total_bytes:
         said.append(Message("price.init-is-largest"))

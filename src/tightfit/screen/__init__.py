@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.hardware.catalogue import Card
+from tightfit.memory.components import name_component
 from tightfit.messages import Listing, Message, Said, text
 from tightfit.messages.wide import count_cells, pad, wrap
 from tightfit.priced import (
@@ -56,23 +57,6 @@ SPARE_FILLS = "%oxvz@&"
 
 OVERHEAD = (":", "bright_black")
 
-COMPONENTS = {
-    "weights": Message("screen.weights"),
-    "gathered_weights": Message("screen.gathered-weights"),
-    "gradients": Message("screen.gradients"),
-    "buckets": Message("screen.buckets"),
-    "master_weights": Message("screen.master-weights"),
-    "optimizer_states": Message("screen.optimizer-states"),
-    "activations": Message("screen.activations"),
-    "recompute": Message("screen.recompute"),
-    "logits": Message("screen.logits"),
-    "temporaries": Message("screen.temporaries"),
-    "allocator_slack": Message("screen.allocator-slack"),
-    "context": Message("screen.context"),
-    "communicator": Message("screen.communicator"),
-    "libraries": Message("screen.libraries"),
-    "measured_error": Message("screen.measured-error"),
-}
 PHASES: dict[str, Message] = {
     "init": Message("screen.init"),
     "forward": Message("screen.forward"),
@@ -86,11 +70,6 @@ PHASES: dict[str, Message] = {
 
 SHORT = 34
 """A reason up to this length stands in the table's own row."""
-
-
-def component_words(name: str) -> str:
-    """A component as people read it."""
-    return str(COMPONENTS.get(name, spell_component(name)))
 
 
 def phase_words(name: str) -> str:
@@ -201,7 +180,7 @@ def _draw_components(console: Console, priced: Priced, fills: Mapping[str, tuple
     unit, word = _unit(gpu.required_bytes)
     console.print(Text(text("screen.held-at-peak", phase=phase_words(gpu.peak_phase), unit=word)))
     rows = [
-        (fills[name], component_words(name), size)
+        (fills[name], str(name_component(name)), size)
         for name, size in gpu.phases[gpu.peak_phase].components.items()
         if size
     ]
@@ -215,7 +194,7 @@ def _draw_components(console: Console, priced: Priced, fills: Mapping[str, tuple
         console.print(Text(f"    {pad(name, 26)}{worst.total_bytes / unit:>9.2f}", style="bold"))
     for name, size in gpu.overhead.items():
         if size:
-            console.print(Text.assemble("  ", OVERHEAD, f" {pad(component_words(name), 26)}{size / unit:>9.2f}"))
+            console.print(Text.assemble("  ", OVERHEAD, f" {pad(str(name_component(name)), 26)}{size / unit:>9.2f}"))
     console.print(Text(f"    {pad(text('screen.needs'), 26)}{gpu.required_bytes / unit:>9.2f}", style="bold"))
 
 
@@ -325,7 +304,7 @@ def draw_shares(console: Console, shares: Sequence[Share]) -> None:
     table = table_of(
         text("screen.model"),
         text("screen.params"),
-        text("screen.weights"),
+        text("part.weights"),
         text("screen.grads"),
         text("screen.optim"),
         text("screen.activ"),

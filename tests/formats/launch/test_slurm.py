@@ -61,7 +61,7 @@ stop.arm()
 rank = os.environ["SLURM_PROCID"]
 Path(f"pid-{{rank}}.new").write_text(str(os.getpid()))
 Path(f"pid-{{rank}}.new").rename(f"pid-{{rank}}")
-while not stop.asked:
+while not stop.is_asked:
     time.sleep(0.01)
 time.sleep(1)
 Path(f"saved-{{rank}}").write_text(str(stop.why))

@@ -16,5 +16,5 @@ def test_what_is_not_priced_is_said_whatever_the_file_is_called(tmp_path: Path, 
         "model_name_or_path: Qwen/Qwen2.5-7B\nfinetuning_type: lora\nbf16: true\nupcast_layernorm: true\n"
         "gradient_checkpointing: false\n"
     )
-    said = read_llamafactory_job(path, None, stays=True).said
+    said = tuple(map(str, read_llamafactory_job(path, None, stays=True).said))
     assert said == (f"upcast_layernorm in {name} is not priced yet: the estimate is as if it were not there.",)
