@@ -150,6 +150,7 @@ def record(scenarios: list[dict[str, Any]]) -> dict[str, Any]:
     from tightfit.train.engines.deepspeed import gather_mixers_whole
     from tightfit.types import Levers
 
+    torch.set_num_threads(1)
     torch.empty = _zeroed(torch.empty)
     torch.manual_seed(0)
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
