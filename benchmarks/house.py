@@ -40,7 +40,7 @@ IRREGULAR = set(
 NOT_PARTICIPLES = set("need speed feed embed seed shed bed exceed proceed deepspeed unneeded fixed red".split())
 VERBS = set(
     "is has was are were can may must should check read write load refuse draw add end export place cut leave warn "
-    "append say project was_ get test".split()
+    "append say project was_ get test find keep list count parse split pad name describe take".split()
 )
 MATCHERS = set("startswith endswith replace removeprefix removesuffix find index count partition rpartition".split())
 NOUNS = set("bytes s share steps steps_s sizes states things memory".split())

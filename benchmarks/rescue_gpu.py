@@ -41,7 +41,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, step_down
 from tightfit.priced import strategy_name
 from tightfit.runs.attempts import read_attempts
-from tightfit.runs.calibration import learned_from_failure
+from tightfit.runs.calibration import learn_from_failure
 from tightfit.types import Checkpointing, Engine, Levers, Phase, PhaseName
 
 GIB = 2**30
@@ -262,7 +262,7 @@ def stepped(case: Case, last: Plan, held: int, request: PlanInput, cache: Calibr
     """The next plan, were the failure's numbers those of the true prediction."""
     missing = max(GIB, held - CARD_GIB * GIB)
     shortfall = Shortfall(where="gpu", phase=case.phase, missing_bytes=missing, room_bytes=CARD_GIB * GIB)
-    known = cache.read(request.job).after_failure(learned_from_failure(last, shortfall, held))
+    known = cache.read(request.job).after_failure(learn_from_failure(last, shortfall, held))
     bounds = replace(startable_of(request.job, Target(), known).bounds(), calibration=known)
     found = step_down(last, shortfall, bounds=bounds)
     if isinstance(found, NoWay):

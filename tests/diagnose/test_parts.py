@@ -17,7 +17,7 @@ from tightfit.diagnose.lines import message_of, moment_of
 from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import GIB, MIB, read_oom
 from tightfit.diagnose.reading import PIECE_BYTES, is_binary, pieces
-from tightfit.formats.settings import known_from_file
+from tightfit.formats.settings import read_known_config
 from tightfit.job.known import KnownConfig
 
 SAID = "RuntimeError: no such thing"
@@ -287,7 +287,7 @@ def test_settings_of_a_trainers_file_and_the_file_that_it_names(tmp_path: Path) 
         "model_name_or_path: x\nstage: sft\nfinetuning_type: lora\nquantization_bit: 4\ntemplate: qwen\n"
         "cutoff_len: 512\nper_device_train_batch_size: 2\nbf16: true\ndeepspeed: zero3.json\nflash_attn: fa2\n"
     )
-    assert known_from_file(path) == KnownConfig(
+    assert read_known_config(path) == KnownConfig(
         trainer="llamafactory", file=str(path), stage=3, offload_optimizer="cpu", offload_param="none", pin_memory=True,
         micro_batch=2, sequence=512, precision="bf16", method="qlora", checkpointing=True, attention="fa2",
     )  # fmt: skip
@@ -318,5 +318,5 @@ def test_settings_of_a_trainers_file_and_the_file_that_it_names(tmp_path: Path) 
 def test_settings_of_others(tmp_path: Path, text: str, name: str, known: dict[str, object]) -> None:
     path = tmp_path / name
     path.write_text(text)
-    found = known_from_file(path)
+    found = read_known_config(path)
     assert {key: getattr(found, key) for key in known} == known

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tightfit
-from tightfit.formats.worker.footprint import planned_footprint
+from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.model.load import find_config
 
 
@@ -33,7 +33,7 @@ def test_a_job_with_weights_of_its_own_is_predicted_as_planned(
 ) -> None:
     planned = tightfit.plan(model=weights, gpus="8x80GB", host_ram="512GB", no_calibration=True, **asked)
     planned.write(tmp_path / "plan")
-    footprint, chosen = planned_footprint(tmp_path / "plan"), planned.chosen
+    footprint, chosen = read_planned_footprint(tmp_path / "plan"), planned.chosen
     assert footprint is not None
     assert chosen is not None
     assert footprint.gpu == chosen.footprint.gpu

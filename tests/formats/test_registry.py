@@ -101,8 +101,8 @@ def test_lint_has_it_in_its_help(package: Path, tmp_path: Path) -> None:
 
 def test_diagnose_reads_what_its_file_says(package: Path, config: Path) -> None:
     script = (
-        "from pathlib import Path; from tightfit.formats.settings import known_from_file; "
-        f"known = known_from_file(Path({str(config)!r})); print(known.trainer, known.micro_batch)"
+        "from pathlib import Path; from tightfit.formats.settings import read_known_config; "
+        f"known = read_known_config(Path({str(config)!r})); print(known.trainer, known.micro_batch)"
     )
     environment = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 
 from tightfit.job import Job
 from tightfit.job.file import read_job, stage_of
-from tightfit.job.stages import merged_folder, model_left_by, stage_folder
+from tightfit.job.stages import folder_of_merged_model, model_left_by, stage_folder
 from tightfit.types import ConfigError
 
 JOB = """
@@ -58,7 +58,7 @@ def test_what_is_no_stage(tmp_path: Path, stage: str, sentence: str) -> None:
 
 def test_the_next_stage_starts_from_merged_adapters(tmp_path: Path) -> None:
     assert model_left_by(tmp_path, 1) is None
-    for folder in (stage_folder(tmp_path, 1) / "model", merged_folder(tmp_path, 1)):
+    for folder in (stage_folder(tmp_path, 1) / "model", folder_of_merged_model(tmp_path, 1)):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}", encoding="utf-8")
         assert model_left_by(tmp_path, 1) == folder

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tightfit.runs.cause import FailedAttempt, known_config
+from tightfit.runs.cause import FailedAttempt, config_of_plan
 from tightfit.runs.failure import first_failure
 from tightfit.runs.heartbeat import Beat
 from tightfit.runs.kernel import KernelSaid
@@ -43,5 +43,5 @@ def recorded(name: str, *, kernel_readable: bool = True) -> FailedAttempt:
         starts=starts,
         kernel=KernelSaid(lines=tuple(told["kernel"]), readable=kernel_readable),
         beats=tuple(beats),
-        config=known_config(folder),
+        config=config_of_plan(folder),
     )

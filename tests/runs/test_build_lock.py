@@ -20,7 +20,7 @@ from recorded_attempts import recorded
 
 import patience
 from tightfit.runs import build_lock
-from tightfit.runs.build_lock import build_folder, clear, describe, left_locks, remove
+from tightfit.runs.build_lock import build_folder, clear, describe, find_left_locks, remove
 from tightfit.runs.cause import find_cause
 from tightfit.runs.hang import Hung
 from tightfit.runs.heartbeat import Beat, Quiet
@@ -97,15 +97,15 @@ def test_a_lock_is_left_when_its_maker_was_killed(lock: Path, environment: dict[
     with compiling(lock, tmp_path / "log") as process:
         wait_until(lock.exists)
         aged(lock)
-        assert left_locks(environment) == (), "its maker holds it"
-        assert left_locks(environment, ours_since=0) == ()
+        assert find_left_locks(environment) == (), "its maker holds it"
+        assert find_left_locks(environment, ours_since=0) == ()
         process.kill()
         process.wait()
-        assert left_locks(environment) == (lock,)
+        assert find_left_locks(environment) == (lock,)
     os.utime(lock)
-    assert left_locks(environment) == (), "too young to be judge_health, unless it is ours"
-    assert left_locks(environment, ours_since=began) == (lock,)
-    assert left_locks(environment, ours_since=time.time() + 5) == (), "it was there before"
+    assert find_left_locks(environment) == (), "too young to be judge_health, unless it is ours"
+    assert find_left_locks(environment, ours_since=began) == (lock,)
+    assert find_left_locks(environment, ours_since=time.time() + 5) == (), "it was there before"
 
 
 def test_a_compiler_in_its_folder_still_works(lock: Path, environment: dict[str, str], tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_a_compiler_in_its_folder_still_works(lock: Path, environment: dict[str,
     shutil.copy(shutil.which("sleep") or "sleep", compiler)
     with subprocess.Popen([str(compiler), "600"], cwd=lock.parent) as process:
         try:
-            wait_until(lambda: left_locks(environment) == ())
+            wait_until(lambda: find_left_locks(environment) == ())
         finally:
             process.kill()
-    assert left_locks(environment) == (lock,)
+    assert find_left_locks(environment) == (lock,)
 
 
 @pytest.fixture

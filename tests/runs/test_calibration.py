@@ -34,7 +34,7 @@ from tightfit.planner.calibration import (
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import Shortfall
 from tightfit.planner.way_up import room_above, unused_share
-from tightfit.runs.calibration import learned, learned_from_failure
+from tightfit.runs.calibration import learn_from_failure, learned
 from tightfit.runs.events import Event, MemoryMark, event_of
 from tightfit.runs.worker_file import worker_file
 
@@ -117,11 +117,11 @@ def test_a_failure_teaches_what_was_needed_at_the_least() -> None:
     way = way_of(planned())
     predicted = way.footprint.gpu.phases["backward"].total_bytes
     shortfall = Shortfall(where="gpu", missing_bytes=GIB, phase="backward")
-    entry = learned_from_failure(planned(), shortfall, predicted + GIB)
+    entry = learn_from_failure(planned(), shortfall, predicted + GIB)
     assert entry is not None
     assert [(each.phase, each.error_bytes) for each in entry.measured] == [("backward", GIB)]
-    assert learned_from_failure(planned(), shortfall, predicted - GIB) is None
-    assert learned_from_failure(planned(), replace(shortfall, where="host"), predicted + GIB) is None
+    assert learn_from_failure(planned(), shortfall, predicted - GIB) is None
+    assert learn_from_failure(planned(), replace(shortfall, where="host"), predicted + GIB) is None
 
 
 def test_a_second_run_is_measured_against_the_prediction_without_the_first() -> None:
@@ -268,7 +268,7 @@ def test_what_has_just_failed_counts_for_other_trainings_of_the_model(method: An
     """Otherwise 4-bit weights would seem to take away what nobody can explain."""
     first = planned()
     way = way_of(first)
-    entry = learned_from_failure(first, Shortfall(where="gpu", phase="loss"), 40 * GIB)
+    entry = learn_from_failure(first, Shortfall(where="gpu", phase="loss"), 40 * GIB)
     other = replace(way.levers, method=method)
     known = Calibration(data=data_mark(first.job)).after_failure(entry)
     found = known.correction(first.shape, other, first.hardware)
@@ -280,7 +280,7 @@ def test_what_has_just_failed_counts_for_other_trainings_of_the_model(method: An
 
 def test_each_phase_keeps_its_newest_figure() -> None:
     first = planned()
-    whole, failed = lesson(first, GIB), learned_from_failure(first, Shortfall(where="gpu", phase="loss"), 40 * GIB)
+    whole, failed = lesson(first, GIB), learn_from_failure(first, Shortfall(where="gpu", phase="loss"), 40 * GIB)
     assert failed is not None
     known = Calibration().with_entry(whole).with_entry(failed)
     (entry,) = known.entries

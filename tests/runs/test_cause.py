@@ -10,7 +10,7 @@ import pytest
 from recorded_attempts import NAMES, recorded
 
 from tightfit.diagnose.verdict import RETRYABLE
-from tightfit.runs.cause import _place, find_cause, is_suspicion, known_config, to_record
+from tightfit.runs.cause import _place, config_of_plan, find_cause, is_suspicion, to_record
 from tightfit.runs.events import MemoryMark
 from tightfit.runs.failure import Failure
 from tightfit.runs.hang import Hung
@@ -163,6 +163,6 @@ def test_a_record_keeps_the_evidence_with_its_place() -> None:
 
 
 def test_settings_are_read_from_the_plan_and_missed_without_it(tmp_path: Path) -> None:
-    assert known_config(tmp_path).stage is None
+    assert config_of_plan(tmp_path).stage is None
     (tmp_path / "worker.json").write_text(json.dumps({"levers": {"engine": "zero3"}}))
-    assert known_config(tmp_path).stage is None
+    assert config_of_plan(tmp_path).stage is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tightfit.cli.run_plan import Known, UserSaid, known_of, prediction, warning_of
+from tightfit.cli.run_plan import Known, UserSaid, prediction, read_known, warning_of
 from tightfit.hardware.words import parse_hardware
 from tightfit.runs.external.command import recognise
 from tightfit.runs.external.config import read_training
@@ -49,7 +49,7 @@ def put(name: str, content: str | dict[str, Any]) -> None:
 
 
 def known(line: str, gpus: str = "8x80GB", **said: Any) -> Known | str:
-    return known_of(read_training(recognise(tuple(line.split()))), parse_hardware(gpus), (), None, UserSaid(**said))
+    return read_known(read_training(recognise(tuple(line.split()))), parse_hardware(gpus), (), None, UserSaid(**said))
 
 
 def priced(line: str, gpus: str = "8x80GB", **said: Any) -> Known:

@@ -125,12 +125,12 @@ def _dispatch(words: list[str]) -> int:
         print(_version())
         return 0
     if first not in VERBS:
-        raise ConfigError(Message("cli.no-verb", word=repr(first), hint=_meant(first)))
+        raise ConfigError(Message("cli.no-verb", word=repr(first), hint=_suggest(first)))
     run: Callable[[Sequence[str]], int] = getattr(import_module(VERBS[first][0]), first)
     return run(words[1:])
 
 
-def _meant(word: str) -> Message:
+def _suggest(word: str) -> Message:
     from tightfit.inputs.spelling import nearest
 
     if word.startswith("-"):

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.diagnose_config import priced_beside, priced_config
+from tightfit.cli.diagnose_config import price_beside, price_config
 from tightfit.cli.diagnose_run import Ending, Question, of_run, rank_of
 from tightfit.cli.flags import ANSWERED, CHANGE, Parser, whole_number
 from tightfit.diagnose.catalogue import Symptom, catalogue
@@ -32,8 +32,8 @@ from tightfit.diagnose.predicted import (
 from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import fixes_of
-from tightfit.formats.settings import known_from_file
-from tightfit.formats.worker.footprint import planned_footprint
+from tightfit.formats.settings import read_known_config
+from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.inputs.spelling import nearest
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, text
@@ -97,15 +97,15 @@ def _predict(
     if hasattr(args, "config"):
         known, words = question.evidence.config or KnownConfig(), {name: getattr(args, name, None) for name in _NAMED}
         if not alone:
-            beside = priced_beside(Path(args.config), known, **words)
+            beside = price_beside(Path(args.config), known, **words)
             return found, predict_failure(beside.footprint, told) if beside and told else None
-        priced = priced_config(Path(args.config), known, **words)
+        priced = price_config(Path(args.config), known, **words)
         said = predict_training(priced.footprint, priced.hardware, priced.world)
         if priced.planned:
             said = replace(said, sentence=Message("diagnose.priced-as-planned", sentence=said.sentence))
         card = priced.hardware.gpu.memory_bytes if priced.hardware else 0
         return replace(found, verdict=predict_verdict(said, card, known, args.config)), said
-    footprint = planned_footprint(question.plan) if question.plan and (told or alone) else None
+    footprint = read_planned_footprint(question.plan) if question.plan and (told or alone) else None
     if footprint is None:
         return found, None
     if told is not None:
@@ -147,7 +147,7 @@ def _exit_code(text: str) -> int:
 
 def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
     given = getattr(args, "exit_code", None)
-    config = known_from_file(Path(args.config)) if hasattr(args, "config") else None
+    config = read_known_config(Path(args.config)) if hasattr(args, "config") else None
     words = getattr(args, "inputs", [])
     if not words and given is None and config is None:
         raise ConfigError(Message("cli.there-nothing-judge"))

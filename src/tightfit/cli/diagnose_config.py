@@ -16,12 +16,12 @@ from tightfit.formats.document import read_document
 from tightfit.formats.recognise import recognise
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message
-from tightfit.model.presets import PRESETS, checkpoint_named
+from tightfit.model.presets import PRESETS, find_checkpoint
 from tightfit.priced import Priced
 from tightfit.types import ConfigError, UserError
 
 
-def priced_config(path: Path, known: KnownConfig, *, model: str | None, gpus: str | None) -> Priced:
+def price_config(path: Path, known: KnownConfig, *, model: str | None, gpus: str | None) -> Priced:
     """What the training in a config takes; an error says what is missing to know it."""
     document = read_document(path)
     kind = recognise(document).name
@@ -40,10 +40,10 @@ def priced_config(path: Path, known: KnownConfig, *, model: str | None, gpus: st
     return estimated(read_request({name: value for name, value in asked.items() if value is not None}))
 
 
-def priced_beside(path: Path, known: KnownConfig, *, model: str | None, gpus: str | None) -> Priced | None:
+def price_beside(path: Path, known: KnownConfig, *, model: str | None, gpus: str | None) -> Priced | None:
     """The same for one who asks about a log, and wants no complaint about what else could be known."""
     try:
-        return priced_config(path, known, model=model, gpus=gpus)
+        return price_config(path, known, model=model, gpus=gpus)
     except UserError:
         return None
 
@@ -57,7 +57,7 @@ def _model_in(values: Mapping[str, Any]) -> str | None:
 
 def _is_here(word: str) -> bool:
     name = word.strip()
-    return name.lower() in PRESETS or os.path.exists(os.path.expanduser(name)) or checkpoint_named(name) is not None
+    return name.lower() in PRESETS or os.path.exists(os.path.expanduser(name)) or find_checkpoint(name) is not None
 
 
 def _flags(known: KnownConfig) -> dict[str, Any]:

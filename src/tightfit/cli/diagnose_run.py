@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
-from tightfit.formats.worker.footprint import planned_footprint
+from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.inputs.records import find_record
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, say, text
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths
-from tightfit.runs.cause import known_config
+from tightfit.runs.cause import config_of_plan
 from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.last_words import USERS, read_last_words
@@ -79,9 +79,9 @@ def of_run(path: Path) -> Question:
     exits = _exits(path) or ((RankExit(rank=None, code=code, at=0.0),) if code is not None else ())
     if ending is not None:  # the codes of ranks that were told to end, or of an attempt before, prove nothing
         exits = (RankExit(rank=None, code=0, at=0.0),) if ending.well else ()
-    if not sources and not exits and planned_footprint(folder.plan) is None:
+    if not sources and not exits and read_planned_footprint(folder.plan) is None:
         raise ConfigError(Message("cli.holds-logs-run", path=path))
-    config: KnownConfig = known_config(folder.plan)
+    config: KnownConfig = config_of_plan(folder.plan)
     return Question(evidence=Evidence(logs=tuple(sources), exits=exits, config=config), plan=folder.plan, ending=ending)
 
 

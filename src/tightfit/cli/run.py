@@ -27,7 +27,7 @@ from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
 from tightfit.messages import Message, Said, text
 from tightfit.planner.calibration import Entry
-from tightfit.runs.build_lock import describe, left_locks
+from tightfit.runs.build_lock import describe, find_left_locks
 from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.external.command import NAMES, recognise
 from tightfit.runs.external.config import ExternalTraining, read_training
@@ -259,7 +259,7 @@ def _say_start(external: ExternalTraining, known: Known | str, place: ClaimedRun
     if place.before is not None:
         _say(text("cli.run-taken-over", path=place.path, pid=place.before.pid))
     _say(_describe_prediction(external, known))
-    if external.command.launcher != "other" and (left := left_locks(inherited(external.environment))):
+    if external.command.launcher != "other" and (left := find_left_locks(inherited(external.environment))):
         _say(str(describe(left)))
 
 

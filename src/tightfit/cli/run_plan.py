@@ -29,7 +29,7 @@ from tightfit.planner.calibration import COMPONENT, Calibration, Entry, correct
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, locate, step_down
 from tightfit.priced import GIB, Priced, strategy_name, verdict
-from tightfit.runs.calibration import learned_from_failure
+from tightfit.runs.calibration import learn_from_failure
 from tightfit.runs.external.config import ExternalTraining, batch_of, knobs_of
 from tightfit.runs.external.ladder import NextConfig
 from tightfit.runs.external.process import MemoryPeak
@@ -94,7 +94,7 @@ class UserSaid:
     micro_batch: int | None = None
 
 
-def known_of(
+def read_known(
     external: ExternalTraining,
     hardware: Hardware,
     allow: tuple[Allowance, ...],
@@ -325,7 +325,7 @@ class Planner:
 
     def known(self, external: ExternalTraining) -> Known | str:
         setting = self._setting
-        return known_of(external, setting.hardware, setting.allow, self._calibration, setting.said)
+        return read_known(external, setting.hardware, setting.allow, self._calibration, setting.said)
 
     def warning(self, external: ExternalTraining) -> str | None:
         return warning_of(external, self._setting.hardware)
@@ -338,7 +338,7 @@ class Planner:
             return
         gpu = known.priced.footprint.gpu
         held = peak.own_bytes - sum(gpu.overhead.values())
-        self._learn(learned_from_failure(_plan(known), Shortfall(where="gpu", phase=gpu.peak_phase), held))
+        self._learn(learn_from_failure(_plan(known), Shortfall(where="gpu", phase=gpu.peak_phase), held))
 
     def _learn(self, entry: Entry | None, *, failed: bool = False) -> None:
         known = self._calibration
@@ -363,7 +363,7 @@ class Planner:
         assert now.chosen is not None
         shortfall = locate(shortfall, now.chosen)
         if (numbers := verdict.oom) is not None and numbers.allocated is not None and numbers.asked is not None:
-            self._learn(learned_from_failure(now, shortfall, numbers.allocated + numbers.asked), failed=True)
+            self._learn(learn_from_failure(now, shortfall, numbers.allocated + numbers.asked), failed=True)
             known = replace(known, calibration=self._calibration)
         for job in _tries(known, same_engine=same_engine):
             last = _plan(replace(known, job=job))

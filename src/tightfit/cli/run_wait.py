@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tightfit.cli.train_machine import Busy, most_held, reservations, wait_while_busy
+from tightfit.cli.train_machine import Busy, describe_main_holder, reservations, wait_while_busy
 from tightfit.hardware.occupancy import Device, occupancy
 from tightfit.messages import Message, text
 from tightfit.priced import amounts
@@ -39,7 +39,7 @@ def _check(device: Device, need_bytes: int | None) -> None:
     free, total = device.free_bytes, device.total_bytes
     if free is None:
         return
-    who = most_held(device)
+    who = describe_main_holder(device)
     held, of = who and text("cli.holds-rest", who=who), (device.key, who) if who else (device.key,)
     if need_bytes is not None and free < need_bytes:
         needed, left = amounts(need_bytes, free)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tightfit.cli.train_machine import Busy, check_free, reservations, wait_while_busy
 from tightfit.cli.train_report import learn
 from tightfit.cli.train_request import Ready, rendered, target_of_run
-from tightfit.cli.train_written import written_plan
+from tightfit.cli.train_written import read_written_plan
 from tightfit.desk.calibration import Calibrations, calibration_of
 from tightfit.desk.plan_files import startable_of
 from tightfit.desk.request import Request
@@ -26,8 +26,8 @@ from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, locate, step_down
 from tightfit.priced import strategy_name
-from tightfit.runs.calibration import learned_from_failure
-from tightfit.runs.cause import known_config
+from tightfit.runs.calibration import learn_from_failure
+from tightfit.runs.cause import config_of_plan
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.launch import RankStart
 from tightfit.runs.own import Changed, Refused
@@ -89,7 +89,7 @@ class TrainCourse:
         if self.ready.plan is not None:
             return self.ready.plan
         try:
-            plan = written_plan(self._folder.plan)
+            plan = read_written_plan(self._folder.plan)
         except UserError as error:
             return Refused(because=f"{error}: {otherwise}")
         self._set_bounds(plan)
@@ -98,7 +98,7 @@ class TrainCourse:
 
     @property
     def words(self) -> str:
-        known = known_config(self._folder.plan)
+        known = config_of_plan(self._folder.plan)
         plan = self.ready.plan
         way = self.ready.worker.engine if plan is None or plan.chosen is None else strategy_name(plan.chosen.levers)
         return text(
@@ -115,14 +115,14 @@ class TrainCourse:
 
     @property
     def effective_batch(self) -> int | None:
-        known = known_config(self._folder.plan)
+        known = config_of_plan(self._folder.plan)
         if known.micro_batch is None or known.accumulation is None:
             return None
         return known.micro_batch * known.accumulation * self.ranks
 
     @property
     def precision(self) -> str:
-        return known_config(self._folder.plan).precision or ""
+        return config_of_plan(self._folder.plan).precision or ""
 
     def starts(self, options: Sequence[str]) -> Sequence[RankStart]:
         meeting, every = self._manner.meet(self.ready), (*self._manner.options, *options)
@@ -193,7 +193,7 @@ class TrainCourse:
         numbers, known = verdict.oom, self.bounds.calibration
         if known is None or numbers is None or numbers.allocated is None or numbers.asked is None:
             return self.bounds, None
-        entry = learned_from_failure(last, shortfall, numbers.allocated + numbers.asked)
+        entry = learn_from_failure(last, shortfall, numbers.allocated + numbers.asked)
         return replace(self.bounds, calibration=known.after_failure(entry)), entry
 
     def _describe_change(self, before: Way, found: StepDown) -> Changed:

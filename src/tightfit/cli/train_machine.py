@@ -273,7 +273,7 @@ def check_free(device: Device, worker: WorkerFile) -> None:
         return
     assert device.free_bytes is not None
     need, free = amounts(worker.required_bytes, device.free_bytes)
-    who = most_held(device)
+    who = describe_main_holder(device)
     raise Busy(
         Message(
             "cli.too-little-for-plan",
@@ -287,7 +287,7 @@ def check_free(device: Device, worker: WorkerFile) -> None:
     )
 
 
-def most_held(device: Device) -> str:
+def describe_main_holder(device: Device) -> str:
     """In words the process that holds most of a GPU; "": none is known."""
     who = max(device.holders, key=lambda each: each.held_bytes or 0, default=None)
     return "" if who is None else holder_words(who)

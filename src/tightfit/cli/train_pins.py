@@ -17,7 +17,7 @@ from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.types import Buckets, Levers, Mamba1, Mamba2, ModelError
 
 
-def pinned_by_deepspeed(settled: PlanInput, path: str) -> PlanInput:
+def pin_deepspeed(settled: PlanInput, path: str) -> PlanInput:
     """The settled with what a DeepSpeed file says, wherever neither flag nor job file says it."""
     from tightfit.formats.deepspeed.read import read_deepspeed
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tightfit.cli.train_flags import TrainOptions
 from tightfit.cli.train_machine import Machine, Nodes, machine_for, nodes_of
-from tightfit.cli.train_pins import check_weights, pinned_by_deepspeed, with_a_scan_that_runs, with_whole_folder
+from tightfit.cli.train_pins import check_weights, pin_deepspeed, with_a_scan_that_runs, with_whole_folder
 from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out
 from tightfit.desk.plan_request import PlanInput, resolve_request
@@ -80,7 +80,7 @@ def _plan(request: Request, options: TrainOptions, machine: Machine, nodes: Node
     settled = resolve_request(request, machine.adapt, runs_here=nodes.hostfile is None)
     on_gpu = settled.hardware.gpu.vendor != "cpu"
     if options.deepspeed_config is not None:
-        settled = pinned_by_deepspeed(settled, options.deepspeed_config)
+        settled = pin_deepspeed(settled, options.deepspeed_config)
     settled = with_a_scan_that_runs(settled, on_gpu=on_gpu)
     settled = replace(
         settled,

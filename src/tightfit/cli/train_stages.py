@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from tightfit.cli.train_flags import TrainOptions
 from tightfit.desk.request import Request
-from tightfit.desk.stages import Stage, stage_asked
+from tightfit.desk.stages import Stage, pick_stage
 from tightfit.job.file import job_from_text
-from tightfit.job.stages import merged_folder, model_left_by
+from tightfit.job.stages import folder_of_merged_model, model_left_by
 from tightfit.messages import Message, text
 from tightfit.runs.record import read_run
 from tightfit.types import ConfigError
@@ -31,7 +31,7 @@ def train_stages(stages: Sequence[Request], options: TrainOptions, train: Callab
             _say(options, text("cli.planned-when-stage", words=stage.words, number=stage.number - 1))
             continue
         else:
-            merged = merged_folder(stage.root, stage.number)
+            merged = folder_of_merged_model(stage.root, stage.number)
             if again and merged.exists():
                 raise ConfigError(Message("cli.holds-what-stage", merged=merged, number=stage.number))
             _say(options, text("cli.stage-in", words=stage.words, folder=stage.folder))
@@ -45,7 +45,7 @@ def train_stages(stages: Sequence[Request], options: TrainOptions, train: Callab
 
 def _stage(request: Request) -> Stage:
     assert request.file is not None
-    stage = stage_asked(request, job_from_text(request.file.read(), model=request.model).job)
+    stage = pick_stage(request, job_from_text(request.file.read(), model=request.model).job)
     assert stage is not None
     return stage
 
@@ -54,7 +54,7 @@ def _merge(stage: Stage) -> None:
     """A stage that trained adapters leaves them beside the model: the next one starts from both in one."""
     from tightfit.cli.export import export
 
-    if export([str(stage.folder), "--to", str(merged_folder(stage.root, stage.number))]) != 0:
+    if export([str(stage.folder), "--to", str(folder_of_merged_model(stage.root, stage.number))]) != 0:
         raise ConfigError(Message("cli.adapters-stage-could", number=stage.number))
 
 

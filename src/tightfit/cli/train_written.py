@@ -25,7 +25,7 @@ from tightfit.types import ConfigError, Hardware, Levers, ModelShape
 _LEAST_MARGIN, _MOST_MARGIN = 0.0, 0.89
 
 
-def written_plan(folder: Path) -> Plan:
+def read_written_plan(folder: Path) -> Plan:
     """The plan in a run's folder, on this machine; ConfigError: why it cannot be read back."""
     try:
         tree = find_worker(folder)

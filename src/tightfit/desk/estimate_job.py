@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from tightfit.desk.request import Request, RequestFile
-from tightfit.desk.stages import stage_asked
+from tightfit.desk.stages import pick_stage
 from tightfit.formats.llamafactory.keys import KNOWN
 from tightfit.job import Job
 from tightfit.job.file import hardware_of, job_from_flags, job_from_text, levers_of, model_of, names_in
@@ -55,7 +55,7 @@ def is_job(file: RequestFile) -> bool:
 def read_job_input(request: Request, file: RequestFile) -> JobInput:
     """The job of the file, with what the flags say over it."""
     read = job_from_text(file.read(), model=request.model)
-    stage = stage_asked(request, read.job)
+    stage = pick_stage(request, read.job)
     job = job_from_flags(request.flags, read.job if stage is None else stage.job)
     num_gpus = read.num_gpus if request.world is None and "gpus" not in request.flags else None
     hardware = None if job.hardware.gpus is None else hardware_of(job, num_gpus)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tightfit.desk.lever_flags import find_idle
 from tightfit.desk.request import Request
-from tightfit.desk.stages import stage_asked
+from tightfit.desk.stages import pick_stage
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Job
@@ -78,7 +78,7 @@ def resolve_request(
     file = _file(request, launcher)
     if file is None and request.model is not None:
         given["model"] = request.model
-    stage = stage_asked(request, file.job if file else None)
+    stage = pick_stage(request, file.job if file else None)
     if file is not None and stage is not None:
         given["output"] = str(stage.folder)
         if stage.number > 1:

@@ -10,7 +10,7 @@ from typing import Any
 from tightfit.desk.request import Request
 from tightfit.job import Job
 from tightfit.job.file import job_from_text, stage_of
-from tightfit.job.stages import merged_folder, model_left_by, stage_folder
+from tightfit.job.stages import folder_of_merged_model, model_left_by, stage_folder
 from tightfit.messages import Message
 from tightfit.types import ConfigError
 
@@ -41,7 +41,7 @@ class Stage:
         return Message("desk.stage", number=self.number, count=self.count, trains=trains, method=method)
 
 
-def stage_asked(request: Request, job: Job | None) -> Stage | None:
+def pick_stage(request: Request, job: Job | None) -> Stage | None:
     """The stage that `--only-stage` picks of the job of a request's file; None: it has none, or there is no file."""
     number, file = request.only_stage, request.file.path if request.file else None
     if job is None or file is None or not job.stages:
@@ -69,7 +69,7 @@ def _model_before(job: Job, root: str, number: int, file: str) -> Path | None:
         return None
     before = number - 1
     adapters = stage_of(job, before, file).method != "full"
-    usual = merged_folder(root, before) if adapters else stage_folder(root, before) / "model"
+    usual = folder_of_merged_model(root, before) if adapters else stage_folder(root, before) / "model"
     return model_left_by(root, before) or usual
 
 

@@ -124,7 +124,7 @@ class _Scanner:
             self.lines = piece.first_line + piece.data.count(b"\n")
         for cut in self.assembler.unfinished():
             if not cut.is_aside:
-                self._found(Piece(b"", self.lines), 0, cut.opened, [], cut)
+                self._make_finding(Piece(b"", self.lines), 0, cut.opened, [], cut)
         for finding, back in self.latest.values():
             _place(finding, back)
             self.findings.append(finding)
@@ -171,7 +171,7 @@ class _Scanner:
             start = end + 1
         for kind, (start, end, number) in again.items():
             message = self._message(plain(piece.data[start:end]), number)
-            self._found(piece, end, message, list(self.usual[kind]), None)
+            self._make_finding(piece, end, message, list(self.usual[kind]), None)
         self.fresh.sort(key=lambda each: each[0])
 
     def _rows(self, line: bytes, hot: set[bytes]) -> tuple[Row, ...]:
@@ -207,7 +207,7 @@ class _Scanner:
         if closed is not None:
             closed.symptoms += symptoms
         elif symptoms:
-            self._found(piece, end, message, symptoms, None)
+            self._make_finding(piece, end, message, symptoms, None)
             if symptoms[0].id in self.latest and len(self.usual) < _MOST_KINDS:
                 self.usual[flat.translate(ZEROS)] = tuple(symptoms)
         else:
@@ -248,9 +248,9 @@ class _Scanner:
         traceback = self.assembler.take(message)
         if traceback is None:
             return None
-        return _ASIDE if traceback.is_aside else self._found(piece, end, message, [], traceback)
+        return _ASIDE if traceback.is_aside else self._make_finding(piece, end, message, [], traceback)
 
-    def _found(
+    def _make_finding(
         self, piece: Piece, end: int, message: Message, symptoms: list[Symptom], traceback: Traceback | None
     ) -> Finding:
         name = symptoms[0].id if symptoms else "traceback"

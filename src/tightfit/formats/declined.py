@@ -80,7 +80,7 @@ DECLINED = (
 _LLAMAFACTORYS = frozenset("template stage cutoff_len lora_target quantization_bit do_train".split())
 
 
-def declined_trainer(values: Mapping[str, Any]) -> str | None:
+def name_declined_program(values: Mapping[str, Any]) -> str | None:
     """Whose config it is, where it is somebody's whom lint does not know."""
     keys = set(values)
     if "finetuning_type" in keys or ("model_name_or_path" in keys and keys & _LLAMAFACTORYS):

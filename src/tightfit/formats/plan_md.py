@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from tightfit.formats.launch.environment import environment, launcher_of
 from tightfit.formats.registry import dialects, launchers
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import chosen_way, time_limit_s, untrained
+from tightfit.formats.worker.write import require_way, time_limit_s, untrained
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.memory.components import name_component
 from tightfit.messages import Listing, Message, Said, end_sentence, id_of, text
@@ -24,7 +24,7 @@ from tightfit.priced import GIB, amounts, billions, strategy_name, training_word
 
 def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mapping[str, Said] | None = None) -> str:
     """The reasons of a plan. `left_out` says for each file that could not be written why not."""
-    chosen_way(plan)
+    require_way(plan)
     sections = (
         _title(plan, target),
         _changes(plan),
@@ -40,7 +40,7 @@ def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mappin
 
 
 def _title(plan: Plan, target: Target) -> Iterator[str]:
-    way = chosen_way(plan)
+    way = require_way(plan)
     gpu = way.hardware.gpu
     needed, size, spare = amounts(way.footprint.gpu.required_bytes, gpu.memory_bytes, abs(way.gpu_spare_bytes))
     yield text(
@@ -87,7 +87,7 @@ def _cut_off(plan: Plan, target: Target, hours: float) -> Iterator[str]:
 
 def _changes(plan: Plan) -> list[str]:
     """Costly changes stand alone and first: they change what comes out."""
-    changes, job = chosen_way(plan).changes, plan.job
+    changes, job = require_way(plan).changes, plan.job
     if not changes:
         return [text("planfile.changes-nothing")]
     said = Message("planfile.changes-allowed")
@@ -98,7 +98,7 @@ def _changes(plan: Plan) -> list[str]:
 
 
 def _alternatives(plan: Plan) -> Iterator[str]:
-    ways = (chosen_way(plan), *plan.alternatives)
+    ways = (require_way(plan), *plan.alternatives)
     yield text("planfile.alternatives")
     yield ""
     yield text("planfile.priced", count=plan.considered)
@@ -205,7 +205,7 @@ def _reasons(plan: Plan) -> list[Said]:
 
 def _assumptions(plan: Plan) -> Iterable[Said]:
     """What was taken to be so: the model, the machine, what the runtime keeps of the card, the rates."""
-    way = chosen_way(plan)
+    way = require_way(plan)
     memory = [said for said in way.footprint.because if id_of(said) != "price.peak-phase"]
     said = (*way.shape.notes, *plan.hardware.because, *way.hardware.because)
     return dict.fromkeys((*said, *memory, *way.pace.because))

@@ -6,7 +6,7 @@ nothing but `zero_optimisation` in it finds its way to the rule that says so.
 
 from __future__ import annotations
 
-from tightfit.formats.declined import declined_trainer
+from tightfit.formats.declined import name_declined_program
 from tightfit.formats.dialect import Dialect
 from tightfit.formats.document import Document
 from tightfit.formats.registry import kinds
@@ -26,7 +26,7 @@ def recognise(document: Document) -> Dialect:
     values, known = document.values, tuple(kinds().values())
     if is_workers(values):
         return kinds()["job"]
-    if (trainer := declined_trainer(values)) is not None:
+    if (trainer := name_declined_program(values)) is not None:
         kept = Listing((each.title for each in known), "and")
         raise ConfigError(Message("lint.declined", file=document.path.name, trainer=trainer, kinds=kept))
     for each in known:

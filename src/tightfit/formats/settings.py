@@ -17,7 +17,7 @@ from tightfit.job.known import KnownConfig, completed
 from tightfit.types import UserError
 
 
-def known_from_file(path: Path) -> KnownConfig:
+def read_known_config(path: Path) -> KnownConfig:
     """The settings in a file of any dialect, and in the DeepSpeed file that it names, or holds."""
     document = read_document(path)
     dialect = recognise(document)

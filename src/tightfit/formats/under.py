@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import chosen_way
+from tightfit.formats.worker.write import require_way
 from tightfit.job.file import adapter_dtype_of
 from tightfit.memory import estimate
 from tightfit.messages import Message
@@ -17,7 +17,7 @@ from tightfit.types import Checkpointing, ConfigError, Levers, Trainer
 
 def levers_under(trainer: Trainer, plan: Plan, target: Target) -> Levers:
     """What its file makes the trainer do, which has not all that our worker has."""
-    way, job = chosen_way(plan), replace(plan.job, trainer=trainer)
+    way, job = require_way(plan), replace(plan.job, trainer=trainer)
     levers, able = way.levers, Abilities(trainer=trainer, llamafactory_version=target.llamafactory_version)
     offloads = levers.checkpointing.offload and able.offloads_inputs(levers.engine)
     return replace(
@@ -33,7 +33,7 @@ def levers_under(trainer: Trainer, plan: Plan, target: Target) -> Levers:
 
 def runs_under(trainer: Trainer, plan: Plan, target: Target) -> bool:
     """Whether the trainer has what the plan needs, and room for it."""
-    if trainer == "llamafactory" and chosen_way(plan).levers.is_fsdp2:
+    if trainer == "llamafactory" and require_way(plan).levers.is_fsdp2:
         return False
     try:
         check_fits_under(trainer, plan, target)
@@ -46,7 +46,7 @@ def check_fits_under(trainer: Trainer, plan: Plan, target: Target) -> None:
     """A ConfigError where the trainer would run out of what our worker has enough of."""
     if plan.job.trainer == trainer:
         return
-    way = chosen_way(plan)
+    way = require_way(plan)
     found = estimate(way.shape, levers_under(trainer, plan, target), way.world, way.hardware)
 
     if found.gpu.required_bytes > max(way.gpu_limit_bytes, way.footprint.gpu.required_bytes):

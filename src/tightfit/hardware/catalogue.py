@@ -87,11 +87,11 @@ def _card(vendor: Vendor, arch: str, row: _Row) -> Card:
         vendor=vendor,
         memory_bytes=(row.mib or row.gib * 1024) * MIB,
         arch=arch,
-        bf16_flops=_scaled(row.bf16, 1e12),
-        fp16_flops=_scaled(row.fp16, 1e12),
-        memory_bytes_per_s=_scaled(row.gb_s, 1e9),
+        bf16_flops=_scale(row.bf16, 1e12),
+        fp16_flops=_scale(row.fp16, 1e12),
+        memory_bytes_per_s=_scale(row.gb_s, 1e9),
         link=row.link,
-        link_bytes_per_s=_scaled(link_gb_s, 1e9),
+        link_bytes_per_s=_scale(link_gb_s, 1e9),
     )
     return Card(family=row.family, size_gib=row.gib, form=row.form, devices=row.devices, gpu=gpu)
 
@@ -112,7 +112,7 @@ def native_bf16(arch: str | None) -> bool | None:
     return None
 
 
-def _scaled(value: float | None, scale: float) -> float | None:
+def _scale(value: float | None, scale: float) -> float | None:
     return None if value is None else value * scale
 
 

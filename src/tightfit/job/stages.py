@@ -65,14 +65,14 @@ def stage_folder(root: str | Path, number: int) -> Path:
     return Path(root) / f"stage-{number}"
 
 
-def merged_folder(root: str | Path, number: int) -> Path:
+def folder_of_merged_model(root: str | Path, number: int) -> Path:
     """The model of a stage that trained adapters, with these in its weights."""
     return Path(root) / f"stage-{number}-merged"
 
 
 def model_left_by(root: str | Path, number: int) -> Path | None:
     """The model with which the next stage begins; None: it is not there yet."""
-    for folder in (merged_folder(root, number), stage_folder(root, number) / "model"):
+    for folder in (folder_of_merged_model(root, number), stage_folder(root, number) / "model"):
         if (folder / "config.json").is_file():
             return folder
     return None

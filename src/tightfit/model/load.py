@@ -21,7 +21,7 @@ from tightfit.messages import Message, Said
 from tightfit.model import families
 from tightfit.model.families import NotByName, did_you_mean
 from tightfit.model.families.reader import MAX_SIZE
-from tightfit.model.presets import CHECKPOINTS, DRAWN_STD, PRESETS, checkpoint_named
+from tightfit.model.presets import CHECKPOINTS, DRAWN_STD, PRESETS, find_checkpoint
 from tightfit.types import ConfigError, ModelError, ModelShape
 
 HUB_TIMEOUT_S = 10
@@ -82,7 +82,7 @@ def find_config(word: str) -> FoundConfig:
         return _local(Path(path))
     if name.endswith(".json") or name.startswith((".", "/", "~")) or os.path.isabs(path):
         raise ModelError(Message("model.no-such-file", name=shown(name)))
-    known = checkpoint_named(name)
+    known = find_checkpoint(name)
     return FoundConfig(name, _read_json(_from_hub(name), name)) if known is None else _find_known(known)
 
 

@@ -223,7 +223,7 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
 _SPELT = {name.lower(): name for name in CHECKPOINTS}
 
 
-def checkpoint_named(word: str) -> str | None:
+def find_checkpoint(word: str) -> str | None:
     """The id that is known, as Hugging Face spells it; None: not known here."""
     return _SPELT.get(word.strip().lower())
 

@@ -37,7 +37,7 @@ def build_folder(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "torch_extensions"
 
 
-def left_locks(environment: Mapping[str, str], *, ours_since: float | None = None) -> tuple[Path, ...]:
+def find_left_locks(environment: Mapping[str, str], *, ours_since: float | None = None) -> tuple[Path, ...]:
     """Locks that nobody holds, the oldest first; none where that cannot be seen.
 
     `ours_since`: only those made from that moment on, by processes that have ended since: they need not be old.
@@ -67,8 +67,8 @@ def clear(environment: Mapping[str, str], since: float | None = None) -> list[Me
 
     `since`: only those that were made from that moment on.
     """
-    ours = [path for path in left_locks(environment, ours_since=since or 0.0) if _can_be_seen(path)]
-    others = [path for path in left_locks(environment, ours_since=since) if path not in ours]
+    ours = [path for path in find_left_locks(environment, ours_since=since or 0.0) if _can_be_seen(path)]
+    others = [path for path in find_left_locks(environment, ours_since=since) if path not in ours]
     return [*([remove(ours)] if ours else []), *([describe(others)] if others else [])]
 
 

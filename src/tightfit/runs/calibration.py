@@ -36,7 +36,7 @@ def learned(events: Iterable[Event], plan: Plan) -> Entry | None:
     return _entry_of(plan, way, (*_on_gpu(seen, way), *_on_host(seen, way)))
 
 
-def learned_from_failure(plan: Plan, shortfall: Shortfall, held_bytes: int) -> Entry | None:
+def learn_from_failure(plan: Plan, shortfall: Shortfall, held_bytes: int) -> Entry | None:
     """What an out-of-memory on a GPU teaches: `held_bytes` (allocated + asked) were needed in that phase, at the least.
 
     None: no more than was predicted, so the prediction is not what was wrong.

@@ -145,7 +145,7 @@ def _look_for_build_lock(verdict: Verdict, hung: Hung, starts: Sequence[RankStar
     rank = hung.rank if any(stand.rank == hung.rank for stand in waiting) else waiting[0].rank
     environment = next((start.environment for start in starts if start.rank == rank), {})
     who = Message("runs.rank", rank=rank)
-    return blame_build_lock(replace(verdict, rank=rank), who, build_lock.left_locks(environment))
+    return blame_build_lock(replace(verdict, rank=rank), who, build_lock.find_left_locks(environment))
 
 
 def blame_build_lock(verdict: Verdict, who: Message, locks: Sequence[Path]) -> Verdict:
@@ -273,7 +273,7 @@ def _find_tried_phase(tally: Tally) -> PhaseName | None:
     return "step" if "backward" in passed else "backward" if "forward" in passed else "forward"
 
 
-def known_config(plan: Path) -> KnownConfig:
+def config_of_plan(plan: Path) -> KnownConfig:
     """The settings that a plan's folder tells; what it does not tell stays unknown."""
     try:
         found = _config(find_worker(plan))

@@ -97,12 +97,12 @@ def run_of(path: Path) -> Path:
 
 def inventory(run: Path) -> Inventory:
     """What there is. Quick: files are counted and not read."""
-    found = filter(None, map(_found, checkpoints.newest_first(run)))
+    found = filter(None, map(_look_at, checkpoints.newest_first(run)))
     orphans = [Orphan(path=path, bytes=checkpoints.size_of(path)) for path in checkpoints.orphans(run)]
     return Inventory(run=run, checkpoints=tuple(found), orphans=tuple(orphans))
 
 
-def _found(folder: Path) -> Found | None:
+def _look_at(folder: Path) -> Found | None:
     """None: a run that lives has just removed it."""
     step = step_of(folder) or 0
     try:

@@ -16,7 +16,7 @@ from tightfit.messages import Listing, Message, Said
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts, disk
 from tightfit.runs.attempts import AttemptRecord
-from tightfit.runs.cause import FailedAttempt, find_cause, known_config
+from tightfit.runs.cause import FailedAttempt, config_of_plan, find_cause
 from tightfit.runs.checkpoints import Torn, checked, newest_first, read_manifest, step_of, written_first
 from tightfit.runs.decide import Decision, stop, without_smaller
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Resumed, Step, Warned
@@ -197,7 +197,7 @@ class OwnTrainer:
         finally:
             kernel.close()
             clear_beats(self.folder.path, ranks)
-        config = known_config(self.cwd or self.folder.plan)
+        config = config_of_plan(self.cwd or self.folder.plan)
         return FailedAttempt(outcome=outcome, starts=starts, kernel=said, beats=beats, config=config)
 
     def _forgive_late_failure(self, outcome: Outcome) -> Outcome:

@@ -44,7 +44,7 @@ def rank_starts(
 ) -> list[RankStart]:
     """The ranks of this node. `command`: what starts one, with its options."""
     here = worker.gpus_per_node
-    shared = _shared(worker, meeting, sight)
+    shared = _environment(worker, meeting, sight)
     starts = []
     for local in range(here):
         rank = meeting.node * here + local
@@ -74,7 +74,7 @@ def worker_command(folder: RunFolder, options: Sequence[str], worker: Sequence[s
     return (*worker, str(folder.plan / WORKER_FILE), *options)
 
 
-def _shared(worker: WorkerFile, meeting: Meeting, sight: Sight) -> dict[str, str | None]:
+def _environment(worker: WorkerFile, meeting: Meeting, sight: Sight) -> dict[str, str | None]:
     """What all ranks of the node are told alike; None: taken away."""
     told: dict[str, str | None] = {
         "WORLD_SIZE": str(worker.ranks),

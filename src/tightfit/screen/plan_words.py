@@ -71,7 +71,7 @@ def verdict_words(plan: Plan, way: Way, needed: str, size: str) -> Message:
 
 def lever_flags(plan: Plan, way: Way, *, with_model: bool = False) -> list[str]:
     """The way as flags of `estimate`, each with its value. `with_model`: no command named the model."""
-    now, usual, said = flags_from_levers(way.levers), _usual(way), _flags_given(plan)
+    now, usual, said = flags_from_levers(way.levers), _usual(way), _own_flags(plan)
     names = [*ALWAYS, *(name for name in now if name not in ALWAYS)]
     told = [
         name
@@ -97,7 +97,7 @@ def _usual(way: Way) -> dict[str, object]:
     return usual
 
 
-def _flags_given(plan: Plan) -> dict[str, object]:
+def _own_flags(plan: Plan) -> dict[str, object]:
     """What the user's own command or file says."""
     try:
         return flags_from_levers(levers_of(plan.job, plan.shape))

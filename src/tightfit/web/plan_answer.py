@@ -12,7 +12,7 @@ from tightfit.desk.plan import answered
 from tightfit.desk.plan_files import files_of
 from tightfit.messages import Message, Said
 from tightfit.model.load import load_model
-from tightfit.model.presets import PRESETS, checkpoint_named
+from tightfit.model.presets import PRESETS, find_checkpoint
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import worth_showing
 from tightfit.planner.tiers import Tiered
@@ -97,9 +97,7 @@ def recall(address: str) -> Answered | None:
 
 def is_at_hand(asked: AddressQuestion) -> bool:
     """No network has to be asked for the model."""
-    return (
-        asked.block is not None or asked.get("model").lower() in PRESETS or bool(checkpoint_named(asked.get("model")))
-    )
+    return asked.block is not None or asked.get("model").lower() in PRESETS or bool(find_checkpoint(asked.get("model")))
 
 
 def check_model(asked: AddressQuestion) -> None:

@@ -21,7 +21,7 @@ from tightfit.inputs.flags import spelt
 from tightfit.job.fields import FREE_LEVERS
 from tightfit.messages import Message
 from tightfit.model import families
-from tightfit.model.presets import PRESETS, checkpoint_named
+from tightfit.model.presets import PRESETS, find_checkpoint
 from tightfit.types import ConfigError, ModelError
 
 DEFAULTS: dict[str, str] = {"model": "7b_mamba", "gpus": "6", "card": "32GB", "host_ram": "256GB", "seq": "2048"}
@@ -165,7 +165,7 @@ def _take_apart(values: dict[str, str]) -> None:
 
 def _check_model(word: str) -> None:
     """The command line takes paths as well; a page that did would read whatever a link names."""
-    if word.lower() in PRESETS or checkpoint_named(word) is not None:
+    if word.lower() in PRESETS or find_checkpoint(word) is not None:
         return
     if not _ID.fullmatch(word) or os.path.exists(os.path.expanduser(word)) or word.endswith((".json", ".yaml", ".yml")):
         raise ModelError(Message("web.no-model", word=word[:60]))

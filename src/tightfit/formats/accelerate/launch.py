@@ -8,13 +8,13 @@ from tightfit.formats.launch.environment import gpu_ids_of
 from tightfit.formats.launch.script import or_stop
 from tightfit.formats.target import Target
 from tightfit.formats.worker.launch import WORKER, node_flag
-from tightfit.formats.worker.write import chosen_way
+from tightfit.formats.worker.write import require_way
 from tightfit.messages import text
 from tightfit.planner.plan import Plan
 
 
 def accelerate_command(plan: Plan, target: Target) -> Iterator[str]:
-    way, ours = chosen_way(plan), plan.job.trainer == "tightfit"
+    way, ours = require_way(plan), plan.job.trainer == "tightfit"
     if not ours:
         yield f"(( $# > 0 )) {or_stop(text('launch.name-script'))}"
     yield "exec accelerate launch \\"

@@ -21,7 +21,7 @@ from tightfit.formats.deepspeed.write import pure_16bit
 from tightfit.formats.launch.environment import gpu_ids_of
 from tightfit.formats.launch.hostfile import hosts_for
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import LOW_SCALE_TIERS, chosen_way
+from tightfit.formats.worker.write import LOW_SCALE_TIERS, require_way
 from tightfit.inputs.versions import release
 from tightfit.messages import Message
 from tightfit.planner.plan import Plan, Way
@@ -71,7 +71,7 @@ MIXED: dict[Precision, str] = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 
 def accelerate_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
     """The file for `accelerate launch --config_file`. `deepspeed_file` is the JSON's name; None: FSDP2."""
-    way = chosen_way(plan)
+    way = require_way(plan)
     if way.levers.is_fsdp2 != (deepspeed_file is None):
         if way.levers.is_fsdp2:
             raise ConfigError(Message("accelerate.fsdp2-has-no-file"))
@@ -84,7 +84,7 @@ def accelerate_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> s
 
 def accelerate_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
-    way = chosen_way(plan)
+    way = require_way(plan)
     notes = []
     if way.levers.is_fsdp2:
         notes += _fsdp_notes(plan, way)

@@ -8,13 +8,13 @@ from tightfit.formats.launch.environment import HIP, gpu_ids_of, obeys_visible
 from tightfit.formats.launch.hostfile import hosts_for
 from tightfit.formats.target import Target
 from tightfit.formats.worker.launch import WORKER
-from tightfit.formats.worker.write import chosen_way
+from tightfit.formats.worker.write import require_way
 from tightfit.messages import text
 from tightfit.planner.plan import Plan
 
 
 def deepspeed_command(plan: Plan, target: Target) -> Iterator[str]:
-    hardware, ids = chosen_way(plan).hardware, gpu_ids_of(plan, target)
+    hardware, ids = require_way(plan).hardware, gpu_ids_of(plan, target)
     listed = ",".join(map(str, ids))
     hosts = hosts_for(target.hostfile, hardware.nodes, ids) if hardware.nodes > 1 else ()
     if hosts and target.gpu_ids is None:
@@ -38,7 +38,7 @@ def deepspeed_command(plan: Plan, target: Target) -> Iterator[str]:
 
 def _slots(plan: Plan) -> Iterator[str]:
     """The first of `gpus` as DeepSpeed's slots, in `slots`."""
-    hardware = chosen_way(plan).hardware
+    hardware = require_way(plan).hardware
     yield f"# {text('launch.handed-on')}"
     yield 'slots=""'
     yield f'for gpu in "${{gpus[@]:0:{hardware.gpus_per_node}}}"; do'

@@ -25,7 +25,7 @@ from typing import Any
 
 from tightfit.formats.deepspeed.versions import check_version, knows, newer_than_known, without_defaults
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import chosen_way, clip, first_scale_power, learning_rate
+from tightfit.formats.worker.write import clip, first_scale_power, learning_rate, require_way
 from tightfit.inputs.flags import LEVERS
 from tightfit.job import Job
 from tightfit.memory.host import swap_buffer_numel
@@ -45,7 +45,7 @@ Block = dict[str, Any]
 
 def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) -> str:
     """The file for the chosen way. `with_optimizer`: for a script that leaves the optimizer to DeepSpeed."""
-    way = chosen_way(plan)
+    way = require_way(plan)
     check_version(target.deepspeed_version)
     _check_engine(way.levers)
     values = _keep_known(_values(plan, way, with_optimizer), target.deepspeed_version)
@@ -54,7 +54,7 @@ def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) 
 
 def deepspeed_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What a reader of the file should know, a sentence each."""
-    way = chosen_way(plan)
+    way = require_way(plan)
     levers, vendor = way.levers, way.hardware.gpu.vendor
     if levers.is_fsdp2:
         return ()

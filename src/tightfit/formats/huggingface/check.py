@@ -177,7 +177,7 @@ def check_deepspeed_pair(sheet: Sheet) -> Sheet | None:
         ours = default if sheet.get(field) is None else sheet.number(field)
         if theirs is not None and ours is not None and theirs != ours:
             _mismatch(sheet, deepspeed, field, ours, key)
-    micro, steps = _said(sheet, "per_device_train_batch_size", 8), _said(sheet, "gradient_accumulation_steps", 1)
+    micro, steps = _number(sheet, "per_device_train_batch_size", 8), _number(sheet, "gradient_accumulation_steps", 1)
     total = deepspeed.number("train_batch_size")
     if total is not None and sheet.world and total != micro * steps * sheet.world:
         _mismatch(sheet, deepspeed, "per_device_train_batch_size", micro * steps * sheet.world, "train_batch_size")
@@ -210,7 +210,7 @@ def _check_clipping(sheet: Sheet, deepspeed: Sheet) -> None:
     sheet.say("pair-clipping", "max_grad_norm", what, Message("huggingface.add-clipping", file=file, wanted=wanted))
 
 
-def _said(sheet: Sheet, field: str, default: float) -> float:
+def _number(sheet: Sheet, field: str, default: float) -> float:
     number = sheet.number(field)
     return default if number is None else number
 

@@ -22,7 +22,7 @@ from tightfit.formats.accelerate.write import all_or_none, layer_class, loads_on
 from tightfit.formats.deepspeed.write import ADAM_BETAS, ADAM_EPS, pure_16bit
 from tightfit.formats.huggingface import liger
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import chosen_way, clip, epochs, learning_rate, logging_steps, save_steps
+from tightfit.formats.worker.write import clip, epochs, learning_rate, logging_steps, require_way, save_steps
 from tightfit.inputs.versions import release
 from tightfit.job import Job
 from tightfit.memory import estimate
@@ -69,7 +69,7 @@ DTK_TORCH, OLD_TORCH_LAST = "2.4", (5, 10)
 
 def training_args_json(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
     """The file; `deepspeed_file` is the JSON's name, as the training's working folder sees it, or None for FSDP2."""
-    way, job, version = chosen_way(plan), plan.job, target.transformers_version
+    way, job, version = require_way(plan), plan.job, target.transformers_version
     _check_version(version)
     values = _training(job, way.levers) | _watching(job, way.levers) | _memory(way, version)
     values |= _sharding(way, target, deepspeed_file)
@@ -83,7 +83,7 @@ def training_args_json(plan: Plan, target: Target, deepspeed_file: str | None) -
 
 def training_args_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
-    way = chosen_way(plan)
+    way = require_way(plan)
     levers, version = way.levers, target.transformers_version
     notes = []
     if release(version) > release(NEWEST):
@@ -157,7 +157,7 @@ def _needs(way: Way, version: str) -> list[Message]:
     planned, size = amounts(way.footprint.gpu.required_bytes, card)
     ids = {"official": "huggingface.gib-official", "torch": "huggingface.gib-plain"} if len(needs) > 1 else {}
     each = [
-        said_to_fit(Message(ids.get(scan, "huggingface.gib"), gib=amounts(need)[0]), fits=need <= card)
+        say_need(Message(ids.get(scan, "huggingface.gib"), gib=amounts(need)[0]), fits=need <= card)
         for scan, need in needs.items()
     ]
     if len(each) == 1:
@@ -165,7 +165,7 @@ def _needs(way: Way, version: str) -> list[Message]:
     return [Message("huggingface.trainer-needs-two", first=each[0], second=each[1], planned=planned, size=size)]
 
 
-def said_to_fit(need: Message, *, fits: bool) -> Message:
+def say_need(need: Message, *, fits: bool) -> Message:
     """What a GPU needs, and that it has not so much."""
     return need if fits else Message("huggingface.too-much", need=need)
 
@@ -306,6 +306,6 @@ def _check_version(version: str) -> None:
 def transformers_wanted(plan: Plan, target: Target) -> Said:
     """The release that the file is for, and what Hygon's toolkit says to it."""
     asked = target.transformers_version
-    if chosen_way(plan).hardware.gpu.vendor != "hygon" or release(asked)[:2] <= OLD_TORCH_LAST:
+    if require_way(plan).hardware.gpu.vendor != "hygon" or release(asked)[:2] <= OLD_TORCH_LAST:
         return f"transformers {asked}"
     return Message("huggingface.wants-newer-torch", asked=asked, torch=DTK_TORCH)

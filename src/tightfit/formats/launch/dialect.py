@@ -10,7 +10,7 @@ from tightfit.formats.launch.hostfile import hostfile_text, hosts_for
 from tightfit.formats.launch.script import launch_sh
 from tightfit.formats.launch.slurm import slurm_sbatch
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import chosen_way
+from tightfit.formats.worker.write import require_way
 from tightfit.messages import Message, text
 from tightfit.planner.plan import Plan
 
@@ -18,14 +18,14 @@ from tightfit.planner.plan import Plan
 def write_hostfile(plan: Plan, target: Target, files: Collection[str]) -> str | None:
     if not _is_spread(plan):
         return None
-    hosts = hosts_for(target.hostfile, chosen_way(plan).hardware.nodes, gpu_ids_of(plan, target))
+    hosts = hosts_for(target.hostfile, require_way(plan).hardware.nodes, gpu_ids_of(plan, target))
     head = "" if target.hostfile is not None else f"# {text('launch.placeholders')}\n"
     return head + hostfile_text(hosts)
 
 
 def _is_spread(plan: Plan) -> bool:
     """Whether it runs on several machines, by a launcher of ours."""
-    return chosen_way(plan).hardware.nodes > 1 and plan.job.trainer != "trainer"
+    return require_way(plan).hardware.nodes > 1 and plan.job.trainer != "trainer"
 
 
 DIALECT = Dialect(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from tightfit.formats.dialect import Variable
 from tightfit.formats.registry import launchers
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import chosen_way
+from tightfit.formats.worker.write import require_way
 from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 from tightfit.planner.trainers import STARTS
@@ -26,7 +26,7 @@ def launcher_of(plan: Plan, target: Target) -> str:
         return target.launcher
     if plan.job.trainer != "tightfit":
         return STARTS[plan.job.trainer]
-    way = chosen_way(plan)
+    way = require_way(plan)
     # DeepSpeed's launcher counts sockets where there is no GPU, and refuses more ranks than that.
     plain = way.levers.is_fsdp2 or way.hardware.gpu.vendor == "cpu"
     return "torchrun" if plain else "deepspeed"
@@ -34,7 +34,7 @@ def launcher_of(plan: Plan, target: Target) -> str:
 
 def gpu_ids_of(plan: Plan, target: Target) -> tuple[int, ...]:
     """The GPUs of a node that are used, by number."""
-    wanted = chosen_way(plan).hardware.gpus_per_node
+    wanted = require_way(plan).hardware.gpus_per_node
     if target.gpu_ids is None:
         return tuple(range(wanted))
     ids = target.gpu_ids
@@ -47,7 +47,7 @@ def gpu_ids_of(plan: Plan, target: Target) -> tuple[int, ...]:
 
 def environment(plan: Plan, target: Target) -> tuple[Variable, ...]:
     """Every variable that is set or that a guide would have set, with the reason."""
-    way, launcher = chosen_way(plan), launcher_of(plan, target)
+    way, launcher = require_way(plan), launcher_of(plan, target)
     hardware = way.hardware
     return (
         *allocator(hardware.gpu.vendor),
@@ -72,7 +72,7 @@ def allocator(vendor: Vendor) -> tuple[Variable, ...]:
 
 def _visibility(plan: Plan, target: Target, launcher: str) -> tuple[Variable, ...]:
     """Exactly one variable chooses the GPUs, and only where the launcher does not do it."""
-    vendor = chosen_way(plan).hardware.gpu.vendor
+    vendor = require_way(plan).hardware.gpu.vendor
     if vendor == "cpu":
         return ()
     own, other = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if vendor in HIP else ("CUDA_VISIBLE_DEVICES", "")
@@ -123,6 +123,6 @@ _LEFT_OUT = {
 
 def obeys_visible(plan: Plan, target: Target, launcher: str) -> bool:
     """Whether the user's own choice of visible GPUs decides where the ranks run."""
-    hardware = chosen_way(plan).hardware
+    hardware = require_way(plan).hardware
     by_ssh = launcher == "deepspeed" and hardware.nodes > 1
     return target.gpu_ids is None and hardware.gpu.vendor != "cpu" and not by_ssh

@@ -29,7 +29,7 @@ from tightfit.formats.launch.environment import HIP, environment, gpu_ids_of, la
 from tightfit.formats.llamafactory.write import DATASET_INFO, PLACEHOLDER_DATA, listed, names_a_file
 from tightfit.formats.registry import launchers
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import chosen_way, untrained
+from tightfit.formats.worker.write import require_way, untrained
 from tightfit.messages import Message, Said, end_sentence, text
 from tightfit.planner.plan import Plan
 from tightfit.priced import strategy_name
@@ -38,7 +38,7 @@ from tightfit.types import ConfigError
 
 def launch_sh(plan: Plan, target: Target, files: Collection[str]) -> str:
     """The script that starts the ranks with the right environment. `files` are those that lie beside it."""
-    way, launcher = chosen_way(plan), launcher_of(plan, target)
+    way, launcher = require_way(plan), launcher_of(plan, target)
     needed = launchers()[launcher].needs
     if needed is not None and needed not in files:
         raise ConfigError(Message("launch.needs-file", launcher=launcher, needed=needed))
@@ -135,7 +135,7 @@ def comment(said: Said) -> list[str]:
 
 def _visible(plan: Plan) -> Iterator[str]:
     """The visible GPUs, in `gpus`, and that there are enough."""
-    hardware = chosen_way(plan).hardware
+    hardware = require_way(plan).hardware
     wanted, listed = hardware.gpus_per_node, ",".join(map(str, range(hardware.gpus_per_node)))
     yield ""
     yield f"# {text('launch.visible')}"

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from tightfit.formats.launch.environment import environment, launcher_of
 from tightfit.formats.launch.script import comment, dtk, exports
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import chosen_way, time_limit_s
+from tightfit.formats.worker.write import require_way, time_limit_s
 from tightfit.messages import Message, text
 from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, strategy_name
@@ -35,7 +35,7 @@ _LONGEST_WARNING_S = 65_535
 
 def slurm_sbatch(plan: Plan, target: Target) -> str:
     """The batch file: `sbatch slurm.sbatch`, from its own folder."""
-    way = chosen_way(plan)
+    way = require_way(plan)
     variables = [
         variable
         for variable in environment(plan, target)
@@ -72,7 +72,7 @@ def slurm_sbatch(plan: Plan, target: Target) -> str:
 
 
 def _directives(plan: Plan, target: Target) -> Iterator[str]:
-    way = chosen_way(plan)
+    way = require_way(plan)
     kind = "dcu" if way.hardware.gpu.vendor == "hygon" else "gpu"
     need = math.ceil(way.footprint.host.peak_bytes_per_node / GIB)
     ours = launcher_of(plan, target) != "llamafactory"

@@ -14,7 +14,7 @@ import yaml
 
 from tightfit.formats.llamafactory.keys import FIELD_OF
 from tightfit.formats.target import Original
-from tightfit.formats.worker.write import chosen_way
+from tightfit.formats.worker.write import require_way
 from tightfit.job.file import field_at
 from tightfit.messages import Message, Said, text
 from tightfit.planner.plan import Plan, Way
@@ -64,7 +64,7 @@ def keeps_data(plan: Plan, original: Original) -> bool:
 
 def edits_of(plan: Plan, original: Original, values: Mapping[str, Any]) -> list[Edit]:
     """Every key that has to change, in the order in which they are said."""
-    way = chosen_way(plan)
+    way = require_way(plan)
     found: dict[str, Edit] = {}
     for edit in (
         *_from_flags(plan, original, values),

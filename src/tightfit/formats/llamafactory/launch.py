@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from tightfit.formats.dialect import Variable
 from tightfit.formats.launch.environment import HIP
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import chosen_way
+from tightfit.formats.worker.write import require_way
 from tightfit.inputs.versions import release
 from tightfit.messages import Message, text
 from tightfit.planner.plan import Plan
 
 
 def llamafactory_command(plan: Plan, target: Target) -> Iterator[str]:
-    if chosen_way(plan).hardware.nodes > 1:
+    if require_way(plan).hardware.nodes > 1:
         for name in ("NODE_RANK", "MASTER_ADDR"):
             yield f'export {name}="${{{name}:?{text("launch.set-on-node")}}}"'
     yield 'exec llamafactory-cli train llamafactory.yaml "$@"'
@@ -22,7 +22,7 @@ def llamafactory_command(plan: Plan, target: Target) -> Iterator[str]:
 
 def llamafactory_variables(plan: Plan, target: Target) -> tuple[Variable, ...]:
     """It starts torchrun itself, and reads everything about it from variables."""
-    hardware = chosen_way(plan).hardware
+    hardware = require_way(plan).hardware
     rows = [
         Variable(name="FORCE_TORCHRUN", value="1", reason=Message("launch.force-torchrun")),
         Variable(

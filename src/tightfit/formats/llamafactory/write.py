@@ -39,16 +39,16 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tightfit.formats.huggingface import liger
-from tightfit.formats.huggingface.write import OPTIM, said_to_fit
+from tightfit.formats.huggingface.write import OPTIM, say_need
 from tightfit.formats.llamafactory.edit import keeps_data, scalar, write_edits
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import (
-    chosen_way,
     clip,
     epochs,
     learning_rate,
     logging_steps,
     lora_alpha,
+    require_way,
     save_steps,
     time_limit_s,
 )
@@ -57,7 +57,7 @@ from tightfit.inputs.versions import release
 from tightfit.job import Job
 from tightfit.memory import estimate
 from tightfit.messages import Message, Said, text
-from tightfit.model.presets import PRESETS, checkpoint_named, checkpoint_of
+from tightfit.model.presets import PRESETS, checkpoint_of, find_checkpoint
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.trainers import OLDEST_LLAMAFACTORY, check_llamafactory, fuses_under_llamafactory
 from tightfit.priced import amounts, strategy_name
@@ -118,7 +118,7 @@ _PROCESS_GROUP_TIMEOUT_S = 180_000_000
 
 def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
     """The file for `llamafactory-cli train`; an error where it would train something else."""
-    way, original = chosen_way(plan), target.original
+    way, original = require_way(plan), target.original
     _refuse(plan, way, target)
     sections: dict[str, dict[str, Any]] = {
         "llamafactory.about-model": _model(plan, way),
@@ -212,7 +212,7 @@ def listed(path: str | None) -> tuple[str, str] | None:
 
 def llamafactory_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
-    way, job, levers = chosen_way(plan), plan.job, chosen_way(plan).levers
+    way, job, levers = require_way(plan), plan.job, require_way(plan).levers
     notes = []
     if levers.checkpointing.layers:
         word = checkpointing_word(levers.checkpointing)
@@ -263,7 +263,7 @@ def _adapter_notes(way: Way) -> list[Message]:
     if need <= planned:
         return []
     needed, there = amounts(need, planned)
-    size = said_to_fit(Message("huggingface.gib", gib=needed), fits=need <= card)
+    size = say_need(Message("huggingface.gib", gib=needed), fits=need <= card)
     return [Message("llamafactory.adapters-fp32", dtype=levers.lora.dtype, needed=size, planned=there)]
 
 
@@ -307,7 +307,7 @@ def _name(plan: Plan, way: Way) -> str:
         raise ConfigError(Message("llamafactory.loads-weights"))
     preset, path = model.strip().lower(), PurePosixPath(model)
     if preset not in PRESETS:
-        return str(path.parent) if path.name == "config.json" else checkpoint_named(model) or model
+        return str(path.parent) if path.name == "config.json" else find_checkpoint(model) or model
     weights = checkpoint_of(preset)
     if weights is None:
         raise ConfigError(Message("llamafactory.preset-has-no-weights", preset=preset))

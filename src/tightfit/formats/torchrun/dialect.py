@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from tightfit.formats.dialect import Dialect, Launcher
 from tightfit.formats.target import Target
 from tightfit.formats.worker.launch import WORKER, node_flag
-from tightfit.formats.worker.write import chosen_way
+from tightfit.formats.worker.write import require_way
 from tightfit.messages import text
 from tightfit.planner.plan import Plan
 
 
 def torchrun_command(plan: Plan, target: Target) -> Iterator[str]:
-    hardware = chosen_way(plan).hardware
+    hardware = require_way(plan).hardware
     where = "--master_addr 127.0.0.1"
     if hardware.nodes > 1:
         where = f"{node_flag('node_rank', 'NODE_RANK')} {node_flag('master_addr', 'MASTER_ADDR')}"

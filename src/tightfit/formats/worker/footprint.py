@@ -11,7 +11,7 @@ from tightfit.model.load import load_model, shape_from_config
 from tightfit.types import Footprint, Gpu, Hardware, UserError
 
 
-def planned_footprint(plan: Path) -> Footprint | None:
+def read_planned_footprint(plan: Path) -> Footprint | None:
     """What the plan of a run of ours takes; None: there is none, or none that can be read."""
     try:
         tree = find_worker(plan)

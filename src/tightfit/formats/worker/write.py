@@ -35,7 +35,7 @@ LOW_SCALE_POWER = 8
 LOW_SCALE_TIERS = ("fp16_safe", "extreme")
 
 
-def chosen_way(plan: Plan) -> Way:
+def require_way(plan: Plan) -> Way:
     """The way that the files are for; without one there is nothing to write."""
     if plan.chosen is None:
         raise ConfigError(Message("planfile.nothing-to-write"))
@@ -44,12 +44,12 @@ def chosen_way(plan: Plan) -> Way:
 
 def deepspeed_file_of(plan: Plan) -> str | None:
     """The name of DeepSpeed's own file; None: FSDP2 has none."""
-    return None if chosen_way(plan).levers.is_fsdp2 else DEEPSPEED_FILE
+    return None if require_way(plan).levers.is_fsdp2 else DEEPSPEED_FILE
 
 
 def worker_json(plan: Plan) -> str:
     """Everything that the worker needs, and what it should find."""
-    way, job = chosen_way(plan), plan.job
+    way, job = require_way(plan), plan.job
     config: dict[str, Any] = {
         "schema": SCHEMA,
         "model": _model(plan, way),

@@ -60,21 +60,21 @@ def _factor(unit: str | None) -> int | None:
 
 
 def percent(value: object) -> float | None:
-    return _between(_unsigned(value, "%"), 0, 100)
+    return _between(_read_amount(value, "%"), 0, 100)
 
 
 def celsius(value: object) -> float | None:
     """A sensor that is not there is often told as 0 or below; no card is that cold."""
-    found = _unsigned(value, "C")
+    found = _read_amount(value, "C")
     return None if found is None or found <= 0 else _between(found, 0, _MOST_DEGREES)
 
 
 def watts(value: object) -> float | None:
-    found = _unsigned(value, "W")
+    found = _read_amount(value, "W")
     return None if found is None or found <= 0 else _between(found, 0, _MOST_WATTS)
 
 
-def _unsigned(value: object, unit: str) -> float | None:
+def _read_amount(value: object, unit: str) -> float | None:
     amount, word = with_unit(value, unit)
     letters = (word or "").replace("°", "").lower()
     return number(amount) if letters == unit.lower() else None

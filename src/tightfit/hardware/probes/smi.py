@@ -32,7 +32,7 @@ def cards_of(rows: Sequence[Row], vendor: Vendor) -> tuple[Card, ...]:
 
 def _card(row: Row, vendor: Vendor) -> Card:
     values = row.values
-    whole = _sized(values, _TOTAL, is_total=True)
+    whole = _read_size(values, _TOTAL, is_total=True)
     arch = re.match("gfx[0-9a-f]+", words(values.get("gfx version")) or "")
     unique = words(values.get("unique id"))
     # a name that the catalogue knows before one that it does not; numbers such as 0x6210 are no names
@@ -47,8 +47,8 @@ def _card(row: Row, vendor: Vendor) -> Card:
             uuid=re.sub("^0x", "GPU-", unique) if unique else None,
             arch=arch[0] if arch else None,
             total_bytes=whole,
-            used_bytes=_sized(values, _USED),
-            free_bytes=_sized(values, _FREE),
+            used_bytes=_read_size(values, _USED),
+            free_bytes=_read_size(values, _FREE),
             memory_percent=percent(_first(values, _FULL)),
             use_percent=percent(_first(values, _BUSY)),
             temperature_c=_temperature(values),
@@ -61,7 +61,7 @@ def _first(values: Mapping[str, object], pattern: re.Pattern[str]) -> object:
     return next((value for key, value in values.items() if pattern.fullmatch(key)), None)
 
 
-def _sized(values: Mapping[str, object], pattern: re.Pattern[str], *, is_total: bool = False) -> int | None:
+def _read_size(values: Mapping[str, object], pattern: re.Pattern[str], *, is_total: bool = False) -> int | None:
     for key, value in values.items():
         if found := pattern.fullmatch(key):
             return total(value, found[1]) if is_total else size(value, found[1])

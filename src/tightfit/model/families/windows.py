@@ -15,7 +15,7 @@ Window = int | None
 Rule = Callable[[ConfigReader, int], list[Window]]
 
 
-def _typed(config: ConfigReader, layers: int, window: Window, default: Callable[[int], bool]) -> list[Window]:
+def _read_types(config: ConfigReader, layers: int, window: Window, default: Callable[[int], bool]) -> list[Window]:
     """`layer_types` where the config has it, else the family's own pattern."""
     types = config.words("layer_types", layers)
     if types is None:
@@ -54,14 +54,14 @@ def every_layer_if_asked(config: ConfigReader, layers: int) -> list[Window]:
 
 def ministral(config: ConfigReader, layers: int) -> list[Window]:
     window = config.optional_count("sliding_window", 4096)
-    return _typed(config, layers, window, lambda i: window is not None)
+    return _read_types(config, layers, window, lambda i: window is not None)
 
 
 def upper_layers(config: ConfigReader, layers: int) -> list[Window]:
     """qwen2, qwen3: the layers from `max_window_layers` up, if `use_sliding_window`."""
     window = _window_if_used(config, 4096)
     first = config.index("max_window_layers", 28)
-    return _typed(config, layers, window, lambda i: window is not None and i >= first)
+    return _read_types(config, layers, window, lambda i: window is not None and i >= first)
 
 
 def even_lower_layers(config: ConfigReader, layers: int) -> list[Window]:
@@ -69,19 +69,19 @@ def even_lower_layers(config: ConfigReader, layers: int) -> list[Window]:
     window = _window_if_used(config, 4096)
     used = config.flag("use_sliding_window", False)
     last = config.index("max_window_layers", 28)
-    return _typed(config, layers, window, lambda i: used and i % 2 == 0 and i < last)
+    return _read_types(config, layers, window, lambda i: used and i % 2 == 0 and i < last)
 
 
 def alternating(config: ConfigReader, layers: int) -> list[Window]:
     """gemma2: the first of every two."""
     window = config.optional_count("sliding_window", 4096)
-    return _typed(config, layers, window, lambda i: i % 2 == 0)
+    return _read_types(config, layers, window, lambda i: i % 2 == 0)
 
 
 def three_of_four(config: ConfigReader, layers: int) -> list[Window]:
     """olmo3: all but every fourth."""
     window = config.optional_count("sliding_window", 4096)
-    return _typed(config, layers, window, lambda i: (i + 1) % 4 != 0)
+    return _read_types(config, layers, window, lambda i: (i + 1) % 4 != 0)
 
 
 def gemma3(config: ConfigReader, layers: int) -> list[Window]:
@@ -90,14 +90,14 @@ def gemma3(config: ConfigReader, layers: int) -> list[Window]:
     if window is not None and config.flag("use_bidirectional_attention", False):
         window = window // 2 + 1
     every = config.count("sliding_window_pattern", 6)
-    return _typed(config, layers, window, lambda i: (i + 1) % every != 0)
+    return _read_types(config, layers, window, lambda i: (i + 1) % every != 0)
 
 
 def without_rope(config: ConfigReader, layers: int) -> list[Window]:
     """smollm3: the layers without rotary positions, if `use_sliding_window`."""
     window = _window_if_used(config, None)
     rotary = rotary_layers(config, layers)
-    return _typed(config, layers, window, lambda i: window is not None and not rotary[i])
+    return _read_types(config, layers, window, lambda i: window is not None and not rotary[i])
 
 
 def rotary_layers(config: ConfigReader, layers: int) -> list[bool]:

@@ -126,19 +126,19 @@ def recognise(words: tuple[str, ...]) -> Command:
     if name in ("llamafactory-cli", "lmf"):
         return _llamafactory(words, at + 1)
     if name == "trl" and words[at + 1 : at + 2] and words[at + 1] in _TRL:
-        return _taken_apart(words, "trl", None, at + 2, (at + 2, at + 2))
+        return _take_apart(words, "trl", None, at + 2, (at + 2, at + 2))
     if name in ("deepspeed", "ds", "torchrun", "torchrun.exe"):
         launcher: Launcher = "torchrun" if name.startswith("torchrun") else "deepspeed"
-        return _launched(words, at + 1, launcher)
+        return _parse_launcher(words, at + 1, launcher)
     if name == "accelerate" and words[at + 1 : at + 2] == ("launch",):
-        return _launched(words, at + 2, "accelerate")
+        return _parse_launcher(words, at + 2, "accelerate")
     if name in ("accelerate-launch",):
-        return _launched(words, at + 1, "accelerate")
+        return _parse_launcher(words, at + 1, "accelerate")
     if _PYTHON.search(name):
         return _python(words, at + 1)
     if name.endswith(".py"):
         return _of_script(words, at, "python", at)
-    return _taken_apart(words, "other", None, len(words), (len(words), len(words)))
+    return _take_apart(words, "other", None, len(words), (len(words), len(words)))
 
 
 def _program(words: tuple[str, ...]) -> int:
@@ -163,29 +163,29 @@ def _python(words: tuple[str, ...], at: int) -> Command:
             if launcher == "llamafactory":
                 return _llamafactory(words, at + 2)
             if launcher is not None:
-                return _launched(words, at + 2, launcher)
-            return _taken_apart(words, "python", None, at + 2, (began, at))
+                return _parse_launcher(words, at + 2, launcher)
+            return _take_apart(words, "python", None, at + 2, (began, at))
         if words[at] == "-c":
-            return _taken_apart(words, "python", None, len(words), (began, at))
+            return _take_apart(words, "python", None, len(words), (began, at))
         at += 1 if words[at] in _SWITCHES["python"] or "=" in words[at] else 2
     return (
-        _of_script(words, at, "python", began) if at < len(words) else _taken_apart(words, "other", None, at, (at, at))
+        _of_script(words, at, "python", began) if at < len(words) else _take_apart(words, "other", None, at, (at, at))
     )
 
 
 def _llamafactory(words: tuple[str, ...], at: int) -> Command:
     if at < len(words) and words[at] in _TRAIN:
-        return _taken_apart(words, "llamafactory", None, at + 1, (at, at))
-    return _taken_apart(words, "other", None, len(words), (at, at))
+        return _take_apart(words, "llamafactory", None, at + 1, (at, at))
+    return _take_apart(words, "other", None, len(words), (at, at))
 
 
-def _launched(words: tuple[str, ...], at: int, launcher: Launcher) -> Command:
+def _parse_launcher(words: tuple[str, ...], at: int, launcher: Launcher) -> Command:
     began = at
     while at < len(words) and words[at].startswith("-"):
         alone = words[at] in _SWITCHES[launcher] or "=" in words[at]
         at += 1 if alone else 2
     if at >= len(words):
-        return _taken_apart(words, launcher, None, len(words), (began, len(words)))
+        return _take_apart(words, launcher, None, len(words), (began, len(words)))
     return _of_script(words, at, launcher, began)
 
 
@@ -195,11 +195,11 @@ def _of_script(words: tuple[str, ...], at: int, launcher: Launcher, began: int) 
     configured = bool(after) and after[0].endswith(CONFIG_ENDS)
     if configured and _TRAINING_ENTRY.search(script) and "train" in PurePath(script).stem:
         own: Launcher = "llamafactory" if PurePath(script).parent.name == "src" else launcher
-        return _taken_apart(words, own, script, at + 1, (began, at), starter=launcher)
-    return _taken_apart(words, launcher, script, at + 1, (began, at))
+        return _take_apart(words, own, script, at + 1, (began, at), starter=launcher)
+    return _take_apart(words, launcher, script, at + 1, (began, at))
 
 
-def _taken_apart(
+def _take_apart(
     words: tuple[str, ...],
     launcher: Launcher,
     script: str | None,

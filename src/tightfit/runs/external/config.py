@@ -460,14 +460,14 @@ def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining,
     if in_file and external.settings is not None:
         name = _write_settings(external.settings, in_file)
         files.append(name)
-        command = with_settings(command, _as_named(str(command.settings), name))
+        command = with_settings(command, _name_like(str(command.settings), name))
     accelerate = dict(edits.accelerate)
     if accelerate and external.accelerate is not None:
         name = beside(external.accelerate.path)
         files.append(write_beside(name, yaml_tree_with(external.accelerate.values, accelerate)))
         flag = command.launcher_flag("config_file")
         assert flag is not None
-        command = with_launcher_flag(command, flag, _as_named(str(flag.value), name))
+        command = with_launcher_flag(command, flag, _name_like(str(flag.value), name))
     try:
         again = replace(read_training(command), environment=external.environment)
     except UserError as error:
@@ -502,15 +502,15 @@ def _with_deepspeed(
     command = external.command
     flag = _deepspeed_flag(external)
     if flag is not None and flag.value is not None:
-        return replace(external, command=with_flag(command, flag.name, _as_named(flag.value, name))), trainer, [name]
+        return replace(external, command=with_flag(command, flag.name, _name_like(flag.value, name))), trainer, [name]
     own = command.launcher_flag("deepspeed_config_file")
     if own is not None and own.value is not None:
-        command = with_launcher_flag(command, own, _as_named(own.value, name))
+        command = with_launcher_flag(command, own, _name_like(own.value, name))
         return replace(external, command=command), trainer, [name]
     old = str(deepspeed_name(external))
     if external.settings is not None and isinstance(external.settings.values.get("deepspeed"), str):
-        return external, {**trainer, "deepspeed": _as_named(old, name)}, [name]
-    return _accelerate_names(external, _as_named(old, name)), trainer, [name]
+        return external, {**trainer, "deepspeed": _name_like(old, name)}, [name]
+    return _accelerate_names(external, _name_like(old, name)), trainer, [name]
 
 
 def _accelerate_names(external: ExternalTraining, name: str) -> ExternalTraining:
@@ -521,7 +521,7 @@ def _accelerate_names(external: ExternalTraining, name: str) -> ExternalTraining
     write_beside(made, text)
     flag = external.command.launcher_flag("config_file")
     assert flag is not None
-    command = with_launcher_flag(external.command, flag, _as_named(str(flag.value), made))
+    command = with_launcher_flag(external.command, flag, _name_like(str(flag.value), made))
     return replace(external, command=command, accelerate=read_document(made))
 
 
@@ -538,6 +538,6 @@ _PLAIN_DEEPSPEED: dict[str, Any] = {
 """What the Hugging Face layer fills in from the trainer's arguments."""
 
 
-def _as_named(old: str, new: Path) -> str:
+def _name_like(old: str, new: Path) -> str:
     """The new file, named in the way in which the old one was."""
     return str(Path(old).with_name(new.name))

@@ -98,7 +98,7 @@ class TrainingScript:
         """The first of these settings that the script decides itself, whatever it was started with."""
         if self._tree is None:
             return next((name for name in names if name in self.text), None)
-        written = {name for name, value in _written(self._tree) if not _hands_on(value, name)}
+        written = {name for name, value in _assignments(self._tree) if not _hands_on(value, name)}
         return next((name for name in names if name in written), None)
 
     @cached_property
@@ -107,7 +107,7 @@ class TrainingScript:
             return "none"
         calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
         names = {_last_name(call.func) for call in calls}
-        from_where = [found for call in calls if (found := _resumed_from(call)) is not None]
+        from_where = [found for call in calls if (found := _checkpoint_argument(call)) is not None]
         if any(isinstance(value, ast.Constant) and value.value is True for value in from_where):
             return "by itself"
         if "get_last_checkpoint" in names and (from_where or not self.calls_plain_train):
@@ -152,7 +152,7 @@ class TrainingScript:
             return None
 
 
-def _written(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
     """Every name that is given a value: by assignment, as a keyword, in a dictionary, as a field of a class."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg is not None:
@@ -199,7 +199,7 @@ def _last_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _resumed_from(call: ast.Call) -> ast.expr | None:
+def _checkpoint_argument(call: ast.Call) -> ast.expr | None:
     """What `X.train(…)` is told to go on from; `model.train(True)` is another matter."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "train":
         return None

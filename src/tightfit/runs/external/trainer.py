@@ -18,14 +18,14 @@ from typing import Any, Protocol
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Line, Verdict
-from tightfit.formats.settings import known_from_file
+from tightfit.formats.settings import read_known_config
 from tightfit.inputs.surroundings import inherited
 from tightfit.job.known import KnownConfig, completed
 from tightfit.messages import Listing, Message, Said, bare, text
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs import attempts
 from tightfit.runs.attempts import AttemptRecord
-from tightfit.runs.build_lock import clear, left_locks
+from tightfit.runs.build_lock import clear, find_left_locks
 from tightfit.runs.cause import NUMBERS, blame_build_lock, rule_out_memory
 from tightfit.runs.decide import LONGEST_WAIT_S, Decision, stop, without_smaller
 from tightfit.runs.events import AttemptFailed
@@ -156,7 +156,7 @@ class ExternalTrainer:
         interrupted = gone.asked is not None and gone.code != 0
         if gone.stuck is not None and not interrupted:
             return "failed", _describe_hang(
-                gone.stuck, left_locks(inherited(self.external.environment), ours_since=0.0)
+                gone.stuck, find_left_locks(inherited(self.external.environment), ours_since=0.0)
             )
         failed = gone.code != 0 and not interrupted
         if not failed:
@@ -365,7 +365,7 @@ def _config_of(external: ExternalTraining) -> KnownConfig:
     )
     for path in external.files:
         try:
-            known = completed(known, known_from_file(path))
+            known = completed(known, read_known_config(path))
         except UserError:
             continue
     return known

@@ -75,7 +75,7 @@ class ChatTemplate:
     special: tuple[tuple[str, str], ...]
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _compile(self) -> Any:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -93,9 +93,7 @@ class ChatTemplate:
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         special = {"bos_token": "", "eos_token": "", **dict(self.special)}
         return str(
-            self._compiled.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special
-            )
+            self._compile.render(messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special)
         )
 
     # --- what it refuses --------------------------------------------------------------------------
