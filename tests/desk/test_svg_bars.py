@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tightfit.desk.svg_bars import LOOKS, Bar, Line, Part, bars_svg, phase_bars, plan_bars, scale_of
+from tightfit.desk.svg_bars import LOOKS, Bar, BarLine, Part, bars_svg, phase_bars, plan_bars, scale_of
 from tightfit.hardware.words import parse_hardware
 from tightfit.job import Job, Machine
 from tightfit.memory import estimate
@@ -22,7 +22,7 @@ PARTS = (
     Part(kind="activations", label="act<i>vations & more", size_bytes=12 * GIB),
     Part(kind="never_heard_of", label="new", size_bytes=4 * GIB),
 )
-CARD = Line(at_bytes=32 * GIB, label="32.0 GiB card")
+CARD = BarLine(at_bytes=32 * GIB, label="32.0 GiB card")
 
 
 def read(text: str) -> ElementTree.Element:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from tightfit.runs.events import Step, event_of
-from tightfit.runs.health import Health, Held, Planned, Seen, growth, judge_health
+from tightfit.runs.health import Health, Held, PlannedMemory, Seen, growth, judge_health
 
 GIB, MIB = 2**30, 2**20
 CARD = Held(name="GPU 0", used_bytes=10 * GIB, total_bytes=24 * GIB)
 HOST = Held(name="host RAM", used_bytes=20 * GIB, total_bytes=64 * GIB)
-PLANNED = Planned(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=False, on_gpu=True)
+PLANNED = PlannedMemory(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=False, on_gpu=True)
 
 
 def steps(count: int, of: Callable[[int], dict[str, object]], last: int = 1000) -> list[Step]:
@@ -106,7 +106,7 @@ def test_ranks_that_eat_the_host() -> None:
 
 def test_host_ram_running_out_under_offload() -> None:
     low = Held(name="host RAM", used_bytes=60 * GIB, total_bytes=64 * GIB)
-    offloads = Planned(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=True, on_gpu=True)
+    offloads = PlannedMemory(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=True, on_gpu=True)
     found = health([], host=low, planned=offloads)
     said = "host RAM is running out: 4.00 GiB of 64.00 GiB left, and the offloaded states live there"
     assert tuple(map(str, found.warnings)) == (said,)

@@ -19,7 +19,7 @@ from visits import step_line
 from tightfit.messages import Message, as_json, say
 from tightfit.runs.cause import find_cause
 from tightfit.runs.events import Step, event_of
-from tightfit.runs.health import Held, Planned, Seen, judge_health
+from tightfit.runs.health import Held, PlannedMemory, Seen, judge_health
 from tightfit.web.translate import translate
 
 GIB, MIB = 2**30, 2**20
@@ -53,8 +53,8 @@ def sights() -> Iterator[Seen]:
     host = Held(name="host RAM", used_bytes=20 * GIB, total_bytes=64 * GIB)
     short = Held(name="host RAM", used_bytes=62 * GIB, total_bytes=64 * GIB)
     unknown = Held(name="host RAM", used_bytes=None, total_bytes=None)
-    plan = Planned(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=False, on_gpu=True)
-    offloading = Planned(peak_bytes=GIB, required_bytes=10 * GIB, ranks_here=2, offloads=True, on_gpu=True)
+    plan = PlannedMemory(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=False, on_gpu=True)
+    offloading = PlannedMemory(peak_bytes=GIB, required_bytes=10 * GIB, ranks_here=2, offloads=True, on_gpu=True)
     falling = tuple((10.0 * number, (40 - number) * GIB) for number in range(40))
     usual = {"memories": (card,), "host": host, "has_run": True, "planned": plan}
     yield Seen(memories=(unknown,), host=unknown)

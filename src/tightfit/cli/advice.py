@@ -21,7 +21,7 @@ FEW_LIVE, FEW_PREFETCHED = 100_000_000, 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AdviceCase:
     """What the advice depends on."""
 
     levers: Levers
@@ -39,7 +39,7 @@ class Case:
 
 
 Change = Callable[[Levers], Levers]
-Rule = tuple[Callable[[Case], bool], Message, Change | None]
+Rule = tuple[Callable[[AdviceCase], bool], Message, Change | None]
 """When it may help, what to say, and the levers it leads to; None: it changes the training, and is not priced."""
 Ask = Callable[[Levers], int]
 """What the GPU would need with these levers, in bytes."""
@@ -199,7 +199,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 def advise(priced: Priced, ask: Ask | None = None, most: int = 3) -> list[str]:
     """A sentence for each of the largest components of the peak. Without `ask`, levers are named unpriced."""
     gpu = priced.footprint.gpu
-    case = Case(priced.levers, priced.world, gpu.peak_phase)
+    case = AdviceCase(priced.levers, priced.world, gpu.peak_phase)
     held = gpu.phases[gpu.peak_phase].components
     largest = sorted((name for name in held if held[name]), key=lambda name: -held[name])[:most]
     limit = int(gpu.required_bytes * WORTHWHILE)
@@ -223,7 +223,7 @@ def advise(priced: Priced, ask: Ask | None = None, most: int = 3) -> list[str]:
     ]
 
 
-def _shrink(component: str, case: Case, helps: Callable[[Change | None], bool]) -> str:
+def _shrink(component: str, case: AdviceCase, helps: Callable[[Change | None], bool]) -> str:
     for holds, sentence, change in RULES.get(component, ()):
         if holds(case) and helps(change):
             levers = case.levers

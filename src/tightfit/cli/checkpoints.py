@@ -18,7 +18,7 @@ from tightfit.inputs.flags import spelt
 from tightfit.messages import Message, text
 from tightfit.runs.checkpoints import Keeping
 from tightfit.runs.inventory import (
-    Found,
+    FoundCheckpoint,
     Goner,
     Inventory,
     check_removable,
@@ -175,7 +175,7 @@ def report(there: Inventory, gone: Sequence[Goner] | None, *, dry: bool) -> dict
     return plain
 
 
-def _plain(found: Found) -> dict[str, Any]:
+def _plain(found: FoundCheckpoint) -> dict[str, Any]:
     maker = found.maker
     return {
         "step": found.step,

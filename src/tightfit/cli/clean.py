@@ -44,7 +44,7 @@ TITLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class LockHolder:
     """A process of this user that holds a GPU."""
 
     pid: int
@@ -121,7 +121,7 @@ def _place(text: str) -> Path:
 # --- who holds a GPU ----------------------------------------------------------------------------
 
 
-def _holders(found: Found) -> tuple[Holder, ...]:
+def _holders(found: Found) -> tuple[LockHolder, ...]:
     """Of this user, and not already among what goes."""
     known = probe_cards()
     going = {each.pid for each in found.leftovers}
@@ -134,7 +134,7 @@ def _holders(found: Found) -> tuple[Holder, ...]:
                 held.setdefault(process.pid, []).append((card.index, process.held_bytes))
                 names[process.pid] = process.command or text("cli.unknown-command")
     return tuple(
-        Holder(
+        LockHolder(
             pid=pid,
             mark=mark_of(pid),
             command=names[pid],
@@ -153,7 +153,7 @@ def _is_mine(pid: int) -> bool:
         return False
 
 
-def _ask_for_each(holders: Sequence[Holder]) -> None:
+def _ask_for_each(holders: Sequence[LockHolder]) -> None:
     """One yes a process, typed by a person; first it is asked to end, and only a second yes ends it at once."""
     for holder in holders:
         if holder.run is not None:
@@ -179,7 +179,7 @@ def _yes(question: str) -> bool:
 # --- showing and removing -----------------------------------------------------------------------
 
 
-def _show(found: Found, holders: Sequence[Holder], cache: Path, *, caches: bool) -> None:
+def _show(found: Found, holders: Sequence[LockHolder], cache: Path, *, caches: bool) -> None:
     from tightfit.screen import draw_list, open_console, say
 
     console = open_console()
@@ -232,7 +232,9 @@ def _tell(found: Found, failed: dict[Leftover, str]) -> int:
     return LEFT if failed else 0
 
 
-def report(found: Found, holders: Sequence[Holder], failed: dict[Leftover, str], *, removed: bool) -> dict[str, Any]:
+def report(
+    found: Found, holders: Sequence[LockHolder], failed: dict[Leftover, str], *, removed: bool
+) -> dict[str, Any]:
     """The contract with programs: the keys here are promised, further ones may come."""
     return {
         "removed": removed,

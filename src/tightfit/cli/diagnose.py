@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli.diagnose_config import price_beside, price_config
-from tightfit.cli.diagnose_run import Ending, Question, of_run, rank_of
+from tightfit.cli.diagnose_run import Ending, RunQuestion, of_run, rank_of
 from tightfit.cli.flags import ANSWERED, CHANGE, Parser, whole_number
 from tightfit.diagnose.catalogue import Symptom, catalogue
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
@@ -68,7 +68,7 @@ def diagnose(argv: Sequence[str]) -> int:
     return FOUND if found.verdict is not None or ended_badly else 0
 
 
-def _draw(question: Question, found: Diagnosis, expected: MemoryPrediction | None) -> None:
+def _draw(question: RunQuestion, found: Diagnosis, expected: MemoryPrediction | None) -> None:
     from tightfit.screen import open_console, say
     from tightfit.screen.diagnose import draw_diagnosis
 
@@ -89,7 +89,7 @@ def _has_evidence(evidence: Evidence) -> bool:
 
 
 def _predict(
-    args: argparse.Namespace, question: Question, found: Diagnosis
+    args: argparse.Namespace, question: RunQuestion, found: Diagnosis
 ) -> tuple[Diagnosis, MemoryPrediction | None]:
     """What the memory model says: of the failure; or, where nothing has happened yet, of what is going to."""
     told = found.verdict
@@ -145,7 +145,7 @@ def _exit_code(text: str) -> int:
 # --- what there is ------------------------------------------------------------------------------
 
 
-def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
+def _question(args: argparse.Namespace, stack: ExitStack) -> RunQuestion:
     given = getattr(args, "exit_code", None)
     config = read_known_config(Path(args.config)) if hasattr(args, "config") else None
     words = getattr(args, "inputs", [])
@@ -162,7 +162,7 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> Question:
         sources = tuple(_source(word, stack) for word in words)
         if given is None and sources:
             _check_not_empty(sources)
-        question = Question(evidence=Evidence(logs=sources))
+        question = RunQuestion(evidence=Evidence(logs=sources))
     evidence = question.evidence
     if given is not None:
         evidence = replace(evidence, exits=(RankExit(rank=None, code=given, at=0.0),))

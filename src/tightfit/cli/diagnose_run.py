@@ -36,7 +36,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class RunQuestion:
     """What is to be diagnosed."""
 
     evidence: Evidence
@@ -59,7 +59,7 @@ PARTS = ("run.json", "events.jsonl", "errors", "model", CHECKPOINTS, "logs", "pl
 """By one of which a folder may be a run's, for whoever only reads it."""
 
 
-def of_run(path: Path) -> Question:
+def of_run(path: Path) -> RunQuestion:
     """Logs, last words and exit code of a run of ours."""
     if not any((path / name).exists() for name in PARTS):
         inside = sorted(each.name for each in path.iterdir() if each.suffix in (".log", ".txt", ".out", ".err"))
@@ -82,7 +82,9 @@ def of_run(path: Path) -> Question:
     if not sources and not exits and read_planned_footprint(folder.plan) is None:
         raise ConfigError(Message("cli.holds-logs-run", path=path))
     config: KnownConfig = config_of_plan(folder.plan)
-    return Question(evidence=Evidence(logs=tuple(sources), exits=exits, config=config), plan=folder.plan, ending=ending)
+    return RunQuestion(
+        evidence=Evidence(logs=tuple(sources), exits=exits, config=config), plan=folder.plan, ending=ending
+    )
 
 
 def _newest_attempt(path: Path) -> Path | None:

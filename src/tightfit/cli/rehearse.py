@@ -20,7 +20,7 @@ from typing import Any
 
 from tightfit.cli.flags import ALIASES, CHANGE, Parser, read_options
 from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
-from tightfit.cli.rehearse_request import STEPS, Ready, RehearseOptions, prepare
+from tightfit.cli.rehearse_request import STEPS, ReadyRehearsal, RehearseOptions, prepare
 from tightfit.cli.train_machine import reservations
 from tightfit.desk.request import Request, read_request
 from tightfit.formats.worker.read import WORKER_FILE
@@ -117,7 +117,7 @@ def _read_options(given: Mapping[str, Any]) -> RehearseOptions:
     return options
 
 
-def _prepare(request: Request, options: RehearseOptions) -> Ready:
+def _prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
     if options.json:
         return prepare(request, options)
     from tightfit.screen.plan import waiting
@@ -143,7 +143,7 @@ def _folder(keep: str | None) -> Iterator[RunFolder]:
 # --- running ------------------------------------------------------------------------------------
 
 
-def _play(ready: Ready, folder: RunFolder, steps: int, *, quiet: bool) -> tuple[Outcome, Probe | None]:
+def _play(ready: ReadyRehearsal, folder: RunFolder, steps: int, *, quiet: bool) -> tuple[Outcome, Probe | None]:
     """How the worker ended, and what the trial of the largest batch found."""
     from tightfit.formats.plan_folder import write
 
@@ -166,7 +166,7 @@ def _note(event: Event, probes: list[Probe]) -> None:
         probes.append(event)
 
 
-def _show(ready: Ready, start: RankStart, folder: RunFolder, probes: list[Probe]) -> Outcome:
+def _show(ready: ReadyRehearsal, start: RankStart, folder: RunFolder, probes: list[Probe]) -> Outcome:
     from tightfit.screen import open_console, say
     from tightfit.screen.train import Board
 
@@ -183,7 +183,7 @@ def _show(ready: Ready, start: RankStart, folder: RunFolder, probes: list[Probe]
         return run([start], folder, show)
 
 
-def _start(ready: Ready, folder: RunFolder, options: Sequence[str]) -> RankStart:
+def _start(ready: ReadyRehearsal, folder: RunFolder, options: Sequence[str]) -> RankStart:
     words = None if ready.device is None else (ready.device.word,)
     sight = Sight(variable=ready.variable, words=words)
     starts = rank_starts(ready.worker, Meeting(port=free_port()), sight, folder, worker_command(folder, options))
@@ -191,7 +191,7 @@ def _start(ready: Ready, folder: RunFolder, options: Sequence[str]) -> RankStart
 
 
 @contextmanager
-def _reserve(ready: Ready, folder: RunFolder) -> Iterator[None]:
+def _reserve(ready: ReadyRehearsal, folder: RunFolder) -> Iterator[None]:
     """What the rehearsal takes of this machine, written down for trainings that start meanwhile."""
     registry, keys = reservations(), () if ready.device is None else (ready.device.key,)
     ours = Reservation.ours(folder.path, ready.host_bytes, keys, None)
@@ -209,7 +209,9 @@ def _reserve(ready: Ready, folder: RunFolder) -> Iterator[None]:
 # --- the end ------------------------------------------------------------------------------------
 
 
-def _report_end(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str | None, *, as_json: bool) -> int:
+def _report_end(
+    ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, keep: str | None, *, as_json: bool
+) -> int:
     failure = outcome.failure
     if failure is not None and failure.is_users:
         missing = id_of(failure.sentence) == "data.no-tokenizer"
@@ -237,7 +239,7 @@ def _report_end(ready: Ready, outcome: Outcome, probe: Probe | None, keep: str |
     return 0 if found.passed else FAILED_MEMORY
 
 
-def _rehearsal(ready: Ready, outcome: Outcome, probe: Probe | None, kept: str | None) -> Rehearsal:
+def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kept: str | None) -> Rehearsal:
     worker, tally, failure = ready.worker, outcome.tally, outcome.failure
     rows = _rows(ready, outcome, probe)
     held = next((row.measured for row in rows if row.key == ("host" if ready.device is None else "peak")), None)
@@ -273,7 +275,7 @@ def _phase(outcome: Outcome) -> str:
     return next((name for name in WHERE if name not in reached), "steps")
 
 
-def _rows(ready: Ready, outcome: Outcome, probe: Probe | None) -> tuple[FigureRow, ...]:
+def _rows(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None) -> tuple[FigureRow, ...]:
     from tightfit.runs.lines import MILESTONES
 
     worker, tally = ready.worker, outcome.tally

@@ -47,7 +47,7 @@ class RehearseOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class ReadyRehearsal:
     """A rehearsal that can be started."""
 
     worker: WorkerFile
@@ -71,7 +71,7 @@ class Ready:
         return self.worker.ram_bytes_per_node // self.worker.gpus_per_node
 
 
-def prepare(request: Request, options: RehearseOptions) -> Ready:
+def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
     """The rehearsal that was asked for, checked."""
     cap = None if options.cap is None else parse_size(options.cap)
     if options.from_plan is not None:
@@ -97,7 +97,7 @@ def prepare(request: Request, options: RehearseOptions) -> Ready:
     tensors = _tensor_bytes(worker, cap)
     found = occupancy()
     device = _device(found.devices, worker, cap, options.on)
-    return Ready(
+    return ReadyRehearsal(
         worker=worker,
         files={**files, WORKER_FILE: orders},
         cap_bytes=cap,

@@ -18,7 +18,7 @@ from typing import Any
 
 from tightfit.cli.train_again import Manner, TrainCourse
 from tightfit.cli.train_flags import TrainOptions, hang_timeout_s, parser, read_train_options
-from tightfit.cli.train_machine import Busy, Machine, machine_for, nodes_of, reservations, wait_while_busy
+from tightfit.cli.train_machine import Busy, TrainingMachine, machine_for, nodes_of, reservations, wait_while_busy
 from tightfit.cli.train_report import report, say_way_up, way_up
 from tightfit.cli.train_request import NothingFits, Ready, prepare
 from tightfit.cli.train_resume import asks_for_more, how_to_go_on, resume_of, sentence_of
@@ -148,7 +148,7 @@ def _check_memory(request: Request, options: TrainOptions) -> int:
     return 0
 
 
-def _memory_report(machine: Machine, total: int | None, free: int | None) -> dict[str, Any]:
+def _memory_report(machine: TrainingMachine, total: int | None, free: int | None) -> dict[str, Any]:
 
     def plain(holders: Sequence[Holder]) -> list[dict[str, Any]]:
         return [

@@ -55,7 +55,7 @@ class Manner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundPlan:
     """A plan that may be the next one, and what it steps down from."""
 
     plan: Plan
@@ -78,7 +78,7 @@ class TrainCourse:
         if ready.plan is not None:
             self._set_bounds(ready.plan)
         self._tried: list[Tried] = []
-        self._found: Found | None = None
+        self._found: FoundPlan | None = None
 
     def _set_bounds(self, plan: Plan) -> None:
         startable = startable_of(plan.job, self._target, calibration_of(self._request, plan.job))
@@ -156,7 +156,7 @@ class TrainCourse:
         if isinstance(found, NoWay):
             return Refused(because=_together(found.because), puzzling=_puzzling(last.chosen, shortfall))
         tried = Tried(way=last.chosen, shortfall=shortfall)
-        self._found = Found(plan=found.plan, tried=tried, bounds=bounds, entry=entry)
+        self._found = FoundPlan(plan=found.plan, tried=tried, bounds=bounds, entry=entry)
         return self._describe_change(last.chosen, found)
 
     def in_bf16(self) -> Changed | Refused:
@@ -170,7 +170,7 @@ class TrainCourse:
         found = plan_within(self.bounds, job, last.shape, last.hardware)
         if found.chosen is None:
             return Refused(because=text("cli.plan-bf16-fits"))
-        self._found = Found(plan=found, bounds=self.bounds)
+        self._found = FoundPlan(plan=found, bounds=self.bounds)
         changed = ("precision fp16 → bf16", *lever_changes(last.chosen, found.chosen))
         return Changed(because=text("cli.fp16-overflowed-bf16"), changed=changed, another_job=True)
 

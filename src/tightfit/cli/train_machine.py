@@ -104,7 +104,7 @@ def reservations() -> Reservations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class TrainingMachine:
     """What there is, and what of it is taken."""
 
     occupancy: Occupancy
@@ -242,9 +242,9 @@ class Machine:
         return tuple(sorted(chosen, key=self.occupancy.devices.index))
 
 
-def machine_for(request: Request, options: TrainOptions, nodes: Nodes) -> Machine:
+def machine_for(request: Request, options: TrainOptions, nodes: Nodes) -> TrainingMachine:
     """This machine, as it is now."""
-    found = Machine(
+    found = TrainingMachine(
         occupancy=occupancy(),
         live=reservations().live(),
         nodes=nodes,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.cli.train_flags import TrainOptions
-from tightfit.cli.train_machine import Machine, Nodes, machine_for, nodes_of
+from tightfit.cli.train_machine import Nodes, TrainingMachine, machine_for, nodes_of
 from tightfit.cli.train_pins import check_weights, pin_deepspeed, with_a_scan_that_runs, with_whole_folder
 from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out
@@ -76,7 +76,7 @@ def prepare(request: Request, options: TrainOptions) -> Ready:
 # --- a new plan ---------------------------------------------------------------------------------
 
 
-def _plan(request: Request, options: TrainOptions, machine: Machine, nodes: Nodes) -> Ready:
+def _plan(request: Request, options: TrainOptions, machine: TrainingMachine, nodes: Nodes) -> Ready:
     settled = resolve_request(request, machine.adapt, runs_here=nodes.hostfile is None)
     on_gpu = settled.hardware.gpu.vendor != "cpu"
     if options.deepspeed_config is not None:
@@ -160,7 +160,7 @@ def rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
 # --- a plan that was written before -------------------------------------------------------------
 
 
-def _from_folder(plan: str, request: Request, machine: Machine, nodes: Nodes) -> Ready:
+def _from_folder(plan: str, request: Request, machine: TrainingMachine, nodes: Nodes) -> Ready:
     source = Path(plan).expanduser().absolute()
     files = dict(read_plan_folder(source))
     worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))

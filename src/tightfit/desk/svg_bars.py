@@ -31,7 +31,7 @@ OVERHEAD = "overhead"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class BarLook:
     """How one kind of memory is drawn."""
 
     colour: str
@@ -39,21 +39,21 @@ class Look:
     ink: str = LIGHT
 
 
-LOOKS: dict[str, Look] = {
-    "weights": Look("#0072b2"),
-    "gathered_weights": Look("#56b4e9", "rising", DARK),
-    "master_weights": Look("#cc79a7", "plain", DARK),
-    "optimizer_states": Look("#d55e00", "plain", DARK),
-    "gradients": Look("#e69f00", "falling", DARK),
-    "buckets": Look("#e69f00", "dots", DARK),
-    "activations": Look("#009e73", "plain", DARK),
-    "recompute": Look("#009e73", "rising", DARK),
-    "logits": Look("#f0e442", "plain", DARK),
-    "temporaries": Look("#f0e442", "falling", DARK),
-    "overhead": Look("#9a9a9a", "cross", DARK),
-    "process": Look("#9a9a9a", "upright", DARK),
-    "libraries": Look("#9a9a9a", "dots", DARK),
-    "other": Look("#6b6b6b", "dots"),
+LOOKS: dict[str, BarLook] = {
+    "weights": BarLook("#0072b2"),
+    "gathered_weights": BarLook("#56b4e9", "rising", DARK),
+    "master_weights": BarLook("#cc79a7", "plain", DARK),
+    "optimizer_states": BarLook("#d55e00", "plain", DARK),
+    "gradients": BarLook("#e69f00", "falling", DARK),
+    "buckets": BarLook("#e69f00", "dots", DARK),
+    "activations": BarLook("#009e73", "plain", DARK),
+    "recompute": BarLook("#009e73", "rising", DARK),
+    "logits": BarLook("#f0e442", "plain", DARK),
+    "temporaries": BarLook("#f0e442", "falling", DARK),
+    "overhead": BarLook("#9a9a9a", "cross", DARK),
+    "process": BarLook("#9a9a9a", "upright", DARK),
+    "libraries": BarLook("#9a9a9a", "dots", DARK),
+    "other": BarLook("#6b6b6b", "dots"),
 }
 """By the names of components; any other is drawn as `other`."""
 
@@ -76,7 +76,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class BarLine:
     """Where the card, or the RAM, ends."""
 
     at_bytes: int
@@ -87,7 +87,7 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
     parts: tuple[Part, ...]
-    lines: tuple[Line, ...] = ()
+    lines: tuple[BarLine, ...] = ()
     """The first is the end of what there is."""
     name: str = ""
     """Said above the bar; empty: nothing is."""
@@ -159,7 +159,7 @@ def _way_bar(way: Way, *, is_chosen: bool, is_first: bool) -> Bar:
     mark = "→ " if is_chosen else "" if way.fits else "× "
     ends = [_card_line(card, is_named=is_first)]
     if way.gpu_limit_bytes < card:
-        ends.append(Line(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
+        ends.append(BarLine(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
     return Bar(
         name=f"{mark}{strategy_name(way.levers)}",
         note=f"{needs} of {has} GiB, {way.pace.tokens_per_s:,.0f} tokens/s",
@@ -168,8 +168,8 @@ def _way_bar(way: Way, *, is_chosen: bool, is_first: bool) -> Bar:
     )
 
 
-def _card_line(card: int, *, is_named: bool) -> Line:
-    return Line(at_bytes=card, label=f"{amounts(card)[0]} GiB card" if is_named else "")
+def _card_line(card: int, *, is_named: bool) -> BarLine:
+    return BarLine(at_bytes=card, label=f"{amounts(card)[0]} GiB card" if is_named else "")
 
 
 def _with_legend(bars: Sequence[Bar], title: str, ids: str) -> str:
@@ -280,7 +280,7 @@ def _word_in(part: Part, bar: Bar) -> str:
     )
 
 
-def _line(line: Line, bar: Bar, top: int, scale: int) -> str:
+def _line(line: BarLine, bar: Bar, top: int, scale: int) -> str:
     """As the words are, with a light edge: it has to be seen on any part and on any paper."""
     share, end = min(line.at_bytes / scale, 1), top + bar.thickness + EDGE
     x, dash = _percent(share), ' stroke-dasharray="4 3"' if line.is_dashed else ""

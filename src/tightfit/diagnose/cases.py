@@ -15,7 +15,7 @@ from tightfit.diagnose.oom import OomMessage, read_oom
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.phases import phase_of
 from tightfit.diagnose.said import is_raised
-from tightfit.diagnose.scan import Finding, Scan
+from tightfit.diagnose.scan import LogFinding, LogScan
 from tightfit.diagnose.tracebacks import HEADER
 from tightfit.job.known import KnownConfig
 
@@ -28,7 +28,7 @@ _NEAR_AFTER, _NEAR_BEFORE = 12, 12
 _MEMORY = ("device-oom", "fragmentation", "other-process")
 
 
-def cases_of(found: Scan, config: KnownConfig, entries: Catalogue, *, is_kernels: bool = False) -> list[Case]:
+def cases_of(found: LogScan, config: KnownConfig, entries: Catalogue, *, is_kernels: bool = False) -> list[Case]:
     """The findings of one log; chained exceptions are one case."""
     cases: list[Case] = []
     for finding in found.findings:
@@ -44,7 +44,7 @@ def cases_of(found: Scan, config: KnownConfig, entries: Catalogue, *, is_kernels
     return cases
 
 
-def _goes_on(first: Case, then: Finding) -> bool:
+def _goes_on(first: Case, then: LogFinding) -> bool:
     """An exception whose first line names only its type says what it has to say in the next ones."""
     if first.finding is None or first.finding.traceback is None or then.traceback is not None:
         return False
@@ -53,7 +53,7 @@ def _goes_on(first: Case, then: Finding) -> bool:
     return near and first.symptom.is_generic and told.head.endswith(":")
 
 
-def _case(finding: Finding, config: KnownConfig, entries: Catalogue) -> Case | None:
+def _case(finding: LogFinding, config: KnownConfig, entries: Catalogue) -> Case | None:
     likely = list(finding.symptoms)
     memory = any(symptom.kind in _MEMORY for symptom in likely)
     oom = _oom(finding, config) if memory else None
@@ -84,7 +84,7 @@ def _case(finding: Finding, config: KnownConfig, entries: Catalogue) -> Case | N
     )
 
 
-def _join_lines(finding: Finding, entries: Catalogue) -> Finding | None:
+def _join_lines(finding: LogFinding, entries: Catalogue) -> LogFinding | None:
     """An exception whose message a terminal has broken into lines, with its lines put together again; None: nothing in
     the catalogue goes over their ends."""
     if not is_raised(finding.message):
@@ -115,13 +115,13 @@ def _join_lines(finding: Finding, entries: Catalogue) -> Finding | None:
     return None
 
 
-def _oom(finding: Finding, config: KnownConfig) -> OomMessage:
+def _oom(finding: LogFinding, config: KnownConfig) -> OomMessage:
     rows = config.micro_batch * config.sequence if config.micro_batch and config.sequence else None
     text = " ".join([finding.message.whole, *(line.strip() for line in finding.after[:6])])
     return read_oom(text, config.vocabulary, rows)
 
 
-def _names(symptom: Symptom, finding: Finding) -> dict[str, str]:
+def _names(symptom: Symptom, finding: LogFinding) -> dict[str, str]:
     """What the expressions call by name."""
     text = finding.message.whole
     names: dict[str, str] = {}
@@ -154,7 +154,7 @@ _NEAR, _IN_SUMMARY = 2, 80
 """Lines back in which torchrun's summary names the rank."""
 
 
-def _rank(finding: Finding, names: Mapping[str, str]) -> int | None:
+def _rank(finding: LogFinding, names: Mapping[str, str]) -> int | None:
     """Whose end a launcher reports: on its own line, or on the one before in torchrun's summary."""
     if names.get("rank", "").isdigit():
         return int(names["rank"][:6])

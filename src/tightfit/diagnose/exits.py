@@ -9,7 +9,7 @@ from tightfit.diagnose.catalogue import Catalogue
 from tightfit.diagnose.evidence import RankExit
 from tightfit.diagnose.fitting import Around, refine
 from tightfit.diagnose.ordering import Case
-from tightfit.diagnose.scan import Scan
+from tightfit.diagnose.scan import LogScan
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said
 
@@ -34,7 +34,11 @@ def describe_exit(gone: RankExit) -> Message:
 
 
 def exit_cases(
-    exits: Sequence[RankExit], scans: Sequence[Scan], ranks: Sequence[int | None], config: KnownConfig, known: Catalogue
+    exits: Sequence[RankExit],
+    scans: Sequence[LogScan],
+    ranks: Sequence[int | None],
+    config: KnownConfig,
+    known: Catalogue,
 ) -> list[Case]:
     """The first end that was not as it should be. Ranks that were told to leave come after those that fell."""
     bad = [gone for gone in exits if gone.code != 0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tightfit.diagnose.catalogue import Catalogue, OomShape, Symptom
 from tightfit.diagnose.doing import Doing
-from tightfit.diagnose.scan import Finding
+from tightfit.diagnose.scan import LogFinding
 from tightfit.job.known import KnownConfig
 
 
@@ -25,7 +25,7 @@ class Around:
     frames: str
 
 
-def around(finding: Finding, config: KnownConfig, shapes: frozenset[OomShape]) -> Around:
+def around(finding: LogFinding, config: KnownConfig, shapes: frozenset[OomShape]) -> Around:
     return Around(
         config=config,
         doing=finding.doing,

@@ -78,7 +78,7 @@ _LEVELS: dict[str, Level] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class LogMessage:
     """A line without its prefixes."""
 
     number: int
@@ -104,7 +104,7 @@ def plain(data: bytes) -> str:
     return _STRANGE.sub(" ", text[:MOST_LETTERS]).rstrip()
 
 
-def message_of(line: str, number: int, rank: int | None = None, learnt: re.Pattern[str] | None = None) -> Message:
+def message_of(line: str, number: int, rank: int | None = None, learnt: re.Pattern[str] | None = None) -> LogMessage:
     """Read and take off what stands before the message. `learnt`: a prefix that this log was seen to have."""
     rest, streams, level = line, "", None
     if "%|" in rest:
@@ -136,14 +136,14 @@ def message_of(line: str, number: int, rank: int | None = None, learnt: re.Patte
             rest = rest[stamp.end() :]
         else:
             break
-    return Message(number, rest, line, rank, streams, level)
+    return LogMessage(number, rest, line, rank, streams, level)
 
 
 _NO_PREFIX = re.compile(r"(?i)error|exception|fail|original|traceback|:\s+$")
 _LONGEST_PREFIX = 120
 
 
-def prefix_of(message: Message, start: int) -> re.Pattern[str] | None:
+def prefix_of(message: LogMessage, start: int) -> re.Pattern[str] | None:
     """What stands before every line, to judge by what stands before one that is known to begin at `start` of its
     message: somebody's collector puts there what no list of ours has. Its numbers may change from line to line."""
     lead = message.text[:start]

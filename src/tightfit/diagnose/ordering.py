@@ -11,7 +11,7 @@ from tightfit.diagnose.evidence import RankExit
 from tightfit.diagnose.lines import Level
 from tightfit.diagnose.oom import OomMessage
 from tightfit.diagnose.said import is_raised
-from tightfit.diagnose.scan import Finding
+from tightfit.diagnose.scan import LogFinding
 from tightfit.diagnose.verdict import Kind
 from tightfit.messages import Message
 from tightfit.types import PhaseName
@@ -37,8 +37,8 @@ class Case:
     """Position in its log."""
     rank: int | None = None
     at: float | None = None
-    finding: Finding | None = None
-    chain: tuple[Finding, ...] = ()
+    finding: LogFinding | None = None
+    chain: tuple[LogFinding, ...] = ()
     """The exceptions before it that led to it."""
     phase: PhaseName | None = None
     oom: OomMessage | None = None

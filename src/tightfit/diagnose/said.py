@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from tightfit.diagnose.lines import Message
+from tightfit.diagnose.lines import LogMessage
 
 _TYPE = re.compile(
     r"(?:(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|Failure)\b:?\s*(?:\[[^\]]*\]\s*)?)+$"
@@ -53,7 +53,7 @@ _HARMLESS = re.compile(
 )
 
 
-def is_raised(message: Message) -> bool:
+def is_raised(message: LogMessage) -> bool:
     """Whether a line begins with the name of an exception."""
     return _RAISED.match(message.text) is not None
 
@@ -68,7 +68,7 @@ def is_quoted(lead: str) -> bool:
     return _DATA.search(lead) is not None
 
 
-def is_said(message: Message, lead: str, *, anywhere: bool) -> bool:
+def is_said(message: LogMessage, lead: str, *, anywhere: bool) -> bool:
     """Whether a phrase with this before it on its line is what the message says; `anywhere`: also unannounced."""
     lead = lead.strip()
     if is_raised(message):

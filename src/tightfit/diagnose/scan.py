@@ -18,7 +18,7 @@ from tightfit.diagnose.doing import Doing, Signs, last_doing, signs_in, steps_in
 from tightfit.diagnose.evidence import LogSource
 from tightfit.diagnose.gate import FLAT, WORDS, ZEROS
 from tightfit.diagnose.hints import Hints
-from tightfit.diagnose.lines import Message, message_of, moment_of, plain, prefix_of
+from tightfit.diagnose.lines import LogMessage, message_of, moment_of, plain, prefix_of
 from tightfit.diagnose.reading import Piece, pieces
 from tightfit.diagnose.said import is_harmless, is_quoted, is_said
 from tightfit.diagnose.tracebacks import HEADER, Assembler, Traceback
@@ -39,14 +39,14 @@ _MOST_KINDS = 4096
 
 
 @dataclass(slots=True)
-class Finding:
+class LogFinding:
     """A line that could be, or could prove, a cause."""
 
     source: int
     """Which of the logs."""
     order: int
     """Position in its log, to compare with others of the same."""
-    message: Message
+    message: LogMessage
     symptoms: list[Symptom]
     """All whose expressions fit the line."""
     rank: int | None
@@ -64,10 +64,10 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Scan:
+class LogScan:
     """What one log has to say."""
 
-    findings: list[Finding]
+    findings: list[LogFinding]
     hints: Hints
     lines: int
     doing: Doing | None
@@ -76,7 +76,7 @@ class Scan:
     last_lines: tuple[str, ...]
 
 
-def scan(source: LogSource, index: int, known: Catalogue) -> Scan:
+def scan(source: LogSource, index: int, known: Catalogue) -> LogScan:
     """Read one log."""
     return _Scanner(source, index, known).run()
 
@@ -94,20 +94,20 @@ class _Scanner:
     def __init__(self, source: LogSource, index: int, known: Catalogue) -> None:
         self.source, self.index, self.known = source, index, known
         self.words = frozenset(known.by_word) | {b"traceback"}
-        self.findings: list[Finding] = []
+        self.findings: list[LogFinding] = []
         self.counts: dict[str, int] = {}
         self.dull: dict[bytes, _Dull] = {}
         """Kinds of lines that were looked at in vain."""
         self.assembler = Assembler()
-        self.open: list[Finding] = []
+        self.open: list[LogFinding] = []
         """Those whose lines after are still being collected."""
         self.usual: dict[bytes, tuple[Symptom, ...]] = {}
         """Kinds of lines of which there are too many to look at each."""
-        self.latest: dict[str, tuple[Finding, tuple[bytes, ...]]] = {}
+        self.latest: dict[str, tuple[LogFinding, tuple[bytes, ...]]] = {}
         """The last one of those of which there are too many to keep, and what stood before it."""
-        self.fresh: list[tuple[int, Finding]] = []
+        self.fresh: list[tuple[int, LogFinding]] = []
         """Those of the piece at hand, and where they end in it."""
-        self.watched: list[Finding] = []
+        self.watched: list[LogFinding] = []
         """Those of which it is not known yet whether the training went on."""
         self.back: deque[bytes] = deque(maxlen=_BACK)
         self.hints = Hints()
@@ -117,7 +117,7 @@ class _Scanner:
         self.cut_head: int | None = None
         """Where in the piece at hand a traceback goes on whose beginning the log does not have."""
 
-    def run(self) -> Scan:
+    def run(self) -> LogScan:
         for piece in pieces(self.source):
             self._piece(piece)
             self.back.append(piece.data)
@@ -130,7 +130,7 @@ class _Scanner:
             self.findings.append(finding)
         tail = b"".join(self.back)
         last = tuple(plain(line) for line in re.split(rb"[\r\n]+", tail[-8192:]) if line.strip())[-20:]
-        return Scan(
+        return LogScan(
             findings=self.findings, hints=self.hints, lines=self.lines,
             doing=last_doing(tail), steps=steps_in(tail), last_lines=last,
         )  # fmt: skip
@@ -213,10 +213,10 @@ class _Scanner:
         else:
             self._is_dull(flat.translate(ZEROS), rows)
 
-    def _message(self, line: str, number: int) -> Message:
+    def _message(self, line: str, number: int) -> LogMessage:
         return message_of(line, number, self.source.rank, self.prefix)
 
-    def _learnt_from(self, message: Message) -> Message:
+    def _learnt_from(self, message: LogMessage) -> LogMessage:
         """A traceback begins its line: what stands before it stands before the others too."""
         begun = HEADER.search(message.text)
         if begun is None or is_quoted(_ANGLES.sub("", message.text[: begun.start()])):
@@ -243,7 +243,7 @@ class _Scanner:
         )
         return plain(text[max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 :])
 
-    def _assemble(self, piece: Piece, end: int, message: Message) -> Finding | None:
+    def _assemble(self, piece: Piece, end: int, message: LogMessage) -> LogFinding | None:
         """The finding, if the line ends a traceback."""
         traceback = self.assembler.take(message)
         if traceback is None:
@@ -251,11 +251,11 @@ class _Scanner:
         return _ASIDE if traceback.is_aside else self._make_finding(piece, end, message, [], traceback)
 
     def _make_finding(
-        self, piece: Piece, end: int, message: Message, symptoms: list[Symptom], traceback: Traceback | None
-    ) -> Finding:
+        self, piece: Piece, end: int, message: LogMessage, symptoms: list[Symptom], traceback: Traceback | None
+    ) -> LogFinding:
         name = symptoms[0].id if symptoms else "traceback"
         self.counts[name] = self.counts.get(name, 0) + 1
-        finding = Finding(
+        finding = LogFinding(
             source=self.index,
             order=traceback.opened.number if traceback else message.number,
             message=message,
@@ -286,7 +286,7 @@ class _Scanner:
         self.watched += [finding for _, finding in self.fresh if not finding.is_replaced and not finding.later.went_on]
         self.fresh = []
 
-    def _collect(self, message: Message) -> None:
+    def _collect(self, message: LogMessage) -> None:
         for finding in self.open:
             finding.after.append(message.whole)
         self.open = [finding for finding in self.open if len(finding.after) < _LINES_AFTER]
@@ -300,7 +300,7 @@ def _cut_head(piece: Piece) -> int | None:
     return found.start()
 
 
-def _place(finding: Finding, back: Sequence[bytes]) -> None:
+def _place(finding: LogFinding, back: Sequence[bytes]) -> None:
     """What stood before it in the log, and what the program was about."""
     text = b"".join(back)[-_BACK_BYTES:]
     finding.before = _tail(text)
@@ -313,7 +313,7 @@ def _tail(back: bytes) -> tuple[str, ...]:
     return tuple(plain(line) for line in lines[-_LINES_BEFORE - 1 : -1])
 
 
-def _fitting(message: Message, rows: list[Row], *, is_exception: bool) -> Iterator[Symptom]:
+def _fitting(message: LogMessage, rows: list[Row], *, is_exception: bool) -> Iterator[Symptom]:
     for _, symptom, pattern in rows:
         if is_exception and symptom.bare:
             continue
@@ -328,5 +328,5 @@ def _fitting(message: Message, rows: list[Row], *, is_exception: bool) -> Iterat
             yield symptom
 
 
-_ASIDE = Finding(source=-1, order=0, message=message_of("", 0), symptoms=[], rank=None)
+_ASIDE = LogFinding(source=-1, order=0, message=message_of("", 0), symptoms=[], rank=None)
 """Stands for a traceback that is passed over."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tightfit.diagnose.lines import Message
+from tightfit.diagnose.lines import LogMessage
 
 HEADER = re.compile(r"\bTraceback \(most recent call last\):?(?: \(RANK \d+\))?[\s:│|─━═╮┓┐+-]*$")
 """Other runtimes spell theirs otherwise, and end it otherwise. It ends its line: one with more behind it is quoted."""
@@ -41,10 +41,10 @@ _THREAD = re.compile(r"^\s*Exception in thread\b")
 class Traceback:
     """One exception that somebody printed."""
 
-    opened: Message
+    opened: LogMessage
     frames: list[tuple[int, str]] = field(default_factory=list)
     """Line numbers and lines."""
-    exception: Message | None = None
+    exception: LogMessage | None = None
     name: str = ""
     is_aside: bool = False
     """Printed by something that goes on: a destructor, the logging."""
@@ -103,13 +103,13 @@ class Assembler:
                 if begun.frames and not begun.headless:
                     yield begun
 
-    def announced(self, message: Message) -> None:
+    def announced(self, message: LogMessage) -> None:
         """The line before a traceback: it may say that it is an aside."""
         stream = self._stream(message)
         stream.aside = stream.aside or bool(_HARMLESS.match(message.text))
         stream.thread = bool(_THREAD.match(message.text))
 
-    def begun_before(self, message: Message) -> None:
+    def begun_before(self, message: LogMessage) -> None:
         """The log begins inside a traceback, as one that was cut off does: this is the first of its frames."""
         stream = self._stream(message)
         if _PLACE.match(message.text) and not stream.open:
@@ -117,10 +117,10 @@ class Assembler:
             stream.frames = []
             self.is_open = True
 
-    def _stream(self, message: Message) -> _Stream:
+    def _stream(self, message: LogMessage) -> _Stream:
         return self._streams.setdefault((message.stream, message.rank if message.stream else None), _Stream())
 
-    def take(self, message: Message) -> Traceback | None:
+    def take(self, message: LogMessage) -> Traceback | None:
         """One line; what it completes."""
         stream = self._stream(message)
         text = message.text
@@ -138,7 +138,7 @@ class Assembler:
         self.is_open = any(each.open for each in self._streams.values())
         return whole
 
-    def _begin(self, stream: _Stream, message: Message) -> None:
+    def _begin(self, stream: _Stream, message: LogMessage) -> None:
         lower = message.text.lower()
         inner = "original traceback" in lower or "(rank " in lower  # of a data loading worker, of another rank
         inner = inner or (stream.last is not None and stream.last.name.endswith("ExceptionGroup"))
@@ -152,7 +152,7 @@ class Assembler:
         if len(stream.open) == 1:
             stream.frames = []
 
-    def _inside(self, stream: _Stream, message: Message) -> Traceback | None:
+    def _inside(self, stream: _Stream, message: LogMessage) -> Traceback | None:
         text = message.text
         is_deep = len(text) - len(message.head) > stream.open[0].indent
         found = None if is_deep else _EXCEPTION.match(message.head)

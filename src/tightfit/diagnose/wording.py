@@ -12,7 +12,7 @@ from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import describe_numbers, size_words
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.phases import PLACES
-from tightfit.diagnose.scan import Finding
+from tightfit.diagnose.scan import LogFinding
 from tightfit.diagnose.verdict import Fix, Line, Verdict
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said
@@ -115,7 +115,7 @@ def _evidence(case: Case, logs: Sequence[LogSource]) -> Iterator[Line]:
         yield Line(source=Message("diagnose.exit-code"), number=None, text=describe_exit(case.exit))
 
 
-def _lines(finding: Finding, symptom: Symptom, name: Said) -> Iterator[Line]:
+def _lines(finding: LogFinding, symptom: Symptom, name: Said) -> Iterator[Line]:
     """The place in the traceback that tells, and the line itself."""
     if finding.traceback is not None:
         frames = finding.traceback.frames

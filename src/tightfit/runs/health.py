@@ -81,7 +81,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedMemory:
     """What the plan says about memory."""
 
     peak_bytes: int
@@ -104,7 +104,7 @@ class Seen:
     has_run: bool = False
     steps: Sequence[Step] = ()
     """Of this start, the newest last."""
-    planned: Planned | None = None
+    planned: PlannedMemory | None = None
     own: tuple[Held, ...] = ()
     """Of the memories, those that the run is on."""
     oom: Said | None = None

@@ -28,7 +28,7 @@ class Maker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     """One checkpoint."""
 
     folder: Path
@@ -55,7 +55,7 @@ class Orphan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
     run: Path
-    checkpoints: tuple[Found, ...]
+    checkpoints: tuple[FoundCheckpoint, ...]
     """The newest first."""
     orphans: tuple[Orphan, ...]
 
@@ -64,7 +64,7 @@ class Inventory:
         return sum(found.bytes for found in self.checkpoints) + sum(orphan.bytes for orphan in self.orphans)
 
     @property
-    def broken(self) -> tuple[Found, ...]:
+    def broken(self) -> tuple[FoundCheckpoint, ...]:
         return tuple(found for found in self.checkpoints if found.problem is not None)
 
 
@@ -102,18 +102,18 @@ def inventory(run: Path) -> Inventory:
     return Inventory(run=run, checkpoints=tuple(found), orphans=tuple(orphans))
 
 
-def _look_at(folder: Path) -> Found | None:
+def _look_at(folder: Path) -> FoundCheckpoint | None:
     """None: a run that lives has just removed it."""
     step = step_of(folder) or 0
     try:
         manifest = checkpoints.checked(folder)
         maker = _maker(checkpoints.read_state(folder))
     except Torn as error:
-        return _not_whole(Found(folder=folder, step=step, bytes=0), error)
-    return Found(folder=folder, step=step, bytes=manifest.bytes, written=manifest.written, maker=maker)
+        return _not_whole(FoundCheckpoint(folder=folder, step=step, bytes=0), error)
+    return FoundCheckpoint(folder=folder, step=step, bytes=manifest.bytes, written=manifest.written, maker=maker)
 
 
-def _not_whole(found: Found, error: Torn) -> Found | None:
+def _not_whole(found: FoundCheckpoint, error: Torn) -> FoundCheckpoint | None:
     """With as much as can still be said of it."""
     if not found.folder.exists():
         return None
@@ -138,13 +138,13 @@ def _maker(state: Mapping[str, Any]) -> Maker:
     return Maker(engine=text("engine"), world=count, precision=text("precision"), method=text("method"))
 
 
-def verified(there: Inventory, progress: Callable[[Found, int], None]) -> Inventory:
+def verified(there: Inventory, progress: Callable[[FoundCheckpoint, int], None]) -> Inventory:
     """The same, with every byte of what seemed whole hashed again; `progress` hears of each and of its bytes done."""
     judged = (found if found.problem is not None else _verify_one(found, progress) for found in there.checkpoints)
     return replace(there, checkpoints=tuple(filter(None, judged)))
 
 
-def _verify_one(found: Found, progress: Callable[[Found, int], None]) -> Found | None:
+def _verify_one(found: FoundCheckpoint, progress: Callable[[FoundCheckpoint, int], None]) -> FoundCheckpoint | None:
     try:
         spans = checkpoints.spans_of(checkpoints.read_manifest(found.folder))
         checkpoints.verify(found.folder, spans, lambda done: progress(found, done))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tightfit.hardware.probes.card import Card
 from tightfit.messages import Message, Said
-from tightfit.runs.health import Health, Held, Planned, Seen, judge_health
+from tightfit.runs.health import Health, Held, PlannedMemory, Seen, judge_health
 from tightfit.runs.lines import duration
 from tightfit.runs.machine_eye import Host, MachineEye, oom_kills
 from tightfit.runs.reservations import Reservation, Reservations
@@ -150,7 +150,7 @@ def _quiet(run: RunSeen) -> Message | None:
     return Message("runs.nothing-heard", time=duration(run.quiet_s), step=duration(run.step.step_s or 0))
 
 
-def planned_rank_bytes(planned: Planned | None, run: RunSeen) -> int | None:
+def planned_rank_bytes(planned: PlannedMemory | None, run: RunSeen) -> int | None:
     """What a rank on the CPU is planned to hold of host RAM."""
     if planned is None or planned.on_gpu or run.worker is None:
         return None

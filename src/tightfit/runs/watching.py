@@ -22,7 +22,7 @@ from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths, read_
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Failed, Progress, Resumed, Started, Step
 from tightfit.runs.folder import RunFolder
 from tightfit.runs.follow import Follower
-from tightfit.runs.health import OOM_KINDS, Planned
+from tightfit.runs.health import OOM_KINDS, PlannedMemory
 from tightfit.runs.lines import line_of
 from tightfit.runs.processes import PROC, every_pid, stat_of
 from tightfit.runs.record import RunRecord, read_run
@@ -161,11 +161,11 @@ class RunSeen:
     """Since the last event; None: there was none."""
 
     @property
-    def planned(self) -> Planned | None:
+    def planned(self) -> PlannedMemory | None:
         worker = self.worker
         if worker is None:
             return None
-        return Planned(
+        return PlannedMemory(
             peak_bytes=worker.peak_bytes,
             required_bytes=worker.required_bytes,
             ranks_here=worker.gpus_per_node,

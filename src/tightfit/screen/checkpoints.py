@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tightfit.messages import Message, end_sentence, text
 from tightfit.priced import GIB
-from tightfit.runs.inventory import Found, Goner, Inventory, Maker
+from tightfit.runs.inventory import FoundCheckpoint, Goner, Inventory, Maker
 from tightfit.screen import MIB, TABLE, draw_list, say, table_of
 
 EVERY_S = 10.0
@@ -46,7 +46,7 @@ def draw_inventory(console: Console, there: Inventory, holder: str | None) -> No
         say(console, end_sentence(holder), style="dim")
 
 
-def _state(found: Found) -> Text:
+def _state(found: FoundCheckpoint) -> Text:
     if found.problem is not None:
         return Text(text("screen.not-whole-mark" if found.certain else "screen.unknown-mark"), "bold red")
     return Text(text("screen.verified" if found.verified else "screen.complete"), "green")
@@ -98,7 +98,7 @@ class Verifying:
         if self._status is not None:
             self._status.stop()
 
-    def heard(self, found: Found, done_bytes: int) -> None:
+    def heard(self, found: FoundCheckpoint, done_bytes: int) -> None:
         self._done += done_bytes
         line = text("screen.verifying-one", name=found.folder.name, done=size(self._done), total=size(self._total))
         if self._status is not None:

@@ -56,7 +56,7 @@ def find_weights(source: str, *, progress: Progress = silent) -> Path:
         # A progress bar of the kind that huggingface_hub wants, which draws nothing and tells `progress`.
         tqdm: Any = import_module("tqdm").tqdm
 
-        class Bar(tqdm):  # type: ignore[misc]
+        class ProgressBar(tqdm):  # type: ignore[misc]
             def __init__(self, *args: Any, **options: Any) -> None:
                 options.pop("name", None)
                 super().__init__(*args, **options)
@@ -65,7 +65,7 @@ def find_weights(source: str, *, progress: Progress = silent) -> Path:
                 if self.unit == "B" and self.total:
                     progress(Message("train.fetching", name=source), int(self.n), int(self.total))
 
-        return Path(snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=Bar))
+        return Path(snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=ProgressBar))
     except Exception as error:  # whatever the network and its libraries raise, the user reads one sentence
         if isinstance(error, hub.GatedRepoError):
             raise ModelError(Message("train.gated", source=source)) from error

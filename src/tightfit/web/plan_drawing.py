@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tightfit.desk.svg_bars import Bar, Line, bars_svg, fullest, gpu_parts, key_svg, parts_of, scale_of
+from tightfit.desk.svg_bars import Bar, BarLine, bars_svg, fullest, gpu_parts, key_svg, parts_of, scale_of
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.messages import Language, Said, id_of
 from tightfit.planner.plan import Plan, Way
@@ -207,10 +207,10 @@ class _Pen:
         """GPU and host. Only the first names its lines: all have the same."""
         host, names = way.footprint.host, self.words["components"]
         card, ram = way.hardware.gpu.memory_bytes, way.hardware.host_ram_bytes
-        ends = [Line(at_bytes=card, label=self._line("card_line", card) if is_first else "")]
+        ends = [BarLine(at_bytes=card, label=self._line("card_line", card) if is_first else "")]
         if way.gpu_limit_bytes < card:
-            ends.append(Line(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
-        beside = () if ram is None else (Line(at_bytes=ram, label=self._line("ram_line", ram) if is_first else ""),)
+            ends.append(BarLine(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
+        beside = () if ram is None else (BarLine(at_bytes=ram, label=self._line("ram_line", ram) if is_first else ""),)
         ranks = way.hardware.gpus_per_node
         on_host = {name: size * ranks for name, size in host.phases[_largest(host.phases)].components.items()}
         on_host["other"] = max(0, host.peak_bytes_per_node - sum(on_host.values()))

@@ -21,7 +21,7 @@ from tightfit.messages import Message
 from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_attempts
 from tightfit.runs.checkpoints import CHECKPOINTS, Torn, checked, newest_first, step_of
 from tightfit.runs.folder import RunFolder
-from tightfit.runs.health import OOM_KINDS, Held, Planned, Seen, judge_health
+from tightfit.runs.health import OOM_KINDS, Held, PlannedMemory, Seen, judge_health
 from tightfit.runs.lines import action_words, duration
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.processes import this_host
@@ -178,7 +178,7 @@ class RunSight:
         causes = [each.cause for each in attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
         planned = None
         if worker is not None:
-            planned = Planned(
+            planned = PlannedMemory(
                 peak_bytes=worker.peak_bytes,
                 required_bytes=worker.required_bytes,
                 ranks_here=worker.gpus_per_node,

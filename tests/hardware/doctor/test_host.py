@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.hardware.doctor import disk, host
-from tightfit.hardware.doctor.disk import Measured, disk_rows, measure
+from tightfit.hardware.doctor.disk import MeasuredDisk, disk_rows, measure
 from tightfit.hardware.doctor.links import link_rows
 from tightfit.hardware.doctor.row import Row
 from tightfit.hardware.probes.card import Card
@@ -143,7 +143,7 @@ def test_a_folder_that_may_not_be_written_to() -> None:
 def test_lights_of_a_disk(tmp_path: Path) -> None:
     def lights(free: int, speed: float | None = None, mounts: str = "") -> list[str]:
         root = machine(tmp_path, {"proc/mounts": mounts})
-        found = Measured(folder=Path("/data/runs"), free_bytes=free, bytes_per_s=speed)
+        found = MeasuredDisk(folder=Path("/data/runs"), free_bytes=free, bytes_per_s=speed)
         return [row.light for row in disk_rows(found, root) if row.id != "nvme"]
 
     assert lights(500 * GIB, 2e9) == ["green", "green"]

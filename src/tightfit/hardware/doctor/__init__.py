@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from tightfit.hardware.doctor.building import building_rows, collectives, toolkit
-from tightfit.hardware.doctor.disk import Measured, disk_rows, measure
+from tightfit.hardware.doctor.disk import MeasuredDisk, disk_rows, measure
 from tightfit.hardware.doctor.environment import environment_rows
 from tightfit.hardware.doctor.gpus import gpu_rows
 from tightfit.hardware.doctor.host import host_rows
@@ -74,7 +74,7 @@ def examine(folder: Path | None) -> Checkup:
     return replace(seen, seconds=time.monotonic() - begun)
 
 
-def with_disk(seen: Checkup, disk: Measured) -> Checkup:
+def with_disk(seen: Checkup, disk: MeasuredDisk) -> Checkup:
     """The same with a folder's disk."""
     return replace(seen, rows=(*seen.rows, *disk_rows(disk)), free_disk_bytes=disk.free_bytes)
 

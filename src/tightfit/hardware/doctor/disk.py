@@ -24,7 +24,7 @@ _IN_RAM = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredDisk:
     """What was found out about a folder's disk. None: not told."""
 
     folder: Path
@@ -34,21 +34,21 @@ class Measured:
     problem: Said | None = None
 
 
-def measure(folder: Path) -> Measured:
+def measure(folder: Path) -> MeasuredDisk:
     """Room and speed of the disk of a folder, which need not exist yet. It takes a second at most."""
     whole = Path(os.path.abspath(folder))
     try:
         child = [sys.executable, "-IS", str(_CHILD), str(whole)]
         tree = tree_of(run(Message("doctor.the-disk"), child, timeout_s=_PATIENCE_S))
     except Silent as silence:
-        return Measured(folder=whole, problem=silence.said)
+        return MeasuredDisk(folder=whole, problem=silence.said)
     if not isinstance(tree, dict):
-        return Measured(folder=whole, problem=Message("doctor.disk-not-seen"))
+        return MeasuredDisk(folder=whole, problem=Message("doctor.disk-not-seen"))
     place = Path(str(tree.get("folder", whole)))
     if isinstance(tree.get("problem"), str):
-        return Measured(folder=place, problem=str(tree["problem"]).lower())
+        return MeasuredDisk(folder=place, problem=str(tree["problem"]).lower())
     free, total, done, took = (number(tree.get(key)) for key in ("free", "total", "bytes", "seconds"))
-    return Measured(
+    return MeasuredDisk(
         folder=place,
         free_bytes=None if free is None else int(free),
         total_bytes=None if total is None else int(total),
@@ -56,11 +56,11 @@ def measure(folder: Path) -> Measured:
     )
 
 
-def disk_rows(found: Measured, root: Path = Path("/")) -> list[Row]:
+def disk_rows(found: MeasuredDisk, root: Path = Path("/")) -> list[Row]:
     return [_room(found, root), *_speed(found), *_nvme(root)]
 
 
-def _room(found: Measured, root: Path) -> Row:
+def _room(found: MeasuredDisk, root: Path) -> Row:
     where = str(found.folder)
     if found.problem is not None or found.free_bytes is None:
         why = found.problem or Message("doctor.disk-silent")
@@ -77,7 +77,7 @@ def _room(found: Measured, root: Path) -> Row:
     return Row(id="disk", group="disk", light="green", what=what)
 
 
-def _speed(found: Measured) -> list[Row]:
+def _speed(found: MeasuredDisk) -> list[Row]:
     if found.bytes_per_s is None:
         return []
     what = Message("doctor.disk-speed", folder=str(found.folder), speed=found.bytes_per_s / 1e6)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from tightfit.hardware.probes.card import Answer, Card, CardProcess, complete_sizes
 from tightfit.hardware.probes.readings import celsius, pci_address, percent, process_id, size, total, watts, words
 from tightfit.hardware.probes.shapes import split_lines, tree_of
-from tightfit.hardware.probes.tools import Hung, Silent, ask_by
+from tightfit.hardware.probes.tools import HungTool, Silent, ask_by
 from tightfit.messages import Message
 
 _HEAD = re.compile(r"GPU\s*:\s*([0-9]{1,4})\s*")
@@ -32,7 +32,7 @@ def amd_smi(deadline: float, *, whole: bool = True) -> Answer:
         if not cards:
             cards = parse_metric(ask_by(deadline, "amd-smi", "metric"))
     except Silent as silence:
-        return Answer(tool="amd-smi", problem=silence.said, hung=isinstance(silence, Hung))
+        return Answer(tool="amd-smi", problem=silence.said, hung=isinstance(silence, HungTool))
     if not cards:
         return Answer(tool="amd-smi", problem=Message("machine.tool-unreadable", tool="amd-smi"))
     with suppress(Silent):

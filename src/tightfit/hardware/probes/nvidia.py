@@ -20,7 +20,7 @@ from pathlib import Path
 from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, complete_sizes
 from tightfit.hardware.probes.readings import celsius, pci_address, percent, process_id, size, total, watts, words
 from tightfit.hardware.probes.shapes import split_lines, tree_of
-from tightfit.hardware.probes.tools import Hung, Silent, ask_by, place_of, run
+from tightfit.hardware.probes.tools import HungTool, Silent, ask_by, place_of, run
 from tightfit.messages import Message
 
 FIELDS = (
@@ -52,7 +52,7 @@ def nvidia_smi(deadline: float, *, whole: bool = True) -> Answer:
     try:
         cards, version = _cards(deadline, FIELDS if whole else _NAMES)
     except Silent as silence:
-        return Answer(tool="nvidia-smi", problem=silence.said, hung=isinstance(silence, Hung))
+        return Answer(tool="nvidia-smi", problem=silence.said, hung=isinstance(silence, HungTool))
     if not cards:
         return Answer(tool="nvidia-smi", problem=Message("machine.tool-without-cards", tool="nvidia-smi"))
     if not whole:
@@ -173,7 +173,7 @@ def nvml(deadline: float, *, whole: bool = True) -> Answer:
         return Answer(tool="NVML")
     try:
         text = run("NVML", [sys.executable, str(_CHILD)], timeout_s=left)
-    except Hung as silence:
+    except HungTool as silence:
         return Answer(tool="NVML", problem=silence.said, hung=True)
     except Silent:
         return Answer(tool="NVML")

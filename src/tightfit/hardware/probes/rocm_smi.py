@@ -10,7 +10,7 @@ from tightfit.hardware.probes.card import Answer, Card, CardProcess
 from tightfit.hardware.probes.readings import pci_address, process_id, size
 from tightfit.hardware.probes.shapes import rows_of, system_of
 from tightfit.hardware.probes.smi import cards_of
-from tightfit.hardware.probes.tools import Hung, Silent, ask, ask_by
+from tightfit.hardware.probes.tools import HungTool, Silent, ask, ask_by
 from tightfit.messages import Message
 from tightfit.types import Vendor
 
@@ -43,7 +43,7 @@ def probe(tool: str, vendor: Vendor, deadline: float, *, whole: bool) -> Answer:
             text = ask_by(deadline, tool, *question)
         except Silent as silence:
             problem = problem or silence.said
-            hung = isinstance(silence, Hung)
+            hung = isinstance(silence, HungTool)
             if hung or silence.said is None:
                 break
             continue

@@ -42,7 +42,7 @@ class Silent(Exception):
         self.said, self.complaint = said, complaint
 
 
-class Hung(Silent):
+class HungTool(Silent):
     """A tool that did not answer in time: what else it is asked would hang as well."""
 
 
@@ -62,10 +62,10 @@ def ask(tool: str, *arguments: str, timeout_s: float | None = None) -> str:
     if place is None:
         raise Silent
     if time.monotonic() - _hung.get(place, -FORGIVE_S) < FORGIVE_S:
-        raise Hung(Message("machine.tool-just-hung", tool=tool))
+        raise HungTool(Message("machine.tool-just-hung", tool=tool))
     try:
         return run(tool, [place, *arguments], timeout_s=timeout_s)
-    except Hung:
+    except HungTool:
         _hung[place] = time.monotonic()
         raise
 
@@ -74,7 +74,7 @@ def ask_by(deadline: float, tool: str, *arguments: str) -> str:
     """The same by a moment of the monotonic clock: a tool may have to wake a driver, about a second a card."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise Hung(Message("machine.tool-slow", tool=tool))
+        raise HungTool(Message("machine.tool-slow", tool=tool))
     return ask(tool, *arguments, timeout_s=left)
 
 
@@ -92,7 +92,7 @@ def run(name: Said, command: list[str], timeout_s: float | None = None) -> str:
         try:
             code = process.wait(wait_s)
         except subprocess.TimeoutExpired:
-            raise Hung(Message("machine.tool-hung", tool=name, wait_s=wait_s)) from None
+            raise HungTool(Message("machine.tool-hung", tool=name, wait_s=wait_s)) from None
         finally:
             _end(process)
         output, complaint = (_text(file) for file in (out, err))

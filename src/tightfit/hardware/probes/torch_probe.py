@@ -12,7 +12,7 @@ import time
 from tightfit.hardware.probes.card import Answer, Card, complete_sizes
 from tightfit.hardware.probes.readings import size, total, words
 from tightfit.hardware.probes.shapes import tree_of
-from tightfit.hardware.probes.tools import Hung, Silent, run
+from tightfit.hardware.probes.tools import HungTool, Silent, run
 from tightfit.messages import Message
 
 _HYGON = ("gfx926", "gfx928", "gfx936")
@@ -40,7 +40,7 @@ def torch_probe(deadline: float) -> Answer:
         return Answer(tool="torch")
     try:
         return parse_torch(run("torch", [sys.executable, "-c", _SCRIPT], timeout_s=left))
-    except Hung:
+    except HungTool:
         return Answer(tool="torch", problem=Message("machine.torch-too-slow"))
     except Silent as silence:
         return Answer(tool="torch", problem=silence.said)
