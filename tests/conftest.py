@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tightfit.runs.build_lock import build_folder
 
@@ -20,6 +21,10 @@ import patience
 from compiling import compile_part
 
 patience.count_in_subprocess()
+
+# How long an example takes says something of what else the machine does, and nothing of the property.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # Behind nohup, or in the background of a script, these two are ignored, and so they would be in every process that a
 # test starts and interrupts.

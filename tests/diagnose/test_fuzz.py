@@ -7,7 +7,7 @@ import random
 import resource
 import subprocess
 import sys
-import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sample_logs import CAPTURED, CORPUS, HEALTHY
 
+from tightfit.diagnose import scan
+from tightfit.diagnose.catalogue import Expression, catalogue
 from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.verdict import Diagnosis
@@ -55,7 +57,8 @@ def test_true_logs_torn_and_shuffled(tmp_path: Path, log: bytes, chance: random.
     flipped = bytes(byte ^ (chance.random() < 0.01) * 32 for byte in log)
     for damaged in (log[:cut], log[cut:], b"".join(lines), flipped):
         found = judge_health(damaged, tmp_path)
-        assert found.verdict is not None or not found.also
+        if found.verdict is None:  # nothing went wrong: there may still be something worth knowing
+            assert {catalogue().by_id[verdict.id].role for verdict in found.also} <= {"note"}
 
 
 @pytest.mark.parametrize("digits", [20, 400, 5000])
@@ -89,13 +92,23 @@ def test_the_same_answer_each_time() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["healthy", "alarming", "broken"])
-def test_large_logs(tmp_path: Path, kind: str) -> None:
-    """A hundred megabytes are to take less than ten seconds; a fifth of that, here, as others use the machine too."""
+def test_large_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Of a hundred lines one is taken apart at most, and of ten one is tried with an expression: that, and not how
+    busy the machine is, makes a hundred megabytes a matter of seconds (benchmarks/diagnose_speed.py)."""
     path = tmp_path / "large.log"
     write(path, kind, 20 * MIB)
+    done: Counter[str] = Counter()
+
+    def count(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (done.update([name]), real(*given))[1])
+
+    count(scan, "message_of")
+    count(Expression, "search")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.process_time()
     found = judge(Evidence(logs=(LogSource(name="large.log", path=path),)))
-    assert time.process_time() - begin < 4
+    lines = path.read_bytes().count(b"\n")
+    assert done["message_of"] < lines / 100
+    assert done["search"] < lines / 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
     assert (found.verdict is not None) == (kind == "broken")
