@@ -58,7 +58,6 @@ QUOTED = {
     "hardware/probes/smi.py": "AMD's tool",
     "runs/kernel.py": "Linux",
     "train/distress.py": "torch",
-    "formats/sentences.py": "our reader of job files, until its messages carry what to write as a field",
 }
 """Files that search for words which also stand in a text of ours → who wrote the text in which they search."""
 

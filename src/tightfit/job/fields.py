@@ -397,7 +397,8 @@ def _levers_faults(levers: object, source: Source) -> Iterator[Fault]:
     for key, value in levers.items() if isinstance(levers, Mapping) else ():
         path = f"levers.{key}"
         if key in COSTLY:
-            said = Message("job.no-free-lever", name=source.place(path), field=COSTLY[key])
+            fix = Message("job.write-as-field", field=COSTLY[key])
+            said = Message("job.no-free-lever", name=source.place(path), fix=fix)
             yield path, ConfigError(said, at=source.name(path))
         elif key not in FREE_LEVERS:
             yield path, _explain_unknown("levers", key, source)
@@ -447,8 +448,8 @@ def _faults(found: Mapping[tuple[int | str, ...], str], tree: Mapping[str, Any],
             parent, key = ".".join(map(str, place[:-1])), str(place[-1])
             yield f"{parent}.{key}" if parent else key, _explain_unknown(parent, key, source)
     if "missing" in found.values():
-        no_model = Message("job.no-model-in", file=source.file) if source.file else Message("job.which-model")
-        yield "model", ConfigError(no_model)
+        no_model = Message("job.no-model-in", where=source.file, fix=Message("job.add-model"))
+        yield "model", ConfigError(no_model if source.file else Message("job.which-model"))
     said = set()
     for place, kind in found.items():
         if kind in ("unexpected_keyword_argument", "missing"):
@@ -463,8 +464,9 @@ def _faults(found: Mapping[tuple[int | str, ...], str], tree: Mapping[str, Any],
         if path not in said:
             said.add(path)
             # Of the whole tree pydantic cannot even name a field: half a letter, say, which JSON cannot hold.
-            where = source.file or Message("job.command-line")
-            yield path, wrong(path, value, source) if path else ConfigError(Message("job.not-utf8", where=where))
+            where, fix = source.file or Message("job.command-line"), Message("job.write-plain-letters")
+            not_utf8 = ConfigError(Message("job.not-utf8", where=where, fix=fix))
+            yield path, wrong(path, value, source) if path else not_utf8
 
 
 def _explain_unknown(parent: str, key: str, source: Source) -> ConfigError:

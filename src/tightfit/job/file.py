@@ -149,7 +149,7 @@ def job_faults(path: Path) -> tuple[UserError, ...]:
 def _check_own(tree: Mapping[str, Any], file: str) -> Mapping[str, Any]:
     for key, what in _FOREIGN.items():
         if key in tree:
-            raise ConfigError(Message("job.no-job-file", file=file, what=what))
+            raise ConfigError(Message("job.no-job-file", where=file, what=what))
     return tree
 
 
@@ -203,7 +203,8 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
 def _check_warmup(given: Mapping[str, Any]) -> None:
     """A job has one field for both, in which the size tells a count from a share."""
     if "warmup_steps" in given and "warmup_ratio" in given:
-        raise ConfigError(Message("job.said-twice", name="--warmup-steps", other="--warmup-ratio", file=None))
+        names, fix = {"name": "--warmup-steps", "other": "--warmup-ratio"}, Message("job.keep-one")
+        raise ConfigError(Message("job.said-twice", **names, file=None, fix=fix))
     if "warmup_steps" in given and 0 < (as_number(str(given["warmup_steps"])) or 0) < 1:
         value, must = shown(given["warmup_steps"]), Message("inputs.whole-number")
         raise ConfigError(Message("inputs.flag-must-be", flag="--warmup-steps", must=must, value=value))
@@ -299,9 +300,9 @@ def timeout_s(text: str) -> int:
     """Seconds in `12h`, `90m`, `3600s`, `1h30m`."""
     seconds = seconds_in(text)
     if seconds is None:
-        raise ConfigError(Message("job.not-a-time", word=shown(text)))
+        raise ConfigError(Message("job.not-a-time", word=shown(text), fix=Message("job.write-time")))
     if not 1 <= seconds <= LARGEST:
-        raise ConfigError(Message("job.no-time", word=shown(text)))
+        raise ConfigError(Message("job.no-time", word=shown(text), fix=Message("job.write-time")))
     return int(seconds)
 
 
@@ -385,15 +386,15 @@ def _check_model(job: Job, source: Source) -> Iterator[UserError]:
         try:
             model_of(job)
         except ModelError as error:
-            in_file = Message("job.in-this-file", file=source.file, problem=error.said)
-            yield ModelError(in_file if source.file else error.said, at="model")
+            yield ModelError(Message("job.in-this-file", file=source.file, problem=error.said), at="model")
 
 
 def _check_ids(job: Job, source: Source) -> Iterator[UserError]:
     ids = job.hardware.gpu_ids or ()
     if len(set(ids)) < len(ids):
         place, name = source.place("hardware.gpu_ids"), source.name("hardware.gpu_ids")
-        yield ConfigError(Message("job.gpu-twice", place=place, ids=shown(list(ids))), at=name)
+        fix = Message("job.name-each-once")
+        yield ConfigError(Message("job.gpu-twice", place=place, ids=shown(list(ids)), fix=fix), at=name)
 
 
 def _check_stages(job: Job, source: Source) -> Iterator[UserError]:
@@ -428,6 +429,7 @@ def _check_words(job: Job, source: Source) -> Iterator[UserError]:
                 size=job.limits.host_ram,
                 there=job.hardware.host_ram,
                 other=source.name("hardware.host_ram"),
+                fix=Message("job.lower-or-leave-out"),
             ),
             at=source.name("limits.host_ram"),
         )
@@ -446,9 +448,8 @@ def _check_counts(job: Job, source: Source) -> Iterator[UserError]:
 def _check_levers(job: Job, source: Source) -> Iterator[UserError]:
     for name in ("offload_optimizer", "offload_param"):
         if job.levers.get(name) == "nvme" and job.hardware.nvme is None:
-            place = source.place(f"levers.{name}")
-            said = Message("job.no-nvme", place=place) if source.file else Message("job.no-nvme-flag", place=place)
-            yield ConfigError(said, at=source.name(f"levers.{name}"))
+            path, fix = f"levers.{name}", Message("job.add-nvme" if source.file else "job.add-nvme-flag")
+            yield ConfigError(Message("job.no-nvme", place=source.place(path), fix=fix), at=source.name(path))
     micro, accum = job.levers.get("micro_batch", 1), job.levers.get("accum", 1)
     if job.effective_batch is not None and job.effective_batch % (micro * accum):
         pins = [name for name in ("micro_batch", "accum") if name in job.levers]
@@ -459,7 +460,7 @@ def _check_levers(job: Job, source: Source) -> Iterator[UserError]:
                 place=source.place("effective_batch"),
                 batch=job.effective_batch,
                 product=product,
-                factor=micro * accum,
+                fix=Message("job.write-multiple", factor=micro * accum),
             ),
             at=source.name("effective_batch"),
         )

@@ -67,4 +67,6 @@ def every(value: object, name: str, file: str | None = None) -> tuple[int | None
 
 
 def _twice(name: str, other: str, file: str | None) -> ConfigError:
-    return ConfigError(Message("job.said-twice", name=name, other=other, file=file), at=name)
+    return ConfigError(
+        Message("job.said-twice", name=name, other=other, file=file, fix=Message("job.keep-one")), at=name
+    )

@@ -36,8 +36,8 @@ def merge_stage(job: Job, tree: Mapping[str, Any], number: int, file: str | None
         outer, _, inner = path.rpartition(".")
         inside = block.get(outer) if outer else block
         if isinstance(inside, Mapping) and inner in inside:
-            name = name_in(f"stages[{number}].{path}", file)
-            raise ConfigError(Message("job.for-all-stages", name=name, names=Choice(FOR_ALL)))
+            name, fix = name_in(f"stages[{number}].{path}", file), Message("job.stand-outside", names=Choice(FOR_ALL))
+            raise ConfigError(Message("job.for-all-stages", name=name, fix=fix))
     merged = _lay_over({key: value for key, value in tree.items() if key != "stages"}, block)
     for length, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
         if length in block and other not in block:

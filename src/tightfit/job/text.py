@@ -142,7 +142,7 @@ class _Copy:
     def of(self, value: Any, path: str, depth: int) -> Any:
         self.count += 1
         if self.count > MOST_VALUES or depth > MOST_DEPTH:
-            raise ConfigError(Message("job.too-much", file=self.file))
+            raise ConfigError(Message("job.too-much", where=self.file, fix=Message("job.look-for-anchors")))
         if isinstance(value, dict):
             named = ((str(self._scalar(key, path)), inside) for key, inside in value.items())
             return {key: self.of(inside, f"{path}.{key}" if path else key, depth + 1) for key, inside in named}
@@ -160,4 +160,5 @@ class _Copy:
             return value
         if isinstance(value, int | float) and abs(value) <= LARGEST and not math.isnan(value):
             return value
-        raise ConfigError(Message("job.impossible", where=name_in(path, self.file), value=ascii(value)[:48]))
+        where, fix = name_in(path, self.file), Message("job.write-plain-value")
+        raise ConfigError(Message("job.impossible", where=where, value=ascii(value)[:48], fix=fix))

@@ -150,7 +150,7 @@ class _Translation:
             self._put("sequence", model["max_seq_length"], "model.max_seq_length")
         self._batch(num_gpus)
         if num_gpus is not None and not isinstance(self._at("hardware.gpus"), str):
-            self.said.append(Message("job.gpus-of-this-machine", file=self.file, count=num_gpus))
+            self.said.append(Message("job.gpus-of-this-machine", key="num_gpus", file=self.file, count=num_gpus))
         return Translated(tree=self.tree, names=self.names, said=tuple(self.said), num_gpus=num_gpus)
 
     def _model(self) -> None:
@@ -163,11 +163,11 @@ class _Translation:
         if isinstance(model, Mapping):
             for key in ("family", "model_type"):
                 if model.get(key, family) != family:
-                    raise ConfigError(Message("job.two-families", key=key, file=self.file))
+                    raise self._twice("job.two-families", "model_type", f"model.{key}")
             rest = {key: value for key, value in model.items() if key != "model_type"}
             self.tree["model"] = {"family": family, **rest}
         elif model is not None:
-            self.said.append(Message("job.needless-model-type", file=self.file))
+            self.said.append(Message("job.needless-model-type", key="model_type", file=self.file))
 
     def _fields(self) -> None:
         aside: list[str] = []
@@ -192,12 +192,12 @@ class _Translation:
                 )
                 raise ConfigError(Message("job.unknown-field", field=shown(name), file=self.file, hint=hint), at=name)
         if aside:
-            self.said.append(Message("job.left-aside", file=self.file, names=Listing(aside)))
+            self.said.append(Message("job.left-aside", where=self.file, names=Listing(aside)))
         if "method" not in self.tree and any(
             _FIELD_OF.get(key, "").startswith("lora.") for key in self.training.values
         ):
             self.tree["method"] = "lora"
-            self.said.append(Message("job.adapters-meant", file=self.file))
+            self.said.append(Message("job.adapters-meant", where=self.file))
         share = self.training.number("warmup_ratio")
         if share is not None and share >= 1:
             raise self.training.wrong("warmup_ratio", Message("job.below-one"))
@@ -208,8 +208,7 @@ class _Translation:
     def _switches(self) -> None:
         formats = [key for key in ("fp16", "bf16") if self.training.switch(key)]
         if len(formats) == 2:
-            said = Message("job.both-formats", prefix=self.prefix, file=self.file)
-            raise ConfigError(said, at=f"{self.prefix}fp16")
+            raise self._twice("job.both-formats", *(self.prefix + key for key in formats))
         if formats:
             self._put("precision", formats[0], self.prefix + formats[0])
         recompute = self.training.switch("gradient_checkpointing")
@@ -229,8 +228,8 @@ class _Translation:
         if not given:
             return
         if "effective_batch" in self.tree:
-            name = given[0][0]
-            raise ConfigError(Message("job.batch-twice", name=name, file=self.file), at=name)
+            name, fix = given[0][0], Message("job.keep-one")
+            raise ConfigError(Message("job.batch-twice", name=name, file=self.file, fix=fix), at=name)
         factors = [f"{name} {count}" for name, count in given]
         world = self._world(num_gpus)
         if world is None:
@@ -238,7 +237,7 @@ class _Translation:
             for lever, part in zip(("micro_batch", "accum"), parts, strict=True):
                 name, count = part or (f"levers.{lever}", 1)
                 self._put(f"levers.{lever}", count, name)
-            self.said.append(Message("job.batch-kept", file=self.file, factors=Listing(factors, "and")))
+            self.said.append(Message("job.batch-kept", where=self.file, factors=Listing(factors, "and")))
             return
         batch = world
         for _, count in given:
@@ -262,13 +261,17 @@ class _Translation:
     def _one_of(self, keys: tuple[str, ...]) -> tuple[str, int] | None:
         given = [key for key in keys if self.training.says(key)]
         if len(given) > 1:
-            name, other = (self.prefix + key for key in given[:2])
-            raise ConfigError(Message("job.said-twice", name=name, other=other, file=self.file), at=name)
+            raise self._twice("job.said-twice", *(self.prefix + key for key in given[:2]))
         if not given:
             return None
         count = self.training.integer(given[0], least=1)
         assert count is not None
         return self.prefix + given[0], count
+
+    def _twice(self, said: str, name: str, other: str, at: str | None = None) -> ConfigError:
+        """The error for two fields of which one is to go."""
+        fix = Message("job.keep-one")
+        return ConfigError(Message(said, name=name, other=other, file=self.file, fix=fix), at=at or name)
 
     def _at(self, path: str) -> Any:
         block, _, key = path.partition(".")
@@ -283,7 +286,6 @@ class _Translation:
         if not isinstance(inside, dict):
             return  # the check of the block will say it
         if key in inside:
-            other = self.names.get(path, path)
-            raise ConfigError(Message("job.said-twice", name=other, other=name, file=self.file), at=name)
+            raise self._twice("job.said-twice", self.names.get(path, path), name, at=name)
         inside[key] = value
         self.names[path] = name
