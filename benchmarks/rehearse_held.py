@@ -85,7 +85,7 @@ def off(figure: dict[str, Any]) -> str:
 
 def one(argv: list[str]) -> int:
     from tightfit.cli import rehearse as cli_rehearse
-    from tightfit.runs.ranks import worker_command
+    from tightfit.runs.launch import worker_command
 
     ours = (sys.executable, __file__, "--worker")
     cli_rehearse.worker_command = lambda folder, options: worker_command(folder, options, ours)

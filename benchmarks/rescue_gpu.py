@@ -40,8 +40,8 @@ from tightfit.planner.calibration import Entry, Measured, data_mark, training_of
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, step_down
 from tightfit.priced import strategy_name
-from tightfit.runs.attempts import read_attempts
 from tightfit.runs.calibration import learn_from_failure
+from tightfit.runs.records import read_attempts
 from tightfit.types import Checkpointing, Engine, Levers, Phase, PhaseName
 
 GIB = 2**30

@@ -56,7 +56,7 @@ QUOTED = {
     "diagnose/oom.py": "torch",
     "diagnose/said.py": "any log",
     "hardware/probes/smi.py": "AMD's tool",
-    "runs/kernel.py": "Linux",
+    "runs/cause.py": "Linux",
     "train/distress.py": "torch",
 }
 """Files that search for words which also stand in a text of ours → who wrote the text in which they search."""

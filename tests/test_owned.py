@@ -22,12 +22,11 @@ from tightfit.cli import main
 from tightfit.owned import Listed, NotOurs, Patterns, find_strangers, move_file, open_own, remove_folder, replace_file
 from tightfit.runs.checkpoints import remove
 from tightfit.runs.external.record import claim
-from tightfit.runs.folder import AUTO, NONE, ClaimedFolder
-from tightfit.runs.layout import RunFiles, is_run
+from tightfit.runs.folder import AUTO, NONE, ClaimedFolder, RunFiles, is_run
 from tightfit.runs.leftovers import leftovers
 from tightfit.runs.lock import LOCK, FolderLock
 from tightfit.runs.processes import this_host
-from tightfit.runs.record import RunRecord
+from tightfit.runs.records import RunRecord
 from tightfit.types import ConfigError
 
 Capsys = pytest.CaptureFixture[str]

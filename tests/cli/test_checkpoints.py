@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 from stored import WEIGHTS, flip, left_behind, store
 
 from tightfit.cli import main
-from tightfit.runs.checkpoints import MANIFEST, STATE, StoredFile, digest, read_manifest
-from tightfit.runs.inventory import inventory, verified
+from tightfit.runs.checkpoints import MANIFEST, STATE, StoredFile, digest, inventory, read_manifest, verified
 from tightfit.screen.checkpoints import Verifying
 
 Capsys = pytest.CaptureFixture[str]

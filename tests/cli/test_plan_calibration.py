@@ -27,11 +27,9 @@ from tightfit.planner import plan_within
 from tightfit.planner.calibration import Calibration, Entry, data_mark
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.step_down import Shortfall
-from tightfit.runs.events import MemoryMark
-from tightfit.runs.folder import RunFolder
+from tightfit.runs.events import MemoryMark, Tally
 from tightfit.runs.own import Changed
-from tightfit.runs.tally import Tally
-from tightfit.runs.worker_file import worker_file
+from tightfit.runs.records import RunFolder, worker_file
 
 GIB = 2**30
 TRAINING = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB", "--seq", "8192")

@@ -19,7 +19,7 @@ import warm_desk
 from tightfit.cli import main
 from tightfit.cli.rehearse_request import _device, rehearsed
 from tightfit.hardware.occupancy import Device
-from tightfit.runs.worker_file import WorkerFile, worker_file
+from tightfit.runs.records import WorkerFile, worker_file
 from tightfit.screen.rehearse import FigureRow, Rehearsal, verdict_words
 from tightfit.types import HardwareError
 

@@ -18,9 +18,8 @@ from sample_logs import CORPUS, HEALTHY
 
 from tightfit.cli import main
 from tightfit.cli.diagnose_run import rank_of
-from tightfit.runs.attempts import AttemptRecord, write_attempt
 from tightfit.runs.processes import this_host
-from tightfit.runs.record import RunRecord
+from tightfit.runs.records import AttemptRecord, RunRecord, write_attempt
 
 OOM = CORPUS / "oom-logits--eight-ranks-and-a-watchdog.log"
 CALM = HEALTHY / "hf-trainer.log"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import warm_desk
-from tightfit.runs.attempts import AttemptRecord, read_attempts
 from tightfit.runs.processes import PROC
+from tightfit.runs.records import AttemptRecord, read_attempts
 
 EVERY, STEPS = 2, 6
 JOB = (

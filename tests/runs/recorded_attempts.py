@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tightfit.runs.cause import FailedAttempt, config_of_plan
-from tightfit.runs.failure import first_failure
+from tightfit.runs.cause import FailedAttempt, KernelSaid, config_of_plan
+from tightfit.runs.events import Tally
 from tightfit.runs.heartbeat import Beat
-from tightfit.runs.kernel import KernelSaid
-from tightfit.runs.last_words import LastWords
 from tightfit.runs.launch import Exit, RankStart
-from tightfit.runs.run import Outcome
-from tightfit.runs.tally import Tally
+from tightfit.runs.records import LastWords
+from tightfit.runs.run import Outcome, first_failure
 
 RECORDED = Path(__file__).with_name("recorded")
 NAMES = sorted(path.name for path in RECORDED.iterdir())

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from tightfit.runs.parent import PARENT_FD, end_with_parent
+from tightfit.runs.processes import PARENT_FD, end_with_parent
 
 MODE, RANK = sys.argv[1], int(os.environ["RANK"])
 FOLDER = Path(json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))["saving"]["folder"])

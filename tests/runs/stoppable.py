@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from tightfit.runs.parent import PARENT_FD, end_with_parent
+from tightfit.runs.processes import PARENT_FD, end_with_parent
 from tightfit.train.stop import Stop, leave
 
 MODE, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])

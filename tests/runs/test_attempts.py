@@ -10,11 +10,10 @@ import pytest
 
 from tightfit.cli import main
 from tightfit.messages import Message
-from tightfit.runs import attempts
-from tightfit.runs.attempts import AttemptRecord, Cause, Next, attempt_path, read_attempts, write_attempt
+from tightfit.runs import records
 from tightfit.runs.events import AttemptBegan, AttemptFailed, event_of
-from tightfit.runs.folder import RunFolder
 from tightfit.runs.lines import line_of
+from tightfit.runs.records import AttemptRecord, Cause, Next, RunFolder, attempt_path, read_attempts, write_attempt
 from tightfit.runs.watching import RunEye, damaged
 
 CAUSE = Cause(
@@ -96,8 +95,8 @@ def test_what_a_newer_version_adds_is_passed_over(tmp_path: Path) -> None:
 def test_a_disk_that_takes_nothing_costs_the_record_alone(tmp_path: Path) -> None:
     (tmp_path / "attempts").write_text("in the way")
     assert not write_attempt(tmp_path, RECORD)
-    attempts.put_aside(RunFolder(tmp_path), 1, [])
-    attempts.append_event(RunFolder(tmp_path / "nowhere"), FAILED)
+    records.put_aside(RunFolder(tmp_path), 1, [])
+    records.append_event(RunFolder(tmp_path / "nowhere"), FAILED)
 
 
 def test_logs_and_last_words_make_way(tmp_path: Path) -> None:
@@ -105,8 +104,8 @@ def test_logs_and_last_words_make_way(tmp_path: Path) -> None:
     for path in (folder.log("rank-0"), folder.errors / "rank-1.json", folder.plan / "worker.json"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(path.name)
-    attempts.keep_plan(folder, 3)
-    attempts.put_aside(folder, 3, [folder.log("rank-0"), folder.log("rank-1")])
+    records.keep_plan(folder, 3)
+    records.put_aside(folder, 3, [folder.log("rank-0"), folder.log("rank-1")])
     kept = tmp_path / "attempts/003"
     assert sorted(path.relative_to(kept).as_posix() for path in kept.rglob("*") if path.is_file()) == [
         "errors/rank-1.json",
@@ -121,8 +120,8 @@ def test_attempts_are_events_too_behind_a_torn_line(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.events.write_text('{"event": "step", "st')
     began = AttemptBegan(number=2, plan="ZeRO-3", changed=("ZeRO-2 → ZeRO-3",))
-    attempts.append_event(folder, FAILED)
-    attempts.append_event(folder, began)
+    records.append_event(folder, FAILED)
+    records.append_event(folder, began)
     lines = folder.events.read_text().splitlines()
     assert [event_of(line) for line in lines[1:]] == [FAILED, began]
     assert str(line_of(FAILED)[0]) == (

@@ -22,9 +22,8 @@ import patience
 from tightfit.runs import build_lock
 from tightfit.runs.build_lock import build_folder, clear, describe, find_left_locks, remove
 from tightfit.runs.cause import find_cause
-from tightfit.runs.hang import Hung
-from tightfit.runs.heartbeat import Beat, Quiet
-from tightfit.runs.stacks import DUMP, Stand, read_stand
+from tightfit.runs.hang import Hung, Stand, read_stand
+from tightfit.runs.heartbeat import DUMP, Beat, Quiet
 
 BATON = """
 import faulthandler, signal, sys, time

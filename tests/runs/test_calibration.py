@@ -36,7 +36,7 @@ from tightfit.planner.step_down import Shortfall
 from tightfit.planner.way_up import room_above, unused_share
 from tightfit.runs.calibration import learn_from_failure, learned
 from tightfit.runs.events import Event, MemoryMark, event_of
-from tightfit.runs.worker_file import worker_file
+from tightfit.runs.records import worker_file
 
 GIB = 2**30
 

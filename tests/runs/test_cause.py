@@ -11,13 +11,11 @@ from recorded_attempts import NAMES, recorded
 
 from tightfit.diagnose.verdict import RETRYABLE
 from tightfit.runs.cause import _place, config_of_plan, find_cause, is_suspicion, to_record
-from tightfit.runs.events import MemoryMark
-from tightfit.runs.failure import Failure
-from tightfit.runs.hang import Hung
+from tightfit.runs.events import MemoryMark, Tally
+from tightfit.runs.hang import Frame, Hung, Stand
 from tightfit.runs.heartbeat import DISK_FULL, Beat, Quiet
-from tightfit.runs.last_words import LastWords
-from tightfit.runs.stacks import Frame, Stand
-from tightfit.runs.tally import Tally
+from tightfit.runs.records import LastWords
+from tightfit.runs.run import Failure
 
 KINDS = {
     "bug": "code",

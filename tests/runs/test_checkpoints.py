@@ -29,6 +29,7 @@ from tightfit.runs.checkpoints import (
     Torn,
     Unknown,
     checked,
+    inventory,
     newest_first,
     orphans,
     outdated,
@@ -41,7 +42,6 @@ from tightfit.runs.checkpoints import (
     verify,
     written_first,
 )
-from tightfit.runs.inventory import inventory
 
 EMPTY, NO_BYTES_NEEDED = "merges.txt", ("delete", "longer")
 FILES = (WEIGHTS, MOMENTS, STATE, MANIFEST, EMPTY)

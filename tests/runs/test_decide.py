@@ -12,9 +12,9 @@ from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.verdict import Kind, Verdict
 from tightfit.messages import id_of
-from tightfit.runs.attempts import AttemptRecord, Cause, Next
 from tightfit.runs.cause import find_cause
-from tightfit.runs.decide import LONGEST_WAIT_S, Decision, Policy, decide, tries_in_a_row, without_smaller
+from tightfit.runs.records import AttemptRecord, Cause, Next
+from tightfit.runs.supervise import LONGEST_WAIT_S, Decision, Policy, decide, tries_in_a_row, without_smaller
 
 
 def verdict(kind: Kind, cause: str = "It broke.", symptom: str = "x", **more: object) -> Verdict:

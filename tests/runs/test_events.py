@@ -15,6 +15,7 @@ from tightfit.runs.events import (
     CheckpointFailed,
     Ended,
     Failed,
+    Follower,
     MemoryMark,
     Other,
     PassedOver,
@@ -23,11 +24,10 @@ from tightfit.runs.events import (
     Resumed,
     Step,
     Stopping,
+    Tally,
     Warned,
     event_of,
 )
-from tightfit.runs.follow import Follower
-from tightfit.runs.tally import Tally
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -16,7 +16,7 @@ import pytest
 from tightfit.runs.folder import ClaimedFolder, check_folder
 from tightfit.runs.lock import LOCK, FolderLock
 from tightfit.runs.processes import this_host
-from tightfit.runs.record import RunRecord
+from tightfit.runs.records import RunRecord
 from tightfit.types import ConfigError
 
 HOLD = (

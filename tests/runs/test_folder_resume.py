@@ -12,11 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from stored import left_behind, store
 
-from tightfit.runs.events import Step
+from tightfit.runs.events import Follower, Step
 from tightfit.runs.folder import AUTO, NONE, ClaimedFolder, check_folder, goes_on
-from tightfit.runs.follow import Follower
 from tightfit.runs.lock import LOCK
-from tightfit.runs.record import RunRecord
+from tightfit.runs.records import RunRecord
 from tightfit.types import ConfigError
 
 OLD = '{"event": "step", "step": 1}\n{"event": "step", "step": 2}\n'

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.runs.hang import Hung
+from tightfit.runs.hang import Frame, Hung, Stand
 from tightfit.runs.heartbeat import (
     DISK_FULL,
     HEARTBEATS,
@@ -24,7 +24,6 @@ from tightfit.runs.heartbeat import (
     quiet,
     read_beat,
 )
-from tightfit.runs.stacks import Frame, Stand
 
 
 class Clock:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import patience
-from tightfit.runs.kernel import KMSG, KernelRecord
+from tightfit.runs.cause import KMSG, KernelRecord
 
 OOM = (
     "6,901,88001,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),task=python,pid={pid},uid=0\n"

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from recorded_attempts import recorded
 
-from tightfit.runs.attempts import AttemptRecord
 from tightfit.runs.cause import FailedAttempt, find_cause
-from tightfit.runs.decide import Decision, Policy, decide
-from tightfit.runs.failure import first_failure
-from tightfit.runs.last_words import LastWords, read_last_words, write_last_words
+from tightfit.runs.records import AttemptRecord, LastWords, read_last_words, write_last_words
+from tightfit.runs.run import first_failure
+from tightfit.runs.supervise import Decision, Policy, decide
 
 MIB = 2**20
 WORDS = LastWords(

@@ -18,7 +18,7 @@ from stored import left_behind
 from tightfit.runs.leftovers import Leftover, end, leftovers, remove, runs_below
 from tightfit.runs.lock import FolderLock
 from tightfit.runs.processes import is_alive, mark_of, this_host
-from tightfit.runs.record import read_run
+from tightfit.runs.records import read_run
 
 GONE = 2**22 + 7
 """No process has this number."""

@@ -20,8 +20,8 @@ from stored import store
 from visits import client, step_line
 
 from tightfit.cli import main
-from tightfit.runs.attempts import AttemptRecord, attempt_path, write_attempt
 from tightfit.runs.processes import this_host
+from tightfit.runs.records import AttemptRecord, attempt_path, write_attempt
 
 RECORDS = (
     "run.json",

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.runs.ports import check_port, free_port
 from tightfit.runs.processes import is_alive, mark_of
-from tightfit.runs.reservations import Reservation, Reservations
+from tightfit.runs.reservations import Reservation, Reservations, check_port, free_port
 from tightfit.types import ConfigError
 
 

@@ -16,11 +16,10 @@ import pytest
 import patience
 from tightfit.inputs.surroundings import inherited
 from tightfit.runs.events import Event, Step
-from tightfit.runs.failure import first_failure
-from tightfit.runs.folder import RunFolder
 from tightfit.runs.launch import Exit, RankStart
 from tightfit.runs.processes import is_alive
-from tightfit.runs.run import Outcome, run
+from tightfit.runs.records import RunFolder
+from tightfit.runs.run import Outcome, first_failure, run
 from tightfit.types import ConfigError
 
 STAND_IN = Path(__file__).with_name("stand_in.py")

@@ -21,7 +21,7 @@ import patience
 import warm_desk
 from tightfit.messages import from_json
 from tightfit.runs.external.hang import Stillness
-from tightfit.runs.record import read_run
+from tightfit.runs.records import read_run
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TIGHTFIT = (sys.executable, "-m", "tightfit")
@@ -147,9 +147,9 @@ def test_a_killed_supervisor_takes_its_command_along_and_another_takes_over(here
 
 
 def members_of(folder: str) -> list[int]:
-    from tightfit.runs.marked import members
+    from tightfit.runs.processes import carriers_of
 
-    return members(record(Path(folder))["mark"])
+    return carriers_of(record(Path(folder))["mark"])
 
 
 def test_without_a_name_the_last_folder_of_the_same_command_is_taken_over(here: Path) -> None:

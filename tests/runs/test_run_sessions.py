@@ -14,7 +14,7 @@ from tightfit.runs.processes import is_alive
 
 RANK = """
 import os, pathlib, subprocess, sys, time
-from tightfit.runs.parent import PARENT_FD, end_with_parent
+from tightfit.runs.processes import PARENT_FD, end_with_parent
 end_with_parent(int(os.environ[PARENT_FD]))
 child = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)
 pathlib.Path(sys.argv[1] + ".new").write_text(str(child.pid))

@@ -25,7 +25,7 @@ DESK = """
 import json, sys
 from pathlib import Path
 from tightfit.inputs.surroundings import inherited
-from tightfit.runs.folder import RunFolder
+from tightfit.runs.records import RunFolder
 from tightfit.runs.launch import RankStart
 from tightfit.runs.run import run
 

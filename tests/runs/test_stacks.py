@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 import patience
-from tightfit.runs.stacks import DUMP, read_stand
+from tightfit.runs.hang import read_stand
+from tightfit.runs.heartbeat import DUMP
 
 STUCK = """
 import faulthandler, signal, sys, threading, time
-from tightfit.runs.stacks import DUMP
+from tightfit.runs.heartbeat import DUMP
 faulthandler.register(DUMP, all_threads=True)
 print("words before", flush=True)
 

@@ -21,8 +21,8 @@ import patience
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
 from tightfit.runs import hang, own
-from tightfit.runs.attempts import AttemptRecord, read_attempts
 from tightfit.runs.processes import is_alive
+from tightfit.runs.records import AttemptRecord, read_attempts
 
 __all__ = ["shell"]
 

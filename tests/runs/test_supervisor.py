@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from tightfit.diagnose.verdict import Kind, Verdict
-from tightfit.runs.attempts import AttemptRecord, read_attempts
-from tightfit.runs.decide import Decision, Policy, stop
-from tightfit.runs.events import AttemptFailed
+from tightfit.runs.events import AttemptFailed, Tally
+from tightfit.runs.records import AttemptRecord, read_attempts
 from tightfit.runs.run import Outcome, Signals, State
-from tightfit.runs.supervise import Attempt, RunResult, Supervisor
-from tightfit.runs.tally import Tally
+from tightfit.runs.supervise import Attempt, Decision, Policy, RunResult, Supervisor, stop
 from tightfit.types import ConfigError, HardwareError
 
 

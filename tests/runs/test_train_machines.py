@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from train_shell import TINY, Shell, desk, shell, told
 
 from tightfit.cli import main
-from tightfit.runs import ranks
+from tightfit.runs import launch
 from tightfit.runs.processes import mark_of
 from tightfit.runs.reservations import Reservation, Reservations
 
@@ -162,7 +162,7 @@ def test_gpus_of_a_live_run_are_left_alone(four_gpus: Shell) -> None:
 
 
 def test_cores_are_shared_with_other_runs(four_gpus: Shell) -> None:
-    four_gpus.monkeypatch.setattr(ranks, "cores", lambda: 16)
+    four_gpus.monkeypatch.setattr(launch, "cores", lambda: 16)
     offloaded = (*PINNED, "--offload-optimizer", "cpu", "--gpu-ids", "1,2")
     four_gpus.run("options", *offloaded)
     assert told(four_gpus.folder / "output")["told"]["OMP_NUM_THREADS"] == "8"

@@ -21,7 +21,7 @@ from tightfit.cli import main
 from tightfit.cli import train as cli_train
 from tightfit.cli import train_again as cli_train_again
 from tightfit.cli import train_machine as cli_train_machine
-from tightfit.runs.attempts import read_attempts
+from tightfit.runs.records import read_attempts
 from tightfit.runs.reservations import Reservation, Reservations
 
 __all__ = ["shell"]

@@ -21,10 +21,9 @@ from typing import NoReturn
 from stored import store
 
 from tightfit.runs.checkpoints import newest_first, step_of
-from tightfit.runs.heartbeat import DISK_FULL, Heartbeat, read_beat
-from tightfit.runs.last_words import LastWords, write_last_words
-from tightfit.runs.parent import PARENT_FD, end_with_parent
-from tightfit.runs.stacks import DUMP
+from tightfit.runs.heartbeat import DISK_FULL, DUMP, Heartbeat, read_beat
+from tightfit.runs.processes import PARENT_FD, end_with_parent
+from tightfit.runs.records import LastWords, write_last_words
 from tightfit.train.stop import Stop, leave
 
 RANK, STEPS, EVERY = int(os.environ["RANK"]), 8, 2

@@ -22,11 +22,11 @@ from tightfit.runs.events import (
     Resumed,
     Step,
     Stopping,
+    Tally,
     Warned,
 )
 from tightfit.runs.lines import duration, step_line
-from tightfit.runs.tally import Tally
-from tightfit.runs.worker_file import WorkerFile
+from tightfit.runs.records import WorkerFile
 from tightfit.screen.train import Board, draw_summary
 
 WORKER = WorkerFile(

@@ -16,16 +16,16 @@ from typing import Any
 from tightfit.cli.flags import CHANGE, Parser, whole_number
 from tightfit.inputs.flags import spelt
 from tightfit.messages import Message, text
-from tightfit.runs.checkpoints import Keeping
-from tightfit.runs.inventory import (
+from tightfit.runs.checkpoints import (
     FoundCheckpoint,
     Goner,
     Inventory,
-    check_removable,
+    Keeping,
+    check_goners,
     goners,
     inventory,
     keeping_of,
-    remove,
+    remove_goner,
     run_of,
     verified,
 )
@@ -53,10 +53,10 @@ def checkpoints(argv: Sequence[str]) -> int:
         with _hold(run, dry=hasattr(args, "dry_run")):
             there = _look(args, run)
             gone = goners(there, _keeping(args, run))
-            check_removable(gone)
+            check_goners(gone)
             if not hasattr(args, "dry_run"):
                 for goner in gone:
-                    remove(goner)
+                    remove_goner(goner)
         _show(args, there, gone)
     return DAMAGED if hasattr(args, "verify") and there.broken else 0
 

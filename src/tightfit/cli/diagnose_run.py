@@ -16,12 +16,18 @@ from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.inputs.records import find_record
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, say, text
-from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, attempt_paths
 from tightfit.runs.cause import config_of_plan
 from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
-from tightfit.runs.folder import RunFolder
-from tightfit.runs.last_words import USERS, read_last_words
-from tightfit.runs.record import RunRecord, read_run
+from tightfit.runs.records import (
+    ATTEMPTS,
+    USERS,
+    AttemptRecord,
+    RunFolder,
+    RunRecord,
+    attempt_paths,
+    read_last_words,
+    read_run,
+)
 from tightfit.types import ConfigError
 
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker|proc|local_rank)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)

@@ -27,14 +27,11 @@ from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.flags import spelt
 from tightfit.messages import Message, id_of, text
 from tightfit.runs.events import Event, Probe
-from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
-from tightfit.runs.last_words import MEMORY
-from tightfit.runs.launch import RankStart
-from tightfit.runs.ports import free_port
-from tightfit.runs.ranks import Meeting, Sight, rank_starts, worker_command
-from tightfit.runs.reservations import Reservation
+from tightfit.runs.folder import ClaimedFolder, check_folder
+from tightfit.runs.launch import Meeting, RankStart, Sight, rank_starts, worker_command
+from tightfit.runs.records import MEMORY, RunFolder, placed
+from tightfit.runs.reservations import Reservation, free_port
 from tightfit.runs.run import Outcome, run
-from tightfit.runs.worker_file import placed
 from tightfit.screen.rehearse import FigureRow, Rehearsal, Verdict
 from tightfit.types import ConfigError, HardwareError
 

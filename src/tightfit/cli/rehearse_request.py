@@ -25,7 +25,7 @@ from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import DRAWN_STD
 from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, amounts
-from tightfit.runs.worker_file import WorkerFile, read_plan_folder, worker_file
+from tightfit.runs.records import WorkerFile, read_plan_folder, worker_file
 from tightfit.types import ConfigError, Hardware, HardwareError
 
 STEPS = 5

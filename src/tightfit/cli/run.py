@@ -28,14 +28,13 @@ from tightfit.job import Allowance
 from tightfit.messages import Message, Said, text
 from tightfit.planner.calibration import Entry
 from tightfit.runs.build_lock import describe, find_left_locks
-from tightfit.runs.decide import MAX_ATTEMPTS, Policy
 from tightfit.runs.external.command import NAMES, recognise
 from tightfit.runs.external.config import ExternalTraining, read_training
 from tightfit.runs.external.process import Streams
 from tightfit.runs.external.record import FOLDER, ClaimedRun, ExternalRecord, begin_record, claim
 from tightfit.runs.external.trainer import ExternalTrainer
 from tightfit.runs.run import Signals
-from tightfit.runs.supervise import Orders, RunResult, Supervisor
+from tightfit.runs.supervise import MAX_ATTEMPTS, Orders, Policy, RunResult, Supervisor
 from tightfit.types import ConfigError, Hardware, UserError
 
 EXAMPLE = """tightfit run -- llamafactory-cli train qwen32b_lora.yaml

@@ -29,17 +29,15 @@ from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.occupancy import Holder
 from tightfit.messages import Listing, Message, text
 from tightfit.planner.plan import Plan
-from tightfit.runs.decide import Policy
 from tightfit.runs.events import Event
-from tightfit.runs.folder import ClaimedFolder, RunFolder, check_folder
+from tightfit.runs.folder import ClaimedFolder, check_folder
 from tightfit.runs.heartbeat import clear_beats
+from tightfit.runs.launch import WORKER, Meeting
 from tightfit.runs.own import OwnTrainer, Resume
-from tightfit.runs.ports import check_port, free_port
-from tightfit.runs.ranks import WORKER, Meeting
-from tightfit.runs.record import RunRecord
-from tightfit.runs.reservations import Reservation
+from tightfit.runs.records import RunFolder, RunRecord
+from tightfit.runs.reservations import Reservation, check_port, free_port
 from tightfit.runs.run import Outcome, Signals, run
-from tightfit.runs.supervise import Orders, RunResult, Supervisor
+from tightfit.runs.supervise import Orders, Policy, RunResult, Supervisor
 from tightfit.types import ConfigError, UserError
 
 WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")

@@ -28,12 +28,10 @@ from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, locate
 from tightfit.priced import strategy_name
 from tightfit.runs.calibration import learn_from_failure
 from tightfit.runs.cause import config_of_plan
-from tightfit.runs.folder import RunFolder
-from tightfit.runs.launch import RankStart
+from tightfit.runs.launch import Meeting, RankStart, Sight, launcher_start, rank_starts, worker_command
 from tightfit.runs.own import Changed, Refused
-from tightfit.runs.ranks import Meeting, Sight, launcher_start, rank_starts, worker_command
+from tightfit.runs.records import RunFolder, worker_file
 from tightfit.runs.run import Outcome
-from tightfit.runs.worker_file import worker_file
 from tightfit.types import UserError
 
 WAITS_S = 60.0

@@ -12,8 +12,8 @@ from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.times import seconds_in
 from tightfit.messages import Message, text
-from tightfit.runs.decide import MAX_ATTEMPTS
 from tightfit.runs.folder import AUTO
+from tightfit.runs.supervise import MAX_ATTEMPTS
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output runs/first"

@@ -17,8 +17,8 @@ from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Job
 from tightfit.messages import Message, text
 from tightfit.priced import GIB, amounts
+from tightfit.runs.records import WorkerFile
 from tightfit.runs.reservations import Reservation, Reservations
-from tightfit.runs.worker_file import WorkerFile
 from tightfit.types import ConfigError, Hardware, HardwareError
 
 T = TypeVar("T")

@@ -16,9 +16,8 @@ from tightfit.inputs.surroundings import cache_folder
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.way_up import room_above
 from tightfit.runs.calibration import learned
-from tightfit.runs.events import Checkpointed, Resumed
+from tightfit.runs.events import Checkpointed, Resumed, Tally
 from tightfit.runs.run import Outcome
-from tightfit.runs.tally import Tally
 
 
 def learn(plan: Plan | None, tally: Tally, bounds: Bounds) -> Bounds:

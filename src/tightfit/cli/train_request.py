@@ -28,7 +28,7 @@ from tightfit.messages import Message, Said, text
 from tightfit.planner import plan_within
 from tightfit.planner.plan import Plan
 from tightfit.planner.tiers import plan_tier
-from tightfit.runs.worker_file import WorkerFile, placed, read_plan_folder, worker_file
+from tightfit.runs.records import WorkerFile, placed, read_plan_folder, worker_file
 from tightfit.types import FSDP2, ConfigError, HardwareError
 
 if TYPE_CHECKING:

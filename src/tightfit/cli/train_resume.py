@@ -18,10 +18,10 @@ from tightfit.runs.checkpoints import (
     folder_of,
     newest_first,
     read_manifest,
+    states_folder,
     step_of,
     written_first,
 )
-from tightfit.runs.deepspeed_folder import states_folder
 from tightfit.runs.folder import AUTO, NONE, goes_on
 from tightfit.runs.own import Resume
 from tightfit.types import ConfigError

@@ -14,7 +14,7 @@ from tightfit.desk.stages import Stage, pick_stage
 from tightfit.job.file import job_from_text
 from tightfit.job.stages import folder_of_merged_model, model_left_by
 from tightfit.messages import Message, text
-from tightfit.runs.record import read_run
+from tightfit.runs.records import read_run
 from tightfit.types import ConfigError
 
 

@@ -25,10 +25,9 @@ from tightfit.inputs.surroundings import cache_folder
 from tightfit.inputs.times import seconds_in
 from tightfit.messages import Message, id_of, text
 from tightfit.runs.lines import Lines
-from tightfit.runs.look import Look, Watcher
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.reservations import Reservations
-from tightfit.runs.watching import RunSeen, check_run
+from tightfit.runs.watching import Look, RunSeen, Watcher, check_run
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit watch runs/first --log watched.jsonl"

@@ -8,6 +8,17 @@
 
 A folder without a manifest that agrees with its files is no checkpoint. The manifest carries a hash of itself. A file's
 bytes are hashed in the spans in which ranks wrote them, so nobody had to read the file again; together they cover it.
+
+The checkpoints of a run as a person asks about them: which there are, which are whole, and which may go.
+
+Checkpoints that DeepSpeed wrote for another program, as they lie on disk:
+
+output/                     or output/checkpoint-500, as transformers' Trainer has it
+    latest                  the name of the newest below
+    zero_to_fp32.py
+    global_step500/
+        *_model_states.pt   names and shapes, and up to stage 2 the weights
+        *_optim_states.pt   one a rank: its part of the fp32 weights and of the moments
 """
 
 from __future__ import annotations
@@ -17,18 +28,20 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from tightfit.inputs.records import read_json
+from tightfit.formats.worker.read import WORKER_FILE
+from tightfit.inputs.records import find_json, read_json
 from tightfit.inputs.spelling import open_regular
+from tightfit.job import Saving
 from tightfit.messages import Message, Said
 from tightfit.owned import Listed, NotOurs, Ours, Patterns, check_ours
 from tightfit.runs import disk
-from tightfit.types import TightfitError
+from tightfit.types import ConfigError, TightfitError
 
 CHECKPOINTS = "checkpoints"
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer"
@@ -387,3 +400,229 @@ def orphans(run: Path) -> list[Path]:
 
 def _is_orphan(path: Path) -> bool:
     return _ORPHAN.fullmatch(path.name) is not None
+
+
+# --- as a person asks about them -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maker:
+    """The plan that a checkpoint was written under; None: not said."""
+
+    engine: str | None = None
+    world: int | None = None
+    precision: str | None = None
+    method: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """One checkpoint."""
+
+    folder: Path
+    step: int
+    bytes: int
+    written: str | None = None
+    maker: Maker | None = None
+    problem: Said | None = None
+    """Why it is not whole; None: it is, as far as it was looked at."""
+    certain: bool = True
+    """Whether nobody can use it; False: it may be whole for a newer version, or when the disk answers again."""
+    verified: bool = False
+    """Whether every byte was hashed again, and is what was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphan:
+    """What a process left half-done that was killed."""
+
+    path: Path
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    run: Path
+    checkpoints: tuple[FoundCheckpoint, ...]
+    """The newest first."""
+    orphans: tuple[Orphan, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(found.bytes for found in self.checkpoints) + sum(orphan.bytes for orphan in self.orphans)
+
+    @property
+    def broken(self) -> tuple[FoundCheckpoint, ...]:
+        return tuple(found for found in self.checkpoints if found.problem is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goner:
+    """Something that need not stay, and why."""
+
+    path: Path
+    bytes: int
+    because: Message
+
+
+def run_of(path: Path) -> Path:
+    """The run that a path means: its folder, or the folder of its checkpoints."""
+    place = path.expanduser().absolute()
+    if not place.exists():
+        raise ConfigError(Message("runs.nothing-there", path=path))
+    if not place.is_dir():
+        raise ConfigError(Message("runs.a-file-there", path=path))
+    if step_of(place) is not None or (place / MANIFEST).exists():
+        raise ConfigError(Message("runs.one-checkpoint", path=path, run=place.parent.parent))
+    if (place / CHECKPOINTS).is_dir():
+        return place
+    if place.name == CHECKPOINTS:
+        return place.parent
+    if any((place / name).exists() for name in ("run.json", "events.jsonl", "plan")):
+        return place
+    raise ConfigError(Message("runs.no-checkpoints", path=path, name=CHECKPOINTS))
+
+
+def inventory(run: Path) -> Inventory:
+    """What there is. Quick: files are counted and not read."""
+    found = filter(None, map(_look_at, newest_first(run)))
+    half = tuple(Orphan(path=path, bytes=size_of(path)) for path in orphans(run))
+    return Inventory(run=run, checkpoints=tuple(found), orphans=half)
+
+
+def _look_at(folder: Path) -> FoundCheckpoint | None:
+    """None: a run that lives has just removed it."""
+    step = step_of(folder) or 0
+    try:
+        manifest = checked(folder)
+        maker = _maker(read_state(folder))
+    except Torn as error:
+        return _not_whole(FoundCheckpoint(folder=folder, step=step, bytes=0), error)
+    return FoundCheckpoint(folder=folder, step=step, bytes=manifest.bytes, written=manifest.written, maker=maker)
+
+
+def _not_whole(found: FoundCheckpoint, error: Torn) -> FoundCheckpoint | None:
+    """With as much as can still be said of it."""
+    if not found.folder.exists():
+        return None
+    with suppress(Torn):
+        found = replace(found, written=read_manifest(found.folder).written)
+    with suppress(Torn):
+        found = replace(found, maker=_maker(read_state(found.folder)))
+    size = size_of(found.folder)
+    return replace(found, bytes=size, problem=error.said, certain=not isinstance(error, Unknown))
+
+
+def _maker(state: Mapping[str, Any]) -> Maker:
+    plan = state.get("plan")
+    said: Mapping[str, Any] = plan if isinstance(plan, dict) else {}
+
+    def text(key: str) -> str | None:
+        value = said.get(key)
+        return value if isinstance(value, str) and value.isprintable() else None
+
+    world = said.get("world")
+    count = world if isinstance(world, int) and not isinstance(world, bool) else None
+    return Maker(engine=text("engine"), world=count, precision=text("precision"), method=text("method"))
+
+
+def verified(there: Inventory, progress: Callable[[FoundCheckpoint, int], None]) -> Inventory:
+    """The same, with every byte of what seemed whole hashed again; `progress` hears of each and of its bytes done."""
+    judged = (found if found.problem is not None else _verify_one(found, progress) for found in there.checkpoints)
+    return replace(there, checkpoints=tuple(filter(None, judged)))
+
+
+def _verify_one(found: FoundCheckpoint, progress: Callable[[FoundCheckpoint, int], None]) -> FoundCheckpoint | None:
+    try:
+        spans = spans_of(read_manifest(found.folder))
+        verify(found.folder, spans, lambda done: progress(found, done))
+    except Torn as error:
+        if not found.folder.exists():
+            return None
+        return replace(found, problem=error.said, certain=not isinstance(error, Unknown))
+    return replace(found, verified=True)
+
+
+# --- which go ------------------------------------------------------------------------------------
+
+
+def keeping_of(run: Path) -> Keeping:
+    """What the run itself was told to keep; two, where that cannot be found out."""
+    try:
+        saving = find_json(run / "plan" / WORKER_FILE)["saving"]  # of any version: what it keeps is not ours to prune
+        said = {"keep_last": saving.get("keep_last", saving.get("keep")), "keep_every": saving.get("keep_every")}
+    except (KeyError, TypeError, AttributeError):
+        said = {}
+    last, every = _count(said.get("keep_last")), _count(said.get("keep_every"))
+    return Keeping(last=last or Saving().keep_last, every_steps=every)
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+
+
+def goners(there: Inventory, keeping: Keeping) -> tuple[Goner, ...]:
+    """What may go, in the order in which it does: what nobody can use first, and of the others the oldest."""
+    whole = [found for found in there.checkpoints if found.problem is None]
+    spare = surplus((found.step for found in whole), keeping)
+    older = Message("runs.older-than", count=keeping.last) if keeping.last > 1 else Message("runs.older-than-one")
+    return (
+        *(Goner(path=each.path, bytes=each.bytes, because=Message("runs.left-by-killed")) for each in there.orphans),
+        *(
+            Goner(path=found.folder, bytes=found.bytes, because=Message("runs.not-whole", problem=found.problem))
+            for found in there.broken
+            if found.certain
+        ),
+        *(
+            Goner(path=found.folder, bytes=found.bytes, because=older)
+            for found in reversed(whole)
+            if found.step in spare
+        ),
+    )
+
+
+def check_goners(gone: Iterable[Goner]) -> None:
+    """NotOurs: one of them holds what we did not write, and none of them should go before that is settled."""
+    for goner in gone:
+        check_removable(goner.path)
+
+
+def remove_goner(goner: Goner) -> None:
+    """Only for whoever holds the run's lock."""
+    try:
+        if step_of(goner.path) is None:
+            remove_orphan(goner.path)
+        else:
+            remove(goner.path)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(Message("runs.cannot-be-removed", path=goner.path, why=why)) from None
+
+
+# --- those of DeepSpeed --------------------------------------------------------------------------
+
+
+def deepspeed_checkpoint(folder: Path) -> Path | None:
+    """The folder, where it is such a checkpoint or has one in it; else None."""
+    if any(folder.glob("*_optim_states.pt")) or any(folder.glob("*_model_states.pt")):
+        return folder
+    inside = (folder / "latest").is_file() or (folder / "zero_to_fp32.py").is_file()
+    return folder if inside and any(folder.glob("*/*_states.pt")) else None
+
+
+def states_folder(folder: Path) -> Path | None:
+    """Where the files of the newest checkpoint in `folder` are: the one that `latest` names, else the last step's."""
+    if any(folder.glob("*_states.pt")):
+        return folder
+    if (folder / "latest").is_file():
+        with (folder / "latest").open(encoding="utf-8", errors="replace") as file:
+            named = folder / Path(file.read(256).strip()).name
+        if named != folder and any(named.glob("*_states.pt")):
+            return named
+    steps = [path for path in folder.glob("global_step*") if path.is_dir() and any(path.glob("*_states.pt"))]
+    return max(steps, key=_step, default=None)
+
+
+def _step(path: Path) -> int:
+    digits = path.name.removeprefix("global_step")
+    return int(digits) if digits.isdigit() else -1

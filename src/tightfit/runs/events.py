@@ -3,19 +3,31 @@
 The desk may be newer or older than the worker, and a line may be torn by a full disk or a killed process. So a key
 that is missing or has another type is None, an event that is not known is shown as text, and what is no event at all
 is left out. Nothing here raises.
+
+Follow a file of events while a worker appends to it.
+
+A line counts when its end is there: what is half written now is read again with the next look. A file that has
+become shorter was begun anew. What the file holds before anybody looks is an earlier start's, which a run that goes on
+from a checkpoint appends to.
+
+What a run has done so far, gathered from its events.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from pathlib import Path
+from statistics import median
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from tightfit.inputs.records import parse_json
+from tightfit.inputs.spelling import open_regular
 from tightfit.messages import Message, Said, as_json, change_texts, from_json
 
 _MOST_TEXT = 2000
@@ -436,3 +448,132 @@ _CONVERTERS: Mapping[Any, Callable[[object], Any]] = {
     tuple[Said, ...]: _all(read_said),
     Mapping[str, Any]: lambda value: finite(value) if isinstance(value, dict) else {},
 }
+
+
+# --- a file of events, followed ------------------------------------------------------------------
+
+
+_CHUNK = 1 << 20
+_LONGEST = 1 << 22
+"""Bytes of one line, above which it is no event of ours."""
+
+
+class Follower:
+    """Reads on where it stopped."""
+
+    def __init__(self, path: Path, *, start: int | None = None) -> None:
+        """`start`: the first byte that counts; left out: what comes from now on."""
+        self.path = path
+        self._offset = _size(path) if start is None else start
+        self._torn = b""
+
+    def poll(self) -> list[Event]:
+        """The events that have come since the last look."""
+        try:
+            with open_regular(self.path) as file:
+                size = file.seek(0, 2)
+                if size < self._offset:
+                    self._offset, self._torn = 0, b""
+                file.seek(self._offset)
+                found: list[Event] = []
+                while chunk := file.read(_CHUNK):
+                    self._offset += len(chunk)
+                    *lines, self._torn = (self._torn + chunk).split(b"\n")
+                    if len(self._torn) > _LONGEST:
+                        self._torn = b""
+                    found += [
+                        event for event in events_of([line for line in lines if line.strip()]) if event is not None
+                    ]
+                return found
+        except OSError:  # not there yet, or not any more
+            return []
+
+    def rest(self) -> list[Event]:
+        """What is left when nobody writes any more: a last line may lack its end."""
+        found = self.poll()
+        last = event_of(self._torn)
+        self._torn = b""
+        return found if last is None else [*found, last]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # not there yet
+        return 0
+
+
+# --- what they come to ---------------------------------------------------------------------------
+
+
+_FIRST = 2
+"""Steps that warm up kernels and caches, and say nothing about the pace."""
+_RECENT = 4096
+
+
+@dataclass(slots=True)
+class Tally:
+    """Changes with every event."""
+
+    last: Step | None = None
+    first_loss: float | None = None
+    peak_bytes: int | None = None
+    marks: list[MemoryMark] = field(default_factory=list)
+    saved: Saved | None = None
+    resumed: Resumed | None = None
+    checkpoint: Checkpointed | None = None
+    """The newest that this start has written."""
+    pictures: tuple[str, ...] = ()
+    """Files with the curves of the run."""
+    ended: Ended | None = None
+    _steps: int = 0
+    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _tokens_per_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Step):
+            self._add_step(event)
+        elif isinstance(event, MemoryMark):
+            self.marks = [mark for mark in self.marks if mark.milestone != event.milestone] + [event]
+        elif isinstance(event, Saved):
+            self.saved = event
+        elif isinstance(event, Resumed):
+            self.resumed = event
+        elif isinstance(event, Checkpointed):
+            self.checkpoint = event
+        elif isinstance(event, Pictures):
+            self.pictures = event.files
+        elif isinstance(event, Ended):
+            self.ended = event
+
+    def _add_step(self, event: Step) -> None:
+        self.last = event
+        self._steps += 1
+        if self.first_loss is None:
+            self.first_loss = event.loss
+        self.peak_bytes = max(self.peak_bytes or 0, event.peak_bytes or 0) or None
+        if self._steps > _FIRST:
+            self._step_s.extend([] if event.step_s is None else [event.step_s])
+            self._tokens_per_s.extend([] if event.tokens_per_s is None else [event.tokens_per_s])
+
+    @property
+    def began(self) -> bool:
+        """Whether a step was made."""
+        return self.last is not None
+
+    @property
+    def safe_step(self) -> int | None:
+        """The step from which another start would go on; None: it would begin anew, or nobody knows."""
+        for event in (self.checkpoint, self.resumed):
+            if event is not None and event.step is not None:
+                return event.step
+        return None
+
+    @property
+    def step_s(self) -> float | None:
+        """Of the steps after the first, in the median."""
+        return median(self._step_s) if self._step_s else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return median(self._tokens_per_s) if self._tokens_per_s else None

@@ -1,14 +1,111 @@
-"""A group of ranks that does not move any more: every one says where it stands, before they are ended."""
+"""Where ranks stand that give no sign of life: the stack dumps that they are asked for, read from their logs.
+
+A rank that is asked by `DUMP` writes the stacks of all its threads to its log, whatever it is doing: the handler is C
+code and needs nothing of the interpreter. The ranks that wait stand in a collective; the one that they wait for stands
+elsewhere.
+
+A group of ranks that does not move any more: every one says where it stands, before they are ended.
+"""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tightfit.messages import Message
 from tightfit.runs.heartbeat import Beat, Quiet
 from tightfit.runs.launch import LOOK_S, Ranks
-from tightfit.runs.stacks import Frame, Stand, odd_one, read_stand
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+_MAIN = re.compile(r"tightfit/train/__main__\.py$")
+_WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|/torch/_C/|tightfit/train/place\.py$")
+_WRITING = re.compile(r"tightfit/train/(?:checkpoint|saved_model)\.py$|tightfit/runs/disk\.py$")
+_BATON = re.compile(r"/torch/utils/file_baton\.py$")
+_INNER = re.compile(r"/(?:threading|concurrent/futures/\w+|selectors)\.py$|^<frozen ")
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    file: str
+    line: int
+    name: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.file}:{self.line} in {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stand:
+    """Where one rank's threads stand that matter: the innermost frame first."""
+
+    rank: int
+    main: tuple[Frame, ...]
+    """Of the thread that trains."""
+    writer: tuple[Frame, ...] = ()
+    """Of the thread that writes a checkpoint; empty: there is none, or it has nothing to do."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        frames = self.writer or self.main
+        return any(_WAITING.search(frame.file) for frame in frames[:6])
+
+    @property
+    def waits_for_a_build(self) -> bool:
+        """Whether it waits for torch's lock on a part that is being compiled."""
+        return any(_BATON.search(frame.file) for frame in self.main[:6])
+
+    @property
+    def place(self) -> Frame | None:
+        """The frame that tells most: not the lock that a thread waits at."""
+        frames = self.writer or self.main
+        return next((frame for frame in frames if not _INNER.search(frame.file)), frames[0] if frames else None)
+
+
+def read_stand(rank: int, log: Path, start: int) -> Stand | None:
+    """What the dump says that came into the log after `start` bytes; None: there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            text = file.read(_MOST_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return None
+    threads = _threads(text)
+    if not threads:
+        return None
+    main = next((each for each in threads if any(map(_is_outermost, each))), threads[-1])
+    writers = [each for each in threads if each is not main and any(_WRITING.search(frame.file) for frame in each)]
+    return Stand(rank=rank, main=main, writer=writers[0] if writers else ())
+
+
+def _is_outermost(frame: Frame) -> bool:
+    return frame.name == "<module>" and _MAIN.search(frame.file) is not None
+
+
+def _threads(text: str) -> list[tuple[Frame, ...]]:
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (found := _FRAME.match(line)):
+            threads[-1].append(Frame(file=found["file"], line=int(found["line"]), name=found["name"]))
+    return [tuple(each) for each in threads if each]
+
+
+def odd_one(stands: Sequence[Stand]) -> int | None:
+    """The rank that stands elsewhere while all others wait; None: the stacks do not tell."""
+    busy = [stand.rank for stand in stands if not stand.waits]
+    return busy[0] if len(busy) == 1 and len(stands) > 1 else None
+
+
+# --- a group of ranks that does not move any more ------------------------------------------------
+
 
 DUMP_S = 3.0
 """For all ranks to write down their stacks; one that the kernel holds never does."""

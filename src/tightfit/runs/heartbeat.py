@@ -14,6 +14,7 @@ they take here. A step has shown how long it takes: it may take twenty times tha
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,6 +46,8 @@ START_S = 1800.0
 """To build the model, and for a first step, which may compile."""
 LONG_S = 6 * 3600.0
 """To save and to evaluate: what a slow disk is given elsewhere too."""
+DUMP = signal.SIGUSR2
+"""Asks a rank for its stacks: see `hang.py`."""
 _LENGTH = 64
 _LOOK_S = 0.5
 

@@ -24,11 +24,10 @@ from tightfit.inputs.records import find_json, find_record
 from tightfit.messages import Message, Said
 from tightfit.owned import Ours, check_ours, find_strangers, flock, open_own, remove_file, remove_folder
 from tightfit.runs.checkpoints import MANIFEST, STAGED, checked, newest_first, orphans, own_files, size_of
-from tightfit.runs.folder import RunFolder
-from tightfit.runs.layout import DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE
+from tightfit.runs.folder import DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE
 from tightfit.runs.lock import LOCK, FolderLock, InUse, check_unlocked
 from tightfit.runs.processes import PROC, began_at, every_pid, is_alive, mark_of, resident_bytes, this_host
-from tightfit.runs.record import read_run
+from tightfit.runs.records import RunFolder, read_run
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.watching import processes_of
 from tightfit.types import ConfigError, TightfitError

@@ -14,21 +14,27 @@ from typing import Protocol
 from tightfit.diagnose.verdict import Verdict
 from tightfit.messages import Listing, Message, Said
 from tightfit.planner.step_down import Shortfall
-from tightfit.runs import attempts, disk
-from tightfit.runs.attempts import AttemptRecord
-from tightfit.runs.cause import FailedAttempt, config_of_plan, find_cause
-from tightfit.runs.checkpoints import Torn, checked, newest_first, read_manifest, step_of, written_first
-from tightfit.runs.decide import Decision, stop, without_smaller
-from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Resumed, Step, Warned
-from tightfit.runs.folder import AUTO, RunFolder
+from tightfit.runs import disk
+from tightfit.runs.cause import FailedAttempt, KernelRecord, KernelSaid, config_of_plan, find_cause
+from tightfit.runs.checkpoints import (
+    Torn,
+    checked,
+    goners,
+    inventory,
+    keeping_of,
+    newest_first,
+    read_manifest,
+    remove_goner,
+    step_of,
+    written_first,
+)
+from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Resumed, Step, Tally, Warned
+from tightfit.runs.folder import AUTO
 from tightfit.runs.heartbeat import Watch, clear_beats
-from tightfit.runs.inventory import goners, inventory, keeping_of
-from tightfit.runs.inventory import remove as remove_goner
-from tightfit.runs.kernel import KernelRecord, KernelSaid
 from tightfit.runs.launch import RankStart
+from tightfit.runs.records import AttemptRecord, RunFolder, append_event, keep_plan, put_aside
 from tightfit.runs.run import Company, Outcome, Signals, run
-from tightfit.runs.supervise import Attempt, Orders
-from tightfit.runs.tally import Tally
+from tightfit.runs.supervise import Attempt, Decision, Orders, stop, without_smaller
 
 LEAST_ROOM_BYTES = 64 * 2**20
 """What a disk must have left before a run is started again on it, where no checkpoint tells how large they are."""
@@ -244,7 +250,7 @@ class OwnTrainer:
         kept = self.kept_step
         if not found.carries and kept is not None:
             return stop(Message("runs.fits-but-not-from", changes=Listing(found.changed, ";"), step=kept)), ()
-        attempts.keep_plan(self.folder, records[-1].number)
+        keep_plan(self.folder, records[-1].number)
         self.course.take()
         self.resume = replace(self.resume, anyway=self.resume.anyway or found.another_job)
         return replace(decision, because=found.because), found.changed
@@ -279,14 +285,14 @@ class OwnTrainer:
     # --- telling --------------------------------------------------------------------------------
 
     def after_failure(self, failed: AttemptFailed, changed: tuple[Said, ...]) -> None:
-        attempts.append_event(self.folder, failed)
+        append_event(self.folder, failed)
         if failed.action != "stop":  # how it ends is said at the end
             self.show(failed)
-            attempts.put_aside(self.folder, failed.number, self.logs)
+            put_aside(self.folder, failed.number, self.logs)
 
     def before_next(self, number: int, changed: tuple[Said, ...]) -> None:
         event = AttemptBegan(number=number, plan=self.course.words, changed=changed)
-        attempts.append_event(self.folder, event)
+        append_event(self.folder, event)
         self.show(event)
 
 

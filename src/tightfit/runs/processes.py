@@ -2,6 +2,20 @@
 
 A number alone says little, for numbers are given out again. A number with the moment at which its process
 began, counted from a boot that has a name of its own, is one process for ever.
+
+For the worker: end when the desk that started it has gone, whatever ended the desk.
+
+Each rank inherits the reading end of a pipe whose writing end only the desk holds. Nothing is ever written: when the
+desk ends, by a signal that cannot be caught too, the kernel closes its end and the read returns. The rank then takes
+its whole session with it, data loaders included. A signal on the parent's death would reach the rank alone.
+
+The processes of somebody else's program, known by a mark in their environment, and their end with ours.
+
+Launchers start ranks in sessions of their own, which no signal to a group would reach; the environment they all
+inherit. A guard beside the program holds the reading end of a pipe whose writing end only `tightfit run` holds: when
+that ends, by a signal that cannot be caught too, the read returns and the guard ends whatever carries the mark.
+
+    python -m tightfit.runs.processes FD MARK
 """
 
 from __future__ import annotations
@@ -9,11 +23,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
+
+from tightfit.inputs.surroundings import inherited
 
 PROC = Path("/proc")
 
@@ -123,3 +143,123 @@ def tell(group: int, what: signal.Signals) -> None:
         os.killpg(group, what)
     except (ProcessLookupError, PermissionError):  # macOS refuses what has ended
         return
+
+
+# --- a rank ends with its desk -------------------------------------------------------------------
+
+
+PARENT_FD = "TIGHTFIT_PARENT_FD"
+"""The variable that names the pipe to a rank."""
+
+
+def end_with_parent(fd: int) -> threading.Thread:
+    """Watch the pipe from a thread of this process; call it once, before anything slow."""
+    os.set_inheritable(fd, False)
+    watcher = threading.Thread(target=_end_all_with_parent, args=(fd,), name="tightfit-parent", daemon=True)
+    watcher.start()
+    return watcher
+
+
+def _end_all_with_parent(fd: int) -> None:
+    try:
+        while os.read(fd, 1):
+            pass
+    except OSError:  # closed by the process itself: it no longer wants to be watched
+        return
+    if os.getsid(0) == os.getpid():
+        for pid in members_of(frozenset({os.getpid()})):
+            if pid != os.getpid():
+                tell_one(pid, signal.SIGKILL)
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- the processes of somebody else's program ----------------------------------------------------
+
+
+MARK = "TIGHTFIT_RUN_MARK"
+LOOK_S = 0.05
+ORPHANS_S = 5.0
+"""What processes have to leave by themselves whose `tightfit run` was killed."""
+_LEAVE_S = 10.0
+
+
+def carriers_of(mark: str) -> list[int]:
+    """The processes that carry this mark and still run; none are found where there is no /proc."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for pid in every_pid():
+        with suppress(OSError):  # another user's, or one that is gone
+            carries = wanted in (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+            if carries and (stat := stat_of(pid)) is not None and not stat.has_ended:
+                found.append(pid)
+    return found
+
+
+def end_carriers(mark: str, patience_s: float = ORPHANS_S) -> None:
+    """Ask all that carry the mark to end, and end what does not."""
+    deadline, number = time.monotonic() + patience_s, signal.SIGTERM
+    told: set[int] = set()
+    while left := carriers_of(mark):
+        if time.monotonic() > deadline:
+            number, told = signal.SIGKILL, set()
+        for pid in left:
+            if pid not in told:
+                tell_one(pid, number)
+                told.add(pid)
+        time.sleep(LOOK_S)
+
+
+class Guard:
+    """Beside the program, from before its start to after its end."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._write: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Guard:
+        read, self._write = os.pipe()
+        try:
+            command = [sys.executable, "-m", "tightfit.runs.processes", str(read), self._mark]
+            quiet = subprocess.DEVNULL
+            self._process = subprocess.Popen(
+                command,
+                stdin=quiet,
+                stdout=quiet,
+                stderr=quiet,
+                pass_fds=(read,),
+                start_new_session=True,
+                cwd="/",  # a module of the user's must not be taken for one of Python's
+                env=inherited({}),
+            )
+        except OSError:  # no process to be had: the program is worth more than its guard
+            self._process = None
+        finally:
+            os.close(read)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._write is not None
+        os.close(self._write)
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=_LEAVE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+def stand_guard(fd: int, mark: str) -> None:
+    """Wait for the other end of the pipe to close, and end what is left then."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.read(fd, 1):
+        pass
+    end_carriers(mark)
+
+
+if __name__ == "__main__":
+    stand_guard(int(sys.argv[1]), sys.argv[2])

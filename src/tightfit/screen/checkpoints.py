@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tightfit.messages import Message, end_sentence, text
 from tightfit.priced import GIB
-from tightfit.runs.inventory import FoundCheckpoint, Goner, Inventory, Maker
+from tightfit.runs.checkpoints import FoundCheckpoint, Goner, Inventory, Maker
 from tightfit.screen import MIB, TABLE, draw_list, say, table_of
 
 EVERY_S = 10.0

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tightfit.messages import Message, Said, bare, text
 from tightfit.priced import GIB
-from tightfit.runs.failure import Failure
+from tightfit.runs.run import Failure
 from tightfit.screen import MIB, draw_list, say, table_of
 
 Unit = Literal["bytes", "seconds", "tokens"]

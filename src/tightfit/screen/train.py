@@ -20,13 +20,11 @@ from tightfit.hardware.occupancy import Holder, Occupancy
 from tightfit.messages import Listing, Message, bare, end_sentence, text
 from tightfit.planner.plan import Plan
 from tightfit.priced import amounts
-from tightfit.runs.attempts import AttemptRecord
-from tightfit.runs.events import Event, Progress, Step
-from tightfit.runs.failure import Failure, traceback_in
+from tightfit.runs.events import Event, Progress, Step, Tally
 from tightfit.runs.lines import MIB, MILESTONES, Lines, line_of, loss_words, moving_line, size_words
+from tightfit.runs.records import AttemptRecord, WorkerFile
 from tightfit.runs.reservations import Reservation
-from tightfit.runs.tally import Tally
-from tightfit.runs.worker_file import WorkerFile
+from tightfit.runs.run import Failure, traceback_in
 from tightfit.screen import draw_list, say, table_of
 from tightfit.screen.plan import draw_levers
 from tightfit.screen.plan_words import head_words, lever_flags, reason_lines, verdict_words

@@ -20,12 +20,11 @@ from tightfit.hardware.probes.card import CardProcess
 from tightfit.messages import Listing, Message, bare, text
 from tightfit.messages.wide import pad, pad_left
 from tightfit.priced import GIB
-from tightfit.runs.attempts import AttemptRecord
 from tightfit.runs.health import BRIM, FULL, Light
 from tightfit.runs.lines import MIB, duration, loss_words
-from tightfit.runs.look import Look, planned_rank_bytes
 from tightfit.runs.machine_eye import Host
-from tightfit.runs.watching import RunSeen
+from tightfit.runs.records import AttemptRecord
+from tightfit.runs.watching import Look, RunSeen, planned_rank_bytes
 from tightfit.screen.train import process_words
 
 MARKS = {"green": "✓", "yellow": "!", "red": "✗", "unknown": "?"}

@@ -83,19 +83,19 @@ def _worker(argv: Sequence[str]) -> NoReturn:
     args = _options(argv)
     stop = Stop().install()
     # The stacks of all threads go to the log: when the supervisor asks for them, and at a crash in native code.
-    from tightfit.runs.stacks import DUMP
+    from tightfit.runs.heartbeat import DUMP
 
     faulthandler.enable()
     faulthandler.register(DUMP, all_threads=True)
     # End when whoever started this rank is gone.
-    from tightfit.runs.parent import PARENT_FD, end_with_parent
+    from tightfit.runs.processes import PARENT_FD, end_with_parent
 
     if PARENT_FD in os.environ:
         end_with_parent(int(os.environ.pop(PARENT_FD)))
     _environment()
     from tightfit.runs.heartbeat import DISK_FULL
-    from tightfit.runs.last_words import USERS, write_last_words
     from tightfit.runs.lock import InUse
+    from tightfit.runs.records import USERS, write_last_words
     from tightfit.train.config import Options, read_worker_config
     from tightfit.train.distress import is_disk_full, last_words
     from tightfit.train.heartbeat import RankHeartbeat

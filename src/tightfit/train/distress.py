@@ -15,7 +15,7 @@ from tightfit.diagnose.phases import phase_of
 from tightfit.diagnose.verdict import OomNumbers
 from tightfit.messages import Message, message_of
 from tightfit.runs.heartbeat import DISK_FULL, PHASES, Stage
-from tightfit.runs.last_words import BUG, USER, LastWords
+from tightfit.runs.records import BUG, USER, LastWords
 from tightfit.types import PhaseName, TightfitError, UserError
 
 FAILED, USER_ERROR, OUT_OF_MEMORY = 1, 2, 3

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tightfit.messages import Message
-from tightfit.runs.deepspeed_folder import states_folder
+from tightfit.runs.checkpoints import states_folder
 from tightfit.train.build import DTYPES
 from tightfit.train.export_model import Output, model_on_meta, write
 from tightfit.train.export_source import Exported, ExportSource, Spec, Told

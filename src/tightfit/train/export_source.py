@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from tightfit.messages import Message
-from tightfit.runs.deepspeed_folder import deepspeed_checkpoint
+from tightfit.runs.checkpoints import deepspeed_checkpoint
 from tightfit.types import ConfigError, ModelError
 
 Kind = Literal["model", "adapter", "deepspeed"]

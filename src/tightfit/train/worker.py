@@ -15,8 +15,7 @@ from typing import Any
 from tightfit.inputs.surroundings import inherited
 from tightfit.messages import Listing, Message, Said
 from tightfit.runs import build_lock
-from tightfit.runs.checkpoints import Keeping
-from tightfit.runs.deepspeed_folder import states_folder
+from tightfit.runs.checkpoints import Keeping, states_folder
 from tightfit.runs.folder import AUTO, NONE
 from tightfit.runs.lock import FolderLock, InUse
 from tightfit.train import nvme

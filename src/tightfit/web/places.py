@@ -16,9 +16,8 @@ from pathlib import Path
 from starlette.exceptions import HTTPException
 
 from tightfit.formats.worker.read import WORKER_FILE
-from tightfit.runs.attempts import ATTEMPTS
 from tightfit.runs.checkpoints import CHECKPOINTS
-from tightfit.runs.folder import RunFolder
+from tightfit.runs.records import ATTEMPTS, RunFolder
 
 NO_RUN = 404
 DEEPEST, MOST_FOLDERS, MOST_RUNS = 6, 20_000, 500

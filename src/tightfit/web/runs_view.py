@@ -16,10 +16,8 @@ from starlette.routing import Route
 
 from tightfit.diagnose.masks import masked
 from tightfit.messages import Language
-from tightfit.runs.attempts import read_attempts
 from tightfit.runs.events import Ended, Step, event_of
-from tightfit.runs.folder import RunFolder
-from tightfit.runs.record import read_run
+from tightfit.runs.records import RunFolder, read_attempts, read_run
 from tightfit.web.history import last_lines
 from tightfit.web.pages import page, part
 from tightfit.web.places import NO_RUN, FoundRun, FoundRuns, file_at, run_at

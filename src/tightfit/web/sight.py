@@ -18,16 +18,22 @@ from typing import Any
 from tightfit.diagnose.masks import masked
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.messages import Message
-from tightfit.runs.attempts import ATTEMPTS, AttemptRecord, read_attempts
 from tightfit.runs.checkpoints import CHECKPOINTS, Torn, checked, newest_first, step_of
-from tightfit.runs.folder import RunFolder
 from tightfit.runs.health import OOM_KINDS, Held, PlannedMemory, Seen, judge_health
 from tightfit.runs.lines import action_words, duration
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.processes import this_host
-from tightfit.runs.record import RunRecord, read_run
+from tightfit.runs.records import (
+    ATTEMPTS,
+    AttemptRecord,
+    RunFolder,
+    RunRecord,
+    WorkerFile,
+    find_worker_file,
+    read_attempts,
+    read_run,
+)
 from tightfit.runs.watching import Rank, RankEye
-from tightfit.runs.worker_file import WorkerFile, find_worker_file
 from tightfit.web.history import History
 from tightfit.web.places import file_at
 

@@ -23,10 +23,9 @@ from tightfit.hardware.occupancy import Occupancy, occupancy
 from tightfit.inputs.surroundings import inherited
 from tightfit.messages import Message
 from tightfit.owned import open_own
+from tightfit.runs.cause import KernelRecord, KernelSaid
 from tightfit.runs.external.hang import Stillness, Stuck, ask_for_stacks
-from tightfit.runs.kernel import KernelRecord, KernelSaid
-from tightfit.runs.marked import MARK, Guard, members
-from tightfit.runs.processes import resident_bytes, tell, tell_one
+from tightfit.runs.processes import MARK, Guard, carriers_of, resident_bytes, tell, tell_one
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError
 
@@ -148,7 +147,7 @@ def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: 
 def _pass_on(group: int, mark: str, number: int) -> None:
     """As a terminal would do it: to every process."""
     tell(group, signal.Signals(number))
-    for pid in members(mark):
+    for pid in carriers_of(mark):
         with suppress(ProcessLookupError, PermissionError):
             if os.getpgid(pid) != group:
                 os.kill(pid, number)
@@ -159,7 +158,7 @@ def _end(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> None:
     deadline, told = time.monotonic() + grace_s, False
     while True:
         process.poll()
-        left = members(mark)
+        left = carriers_of(mark)
         if not left and process.returncode is not None:
             return
         if not told:
@@ -238,7 +237,7 @@ class ProcessWatch:
         if now < self._host_at:
             return
         self._host_at = now + HOST_EVERY_S
-        pids = members(self._mark)
+        pids = carriers_of(self._mark)
         self.pids |= set(pids)
         host = sum(resident_bytes(pid) or 0 for pid in pids)
         self.peak.host_bytes = max(self.peak.host_bytes, host)

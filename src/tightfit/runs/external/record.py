@@ -19,12 +19,10 @@ from typing import Any, Literal
 from tightfit.inputs.records import find_record, record_text
 from tightfit.messages import Message
 from tightfit.owned import replace_file
-from tightfit.runs.attempts import ATTEMPTS
 from tightfit.runs.folder import set_aside
 from tightfit.runs.lock import FolderLock, InUse
-from tightfit.runs.marked import end_members
-from tightfit.runs.processes import this_host
-from tightfit.runs.record import RECORD, RunRecord, now, read_run
+from tightfit.runs.processes import end_carriers, this_host
+from tightfit.runs.records import ATTEMPTS, RECORD, RunRecord, now, read_run
 from tightfit.types import ConfigError
 
 FOLDER = "tightfit-run"
@@ -130,7 +128,7 @@ def _take_over(path: Path, before: ExternalRecord, *, take_over: bool) -> Claime
     """Its processes have been ended by their guard, or are about to be; its records make way."""
     lock = FolderLock.take(path, take_over=take_over)
     if before.mark is not None:
-        end_members(before.mark)
+        end_carriers(before.mark)
     moving = [path / ATTEMPTS] if (path / ATTEMPTS).exists() else []
     try:
         set_aside(path, moving)

@@ -23,20 +23,17 @@ from tightfit.inputs.surroundings import inherited
 from tightfit.job.known import KnownConfig, completed
 from tightfit.messages import Listing, Message, Said, bare, text
 from tightfit.planner.step_down import Shortfall
-from tightfit.runs import attempts
-from tightfit.runs.attempts import AttemptRecord
 from tightfit.runs.build_lock import clear, find_left_locks
 from tightfit.runs.cause import NUMBERS, blame_build_lock, rule_out_memory
-from tightfit.runs.decide import LONGEST_WAIT_S, Decision, stop, without_smaller
-from tightfit.runs.events import AttemptFailed
+from tightfit.runs.events import AttemptFailed, Tally
 from tightfit.runs.external.config import Edits, ExternalTraining, batch_of, edits_of, knobs_of, written
 from tightfit.runs.external.hang import Stuck
 from tightfit.runs.external.ladder import NextConfig, rungs, would_help
 from tightfit.runs.external.process import CommandStart, Gone, MemoryPeak, Streams, start_and_stay
 from tightfit.runs.external.resume import Kept, kept_by, means_of, output_of, saves_itself
+from tightfit.runs.records import AttemptRecord, attempt_path
 from tightfit.runs.run import Outcome, Signals, State
-from tightfit.runs.supervise import Attempt, Orders
-from tightfit.runs.tally import Tally
+from tightfit.runs.supervise import LONGEST_WAIT_S, Attempt, Decision, Orders, stop, without_smaller
 from tightfit.types import ConfigError, UserError
 
 LOG = "command.log"
@@ -124,7 +121,7 @@ class ExternalTrainer:
     # --- one attempt ----------------------------------------------------------------------------
 
     def attempt(self, number: int) -> Attempt:
-        place = attempts.attempt_path(self.folder, number).with_suffix("")
+        place = attempt_path(self.folder, number).with_suffix("")
         place.mkdir(parents=True, exist_ok=True)
         self.begun(self.external)
         start = CommandStart(

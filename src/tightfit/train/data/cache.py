@@ -33,7 +33,7 @@ import numpy.typing as npt
 from tightfit.inputs.records import read_json
 from tightfit.messages import Message, message_of
 from tightfit.owned import check_ours, find_strangers, flock, move_file, open_own, remove_folder, replace_file
-from tightfit.runs.layout import DATA_BUILDING, DATA_SET
+from tightfit.runs.folder import DATA_BUILDING, DATA_SET
 from tightfit.runs.processes import is_alive
 from tightfit.train.data.build import Counts, Progress, Task, append, encode_pieces, pieces_of
 from tightfit.train.data.layouts import RECIPE, TEXT, ExampleError, Layout, layout_of
