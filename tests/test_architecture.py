@@ -55,7 +55,7 @@ GPU_STACK = {"torch", "deepspeed", "transformers", "peft", "accelerate", "datase
 QUOTED = {
     "diagnose/oom.py": "torch",
     "diagnose/said.py": "any log",
-    "hardware/probes/smi.py": "AMD's tool",
+    "hardware/probes/rocm_smi.py": "AMD's tool",
     "runs/cause.py": "Linux",
     "train/distress.py": "torch",
 }

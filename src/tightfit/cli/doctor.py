@@ -15,7 +15,7 @@ from typing import Any
 from tightfit.cli.flags import CHANGE, Parser
 from tightfit.diagnose.masks import masked
 from tightfit.hardware.doctor import Checkup, examine, with_disk
-from tightfit.hardware.doctor.disk import measure
+from tightfit.hardware.doctor.host import measure_disk
 from tightfit.hardware.doctor.row import GROUPS, LIGHTS, Row, worst
 from tightfit.hardware.probes.card import CardProcess
 from tightfit.inputs.spelling import read_text
@@ -55,9 +55,9 @@ def _with_job(job: str, output: str | None) -> Checkup:
         check = read(job, output)
     except HardwareError as error:  # of this machine, which is what was asked about
         row = Row(id="plan", group="job", light="red", what=text("cli.no-plan", value=str(error).rstrip(".")))
-        seen = with_disk(seen, measure(Path(output or ".").expanduser()))
+        seen = with_disk(seen, measure_disk(Path(output or ".").expanduser()))
         return replace(seen, rows=(*seen.rows, row), seconds=time.monotonic() - begun)
-    seen = with_disk(seen, measure(check.folder))
+    seen = with_disk(seen, measure_disk(check.folder))
     return replace(seen, rows=(*seen.rows, *check.rows(seen)), seconds=time.monotonic() - begun)
 
 

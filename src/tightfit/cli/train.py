@@ -26,7 +26,7 @@ from tightfit.cli.train_stages import train_stages
 from tightfit.desk.request import Request, read_request
 from tightfit.desk.stages import each_stage
 from tightfit.formats.worker.read import WORKER_FILE
-from tightfit.hardware.occupancy import Holder
+from tightfit.hardware.probes.card import CardProcess
 from tightfit.messages import Listing, Message, text
 from tightfit.planner.plan import Plan
 from tightfit.runs.events import Event
@@ -148,7 +148,7 @@ def _check_memory(request: Request, options: TrainOptions) -> int:
 
 def _memory_report(machine: TrainingMachine, total: int | None, free: int | None) -> dict[str, Any]:
 
-    def plain(holders: Sequence[Holder]) -> list[dict[str, Any]]:
+    def plain(holders: Sequence[CardProcess]) -> list[dict[str, Any]]:
         return [
             {"pid": each.pid, "user": each.user, "command": each.command, "bytes": each.held_bytes} for each in holders
         ]

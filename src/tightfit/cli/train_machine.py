@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from tightfit.cli.train_flags import TrainOptions
 from tightfit.desk.request import Request
-from tightfit.hardware.occupancy import Device, Holder, Occupancy, occupancy
+from tightfit.hardware.occupancy import Device, Occupancy, occupancy
+from tightfit.hardware.probes.card import CardProcess
 from tightfit.hardware.slurm import slurm_node
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Job
@@ -257,7 +258,7 @@ def machine_for(request: Request, options: TrainOptions, nodes: Nodes) -> Traini
     return found
 
 
-def holder_words(holder: Holder) -> str:
+def holder_words(holder: CardProcess) -> str:
     """`process 4711 (anna, python train.py)`"""
     who = ", ".join(filter(None, (holder.user, holder.command)))
     return text("cli.process-of", pid=holder.pid, who=who) if who else text("cli.process", pid=holder.pid)

@@ -43,7 +43,7 @@ _GEFORCE_FLOPS_PER_CLOCK = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class CatalogueCard:
     """One card as it is sold: several of them may share a family (A100: two sizes, two forms)."""
 
     family: str
@@ -74,11 +74,11 @@ class _Row(NamedTuple):
     devices: int = 1
 
 
-def _cards(vendor: Vendor, arch: str, rows: Iterable[_Row]) -> list[Card]:
+def _cards(vendor: Vendor, arch: str, rows: Iterable[_Row]) -> list[CatalogueCard]:
     return [_card(vendor, arch, row) for row in rows]
 
 
-def _card(vendor: Vendor, arch: str, row: _Row) -> Card:
+def _card(vendor: Vendor, arch: str, row: _Row) -> CatalogueCard:
     link_gb_s = row.link_gb_s
     if link_gb_s is None and row.link in _PCIE_LANE_GB_S:
         link_gb_s = 16 * _PCIE_LANE_GB_S[row.link]
@@ -93,7 +93,7 @@ def _card(vendor: Vendor, arch: str, row: _Row) -> Card:
         link=row.link,
         link_bytes_per_s=_scale(link_gb_s, 1e9),
     )
-    return Card(family=row.family, size_gib=row.gib, form=row.form, devices=row.devices, gpu=gpu)
+    return CatalogueCard(family=row.family, size_gib=row.gib, form=row.form, devices=row.devices, gpu=gpu)
 
 
 def native_bf16(arch: str | None) -> bool | None:
@@ -119,7 +119,7 @@ def _scale(value: float | None, scale: float) -> float | None:
 # --- GeForce ------------------------------------------------------------------------------------
 
 
-def _gtx(arch: str, rows: Iterable[tuple[str, int, int, int, float]]) -> list[Card]:
+def _gtx(arch: str, rows: Iterable[tuple[str, int, int, int, float]]) -> list[CatalogueCard]:
     """Rows: family, GiB, cores, boost MHz, GB/s. Two operations a core and clock."""
 
     def row(family: str, gib: int, cores: int, mhz: int, gb_s: float) -> _Row:
@@ -128,7 +128,9 @@ def _gtx(arch: str, rows: Iterable[tuple[str, int, int, int, float]]) -> list[Ca
     return _cards("nvidia", arch, (row(*values) for values in rows))
 
 
-def _rtx(arch: str, link: _Link, rows: Iterable[tuple[str, int, int | None, int, int, float, int]]) -> list[Card]:
+def _rtx(
+    arch: str, link: _Link, rows: Iterable[tuple[str, int, int | None, int, int, float, int]]
+) -> list[CatalogueCard]:
     """Rows: family, GiB, driver's MiB, multiprocessors, boost MHz, GB/s, PCIe lanes."""
 
     def row(family: str, gib: int, mib: int | None, units: int, mhz: int, gb_s: float, lanes: int) -> _Row:
@@ -139,7 +141,7 @@ def _rtx(arch: str, link: _Link, rows: Iterable[tuple[str, int, int | None, int,
     return _cards("nvidia", arch, (row(*values) for values in rows))
 
 
-def _laptops(arch: str, rows: Iterable[tuple[str, int, int | None]]) -> list[Card]:
+def _laptops(arch: str, rows: Iterable[tuple[str, int, int | None]]) -> list[CatalogueCard]:
     """Rows: family, GiB, driver's MiB. One GPU a laptop, so no link either."""
     return _cards("nvidia", arch, (_Row(f"{name} Laptop", gib, mib) for name, gib, mib in rows))
 
@@ -461,7 +463,7 @@ _HYGON = [
 ]
 
 
-def _name_cards(cards: list[Card]) -> Iterator[Card]:
+def _name_cards(cards: list[CatalogueCard]) -> Iterator[CatalogueCard]:
     """Give each device a name that tells it from its siblings, and no longer than that needs."""
     sizes: dict[str, set[int]] = {}
     forms: dict[str, set[str]] = {}
@@ -477,7 +479,7 @@ def _name_cards(cards: list[Card]) -> Iterator[Card]:
         yield replace(card, gpu=replace(card.gpu, name=" ".join(words)))
 
 
-CARDS: tuple[Card, ...] = tuple(_name_cards([*_GEFORCE, *_WORKSTATION, *_DATA_CENTRE, *_AMD, *_HYGON]))
+CARDS: tuple[CatalogueCard, ...] = tuple(_name_cards([*_GEFORCE, *_WORKSTATION, *_DATA_CENTRE, *_AMD, *_HYGON]))
 """In the order in which `tightfit gpus` lists them. Within a family the form that is meant when none
 is named comes first."""
 

@@ -19,13 +19,13 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from tightfit.hardware.catalogue import GIB
-from tightfit.hardware.probes import TOOLS
+from tightfit.hardware.probes import ask_tool
 from tightfit.hardware.probes.card import Answer, Card
 from tightfit.hardware.words import parse_size, recognise
 from tightfit.messages import Listing, Message, Said
@@ -49,7 +49,7 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     if sight is not None:
         devices, because = find_visible(sight, os.environ)
     if sight is not None and devices:
-        gpu, more = _find_least(devices, sight, os.environ)
+        gpu, more = _find_least(devices, sight.tool)
         tally = Listing((f"{count} × {name}" for name, count in Counter(map(name_of, sight.cards)).items()), "and")
         because = (Message("machine.tool-shows", tool=sight.tool, cards=tally), *because, *more)
         count = len(devices)
@@ -72,7 +72,7 @@ def look(*, whole: bool = False) -> tuple[Answer | None, tuple[Message, ...]]:
     """
     problems: list[Message] = []
     for tool in _ORDER:
-        answer = TOOLS[tool](time.monotonic() + _TIMEOUT_S, whole=whole)
+        answer = ask_tool(tool, time.monotonic() + _TIMEOUT_S, whole=whole)
         if answer.cards:
             return answer, ()
         if answer.problem is not None:
@@ -103,115 +103,93 @@ def fp16_here(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> bo
 # --- from devices to one Gpu --------------------------------------------------------------------
 
 
-def _find_least(devices: tuple[Card, ...], sight: Answer, env: Mapping[str, str]) -> tuple[Gpu, tuple[Message, ...]]:
+def _find_least(devices: tuple[Card, ...], tool: str) -> tuple[Gpu, tuple[Message, ...]]:
     """One Gpu to stand for all: the smallest memory and the slowest rates among them."""
     because: list[Message] = []
     gpus: list[Gpu] = []
-    unreadable = 0
     for device in devices:
         name = name_of(device)
         gpu, sentence = recognise(name, device.total_bytes)
         if gpu is None and device.total_bytes is not None:
             gpu = Gpu(name=name, vendor=device.vendor, memory_bytes=device.total_bytes)
             sentence = Message("machine.not-in-catalogue", name=name)
-        if gpu is None:
-            unreadable += 1
-            continue
-        gpus.append(replace(gpu, arch=device.arch or gpu.arch))
-        if sentence and sentence not in because:
-            because.append(sentence)
+        if gpu is not None:
+            gpus.append(replace(gpu, arch=device.arch or gpu.arch))
+            if sentence and sentence not in because:
+                because.append(sentence)
     if not gpus:
         name = name_of(devices[0])
-        raise HardwareError(Message("machine.no-memory-size", tool=sight.tool, name=name, count=len(devices)))
-    if unreadable:
+        raise HardwareError(Message("machine.no-memory-size", tool=tool, name=name, count=len(devices)))
+    if unreadable := len(devices) - len(gpus):
         because.append(Message("machine.some-without-size", unknown=unreadable, count=len(devices)))
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
     # Totals of equal cards may differ by a few pages; a gibibyte is another card.
-    if any(gpu.name != smallest.name or abs(gpu.memory_bytes - smallest.memory_bytes) > GIB for gpu in gpus):
-        is_nvidia = devices[0].vendor == "nvidia"
-        counts = is_nvidia and env.get("CUDA_VISIBLE_DEVICES") and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
-        because.append(
-            Message(
-                "machine.mixed-gpus",
-                size=smallest.memory_bytes / GIB,
-                name=smallest.name,
-                variable="CUDA_VISIBLE_DEVICES" if is_nvidia else "HIP_VISIBLE_DEVICES",
-                order=Message("machine.count-as-smi") if counts else None,
-            )
-        )
-        smallest = _slowest(gpus, smallest)
-    return smallest, tuple(because)
+    if all(gpu.name == smallest.name and gpu.memory_bytes - smallest.memory_bytes <= GIB for gpu in gpus):
+        return smallest, tuple(because)
+    variable = "CUDA_VISIBLE_DEVICES" if devices[0].vendor == "nvidia" else "HIP_VISIBLE_DEVICES"
+    counts = variable.startswith("CUDA") and os.environ.get(variable)
+    is_odd = counts and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+    mixed = Message(
+        "machine.mixed-gpus",
+        size=smallest.memory_bytes / GIB,
+        name=smallest.name,
+        variable=variable,
+        order=Message("machine.count-as-smi") if is_odd else None,
+    )
 
-
-def _slowest(gpus: list[Gpu], smallest: Gpu) -> Gpu:
-    """The smallest card with the least of every rate; a rate that one card keeps to itself is unknown."""
-
-    def least(rates: list[float | None]) -> float | None:
-        known = [rate for rate in rates if rate is not None]
-        return min(known) if len(known) == len(rates) else None
+    def least(name: str) -> float | None:
+        """A rate that one card keeps to itself is unknown."""
+        rates: list[float | None] = [getattr(gpu, name) for gpu in gpus]
+        return min(rates, key=lambda rate: -1.0 if rate is None else rate)
 
     slowest_link = min(gpus, key=lambda gpu: gpu.link_bytes_per_s or 0)
-    return replace(
+    gpu = replace(
         smallest,
-        bf16_flops=least([gpu.bf16_flops for gpu in gpus]),
-        fp16_flops=least([gpu.fp16_flops for gpu in gpus]),
-        memory_bytes_per_s=least([gpu.memory_bytes_per_s for gpu in gpus]),
+        bf16_flops=least("bf16_flops"),
+        fp16_flops=least("fp16_flops"),
+        memory_bytes_per_s=least("memory_bytes_per_s"),
         link=slowest_link.link,
         link_bytes_per_s=slowest_link.link_bytes_per_s,
     )
+    return gpu, (*because, mixed)
 
 
 # --- which of them a job would see --------------------------------------------------------------
 
 
-def find_visible(sight: Answer, env: Mapping[str, str]) -> tuple[tuple[Card, ...], tuple[Message, ...]]:
-    """The devices that the visibility variables leave, as CUDA or HIP would read them.
+def visibility_variables(sight: Answer, env: Mapping[str, str]) -> list[str]:
+    """The variables that choose among the cards, as CUDA or HIP would read them.
 
-    ROCr filters first and HIP counts among what is left; HIP's own variable wins over CUDA's, which
-    HIP reads as well.
+    ROCr filters first and HIP counts among what is left; HIP's own variable wins over CUDA's, which HIP reads as well.
     """
     if sight.cards[0].vendor == "nvidia":
-        names = ["CUDA_VISIBLE_DEVICES"]
-    else:
-        hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
-        names = ["ROCR_VISIBLE_DEVICES", hip]
+        return ["CUDA_VISIBLE_DEVICES"]
+    return ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"]
+
+
+def find_visible(sight: Answer, env: Mapping[str, str]) -> tuple[tuple[Card, ...], tuple[Message, ...]]:
+    """The devices that the visibility variables leave."""
     devices, because = sight.cards, []
-    for name in names:
-        if name in env:
-            kept = _pick(devices, env[name], name)
-            because.append(
-                Message("machine.visible-gpus", variable=name, value=env[name], kept=len(kept), all=len(devices))
-            )
-            devices = kept
+    for name in visibility_variables(sight, env):
+        if name not in env:
+            continue
+        # As the drivers do it: in the order given, and nothing after the first that does not exist.
+        picked: dict[int, Card] = {}
+        for word in (part.strip() for part in env[name].split(",")):
+            if word.startswith("MIG-"):
+                raise HardwareError(Message("machine.mig-slice", variable=name))
+            if re.fullmatch("[0-9]{1,6}", word):
+                matches = [int(word)] if int(word) < len(devices) else []
+            else:
+                matches = [i for i, device in enumerate(devices) if word and (device.uuid or "").startswith(word)]
+            if len(matches) != 1:
+                break
+            picked[matches[0]] = devices[matches[0]]
+        because.append(
+            Message("machine.visible-gpus", variable=name, value=env[name], kept=len(picked), all=len(devices))
+        )
+        devices = tuple(picked.values())
     return devices, tuple(because)
-
-
-def _pick(devices: tuple[Card, ...], wanted: str, variable: str) -> tuple[Card, ...]:
-    """As the drivers do it: in the order given, and nothing after the first that does not exist."""
-    picked: dict[int, Card] = {}
-    for word in (part.strip() for part in wanted.split(",")):
-        if word.startswith("MIG-"):
-            raise HardwareError(Message("machine.mig-slice", variable=variable))
-        if re.fullmatch("[0-9]{1,6}", word):
-            matches = [int(word)] if int(word) < len(devices) else []
-        else:
-            matches = [i for i, device in enumerate(devices) if word and (device.uuid or "").startswith(word)]
-        if len(matches) != 1:
-            break
-        picked[matches[0]] = devices[matches[0]]
-    return tuple(picked.values())
-
-
-# --- sizes --------------------------------------------------------------------------------------
-
-
-def positive(value: object, unit: int = 1) -> int | None:
-    """A size that was really reported: '[N/A]', '[Not Supported]', a negative and zero are not."""
-    try:
-        number = float(str(value).strip())
-    except ValueError:
-        return None
-    return round(number * unit) if 0 < number < float("1e18") else None
 
 
 # --- host RAM -----------------------------------------------------------------------------------
@@ -220,7 +198,7 @@ def positive(value: object, unit: int = 1) -> int | None:
 def ram_here(root: Path = Path("/")) -> tuple[int | None, tuple[Said, ...]]:
     """The RAM that a process here may use: the machine's, or its control group's if that is less."""
     total = read_meminfo(root, "MemTotal") or _ask_system()
-    limit = min((limit for limit, _ in _cgroups(root)), default=None)
+    limit = min((limit for limit, _ in _memory_limits(root)), default=None)
     if limit is not None and (total is None or limit < total):
         return limit, (Message("machine.ram-of-group", size=limit / GIB),)
     if total is None:
@@ -230,9 +208,10 @@ def ram_here(root: Path = Path("/")) -> tuple[int | None, tuple[Said, ...]]:
 
 def free_ram(root: Path = Path("/")) -> int | None:
     """The RAM that the system, and this process's control group, could give now; None: they do not say."""
-    left = [limit - used for limit, used in _cgroups(root) if used is not None]
-    available = read_meminfo(root, "MemAvailable")
-    return max(0, min([*left, *([] if available is None else [available])])) if left or available is not None else None
+    left = [limit - used for limit, used in _memory_limits(root) if used is not None]
+    if (available := read_meminfo(root, "MemAvailable")) is not None:
+        left.append(available)
+    return max(0, min(left)) if left else None
 
 
 def read_meminfo(root: Path, name: str) -> int | None:
@@ -248,37 +227,48 @@ def _ask_system() -> int | None:
 
         kilobytes = ctypes.c_ulonglong(0)
         if ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes)):
-            return positive(kilobytes.value * 1024)
+            return kilobytes.value * 1024 or None
         return None
     with suppress(OSError, ValueError):
-        return positive(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return size if size > 0 else None
     return None
 
 
-def _cgroups(root: Path) -> list[tuple[int, int | None]]:
-    """Every limit from our own group up to the root, in both versions of control groups, and what is used of it.
-
-    Inside a container the group's path is often the host's, and only the mount's top can be read. Files that are kept
-    in memory count as used there, and make way like everywhere.
-    """
+def _memory_limits(root: Path) -> list[tuple[int, int | None]]:
+    """Every limit of memory, and what is used of it. Files that are kept in memory count as used, and make way."""
     limits: list[tuple[int, int | None]] = []
+    for controller, place in control_groups(root, "memory"):
+        if controller:
+            name, usage, cached = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            name, usage, cached = "memory.max", "memory.current", "inactive_file"
+        limit, used = read_count(place / name), read_count(place / usage)
+        if limit is not None:
+            held = re.search(rf"^{cached} ([0-9]+)$", read_text(place / "memory.stat"), re.MULTILINE)
+            limits.append((limit, None if used is None else used - (int(held[1]) if held else 0)))
+    return limits
+
+
+def control_groups(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
+    """The folders of our own control group and all above it, in both versions: with "" or the controller's name.
+
+    Inside a container the group's path is often the host's, and only the mount's top can be read.
+    """
     for line in read_text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers == "":
-            base, name, usage, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, name, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cached = "total_inactive_file"
-        else:
-            continue
-        group = PurePosixPath("/", path)
-        for folder in (group, *group.parents):
-            place = base / folder.relative_to("/")
-            value, used = positive(read_text(place / name)), positive(read_text(place / usage))
-            if value is not None:
-                held = re.search(rf"^{cached} ([0-9]+)$", read_text(place / "memory.stat"), re.MULTILINE)
-                limits.append((value, None if used is None else used - (int(held[1]) if held else 0)))
-    return limits
+        version = "" if controllers == "" else controller
+        if version in controllers.split(","):
+            group = PurePosixPath("/", path)
+            for folder in (group, *group.parents):
+                if ".." not in folder.parts:
+                    yield version, root / "sys/fs/cgroup" / version / folder.relative_to("/")
+
+
+def read_count(path: Path) -> int | None:
+    """A number that a file really holds: `max`, a negative, zero and what is as good as endless are not."""
+    text = read_text(path).strip()
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) and int(text) else None
 
 
 def read_text(path: Path) -> str:

@@ -7,22 +7,11 @@ process of another container or user may be shown by its number alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tightfit.hardware.machine import find_visible, look, name_of
-from tightfit.hardware.probes.card import Answer, CardProcess
-from tightfit.hardware.probes.holders import who_is
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """A process that holds memory of a GPU. None: not told."""
-
-    pid: int
-    user: str | None
-    command: str | None
-    held_bytes: int | None
+from tightfit.hardware.machine import find_visible, look, name_of, visibility_variables
+from tightfit.hardware.probes import name_process
+from tightfit.hardware.probes.card import CardProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +27,7 @@ class Device:
     name: str
     total_bytes: int | None
     free_bytes: int | None
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[CardProcess, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +39,7 @@ class Occupancy:
     chosen_by_user: bool
     """The user has set that variable already."""
     devices: tuple[Device, ...]
-    unplaced: tuple[Holder, ...] = ()
+    unplaced: tuple[CardProcess, ...] = ()
     """Processes that hold memory of some GPU, and the tool does not say of which."""
 
 
@@ -59,37 +48,27 @@ def occupancy() -> Occupancy:
     sight, _ = look(whole=True)
     if sight is None:
         return Occupancy(variable="CUDA_VISIBLE_DEVICES", chosen_by_user=False, devices=())
-    seen, _ = find_visible(sight, os.environ)
-    variable, words = _find_choice(sight, os.environ)
+    variable = visibility_variables(sight, os.environ)[-1]
+    if variable not in os.environ and sight.cards[0].vendor != "nvidia":
+        variable = "HIP_VISIBLE_DEVICES"
+    words = list(dict.fromkeys(word.strip() for word in os.environ.get(variable, "").split(",") if word.strip()))
     devices = []
-    for position, card in enumerate(seen):
+    for position, card in enumerate(find_visible(sight, os.environ)[0]):
         number = next(place for place, each in enumerate(sight.cards) if each is card)
-        word = words[position] if words is not None and position < len(words) else str(position)
         devices.append(
             Device(
                 number=number,
-                word=word,
+                word=words[position] if position < len(words) else str(position),
                 key=card.uuid or f"{card.vendor}-{number}",
                 name=name_of(card),
                 total_bytes=card.total_bytes,
                 free_bytes=card.free_bytes,
-                holders=tuple(map(_holder, card.processes or ())),
+                holders=tuple(map(name_process, card.processes or ())),
             )
         )
-    unplaced = tuple(map(_holder, sight.unplaced))
-    return Occupancy(variable=variable, chosen_by_user=words is not None, devices=tuple(devices), unplaced=unplaced)
-
-
-def _find_choice(sight: Answer, env: Mapping[str, str]) -> tuple[str, list[str] | None]:
-    """The variable that chooses visible GPUs, and its words; None: the user has not set it."""
-    variable = "CUDA_VISIBLE_DEVICES"
-    if sight.cards[0].vendor != "nvidia" and ("HIP_VISIBLE_DEVICES" in env or variable not in env):
-        variable = "HIP_VISIBLE_DEVICES"
-    if variable not in env:
-        return variable, None
-    return variable, list(dict.fromkeys(word.strip() for word in env[variable].split(",") if word.strip()))
-
-
-def _holder(process: CardProcess) -> Holder:
-    user, command = who_is(process.pid)
-    return Holder(pid=process.pid, user=user, command=command, held_bytes=process.held_bytes)
+    return Occupancy(
+        variable=variable,
+        chosen_by_user=variable in os.environ,
+        devices=tuple(devices),
+        unplaced=tuple(map(name_process, sight.unplaced)),
+    )

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import NamedTuple
 
-from tightfit.hardware.catalogue import ALIASES, CARDS, GIB, MIB, Card
+from tightfit.hardware.catalogue import ALIASES, CARDS, GIB, MIB, CatalogueCard
 from tightfit.messages import Choice, Listing, Message, Said
 from tightfit.types import Gpu, Hardware, HardwareError
 
@@ -145,7 +145,7 @@ def _split(word: str) -> tuple[list[str], str]:
 # --- the card -----------------------------------------------------------------------------------
 
 
-def _read_card(word: str) -> tuple[Card | None, Gpu, tuple[Said, ...]]:
+def _read_card(word: str) -> tuple[CatalogueCard | None, Gpu, tuple[Said, ...]]:
     name = _take_apart(word)
     if not name.key and name.size_gib is not None:
         memory = round(name.size_gib * GIB)
@@ -206,9 +206,9 @@ def _explain_unknown(word: str, name: _Name) -> Message:
 
 
 @cache
-def _families() -> dict[str, list[Card]]:
+def _families() -> dict[str, list[CatalogueCard]]:
     """Every spelling's key, and the cards that it may mean. `4090` stands for `RTX 4090`."""
-    families: dict[str, list[Card]] = {}
+    families: dict[str, list[CatalogueCard]] = {}
     for card in CARDS:
         families.setdefault(_key(card.family), []).append(card)
     for key in list(families):
@@ -249,7 +249,7 @@ def _take_apart(word: str) -> _Name:
     return _Name(key, size_gib, forms[0] if forms else None)
 
 
-def _find_cards(name: _Name) -> list[Card]:
+def _find_cards(name: _Name) -> list[CatalogueCard]:
     """The cards of that name and form, whatever their size."""
     cards = _families().get(name.key, [])
     if name.form is None:

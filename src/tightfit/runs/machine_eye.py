@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tightfit.hardware.machine import free_ram, this_machine
-from tightfit.hardware.probes import PATIENCE_S, TOOLS, probe_cards, with_people
+from tightfit.hardware.probes import PATIENCE_S, TOOLS, ask_tool, probe_cards, with_people
 from tightfit.hardware.probes.card import Card, CardProcess, Cards, together
 from tightfit.hardware.probes.nvidia import parse_cards, processes, repeating
 from tightfit.hardware.probes.tools import TIMEOUT_S, Silent
@@ -148,7 +148,7 @@ class CardsSeen:
 def cards_again(tools: Sequence[str]) -> Cards:
     """What the tools say that showed a card before; the others need not be asked again."""
     deadline = time.monotonic() + PATIENCE_S
-    found = together([TOOLS[tool](deadline) for tool in tools if tool in TOOLS])
+    found = together([ask_tool(tool, deadline) for tool in tools if tool in TOOLS])
     return replace(found, cards=tuple(map(with_people, found.cards)))
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.hardware.catalogue import Card
+from tightfit.hardware.catalogue import CatalogueCard
 from tightfit.memory.components import name_component
 from tightfit.messages import Listing, Message, Said, text
 from tightfit.messages.wide import count_cells, pad, wrap
@@ -325,7 +325,7 @@ def draw_shares(console: Console, shares: Sequence[Share]) -> None:
     say(console, text("screen.shares-note"), style="dim")
 
 
-def draw_gpus(console: Console, cards: Sequence[Card]) -> None:
+def draw_gpus(console: Console, cards: Sequence[CatalogueCard]) -> None:
     """The catalogue."""
     console.width = max(console.width, TABLE)  # narrower, a row would lose its name
     table = table_of(

@@ -16,7 +16,8 @@ from rich.live import Live
 from rich.text import Text
 
 from tightfit.diagnose.verdict import Verdict
-from tightfit.hardware.occupancy import Holder, Occupancy
+from tightfit.hardware.occupancy import Occupancy
+from tightfit.hardware.probes.card import CardProcess
 from tightfit.messages import Listing, Message, bare, end_sentence, text
 from tightfit.planner.plan import Plan
 from tightfit.priced import amounts
@@ -55,7 +56,7 @@ def draw_occupancy(
 ) -> None:
     """What is free, and who holds the rest."""
 
-    def draw_holders(holders: Sequence[Holder]) -> None:
+    def draw_holders(holders: Sequence[CardProcess]) -> None:
         for holder in holders:
             held = "?" if holder.held_bytes is None else f"{holder.held_bytes / MIB:,.0f}"
             say(

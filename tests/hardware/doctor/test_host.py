@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.hardware.doctor import disk, host
-from tightfit.hardware.doctor.disk import MeasuredDisk, disk_rows, measure
-from tightfit.hardware.doctor.links import link_rows
+from tightfit.hardware.doctor import host
+from tightfit.hardware.doctor.gpus import link_rows
+from tightfit.hardware.doctor.host import MeasuredDisk, disk_rows, measure_disk
 from tightfit.hardware.doctor.row import Row
 from tightfit.hardware.probes.card import Card
 from tightfit.hardware.probes.readings import GIB, MIB
@@ -127,7 +127,7 @@ def test_two_sockets(tmp_path: Path) -> None:
 
 
 def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    found = measure(tmp_path / "not" / "there" / "yet")
+    found = measure_disk(tmp_path / "not" / "there" / "yet")
     assert found.folder == tmp_path
     assert found.problem is None
     assert found.free_bytes is not None
@@ -135,7 +135,7 @@ def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_may_not_be_written_to() -> None:
-    found = disk_rows(measure(Path("/proc/self")))[0]
+    found = next(disk_rows(measure_disk(Path("/proc/self"))))
     assert found.light == "red"
     assert "cannot be written to" in str(found.what)
 
@@ -156,7 +156,7 @@ def test_lights_of_a_disk(tmp_path: Path) -> None:
 def test_nvme_drives(tmp_path: Path) -> None:
     files = {"sys/block/nvme0n1/size": "3750748848\n", "sys/block/nvme0n1/device/model": "Fast Drive   \n"}
     root = machine(tmp_path, files | {"sys/block/nvme1n1/size": "nonsense\n"})
-    (found,) = disk._nvme(root)
+    (found,) = (row for row in disk_rows(MeasuredDisk(folder=root), root) if row.id == "nvme")
     assert str(found.what) == "NVMe: nvme0n1 1,788 GiB Fast Drive"
 
 

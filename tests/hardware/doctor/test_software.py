@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tightfit.hardware.doctor import building, packages
-from tightfit.hardware.doctor.building import Toolkit, building_rows, collectives
+from tightfit.hardware.doctor import software
 from tightfit.hardware.doctor.environment import environment_rows
 from tightfit.hardware.doctor.gpus import gpu_rows
-from tightfit.hardware.doctor.packages import BAD_PAIRS, TorchBuild, installed, package_rows
 from tightfit.hardware.doctor.row import Row
+from tightfit.hardware.doctor.software import (
+    BAD_PAIRS,
+    Toolkit,
+    TorchBuild,
+    building_rows,
+    collectives,
+    installed,
+    package_rows,
+)
 from tightfit.hardware.probes.card import Card, CardProcess, Cards, Driver
 from tightfit.hardware.probes.readings import GIB
 
@@ -20,10 +28,10 @@ CUDA = TorchBuild(version="2.8.0+cu128", cuda="12.8")
 HIP = TorchBuild(version="2.4.1+das.opt1.dtk25041", hip="6.3.25141")
 H200 = Card(index=0, vendor="nvidia", name="NVIDIA H200", arch="sm_90", total_bytes=140 * GIB, free_bytes=139 * GIB)
 K100 = Card(index=0, vendor="hygon", name="K100_AI", total_bytes=64 * GIB, free_bytes=60 * GIB)
-ALL = dict.fromkeys(packages.NEEDED, "9.0") | {"torch": "2.13.0", "transformers": "5.22.2"}
+ALL = dict.fromkeys(software.NEEDED, "9.0") | {"torch": "2.13.0", "transformers": "5.22.2"}
 
 
-def by_id(rows: list[Row]) -> dict[str, Row]:
+def by_id(rows: Iterable[Row]) -> dict[str, Row]:
     return {row.id: row for row in rows}
 
 
@@ -31,7 +39,7 @@ def by_id(rows: list[Row]) -> dict[str, Row]:
 
 
 def test_without_torch_planning_still_works() -> None:
-    row = package_rows({"tightfit": "0.1.0"}, None)[0]
+    row = next(package_rows({"tightfit": "0.1.0"}, None))
     assert row.light == "yellow"
     assert "planning works, training not" in str(row.what)
     assert row.commands == ("pip install 'tightfit[train]'",)
@@ -85,7 +93,7 @@ def test_pip_has_replaced_a_wheel_of_hygon() -> None:
 
 def test_requirements_that_packages_state(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"torch": ["triton==3.9.0; platform_system == 'Linux'", "not a requirement ]["], "peft": ["torch>=1.13.0"]}
-    monkeypatch.setattr(packages, "_requirements", lambda name: told.get(name, []))
+    monkeypatch.setattr(software, "requirements", lambda name: told.get(name, []))
     row = by_id(package_rows(ALL | {"triton": "3.2.0"}, CUDA))["needs-torch-triton"]
     assert str(row.what) == "torch 2.13.0 asks for triton ==3.9.0, and 3.2.0 is installed"
 
@@ -95,7 +103,7 @@ def test_versions_are_read_without_importing() -> None:
     import sys
 
     script = (
-        "import sys\nfrom tightfit.hardware.doctor.packages import installed, torch_build\n"
+        "import sys\nfrom tightfit.hardware.doctor.software import installed, torch_build\n"
         "found = installed(); print(torch_build(found.get('torch')), 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -104,7 +112,7 @@ def test_versions_are_read_without_importing() -> None:
 
 @pytest.mark.parametrize("text", ["", "cuda = None\nhip: str | None = None\n", "cuda = 'rm -rf'\n"])
 def test_a_version_file_that_says_little(text: str) -> None:
-    assert not packages.read_version_file(text)
+    assert not software.read_version_file(text)
 
 
 # --- driver and torch ---------------------------------------------------------------------------
@@ -171,9 +179,13 @@ def test_hardware_without_a_driver(tmp_path: Path) -> None:
 
 
 def built(
-    env: dict[str, str], build: TorchBuild | None = CUDA, cards: int = 1, nvcc: str | None = "12.4"
+    env: dict[str, str],
+    build: TorchBuild | None = CUDA,
+    cards: int = 1,
+    nvcc: str | None = "12.4",
+    root: Path = Path("/"),
 ) -> dict[str, Row]:
-    return by_id(building_rows(Toolkit(cxx="c++ 12.2.0", nvcc=nvcc), build, env, cards))
+    return by_id(building_rows(Toolkit(cxx="c++ 12.2.0", nvcc=nvcc), build, env, cards, root))
 
 
 def test_the_arch_list_that_deepspeed_cannot_read() -> None:
@@ -197,11 +209,11 @@ def test_a_toolkit_against_torch() -> None:
 def test_a_toolkit_of_hygon(tmp_path: Path) -> None:
     (tmp_path / "opt/dtk").mkdir(parents=True)
     (tmp_path / "opt/dtk/.dtk_version").write_text("25.04.1\n")
-    (row,) = building._hip(HIP, tmp_path)
+    row = built({}, HIP, root=tmp_path)["hip-toolkit"]
     assert (row.light, str(row.what)) == ("green", "DTK 25.04.1 is installed, and torch is built for DTK 25.04.1")
-    (row,) = building._hip(replace(HIP, version="2.4.1+das.dtk2604"), tmp_path)
-    assert row.light == "yellow"
-    assert building._hip(HIP, tmp_path / "none") == []
+    other = built({}, replace(HIP, version="2.4.1+das.dtk2604"), root=tmp_path)
+    assert other["hip-toolkit"].light == "yellow"
+    assert "hip-toolkit" not in built({}, HIP, root=tmp_path / "none")
 
 
 def test_collectives(tmp_path: Path) -> None:

@@ -204,8 +204,8 @@ NVML = json.dumps(
                 "free": 150750625792,
                 "use": 0,
                 "temperature": 31,
-                "power_mw": 76200,
-                "capability": [9, 0],
+                "power": 76.2,
+                "arch": "sm_90",
                 "processes": [[4711, 5], [4712, None]],
             }
         ],

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from tightfit.hardware.probes.amd_smi import parse_metric, with_names, with_processes
 from tightfit.hardware.probes.card import Card
-from tightfit.hardware.probes.nvidia import parse_apps, parse_cards, parse_links, parse_nvml, parse_runtime
+from tightfit.hardware.probes.libraries import parse_library
+from tightfit.hardware.probes.nvidia import parse_apps, parse_cards, parse_links, parse_runtime
 from tightfit.hardware.probes.rocm_smi import parse_cards as parse_smi
 from tightfit.hardware.probes.rocm_smi import parse_processes
-from tightfit.hardware.probes.torch_probe import parse_torch
 
 pytestmark = pytest.mark.thorough
 
@@ -51,9 +51,9 @@ SHAPES: dict[str, tuple[Parser, str]] = {
     "AMD_STATIC": (_amd_named, recorded.AMD_STATIC),
     "AMD_PROCESS": (_amd_named, recorded.AMD_PROCESS),
     "NVIDIA_ROWS": (_nvidia, recorded.NVIDIA_ROWS),
-    "NVML": (lambda text: parse_nvml(text).cards, recorded.NVML),
-    "TORCH": (lambda text: parse_torch(text).cards, recorded.TORCH),
-    "TORCH_DTK": (lambda text: parse_torch(text).cards, recorded.TORCH_DTK),
+    "NVML": (lambda text: parse_library("NVML", text).cards, recorded.NVML),
+    "TORCH": (lambda text: parse_library("torch", text).cards, recorded.TORCH),
+    "TORCH_DTK": (lambda text: parse_library("torch", text).cards, recorded.TORCH_DTK),
 }
 NUMBERS = [
     field.name

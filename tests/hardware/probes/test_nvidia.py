@@ -5,10 +5,10 @@ from __future__ import annotations
 import recorded
 
 from tightfit.hardware.probes.card import Answer, Card, CardProcess, complete_sizes, together
-from tightfit.hardware.probes.nvidia import FIELDS, parse_apps, parse_cards, parse_links, parse_nvml, parse_runtime
+from tightfit.hardware.probes.libraries import parse_library
+from tightfit.hardware.probes.nvidia import FIELDS, parse_apps, parse_cards, parse_links, parse_runtime
 from tightfit.hardware.probes.readings import GIB, MIB, pci_address
 from tightfit.hardware.probes.rocm_smi import parse_cards as parse_smi
-from tightfit.hardware.probes.torch_probe import parse_torch
 
 
 def test_the_rows_of_nvidia_smi() -> None:
@@ -63,21 +63,21 @@ def test_links() -> None:
 
 
 def test_nvml() -> None:
-    answer = parse_nvml(recorded.NVML)
+    answer = parse_library("NVML", recorded.NVML)
     (card,) = answer.cards
     assert (card.pci, card.arch, card.power_w) == ("0000:1b:00.0", "sm_90", 76.2)
     assert card.processes == (CardProcess(pid=4711, held_bytes=5), CardProcess(pid=4712, held_bytes=None))
     assert answer.driver is not None
     assert (answer.driver.version, answer.driver.runtime) == ("570.124.06", "12.8")
-    assert parse_nvml("Traceback").cards == ()
+    assert parse_library("NVML", "Traceback").cards == ()
 
 
 def test_torch_as_the_last_resort() -> None:
-    (card,) = parse_torch(recorded.TORCH).cards
+    (card,) = parse_library("torch", recorded.TORCH).cards
     assert (card.vendor, card.total_bytes, card.free_bytes) == ("nvidia", 150754820096, 4096)
-    (card,) = parse_torch(recorded.TORCH_DTK).cards
+    (card,) = parse_library("torch", recorded.TORCH_DTK).cards
     assert (card.vendor, card.arch, card.free_bytes, card.used_bytes) == ("hygon", "gfx928", None, None)
-    assert parse_torch('{"cards": [{"index": true}]}').cards == ()
+    assert parse_library("torch", '{"cards": [{"index": true}]}').cards == ()
 
 
 # --- one list -----------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_torch_as_the_last_resort() -> None:
 
 def test_two_tools_show_the_same_cards_once() -> None:
     rows, _ = parse_cards(recorded.NVIDIA_ROWS)
-    found = together([parse_nvml(recorded.NVML), Answer(tool="nvidia-smi", cards=rows)])
+    found = together([parse_library("NVML", recorded.NVML), Answer(tool="nvidia-smi", cards=rows)])
     assert [card.pci for card in found.cards] == ["0000:1b:00.0", "0000:43:00.0", "0000:52:00.0"]
     assert found.cards[0].used_bytes == 4194304, "NVML was asked first"
     assert found.tools == ("NVML", "nvidia-smi")

@@ -18,9 +18,9 @@ PACKAGE = Path(tightfit.__file__).parent
         (r"--query-gpu|--query-compute-apps|\"topo\"|-lms", {"nvidia.py"}),
         (r"--showproductname|--showmeminfo|--showpids|--showtopotype", {"rocm_smi.py"}),
         (r"\"(metric|static|process)\", \"--", {"amd_smi.py"}),
-        (r"\"pynvml\"", {"nvidia.py", "nvml_child.py"}),
+        (r"\"pynvml\"", {"libraries.py", "nvml_child.py"}),
         (r"/opt/rocm/bin|/opt/hyhal|wsl/lib", {"tools.py"}),
-        (r"torch\.cuda\.device_count\(\)", {"torch_probe.py"}),
+        (r"torch\.cuda\.device_count\(\)", {"libraries.py"}),
     ],
 )
 def test_what_a_tool_is_asked_stands_in_one_file(command_line: str, files: set[str]) -> None:

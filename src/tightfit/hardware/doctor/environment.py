@@ -53,7 +53,7 @@ def environment_rows(env: Mapping[str, str], cards: Sequence[Card], root: Path =
 
 
 def _row(name: str, light: Light, what: Message, fix: Message | None = None, *commands: str) -> Row:
-    return Row(id=name, group="environment", light=light, what=what, fix=fix, commands=commands)
+    return Row(name, "environment", light, what, fix, commands)
 
 
 # --- which cards are seen -----------------------------------------------------------------------

@@ -1,24 +1,27 @@
-"""The host: RAM, swap, shared memory, limits of the process and of its control group, NUMA."""
+"""The host: RAM, swap, shared memory, limits of the process and of its control group, NUMA, disks."""
 
 from __future__ import annotations
 
 import os
 import re
 import resource
-from collections.abc import Callable, Mapping
-from pathlib import Path, PurePosixPath
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from tightfit.hardware.doctor.row import Row, gib
-from tightfit.hardware.machine import free_ram, ram_here, read_meminfo, read_text
-from tightfit.hardware.probes.readings import GIB, MIB
-from tightfit.messages import Message
+from tightfit.hardware.doctor.row import Light, Row, gib
+from tightfit.hardware.machine import control_groups, free_ram, ram_here, read_count, read_meminfo, read_text
+from tightfit.hardware.probes.readings import GIB, MIB, find_json, number
+from tightfit.hardware.probes.tools import Silent, run
+from tightfit.messages import Listing, Message, Said
 
 _LITTLE_RAM = 0.1
 _LITTLE_SHM = GIB
 _DOCKER_SHM = 64 * MIB
 _FEW_FILES = 4096
 _FEW_PROCESSES = 1024
-SWAP_COMMANDS = (
+_SWAP_COMMANDS = (
     "sudo fallocate -l 64G /swapfile && sudo chmod 600 /swapfile",
     "sudo mkswap /swapfile && sudo swapon /swapfile",
 )
@@ -26,149 +29,164 @@ SWAP_COMMANDS = (
 
 def host_rows(cards: int, root: Path = Path("/")) -> list[Row]:
     """`cards`: GPUs of this machine; `root`: where /proc, /sys and /dev are looked for."""
-    return [_ram(root), _swap(root), *_shm(root, cards), _memlock(root), *_files(), *_group(root), *_numa(root)]
+    return [*_memory_rows(cards, root), *_limit_rows(root)]
 
 
-def _ram(root: Path) -> Row:
-    total, said = ram_here(root)
-    free = free_ram(root)
+def _memory_rows(cards: int, root: Path) -> Iterator[Row]:
+    (total, said), free = ram_here(root), free_ram(root)
     if total is None:
-        what, fix = Message("doctor.ram-unknown"), Message("doctor.ram-unknown-fix")
-        return Row(id="ram", group="host", light="yellow", what=what, fix=fix)
-    what = Message(
-        "doctor.ram",
-        total=gib(total),
-        group=Message("doctor.ram-of-group") if said else None,
-        free=None if free is None else gib(free),
-    )
-    if free is not None and free < _LITTLE_RAM * total:
-        return Row(id="ram", group="host", light="yellow", what=what, fix=Message("doctor.little-ram"))
-    return Row(id="ram", group="host", light="green", what=what)
+        yield Row("ram", "host", "yellow", Message("doctor.ram-unknown"), Message("doctor.ram-unknown-fix"))
+    else:
+        group = Message("doctor.ram-of-group") if said else None
+        what = Message("doctor.ram", total=gib(total), group=group, free=None if free is None else gib(free))
+        if free is not None and free < _LITTLE_RAM * total:
+            yield Row("ram", "host", "yellow", what, Message("doctor.little-ram"))
+        else:
+            yield Row("ram", "host", "green", what)
 
+    swap, unused = read_meminfo(root, "SwapTotal"), read_meminfo(root, "SwapFree")
+    if swap:
+        used = None if unused is None else gib(swap - unused)
+        yield Row("swap", "host", "green", Message("doctor.swap", total=gib(swap), used=used))
+    else:
+        yield Row("swap", "host", "green", Message("doctor.no-swap"), Message("doctor.no-swap-fix"), _SWAP_COMMANDS)
 
-def _swap(root: Path) -> Row:
-    total, free = read_meminfo(root, "SwapTotal"), read_meminfo(root, "SwapFree")
-    if total:
-        what = Message("doctor.swap", total=gib(total), used=None if free is None else gib(total - free))
-        return Row(id="swap", group="host", light="green", what=what)
-    what, fix = Message("doctor.no-swap"), Message("doctor.no-swap-fix")
-    return Row(id="swap", group="host", light="green", what=what, fix=fix, commands=SWAP_COMMANDS)
-
-
-def _shm(root: Path, cards: int) -> list[Row]:
-    """NCCL, and data loaders with workers, hand over through /dev/shm; a container has 64 MiB of it unless asked."""
+    # NCCL, and data loaders with workers, hand over through /dev/shm; a container has 64 MiB of it unless asked.
     try:
         told = os.statvfs(root / "dev/shm")
     except OSError:
-        return []
-    size, free = told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
-    if min(size, free) >= _LITTLE_SHM:
-        return [Row(id="shm", group="host", light="green", what=Message("doctor.shm", size=gib(size), free=gib(free)))]
-    return [
-        Row(
-            id="shm",
-            group="host",
-            light="red" if size <= _DOCKER_SHM and cards > 1 else "yellow",
-            what=Message("doctor.little-shm", size=gib(size), free=gib(free)),
-            fix=Message("doctor.little-shm-fix"),
-            commands=("sudo mount -o remount,size=16G /dev/shm",),
-        )
-    ]
+        return
+    size, left = told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+    if min(size, left) >= _LITTLE_SHM:
+        yield Row("shm", "host", "green", Message("doctor.shm", size=gib(size), free=gib(left)))
+    else:
+        what, fix = Message("doctor.little-shm", size=gib(size), free=gib(left)), Message("doctor.little-shm-fix")
+        light: Light = "red" if size <= _DOCKER_SHM and cards > 1 else "yellow"
+        yield Row("shm", "host", light, what, fix, ("sudo mount -o remount,size=16G /dev/shm",))
 
 
-def _memlock(root: Path) -> Row:
-    """CUDA pins through its driver, beyond this limit; InfiniBand does not."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Row(id="memlock", group="host", light="green", what=Message("doctor.memlock-unlimited"))
-    if not any((root / "sys/class/infiniband").glob("*")):
-        return Row(id="memlock", group="host", light="green", what=Message("doctor.memlock", size=gib(soft)))
-    return Row(
-        id="memlock",
-        group="host",
-        light="yellow" if soft >= GIB else "red",
-        what=Message("doctor.memlock-infiniband", size=gib(soft)),
-        fix=Message("doctor.memlock-fix"),
-        commands=("ulimit -l unlimited",),
+def _limit_rows(root: Path) -> Iterator[Row]:
+    # CUDA pins through its driver, beyond this limit; InfiniBand does not.
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked == resource.RLIM_INFINITY:
+        yield Row("memlock", "host", "green", Message("doctor.memlock-unlimited"))
+    elif not any((root / "sys/class/infiniband").glob("*")):
+        yield Row("memlock", "host", "green", Message("doctor.memlock", size=gib(locked)))
+    else:
+        what, fix = Message("doctor.memlock-infiniband", size=gib(locked)), Message("doctor.memlock-fix")
+        yield Row("memlock", "host", "yellow" if locked >= GIB else "red", what, fix, ("ulimit -l unlimited",))
+
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < _FEW_FILES:
+        what, fix = Message("doctor.open-files", count=files), Message("doctor.open-files-fix")
+        more = 65536 if most == resource.RLIM_INFINITY else min(most, 65536)
+        yield Row("open-files", "host", "yellow" if files < 1024 else "green", what, fix, (f"ulimit -n {more}",))
+
+    # What the control group allows of CPUs: a quota and its period, in one file or in two.
+    shares = []
+    for version, place in control_groups(root, "cpu"):
+        if version:
+            quota, period = read_count(place / "cpu.cfs_quota_us"), read_count(place / "cpu.cfs_period_us")
+            shares += [quota / period] if quota and period else []
+        elif found := re.match(r"([1-9][0-9]{0,14})\s+([1-9][0-9]{0,14})\b", read_text(place / "cpu.max").strip()):
+            shares.append(int(found[1]) / int(found[2]))
+    # macOS has no affinity.
+    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if shares and have is not None and min(shares) < have:
+        what = Message("doctor.cpu-limit", allowed=min(shares), have=have)
+        yield Row("cpu-limit", "host", "yellow", what, Message("doctor.cpu-limit-fix"))
+    else:
+        yield Row("cpu-limit", "host", "green", Message("doctor.cpus", have=have))
+
+    counts = (read_count(place / "pids.max") for _, place in control_groups(root, "pids"))
+    pids = min(filter(None, counts), default=None)
+    if pids is not None and pids < _FEW_PROCESSES:
+        what, fix = Message("doctor.pids-limit", allowed=pids), Message("doctor.pids-limit-fix")
+        yield Row("pids-limit", "host", "yellow", what, fix)
+
+    nodes = len([*root.glob("sys/devices/system/node/node[0-9]*")])
+    if nodes > 1:
+        yield Row("numa", "host", "green", Message("doctor.numa", nodes=nodes), Message("doctor.numa-fix"))
+
+
+# --- the disk that the run would be kept on, and the NVMe drives --------------------------------
+
+_CHILD = Path(__file__).with_name("disk_speed.py")
+_LITTLE_DISK = 20 * GIB
+_NO_DISK = GIB
+_SLOW_DISK = 100e6
+_PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredDisk:
+    """What was found out about a folder's disk. None: not told."""
+
+    folder: Path
+    free_bytes: int | None = None
+    bytes_per_s: float | None = None
+    problem: Said | None = None
+
+
+def measure_disk(folder: Path) -> MeasuredDisk:
+    """Room and speed of the disk of a folder, which need not exist yet. It takes a second at most."""
+    whole = Path(os.path.abspath(folder))
+    try:
+        child = [sys.executable, "-IS", str(_CHILD), str(whole)]
+        tree = find_json(run(Message("doctor.the-disk"), child, timeout_s=_PATIENCE_S))
+    except Silent as silence:
+        return MeasuredDisk(folder=whole, problem=silence.said)
+    if not isinstance(tree, dict):
+        return MeasuredDisk(folder=whole, problem=Message("doctor.disk-not-seen"))
+    place = Path(str(tree.get("folder", whole)))
+    if isinstance(tree.get("problem"), str):
+        return MeasuredDisk(folder=place, problem=str(tree["problem"]).lower())
+    free, done, took = (number(tree.get(key)) for key in ("free", "bytes", "seconds"))
+    return MeasuredDisk(
+        folder=place,
+        free_bytes=None if free is None else int(free),
+        bytes_per_s=done / took if done and took else None,
     )
 
 
-def _files() -> list[Row]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= _FEW_FILES or hard == soft == resource.RLIM_INFINITY:
-        return []
-    return [
-        Row(
-            id="open-files",
-            group="host",
-            light="yellow" if soft < 1024 else "green",
-            what=Message("doctor.open-files", count=soft),
-            fix=Message("doctor.open-files-fix"),
-            commands=(f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)}",),
-        )
-    ]
-
-
-# --- control groups -----------------------------------------------------------------------------
-
-
-def _group(root: Path) -> list[Row]:
-    """What the control group allows of CPUs and processes, in both versions; RAM is in its own row."""
-    rows = []
-    cpus = _least(root, {"": ("", "cpu.max"), "cpu": ("cpu", "cpu.cfs_quota_us")}, _quota)
-    # macOS has no affinity.
-    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if cpus is not None and have is not None and cpus < have:
-        what, fix = Message("doctor.cpu-limit", allowed=cpus, have=have), Message("doctor.cpu-limit-fix")
-        rows.append(Row(id="cpu-limit", group="host", light="yellow", what=what, fix=fix))
+def disk_rows(found: MeasuredDisk, root: Path = Path("/")) -> Iterator[Row]:
+    folder, free = str(found.folder), found.free_bytes
+    if found.problem is not None or free is None:
+        what = Message("doctor.disk-unwritable", folder=folder, why=found.problem or Message("doctor.disk-silent"))
+        yield Row("disk", "disk", "red", what, Message("doctor.disk-unwritable-fix"))
     else:
-        rows.append(Row(id="cpu-limit", group="host", light="green", what=Message("doctor.cpus", have=have)))
-    pids = _least(root, {"": ("", "pids.max"), "pids": ("pids", "pids.max")}, _count)
-    if pids is not None and pids < _FEW_PROCESSES:
-        what, fix = Message("doctor.pids-limit", allowed=pids), Message("doctor.pids-limit-fix")
-        rows.append(Row(id="pids-limit", group="host", light="yellow", what=what, fix=fix))
-    return rows
+        kind = _file_system(found.folder, root)
+        what = Message("doctor.disk", folder=folder, free=gib(free), kind=kind)
+        if free < _NO_DISK:
+            yield Row("disk", "disk", "red", what, Message("doctor.disk-full"))
+        elif kind in ("tmpfs", "ramfs"):
+            yield Row("disk", "disk", "yellow", what, Message("doctor.disk-in-ram"))
+        elif free < _LITTLE_DISK:
+            yield Row("disk", "disk", "yellow", what, Message("doctor.disk-little"))
+        else:
+            yield Row("disk", "disk", "green", what)
+    if found.bytes_per_s is not None:
+        what = Message("doctor.disk-speed", folder=folder, speed=found.bytes_per_s / 1e6)
+        if found.bytes_per_s >= _SLOW_DISK:
+            yield Row("disk-speed", "disk", "green", what)
+        else:
+            yield Row("disk-speed", "disk", "yellow", what, Message("doctor.disk-slow"))
+    drives = []
+    for drive in sorted(root.glob("sys/block/nvme*n*")):
+        if sectors := read_count(drive / "size"):
+            drives.append(" ".join([drive.name, gib(sectors * 512), *read_text(drive / "device/model").split()]))
+    if drives:
+        what, fix = Message("doctor.nvme", drives=Listing(drives)), Message("doctor.nvme-fix")
+        yield Row("nvme", "disk", "green", what, fix)
+    else:
+        yield Row("nvme", "disk", "green", Message("doctor.no-nvme"))
 
 
-def _least(root: Path, files: Mapping[str, tuple[str, str]], read: Callable[[Path], float | None]) -> float | None:
-    """The narrowest limit from our own group up to the root. `files`: controller → folder below the mount, and name."""
-    found: list[float] = []
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        for controller in controllers.split(","):
-            if controller not in files:
-                continue
-            folder, name = files[controller]
-            group = PurePosixPath("/", path)
-            for each in (group, *group.parents):
-                if ".." in each.parts:
-                    continue
-                limit = read(root / "sys/fs/cgroup" / folder / each.relative_to("/") / name)
-                if limit is not None:
-                    found.append(limit)
-    return min(found, default=None)
-
-
-def _quota(path: Path) -> float | None:
-    """CPUs: `200000 100000` in version 2, and a quota beside its period in version 1; `max` and -1 mean none."""
-    words = read_text(path).split()
-    period = words[1] if len(words) > 1 else read_text(path.with_name("cpu.cfs_period_us")).strip()
-    if not words or not re.fullmatch("[0-9]{1,15}", words[0]) or not re.fullmatch("[0-9]{1,15}", period):
-        return None
-    return int(words[0]) / int(period) if int(period) and int(words[0]) else None
-
-
-def _count(path: Path) -> float | None:
-    text = read_text(path).strip()
-    return float(text) if re.fullmatch("[0-9]{1,15}", text) else None
-
-
-# --- NUMA ---------------------------------------------------------------------------------------
-
-
-def _numa(root: Path) -> list[Row]:
-    nodes = len([*root.glob("sys/devices/system/node/node[0-9]*")])
-    if nodes < 2:
-        return []
-    what, fix = Message("doctor.numa", nodes=nodes), Message("doctor.numa-fix")
-    return [Row(id="numa", group="host", light="green", what=what, fix=fix)]
+def _file_system(folder: Path, root: Path) -> str | None:
+    """The kind of file system that a folder is on: the deepest mount above it, the last where several are the same."""
+    kinds: dict[Path, str] = {}
+    for line in read_text(root / "proc/mounts").splitlines():
+        cells = line.split()
+        if len(cells) > 2:
+            kinds[Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), cells[1]))] = cells[2]
+    return next((kinds[place] for place in (folder, *folder.parents) if place in kinds), None)

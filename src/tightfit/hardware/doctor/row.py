@@ -15,7 +15,7 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 """In the order of a report."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """What was looked at, and how it stands. Green: nothing to do; yellow: it may bite; red: a training fails."""
 

@@ -7,35 +7,37 @@ hangs is left behind. See `card.py` for what is known of a card.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from pathlib import Path
 
+from tightfit.hardware.probes import nvidia, rocm_smi
 from tightfit.hardware.probes.amd_smi import amd_smi
 from tightfit.hardware.probes.card import Answer, Card, CardProcess, Cards, together
-from tightfit.hardware.probes.holders import who_is
-from tightfit.hardware.probes.hy_smi import hy_smi
-from tightfit.hardware.probes.nvidia import nvidia_smi, nvml
-from tightfit.hardware.probes.rocm_smi import rocm_smi
-from tightfit.hardware.probes.torch_probe import torch_probe
-
-
-class Probe(Protocol):
-    """How a tool is asked: by a moment of the monotonic clock. Not `whole`: only which cards there are."""
-
-    def __call__(self, deadline: float, *, whole: bool = True) -> Answer: ...
-
+from tightfit.hardware.probes.libraries import nvml, torch_cards
+from tightfit.hardware.probes.tools import HungTool, Silent, ask_by, place_of
 
 PATIENCE_S = 6.0
 """For all questions to one tool."""
-TOOLS: Mapping[str, Probe] = {
+TOOLS: Mapping[str, Callable[[float, bool], Answer]] = {
     "NVML": nvml,
-    "nvidia-smi": nvidia_smi,
-    "hy-smi": hy_smi,
+    "nvidia-smi": nvidia.nvidia_smi,
+    "hy-smi": partial(rocm_smi.probe, "hy-smi", "hygon"),
     "amd-smi": amd_smi,
-    "rocm-smi": rocm_smi,
+    "rocm-smi": partial(rocm_smi.probe, "rocm-smi", "amd"),
 }
 """The most trusted first: hy-smi stands before rocm-smi, for Hygon installs its own under both names."""
+_LONGEST = 60
+"""Characters of a command that tell it from others."""
+
+
+def ask_tool(tool: str, deadline: float, *, whole: bool = True) -> Answer:
+    """What one tool says, by `deadline` of the monotonic clock; not `whole`: only which cards there are."""
+    try:
+        return TOOLS[tool](deadline, whole)
+    except Silent as silence:
+        return Answer(tool=tool, problem=silence.said, hung=isinstance(silence, HungTool))
 
 
 def probe_cards(patience_s: float = PATIENCE_S, *, ask_torch_until: float | None = None) -> Cards:
@@ -48,19 +50,53 @@ def probe_cards(patience_s: float = PATIENCE_S, *, ask_torch_until: float | None
 
     deadline = time.monotonic() + patience_s
     with ThreadPoolExecutor(max_workers=len(TOOLS)) as pool:
-        answers = [future.result() for future in [pool.submit(probe, deadline) for probe in TOOLS.values()]]
+        answers = list(pool.map(lambda tool: ask_tool(tool, deadline), TOOLS))
     if ask_torch_until is not None and not any(answer.cards or answer.hung for answer in answers):
-        answers.append(torch_probe(ask_torch_until))
+        answers.append(torch_cards(ask_torch_until))
     found = together(answers)
-    cards = tuple(with_people(card) for card in found.cards)
-    return replace(found, cards=cards, unplaced=tuple(map(_add_person, found.unplaced)))
+    unplaced = tuple(map(name_process, found.unplaced))
+    return replace(found, cards=tuple(map(with_people, found.cards)), unplaced=unplaced)
 
 
 def with_people(card: Card) -> Card:
     """The card with the user and the command of each of its processes."""
-    return card if card.processes is None else replace(card, processes=tuple(map(_add_person, card.processes)))
+    return card if card.processes is None else replace(card, processes=tuple(map(name_process, card.processes)))
 
 
-def _add_person(process: CardProcess) -> CardProcess:
-    user, command = who_is(process.pid)
-    return replace(process, user=user, command=command)
+def name_process(process: CardProcess) -> CardProcess:
+    """The process with its user and its command, from /proc; one of another container is a number alone.
+
+    The command is short, and in letters that a terminal can show. It is cut between words: whoever strikes out secrets
+    knows a token by its whole form.
+    """
+    place = Path("/proc", str(process.pid))
+    try:
+        try:
+            user = place.owner()
+        except KeyError:
+            user = str(place.stat().st_uid)
+        parts = place.joinpath("cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return process
+    text = " ".join(part.decode(errors="replace") for part in parts if part)
+    command = "".join(letter if letter.isprintable() else " " for letter in text).strip()
+    if len(command) > _LONGEST:
+        words = command[: _LONGEST - 1].rpartition(" ")[0]
+        command = (words or command[: _LONGEST - 2]).rstrip() + " …"
+    return replace(process, user=user, command=command or None)
+
+
+def probe_links(deadline: float) -> tuple[nvidia.Link, ...]:
+    """How the cards reach each other, by the first of these tools that is installed."""
+    questions = {
+        "nvidia-smi": nvidia.TOPOLOGY,
+        "hy-smi": rocm_smi.TOPOLOGY,
+        "rocm-smi": rocm_smi.TOPOLOGY,
+    }
+    tool = next((tool for tool in questions if place_of(tool) is not None), None)
+    if tool is None:
+        return ()
+    try:
+        return nvidia.parse_links(ask_by(deadline, tool, *questions[tool]))
+    except Silent:
+        return ()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from tightfit.messages import Message
 from tightfit.types import Vendor
 
+_SIZES = ("total_bytes", "used_bytes", "free_bytes")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardProcess:
@@ -88,15 +90,14 @@ def complete_sizes(card: Card) -> Card:
     NVIDIA's drivers reserve some memory that is neither used nor free, so that nothing follows there.
     """
     total, used, free = card.total_bytes, card.used_bytes, card.free_bytes
-    if total is not None and used is not None and used > total:
-        used = None
-    if total is not None and free is not None and free > total:
-        free = None
-    if total is not None and card.vendor != "nvidia":
-        used, free = (
-            total - free if used is None and free is not None else used,
-            total - used if free is None and used is not None else free,
-        )
+    if total is None:
+        return card
+    used = None if used is not None and used > total else used
+    free = None if free is not None and free > total else free
+    if card.vendor != "nvidia" and used is None and free is not None:
+        used = total - free
+    elif card.vendor != "nvidia" and free is None and used is not None:
+        free = total - used
     return replace(card, used_bytes=used, free_bytes=free)
 
 
@@ -109,7 +110,9 @@ def together(answers: Iterable[Answer]) -> Cards:
     found: list[Card] = []
     answers = list(answers)
     for answer in answers:
-        family = [card for card in found if _family(card) in {_family(each) for each in answer.cards}]
+        # AMD's and Hygon's tools list each other's cards.
+        sides = {card.vendor == "nvidia" for card in answer.cards}
+        family = [card for card in found if (card.vendor == "nvidia") in sides]
         if family and any(card.pci is None for card in (*family, *answer.cards)):
             continue
         known = {card.pci: place for place, card in enumerate(found) if card.pci is not None}
@@ -117,8 +120,13 @@ def together(answers: Iterable[Answer]) -> Cards:
             place = known.get(card.pci) if card.pci is not None else None
             if place is None:
                 found.append(card)
-            else:
-                found[place] = _fill_in(found[place], card)
+                continue
+            # Sizes go together: a used amount of one moment and a free one of another would not add up.
+            first = found[place]
+            settled = _SIZES if first.total_bytes is not None and first.used_bytes is not None else ()
+            open_fields = [each.name for each in fields(Card) if getattr(first, each.name) is None]
+            more = {name: getattr(card, name) for name in open_fields if name not in settled}
+            found[place] = complete_sizes(replace(first, **more))
     showing = [answer for answer in answers if answer.cards]
     placed = {process.pid for card in found for process in card.processes or ()}
     loose = {process.pid: process for answer in reversed(showing) for process in answer.unplaced}
@@ -129,16 +137,3 @@ def together(answers: Iterable[Answer]) -> Cards:
         tools=tuple(dict.fromkeys(answer.tool for answer in showing)),
         problems=tuple(dict.fromkeys(answer.problem for answer in answers if answer.problem is not None)),
     )
-
-
-def _family(card: Card) -> str:
-    return "nvidia" if card.vendor == "nvidia" else "hip"
-
-
-def _fill_in(card: Card, other: Card) -> Card:
-    """Sizes go together: a used amount of one moment and a free one of another would not add up."""
-    taken = {"total_bytes", "used_bytes", "free_bytes"}
-    whole = card.total_bytes is not None and card.used_bytes is not None
-    names = [field.name for field in fields(Card) if not (whole and field.name in taken)]
-    more = {name: getattr(other, name) for name in names if getattr(card, name) is None}
-    return complete_sizes(replace(card, **more))

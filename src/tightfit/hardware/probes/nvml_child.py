@@ -28,6 +28,7 @@ def main() -> int:
         rates = ask("nvmlDeviceGetUtilizationRates", handle)
         running = ask("nvmlDeviceGetComputeRunningProcesses", handle)
         capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
+        milliwatts = ask("nvmlDeviceGetPowerUsage", handle)
         cards.append(
             {
                 "index": index,
@@ -39,8 +40,8 @@ def main() -> int:
                 "free": getattr(memory, "free", None),
                 "use": getattr(rates, "gpu", None),
                 "temperature": ask("nvmlDeviceGetTemperature", handle, 0),
-                "power_mw": ask("nvmlDeviceGetPowerUsage", handle),
-                "capability": None if capability is None else list(capability),
+                "power": None if milliwatts is None else milliwatts / 1000,
+                "arch": None if capability is None else "sm_{}{}".format(*capability),
                 "processes": None if running is None else [[each.pid, each.usedGpuMemory] for each in running],
             }
         )

@@ -1,8 +1,8 @@
-"""Single values as the makers' tools print them, read strictly: a number that may be wrong is unknown."""
+"""What the makers' tools print, read strictly: a number that may be wrong is unknown. Single values, lines, JSON."""
 
 from __future__ import annotations
 
-import math
+import json
 import re
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -10,9 +10,9 @@ _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1, "k": KIB, "m": MIB, "g": GIB, "t
 _NUMBER = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{1,12})?([eE][+-]?[0-9]{1,2})?")
 _MOST_BYTES = 2**44
 """No card has 16 TiB."""
-_MOST_WATTS = 10_000
-_MOST_DEGREES = 200
-_MOST_PID = 2**31
+MOST_CARDS = 1024
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s\[\]{},:"]+')
+_EMPTY = ("", "n/a", "na", "none", "null", "unknown", "not supported", "unknown error")
 _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
 
@@ -21,11 +21,8 @@ def number(value: object) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
-        return float(value) if ((abs(value) < 1e30) if isinstance(value, int) else math.isfinite(value)) else None
-    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
-        return None
-    found = float(value)
-    return found if math.isfinite(found) else None
+        return float(value) if abs(value) < 1e30 else None
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value.strip()) else None
 
 
 def with_unit(value: object, unit: str | None = None) -> tuple[object, str | None]:
@@ -42,7 +39,7 @@ def size(value: object, unit: str | None) -> int | None:
     """Bytes. The tools write MB and mean MiB, as the cards' sizes show."""
     amount, word = with_unit(value, unit)
     found = number(amount)
-    factor = _factor(word)
+    factor = _UNITS.get(re.sub(r"^([kmgt])i?b$", r"\1", (word or "").strip().lower()))
     if found is None or factor is None:
         return None
     held = found * factor
@@ -54,39 +51,35 @@ def total(value: object, unit: str | None) -> int | None:
     return size(value, unit) or None
 
 
-def _factor(unit: str | None) -> int | None:
-    word = (unit or "").strip().lower()
-    return _UNITS.get(re.sub(r"^([kmgt])i?b$", r"\1", word))
-
-
 def percent(value: object) -> float | None:
-    return _between(_read_amount(value, "%"), 0, 100)
+    return _read_amount(value, "%", 100)
 
 
 def celsius(value: object) -> float | None:
     """A sensor that is not there is often told as 0 or below; no card is that cold."""
-    found = _read_amount(value, "C")
-    return None if found is None or found <= 0 else _between(found, 0, _MOST_DEGREES)
+    return _read_amount(value, "C", 200) or None
 
 
 def watts(value: object) -> float | None:
-    found = _read_amount(value, "W")
-    return None if found is None or found <= 0 else _between(found, 0, _MOST_WATTS)
+    return _read_amount(value, "W", 10_000) or None
 
 
-def _read_amount(value: object, unit: str) -> float | None:
+def _read_amount(value: object, unit: str, most: float) -> float | None:
     amount, word = with_unit(value, unit)
-    letters = (word or "").replace("°", "").lower()
-    return number(amount) if letters == unit.lower() else None
+    found = number(amount) if (word or "").replace("°", "").lower() == unit.lower() else None
+    return found if found is not None and 0 <= found <= most else None
 
 
-def _between(value: float | None, least: float, most: float) -> float | None:
-    return value if value is not None and least <= value <= most else None
+def card_index(value: object) -> int | None:
+    """A card's number in its tool's list."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,4}", value):
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_CARDS else None
 
 
 def process_id(value: object) -> int | None:
     found = number(value)
-    return int(found) if found is not None and found.is_integer() and 0 < found < _MOST_PID else None
+    return int(found) if found is not None and found.is_integer() and 0 < found < 2**31 else None
 
 
 def pci_address(value: object) -> str | None:
@@ -107,14 +100,41 @@ def words(value: object) -> str | None:
     if not isinstance(value, str):
         return None
     plain = " ".join("".join(letter if letter.isprintable() else " " for letter in value).split())[:120]
-    empty = plain.strip("[]()").lower() in (
-        "",
-        "n/a",
-        "na",
-        "none",
-        "null",
-        "unknown",
-        "not supported",
-        "unknown error",
-    )
-    return None if empty else plain
+    return None if plain.strip("[]()").lower() in _EMPTY else plain
+
+
+# --- lines and JSON -----------------------------------------------------------------------------
+
+
+def split_lines(text: str) -> list[tuple[str, bool]]:
+    """The lines, each with whether its end is there: half a number is a wrong one."""
+    return [(line, line.endswith(("\n", "\r"))) for line in text.splitlines(keepends=True)]
+
+
+def find_json(text: str) -> object:
+    """The JSON in a text, whatever banner stands before it; None: there is none.
+
+    It begins with a bracket that is the first of its line, for a banner may have brackets of its own. One release of
+    Hygon's leaves out commas, and they are put back wherever a value is directly followed by the next.
+    """
+    starts = [match.start(1) for match in re.finditer(r"^\s*([\[{])", text, re.MULTILINE)]
+    if (brace := text.find("{")) >= 0:
+        starts.append(brace)
+    for start in list(dict.fromkeys(starts))[:4]:
+        for read in (str, _put_commas):
+            try:
+                return json.JSONDecoder().raw_decode(read(text[start:]))[0]
+            except (ValueError, RecursionError):
+                continue
+    return None
+
+
+def _put_commas(text: str) -> str:
+    parts: list[str] = []
+    ended = False
+    for token in _TOKEN.findall(text):
+        if ended and token not in ("}", "]", ",", ":"):
+            parts.append(",")
+        parts.append(token)
+        ended = token not in ("{", "[", ",", ":")
+    return "".join(parts)

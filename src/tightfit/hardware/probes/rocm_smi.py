@@ -1,16 +1,39 @@
-"""`rocm-smi`, and all that `hy-smi`, which is Hygon's edition of it, has in common with it."""
+"""`rocm-smi`, and `hy-smi`, which is Hygon's edition of it, with keys and shapes of its own.
+
+All their shapes are read into the same rows, a card's number and its keys and values:
+
+- JSON: `{"card0": {"HCU use (%)": "0.0", …}, "system": {…}}`, after a banner or not
+- lines: `HCU[3]  : HCU use (%): 15.0`
+- CSV: `device,HCU use (%),…` and `card0,10,…`, after a banner or not
+- the table that they print when asked for nothing, whose last two columns are how full and how busy a card is
+
+What is in none of these shapes gives no rows. A row of another length than its header is not guessed at, and the last
+value of a text that breaks off without an end of line is not believed: half a number is a wrong one.
+"""
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess
-from tightfit.hardware.probes.readings import pci_address, process_id, size
-from tightfit.hardware.probes.shapes import rows_of, system_of
-from tightfit.hardware.probes.smi import cards_of
-from tightfit.hardware.probes.tools import HungTool, Silent, ask, ask_by
+from tightfit.hardware.probes.card import Answer, Card, CardProcess, complete_sizes
+from tightfit.hardware.probes.readings import (
+    MOST_CARDS,
+    celsius,
+    find_json,
+    number,
+    pci_address,
+    percent,
+    process_id,
+    size,
+    split_lines,
+    watts,
+    words,
+)
+from tightfit.hardware.probes.tools import HungTool, Silent, ask_by
+from tightfit.hardware.words import recognise
 from tightfit.messages import Message
 from tightfit.types import Vendor
 
@@ -22,76 +45,35 @@ _QUESTIONS: tuple[tuple[str, ...], ...] = (
     (),
 )
 """In turn until one shows a card: older releases refuse what they do not know, and some know no JSON."""
-_TABLE_ROW = re.compile(r"^([0-9]{1,9})\s+\S+\s+([0-9,]+|N/A|UNKNOWN)\s+([0-9]+)\s", re.MULTILINE)
-_BLOCK = re.compile(r"^\s*PID\s*:\s*([0-9]+)[ \t\r]*\n", re.MULTILINE)
-_HELD = re.compile(
-    r"^\s*VRAM USED\s*\((B|KB|KiB|MB|MiB|GB|GiB)\)\s*:\s*([0-9.]+)[ \t\r]*\n", re.MULTILINE | re.IGNORECASE
-)
-_BUS = re.compile(r"^\s*PCI BUS\s*:([^\n]*)\n", re.MULTILINE | re.IGNORECASE)
+TOPOLOGY = ("--showtopotype",)
+
+Rows = dict[int, dict[str, object]]
+"""Number of a card → its keys, in lower case, and their values as they stand there."""
 
 
-def rocm_smi(deadline: float, *, whole: bool = True) -> Answer:
-    return probe("rocm-smi", "amd", deadline, whole=whole)
-
-
-def probe(tool: str, vendor: Vendor, deadline: float, *, whole: bool) -> Answer:
-    """The cards, and if `whole` who is on them, by `deadline` of the monotonic clock."""
+def probe(tool: str, vendor: Vendor, deadline: float, whole: bool) -> Answer:
+    """The cards, and if `whole` who is on them."""
     problem: Message | None = None
-    hung = False
     for question in _QUESTIONS:
         try:
-            text = ask_by(deadline, tool, *question)
+            cards = parse_cards(ask_by(deadline, tool, *question), vendor)
         except Silent as silence:
             problem = problem or silence.said
-            hung = isinstance(silence, HungTool)
-            if hung or silence.said is None:
-                break
+            if isinstance(silence, HungTool) or silence.said is None:
+                raise type(silence)(problem) from silence
             continue
-        cards = parse_cards(text, vendor)
         if cards:
-            return _with_processes(tool, cards, deadline) if whole else Answer(tool=tool, cards=cards)
+            break
         problem = Message("machine.tool-unreadable", tool=tool)
-    return Answer(tool=tool, problem=problem, hung=hung)
-
-
-def parse_cards(text: str, vendor: Vendor) -> tuple[Card, ...]:
-    """The cards in an answer of any shape; none in garbage."""
-    return cards_of(rows_of(text), vendor)
-
-
-def parse_processes(text: str) -> tuple[tuple[CardProcess, tuple[str, ...]], ...]:
-    """The processes of `--showpids`, each with the addresses of its cards where they are said.
-
-    Three shapes: JSON (`"PID4711": "python, 1, 123, 0, 0"`), a table, and Hygon's blocks of `KEY: value`.
-    """
-    found: dict[int, tuple[CardProcess, tuple[str, ...]]] = {}
-    for key, value in system_of(text).items():
-        pid = process_id(key.removeprefix("PID")) if key.startswith("PID") else None
-        cells = [cell.strip() for cell in value.split(",")] if isinstance(value, str) else []
-        if pid is not None:
-            held = size(cells[-3], "B") if len(cells) == 5 else None
-            found[pid] = CardProcess(pid=pid, held_bytes=held), ()
-    for number, _, held_text in _TABLE_ROW.findall(text):
-        if (pid := process_id(number)) is not None:
-            found.setdefault(pid, (CardProcess(pid=pid, held_bytes=size(held_text, "B")), ()))
-    starts = [*_BLOCK.finditer(text)]
-    for begin, end in zip(starts, [*(each.start() for each in starts[1:]), len(text)], strict=False):
-        block = text[begin.end() : end]
-        held_line, bus = _HELD.search(block), _BUS.search(block)
-        if (pid := process_id(begin[1])) is not None:
-            held = size(held_line[2], held_line[1]) if held_line else None
-            told = re.findall(r"[0-9A-Fa-f:.]+", bus[1]) if bus else []
-            buses = tuple(address for word in told if (address := pci_address(word)) is not None)
-            found.setdefault(pid, (CardProcess(pid=pid, held_bytes=held), buses))
-    return tuple(found.values())
-
-
-def _with_processes(tool: str, cards: Sequence[Card], deadline: float) -> Answer:
-    """A process whose card is not told belongs to the only one, or to nobody knows which."""
+    else:
+        raise Silent(problem)
     try:
-        processes = parse_processes(ask_by(deadline, tool, "--showpids"))
+        processes = parse_processes(ask_by(deadline, tool, "--showpids")) if whole else None
     except Silent:
-        return Answer(tool=tool, cards=tuple(cards))
+        processes = None
+    if processes is None:
+        return Answer(tool=tool, cards=cards)
+    # A process whose card is not told belongs to the only one, or to nobody knows which.
     placed = []
     for card in cards:
         own = [
@@ -105,6 +87,164 @@ def _with_processes(tool: str, cards: Sequence[Card], deadline: float) -> Answer
     return Answer(tool=tool, cards=tuple(placed), unplaced=loose)
 
 
-def show_links(tool: str) -> str:
-    """The matrix of how the cards reach each other."""
-    return ask(tool, "--showtopotype")
+# --- what the keys mean, in the spellings of all the releases that we know ----------------------
+
+_UNIT = r"\((b|kb|kib|mb|mib|gb|gib)\)"
+_NAMES = ("card series", "card model", "device name", "marketing name", "market name")
+_SENSORS = ("edge", "core", "junction")
+
+
+def parse_cards(text: str, vendor: Vendor) -> tuple[Card, ...]:
+    """The cards in an answer of any shape; none in garbage."""
+    rows = next(filter(None, (read(text) for read in (_read_json, _read_lines, _read_csv, _read_table))), {})
+    # Hygon's own words tell its cards, whatever the tool is called.
+    if any(re.search(r"\b[hd]cu\b", key, re.IGNORECASE) for values in rows.values() for key in values):
+        vendor = "hygon"
+    return tuple(_make_card(index, values, vendor) for index, values in sorted(rows.items()))
+
+
+def _make_card(index: int, values: Mapping[str, object], vendor: Vendor) -> Card:
+    def find(pattern: str) -> object:
+        return next((value for key, value in values.items() if re.fullmatch(pattern, key)), None)
+
+    def find_size(pattern: str) -> int | None:
+        matches = ((re.fullmatch(rf"{pattern} {_UNIT}", key), value) for key, value in values.items())
+        return next((size(value, found[1]) for found, value in matches if found), None)
+
+    total_bytes = find_size("vram total memory") or None  # no memory at all: nobody knows
+    arch = re.match("gfx[0-9a-f]+", words(values.get("gfx version")) or "")
+    unique = words(values.get("unique id"))
+    # A name that the catalogue knows before one that it does not; numbers such as 0x6210 are no names.
+    names = [name for key in _NAMES if (name := words(values.get(key))) and not name.lower().startswith("0x")]
+    known = [name for name in names if recognise(name, total_bytes)[0] is not None]
+    heat = (celsius(values.get(f"temperature (sensor {sensor}) (c)")) for sensor in _SENSORS)
+    card = Card(
+        index=index,
+        vendor=vendor,
+        name=next(iter((*known, *names)), None),
+        pci=pci_address(values.get("pci bus")),
+        uuid=re.sub("^0x", "GPU-", unique) if unique else None,
+        arch=arch[0] if arch else None,
+        total_bytes=total_bytes,
+        used_bytes=find_size("vram total used memory"),
+        free_bytes=find_size("available memory size"),
+        memory_percent=percent(find(r"vram%|(?:gpu|hcu|dcu) memory (?:use \(%\)|allocated \(vram%\))")),
+        use_percent=percent(find(r"(?:gpu|hcu|dcu) use \(%\)")),
+        temperature_c=next(filter(None, heat), None),
+        power_w=watts(find(r"(?:average|current) (?:socket )?graphics package power \(w\)")),
+    )
+    return complete_sizes(card)
+
+
+# --- the four shapes of cards -------------------------------------------------------------------
+
+_NUMBERED = re.compile(r"(?:card|gpu|hcu|dcu)\s*([0-9]{1,4})", re.IGNORECASE)
+_LINE = re.compile(r"(?:HCU|DCU|GPU)\[([0-9]{1,4})\]\s*:\s*([^:]+?)\s*:\s*(\S.*?)\s*", re.IGNORECASE)
+_HEADING = re.compile(r"[^()]*(?:\([^()]*\)\s*)*")
+"""The unit, in brackets, is the last thing in a heading; what goes on after it was two."""
+_MOST_BLANKS = 4
+"""More cells than columns: by cells of several words, as `0x74a1, 28851` is."""
+_OLD = ("gpu", "dcu", "hcu")
+"""The first heading of tables whose cells are single words; newer ones begin with `Device`."""
+_COLUMNS = {"temp": "temperature (sensor edge) (c)", "avgpwr": "average graphics package power (w)"}
+
+
+def _read_json(text: str) -> Rows:
+    tree = find_json(text)
+    rows: Rows = {}
+    for name, card in tree.items() if isinstance(tree, dict) else ():
+        found = _NUMBERED.fullmatch(str(name))
+        if found and isinstance(card, dict) and len(rows) < MOST_CARDS:
+            rows[int(found[1])] = {_key(key): value for key, value in card.items()}
+    return rows
+
+
+def _read_lines(text: str) -> Rows:
+    rows: Rows = {}
+    for line, whole in split_lines(text):
+        if (found := _LINE.fullmatch(line.strip())) and len(rows) < MOST_CARDS:
+            values = rows.setdefault(int(found[1]), {})
+            if whole:
+                values.setdefault(_key(found[2]), found[3])
+    return rows
+
+
+def _read_csv(text: str) -> Rows:
+    rows: Rows = {}
+    header: list[str] = []
+    for line, whole in split_lines(text):
+        try:
+            cells = [cell.strip() for cell in next(csv.reader([line.strip()], strict=True), [])]
+        except csv.Error:
+            continue
+        if len(cells) > 1 and cells[0].lower() == "device":
+            header = [_key(cell) for cell in cells] if all(_HEADING.fullmatch(cell) for cell in cells) else []
+        elif header and cells and (found := _NUMBERED.fullmatch(cells[0])) and len(rows) < MOST_CARDS:
+            values = rows.setdefault(int(found[1]), {})
+            # Text where an amount belongs: a comma is missing, and cells stand under each other's headings.
+            amounts = [cell for heading, cell in zip(header, cells, strict=False) if heading.endswith(")")]
+            if len(cells) == len(header) and not any(words(cell) and number(cell) is None for cell in amounts):
+                values |= dict(zip(header[1:], cells[1:] if whole else [*cells[1:-1], None], strict=True))
+    return rows
+
+
+def _read_table(text: str) -> Rows:
+    """The old table. Headers of two lines, and cells with blanks, leave the last two columns alone readable."""
+    rows: Rows = {}
+    header: list[str] = []
+    for line, whole in split_lines(text):
+        cells = line.replace("|", " ").split() if whole else []
+        if len(cells) > 2 and cells[-2].upper() == "VRAM%" and re.fullmatch("(?:HCU|DCU|GPU)%", cells[-1].upper()):
+            header = [cell.lower() for cell in cells]
+        elif header and len(cells) > 2 and re.fullmatch("[0-9]{1,4}", cells[0]) and len(rows) < MOST_CARDS:
+            values: dict[str, object] = {}
+            if len(header) <= len(cells) <= len(header) + _MOST_BLANKS:
+                values |= {"vram%": cells[-2], f"{header[-1].removesuffix('%')} use (%)": cells[-1]}
+            if len(cells) == len(header) and header[0] in _OLD:
+                pairs = zip(header, cells, strict=True)
+                values |= {_COLUMNS[name]: cell for name, cell in pairs if name in _COLUMNS}
+            rows.setdefault(int(cells[0]), values)
+    return rows
+
+
+def _key(key: object) -> str:
+    return " ".join(str(key).lower().split())
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+_TABLE_ROW = re.compile(r"^([0-9]{1,9})\s+\S+\s+(?:[0-9,]+|N/A|UNKNOWN)\s+([0-9]+)\s", re.MULTILINE)
+_BLOCK = re.compile(r"^\s*PID\s*:\s*([0-9]+)[ \t\r]*\n", re.MULTILINE)
+_HELD = re.compile(
+    r"^\s*VRAM USED\s*\((B|KB|KiB|MB|MiB|GB|GiB)\)\s*:\s*([0-9.]+)[ \t\r]*\n", re.MULTILINE | re.IGNORECASE
+)
+_BUS = re.compile(r"^\s*PCI BUS\s*:([^\n]*)\n", re.MULTILINE | re.IGNORECASE)
+
+
+def parse_processes(text: str) -> tuple[tuple[CardProcess, tuple[str, ...]], ...]:
+    """The processes of `--showpids`, each with the addresses of its cards where they are said.
+
+    Three shapes: JSON (`"PID4711": "python, 1, 123, 0, 0"`), a table, and Hygon's blocks of `KEY: value`.
+    """
+    found: dict[int, tuple[CardProcess, tuple[str, ...]]] = {}
+
+    def add(pid_text: str, held_bytes: int | None, buses: tuple[str, ...] = ()) -> None:
+        if (pid := process_id(pid_text)) is not None:
+            found.setdefault(pid, (CardProcess(pid=pid, held_bytes=held_bytes), buses))
+
+    tree = find_json(text)
+    system = tree.get("system") if isinstance(tree, dict) else None
+    for key, value in system.items() if isinstance(system, dict) else ():
+        if str(key).startswith("PID"):
+            cells = value.split(",") if isinstance(value, str) else []
+            add(str(key).removeprefix("PID"), size(cells[-3].strip(), "B") if len(cells) == 5 else None)
+    for pid_text, held_text in _TABLE_ROW.findall(text):
+        add(pid_text, size(held_text, "B"))
+    starts = [*_BLOCK.finditer(text)]
+    for begin, end in zip(starts, [*(each.start() for each in starts[1:]), len(text)], strict=False):
+        block = text[begin.end() : end]
+        held, bus = _HELD.search(block), _BUS.search(block)
+        told = re.findall(r"[0-9A-Fa-f:.]+", bus[1]) if bus else []
+        buses = tuple(address for word in told if (address := pci_address(word)) is not None)
+        add(begin[1], size(held[2], held[1]) if held else None, buses)
+    return tuple(found.values())

@@ -1,0 +1,118 @@
+"""NVML and torch, which are libraries: a wedged driver would hold whoever calls them, so each is called in a process of
+its own, which prints one JSON object.
+
+torch is the last resort, where no maker's tool is at hand. To import it takes seconds, so it is asked only where
+nothing else shows a card and its build has a use for one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, complete_sizes
+from tightfit.hardware.probes.readings import (
+    card_index,
+    celsius,
+    find_json,
+    pci_address,
+    percent,
+    process_id,
+    size,
+    total,
+    watts,
+    words,
+)
+from tightfit.hardware.probes.tools import HungTool, Silent, run
+from tightfit.messages import Message
+from tightfit.types import Vendor
+
+_NVML = Path(__file__).with_name("nvml_child.py")
+_HYGON = ("gfx926", "gfx928", "gfx936")
+"""Architectures that no card of AMD has."""
+_TORCH = """
+import json, torch
+cards = []
+if torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        known = torch.cuda.get_device_properties(index)
+        try:
+            free = torch.cuda.mem_get_info(index)[0]
+        except Exception:
+            free = None
+        arch = getattr(known, "gcnArchName", None) if torch.version.hip else f"sm_{known.major}{known.minor}"
+        cards.append({"index": index, "name": known.name, "total": known.total_memory, "free": free, "arch": arch})
+print(json.dumps({"hip": torch.version.hip, "cards": cards}))
+"""
+
+
+def nvml(deadline: float, whole: bool) -> Answer:
+    """What NVML says; nothing, where nvidia-ml-py is not installed or finds no driver. It tells all at once."""
+    left = deadline - time.monotonic()
+    try:
+        if left <= 0 or find_spec("pynvml") is None:
+            return Answer(tool="NVML")
+        return parse_library("NVML", run("NVML", [sys.executable, str(_NVML)], timeout_s=left))
+    except HungTool:
+        raise
+    except (Silent, ImportError, ValueError):
+        return Answer(tool="NVML")
+
+
+def torch_cards(deadline: float) -> Answer:
+    """What torch says, by `deadline` of the monotonic clock."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return Answer(tool="torch")
+    try:
+        return parse_library("torch", run("torch", [sys.executable, "-c", _TORCH], timeout_s=left))
+    except HungTool:
+        return Answer(tool="torch", problem=Message("machine.torch-too-slow"))
+    except Silent as silence:
+        return Answer(tool="torch", problem=silence.said)
+
+
+def parse_library(tool: str, text: str) -> Answer:
+    """What either process prints, as an answer; no cards in garbage."""
+    tree = find_json(text)
+    if not isinstance(tree, dict) or not isinstance(tree.get("cards"), list):
+        return Answer(tool=tool)
+    is_hip = isinstance(tree.get("hip"), str)
+    cards: dict[int, Card] = {}
+    for told in tree["cards"]:
+        index = card_index(told.get("index")) if isinstance(told, dict) else None
+        if index is None:
+            continue
+        found = re.match("sm_[0-9]{2,3}|gfx[0-9a-f]{3,5}", words(told.get("arch")) or "")
+        arch = found[0] if found else None
+        hip: Vendor = "hygon" if arch in _HYGON else "amd"
+        processes = None
+        if isinstance(told.get("processes"), list):
+            pairs = [each for each in told["processes"] if isinstance(each, list) and len(each) == 2]
+            known = ((process_id(pid), total(held, "B")) for pid, held in pairs)
+            processes = tuple(CardProcess(pid=pid, held_bytes=held) for pid, held in known if pid is not None)
+        card = Card(
+            index=index,
+            vendor=hip if is_hip else "nvidia",
+            name=words(told.get("name")),
+            pci=pci_address(told.get("pci")),
+            uuid=words(told.get("uuid")),
+            arch=arch,
+            total_bytes=total(told.get("total"), "B"),
+            used_bytes=size(told.get("used"), "B"),
+            free_bytes=size(told.get("free"), "B"),
+            use_percent=percent(told.get("use")),
+            temperature_c=celsius(told.get("temperature")),
+            power_w=watts(told.get("power")),
+            processes=processes,
+        )
+        cards.setdefault(index, complete_sizes(card))
+    driver = None
+    if cards and "driver" in tree:
+        raw = tree.get("cuda")
+        runtime = f"{raw // 1000}.{raw % 1000 // 10}" if isinstance(raw, int) and 1000 <= raw < 100_000 else None
+        driver = Driver(version=words(tree["driver"]), runtime=runtime)
+    return Answer(tool=tool, cards=tuple(cards[index] for index in sorted(cards)), driver=driver)
