@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from small_models import config_of, real
+from small_models import FAMILIES, config_of, real
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
+from tightfit.train.loop import Loop
 from tightfit.train.loss import WindowLoss, linear_cross_entropy
-from tightfit.types import ConfigError, ModelError
+from tightfit.train.windows import Window
+from tightfit.types import ConfigError, Loss, ModelError
 
 TOKENS, HIDDEN, VOCABULARY = 512, 32, 5000
 LARGE_WINDOW = 78_000.0
@@ -58,10 +64,25 @@ def test_evaluation_makes_no_gradient_of_the_head() -> None:
     assert made.shapes == []
 
 
-@pytest.mark.parametrize("field", ["logits_scaling", "logit_scale", "lm_head_multiplier", "final_logit_softcapping"])
-def test_a_head_whose_logits_are_altered_is_not_fused(field: str) -> None:
+@pytest.mark.parametrize(("family", "field"), [("granite", "logits_scaling"), ("cohere", "logit_scale")])
+def test_logits_that_are_multiplied_are_fused_too(family: str, field: str) -> None:
+    plain = real(AutoConfig.for_model(family, **{**FAMILIES["llama"], field: 0.5}))
+    fused = copy.deepcopy(plain)
+    ids = torch.randint(0, plain.config.vocab_size, (2, 12))
+    losses = []
+    for model, kind in ((plain, "plain"), (fused, "fused")):
+        loss = WindowLoss(model, cast("Loss", kind))
+        loss.divisor = 22.0
+        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for (name, wanted), found in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, msg=name)
+
+
+def test_a_head_whose_logits_are_capped_is_not_fused() -> None:
     model = real(config_of("llama"))
-    setattr(model.config, field, 30.0)
+    model.config.final_logit_softcapping = 30.0
     with pytest.raises(ConfigError, match="use --loss plain"):
         WindowLoss(model, "fused")
 
@@ -76,3 +97,25 @@ def test_a_model_that_computes_its_own_loss_is_refused() -> None:
     stubborn.loss_function = lambda logits, labels, **_: logits.mean()  # it never asks for ours
     with pytest.raises(ModelError, match="computes its own loss"):
         stubborn(input_ids=ids, labels=ids)
+
+
+def test_nothing_of_a_micro_batch_is_there_beside_the_next() -> None:
+    """What its graph still holds would be added to the peak, which comes in the next one's passes."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def forward(inputs: dict[str, torch.Tensor], divisor: float) -> torch.Tensor:
+        alive.append(sum(each() is not None for each in made))
+        loss = inputs["input_ids"].float().sum().requires_grad_() * divisor
+        made.extend([weakref.ref(loss), weakref.ref(inputs["input_ids"])])
+        return loss
+
+    loop = SimpleNamespace(
+        engine=SimpleNamespace(forward=forward, backward=lambda loss, last: loss.backward(), model=None),
+        windows=SimpleNamespace(inputs=lambda window: ({"input_ids": torch.ones(1, 2)} for _ in window.micro_batches)),
+        supervised=SimpleNamespace(heartbeat=SimpleNamespace(at=lambda *words: None)),
+        place=SimpleNamespace(device="cpu"),
+    )
+    window = SimpleNamespace(micro_batches=range(3), divisor=2.0)
+    assert float(Loop._accumulate(cast("Loop", loop), 0, cast("Window", window))) == 12.0
+    assert alive == [0, 0, 0]

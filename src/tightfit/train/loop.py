@@ -163,6 +163,7 @@ class Loop:
             heartbeat.at("backward", step + 1, number)
             self.engine.backward(loss, last=number == last)
             added += loss.detach()
+            del loss, inputs  # what the graph still holds would be there beside the next micro batch's
         return added
 
     def _tell(self, step: int, loss: float, rate: float, stepped: Stepped, recent: deque[tuple[int, float]]) -> None:

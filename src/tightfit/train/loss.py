@@ -18,6 +18,7 @@ the scale follow in the backward pass, multiplied in fp32.
 
 from __future__ import annotations
 
+from math import prod
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -36,15 +37,17 @@ FP16_HEAD = 2.0**-6
 PIECE_ELEMENTS = 1 << 22
 """Widened to fp32 at a time."""
 
-LOGITS_ALTERED = {"logits_scaling": 1, "logit_scale": 1, "lm_head_multiplier": 1, "final_logit_softcapping": None}
-"""Fields of configs that speak of work between head and loss, and the value that means none (None always does)."""
+LOGITS_TIMES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
+"""Fields of configs whose number multiplies the logits, or divides them (Granite's)."""
 
 # B sequences of L tokens, T = B*L, H hidden, V vocabulary, C tokens of one chunk
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, divisor: float | None) -> Tensor:
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, divisor: float | None, times: float
+    ) -> Tensor:
         need_hidden, need_weight, *_ = ctx.needs_input_grad
         kept_T = labels_T != -100
         scale = 1.0 / kept_T.sum().clamp(min=1) if divisor is None else 1.0 / divisor
@@ -61,6 +64,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             target_C1 = labels_T[piece].clamp(min=0).unsqueeze(1)
             logits_CV = hidden_CH @ weight_VH.t()
             probs_CV = logits_CV.float()
+            if times != 1:
+                probs_CV.mul_(times)
             target_logit_C1 = probs_CV.gather(1, target_C1)
             top_C1 = probs_CV.amax(dim=1, keepdim=True)
             sums_C1 = probs_CV.sub_(top_C1).exp_().sum(dim=1, keepdim=True)
@@ -70,7 +75,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 continue
             probs_CV.div_(sums_C1)
             probs_CV.scatter_add_(1, target_C1, torch.full_like(target_logit_C1, -1.0))
-            probs_CV.mul_((kept_C * ahead).unsqueeze(1))
+            probs_CV.mul_((kept_C * (ahead * times)).unsqueeze(1))
             grads_CV = logits_CV.copy_(probs_CV)
             if grad_hidden_TH is not None:
                 torch.mm(grads_CV, weight_VH, out=grad_hidden_TH[piece])
@@ -89,7 +94,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         of_hidden, of_weight = ctx.left
         grad_hidden_TH = _scale_in_place(saved.pop(0), grad * of_hidden) if need_hidden else None
         grad_weight_VH = _scale_in_place(saved.pop(0), grad * of_weight) if need_weight else None
-        return grad_hidden_TH, grad_weight_VH, None, None
+        return grad_hidden_TH, grad_weight_VH, None, None, None
 
 
 def _scale_in_place(tensor: Tensor, factor: Tensor) -> Tensor:
@@ -102,9 +107,9 @@ def _scale_in_place(tensor: Tensor, factor: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(
-    hidden_BLH: Tensor, weight_VH: Tensor, labels_BL: Tensor, divisor: float | None = None
+    hidden_BLH: Tensor, weight_VH: Tensor, labels_BL: Tensor, divisor: float | None = None, times: float = 1.0
 ) -> Tensor:
-    """Next-token loss of `hidden @ weight.T` against `labels` shifted by one; -100 is ignored.
+    """Next-token loss of `hidden @ weight.T * times` against `labels` shifted by one; -100 is ignored.
 
     The sum over tokens is divided by `divisor`; None: by their number, which gives the mean.
     """
@@ -112,7 +117,7 @@ def linear_cross_entropy(
     hidden_TH = hidden_BLH.reshape(-1, hidden_BLH.shape[-1])
     if not torch.is_grad_enabled():
         weight_VH = weight_VH.detach()  # a Function is told that a parameter wants its gradient all the same
-    loss: Tensor = _ChunkedLinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T, divisor)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedLinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T, divisor, times)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -149,12 +154,14 @@ class WindowLoss:
     def _fuse(self, body: Any) -> None:
         """Inside the head's own forward, so that an engine that gathers its weight does so for the loss."""
         head, divide = body.get_output_embeddings(), self
-        altered = any(getattr(body.config, key, None) not in (None, none) for key, none in LOGITS_ALTERED.items())
-        if getattr(head, "bias", None) is not None or altered:
+        factors = {key: getattr(body.config, key, None) for key in LOGITS_TIMES}
+        times = prod(float(value) ** LOGITS_TIMES[key] for key, value in factors.items() if value is not None)
+        capped = getattr(body.config, "final_logit_softcapping", None) is not None
+        if getattr(head, "bias", None) is not None or capped:
             raise ConfigError(Message("train.no-fused-loss", model=type(body).__name__))
 
         def head_forward(self: Any, hidden: Tensor) -> Tensor:
-            return linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, self.labels, divide.divisor)
+            return linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, self.labels, divide.divisor, times)
 
         def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
             hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options)[0]
