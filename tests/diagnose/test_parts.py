@@ -17,7 +17,7 @@ from tightfit.diagnose.lines import message_of, moment_of
 from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import GIB, MIB, read_oom
 from tightfit.diagnose.reading import PIECE_BYTES, is_binary, pieces
-from tightfit.formats.settings import read_known_config
+from tightfit.formats.recognise import read_known_config
 from tightfit.job.known import KnownConfig
 
 SAID = "RuntimeError: no such thing"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tightfit.formats.finding import Finding
 from tightfit.formats.lint import lint
+from tightfit.formats.rules import Finding
 from tightfit.formats.target import Target
 
 BASE = {"gradient_clipping": 1.0, "bf16": {"enabled": True, "check_grad_overflow": True}}

@@ -101,7 +101,7 @@ def test_lint_has_it_in_its_help(package: Path, tmp_path: Path) -> None:
 
 def test_diagnose_reads_what_its_file_says(package: Path, config: Path) -> None:
     script = (
-        "from pathlib import Path; from tightfit.formats.settings import read_known_config; "
+        "from pathlib import Path; from tightfit.formats.recognise import read_known_config; "
         f"known = read_known_config(Path({str(config)!r})); print(known.trainer, known.micro_batch)"
     )
     environment = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}

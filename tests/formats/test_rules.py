@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tightfit.formats.finding import Finding
 from tightfit.formats.lint import lint
 from tightfit.formats.registry import kinds_by_rule
+from tightfit.formats.rules import Finding
 from tightfit.formats.target import Target
 
 DEEPSPEED: dict[str, Any] = {

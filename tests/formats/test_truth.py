@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from tightfit.formats.accelerate import keys as accelerate
-from tightfit.formats.deepspeed import check_kinds as deepspeed_kinds
-from tightfit.formats.deepspeed import check_values as deepspeed_values
+from tightfit.formats.accelerate import check as accelerate
+from tightfit.formats.deepspeed import check as deepspeed
 from tightfit.formats.deepspeed.keys import LOUD
 from tightfit.formats.huggingface import check as arguments
 from tightfit.formats.lint import lint
-from tightfit.formats.llamafactory.versions import LLAMAFACTORY_ADDED, LLAMAFACTORY_GONE, templates
+from tightfit.formats.llamafactory.keys import LLAMAFACTORY_ADDED, LLAMAFACTORY_GONE, templates
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +86,7 @@ def test_deepspeed_refuses(truth: dict[str, Any], file: str, complaint: str) -> 
     assert complaint in answer["value"]
 
 
-STRICT = sorted(place for place in deepspeed_kinds.TAKES if place.rpartition(".")[0] in LOUD)
+STRICT = sorted(place for place in deepspeed.TAKES if place.rpartition(".")[0] in LOUD)
 
 
 @pytest.mark.parametrize("place", STRICT)
@@ -98,7 +97,7 @@ def test_values_that_deepspeed_takes_and_refuses(truth: dict[str, Any], tmp_path
         path = tmp_path / "a.json"
         path.write_text(json.dumps(script["laid_out"](place, value)), encoding="utf-8")
         rules = {found.rule for found in lint(path) if found.place == place and found.severity == "error"}
-        slip = isinstance(value, bool) and deepspeed_kinds.TAKES[place].kind != "switch"  # taken for 0 or 1
+        slip = isinstance(value, bool) and deepspeed.TAKES[place].kind != "switch"  # taken for 0 or 1
         if accepted and not slip:
             assert not rules & {"ds-value", "ds-number-text", "ds-text-switch"}, value
         else:
@@ -111,7 +110,7 @@ def test_every_number_and_switch_of_those_blocks_is_known(truth: dict[str, Any])
     assert len(fields) > 80
     for place, annotation in fields.items():
         if annotation in kinds:
-            assert deepspeed_kinds.TAKES[place].kind == kinds[annotation], place
+            assert deepspeed.TAKES[place].kind == kinds[annotation], place
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,8 @@ def test_schedulers_that_cannot_be_made(truth: dict[str, Any], file: str, compla
 
 def test_parameters_of_the_schedulers(truth: dict[str, Any]) -> None:
     real = truth["deepspeed"]["scheduler params"]
-    assert set(deepspeed_kinds.SCHEDULER_PARAMS) == set(real)
-    for kind, (needed, takes) in deepspeed_kinds.SCHEDULER_PARAMS.items():
+    assert set(deepspeed.SCHEDULER_PARAMS) == set(real)
+    for kind, (needed, takes) in deepspeed.SCHEDULER_PARAMS.items():
         assert takes == set(real[kind]), kind
         assert set(needed) == {name for name, required in real[kind].items() if required}, kind
 
@@ -156,10 +155,10 @@ def test_deepspeeds_clipping_is_on_by_default(truth: dict[str, Any]) -> None:
 
 def test_optimizers_and_schedulers_are_theirs(truth: dict[str, Any]) -> None:
     real = truth["deepspeed"]
-    assert set(deepspeed_values.DEEPSPEED_OPTIMIZERS) == set(real["optimizers"])
-    assert set(deepspeed_values.TORCH_OPTIMIZERS) == set(real["torch optimizers"]) - {"Optimizer"}
-    assert set(deepspeed_values.TORCH_SCHEDULERS) <= set(real["torch schedulers"])
-    assert set(deepspeed_values.SCHEDULERS) == set(real["schedulers"])
+    assert set(deepspeed.DEEPSPEED_OPTIMIZERS) == set(real["optimizers"])
+    assert set(deepspeed.TORCH_OPTIMIZERS) == set(real["torch optimizers"]) - {"Optimizer"}
+    assert set(deepspeed.TORCH_SCHEDULERS) <= set(real["torch schedulers"])
+    assert set(deepspeed.SCHEDULERS) == set(real["schedulers"])
 
 
 @pytest.mark.parametrize("file", ["typo in deepspeed_config", "typo in fsdp_config", "a block unused", "nvme path"])

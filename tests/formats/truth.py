@@ -132,7 +132,7 @@ def deepspeed() -> dict[str, Any]:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import config as zero
 
-    from tightfit.formats.deepspeed.check_kinds import TAKES
+    from tightfit.formats.deepspeed.check import TAKES
     from tightfit.formats.deepspeed.keys import LOUD
 
     def read(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.job import Job
-from tightfit.job.file import read_job, stage_of
-from tightfit.job.stages import folder_of_merged_model, model_left_by, stage_folder
+from tightfit.job.file import folder_of_merged_model, model_left_by, read_job, stage_folder, stage_of
 from tightfit.types import ConfigError
 
 JOB = """

@@ -16,7 +16,7 @@ from running import write_plan
 
 import patience
 import warm_desk
-from tightfit.formats.launch.slurm import slurm_sbatch
+from tightfit.formats.launch.script import slurm_sbatch
 from tightfit.formats.target import Target
 from tightfit.job.file import job_from_flags
 from tightfit.planner import plan

@@ -32,7 +32,7 @@ from tightfit.diagnose.predicted import (
 from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.verdict import Diagnosis, Verdict
 from tightfit.diagnose.wording import fixes_of
-from tightfit.formats.settings import read_known_config
+from tightfit.formats.recognise import read_known_config
 from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.inputs.spelling import nearest
 from tightfit.job.known import KnownConfig

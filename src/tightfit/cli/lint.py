@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tightfit.cli.flags import CHANGE, Parser, whole_number
-from tightfit.formats.finding import Finding, Report, Severity
 from tightfit.formats.lint import examine
 from tightfit.formats.registry import kinds
+from tightfit.formats.rules import Finding, Report, Severity
 from tightfit.formats.target import Target
 from tightfit.inputs.versions import is_version
 from tightfit.messages import Listing, Message, Said, bare, end_sentence, text

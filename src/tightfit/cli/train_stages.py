@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from tightfit.cli.train_flags import TrainOptions
 from tightfit.desk.request import Request
 from tightfit.desk.stages import Stage, pick_stage
-from tightfit.job.file import job_from_text
-from tightfit.job.stages import folder_of_merged_model, model_left_by
+from tightfit.job.file import folder_of_merged_model, job_from_text, model_left_by
 from tightfit.messages import Message, text
 from tightfit.runs.records import read_run
 from tightfit.types import ConfigError

@@ -9,8 +9,7 @@ from typing import Any
 
 from tightfit.desk.request import Request
 from tightfit.job import Job
-from tightfit.job.file import job_from_text, stage_of
-from tightfit.job.stages import folder_of_merged_model, model_left_by, stage_folder
+from tightfit.job.file import folder_of_merged_model, job_from_text, model_left_by, stage_folder, stage_of
 from tightfit.messages import Message
 from tightfit.types import ConfigError
 

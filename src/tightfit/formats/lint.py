@@ -8,10 +8,9 @@ from pathlib import Path
 
 from tightfit.formats.dialect import Dialect
 from tightfit.formats.document import read_document
-from tightfit.formats.finding import Finding, Report
 from tightfit.formats.recognise import recognise
 from tightfit.formats.registry import dialects, kinds
-from tightfit.formats.rules import JSON_COMMENTS, NOT_FINITE
+from tightfit.formats.rules import JSON_COMMENTS, NOT_FINITE, Finding, Report
 from tightfit.formats.sheet import Sheet
 from tightfit.formats.target import Target
 from tightfit.inputs.spelling import walk

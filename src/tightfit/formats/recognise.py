@@ -6,14 +6,19 @@ nothing but `zero_optimisation` in it finds its way to the rule that says so.
 
 from __future__ import annotations
 
-from tightfit.formats.declined import name_declined_program
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
 from tightfit.formats.dialect import Dialect
-from tightfit.formats.document import Document
+from tightfit.formats.document import Document, read_document
 from tightfit.formats.registry import kinds
-from tightfit.formats.worker.keys import is_workers
+from tightfit.formats.worker.read import is_workers
 from tightfit.inputs.spelling import nearest
+from tightfit.job.known import KnownConfig, completed
 from tightfit.messages import Choice, Listing, Message
-from tightfit.types import ConfigError
+from tightfit.types import ConfigError, UserError
 
 _TELLS, _HINTS = 4, 2
 """What a key weighs that only one program has, and one that hints at it; one that several have weighs 1."""
@@ -53,3 +58,117 @@ def _weight(key: str, dialect: Dialect) -> int:
     if key in dialect.keys:
         return _HINTS if key in dialect.hinting else 1
     return 1 if nearest(key, dialect.telling, cutoff=0.85) else 0
+
+
+# --- ----------------------------------------------------------------------------------------------
+# Configs of trainers that lint does not know, told by keys that are theirs alone.
+#
+# Their keys overlap with those of LLaMA-Factory and TrainingArguments, so that a file would be taken for one of these
+# and every other line of it for a mistake. Such a file is declined in one sentence.
+
+
+class Declined(NamedTuple):
+    """A trainer whose config is not checked."""
+
+    name: str
+    needs: frozenset[str]
+    """Keys that such a file always has."""
+    telling: frozenset[str]
+    """Keys of its own, of which it has some."""
+    least: int
+    """So many of them."""
+
+
+def _decline(name: str, needs: str, telling: str, least: int) -> Declined:
+    return Declined(name, frozenset(needs.split()), frozenset(telling.split()), least)
+
+
+DECLINED = (
+    _decline(
+        "Axolotl",
+        "base_model",
+        """sequence_len datasets micro_batch_size num_epochs val_set_size sample_packing dataset_prepared_path adapter
+        special_tokens lora_target_linear lora_model_dir saves_per_epoch evals_per_epoch optimizer lr_scheduler
+        pretraining_dataset pad_to_sequence_len rl plugins wandb_entity""",
+        3,
+    ),
+    _decline(
+        "LLaMA-Factory v1",
+        "model",
+        """model_class kernel_config dist_config quant_config peft_config train_dataset sample_backend init_config
+        optim_config lr_scheduler_config batching_strategy export_config""",
+        1,
+    ),
+    _decline(
+        "ms-swift",
+        "model",
+        """tuner_type train_type rlhf_type split_dataset_ratio model_author model_name dataset_num_proc target_modules
+        torch_dtype sampler_type num_return_sequences add_version infer_backend adapters load_from_cache_file
+        val_dataset lazy_tokenize use_hf attn_impl enable_thinking truncation_strategy global_batch_size""",
+        2,
+    ),
+    _decline(
+        "ms-swift",
+        "",
+        "train_type tuner_type rlhf_type split_dataset_ratio sampler_type rollout_group train_group device_groups",
+        2,
+    ),
+    _decline(
+        "open-instruct",
+        "model_name_or_path",
+        """with_tracking checkpointing_steps use_slow_tokenizer dataset_mix_dir dataset_mixer keep_last_n_checkpoints
+        hf_metadata_dataset try_launch_beaker_eval_jobs add_bos use_qlora""",
+        2,
+    ),
+    _decline(
+        "Megatron",
+        "",
+        """tensor_model_parallel_size pipeline_model_parallel_size num_layers num_attention_heads hidden_size
+        ffn_hidden_size seq_length global_batch_size train_iters lr_decay_style no_load_optim language_model
+        model_parallel transformer_impl""",
+        3,
+    ),
+    _decline("NeMo", "trainer exp_manager", "model trainer exp_manager", 1),
+    _decline("torchtune", "tokenizer model", "checkpointer loss metric_logger batch_size compile", 3),
+    _decline("LLM Foundry", "max_duration", "train_loader global_train_batch_size callbacks algorithms", 1),
+    _decline("LitGPT", "checkpoint_dir", "lora_r lora_query train eval out_dir devices", 3),
+)
+
+_LLAMAFACTORYS = frozenset("template stage cutoff_len lora_target quantization_bit do_train".split())
+
+
+def name_declined_program(values: Mapping[str, Any]) -> str | None:
+    """Whose config it is, where it is somebody's whom lint does not know."""
+    keys = set(values)
+    if "finetuning_type" in keys or ("model_name_or_path" in keys and keys & _LLAMAFACTORYS):
+        return None
+    return next((each.name for each in DECLINED if each.needs <= keys and len(each.telling & keys) >= each.least), None)
+
+
+# --- ----------------------------------------------------------------------------------------------
+# What a user's own config file says, as far as it decides which fixes are open: any trainer's, or a job file.
+#
+# Nothing is checked here; `tightfit lint` does that. A value that cannot be read is one that is not known.
+
+
+def read_known_config(path: Path) -> KnownConfig:
+    """The settings in a file of any dialect, and in the DeepSpeed file that it names, or holds."""
+    document = read_document(path)
+    dialect = recognise(document)
+    known = dialect.known(document.values)
+    if dialect.deepspeed_at is not None and (named := document.at(dialect.deepspeed_at)) is not None:
+        known = completed(known, kinds()["deepspeed"].known(_values_of(named, path.parent)))
+    return replace(known, trainer=dialect.name, file=document.shown_path)
+
+
+def _values_of(named: object, folder: Path) -> Mapping[str, Any]:
+    """Of the DeepSpeed file of that name, or of its block; empty: it cannot be read."""
+    if isinstance(named, dict):
+        return named
+    if isinstance(named, str):
+        for place in (Path(named), folder / named, folder / Path(named).name):
+            try:
+                return read_document(place).values
+            except UserError:
+                continue
+    return {}

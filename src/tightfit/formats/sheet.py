@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightfit.formats.document import Document
-from tightfit.formats.finding import Finding
-from tightfit.formats.rules import Rule
+from tightfit.formats.rules import Finding, Rule
 from tightfit.formats.target import Target
 from tightfit.inputs.spelling import as_number
-from tightfit.messages import Said
+from tightfit.messages import Message, Said, bare
+from tightfit.types import UserError
 
 _LARGEST = 1e18
 """What is larger was a slip of the finger, and is left to the tool; infinity and NaN fall under it as well."""
@@ -73,3 +73,21 @@ class Sheet:
                 rule=rule,
             )
         )
+
+
+def part_fault(error: UserError) -> tuple[Said, Said | None]:
+    """What is wrong, without the file's name, which stands above it; and the fix, None: the error names none.
+
+    Messages about a file say both where they have them: `{key}[[ in {file}]] is wrong[[: {fix}]]`.
+    """
+    if not isinstance(error.said, Message):
+        return bare(error.said), None
+    fields = {name: value for name, value in error.said.fields.items() if name not in ("file", "fix")}
+    fix = error.said.fields.get("fix")
+    return Message(error.said.id, **fields), fix if isinstance(fix, Message | str) else None
+
+
+def say_fault(sheet: Sheet, rule: str, error: UserError, otherwise: Said) -> None:
+    """Note it on the sheet. `otherwise`: the fix where the error names none."""
+    what, fix = part_fault(error)
+    sheet.say(rule, error.at, what, fix or otherwise)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tightfit.formats.deepspeed.keys import DEFAULTS, NEWEST, OLDEST, TABLE, defaults_that_moved, knows
 from tightfit.formats.deepspeed.read import read_deepspeed, to_levers
-from tightfit.formats.deepspeed.versions import DEFAULTS, NEWEST, OLDEST, TABLE, defaults_that_moved, knows
 from tightfit.formats.deepspeed.write import deepspeed_json, deepspeed_notes
 from tightfit.formats.target import Target
 from tightfit.hardware.words import parse_hardware

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import patience
-from tightfit.formats.launch.slurm import slurm_sbatch
+from tightfit.formats.launch.script import slurm_sbatch
 from tightfit.formats.target import Target
 from tightfit.hardware.slurm import slurm_rank
 from tightfit.hardware.words import parse_hardware

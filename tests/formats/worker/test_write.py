@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tightfit.formats.deepspeed.write import deepspeed_json
-from tightfit.formats.launch.slurm import slurm_sbatch
+from tightfit.formats.launch.script import slurm_sbatch
 from tightfit.formats.target import Target
 from tightfit.formats.worker.read import SCHEMA
 from tightfit.formats.worker.write import worker_json

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tightfit.formats.accelerate.keys import BLOCKS, DEEPSPEED_AT, KEYS, TYPES
 from tightfit.formats.deepspeed.check import check_deepspeed, deepspeed_beside
+from tightfit.formats.rules import rules
 from tightfit.formats.sheet import Sheet
 from tightfit.inputs.spelling import find_slip, nearest, shown
 from tightfit.messages import Choice, Message
@@ -308,3 +308,63 @@ def _check_fsdp2(sheet: Sheet) -> None:
     if value not in _OFF and _fsdp(sheet, "activation_checkpointing")[1] in _OFF:
         what = Message("accelerate.needs-checkpointing")
         sheet.say("acc-fsdp-value", place, what, Message("lint.write", what="fsdp_activation_checkpointing: true"))
+
+
+KEYS = frozenset(
+    """compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines
+    gpu_ids main_process_ip main_process_port rdzv_backend same_network main_training_function enable_cpu_affinity
+    fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config mpirun_config downcast_bf16
+    tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env dynamo_config fp16
+    dynamo_backend""".split()
+)
+"""What ClusterConfig takes, and two old keys that it converts."""
+
+TYPES = tuple(
+    """NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU DEEPSPEED FSDP XLA MEGATRON_LM
+    MULTI_HPU MULTI_NEURON""".split()
+)
+
+BLOCKS = {
+    "deepspeed_config": """deepspeed_config_file zero_stage offload_optimizer_device offload_param_device
+        offload_optimizer_nvme_path offload_param_nvme_path gradient_accumulation_steps gradient_clipping
+        zero3_init_flag zero3_save_16bit_model deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter
+        deepspeed_multinode_launcher deepspeed_moe_layer_cls_names""".split(),
+    "fsdp_config": """fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy
+        fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch
+        fsdp_state_dict_type fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading
+        fsdp_sync_module_states fsdp_activation_checkpointing fsdp_activation_checkpointing_offload
+        fsdp_ignored_modules""".split(),
+    "dynamo_config": """dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic
+        dynamo_use_regional_compilation""".split(),
+}
+"""The keys of the blocks that are checked."""
+
+DEEPSPEED_AT = "deepspeed_config.deepspeed_config_file"
+"""Where it names a DeepSpeed file."""
+
+
+RULES = rules(
+    ("acc-unknown", "error", "an unknown key at the top level: refused"),
+    ("acc-typo", "error", "a misspelt key in a block: ignored without a word"),
+    ("acc-distributed-type", "error", "no `distributed_type`, or one that does not exist"),
+    ("acc-block-unused", "error", "a DeepSpeed or FSDP block that `distributed_type` leaves unused"),
+    ("acc-bare-no", "error", "a bare `no`, which YAML reads as false and accelerate dies on"),
+    ("acc-mixed-precision", "error", "a `mixed_precision` that does not exist"),
+    ("acc-gpu-ids", "error", "`gpu_ids` that is no text, or does not match the number of processes"),
+    ("acc-idle-gpus", "warning", "more `gpu_ids` than processes"),
+    ("acc-processes", "error", "a `num_processes` that the machines do not divide, or not that of the job"),
+    ("acc-no-processes", "note", "no `num_processes`: the command line must give it"),
+    ("acc-machines", "error", "several machines without an address, or a rank beyond their number"),
+    ("acc-hostfile", "error", "DeepSpeed on several machines without a hostfile: runs on one, silently"),
+    ("acc-config-file", "error", "`deepspeed_config_file` beside keys or a precision that it must hold itself"),
+    ("acc-nvme-path", "error", "an NVMe path, which accelerate does not pass on"),
+    ("acc-offload-stage", "error", "an offload that the stage ignores"),
+    ("acc-save-16bit", "warning", "ZeRO-3 without `zero3_save_16bit_model`: saving the model fails"),
+    ("acc-zero-init", "warning", "ZeRO-3 with `zero3_init_flag: false`: every process loads the whole model"),
+    ("acc-fsdp1-key", "warning", "a key of FSDP2 where FSDP1 runs: ignored"),
+    ("acc-fsdp2-key", "warning", "a key of FSDP1 where FSDP2 runs: ignored"),
+    ("acc-fsdp-value", "error", "a value that FSDP refuses"),
+    ("acc-fsdp-sync", "error", "`fsdp_sync_module_states: false` with efficient loading, which is the default"),
+    ("acc-fsdp-unwrapped", "warning", "FSDP without a wrap policy: the whole model is gathered at once"),
+    ("pair-no-zero", "error", "a DeepSpeed file without `zero_optimization`, which accelerate refuses"),
+)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from tightfit.formats.accelerate.check import check_accelerate
-from tightfit.formats.accelerate.keys import DEEPSPEED_AT, KEYS
-from tightfit.formats.accelerate.launch import accelerate_command
-from tightfit.formats.accelerate.rules import RULES
+from tightfit.formats.accelerate.check import DEEPSPEED_AT, KEYS, RULES, check_accelerate
 from tightfit.formats.accelerate.write import accelerate_notes, accelerate_yaml
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
+from tightfit.formats.launch.environment import gpu_ids_of
+from tightfit.formats.launch.script import or_stop
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import deepspeed_file_of
+from tightfit.formats.worker.write import WORKER, deepspeed_file_of, node_flag, require_way
 from tightfit.job.known import KnownConfig, block_in, whole, word
-from tightfit.messages import Message
+from tightfit.messages import Message, text
 from tightfit.planner.plan import Plan
 
 
@@ -39,6 +38,22 @@ def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
     if plan.job.trainer == "llamafactory":
         return None
     return accelerate_yaml(plan, target, deepspeed_file_of(plan))
+
+
+def accelerate_command(plan: Plan, target: Target) -> Iterator[str]:
+    way, ours = require_way(plan), plan.job.trainer == "tightfit"
+    if not ours:
+        yield f"(( $# > 0 )) {or_stop(text('launch.name-script'))}"
+    yield "exec accelerate launch \\"
+    yield "  --config_file accelerate.yaml \\"
+    if way.hardware.gpu.vendor != "cpu" and target.gpu_ids is not None:
+        yield f"  --gpu_ids {','.join(map(str, gpu_ids_of(plan, target)))} \\"
+    if way.hardware.nodes > 1:
+        yield f"  {node_flag('machine_rank', 'NODE_RANK')} {node_flag('main_process_ip', 'MASTER_ADDR')} \\"
+        if not way.levers.is_fsdp2:
+            yield "  --deepspeed_multinode_launcher standard \\"
+    yield f'  --main_process_port "${{MASTER_PORT:-{target.port}}}" \\'
+    yield f'  {WORKER} "$@"' if ours else '  "$@"'
 
 
 DIALECT = Dialect(

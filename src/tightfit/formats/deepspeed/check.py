@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from tightfit.formats.deepspeed.check_keys import check_keys
-from tightfit.formats.deepspeed.check_kinds import check_kinds
-from tightfit.formats.deepspeed.check_values import check_values
+from tightfit.formats.deepspeed.keys import (
+    ARRIVED,
+    GONE,
+    KEYS,
+    LEARNT_AFTER,
+    LOUD,
+    MOVED_DEFAULTS,
+    PREFIXED,
+    PYDANTIC_BF16,
+    REMOVED,
+    REMOVED_FROM_ZERO,
+    REMOVED_IN,
+    SCHEDULERS,
+    WARMUP_CHECKED_SINCE,
+)
 from tightfit.formats.deepspeed.read import read_deepspeed
-from tightfit.formats.deepspeed.rules import CHECKED
 from tightfit.formats.document import Document, read_document
-from tightfit.formats.faults import part_fault, say_fault
-from tightfit.formats.sheet import Sheet
-from tightfit.inputs.spelling import nearest, shown
-from tightfit.messages import Message, id_of
+from tightfit.formats.rules import KEY_TWICE, NOT_FINITE, rules
+from tightfit.formats.sheet import Sheet, part_fault, say_fault
+from tightfit.inputs.spelling import as_number, nearest, shown
+from tightfit.inputs.versions import release
+from tightfit.messages import Choice, Message, Said, id_of
 from tightfit.types import ConfigError
 
 
@@ -80,3 +94,855 @@ def _find(name: str, beside: Path) -> Path | None:
         return next((place for place in places if place.is_file()), None)
     except (ValueError, RuntimeError, OSError):  # a path that no file system can hold, a home that nobody has
         return None
+
+
+RULES = rules(
+    ("ds-typo", "error", "a misspelt key that DeepSpeed ignores without a word (`zero_optimisation`)"),
+    ("ds-misplaced", "error", "a key that belongs into another block"),
+    ("ds-refused-key", "error", "an unknown key in a block where DeepSpeed refuses those"),
+    ("ds-unknown", "warning", "a key that DeepSpeed does not read and that resembles none"),
+    ("ds-removed", "error", "a block that this release has removed and refuses (`elasticity`, `amp` …)"),
+    ("ds-too-new", "error", "a key that this release does not know yet and refuses (`zenflow` on 0.14.2)"),
+    ("ds-not-yet", "warning", "a key that this release does not know yet and ignores"),
+    ("ds-moved-default", "note", "a key left out whose default is another since some release"),
+    ("ds-deprecated", "warning", "an old spelling (`cpu_offload`)"),
+    ("ds-same-key", "error", "two spellings of one key (`x` and `stage3_x`, `cpu_offload` and its heir)"),
+    ("ds-not-a-block", "error", "a value where a block in braces belongs (`zero_optimization: true`)"),
+    ("ds-number-text", "error", 'a number in quotes that DeepSpeed cannot use (`"5e8"`)'),
+    ("ds-quoted", "warning", "a number or a switch in quotes that DeepSpeed takes and the Hugging Face layer misreads"),
+    ("ds-text-switch", "error", 'the text `"false"`, which counts as true'),
+    ("ds-stage", "error", "a ZeRO stage that is none, or `auto`, which ends as stage 0"),
+    ("ds-value", "error", "a value that DeepSpeed refuses, or cannot work with (`-1`, `1.5`, `gpu`)"),
+    ("ds-auto", "note", "`auto` values: without the Hugging Face layer DeepSpeed fails on them"),
+    ("ds-auto-unfilled", "error", "`auto` in a key that nobody fills in"),
+    ("ds-hjson", "note", "comments or other Hjson, which only DeepSpeed itself reads"),
+    ("ds-offload-param-stage", "error", "`offload_param` below stage 3: ignored"),
+    ("ds-offload-stage0", "error", "`offload_optimizer` at stage 0: ignored"),
+    ("ds-nvme-stage", "error", "the optimizer on NVMe below stage 3: goes into host memory instead"),
+    ("ds-nvme-path", "error", "NVMe without `nvme_path`"),
+    ("ds-super-offload-stage", "error", "`super_offload` below stage 3: ignored"),
+    ("ds-ratio-stage", "error", "a partial offload (`ratio`) below stage 3"),
+    ("ds-stage3-keys", "warning", "keys of stage 3 at another stage: no effect"),
+    ("ds-round-robin", "warning", "`round_robin_gradients` outside stages 1 and 2: no effect"),
+    ("ds-buckets", "warning", "overlapped communication with buckets of gigabytes, which it doubles"),
+    ("ds-gather", "note", "stage 3 without 16-bit weights gathered on saving: no usable model is saved"),
+    ("ds-two-precisions", "error", "fp16 and bf16 both enabled"),
+    ("ds-no-precision", "note", "no word of fp16 or bf16: fp32, unless a trainer says otherwise"),
+    ("ds-static-scale", "warning", "a fixed `loss_scale` beside keys of the dynamic one: no effect"),
+    ("ds-first-scale", "note", "fp16 that begins at a scale of 65,536: the first steps are skipped"),
+    ("ds-master-weights", "error", "16-bit master weights without what they need"),
+    ("ds-optimizer", "error", "an optimizer that neither DeepSpeed nor torch.optim has"),
+    ("ds-untested-optimizer", "error", "an optimizer that ZeRO refuses without permission"),
+    ("ds-slow-offload", "warning", "an offloaded optimizer without a CPU kernel"),
+    ("ds-adam-is-adamw", "note", "`Adam`, which DeepSpeed runs as AdamW"),
+    ("ds-scheduler", "error", "a scheduler that DeepSpeed does not have"),
+    ("ds-scheduler-params", "error", "a scheduler without what it needs, or with what it does not take"),
+    ("ds-no-batch", "error", "neither `train_batch_size` nor `train_micro_batch_size_per_gpu`"),
+    ("ds-batch", "error", "batch sizes that do not multiply"),
+    ("ds-activation-checkpointing", "warning", "an `activation_checkpointing` block: Hugging Face models never use it"),
+)
+
+CHECKED = (KEY_TWICE, NOT_FINITE, *RULES)
+
+
+# --- ----------------------------------------------------------------------------------------------
+# Rules for a DeepSpeed JSON, first half: is every key one that DeepSpeed reads, and every value of its kind?
+#
+# DeepSpeed has two ways with a key that it does not know. Blocks that pydantic reads refuse it; everywhere else, the
+# top level included, it is ignored, so that `zero_optimisation` trains unsharded and says nothing. The same holds for
+# values: pydantic turns "500000000" into a number, the rest of the config takes text for text and fails later, or
+# never.
+
+FILLED = frozenset(
+    """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer.params.lr
+    optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay scheduler.params.warmup_min_lr
+    scheduler.params.warmup_max_lr scheduler.params.warmup_num_steps scheduler.params.total_num_steps fp16.enabled
+    bf16.enabled zero_optimization.reduce_bucket_size zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.stage3_param_persistence_threshold zero_optimization.offload_optimizer.device
+    zero_optimization.offload_param.device zero_optimization.offload_optimizer.nvme_path
+    zero_optimization.offload_param.nvme_path
+    zero_optimization.stage3_gather_16bit_weights_on_model_save""".split()
+)
+"""Keys in which transformers or accelerate replace `auto`."""
+
+_TEXTS = frozenset(
+    """nvme_path type job_name output_path output_file group team project workspace api_key experiment_name
+    experiment_key results_dir exps_dir metric_path model_info_path""".split()
+)
+"""Keys whose value is text even where it looks like a number."""
+
+_DEPRECATED: dict[str, Said] = {
+    "cpu_offload": 'offload_optimizer: {"device": "cpu"}',
+    "cpu_offload_param": 'offload_param: {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": Message("deepspeed.pin-memory-in-both"),
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+}
+_NULL_IS_FINE = ("aio", "bf16", "optimizer.params", "scheduler.params")
+"""Blocks that may be null, besides those of zero_optimization."""
+
+
+def check_keys(sheet: Sheet) -> None:
+    """Every rule about keys and the kinds of their values."""
+    for place in sheet.document.doubles:
+        sheet.say(
+            "key-twice",
+            place,
+            Message("deepspeed.refuses-twice"),
+            Message("lint.keep-one"),
+        )
+    _check_block(sheet, "")
+    _check_deprecated(sheet)
+    _check_moved_defaults(sheet)
+    _check_texts(sheet)
+    _check_auto(sheet)
+    if sheet.document.syntax == "hjson" and not sheet.paired:
+        sheet.say(
+            "ds-hjson",
+            "",
+            Message("deepspeed.file-is-hjson"),
+            Message("deepspeed.if-hugging-face-reads", remedy=sheet.document.json_remedy),
+        )
+
+
+def walk(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its value, blocks included, that stands where DeepSpeed looks."""
+    for key, value in values.items():
+        inner = f"{place}.{key}" if place else key
+        yield inner, value
+        if isinstance(value, Mapping):
+            yield from walk(value, inner)
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+def _check_block(sheet: Sheet, path: str) -> None:
+    block = sheet.block(path)
+    for key, value in block.items():
+        place = f"{path}.{key}" if path else key
+        if key not in KEYS[path]:
+            _unknown(sheet, path, key, place)
+        elif _too_new(sheet, place):
+            continue
+        elif place in KEYS and isinstance(value, Mapping):
+            if place != "scheduler.params" or block.get("type") in SCHEDULERS:
+                _check_block(sheet, place)
+        elif place in KEYS and not _may_stand(place, value):
+            _not_a_block(sheet, place, value)
+
+
+def _unknown(sheet: Sheet, path: str, key: str, place: str) -> None:
+    version = sheet.target.deepspeed_version
+    if place in GONE or key in (REMOVED if not path else REMOVED_FROM_ZERO if path == "zero_optimization" else ()):
+        _say_removed(sheet, place, GONE.get(place, REMOVED_IN), version)
+        return
+    if not path and key.startswith(("_", "#", "//", "$")):
+        return  # the usual way to leave a comment in plain JSON
+    where = Message("deepspeed.in-block", block=path) if path else Message("deepspeed.at-top")
+    ends = Message("deepspeed.refuses-key" if path in LOUD else "deepspeed.ignores-key", key=key, where=where)
+    homes = [home for home, keys in KEYS.items() if key in keys and home != "bfloat16"]
+    close = nearest(key, KEYS[path], cutoff=0.75)
+    if len(homes) == 1 and not nearest(key, KEYS[path], cutoff=0.9):
+        home = Message("deepspeed.move-into", block=homes[0]) if homes[0] else Message("deepspeed.move-to-top")
+        sheet.say("ds-misplaced", place, ends, home)
+    elif path in LOUD:
+        sheet.say("ds-refused-key", place, ends, Message("lint.write", what=close) if close else Message("lint.delete"))
+    elif close:
+        sheet.say("ds-typo", place, ends, Message("lint.write", what=close))
+    else:
+        sheet.say("ds-unknown", place, ends, Message("deepspeed.delete-unless-yours"))
+
+
+def _say_removed(sheet: Sheet, place: str, gone: str, version: str) -> None:
+    if release(version) < release(gone):
+        _too_new(sheet, place)
+    elif place == "aio.thread_count":
+        what = Message("deepspeed.thread-count", version=version, gone=gone)
+        sheet.say("ds-unknown", place, what, Message("lint.write", what="intra_op_parallelism"))
+    else:
+        what = Message("deepspeed.has-removed", version=version, place=place)
+        sheet.say("ds-removed", place, what, Message("lint.delete"))
+
+
+def _too_new(sheet: Sheet, place: str) -> bool:
+    version = sheet.target.deepspeed_version
+    first, without = ARRIVED.get(place), LEARNT_AFTER.get(place)
+    if first is not None and release(version) < release(first):
+        fix = Message("deepspeed.delete-or-since", version=first)
+    elif without is not None and release(version) <= release(without):
+        fix = Message("deepspeed.delete-or-after", version=without)
+    else:
+        return False
+    # Before it was pydantic's, bf16 took any key; the top level and aio still do.
+    bf16 = place.startswith("bf16.") and release(version) < release(PYDANTIC_BF16)
+    if "." not in place or place.startswith("aio.") or bf16:
+        what = Message("deepspeed.not-yet-ignored", version=version, place=place)
+        sheet.say("ds-not-yet", place, what, fix)
+    else:
+        what = Message("deepspeed.not-yet-refused", version=version, place=place)
+        sheet.say("ds-too-new", place, what, fix)
+    return True
+
+
+def _may_stand(place: str, value: object) -> bool:
+    """Whether DeepSpeed takes this in place of a block."""
+    if value is None:
+        return place in _NULL_IS_FINE or place.startswith("zero_optimization.")
+    return value == "auto" and "." in place
+
+
+def _not_a_block(sheet: Sheet, place: str, value: object) -> None:
+    if place == "zero_optimization" and isinstance(value, bool):
+        what = Message("deepspeed.old-form", value=shown(value), stage=int(value))
+        sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-stage-block"))
+        return
+    what = Message("deepspeed.must-be-block", place=place, value=shown(value))
+    sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-enabled-block"))
+
+
+def _check_deprecated(sheet: Sheet) -> None:
+    zero = sheet.block("zero_optimization")
+    heirs = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+    for old, new in _DEPRECATED.items():
+        place = f"zero_optimization.{old}"
+        if zero.get(old) is None:
+            continue
+        if heirs.get(old) in zero:
+            sheet.say(
+                "ds-same-key",
+                place,
+                Message("deepspeed.refuses-old-beside-new", old=old, heirs=heirs[old]),
+                Message("lint.delete-key", key=old),
+            )
+        else:
+            sheet.say(
+                "ds-deprecated", place, Message("deepspeed.old-spelling", old=old), Message("lint.write", what=new)
+            )
+    for key in zero:
+        if f"stage3_{key}" in zero and key in KEYS["zero_optimization"]:
+            what = Message("deepspeed.one-key-twice", key=key)
+            sheet.say("ds-same-key", f"zero_optimization.{key}", what, Message("lint.keep", key=f"stage3_{key}"))
+
+
+def _check_moved_defaults(sheet: Sheet) -> None:
+    """Only where the key would act: clipping always, the others in a block that is there and on."""
+    version = sheet.target.deepspeed_version
+    for place, since, before, now in MOVED_DEFAULTS:
+        if release(version) < release(ARRIVED.get(place, "0")):
+            continue
+        outer, _, key = place.rpartition(".")
+        acts = not outer or (outer == "bf16" and sheet.on("bf16.enabled"))
+        acts = acts or sheet.get(f"{outer}.device") in ("cpu", "nvme")
+        if acts and not sheet.has(place):
+            value = now if release(version) >= release(since) else before
+            what = Message("deepspeed.default-moved", key=key, before=shown(before), since=since, now=shown(now))
+            fix = Message("deepspeed.write-to-keep", value=shown(value), version=version)
+            if sheet.paired and place == "gradient_clipping":
+                fix = Message("deepspeed.write-auto-clipping")
+            sheet.say("ds-moved-default", place, what, fix)
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+def _check_texts(sheet: Sheet) -> None:
+    """Numbers and switches in quotes."""
+    for place, value in walk(sheet.document.values):
+        outer, _, key = place.rpartition(".")
+        if not isinstance(value, str) or key in _TEXTS or outer not in KEYS or key not in KEYS[outer]:
+            continue
+        coerced = outer in LOUD and not outer.endswith("params")
+        if value.lower() in ("true", "false") and not coerced:
+            what = Message("deepspeed.text-is-true", value=shown(value))
+            sheet.say("ds-text-switch", place, what, Message("lint.write-unquoted", what=value.lower()))
+            continue
+        number = as_number(value)
+        if number is None or (coerced and place in TAKES and TAKES[place].kind == "switch"):
+            continue
+        if coerced and not (set("eE.") & set(value) and not key.endswith(("ratio", "scale", "perc"))):
+            what = Message("deepspeed.compared-as-text", value=shown(value))
+            sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=value))
+        else:
+            what = Message("deepspeed.text-not-number", value=shown(value))
+            sheet.say("ds-number-text", place, what, Message("lint.write-unquoted", what=value))
+
+
+def _check_auto(sheet: Sheet) -> None:
+    filled = []
+    for place, value in walk(sheet.document.values):
+        outer, _, key = place.rpartition(".")
+        if value != "auto" or outer not in KEYS or key not in KEYS[outer]:
+            continue
+        if place in FILLED:
+            filled.append(place)
+        elif place != "zero_optimization.stage" and outer not in LOUD and place not in KEYS:
+            what = Message("deepspeed.auto-unfilled", place=place)
+            sheet.say("ds-auto-unfilled", place, what, Message("deepspeed.write-value"))
+    if filled and not sheet.paired:
+        sheet.say(
+            "ds-auto",
+            filled[0],
+            Message("deepspeed.autos", filled=len(filled)),
+            Message("deepspeed.write-numbers"),
+        )
+
+
+# --- ----------------------------------------------------------------------------------------------
+# Rules for a DeepSpeed JSON: is each value one that its key takes?
+#
+# The blocks that pydantic reads are strict about ranges and lenient about spelling: "yes" is true and "12" is a
+# number there, -1 and "maybe" are refused. The top level has no such reader. Its values are used as they are, so that
+# a wrong one fails in an addition somewhere, or never. The table says what each key takes; a test holds it against
+# the fields of the installed DeepSpeed's own classes.
+
+_ZERO, _PARAM, _OPTIMIZER = (
+    "zero_optimization",
+    "zero_optimization.offload_param",
+    "zero_optimization.offload_optimizer",
+)
+_ZENFLOW = "zero_optimization.zenflow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Takes:
+    """What a key takes."""
+
+    kind: Literal["whole", "number", "switch", "words"]
+    least: float | None = None
+    most: float | None = None
+    open_ends: bool = False
+    """The ends of the range are not in it."""
+    words: tuple[str, ...] = ()
+    nullable: bool = False
+
+    @property
+    def phrase(self) -> Message | Choice:
+        """To stand after `must be` and after `write`."""
+        if self.kind == "switch":
+            return Message("deepspeed.true-or-false")
+        if self.kind == "words":
+            return Choice(f'"{word}"' for word in self.words)
+        noun = Message("deepspeed.whole-number" if self.kind == "whole" else "deepspeed.number")
+        if self.least is None:
+            return noun
+        if self.most is None:
+            return Message("deepspeed.at-least", noun=noun, least=self.least)
+        if self.open_ends:
+            return Message("deepspeed.between", noun=noun, least=self.least, most=self.most)
+        return Message("deepspeed.from-to", noun=noun, least=self.least, most=self.most)
+
+
+_SWITCHES = {
+    _ZERO: """contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm
+        compute_grad_norm load_from_fp32_weights elastic_checkpoint cpu_offload_param cpu_offload_use_pin_memory
+        cpu_offload stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1
+        round_robin_gradients parameter_alignment zero_quantized_weights zero_quantized_nontrainable_weights
+        zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
+        stage3_gather_16bit_weights_on_model_save stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential""",
+    _PARAM: "pin_memory",
+    _OPTIMIZER: "pin_memory pipeline_read pipeline_write fast_init super_offload",
+    _ZENFLOW: "overlap_step offload",
+    "fp16": "enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
+    "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
+    "comms_logger": "enabled prof_all verbose debug",
+    "tensorboard": "enabled",
+    "csv_monitor": "enabled",
+    "wandb": "enabled",
+    "comet": "enabled online",
+    "timers.throughput": "enabled synchronized",
+    "compile": """deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory
+        offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce
+        sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors""",
+    "hybrid_engine": "enabled release_inference_cache pin_parameters enable_cuda_graph",
+    "": """prescale_gradients disable_allgather dump_state disable_python_gc wall_clock_breakdown memory_breakdown
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer dataloader_drop_last""",
+}
+_WHOLE: dict[str, dict[str, int | None]] = {
+    _ZERO: {
+        "reduce_bucket_size": 1,
+        "allgather_bucket_size": 0,
+        "sub_group_size": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_model_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_module_granularity_threshold": None,
+        "zero_hpz_partition_size": 0,
+    },
+    _PARAM: {"buffer_count": 0, "buffer_size": 0, "max_in_cpu": 0},
+    _OPTIMIZER: {"buffer_count": 0},
+    _ZENFLOW: {"full_warm_up_rounds": None},
+    "fp16": {"initial_scale_power": None, "loss_scale_window": None, "hysteresis": None, "min_loss_scale": None},
+    "hybrid_engine": {"max_out_tokens": 1, "inference_tp_size": None, "tp_gather_partition_size": None},
+    "comet": {"samples_log_interval": None},
+    "compile": {"free_activation_threshold": None},
+    "": {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1},
+}
+_SHARE = Takes(kind="number", least=0, most=1)
+_OTHER: dict[str, Takes] = {
+    f"{_PARAM}.device": Takes(kind="words", words=("none", "cpu", "nvme")),
+    f"{_OPTIMIZER}.device": Takes(kind="words", words=("none", "cpu", "nvme")),
+    f"{_OPTIMIZER}.ratio": _SHARE,
+    f"{_OPTIMIZER}.cpuadam_cores_perc": _SHARE,
+    f"{_ZENFLOW}.auto_ratio": _SHARE,
+    f"{_ZENFLOW}.pt_reserved_cores_perc": _SHARE,
+    f"{_ZENFLOW}.topk_ratio": Takes(kind="number", least=0, most=1, open_ends=True),
+    "fp16.loss_scale": Takes(kind="number", least=0),
+    "gradient_clipping": Takes(kind="number", least=0, nullable=True),
+    "communication_data_type": Takes(kind="words", words=("fp16", "bf16", "fp32"), nullable=True),
+    "seq_parallel_communication_data_type": Takes(kind="words", words=("fp16", "bf16", "fp32"), nullable=True),
+    "gradient_allreduce_op": Takes(kind="words", words=("mean", "sum")),
+    "checkpoint.tag_validation": Takes(kind="words", words=("Ignore", "Warn", "Fail")),
+}
+_NULLABLE = ("overlap_comm", "online", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
+_TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")
+"""Text that pydantic takes for a switch, in any case of letters."""
+
+
+def _table() -> Iterator[tuple[str, Takes]]:
+    for block, names in _SWITCHES.items():
+        for name in names.split():
+            nullable = name in _NULLABLE or (not block and name != "wall_clock_breakdown")
+            yield f"{block}.{name}" if block else name, Takes(kind="switch", nullable=nullable)
+    for block, least in _WHOLE.items():
+        for name, bound in least.items():
+            takes = Takes(kind="whole", least=bound, nullable=not block)
+            yield f"{block}.{name}" if block else name, takes
+    yield from _OTHER.items()
+
+
+TAKES: dict[str, Takes] = dict(_table())
+"""Dotted key → what it takes. Of two spellings, with `stage3_` and without, both are here."""
+TAKES |= {f"{_ZERO}.{name}": TAKES[f"{_ZERO}.stage3_{name}"] for name in PREFIXED}
+TAKES |= {key.replace("bf16.", "bfloat16.", 1): takes for key, takes in TAKES.items() if key.startswith("bf16.")}
+
+
+def check_kinds(sheet: Sheet) -> None:
+    """Every value against what its key takes. `auto`, and numbers in quotes, have rules of their own."""
+    for place, takes in TAKES.items():
+        value = sheet.get(place)
+        if not sheet.has(place) or value == "auto":
+            continue
+        if takes.kind == "switch" and isinstance(value, str):
+            _switch_in_words(sheet, place, value)
+        elif not _is_taken(place, value, takes):
+            _refuse(sheet, place, value, takes)
+    if sheet.get(f"{_ZERO}.compute_grad_norm") in (False, 0) and sheet.number(f"{_ZERO}.stage") not in (1, 2):
+        what = Message("deepspeed.grad-norm-stage")
+        sheet.say("ds-value", f"{_ZERO}.compute_grad_norm", what, Message("lint.delete"))
+    kind = sheet.get("optimizer.type")
+    if sheet.has("optimizer.type") and kind is not None and not isinstance(kind, str):
+        what = Message("deepspeed.optimizer-is-name", kind=shown(kind))
+        sheet.say("ds-value", "optimizer.type", what, Message("lint.write", what='"AdamW"'))
+    _check_scheduler(sheet)
+
+
+def _is_taken(place: str, value: Any, takes: Takes) -> bool:
+    if value is None:
+        return takes.nullable
+    if takes.kind == "switch":
+        return isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)) or "." not in place
+    if takes.kind == "words":
+        if not isinstance(value, str):
+            return False
+        # Devices are pydantic's; the others DeepSpeed reads in any case of letters.
+        return value in takes.words or (not place.endswith(".device") and value.lower() in map(str.lower, takes.words))
+    number = as_number(value) if isinstance(value, str) else value
+    if isinstance(value, str) and number is not None and ("." not in place or takes.kind == "whole"):
+        return True  # a number in quotes: said with the others of its kind
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return False
+    if takes.kind == "whole" and isinstance(number, float) and not number.is_integer():
+        return False
+    if takes.open_ends and number in (takes.least, takes.most):
+        return False
+    return (takes.least is None or number >= takes.least) and (takes.most is None or number <= takes.most)
+
+
+def _switch_in_words(sheet: Sheet, place: str, value: str) -> None:
+    """`true` and `false` outside pydantic's blocks are said where numbers in quotes are."""
+    word, block = value.lower(), place.rpartition(".")[0]
+    meant = "true" if word in _TRUE else "false" if word in _FALSE else None
+    if as_number(value) is not None and block not in LOUD:
+        return  # a number in quotes, said with the others
+    if _is_pydantics(block, sheet.target.deepspeed_version):
+        if meant is None:
+            _refuse(sheet, place, value, TAKES[place])
+        else:
+            what = Message("deepspeed.switch-as-text", meant=meant, value=shown(value))
+            sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=meant))
+    elif word not in ("true", "false"):
+        what = Message("deepspeed.text-is-true", value=shown(value))
+        sheet.say(
+            "ds-text-switch",
+            place,
+            what,
+            Message("lint.write-unquoted", what=meant or Message("deepspeed.true-or-false")),
+        )
+
+
+def _is_pydantics(block: str, version: str) -> bool:
+    return block in LOUD and (block not in ("fp16", "bf16", "bfloat16") or release(version) >= release(PYDANTIC_BF16))
+
+
+def _refuse(sheet: Sheet, place: str, value: Any, takes: Takes) -> None:
+    key, fix = place.rpartition(".")[2], Message("lint.write", what=takes.phrase)
+    what = Message("deepspeed.must-be", key=key, phrase=takes.phrase, value=shown(value))
+    if isinstance(value, bool) and takes.kind != "words" and place != "fp16.loss_scale":
+        what = Message("deepspeed.taken-for", key=key, phrase=takes.phrase, value=shown(value), number=int(value))
+    elif place == "gradient_clipping":
+        what = Message("deepspeed.clips-nothing", key=key, phrase=takes.phrase, value=shown(value))
+        fix = Message("deepspeed.write-clipping")
+    elif "." not in place and isinstance(value, float) and value > 0:
+        what = Message("deepspeed.counts-wrong", key=key, phrase=takes.phrase, value=value)
+        fix = Message("lint.write", what=max(1, round(value)))
+    elif takes.kind == "words" and isinstance(value, str) and (close := nearest(value, takes.words, cutoff=0.7)):
+        fix = Message("lint.write", what=f'"{close}"')
+    elif place.endswith(".device"):
+        fix = Message("deepspeed.write-device", block=place.split(".")[-2])
+    elif value is None:
+        fix = Message("deepspeed.delete-for-default", phrase=takes.phrase)
+    sheet.say("ds-value", place, what, fix)
+
+
+# --- the scheduler ------------------------------------------------------------------------------
+
+_WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
+SCHEDULER_PARAMS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "LRRangeTest": (
+        (),
+        frozenset(
+            """lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase
+            last_batch_iteration""".split()
+        ),
+    ),
+    "OneCycle": (
+        ("cycle_min_lr", "cycle_max_lr"),
+        frozenset(
+            """cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size
+            cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom
+            decay_mom_rate last_batch_iteration""".split()
+        ),
+    ),
+    "WarmupLR": ((), frozenset(_WARMUP.split())),
+    "WarmupDecayLR": (("total_num_steps",), frozenset(f"total_num_steps {_WARMUP}".split())),
+    "WarmupCosineLR": (
+        ("total_num_steps",),
+        frozenset(
+            "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration".split()
+        ),
+    ),
+}
+"""DeepSpeed's scheduler → the parameters that it must have, and all that it takes."""
+
+_EXAMPLES = {"total_num_steps": "10000", "cycle_min_lr": "1e-5", "cycle_max_lr": "1e-4"}
+
+
+def _check_scheduler(sheet: Sheet) -> None:
+    kind, place = sheet.get("scheduler.type"), "scheduler.params"
+    if not isinstance(kind, str) or kind not in SCHEDULER_PARAMS:
+        return
+    needed, takes = SCHEDULER_PARAMS[kind]
+    params = sheet.get(place)
+    missing = [key for key in needed if sheet.get(f"{place}.{key}") is None]
+    if missing:
+        value = '"auto"' if sheet.paired and missing == ["total_num_steps"] else _EXAMPLES[missing[0]]
+        what = Message("deepspeed.scheduler-misses", kind=kind, missing=" and ".join(missing))
+        sheet.say("ds-scheduler-params", place, what, Message("deepspeed.add-param", missing=missing[0], value=value))
+    elif not isinstance(params, Mapping):
+        what = Message("deepspeed.scheduler-needs-params", kind=kind)
+        sheet.say("ds-scheduler-params", place, what, Message("deepspeed.add-empty-params"))
+    every = {key for _, keys in SCHEDULER_PARAMS.values() for key in keys}
+    for key in sheet.block(place):
+        if key in every - takes:
+            what = Message("deepspeed.scheduler-has-not", kind=kind, key=key)
+            close = {"warmup_min_lr": Message("deepspeed.warmup-min-ratio")}.get(key)
+            sheet.say(
+                "ds-scheduler-params",
+                f"{place}.{key}",
+                what,
+                Message("lint.write", what=close) if close else Message("lint.delete"),
+            )
+    _check_warmup(sheet, f"{place}.warmup_num_steps")
+
+
+def _check_warmup(sheet: Sheet, place: str) -> None:
+    steps = sheet.get(place)
+    if steps in (None, "auto") or release(sheet.target.deepspeed_version) < release(WARMUP_CHECKED_SINCE):
+        return
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        what = Message("deepspeed.warmup-steps", steps=shown(steps))
+        number = sheet.number(place)
+        sheet.say("ds-scheduler-params", place, what, Message("lint.write", what=max(1, round(number or 1))))
+
+
+DEEPSPEED_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
+TORCH_OPTIMIZERS = tuple(
+    """Adadelta Adafactor Adagrad Adam AdamW SparseAdam Adamax ASGD LBFGS Muon NAdam RAdam RMSprop Rprop SGD""".split()
+)
+_OLDER_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+"""Gone with `REMOVED_IN`."""
+_ZERO_KNOWS = ("adagrad", "adam", "adamw", "lion", "muon", "muadam", "muadamw")
+_HAS_CPU_KERNEL = ("adam", "adamw", "adagrad", "lion", "muon")
+
+TORCH_SCHEDULERS = tuple(
+    """LambdaLR MultiplicativeLR StepLR MultiStepLR ConstantLR LinearLR ExponentialLR SequentialLR CosineAnnealingLR
+    ChainedScheduler ReduceLROnPlateau CyclicLR CosineAnnealingWarmRestarts OneCycleLR PolynomialLR""".split()
+)
+
+_DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis")
+_LARGE_BUCKET = 1_000_000_000
+_GIB = 1024**3
+
+
+def check_values(sheet: Sheet) -> None:
+    """Every rule about what the values mean together."""
+    stage = _check_stage(sheet)
+    if stage is not None:
+        _check_offload(sheet, stage)
+        _check_stage_keys(sheet, stage)
+    _check_precision(sheet, stage or 0)
+    _check_optimizer(sheet, stage or 0)
+    _check_batch(sheet)
+    _check_checkpointing(sheet)
+
+
+def stage_of(sheet: Sheet) -> int:
+    """The ZeRO stage that DeepSpeed would take."""
+    stage = sheet.number("zero_optimization.stage")
+    return int(stage) if stage in (0, 1, 2, 3) else 0
+
+
+def offload_of(sheet: Sheet, kind: str) -> str:
+    """Where `offload_optimizer` or `offload_param` put things: none, cpu or nvme."""
+    device = sheet.get(f"zero_optimization.{kind}.device")
+    old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[kind]
+    if sheet.get(f"zero_optimization.{old}") is True:
+        return "cpu"
+    return device if device in ("cpu", "nvme") else "none"
+
+
+def _check_stage(sheet: Sheet) -> int | None:
+    place = "zero_optimization.stage"
+    stage = sheet.get(place)
+    if stage == "auto" and not sheet.paired:
+        what = Message("deepspeed.stage-unfilled")
+        sheet.say("ds-stage", place, what, Message("deepspeed.write-sharding-stage"))
+        return None
+    if sheet.has(place) and stage != "auto" and sheet.number(place) not in (0, 1, 2, 3):
+        sheet.say(
+            "ds-stage",
+            place,
+            Message("deepspeed.refuses-stage", stage=shown(stage)),
+            Message("deepspeed.write-any-stage"),
+        )
+        return None
+    return stage_of(sheet)
+
+
+# --- ZeRO ---------------------------------------------------------------------------------------
+
+
+def _check_offload(sheet: Sheet, stage: int) -> None:
+    for kind in ("offload_param", "offload_optimizer"):
+        device = offload_of(sheet, kind)
+        place = f"zero_optimization.{kind}"
+        if device == "none":
+            continue
+        if kind == "offload_param" and stage < 3:
+            what = Message("deepspeed.weights-stay", stage=stage)
+            sheet.say("ds-offload-param-stage", place, what, Message("deepspeed.stage3-or-no-param"))
+        elif stage == 0:
+            what = Message("deepspeed.stage0-offload")
+            sheet.say("ds-offload-stage0", place, what, Message("deepspeed.stage-or-no-optimizer"))
+        elif device == "nvme" and stage < 3:
+            what = Message("deepspeed.nvme-becomes-ram", stage=stage)
+            sheet.say("ds-nvme-stage", f"{place}.device", what, Message("deepspeed.cpu-or-stage3"))
+        elif device == "nvme" and not sheet.get(f"{place}.nvme_path"):
+            what = Message("deepspeed.nvme-without-path")
+            sheet.say("ds-nvme-path", f"{place}.device", what, Message("deepspeed.add-nvme-path"))
+    _check_partial(sheet, stage)
+
+
+def _check_partial(sheet: Sheet, stage: int) -> None:
+    place = "zero_optimization.offload_optimizer"
+    ratio = sheet.number(f"{place}.ratio")
+    if ratio is not None and ratio < 1 and stage < 3:
+        what = Message("deepspeed.ratio-needs-stage3", ratio=ratio, stage=stage)
+        sheet.say("ds-ratio-stage", f"{place}.ratio", what, Message("deepspeed.stage3-or-no-ratio"))
+    if sheet.on(f"{place}.super_offload") and stage < 3:
+        what = Message("deepspeed.super-offload-ignored", stage=stage)
+        sheet.say("ds-super-offload-stage", f"{place}.super_offload", what, Message("deepspeed.stage3-or-delete"))
+
+
+def _check_stage_keys(sheet: Sheet, stage: int) -> None:
+    zero = sheet.block("zero_optimization")
+    if stage == 3:
+        if sheet.on("zero_optimization.round_robin_gradients"):
+            what = Message("deepspeed.stage3-round-robin")
+            sheet.say("ds-round-robin", "zero_optimization.round_robin_gradients", what, Message("lint.delete"))
+        names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
+        old = "stage3_gather_fp16_weights_on_model_save"
+        if not any(zero.get(name) for name in (*names, old)):
+            what = Message("deepspeed.saves-shards")
+            fix = Message("deepspeed.write-gather", name=names[0])
+            sheet.say("ds-gather", f"zero_optimization.{names[0]}", what, fix)
+        return
+    if stage == 0 and sheet.on("zero_optimization.round_robin_gradients"):
+        what = Message("deepspeed.stage0-round-robin")
+        sheet.say(
+            "ds-round-robin", "zero_optimization.round_robin_gradients", what, Message("deepspeed.delete-or-stage2")
+        )
+    only3 = [*(f"stage3_{key}" for key in PREFIXED), "zero_quantized_weights", "zero_quantized_nontrainable_weights"]
+    idle = [key for key in (*only3, "sub_group_size", "memory_efficient_linear") if zero.get(key) not in (None, False)]
+    if idle:
+        what = Message("deepspeed.stage3-only", key=idle[0], more=len(idle) - 1 or None, stage=stage)
+        sheet.say("ds-stage3-keys", f"zero_optimization.{idle[0]}", what, Message("deepspeed.delete-or-stage3"))
+    _check_buckets(sheet, stage)
+
+
+def _check_buckets(sheet: Sheet, stage: int) -> None:
+    place = "zero_optimization.reduce_bucket_size"
+    size = sheet.number(place)
+    if stage in (1, 2) and size and size >= _LARGE_BUCKET and sheet.on("zero_optimization.overlap_comm"):
+        what = Message("deepspeed.two-buckets", gib=2 * 2 * size / _GIB)
+        sheet.say("ds-buckets", place, what, Message("deepspeed.write-smaller-bucket"))
+
+
+# --- precision ----------------------------------------------------------------------------------
+
+
+def _check_precision(sheet: Sheet, stage: int) -> None:
+    bf16 = "bf16" if sheet.has("bf16") else "bfloat16"
+    if sheet.on("fp16.enabled") and sheet.on(f"{bf16}.enabled"):
+        what = Message("deepspeed.refuses-both-precisions")
+        sheet.say("ds-two-precisions", "fp16.enabled", what, Message("deepspeed.enable-one"))
+    auto = "auto" in (sheet.get("fp16.enabled"), sheet.get(f"{bf16}.enabled"))
+    chosen = auto or any(sheet.on(f"{name}.enabled") for name in ("fp16", bf16, "torch_autocast"))
+    meant = any(sheet.get(f"{name}.enabled") is False for name in ("fp16", bf16))
+    if not chosen and not meant and not sheet.paired:
+        what = Message("deepspeed.trains-in-fp32")
+        sheet.say("ds-no-precision", "bf16.enabled", what, Message("deepspeed.write-bf16"))
+    if sheet.on("fp16.enabled"):
+        _check_scale(sheet)
+    _check_master_weights(sheet, bf16, stage)
+
+
+def _check_scale(sheet: Sheet) -> None:
+    static = sheet.number("fp16.loss_scale")
+    idle = [key for key in _DYNAMIC_SCALE if sheet.has(f"fp16.{key}")]
+    if static and idle:
+        what = Message("deepspeed.fixed-scale", static=static, idle=", ".join(idle))
+        sheet.say("ds-static-scale", f"fp16.{idle[0]}", what, Message("deepspeed.write-dynamic-scale"))
+    power = sheet.number("fp16.initial_scale_power")
+    if not static and (power is None or power >= 16):
+        begin = 16 if power is None else int(power)
+        what = Message("deepspeed.first-scale", begin=begin)
+        sheet.say("ds-first-scale", "fp16.initial_scale_power", what, Message("deepspeed.write-lower-scale"))
+
+
+def _check_master_weights(sheet: Sheet, bf16: str, stage: int) -> None:
+    offload = offload_of(sheet, "offload_optimizer")
+    for name, key in ((bf16, "bf16_master_weights_and_grads"), ("fp16", "fp16_master_weights_and_grads")):
+        place = f"{name}.{key}"
+        if not sheet.on(place):
+            if name != "fp16" and sheet.on(f"{name}.bf16_optimizer_states"):
+                what = Message("deepspeed.states-need-masters")
+                sheet.say(
+                    "ds-master-weights", f"{name}.bf16_optimizer_states", what, Message("deepspeed.add-true", key=key)
+                )
+            continue
+        states = name != "fp16" and sheet.on(f"{name}.bf16_optimizer_states")
+        if stage == 0 or (offload == "none" and not states):
+            what = Message("deepspeed.masters-need-zero", key=key)
+            sheet.say("ds-master-weights", place, what, Message("deepspeed.write-stage2-offload"))
+
+
+# --- optimizer and scheduler --------------------------------------------------------------------
+
+
+def _check_optimizer(sheet: Sheet, stage: int) -> None:
+    kind = sheet.get("optimizer.type")
+    if isinstance(kind, str):
+        _check_optimizer_kind(sheet, kind, stage)
+    scheduler = sheet.get("scheduler.type")
+    if isinstance(scheduler, str) and scheduler not in (*SCHEDULERS, *TORCH_SCHEDULERS):
+        close = nearest(scheduler, SCHEDULERS) or "WarmupDecayLR"
+        what = Message("deepspeed.no-such-scheduler", scheduler=shown(scheduler))
+        sheet.say("ds-scheduler", "scheduler.type", what, Message("deepspeed.write-own-scheduler", close=close))
+
+
+def _check_optimizer_kind(sheet: Sheet, kind: str, stage: int) -> None:
+    name, place = kind.lower(), "optimizer.type"
+    old = name in _OLDER_OPTIMIZERS and release(sheet.target.deepspeed_version) < release(REMOVED_IN)
+    if old:
+        return
+    if name not in DEEPSPEED_OPTIMIZERS and kind not in TORCH_OPTIMIZERS:
+        close = nearest(kind, ("AdamW", "Adam", *TORCH_OPTIMIZERS)) or "AdamW"
+        what = Message("deepspeed.no-such-optimizer", version=sheet.target.deepspeed_version, kind=shown(kind))
+        sheet.say("ds-optimizer", place, what, Message("lint.write", what=close))
+        return
+    if stage and name not in _ZERO_KNOWS and not sheet.on("zero_allow_untested_optimizer"):
+        what = Message("deepspeed.untested", kind=kind)
+        sheet.say("ds-untested-optimizer", place, what, Message("deepspeed.allow-untested"))
+    offloaded = stage and offload_of(sheet, "offload_optimizer") != "none"
+    if offloaded and (name not in _HAS_CPU_KERNEL or sheet.on("optimizer.params.torch_adam")):
+        what = Message("deepspeed.slow-offload")
+        sheet.say("ds-slow-offload", place, what, Message("deepspeed.write-adamw"))
+    if name == "adam" and sheet.get("optimizer.params.adam_w_mode") is None:
+        what = Message("deepspeed.adam-is-adamw")
+        sheet.say("ds-adam-is-adamw", place, what, Message("deepspeed.adamw-or-mode"))
+
+
+# --- batch and checkpointing --------------------------------------------------------------------
+
+_TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def _check_batch(sheet: Sheet) -> None:
+    if sheet.get(_TOTAL) is None and sheet.get(_MICRO) is None:
+        what = Message("deepspeed.no-batch", total=_TOTAL, micro=_MICRO)
+        fix = Message("deepspeed.add-micro-batch", micro=_MICRO)
+        sheet.say("ds-no-batch", _MICRO, what, fix)
+        return
+    total, micro, steps = sheet.number(_TOTAL), sheet.number(_MICRO), sheet.number(_STEPS)
+    if not total or "auto" in (sheet.get(_TOTAL), sheet.get(_MICRO), sheet.get(_STEPS)):
+        return
+    given = [(key, value) for key, value in ((_MICRO, micro), (_STEPS, steps)) if value]
+    world = sheet.world
+    product = (micro or 1) * (steps or 1) * (world or 1)
+    exact = world is not None and micro is not None and steps is not None
+    if product == total or (not exact and product and total % product == 0):
+        return
+    words = " × ".join([f"{key} {value:g}" for key, value in given] + ([f"{world} GPUs"] if world else []))
+    if not words:
+        return
+    what = Message(
+        "deepspeed.batch-differs" if exact else "deepspeed.batch-no-multiple", total=total, words=words, product=product
+    )
+    sheet.say("ds-batch", _TOTAL, what, _fitting(sheet, total, product, exact=exact))
+
+
+def _fitting(sheet: Sheet, total: float, product: float, *, exact: bool) -> Message:
+    """What makes the product right: the nearest batch, or the same batch in other steps."""
+    if not exact:
+        return Message("deepspeed.nearest-batch", value=max(1, round(total / product)) * product, total=_TOTAL)
+    for key in (_STEPS, _MICRO):
+        value = sheet.number(key) or 1
+        other = total * value / product
+        if other >= 1 and other.is_integer():
+            return Message("deepspeed.other-steps", product=product, key=key, other=other, total=total)
+    return Message("deepspeed.product-batch", product=product, total=_TOTAL)
+
+
+def _check_checkpointing(sheet: Sheet) -> None:
+    block = sheet.get("activation_checkpointing")
+    if isinstance(block, Mapping) and any(block.values()):
+        sheet.say(
+            "ds-activation-checkpointing",
+            "activation_checkpointing",
+            Message("deepspeed.checkpointing-block"),
+            Message("deepspeed.use-trainers-checkpointing"),
+        )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tightfit.formats.deepspeed.check import check_deepspeed
+from tightfit.formats.deepspeed.check import CHECKED, check_deepspeed
 from tightfit.formats.deepspeed.keys import KEYS, REMOVED
-from tightfit.formats.deepspeed.launch import deepspeed_command
-from tightfit.formats.deepspeed.rules import CHECKED
 from tightfit.formats.deepspeed.write import deepspeed_json, deepspeed_notes
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
-from tightfit.formats.worker.write import DEEPSPEED_FILE, deepspeed_file_of
+from tightfit.formats.launch.environment import HIP, gpu_ids_of, obeys_visible
+from tightfit.formats.launch.hostfile import hosts_for
+from tightfit.formats.target import Target
+from tightfit.formats.worker.write import DEEPSPEED_FILE, WORKER, deepspeed_file_of, require_way
 from tightfit.job.known import KnownConfig, block_in, whole, word
-from tightfit.messages import Message
+from tightfit.messages import Message, text
+from tightfit.planner.plan import Plan
 
 
 def known(values: Mapping[str, Any]) -> KnownConfig:
@@ -30,6 +32,43 @@ def known(values: Mapping[str, Any]) -> KnownConfig:
         accumulation=whole(values.get("gradient_accumulation_steps")),
         precision=None if not enabled else "fp16" if enabled[0] == "fp16" else "bf16",
     )
+
+
+def deepspeed_command(plan: Plan, target: Target) -> Iterator[str]:
+    hardware, ids = require_way(plan).hardware, gpu_ids_of(plan, target)
+    listed = ",".join(map(str, ids))
+    hosts = hosts_for(target.hostfile, hardware.nodes, ids) if hardware.nodes > 1 else ()
+    if hosts and target.gpu_ids is None:
+        where = f"--hostfile hostfile --num_nodes {hardware.nodes} --num_gpus {hardware.gpus_per_node}"
+    elif hosts:
+        if target.hostfile is None:
+            yield f"# {text('launch.replace-both')}"
+        include = "@".join(f"{name}:{listed}" for name, _ in hosts)
+        where = f'--hostfile hostfile --include "{include}"'
+    elif obeys_visible(plan, target, "deepspeed"):
+        yield from _slots(plan)
+        where = '--include "localhost:$slots"'
+    else:
+        where = f'--include "localhost:{listed}"'
+    yield f"# {text('launch.ends-at-once')}"
+    yield "exec deepspeed \\"
+    yield f"  {where} \\"
+    yield f'  --master_port "${{MASTER_PORT:-{target.port}}}" --no_local_rank \\'
+    yield f'  {WORKER} "$@"'
+
+
+def _slots(plan: Plan) -> Iterator[str]:
+    """The first of `gpus` as DeepSpeed's slots, in `slots`."""
+    hardware = require_way(plan).hardware
+    yield f"# {text('launch.handed-on')}"
+    yield 'slots=""'
+    yield f'for gpu in "${{gpus[@]:0:{hardware.gpus_per_node}}}"; do'
+    yield '  [[ "$gpu" =~ ^[0-9]+$ && ",$slots," != *",$gpu,"* ]] ||'
+    yield f'    {{ echo "launch.sh: {text("launch.numbers-only")}" >&2; exit 2; }}'
+    yield '  slots="${slots:+$slots,}$gpu"'
+    yield "done"
+    if hardware.gpu.vendor in HIP:
+        yield "unset HIP_VISIBLE_DEVICES"
 
 
 DIALECT = Dialect(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tightfit.formats.deepspeed.versions import check_version, knows, newer_than_known, without_defaults
+from tightfit.formats.deepspeed.keys import check_version, knows, newer_than_known, without_defaults
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import clip, first_scale_power, learning_rate, require_way
 from tightfit.inputs.flags import LEVERS

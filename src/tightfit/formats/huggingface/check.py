@@ -6,12 +6,12 @@ the optimizer, in the scheduler, or never. Whether `1e-4` without quotes is text
 
 from __future__ import annotations
 
-from tightfit.formats.deepspeed.check import check_deepspeed, deepspeed_beside
-from tightfit.formats.deepspeed.check_values import offload_of, stage_of
-from tightfit.formats.deepspeed.versions import MOVED_DEFAULTS
-from tightfit.formats.huggingface.other_names import meant_by_arguments
-from tightfit.formats.huggingface.trl import TRL_ARGUMENTS, is_trls
-from tightfit.formats.huggingface.versions import EVALUATION_STRATEGY_GONE, OLDER_ARGUMENTS_GONE
+from collections.abc import Mapping
+from typing import Any
+
+from tightfit.formats.deepspeed.check import check_deepspeed, deepspeed_beside, offload_of, stage_of
+from tightfit.formats.deepspeed.keys import MOVED_DEFAULTS
+from tightfit.formats.rules import rules
 from tightfit.formats.sheet import Sheet
 from tightfit.inputs.spelling import as_number, find_slip, shown
 from tightfit.inputs.versions import release
@@ -245,3 +245,169 @@ def _check_optimizer(sheet: Sheet, deepspeed: Sheet) -> None:
     if deepspeed.block("scheduler") and sheet.has("lr_scheduler_type"):
         what = Message("huggingface.own-scheduler", file=file, value=deepspeed.get("scheduler.type"))
         sheet.say("pair-optim-ignored", "lr_scheduler_type", what, Message("huggingface.delete-scheduler", file=file))
+
+
+RULES = rules(
+    ("hf-unknown", "error", "a misspelt field of TrainingArguments: refused"),
+    ("hf-foreign", "warning", "a key that is no field of TrainingArguments (`lora_r`, `zero_stage`)"),
+)
+
+IN_ANY_TRAINER = rules(
+    ("hf-gone", "error", "a field that transformers no longer has (`evaluation_strategy`)"),
+    ("hf-number-text", "error", "a number as text: in quotes, or `1e-4` where YAML takes it for text"),
+    ("hf-not-whole", "error", "a fraction, or `1e3`, where a whole number belongs"),
+    ("hf-text-switch", "error", 'the text `"false"`, which counts as true'),
+    ("hf-two-precisions", "error", "fp16 and bf16 both on"),
+    ("hf-best-model", "error", "`load_best_model_at_end` with evaluation and saving out of step"),
+    ("pair-mismatch", "error", "a value that differs from the DeepSpeed file's: refused"),
+    ("pair-clipping", "error", "a `max_grad_norm` that never reaches DeepSpeed, whose own default counts"),
+    ("pair-optimizer", "error", "an `optim` that offloading replaces by Adam without a word"),
+    ("pair-optim-ignored", "warning", "an `optim` or scheduler that the DeepSpeed file overrules"),
+)
+"""Also for trainers that hand their keys on to TrainingArguments."""
+
+
+EVALUATION_STRATEGY_GONE = "4.46"
+"""transformers' release that no longer takes `evaluation_strategy`."""
+
+OLDER_ARGUMENTS_GONE = "5.22"
+"""A release of transformers that takes none of the older fields any more; some left earlier."""
+
+
+# --- ----------------------------------------------------------------------------------------------
+# What other trainers and scripts call the keys of LLaMA-Factory and TrainingArguments.
+#
+# Spelling does not find these: `lora_target_modules` looks like `optim_target_modules` and means `lora_target`. Only
+# names with one meaning are here. What two trainers use for two things is left to the nearest spelling.
+
+_SAME = {
+    "per_device_train_batch_size": "batch_size micro_batch_size train_batch_size train_micro_batch_size_per_gpu",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "gradient_accumulation_steps": "accumulation_steps grad_accum gradient_accumulation grad_accumulation_steps",
+    "num_train_epochs": "epochs num_epochs n_epochs",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_scheduler scheduler",
+    "optim": "optimizer optimizer_type",
+    "max_grad_norm": "gradient_clipping grad_clip clip_grad_norm",
+    "save_steps": "save_interval checkpoint_interval",
+    "logging_steps": "log_interval log_steps",
+    "eval_steps": "eval_interval",
+    "model_name_or_path": "base_model model model_name model_path model_id",
+    "lora_rank": "lora_r",
+    "lora_target": "lora_target_modules lora_targets target_modules lora_modules",
+    "cutoff_len": "max_seq_length max_seq_len seq_length sequence_len sequence_length model_max_length block_size",
+    "val_size": "val_set_size",
+    "dataset": "dataset_name data_path dataset_path train_file",
+    "template": "chat_template prompt_template",
+    "packing": "sample_packing",
+}
+"""The key of LLaMA-Factory, and what it is called elsewhere."""
+
+_WITH_VALUE = {
+    "load_in_4bit": "quantization_bit: 4",
+    "load_in_8bit": "quantization_bit: 8",
+    "use_lora": "finetuning_type: lora",
+    "use_peft": "finetuning_type: lora",
+    "use_flash_attention": "flash_attn: fa2",
+    "use_flash_attention_2": "flash_attn: fa2",
+    "attn_implementation": "flash_attn",
+}
+
+_ZERO = {
+    "deepspeed_stage": "stage",
+    "zero_stage": "stage",
+    "zero_optimization": "",
+    "cpu_offload": "offload_optimizer",
+    "offload_optimizer": "offload_optimizer",
+    "offload_optimizer_device": "offload_optimizer",
+    "offload_param": "offload_param",
+    "offload_param_device": "offload_param",
+}
+"""Keys about ZeRO → where they belong in the `zero_optimization` block of a DeepSpeed file."""
+
+_PEFT = {
+    "lora_r": Message("huggingface.peft-r"),
+    "lora_rank": Message("huggingface.peft-r"),
+    "lora_alpha": Message("huggingface.peft-alpha"),
+    "lora_dropout": Message("huggingface.peft-dropout"),
+    **dict.fromkeys([*_SAME["lora_target"].split(), "lora_target"], Message("huggingface.peft-targets")),
+    **dict.fromkeys([*_SAME["cutoff_len"].split(), "cutoff_len"], Message("huggingface.tokenizer-length")),
+    "load_in_4bit": Message("huggingface.load-4bit"),
+    "load_in_8bit": Message("huggingface.load-8bit"),
+    "attn_implementation": "attn_implementation of from_pretrained",
+    "use_flash_attention_2": 'attn_implementation="flash_attention_2" of from_pretrained',
+}
+"""Where a script around transformers' Trainer must put them."""
+
+_MEANT = {name: key for key, names in _SAME.items() for name in names.split()} | _WITH_VALUE
+
+
+def meant_by_llamafactory(key: str, value: object) -> Message | None:
+    """What to write for another trainer's name in a LLaMA-Factory file; None where the name is nobody's."""
+    return _in_deepspeed(key, value) or (Message("lint.write", what=_MEANT[key]) if key in _MEANT else None)
+
+
+def meant_by_arguments(key: str, value: object) -> tuple[Message, Message] | None:
+    """What a name is that TrainingArguments has not, and what to do about it; None where the name is nobody's."""
+    theirs = _MEANT.get(key)
+    if zero := _in_deepspeed(key, value):
+        return Message("huggingface.zero-elsewhere", key=key), zero
+    if theirs in TRAINING_ARGUMENTS:
+        what = Message("huggingface.no-field", key=key)
+        return what, Message("lint.write", what=theirs)
+    if theirs is None and key not in _PEFT:
+        return None
+    what = Message("huggingface.no-field", key=key)
+    if key not in _PEFT:
+        return what, Message("huggingface.delete-or-llamafactory", theirs=theirs)
+    return what, Message("huggingface.hand-on", to=_PEFT[key], theirs=theirs)
+
+
+def _in_deepspeed(key: str, value: object) -> Message | None:
+    if key not in _ZERO:
+        return None
+    inner = _ZERO[key]
+    if inner == "stage":
+        return Message("huggingface.write-stage", value=shown(value))
+    if not inner:
+        return Message("huggingface.move-into-json")
+    return Message("huggingface.write-offload", inner=inner)
+
+
+_TRLS_OWN = frozenset(
+    """dataset_name dataset_config dataset_train_split dataset_test_split dataset_mixer dataset_mixture dataset_splits
+    dataset_text_field dataset_kwargs use_peft lora_task_type lora_modules_to_save assistant_only_loss
+    completion_only_loss packing_strategy padding_free max_prompt_length max_completion_length num_generations
+    precompute_ref_log_probs steps_per_generation use_vllm model_init_kwargs chat_template_path""".split()
+)
+"""Keys that no script has by chance."""
+
+TRL_ARGUMENTS = _TRLS_OWN | frozenset(
+    """model_name_or_path model_revision trust_remote_code attn_implementation dtype torch_dtype load_in_4bit
+    load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant lora_r lora_alpha lora_dropout
+    lora_target_modules lora_target_parameters use_rslora use_dora datasets streaming dataset_streaming test_split_size
+    dataset_num_proc dataset_configs dataset_batch_size preprocessing_num_workers auto_insert_empty_system_msg
+    chat_template eos_token pad_token pad_to_multiple_of max_length max_seq_length packing eval_packing truncation_mode
+    activation_offloading shuffle_dataset loss_type loss_weights beta label_smoothing ld_alpha rpo_alpha
+    f_divergence_type f_alpha_divergence_coef reference_free disable_dropout use_logits_to_keep use_liger_loss
+    force_use_ref_model ref_model_init_kwargs ref_adapter_name model_adapter_name sync_ref_model ref_model_mixup_alpha
+    ref_model_sync_steps precompute_ref_batch_size base_model_attribute_name discopop_tau generate_during_eval
+    desirable_weight undesirable_weight simpo_gamma cpo_alpha alpha gamma is_encoder_decoder label_pad_token_id
+    padding_value center_rewards_coefficient reward_model_path reward_weights reward_funcs scale_rewards
+    generation_batch_size generation_kwargs num_generations_eval num_iterations epsilon epsilon_high delta
+    importance_sampling_level mask_truncated_completions top_entropy_quantile temperature top_p top_k min_p
+    repetition_penalty cache_implementation ds3_gather_for_generation log_completions num_completions_to_print
+    wandb_log_unique_prompts log_unique_prompts cast_lm_head_to_fp32 max_new_tokens missing_eos_penalty judge
+    vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_gpu_memory_utilization
+    vllm_tensor_parallel_size vllm_model_impl vllm_max_model_length vllm_enable_sleep_mode
+    vllm_importance_sampling_correction vllm_importance_sampling_cap vllm_guided_decoding_regex vllm_group_port
+    use_transformers_paged router_aux_loss_coef overwrite_output_dir hub_model_revision env ignore_bias_buffers
+    accelerate_config num_processes""".split()
+)
+"""Fields that TRL 0.24's and 1.16's classes, and the alignment handbook's scripts around them, have beside those of
+TrainingArguments."""
+
+
+def is_trls(values: Mapping[str, Any]) -> bool:
+    """Whether the file is for a script around TRL's parser."""
+    return bool(_TRLS_OWN & set(values)) and not {"finetuning_type", "cutoff_len", "template"} & set(values)

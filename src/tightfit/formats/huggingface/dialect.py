@@ -6,9 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from tightfit.formats.dialect import Dialect, PlanFile
-from tightfit.formats.huggingface.check import DEEPSPEED_AT, check_training_arguments
-from tightfit.formats.huggingface.rules import IN_ANY_TRAINER, RULES
-from tightfit.formats.huggingface.trl import is_trls
+from tightfit.formats.huggingface.check import DEEPSPEED_AT, IN_ANY_TRAINER, RULES, check_training_arguments, is_trls
 from tightfit.formats.huggingface.write import training_args_json, training_args_notes, transformers_wanted
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
 from tightfit.formats.target import Target

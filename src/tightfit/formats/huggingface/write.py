@@ -20,7 +20,7 @@ from typing import Any
 
 from tightfit.formats.accelerate.write import all_or_none, layer_class, loads_once
 from tightfit.formats.deepspeed.write import ADAM_BETAS, ADAM_EPS, pure_16bit
-from tightfit.formats.huggingface import liger
+from tightfit.formats.launch.environment import HIP
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import clip, epochs, learning_rate, logging_steps, require_way, save_steps
 from tightfit.inputs.versions import release
@@ -30,7 +30,7 @@ from tightfit.messages import Message, Said
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.trainers import LIGER_UNDER_THE_TRAINER
 from tightfit.priced import amounts
-from tightfit.types import Checkpointing, ConfigError, Levers, Mamba1, Mamba2, Optimizer
+from tightfit.types import Checkpointing, ConfigError, Hardware, Levers, Mamba1, Mamba2, Optimizer
 
 OLDEST, NEWEST = "4.40.0", "5.22.2"
 """The range whose sources were read."""
@@ -117,7 +117,7 @@ def _loss_notes(way: Way, version: str) -> list[Message]:
     if not fuses(way, version):
         return [Message("huggingface.no-liger-for-model", model_type=way.shape.model_type)]
     notes = [Message("huggingface.liger-instead")]
-    return notes + list(filter(None, [liger.unproven(way.hardware)]))
+    return notes + list(filter(None, [liger_unproven(way.hardware)]))
 
 
 def _offload_notes(way: Way) -> list[Message]:
@@ -309,3 +309,10 @@ def transformers_wanted(plan: Plan, target: Target) -> Said:
     if require_way(plan).hardware.gpu.vendor != "hygon" or release(asked)[:2] <= OLD_TORCH_LAST:
         return f"transformers {asked}"
     return Message("huggingface.wants-newer-torch", asked=asked, torch=DTK_TORCH)
+
+
+def liger_unproven(hardware: Hardware) -> Message | None:
+    """A sentence where Liger's kernels meet cards on which nobody here ran them; None: they did."""
+    if hardware.gpu.vendor not in HIP:
+        return None
+    return Message("huggingface.liger-unproven", name=hardware.gpu.name)

@@ -7,8 +7,7 @@ from collections.abc import Collection
 from tightfit.formats.dialect import Dialect, PlanFile
 from tightfit.formats.launch.environment import gpu_ids_of
 from tightfit.formats.launch.hostfile import hostfile_text, hosts_for
-from tightfit.formats.launch.script import launch_sh
-from tightfit.formats.launch.slurm import slurm_sbatch
+from tightfit.formats.launch.script import launch_sh, slurm_sbatch
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import require_way
 from tightfit.messages import Message, text

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tightfit.formats.dialect import Dialect, Launcher, PlanFile
-from tightfit.formats.huggingface.check import DEEPSPEED_AT
+from tightfit.formats.dialect import Dialect, Launcher, PlanFile, Variable
+from tightfit.formats.huggingface.check import DEEPSPEED_AT, IN_ANY_TRAINER
 from tightfit.formats.huggingface.dialect import known as known_arguments
-from tightfit.formats.huggingface.rules import IN_ANY_TRAINER
-from tightfit.formats.llamafactory.check import check_llamafactory
+from tightfit.formats.launch.environment import HIP
+from tightfit.formats.llamafactory.check import RULES, check_llamafactory
 from tightfit.formats.llamafactory.keys import KNOWN
-from tightfit.formats.llamafactory.launch import llamafactory_command, llamafactory_variables
-from tightfit.formats.llamafactory.rules import RULES
 from tightfit.formats.llamafactory.write import (
     dataset_info_json,
     llamafactory_notes,
@@ -24,9 +22,10 @@ from tightfit.formats.llamafactory.write import (
 from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
 from tightfit.formats.target import Target
 from tightfit.formats.under import check_fits_under
-from tightfit.formats.worker.write import deepspeed_file_of
+from tightfit.formats.worker.write import deepspeed_file_of, require_way
+from tightfit.inputs.versions import release
 from tightfit.job.known import KnownConfig, word
-from tightfit.messages import Message
+from tightfit.messages import Message, text
 from tightfit.planner.plan import Plan
 
 
@@ -61,6 +60,35 @@ def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
 
 def write_dataset_info(plan: Plan, target: Target, files: Collection[str]) -> str | None:
     return dataset_info_json(plan) if FILE in files and not names_its_data(plan, target) else None
+
+
+def llamafactory_command(plan: Plan, target: Target) -> Iterator[str]:
+    if require_way(plan).hardware.nodes > 1:
+        for name in ("NODE_RANK", "MASTER_ADDR"):
+            yield f'export {name}="${{{name}:?{text("launch.set-on-node")}}}"'
+    yield 'exec llamafactory-cli train llamafactory.yaml "$@"'
+
+
+def llamafactory_variables(plan: Plan, target: Target) -> tuple[Variable, ...]:
+    """It starts torchrun itself, and reads everything about it from variables."""
+    hardware = require_way(plan).hardware
+    rows = [
+        Variable(name="FORCE_TORCHRUN", value="1", reason=Message("launch.force-torchrun")),
+        Variable(
+            name="NPROC_PER_NODE",
+            value=str(hardware.gpus_per_node),
+            reason=Message("launch.nproc"),
+        ),
+        Variable(name="NNODES", value=str(hardware.nodes), reason=Message("launch.nnodes")),
+        Variable(
+            name="MASTER_PORT",
+            value=f'"${{MASTER_PORT:-{target.port}}}"',
+            reason=Message("launch.master-port"),
+        ),
+    ]
+    if hardware.gpu.vendor in HIP and release(target.llamafactory_version) >= (0, 9, 3):
+        rows.append(Variable(name="OPTIM_TORCH", value="0", reason=Message("launch.optim-torch")))
+    return tuple(rows)
 
 
 DIALECT = Dialect(

@@ -38,8 +38,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from tightfit.formats.huggingface import liger
-from tightfit.formats.huggingface.write import OPTIM, say_need
+from tightfit.formats.huggingface.write import OPTIM, liger_unproven, say_need
 from tightfit.formats.llamafactory.edit import keeps_data, scalar, write_edits
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import (
@@ -221,7 +220,7 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
         notes.append(Message("llamafactory.unsloth-gc"))
     if levers.loss == "fused":
         notes.append(Message("llamafactory.liger-loss"))
-        notes += filter(None, [liger.unproven(way.hardware)])
+        notes += filter(None, [liger_unproven(way.hardware)])
     notes += _adapter_notes(way)
     if _packs_apart(job):
         notes.append(Message("llamafactory.neat-packing"))

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from tightfit.formats.dialect import Dialect, Launcher
 from tightfit.formats.target import Target
-from tightfit.formats.worker.launch import WORKER, node_flag
-from tightfit.formats.worker.write import require_way
+from tightfit.formats.worker.write import WORKER, node_flag, require_way
 from tightfit.messages import text
 from tightfit.planner.plan import Plan
 

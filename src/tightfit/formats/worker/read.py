@@ -5,6 +5,7 @@ The one reader: whatever is no such file is one sentence. Light, since every ran
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,8 @@ def find_worker(plan: Path) -> dict[str, Any]:
         return read_worker(plan / WORKER_FILE)
     except ConfigError:
         return {}
+
+
+def is_workers(values: Mapping[str, Any]) -> bool:
+    """Whether this is the config that we write for our own worker."""
+    return {"schema", "levers", "buckets", "predicted"} <= set(values)

@@ -18,7 +18,7 @@ from tightfit.formats.worker.read import SCHEMA
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.job import Job, Saving
 from tightfit.job.file import timeout_s
-from tightfit.messages import Message
+from tightfit.messages import Message, text
 from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.planner.plan import Plan, Way
@@ -253,3 +253,11 @@ def without_data(job: Job) -> tuple[Message, ...]:
     """A plan needs no data, and a training is nothing without it."""
     named = job.data.path is not None or job.data.recipe is not None
     return () if named else (Message("planfile.random-tokens"),)
+
+
+WORKER = "--module tightfit.train worker.json"
+
+
+def node_flag(flag: str, variable: str) -> str:
+    """A flag whose value differs from node to node, or is known on the cluster only."""
+    return f'--{flag} "${{{variable}:?{text("launch.set-on-node")}}}"'

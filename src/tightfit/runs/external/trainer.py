@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Line, Verdict
-from tightfit.formats.settings import read_known_config
+from tightfit.formats.recognise import read_known_config
 from tightfit.inputs.surroundings import inherited
 from tightfit.job.known import KnownConfig, completed
 from tightfit.messages import Listing, Message, Said, bare, text
