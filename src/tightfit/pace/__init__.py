@@ -5,20 +5,16 @@ GPU computes, the host launches what the GPU will compute, and collectives move 
 as the slowest of them, and what runs beside the computation still costs it something. The
 optimizer's step waits for a norm in its middle, so there the host's time and the GPU's add up.
 
-`rates.py` holds every constant with its source, `work.py` what a layer computes, `passes.py` all layers together,
+`rates.py` holds every constant with its source, `work.py` what a layer computes, and all of them together,
 `engines.py` what each engine adds. `clock.py` has the times of many ways at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from tightfit.pace import engines
 from tightfit.pace.clock import Clock, KernelChoice
-from tightfit.pace.engines import PassTimes, Traffic
-from tightfit.pace.passes import passes_of
 from tightfit.pace.rates import assumptions, rates_of
+from tightfit.pace.work import passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace
 
 __all__ = ["Clock", "KernelChoice", "pace", "step_times"]
@@ -34,16 +30,46 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
     recomputing = shape.n_layers if again is None else again
     passes = passes_of(shape, levers, hardware.gpu, rates, recomputing=recomputing)
     traffic = engines.traffic(shape, levers, hardware, rehearsal=rehearsal)
-    causes = _Causes()
-    causes.forward(passes, traffic, levers.accumulation)
-    causes.backward(passes, traffic, levers.accumulation)
-    causes.step(engines.step(shape, levers, hardware, rates, rehearsal=rehearsal), traffic)
-    step_s = sum(causes.seconds.values())
+    step = engines.step(shape, levers, hardware, rates, rehearsal=rehearsal)
+    times, reductions = levers.accumulation, traffic.reductions(levers.accumulation)
+    gpu, host = passes.forward_gpu + traffic.copied, passes.host + traffic.host
+    gpu_back, host_back = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
+    collectives, host_link = traffic.waiting(max(gpu, host))
+    collectives_back, host_link_back = traffic.waiting_back(max(gpu_back, host_back), times)
+    # What the host takes longer than the GPU is launch overhead.
+    entries: list[tuple[Cause, float]] = [
+        ("arithmetic", times * passes.products),
+        ("memory traffic", times * (passes.traffic + traffic.copied)),
+        ("dequantisation", times * passes.unpacking),
+        ("launch overhead", times * (host - gpu)),
+        ("communication", times * collectives),
+        ("host link", times * host_link),
+        ("host link", times * traffic.kept_out),
+        ("arithmetic", times * passes.products_back),
+        ("memory traffic", times * (passes.traffic_back + traffic.copied_back)),
+        ("dequantisation", times * passes.unpacking_back),
+        ("recomputation", times * passes.recomputed),
+        ("launch overhead", times * (host_back - gpu_back)),
+        ("communication", collectives_back),
+        ("host link", host_link_back),
+        ("host link", times * traffic.kept_out + reductions * traffic.to_host),
+        ("communication", 0.0 if traffic.overlaps else reductions * traffic.reduced),
+        ("optimizer", step.gpu),
+        ("launch overhead", step.host),
+        ("host optimizer", step.host_optimizer),
+        ("host link", step.link),
+        ("communication", traffic.updated),
+    ]
+    causes: dict[Cause, float] = {}
+    for cause, seconds in entries:
+        if seconds > 0:
+            causes[cause] = causes.get(cause, 0.0) + seconds
+    step_s = sum(causes.values())
     tokens = levers.micro_batch * levers.accumulation * levers.sequence * hardware.world
     return Pace(
         step_s=step_s,
         tokens_per_s=tokens / step_s,
-        causes=causes.ordered(),
+        causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
         because=assumptions(hardware, levers),
     )
 
@@ -52,53 +78,3 @@ def step_times(shape: ModelShape, levers: Levers, hardware: Hardware) -> list[fl
     """`pace(...).step_s` for every depth of checkpointing: see `Clock`, which has it for many ways at once."""
     choice = KernelChoice(levers.attention, levers.scan, levers.buckets)
     return Clock(shape, levers, hardware).times(levers, choice)
-
-
-@dataclass(slots=True)
-class _Causes:
-    """The seconds of a step, put down cause by cause."""
-
-    seconds: dict[Cause, float] = field(default_factory=dict)
-
-    def add(self, cause: Cause, seconds: float) -> None:
-        if seconds > 0:
-            self.seconds[cause] = self.seconds.get(cause, 0.0) + seconds
-
-    def forward(self, passes: PassTimes, traffic: Traffic, times: int) -> None:
-        self.add("arithmetic", times * passes.products)
-        self.add("memory traffic", times * (passes.traffic + traffic.copied))
-        self.add("dequantisation", times * passes.unpacking)
-        busy = self._busy(times, passes.forward_gpu + traffic.copied, passes.host + traffic.host)
-        collectives, host_link = traffic.waiting(busy)
-        self._waited(times * collectives, times * host_link)
-        self.add("host link", times * traffic.kept_out)
-
-    def backward(self, passes: PassTimes, traffic: Traffic, times: int) -> None:
-        self.add("arithmetic", times * passes.products_back)
-        self.add("memory traffic", times * (passes.traffic_back + traffic.copied_back))
-        self.add("dequantisation", times * passes.unpacking_back)
-        self.add("recomputation", times * passes.recomputed)
-        busy = self._busy(times, passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back)
-        self._waited(*traffic.waiting_back(busy, times))
-        self.add("host link", times * traffic.kept_out + traffic.reductions(times) * traffic.to_host)
-        if not traffic.overlaps:
-            self.add("communication", traffic.reductions(times) * traffic.reduced)
-
-    def _busy(self, times: int, gpu: float, host: float) -> float:
-        """What the host takes longer than the GPU is launch overhead."""
-        self.add("launch overhead", times * (host - gpu))
-        return max(gpu, host)
-
-    def _waited(self, collectives: float, host_link: float) -> None:
-        self.add("communication", collectives)
-        self.add("host link", host_link)
-
-    def step(self, step: engines.StepTime, traffic: Traffic) -> None:
-        self.add("optimizer", step.gpu)
-        self.add("launch overhead", step.host)
-        self.add("host optimizer", step.host_optimizer)
-        self.add("host link", step.link)
-        self.add("communication", traffic.updated)
-
-    def ordered(self) -> Mapping[Cause, float]:
-        return dict(sorted(self.seconds.items(), key=lambda item: -item[1]))

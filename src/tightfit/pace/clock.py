@@ -14,9 +14,8 @@ from typing import NamedTuple
 from tightfit.memory.activations import setting_of
 from tightfit.pace import engines
 from tightfit.pace.engines import PassTimes, Traffic
-from tightfit.pace.passes import frozen_of, passes_of
 from tightfit.pace.rates import CHECKPOINTED_LAYER_S, rates_of
-from tightfit.pace.work import layer_time, least_products_s
+from tightfit.pace.work import frozen_of, layer_time, least_products_s, passes_of
 from tightfit.types import AttentionKernel, Buckets, Checkpointing, Hardware, Levers, ModelShape, Scan
 
 Computed = tuple[int, str, str, str]

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import activations
 from tightfit.memory.optimizers import state_bytes
-from tightfit.memory.weights import Weights
 from tightfit.pace import rates as constants
 from tightfit.pace.rates import Rates, host_link_of
 from tightfit.types import Hardware, Levers, ModelShape
@@ -149,96 +148,60 @@ def hooks(levers: Levers, modules: int) -> float:
     return modules * constants.MODULE_HOOKS_S if levers.stage == 3 else 0.0
 
 
-def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool) -> Traffic:
-    weights = weights_of.of(shape, levers)
-    world = hardware.world
-    sharded = levers.shards_parameters
-    link = _Links(hardware, rehearsal)
-    gathers = _gathers(shape, levers) if sharded else 0
-    whole = weights.bytes if sharded else 0
-    gathered = link.ring(whole, world) + link.latency(gathers)
-    gradients = weights.trainable_numel * (FP32 if levers.is_fsdp2 else weights.trainable_width)
-    rounds = 1 if sharded else 2
-    reduced = rounds * (link.ring(gradients, world) + link.latency(_buckets(levers, weights)))
-    updated = 0.0
-    if levers.engine in ("zero1", "zero2"):
-        updated = link.ring(weights.trainable_numel * weights.trainable_width, world)
-    copied, copied_back = _copies(levers, weights, hardware)
-    fetched = whole // world if levers.offload_param != "none" else 0
-    from_host = link.host(fetched) + (link.nvme(fetched) if levers.offload_param == "nvme" else 0.0)
-    host = _bookkeeping(levers, gathers)
-    return Traffic(
-        gathered=gathered,
-        gathered_back=gathered,
-        reduced=reduced,
-        overlaps=_overlaps(levers),
-        copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
-        each_time=levers.shards_parameters or levers.stage == 2,
-        updated=updated,
-        copied=copied,
-        copied_back=copied_back,
-        from_host=from_host,
-        from_host_back=from_host,
-        to_host=_gradients_out(levers, weights, world, link),
-        kept_out=link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0,
-        host=host,
-        host_back=host * (1 + _recomputed_share(shape, levers)),
-    )
-
-
-def _overlaps(levers: Levers) -> bool:
-    """`overlap_comm` is ZeRO's: the unsharded engine reduces after the backward pass, FSDP2 always within it."""
-    if levers.stage in (None, 0):
-        return levers.is_fsdp2
-    return levers.stage == 3 if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm
-
-
-def _recomputed_share(shape: ModelShape, levers: Levers) -> float:
-    again = levers.checkpointing.layers
-    return 1.0 if again is None else again / shape.n_layers
-
-
-def _gradients_out(levers: Levers, weights: Weights, world: int, link: _Links) -> float:
-    """Each rank's share of the gradients on its way to the host, in fp32."""
-    if levers.offload_optimizer == "none":
-        return 0.0
-    own = -(-len(weights.trainable) // world) if levers.engine in ("zero1", "zero2") else len(weights.trainable)
-    copies = own * constants.OFFLOADED_GRADIENT_S[levers.engine]
-    return link.host(FP32 * weights.trainable_numel // world) + copies
-
-
-def _copies(levers: Levers, weights: Weights, hardware: Hardware) -> tuple[float, float]:
-    """FSDP2 lays every group out for its collectives and back; ZeRO copies gradients into buckets."""
-    rates = constants.rates_of(hardware.gpu, levers.precision)
-    trained = weights.trainable_numel * weights.trainable_width
-    if levers.is_fsdp2:
-        return 2 * weights.bytes / rates.traffic, (2 * weights.bytes + 3 * trained) / rates.traffic
-    return 0.0, 2 * trained / rates.traffic
-
-
-def _bookkeeping(levers: Levers, gathers: int) -> float:
-    """Host seconds of one pass over all that is sharded; a recomputation is one more."""
-    if levers.is_fsdp2:
-        return gathers * constants.SHARD_GROUP_S
-    fetch = constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0
-    return gathers * (constants.GATHER_S + fetch)
-
-
 @lru_cache(maxsize=1024)
 def _count_tensors_to_gather(shape: ModelShape, threshold: int) -> int:
     return sum(1 for tensor in shape.tensors if tensor.numel > threshold)
 
 
-def _gathers(shape: ModelShape, levers: Levers) -> int:
-    """Collectives of one pass: a parameter each in ZeRO-3, a layer each in FSDP2."""
+def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool) -> Traffic:
+    weights = weights_of.of(shape, levers)
+    world, trained = hardware.world, weights.trainable_numel * weights.trainable_width
+    sharded = levers.shards_parameters
+    link = _Links(hardware, rehearsal)
+    traffic_rate = constants.rates_of(hardware.gpu, levers.precision).traffic
+    # Collectives of one pass, and host seconds of each: a parameter each in ZeRO-3, a layer each in FSDP2, which lays
+    # every group out for its collectives and back, where ZeRO copies gradients into buckets.
+    gathers, copied, copied_back = 0, 0.0, 2 * trained / traffic_rate
+    gather_s = constants.GATHER_S + (constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0)
     if levers.is_fsdp2:
-        return shape.n_layers + (0 if shape.tied else 2)
-    return _count_tensors_to_gather(shape, levers.buckets.persistence_threshold)
-
-
-def _buckets(levers: Levers, weights: Weights) -> int:
-    """Collectives of one reduction."""
-    return max(1, -(-weights.trainable_numel // levers.buckets.reduce_bucket))
+        gathers, gather_s = shape.n_layers + (0 if shape.tied else 2), constants.SHARD_GROUP_S
+        copied, copied_back = 2 * weights.bytes / traffic_rate, (2 * weights.bytes + 3 * trained) / traffic_rate
+    elif sharded:
+        gathers = _count_tensors_to_gather(shape, levers.buckets.persistence_threshold)
+    whole = weights.bytes if sharded else 0
+    gathered = link.ring(whole, world) + link.latency(gathers)
+    gradients = weights.trainable_numel * (FP32 if levers.is_fsdp2 else weights.trainable_width)
+    buckets = max(1, -(-weights.trainable_numel // levers.buckets.reduce_bucket))
+    # `overlap_comm` is ZeRO's: the unsharded engine reduces after the backward pass, FSDP2 always within it.
+    overlaps = levers.is_fsdp2
+    if levers.stage not in (None, 0):
+        overlaps = levers.stage == 3 if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm
+    fetched = whole // world if levers.offload_param != "none" else 0
+    from_host = link.host(fetched) + (link.nvme(fetched) if levers.offload_param == "nvme" else 0.0)
+    to_host = 0.0
+    if levers.offload_optimizer != "none":
+        # Each rank's share of the gradients, in fp32.
+        own = -(-len(weights.trainable) // world) if levers.engine in ("zero1", "zero2") else len(weights.trainable)
+        copies = own * constants.OFFLOADED_GRADIENT_S[levers.engine]
+        to_host = link.host(FP32 * weights.trainable_numel // world) + copies
+    host, again = gathers * gather_s, levers.checkpointing.layers
+    return Traffic(
+        gathered=gathered,
+        gathered_back=gathered,
+        reduced=(1 if sharded else 2) * (link.ring(gradients, world) + link.latency(buckets)),
+        overlaps=overlaps,
+        copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
+        each_time=levers.shards_parameters or levers.stage == 2,
+        updated=link.ring(trained, world) if levers.engine in ("zero1", "zero2") else 0.0,
+        copied=copied,
+        copied_back=copied_back,
+        from_host=from_host,
+        from_host_back=from_host,
+        to_host=to_host,
+        kept_out=link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0,
+        host=host,
+        host_back=host * (1 + (1.0 if again is None else again / shape.n_layers)),  # a recomputation is one more
+    )
 
 
 class _Links:
@@ -276,14 +239,15 @@ def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *,
     link = _Links(hardware, rehearsal)
     world = hardware.world if levers.engine != "zero0" else 1
     numel = -(-weights.trainable_numel // world)
-    tensors = len(weights.trainable)
+    launches = len(weights.trainable) * constants.STEP_PARAMETER_S[levers.engine]
     if levers.offload_optimizer == "none":
-        launches = tensors * constants.STEP_PARAMETER_S[levers.engine]
         if levers.optimizer == "adafactor":
             launches *= 4  # written in Python, several kernels a tensor
-        return StepTime(numel * _step_bytes(levers) / rates.traffic, launches, 0.0, 0.0)
+        # 8-bit states are a quarter; without master weights there is nothing to cast.
+        saved = {"adamw8bit": 12, "paged_adamw8bit": 12, "sgd": 16, "adafactor": 8}.get(levers.optimizer, 0)
+        moved = STEP_BYTES - saved - (0 if levers.master_weights else 12)
+        return StepTime(numel * moved / rates.traffic, launches, 0.0, 0.0)
     ranks = 1 if rehearsal else hardware.gpus_per_node
-    launches = tensors * constants.STEP_PARAMETER_S[levers.engine]
     seconds = numel * ranks / constants.HOST_ADAM_PARAMETERS_PER_S
     seconds += numel * ranks * constants.HOST_STEP_BYTES / constants.HOST_COPY_BYTES_PER_S
     if levers.is_fsdp2:
@@ -295,9 +259,3 @@ def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *,
         states = (state_bytes(levers.optimizer, numel, FP32, flat=True) + FP32 * numel) * ranks
         linked += states / constants.NVME_READ_BYTES_PER_S + states / constants.NVME_WRITE_BYTES_PER_S
     return StepTime(0.0, launches, seconds, linked)
-
-
-def _step_bytes(levers: Levers) -> int:
-    """8-bit states are a quarter; without master weights there is nothing to cast."""
-    saved = {"adamw8bit": 12, "paged_adamw8bit": 12, "sgd": 16, "adafactor": 8}.get(levers.optimizer, 0)
-    return STEP_BYTES - saved - (0 if levers.master_weights else 12)

@@ -133,7 +133,13 @@ class Rates(NamedTuple):
 @lru_cache(maxsize=256)
 def rates_of(gpu: Gpu, precision: Precision) -> Rates:
     bandwidth = gpu.memory_bytes_per_s or UNKNOWN_BANDWIDTH
-    peak = _peak(gpu, precision)
+    peak = half = gpu.bf16_flops or gpu.fp16_flops or UNKNOWN_FLOPS
+    if precision == "fp32":
+        peak = half / FP32_SHARE.get(gpu.arch or "", FP32_ELSEWHERE)
+    elif precision == "fp16":
+        peak = gpu.fp16_flops or half
+    elif gpu.bf16_flops is None and gpu.fp16_flops is not None:
+        peak = half / 8  # no bf16 of its own: computed on the fp32 units of a card before Ampere
     return Rates(
         products=peak * PRODUCT_SHARE,
         attention=peak * ATTENTION_SHARE,
@@ -143,34 +149,19 @@ def rates_of(gpu: Gpu, precision: Precision) -> Rates:
     )
 
 
-def _peak(gpu: Gpu, precision: Precision) -> float:
-    half = gpu.bf16_flops or gpu.fp16_flops or UNKNOWN_FLOPS
-    slower = FP32_SHARE.get(gpu.arch or "", FP32_ELSEWHERE)
-    if precision == "fp32":
-        return half / slower
-    if precision == "fp16":
-        return gpu.fp16_flops or half
-    if gpu.bf16_flops is None and gpu.fp16_flops is not None:
-        return half / 8  # no bf16 of its own: computed on the fp32 units of a card before Ampere
-    return half
-
-
 @lru_cache(maxsize=256)
 def host_link_of(gpu: Gpu) -> float:
     """Bytes/s between the card and host memory, one direction: PCIe, of the card's generation."""
-    if gpu.link in HOST_LINKS:
-        return HOST_LINKS[gpu.link] * HOST_LINK_SHARE
-    return HOST_LINKS[_generation(gpu.arch or "")] * HOST_LINK_SHARE
-
-
-def _generation(arch: str) -> str:
-    """PCIe's, of a card whose link to other cards is another one; where the maker's word tells nothing, the fourth."""
-    if arch in ("gfx942", "gfx950"):
-        return "pcie5"
+    link, arch = gpu.link, gpu.arch or ""
     number = arch.removeprefix("sm_").rstrip("a")
-    if not number.isdigit():
-        return "pcie4"
-    return "pcie3" if int(number) < 80 else "pcie4" if int(number) < 90 else "pcie5"
+    if link not in HOST_LINKS:
+        # The card's link to other cards is another one; where the maker's word tells nothing, the fourth generation.
+        link = "pcie5" if arch in ("gfx942", "gfx950") else "pcie4"
+        if number.isdigit() and int(number) < 80:
+            link = "pcie3"
+        elif number.isdigit() and int(number) >= 90:
+            link = "pcie5"
+    return HOST_LINKS[link] * HOST_LINK_SHARE
 
 
 def assumptions(hardware: Hardware, levers: Levers) -> tuple[Message, ...]:

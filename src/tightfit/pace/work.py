@@ -1,4 +1,4 @@
-"""What one layer, and the head with its loss, take on the GPU and on the host that launches them.
+"""What one layer, the head with its loss, and all of them together take on the GPU and on the host that launches them.
 
 The layer's tape, which the memory model reads for what is held, is read here for what is moved: an operation
 that is no matrix product takes as long as its tensors take to pass through the card's memory. Products take
@@ -11,15 +11,18 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.memory.activations import setting_of
 from tightfit.memory.attention import kernel_of
 from tightfit.memory.layers import layer_tape
 from tightfit.memory.loss import fused_chunk_tokens
 from tightfit.memory.operations import FP32, Setting
 from tightfit.memory.tape import Op
 from tightfit.memory.weights import is_linear
+from tightfit.pace import engines
 from tightfit.pace import rates as constants
+from tightfit.pace.engines import PassTimes
 from tightfit.pace.rates import Rates
-from tightfit.types import Attention, Block, Mamba1, Mamba2, ModelShape, Moe, Traced
+from tightfit.types import Attention, Block, Gpu, Levers, Mamba1, ModelShape, Moe, Traced
 
 MODULES_WITHOUT_WEIGHTS = 4
 """The layer itself, its mixer, its MLP and the activation."""
@@ -47,17 +50,34 @@ class LayerTime(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def layer_time(block: Block, hidden: int, setting: Setting, rates: Rates) -> LayerTime:
+    forward, back = _products(block, setting, rates)
+    linears = [tensor for tensor in block.tensors if is_linear(tensor)]
+    if isinstance(block.mixer, Mamba1):
+        modules = 5  # one fused call: of the mixer's own modules only the input projection is called
+    else:
+        adapted = sum(1 for tensor in linears if setting.adapts(tensor.name.rpartition(".")[0]))
+        owners = {tensor.name.rpartition(".")[0] for tensor in block.tensors}
+        modules = len(owners) + MODULES_WITHOUT_WEIGHTS + MODULES_OF_AN_ADAPTER * adapted
     if isinstance(block.mixer, Traced):
-        return _time_of_trace(block, block.mixer, setting, rates)
+        # An unknown layer: its matrices are known, its bytes were seen, its operations are taken to be usual.
+        usual = 40 * constants.OPERATION_S
+        return LayerTime(
+            products=forward,
+            traffic=2 * setting.tokens * block.mixer.forward_bytes_per_token / rates.traffic,
+            products_back=back,
+            traffic_back=2 * setting.tokens * block.mixer.backward_bytes_per_token / rates.traffic,
+            unpacking=0.0,
+            host=usual,
+            host_back=usual * BACKWARD_OPERATIONS,
+            modules=modules,
+        )
     tape, _, _ = layer_tape(block, hidden, setting, True)
     real = [op for op in tape.ops if any([slot.storage is slot for slot in op.outputs])]
     plain = [op for op in real if not op.product]
-    forward, back = _products(block, setting, rates)
     attention, attention_back = _attention(block, setting, rates)
     scan, scan_back, scan_host = _scan(block, setting)
-    packed = sum([t.numel for t in block.tensors if is_linear(t)]) if setting.quantised else 0
-    linears = len([t for t in block.tensors if is_linear(t)])
-    launches = len(real) * constants.OPERATION_S + (linears * constants.PACKED_LINEAR_S if packed else 0)
+    packed = sum([tensor.numel for tensor in linears]) if setting.quantised else 0
+    launches = len(real) * constants.OPERATION_S + (len(linears) * constants.PACKED_LINEAR_S if packed else 0)
     return LayerTime(
         products=forward + attention,
         traffic=sum([_bytes(op) for op in plain]) / rates.traffic + scan,
@@ -66,7 +86,7 @@ def layer_time(block: Block, hidden: int, setting: Setting, rates: Rates) -> Lay
         unpacking=packed * setting.width / rates.unpacking,
         host=launches + scan_host,
         host_back=launches * BACKWARD_OPERATIONS + scan_host,
-        modules=_modules(block, setting),
+        modules=modules,
     )
 
 
@@ -98,7 +118,14 @@ def _products(block: Block, setting: Setting, rates: Rates) -> tuple[float, floa
                 forward += down + up
                 back += 2 * (down + up)
     if isinstance(block.mlp, Moe):
-        once = _experts(block, block.mlp, setting, rates)
+        # Two grouped products. Every expert's weights are read, however few tokens it gets.
+        once = 0.0
+        for tensor in block.tensors:
+            if len(tensor.shape) == 3 and tensor.name.startswith("mlp."):
+                _, out_features, in_features = tensor.shape
+                flops = 2 * setting.tokens * block.mlp.top_k * out_features * in_features
+                arithmetic = flops / rates.products / constants.GROUPED_SHARE
+                once += max(arithmetic, tensor.numel * setting.width / rates.traffic) + constants.KERNEL_S
         forward += once
         back += once * (2 if setting.trains_base else 1)
     return forward, back
@@ -118,20 +145,6 @@ def _product(tokens: int, out_features: int, in_features: int, width: int, rates
     arithmetic = 2 * tokens * out_features * in_features / rates.products
     moved = width * (tokens * (out_features + in_features) + out_features * in_features) / rates.traffic
     return max(arithmetic, moved) + constants.KERNEL_S
-
-
-def _experts(block: Block, moe: Moe, setting: Setting, rates: Rates) -> float:
-    """Two grouped products. Every expert's weights are read, however few tokens it gets."""
-    stacked = [t for t in block.tensors if len(t.shape) == 3 and t.name.startswith("mlp.")]
-    seconds = 0.0
-    for tensor in stacked:
-        _, out_features, in_features = tensor.shape
-        rows = setting.tokens * moe.top_k
-        arithmetic = 2 * rows * out_features * in_features / rates.products
-        seconds += (
-            max(arithmetic / constants.GROUPED_SHARE, tensor.numel * setting.width / rates.traffic) + constants.KERNEL_S
-        )
-    return seconds
 
 
 def _attention(block: Block, setting: Setting, rates: Rates) -> tuple[float, float]:
@@ -157,40 +170,14 @@ def _attention(block: Block, setting: Setting, rates: Rates) -> tuple[float, flo
 def _scan(block: Block, setting: Setting) -> tuple[float, float, float]:
     """Seconds of the scan forward and backward on the GPU, and of each on the host."""
     mixer = block.mixer
-    if not isinstance(mixer, Mamba1 | Mamba2):
-        return 0.0, 0.0, 0.0
-    if setting.scan == "torch" and isinstance(mixer, Mamba1):
+    if not isinstance(mixer, Mamba1):
+        return 0.0, 0.0, 0.0  # Mamba-2's is matrix products of chunks: their traffic is on the tape
+    if setting.scan == "torch":
         return 0.0, 0.0, setting.sequence * constants.TORCH_SCAN_S_PER_TOKEN
-    if isinstance(mixer, Mamba2):
-        return 0.0, 0.0, 0.0  # matrix products of chunks: their traffic is on the tape
     steps = setting.tokens * mixer.inner * mixer.state
     launches = constants.SCAN_OPERATIONS * constants.OPERATION_S
     forward, back = constants.SCAN_STEPS_PER_S[setting.scan], constants.SCAN_STEPS_BACK_PER_S[setting.scan]
     return steps / forward, steps / back, launches
-
-
-def _modules(block: Block, setting: Setting) -> int:
-    owners = {tensor.name.rpartition(".")[0] for tensor in block.tensors}
-    if isinstance(block.mixer, Mamba1):
-        return 5  # one fused call: of the mixer's own modules only the input projection is called
-    adapted = [t for t in block.tensors if is_linear(t) and setting.adapts(t.name.rpartition(".")[0])]
-    return len(owners) + MODULES_WITHOUT_WEIGHTS + MODULES_OF_AN_ADAPTER * len(adapted)
-
-
-def _time_of_trace(block: Block, mixer: Traced, setting: Setting, rates: Rates) -> LayerTime:
-    """An unknown layer: its matrices are known, its bytes were seen, its operations are taken to be usual."""
-    forward, back = _products(block, setting, rates)
-    usual = 40 * constants.OPERATION_S
-    return LayerTime(
-        products=forward,
-        traffic=2 * setting.tokens * mixer.forward_bytes_per_token / rates.traffic,
-        products_back=back,
-        traffic_back=2 * setting.tokens * mixer.backward_bytes_per_token / rates.traffic,
-        unpacking=0.0,
-        host=usual,
-        host_back=usual * BACKWARD_OPERATIONS,
-        modules=_modules(block, setting),
-    )
 
 
 class HeadTime(NamedTuple):
@@ -224,3 +211,62 @@ def head_time(shape: ModelShape, setting: Setting, rates: Rates, fused: bool, tr
         moved = (forward + back / 2 + added) / rates.traffic
         return HeadTime(once + products_back, moved, 0.0, embedding / rates.traffic, launches)
     return HeadTime(once, forward / rates.traffic, products_back, (back + embedding) / rates.traffic, launches)
+
+
+# --- all layers and the head together: the seconds of one micro batch ---------------------------
+
+
+def passes_of(shape: ModelShape, levers: Levers, gpu: Gpu, rates: Rates, *, recomputing: int) -> PassTimes:
+    """With the engine's hooks; `recomputing`: the lowest so many layers run twice."""
+    plain, modules, modules_back = _plain(
+        shape, setting_of(levers, gpu), rates, recomputing, frozen_of(levers), levers.loss == "fused"
+    )
+    return plain._replace(
+        host=plain.host + engines.hooks(levers, modules),
+        host_back=plain.host_back + engines.hooks(levers, modules_back),
+    )
+
+
+def frozen_of(levers: Levers) -> int:
+    """Layers without a backward pass."""
+    return levers.frozen_layers if levers.method == "full" else 0
+
+
+@lru_cache(maxsize=1024)
+def _plain(
+    shape: ModelShape, setting: Setting, rates: Rates, recomputing: int, frozen: int, fused: bool
+) -> tuple[PassTimes, int, int]:
+    """Without hooks, so that all engines share it; and the modules that are called in each pass."""
+    head = head_time(shape, setting, rates, fused, setting.trains_head(tied=shape.tied))
+    products, traffic, products_back, traffic_back, host = head
+    unpacking = unpacking_back = again_s = 0.0
+    host_back = constants.HEAD_OPERATIONS * constants.OPERATION_S
+    modules = modules_back = 3
+    for kind, block in enumerate(shape.blocks):
+        # How many layers of this kind there are, how many run twice, how many have a backward pass.
+        count, anew = shape.pattern.count(kind), shape.pattern[frozen:recomputing].count(kind)
+        back = shape.pattern[frozen:].count(kind)
+        layer = layer_time(block, shape.hidden_size, setting, rates)
+        products += count * layer.products
+        traffic += count * layer.traffic
+        unpacking += count * layer.unpacking
+        host += count * layer.host
+        products_back += back * layer.products_back
+        traffic_back += back * layer.traffic_back
+        unpacking_back += back * layer.unpacking
+        again_s += anew * (layer.products + layer.traffic + layer.unpacking)
+        host_back += back * layer.host_back + anew * (layer.host + constants.CHECKPOINTED_LAYER_S)
+        modules += count * layer.modules
+        modules_back += (back + anew) * layer.modules
+    passes = PassTimes(
+        products=products,
+        traffic=traffic,
+        unpacking=unpacking,
+        host=host,
+        products_back=products_back,
+        traffic_back=traffic_back,
+        unpacking_back=unpacking_back,
+        recomputed=again_s,
+        host_back=host_back,
+    )
+    return passes, modules, modules_back
