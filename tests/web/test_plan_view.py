@@ -23,9 +23,8 @@ from visits import HTML, client
 
 from tightfit.cli import main
 from tightfit.model.presets import PRESETS
-from tightfit.web.plan_answer import answer_to
+from tightfit.web.plan_answer import answer_to, guessed
 from tightfit.web.plan_drawing import draw
-from tightfit.web.plan_guess import guessed
 from tightfit.web.plan_question import read_address
 from tightfit.web.plan_view import STATIC
 from tightfit.web.words import words

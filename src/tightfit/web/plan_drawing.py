@@ -25,107 +25,56 @@ ADVICE = {
 """The messages that the page shows as what would make it fit."""
 
 Words = Mapping[str, Any]
+Drawn = dict[str, Any]
+"""What a template shows, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseTable:
-    """Bytes by component and phase."""
-
-    phases: tuple[str, ...]
-    peak: int
-    """The phase that decides."""
-    rows: tuple[tuple[str, tuple[int, ...]], ...]
-    totals: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnWay:
-    ident: str
-    name: Sentence
-    is_chosen: bool
-    fits: bool
-    levers: tuple[tuple[str, str], ...]
-    """Name in the words, and value."""
-    gpu: Markup
-    host: Markup
-    needs: str
-    card: str
-    host_needs: str
-    host_has: str | None
-    """None: the RAM is not known."""
-    nvme_needs: str | None
-    tokens_per_s: float
-    step_s: float
-    hours: float | None
-    lacks: Sentence | None
-    places: tuple[str, ...]
-    """Where it does not fit: GPU, RAM, NVMe."""
-    gpu_table: PhaseTable
-    host_table: PhaseTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnRemedy:
-    allowance: str
-    cost: Sentence
-    effect: Sentence
-    way: Sentence
-    tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnPlan:
-    """All that the answer's template shows."""
-
-    fits: bool
-    is_changed: bool
-    model: str
-    parameters: str
-    hardware: str
-    gpus: int
-    used: int
-    batch: int
-    sequence: int
-    considered: int
-    ways: tuple[DrawnWay, ...]
-    legend: tuple[tuple[str, Markup], ...]
-    because: tuple[Sentence, ...]
-    changes: tuple[Sentence, ...]
-    remedies: tuple[DrawnRemedy, ...]
-    gpus_needed: int | None
-    is_advised: bool
-    unproven: tuple[Sentence, ...]
-    notes: tuple[Sentence, ...]
-
-
-def draw(answer: Answered, words: Words, language: Language, *, advice: bool) -> DrawnPlan:
-    """`advice`: whether it was asked for what would make it fit."""
+def draw(answer: Answered, words: Words, language: Language, *, advice: bool) -> Drawn:
+    """All that the answer's template shows. `advice`: whether it was asked for what would make it fit."""
     plan, ways = answer.plan, answer.ways
     first = ways[0] if ways else None
     shape = first.shape if first else plan.shape
     pen = _Pen(plan, words, language)
     bars = [pen.bars(way, is_first=way is first) for way in ways]
-    return DrawnPlan(
-        fits=plan.fits,
-        is_changed=bool(plan.chosen and plan.chosen.changes),
-        model=shape.name,
-        parameters=billions(shape.parameters),
-        hardware=sentence_in(language, plan.hardware.gpu.name).text,
-        gpus=plan.hardware.world,
-        used=first.world if first else plan.hardware.world,
-        batch=plan.effective_batch,
-        sequence=first.levers.sequence if first else plan.job.sequence,
-        considered=plan.considered,
-        ways=pen.ways(ways, bars),
-        legend=_legend(bars),
-        because=pen.said(reason_lines(plan)),
-        changes=pen.said(plan.chosen.changes if plan.chosen else ()),
-        remedies=pen.remedies(),
-        gpus_needed=plan.gpus_needed,
-        is_advised=advice,
-        unproven=pen.said(plan.unproven),
-        notes=pen.said(shape.notes),
-    )
+    sides = list(zip(*bars, strict=True)) or [(), ()]
+    scales = [scale_of(side) for side in sides]  # all ways to the same two
+    legend = {  # only what can be seen: a part of less than a pixel needs no name
+        part.kind: part.label
+        for side, scale in zip(sides, scales, strict=True)
+        for bar in side
+        for part in bar.parts
+        if part.size_bytes > scale / 500
+    }
+    return {
+        "fits": plan.fits,
+        "is_changed": bool(plan.chosen and plan.chosen.changes),
+        "model": shape.name,
+        "parameters": billions(shape.parameters),
+        "hardware": sentence_in(language, plan.hardware.gpu.name).text,
+        "gpus": plan.hardware.world,
+        "used": first.world if first else plan.hardware.world,
+        "batch": plan.effective_batch,
+        "sequence": first.levers.sequence if first else plan.job.sequence,
+        "considered": plan.considered,
+        "ways": [pen.way(way, f"way{number}", bars[number], scales) for number, way in enumerate(ways)],
+        "legend": [(label, Markup(key_svg(kind, "key"))) for kind, label in legend.items()],  # noqa: S704 (ours)
+        "because": pen.said(reason_lines(plan)),
+        "changes": pen.said(plan.chosen.changes if plan.chosen else ()),
+        "remedies": [
+            {
+                "allowance": each.allowance,
+                "cost": sentence_in(language, each.cost),
+                "effect": sentence_in(language, each.effect),
+                "way": sentence_in(language, strategy_name(each.way.levers)),
+                "tokens_per_s": each.way.pace.tokens_per_s,
+            }
+            for each in plan.remedies
+        ],
+        "gpus_needed": plan.gpus_needed,
+        "is_advised": advice,
+        "unproven": pen.said(plan.unproven),
+        "notes": pen.said(shape.notes),
+    }
 
 
 def reason_lines(plan: Plan) -> list[Said]:
@@ -146,62 +95,47 @@ class _Pen:
     words: Words
     language: Language
 
-    def said(self, sentences: Sequence[Said]) -> tuple[Sentence, ...]:
-        return tuple(sentence_in(self.language, each) for each in sentences)
+    def said(self, sentences: Sequence[Said]) -> list[Sentence]:
+        return [sentence_in(self.language, each) for each in sentences]
 
-    def remedies(self) -> tuple[DrawnRemedy, ...]:
-        return tuple(
-            DrawnRemedy(
-                allowance=each.allowance,
-                cost=sentence_in(self.language, each.cost),
-                effect=sentence_in(self.language, each.effect),
-                way=sentence_in(self.language, strategy_name(each.way.levers)),
-                tokens_per_s=each.way.pace.tokens_per_s,
-            )
-            for each in self.plan.remedies
-        )
-
-    def ways(self, ways: Sequence[Way], bars: Sequence[tuple[Bar, Bar]]) -> tuple[DrawnWay, ...]:
-        """All to the same two scales."""
-        scales = scale_of([gpu for gpu, _ in bars]), scale_of([host for _, host in bars])
-        return tuple(self.way(way, f"way{number}", bars[number], scales) for number, way in enumerate(ways))
-
-    def way(self, way: Way, ident: str, bars: tuple[Bar, Bar], scales: tuple[int, int]) -> DrawnWay:
-        host, ram = way.footprint.host, way.hardware.host_ram_bytes
+    def way(self, way: Way, ident: str, bars: tuple[Bar, Bar], scales: Sequence[int]) -> Drawn:
+        gpu, host, ram = way.footprint.gpu, way.footprint.host, way.hardware.host_ram_bytes
         name = sentence_in(self.language, strategy_name(way.levers))
-        needs, card = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
+        needs, card = amounts(gpu.required_bytes, way.hardware.gpu.memory_bytes)
         levers = way.levers
-        rank = (("lora_rank", str(levers.lora.rank)),) if levers.lora is not None else ()
-        return DrawnWay(
-            ident=ident,
-            name=name,
-            is_chosen=way is self.plan.chosen,
-            fits=way.fits,
-            levers=(
-                (
-                    ("micro_batch", str(levers.micro_batch)),
-                    ("accum", str(levers.accumulation)),
-                    ("checkpointing", checkpointing_word(levers.checkpointing)),
-                    ("loss", levers.loss),
-                    *rank,
-                    ("used", str(way.world)),
-                )
-            ),
-            gpu=_svg(bars[0], f"{name.text}: {self.words['gpu_title']}", f"{ident}-gpu", scales[0]),
-            host=_svg(bars[1], f"{name.text}: {self.words['host_title']}", f"{ident}-host", scales[1]),
-            needs=needs,
-            card=card,
-            host_needs=amounts(host.peak_bytes_per_node)[0],
-            host_has=None if ram is None else amounts(ram)[0],
-            nvme_needs=amounts(host.nvme_bytes_per_node)[0] if host.nvme_bytes_per_node else None,
-            tokens_per_s=way.pace.tokens_per_s,
-            step_s=way.pace.step_s,
-            hours=hours(self.plan.job, self.plan.effective_batch, way),
-            lacks=None if way.fits else sentence_in(self.language, missing(way)),
-            places=() if way.fits else tuple(lacking_bytes(way)),
-            gpu_table=_table(way.footprint.gpu.phases, fullest(way.footprint), way.footprint.gpu.overhead),
-            host_table=_table(host.phases, _largest(host.phases), {}),
-        )
+        drawn = {
+            side: Markup(  # noqa: S704 (it escapes what it is given)
+                bars_svg([bar], title=f"{name.text}: {self.words[title]}", ids=f"{ident}-{side}", scale_bytes=scale)
+            )
+            for side, title, bar, scale in zip(("gpu", "host"), ("gpu_title", "host_title"), bars, scales, strict=True)
+        }
+        return {
+            **drawn,
+            "ident": ident,
+            "name": name,
+            "is_chosen": way is self.plan.chosen,
+            "fits": way.fits,
+            "levers": [  # the name in the words, and the value
+                ("micro_batch", str(levers.micro_batch)),
+                ("accum", str(levers.accumulation)),
+                ("checkpointing", checkpointing_word(levers.checkpointing)),
+                ("loss", levers.loss),
+                *([("lora_rank", str(levers.lora.rank))] if levers.lora is not None else []),
+                ("used", str(way.world)),
+            ],
+            "needs": needs,
+            "card": card,
+            "host_needs": amounts(host.peak_bytes_per_node)[0],
+            "host_has": None if ram is None else amounts(ram)[0],
+            "nvme_needs": amounts(host.nvme_bytes_per_node)[0] if host.nvme_bytes_per_node else None,
+            "tokens_per_s": way.pace.tokens_per_s,
+            "step_s": way.pace.step_s,
+            "hours": hours(self.plan.job, self.plan.effective_batch, way),
+            "lacks": None if way.fits else sentence_in(self.language, missing(way)),
+            "places": () if way.fits else tuple(lacking_bytes(way)),  # where it does not fit: GPU, RAM, NVMe
+            "gpu_table": _table(gpu.phases, fullest(way.footprint), gpu.overhead),
+            "host_table": _table(host.phases, _largest(host.phases), {}),
+        }
 
     def bars(self, way: Way, *, is_first: bool) -> tuple[Bar, Bar]:
         """GPU and host. Only the first names its lines: all have the same."""
@@ -223,31 +157,15 @@ class _Pen:
         return str(self.words[key]).format(size=amounts(size_bytes)[0])
 
 
-def _svg(bar: Bar, title: str, ids: str, scale: int) -> Markup:
-    return Markup(bars_svg([bar], title=title, ids=ids, scale_bytes=scale))  # noqa: S704 (it escapes what it is given)
-
-
-def _legend(bars: Sequence[tuple[Bar, Bar]]) -> tuple[tuple[str, Markup], ...]:
-    """Only what can be seen: a part of less than a pixel needs no name."""
-    kinds: dict[str, str] = {}
-    for side in zip(*bars, strict=True):
-        scale = scale_of(side)
-        kinds |= {part.kind: part.label for bar in side for part in bar.parts if part.size_bytes > scale / 500}
-    return tuple((label, Markup(key_svg(kind, "key"))) for kind, label in kinds.items())  # noqa: S704 (as above)
-
-
-# --- phases ---------------------------------------------------------------------------------------
-
-
 def _largest(phases: Mapping[PhaseName, Phase]) -> PhaseName:
     return max(phases, key=lambda name: phases[name].total_bytes)
 
 
-def _table(phases: Mapping[PhaseName, Phase], peak: PhaseName, beside: Mapping[str, int]) -> PhaseTable:
-    """`beside`: what every phase holds as well."""
+def _table(phases: Mapping[PhaseName, Phase], peak: PhaseName, beside: Mapping[str, int]) -> Drawn:
+    """Bytes by component and phase. `peak`: the phase that decides; `beside`: what every phase holds as well."""
     names = list(dict.fromkeys(name for phase in phases.values() for name in phase.components))
     rows = [(name, tuple(phase.components.get(name, 0) for phase in phases.values())) for name in names]
     rows = [(name, sizes) for name, sizes in rows if any(sizes)]
     rows += [(name, (size,) * len(phases)) for name, size in beside.items() if size]
-    totals = tuple(phase.total_bytes + sum(beside.values()) for phase in phases.values())
-    return PhaseTable(phases=tuple(phases), peak=list(phases).index(peak), rows=tuple(rows), totals=totals)
+    totals = [phase.total_bytes + sum(beside.values()) for phase in phases.values()]
+    return {"phases": list(phases), "peak": list(phases).index(peak), "rows": rows, "totals": totals}

@@ -11,7 +11,6 @@ from tightfit.desk.calibration import calibration_of
 from tightfit.inputs.flags import MOST_BATCH
 from tightfit.job.file import pinned
 from tightfit.planner import SEQUENCES_A_GPU
-from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, excess_bytes, weigh
 from tightfit.planner.search import something_fits
 from tightfit.web.plan_answer import Answered
@@ -60,7 +59,6 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
     first = max(0, min(below - BEFORE, len(SEQUENCES) - COLUMNS))
     columns = tuple(sorted({*SEQUENCES[first : first + COLUMNS], way.levers.sequence}))
     lines = tuple(sorted({*MICRO_BATCHES, way.levers.micro_batch}))
-    calibration = calibration_of(answer.asked.request(), answer.plan.job)
     question = Question(
         shape=way.shape,
         base=way.levers,
@@ -68,10 +66,21 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
         hardware=answer.plan.hardware,
         effective_batch=way.effective_batch,
         margin=answer.plan.job.limits.margin,
-        calibration=calibration,
+        calibration=calibration_of(answer.asked.request(), answer.plan.job),
     )
-    here = {(size, length): _weigh(question, way, length, size) for size in lines for length in columns}
-    edge = _edge(question, columns, lines, here) if others else None
+    asked = replace(question, hardware=way.hardware)
+    here: dict[tuple[int, int], tuple[float, bool]] = {}  # the share of the card that the chosen way needs; if it fits
+    for size in lines:
+        for length in columns:
+            footprint = weigh(asked, replace(way.levers, sequence=length, micro_batch=size))
+            share = footprint.gpu.required_bytes / way.hardware.gpu.memory_bytes
+            here[size, length] = share, excess_bytes(asked, footprint) == 0
+    edge: dict[int, int] = {}  # for each sequence the largest micro batch with which any way fits; 0: none does
+    top = len(lines)
+    for length in columns if others else ():
+        while top and not here[lines[top - 1], length][1] and not _fits_otherwise(question, length, lines[top - 1]):
+            top -= 1
+        edge[length] = lines[top - 1] if top else 0
 
     def cell(length: int, size: int) -> Cell:
         share, fits = here[size, length]
@@ -85,7 +94,7 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
             micro_batch=size,
             share=share,
             fits=fits,
-            fits_otherwise=None if edge is None else not fits and size <= edge[length],
+            fits_otherwise=not fits and size <= edge[length] if others else None,
             is_chosen=(length, size) == (way.levers.sequence, way.levers.micro_batch),
             address=answer.asked.address(**changes),
         )
@@ -94,30 +103,7 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
     return Heat(sequences=columns, rows=rows, is_whole=others)
 
 
-def _weigh(question: Question, way: Way, length: int, size: int) -> tuple[float, bool]:
-    """The share of the card that the chosen way needs, and whether it fits."""
-    asked = replace(question, hardware=way.hardware)
-    footprint = weigh(asked, replace(way.levers, sequence=length, micro_batch=size))
-    share = footprint.gpu.required_bytes / way.hardware.gpu.memory_bytes
-    return share, excess_bytes(asked, footprint) == 0
-
-
-def _edge(
-    question: Question,
-    columns: tuple[int, ...],
-    lines: tuple[int, ...],
-    here: dict[tuple[int, int], tuple[float, bool]],
-) -> dict[int, int]:
-    """For each sequence the largest micro batch with which any way fits; 0: none does."""
-    found, top = {}, len(lines)
-    for length in columns:
-        while top and not here[lines[top - 1], length][1] and not _otherwise(question, length, lines[top - 1]):
-            top -= 1
-        found[length] = lines[top - 1] if top else 0
-    return found
-
-
-def _otherwise(question: Question, length: int, size: int) -> bool:
+def _fits_otherwise(question: Question, length: int, size: int) -> bool:
     """A step is as many sequences as `plan` would take where none were asked for."""
     batch = question.hardware.world * size * -(-SEQUENCES_A_GPU // size)
     if batch > MOST_BATCH:

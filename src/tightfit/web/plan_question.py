@@ -82,7 +82,16 @@ class AddressQuestion:
     def said_flags(self) -> dict[str, object]:
         """The flags of `tightfit plan`, only those that were given."""
         given: dict[str, object] = {"model": self.block if self.block is not None else self.get("model")}
-        given |= self._cards()
+        card, count, nodes = self.get("card"), self.get("gpus"), whole("nodes", self.get("nodes") or "1")
+        if card.lower() == THIS:
+            if nodes != 1:
+                raise ConfigError(Message("web.one-node"))
+            given |= {"gpus": THIS} | ({"num_gpus": whole("gpus", count)} if count else {})
+        else:
+            gpus = whole("gpus", count or "1")
+            if gpus < 1 or nodes < 1 or gpus * nodes > MOST_GPUS:
+                raise ConfigError(Message("web.most-gpus", most=MOST_GPUS, gpus=nodes * gpus))
+            given["gpus"] = f"{nodes}x{gpus}x{card}" if nodes > 1 else f"{gpus}x{card}"
         given |= {name: value for name, value in self.said if name in WORDS}
         given |= {name: whole(name, value) for name, value in self.said if name in NUMBERS}
         if whole("effective_batch", self.get("effective_batch") or "1") > MOST_BATCH:
@@ -93,26 +102,11 @@ class AddressQuestion:
             given["allow"] = ",".join(self.allow)
         return given
 
-    def _cards(self) -> dict[str, object]:
-        card, count, nodes = self.get("card"), self.get("gpus"), whole("nodes", self.get("nodes") or "1")
-        if card.lower() == THIS:
-            if nodes != 1:
-                raise ConfigError(Message("web.one-node"))
-            return {"gpus": THIS} | ({"num_gpus": whole("gpus", count)} if count else {})
-        gpus = whole("gpus", count or "1")
-        if gpus < 1 or nodes < 1 or gpus * nodes > MOST_GPUS:
-            raise ConfigError(Message("web.most-gpus", most=MOST_GPUS, gpus=nodes * gpus))
-        return {"gpus": f"{nodes}x{gpus}x{card}" if nodes > 1 else f"{gpus}x{card}"}
-
-    def flags(self) -> list[str]:
-        """The same as words of a command."""
+    def command(self, verb: str = "plan", *more: str) -> str:
         words = []
         for name, value in self.said_flags().items():
             words += [spelt(name), SAVED_AS if name == "model" and self.block is not None else str(value)]
-        return words
-
-    def command(self, verb: str = "plan", *more: str) -> str:
-        return shlex.join(["tightfit", verb, *self.flags(), *more])
+        return shlex.join(["tightfit", verb, *words, *more])
 
 
 def read_address(pairs: Sequence[tuple[str, str]]) -> AddressQuestion:
@@ -137,8 +131,15 @@ def read_address(pairs: Sequence[tuple[str, str]]) -> AddressQuestion:
         values["config"] = json.dumps(block, separators=(",", ":"), ensure_ascii=False)
         values.pop("model", None)
     else:
-        values.setdefault("model", DEFAULTS["model"])
-        _check_model(values["model"])
+        word = values.setdefault("model", DEFAULTS["model"])
+        # The command line takes paths as well; a page that did would read whatever a link names.
+        is_ours = word.lower() in PRESETS or find_checkpoint(word) is not None
+        if not is_ours and (
+            not _ID.fullmatch(word)
+            or os.path.exists(os.path.expanduser(word))
+            or word.endswith((".json", ".yaml", ".yml"))
+        ):
+            raise ModelError(Message("web.no-model", word=word[:60]))
     said = tuple((name, values[name]) for name in FIELDS if name in values)
     return AddressQuestion(said=said, allow=tuple(dict.fromkeys(allow)), block=block)
 
@@ -161,14 +162,6 @@ def _take_apart(values: dict[str, str]) -> None:
     values.setdefault("card", DEFAULTS["card"])
     if values.get("nodes") == "1":
         del values["nodes"]
-
-
-def _check_model(word: str) -> None:
-    """The command line takes paths as well; a page that did would read whatever a link names."""
-    if word.lower() in PRESETS or find_checkpoint(word) is not None:
-        return
-    if not _ID.fullmatch(word) or os.path.exists(os.path.expanduser(word)) or word.endswith((".json", ".yaml", ".yml")):
-        raise ModelError(Message("web.no-model", word=word[:60]))
 
 
 def block_of(text: str) -> dict[str, object]:

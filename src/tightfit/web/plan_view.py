@@ -33,11 +33,9 @@ from tightfit.planner.tiers import TIERS
 from tightfit.types import Checkpointing, Trainer, UserError
 from tightfit.web.bodies import body_of
 from tightfit.web.pages import page, part
-from tightfit.web.plan_answer import Answered, answer_to, check_model, is_at_hand, recall
-from tightfit.web.plan_drawing import DrawnPlan, draw, gib
-from tightfit.web.plan_guess import guessed
-from tightfit.web.plan_heat import Heat, heat_of
-from tightfit.web.plan_most import most_of
+from tightfit.web.plan_answer import Answered, answer_to, check_model, guessed, is_at_hand, most_of, recall
+from tightfit.web.plan_drawing import Drawn, draw, gib
+from tightfit.web.plan_heat import heat_of
 from tightfit.web.plan_question import DEFAULTS, MOST_CONFIG_BYTES, PINS, block_of, fill_form, read_address
 from tightfit.web.threads import beside
 from tightfit.web.words import language_of, words
@@ -49,7 +47,7 @@ GONE = 499
 _quick, _slow = asyncio.Semaphore(1), asyncio.Semaphore(1)
 
 
-async def _plan(request: Request) -> Response:
+async def show_plan(request: Request) -> Response:
     """The whole page: form, answer, map and files, also for who has no scripts."""
     values, status = {}, 200
     problem: Message | str = ""
@@ -58,11 +56,28 @@ async def _plan(request: Request) -> Response:
         values = await beside(partial(_all_of, answer, language_of(request)))
     except UserError as error:
         problem, status = error.said, 400
-    machine = await beside(_machine)
-    return page(request, "plan.html", status, **_form(request, machine), **({**_NOTHING, **values}), problem=problem)
+    pairs = request.query_params.multi_items()
+    filled = fill_form(pairs)
+    more = (*(lever.flag for lever in PINS), "margin", "max_steps", "samples")
+    form: dict[str, object] = {
+        "values": filled,
+        "pins": PINS,
+        "is_more_said": any(filled[name] for name in more),
+        "allowed": {each for name, value in pairs if name == "allow" for each in value.split(",")},
+        "allowances": get_args(Allowance),
+        "tiers": TIERS,
+        "trainers": get_args(Trainer),
+        "choices": {name: words_of(lever) for name, lever in LEVERS.items() if lever.type is not Checkpointing},
+        "models": [*PRESETS, *CHECKPOINTS],
+        "cards": list(dict.fromkeys(f"{card.family.replace(' ', '')}-{card.size_gib}GB" for card in CARDS)),
+        "machine": await beside(find_machine),
+        "defaults": DEFAULTS,
+        "most_bytes": MOST_CONFIG_BYTES,
+    }
+    return page(request, "plan.html", status, **form, **{**_NOTHING, **values}, problem=problem)
 
 
-async def _answer(request: Request) -> Response:
+async def show_answer(request: Request) -> Response:
     """For the page's script: the answer alone, or the sentence that says what is wrong."""
     advice = request.query_params.get("advice") == "1"
     try:
@@ -73,30 +88,30 @@ async def _answer(request: Request) -> Response:
     return HTMLResponse(part(request, "plan_answer.html", **found))
 
 
-async def _guess(request: Request) -> Response:
-    """One way, at once: see `plan_guess`. Nothing, where there is nothing to go by."""
+async def show_guess(request: Request) -> Response:
+    """One way, at once: see `guessed`. Nothing, where there is nothing to go by."""
+    pairs = request.query_params.multi_items()
+
+    def look() -> dict[str, object] | None:
+        asked, last = read_address(pairs), recall(dict(pairs).get("like", ""))
+        if last is None or not is_at_hand(asked) or asked.get("tier"):
+            return None
+        return _draw(guessed(asked, last), language_of(request), advice=False)
+
     try:
-        found = await beside(partial(_draw_guess, request.query_params.multi_items(), language_of(request)))
+        found = await beside(look)
     except UserError:  # the answer itself will say so
         found = None
     return HTMLResponse("" if found is None else part(request, "plan_guess.html", **found))
 
 
-def _draw_guess(pairs: list[tuple[str, str]], language: Language) -> dict[str, object] | None:
-    asked = read_address(pairs)
-    last = recall(dict(pairs).get("like", ""))
-    if last is None or not is_at_hand(asked) or asked.get("tier"):
-        return None
-    return _draw(guessed(asked, last), language, advice=False)
-
-
-async def _json(request: Request) -> Response:
+async def send_json(request: Request) -> Response:
     """What the page is drawn from: the same object as `tightfit plan --json` prints."""
     answer = await _find_answer(request, advice=True)
     return JSONResponse(report(answer.tiered or answer.plan, None))
 
 
-async def _heat(request: Request) -> Response:
+async def show_heat(request: Request) -> Response:
     answer = await _find_answer(request, advice=False)
     async with _slow:
         await _still_there(request)
@@ -104,13 +119,13 @@ async def _heat(request: Request) -> Response:
     return HTMLResponse(part(request, "plan_heat.html", heat=found, alone=False))
 
 
-async def _files(request: Request) -> Response:
+async def show_files(request: Request) -> Response:
     answer = await _find_answer(request, advice=False)
     values = await beside(partial(_files_of, answer))
     return HTMLResponse(part(request, "plan_files.html", **values))
 
 
-async def _zip(request: Request) -> Response:
+async def send_zip(request: Request) -> Response:
     answer = await _find_answer(request, advice=False)
     files = await beside(lambda: answer.files)
     if not isinstance(files, dict) or not files:
@@ -124,7 +139,7 @@ async def _zip(request: Request) -> Response:
     return _download(made.getvalue(), "application/zip", "tightfit-plan.zip")
 
 
-async def _save(request: Request) -> Response:
+async def send_saved(request: Request) -> Response:
     """The view as one file that needs neither server nor script."""
     answer = await _find_answer(request, advice=True)
     async with _slow:
@@ -135,7 +150,7 @@ async def _save(request: Request) -> Response:
     return _download(text.encode(), "text/html; charset=utf-8", "tightfit-plan.html")
 
 
-async def _most(request: Request) -> Response:
+async def find_most(request: Request) -> Response:
     """For the page's script: what to set in the form, so that it is the most that fits."""
     try:
         asked = await beside(partial(read_address, request.query_params.multi_items()))
@@ -148,7 +163,7 @@ async def _most(request: Request) -> Response:
     return JSONResponse({"fields": found})
 
 
-async def _config(request: Request) -> Response:
+async def read_config(request: Request) -> Response:
     """A pasted config.json, less what does not decide the shape: that fits into an address."""
     text = (await body_of(request, MOST_CONFIG_BYTES, PATIENCE_S)).decode("utf-8", errors="replace")
     try:
@@ -195,13 +210,15 @@ _NOTHING: dict[str, object] = {
 
 
 def _draw(answer: Answered, language: Language, *, advice: bool) -> dict[str, object]:
-    said = words(language)["plan"]
+    said, plan = words(language)["plan"], answer.plan
     found = draw(answer, said, language, advice=advice)
+    is_ours = plan.chosen is not None and plan.job.trainer == "tightfit"
     return {
         "found": found,
         "verdict": verdict(found, said),
         "commands": commands(answer),
-        "before_the_start": before_the_start(answer),
+        # On what it would train, where that is not what a reader of the last command expects.
+        "before_the_start": untrained(plan.job) if is_ours else (),
         "address": answer.asked.address(),
         "gib": gib,
         "alone": False,
@@ -210,36 +227,31 @@ def _draw(answer: Answered, language: Language, *, advice: bool) -> dict[str, ob
 
 def _files_of(answer: Answered) -> dict[str, object]:
     files = answer.files
-    has_files = isinstance(files, dict)
-    return {
-        "files": files if has_files else {},
-        "why_none": "" if has_files else files,
-        "address": answer.asked.address(),
-    }
+    found, why = (files, "") if isinstance(files, dict) else ({}, files)
+    return {"files": found, "why_none": why, "address": answer.asked.address()}
 
 
 def _all_of(answer: Answered, language: Language, *, others: bool = False) -> dict[str, object]:
-    heat: Heat | None = heat_of(answer, others=others)
+    heat = heat_of(answer, others=others)
     return {**_draw(answer, language, advice=True), **_files_of(answer), "heat": heat}
 
 
-def verdict(found: DrawnPlan, said: dict[str, str]) -> str:
+def verdict(found: Drawn, said: dict[str, str]) -> str:
     """The answer in one sentence, which is read out as it changes."""
-    if not found.ways:
+    if not found["ways"]:
         return said["verdict_none"]
-    first = found.ways[0]
-    values = {
-        "way": first.name.text,
-        "needs": first.needs,
-        "card": first.card,
-        "gpus": found.used,
-        "tokens": f"{first.tokens_per_s:,.0f}",
-        "step": f"{first.step_s:.2f}",
-        "lacks": first.lacks.text if first.lacks else "",
-    }
-    kind = "changed" if found.is_changed else "fits" if found.fits else "not"
-    many = "many" if found.used > 1 else "one"
-    return said[f"verdict_{kind}"].format(**values, where=said[f"on_{many}"].format(gpus=found.used))
+    first, used = found["ways"][0], found["used"]
+    kind = "changed" if found["is_changed"] else "fits" if found["fits"] else "not"
+    return said[f"verdict_{kind}"].format(
+        way=first["name"].text,
+        needs=first["needs"],
+        card=first["card"],
+        gpus=used,
+        tokens=f"{first['tokens_per_s']:,.0f}",
+        step=f"{first['step_s']:.2f}",
+        lacks=first["lacks"].text if first["lacks"] else "",
+        where=said["on_many" if used > 1 else "on_one"].format(gpus=used),
+    )
 
 
 def commands(answer: Answered) -> tuple[tuple[str, str], ...]:
@@ -259,41 +271,8 @@ def commands(answer: Answered) -> tuple[tuple[str, str], ...]:
     )
 
 
-def before_the_start(answer: Answered) -> tuple[Message, ...]:
-    """On what it would train, where that is not what a reader of the last command expects."""
-    plan = answer.plan
-    return untrained(plan.job) if plan.chosen is not None and plan.job.trainer == "tightfit" else ()
-
-
-def _form(request: Request, machine: str) -> dict[str, object]:
-    pairs = request.query_params.multi_items()
-    values = fill_form(pairs)
-    more = (*(lever.flag for lever in PINS), "margin", "max_steps", "samples")
-    return {
-        "values": values,
-        "pins": PINS,
-        "is_more_said": any(values[name] for name in more),
-        "allowed": {each for name, value in pairs if name == "allow" for each in value.split(",")},
-        "allowances": get_args(Allowance),
-        "tiers": TIERS,
-        "trainers": get_args(Trainer),
-        "choices": {name: words_of(lever) for name, lever in LEVERS.items() if lever.type is not Checkpointing},
-        "models": [*PRESETS, *CHECKPOINTS],
-        "cards": _cards(),
-        "machine": machine,
-        "defaults": DEFAULTS,
-        "most_bytes": MOST_CONFIG_BYTES,
-    }
-
-
 @cache
-def _cards() -> list[str]:
-    """As they can be typed."""
-    return list(dict.fromkeys(f"{card.family.replace(' ', '')}-{card.size_gib}GB" for card in CARDS))
-
-
-@cache
-def _machine() -> str:
+def find_machine() -> str:
     """`2 × RTX 4090`; empty: this machine has no GPU."""
     try:
         here = this_machine()
@@ -307,14 +286,14 @@ def _download(data: bytes, kind: str, name: str) -> Response:
 
 
 ROUTES = [
-    Route("/plan", _plan, methods=["GET"]),
-    Route("/plan/answer", _answer, methods=["GET"]),
-    Route("/plan/guess", _guess, methods=["GET"]),
-    Route("/plan/answer.json", _json, methods=["GET"]),
-    Route("/plan/heat", _heat, methods=["GET"]),
-    Route("/plan/files", _files, methods=["GET"]),
-    Route("/plan/files.zip", _zip, methods=["GET"]),
-    Route("/plan/saved", _save, methods=["GET"]),
-    Route("/plan/most", _most, methods=["GET"]),
-    Route("/plan/config", _config, methods=["POST"]),
+    Route("/plan", show_plan, methods=["GET"]),
+    Route("/plan/answer", show_answer, methods=["GET"]),
+    Route("/plan/guess", show_guess, methods=["GET"]),
+    Route("/plan/answer.json", send_json, methods=["GET"]),
+    Route("/plan/heat", show_heat, methods=["GET"]),
+    Route("/plan/files", show_files, methods=["GET"]),
+    Route("/plan/files.zip", send_zip, methods=["GET"]),
+    Route("/plan/saved", send_saved, methods=["GET"]),
+    Route("/plan/most", find_most, methods=["GET"]),
+    Route("/plan/config", read_config, methods=["POST"]),
 ]
