@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import step_line
 
-from tightfit.web.history import History, sample
-from tightfit.web.series import Series, single
+from tightfit.web.history import History, Series, sample, single
 
 HELD = (None, None, 2**29)
 

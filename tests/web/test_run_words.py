@@ -20,7 +20,7 @@ from tightfit.messages import Message, as_json, say
 from tightfit.runs.cause import find_cause
 from tightfit.runs.events import Step, event_of
 from tightfit.runs.health import Held, PlannedMemory, Seen, judge_health
-from tightfit.web.translate import translate
+from tightfit.web.words import translate
 
 GIB, MIB = 2**30, 2**20
 CHINESE = re.compile(r"[\u4e00-\u9fff]")

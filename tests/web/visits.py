@@ -18,9 +18,9 @@ from starlette.testclient import TestClient
 sys.path.append(str(Path(__file__).parents[1]))  # for scripts
 
 import warm_desk
-from tightfit.web.app import make_app
+from tightfit.web.guard import Site
 from tightfit.web.hub import Hub
-from tightfit.web.site import Site
+from tightfit.web.serve import make_app
 
 TOKEN = "a-token-of-the-tests"
 CHROMIUM = Path("/usr/bin/chromium")

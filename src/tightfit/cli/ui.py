@@ -25,8 +25,8 @@ def ui(argv: Sequence[str]) -> int:
     host, port, roots = getattr(args, "host", "127.0.0.1"), _port(args), _roots(getattr(args, "root", ["."]))
     if not all(map(is_installed, PACKAGES)):
         raise ConfigError("tightfit ui needs the packages of the page: pip install 'tightfit[web]'")
+    from tightfit.web.guard import Site
     from tightfit.web.serve import listen, serve
-    from tightfit.web.site import Site
 
     listening = listen(host, port)
     site = Site(token=secrets.token_urlsafe(32), host=host, port=listening.getsockname()[1], roots=roots)

@@ -16,8 +16,7 @@ from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.verdict import Diagnosis
 from tightfit.messages import Message
 from tightfit.types import ConfigError
-from tightfit.web.bodies import body_of
-from tightfit.web.pages import page, part
+from tightfit.web.pages import body_of, page, part
 from tightfit.web.threads import beside
 from tightfit.web.words import language_of, words
 
@@ -40,7 +39,8 @@ _turns = asyncio.Semaphore(AT_ONCE)
 
 def diagnose_log(data: bytes, name: str) -> Diagnosis:
     """What the command line would say about this log."""
-    source = LogSource(name=name, text=_text(data))
+    encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), "utf-8")
+    source = LogSource(name=name, text=data.decode(encoding, errors="replace"))
     if data.startswith(_PACKED) or is_binary(source):
         raise ConfigError(Message("web.no-text"))
     if not data.strip():
@@ -48,21 +48,16 @@ def diagnose_log(data: bytes, name: str) -> Diagnosis:
     return judge(Evidence(logs=(source,)))
 
 
-def _text(data: bytes) -> str:
-    encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), "utf-8")
-    return data.decode(encoding, errors="replace")
-
-
-async def _show(request: Request) -> Response:
+async def show_form(request: Request) -> Response:
     return page(request, "diagnose.html", found=None, most_bytes=MOST_BYTES)
 
 
-async def _answer(request: Request) -> Response:
+async def show_verdict(request: Request) -> Response:
     """For the page's script: the verdict alone."""
     return HTMLResponse(part(request, "verdict.html", found=await _judge(request)))
 
 
-async def _answer_form(request: Request) -> Response:
+async def answer_form(request: Request) -> Response:
     """For a form without a script: the whole page."""
     return page(request, "diagnose.html", found=await _judge(request), most_bytes=MOST_BYTES)
 
@@ -75,7 +70,7 @@ async def _judge(request: Request) -> Diagnosis:
 
 
 ROUTES = [
-    Route("/diagnose", _show, methods=["GET"]),
-    Route("/diagnose", _answer_form, methods=["POST"]),
-    Route("/diagnose/answer", _answer, methods=["POST"]),
+    Route("/diagnose", show_form, methods=["GET"]),
+    Route("/diagnose", answer_form, methods=["POST"]),
+    Route("/diagnose/answer", show_verdict, methods=["POST"]),
 ]

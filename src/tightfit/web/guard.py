@@ -12,8 +12,11 @@ Whatever goes out carries the headers that keep a browser from running or loadin
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import socket
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from starlette.datastructures import MutableHeaders
@@ -22,7 +25,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightfit.web.pages import page, part
-from tightfit.web.site import Site, as_address, is_loopback
 from tightfit.web.words import language_of, words
 
 POLICY = (
@@ -40,6 +42,59 @@ HEADERS = {
 }
 TOKEN = "token"  # noqa: S105 (the name of the parameter)
 METHODS = ("GET", "HEAD", "POST")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What one start of the page is: where it listens, who may look, and at what."""
+
+    token: str
+    """Whoever has it may look."""
+    host: str
+    """The address that is listened on."""
+    port: int
+    roots: tuple[Path, ...]
+    """Folders below which runs are looked for; resolved."""
+
+    @property
+    def cookie(self) -> str:
+        """Browsers do not keep the cookies of two ports apart."""
+        return f"tightfit_{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        return is_loopback(self.host)
+
+    @property
+    def link(self) -> str:
+        """What the user opens, as an address bar wants it; what listens everywhere can be reached here."""
+        address, host = as_address(self.host), self.host
+        if address is not None and address.version == 6:
+            host = f"[{host}]"
+        if address is not None and address.is_unspecified:
+            host = "127.0.0.1"
+        return f"http://{host}:{self.port}/?token={self.token}"
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    address = as_address(host)
+    return address is not None and address.is_loopback
+
+
+def as_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None: it is a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+@cache
+def own_names(host: str) -> frozenset[str]:
+    """What this server may be called. Asking the network may take a while."""
+    return frozenset(name.lower() for name in (host, socket.gethostname(), socket.getfqdn()))
 
 
 class RequestGuard:
@@ -96,11 +151,7 @@ class RequestGuard:
         if self._site.is_local:
             return False
         # An address is nobody's name, so it cannot be made to point elsewhere.
-        return as_address(name) is not None or name in self._names
-
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(name.lower() for name in (self._site.host, socket.gethostname(), socket.getfqdn()))
+        return as_address(name) is not None or name in own_names(self._site.host)
 
     def _let_in(self, request: Request) -> Response:
         rest = [(key, value) for key, value in parse_qsl(request.url.query, keep_blank_values=True) if key != TOKEN]

@@ -3,16 +3,24 @@
 A run of a million steps has a file of some hundred megabytes. The rough picture takes single lines from all over the
 file, which takes no longer for a long file than for a short one. Then the file is read from its beginning in portions,
 and the exact curve takes the place of the rough one when the end is reached; from there on only what is new is read.
+
+The curve is of bounded length: steps are gathered in buckets of equal size, with the last value of each, and for the
+loss its least and its greatest, so that no spike is lost. When there are too many buckets, each two become one. A run
+that went back to a checkpoint makes some steps again: those that it made before are forgotten, as the training has
+forgotten them. A reader keeps the same list of buckets and is told from which on it has changed, and what stands there.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tightfit.diagnose.masks import masked
 from tightfit.inputs.spelling import open_regular
@@ -32,8 +40,9 @@ from tightfit.runs.events import (
     time_of,
 )
 from tightfit.runs.lines import line_of
-from tightfit.web.series import Bucket, Series, single
 
+MOST = 1600
+"""Buckets; a screen has no more columns."""
 LONG_BYTES = 6 * 2**20
 """From here on there is a rough picture first."""
 SAMPLES = 800
@@ -45,6 +54,99 @@ _CHUNK = 512 * 1024
 _LONGEST = 1 << 22
 _SAMPLE_BYTES = 2048
 _GOOD = (Checkpointed, Probe, Proof, Resumed)
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _most(one: Number | None, other: Number | None) -> Number | None:
+    return other if one is None else one if other is None else max(one, other)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Some steps in a row. None: nobody says."""
+
+    step: int
+    """The last one."""
+    count: int
+    loss: float | None
+    loss_low: float | None
+    loss_high: float | None
+    tokens_per_s: float | None
+    now_bytes: int | None
+    peak_bytes: int | None
+    host_bytes: int | None
+
+    def take(self, other: Bucket) -> None:
+        """Add steps that come later."""
+        self.step, self.count = other.step, self.count + other.count
+        self.loss = other.loss if other.loss is not None else self.loss
+        self.tokens_per_s = other.tokens_per_s if other.tokens_per_s is not None else self.tokens_per_s
+        lows = [low for low in (self.loss_low, other.loss_low) if low is not None]
+        self.loss_low = min(lows, default=None)
+        self.loss_high = _most(self.loss_high, other.loss_high)
+        self.now_bytes = _most(self.now_bytes, other.now_bytes)
+        self.peak_bytes = _most(self.peak_bytes, other.peak_bytes)
+        self.host_bytes = _most(self.host_bytes, other.host_bytes)
+
+    def row(self) -> list[float | int | None]:
+        """What a reader is told, in this order."""
+        row = [self.step, self.loss, self.loss_low, self.loss_high, self.tokens_per_s]
+        return [*row, self.now_bytes, self.peak_bytes, self.host_bytes]
+
+
+def single(step: int, loss: float | None, tokens_per_s: float | None, held: Sequence[int | None]) -> Bucket:
+    """One step. `held`: bytes now, at the peak, and of the host."""
+    now, peak, host = held
+    return Bucket(step, 1, loss, loss, loss, tokens_per_s, now, peak, host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    start: int
+    """The buckets from here on are replaced."""
+    each: int
+    """Steps in a bucket."""
+    rows: list[list[float | int | None]]
+
+
+class Series:
+    """Grows with every step, and stays short."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most, self._each = most, 1
+        self._buckets: list[Bucket] = []
+        self._told = 0
+        """The buckets before this one are as they were when they were last told."""
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def add(self, bucket: Bucket) -> None:
+        buckets = self._buckets
+        if buckets and bucket.step <= buckets[-1].step:
+            del buckets[bisect_left(buckets, bucket.step, key=lambda each: each.step) :]
+            self._told = min(self._told, len(buckets))
+        if buckets and buckets[-1].count + bucket.count <= self._each:
+            buckets[-1].take(bucket)
+            self._told = min(self._told, len(buckets) - 1)
+            return
+        buckets.append(bucket)
+        if len(buckets) > self._most:
+            halved = buckets[::2]
+            for first, second in zip(halved, buckets[1::2], strict=False):
+                first.take(second)
+            self._buckets, self._each, self._told = halved, 2 * self._each, 0
+
+    def whole(self) -> Change:
+        return Change(start=0, each=self._each, rows=[bucket.row() for bucket in self._buckets])
+
+    def changed(self) -> Change | None:
+        """What is new since it was last asked; None: nothing."""
+        start, self._told = self._told, len(self._buckets)
+        rows = [bucket.row() for bucket in self._buckets[start:]]
+        return Change(start=start, each=self._each, rows=rows) if rows else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +215,12 @@ class History:
                     self._take(chunk)
                 self.share = self._offset / max(1, size)
                 if not chunk and self._rough:
-                    self._end_rough()
+                    if self._sampled is not None:
+                        self._take_tail()
+                    self._rough, self._sampled = False, None
                 return True
         except OSError:  # not there yet, or not any more
             return False
-
-    def _end_rough(self) -> None:
-        if self._sampled is not None:
-            self._take_tail()
-        self._rough, self._sampled = False, None
 
     def _take_tail(self) -> None:
         """How far the run is, before all of it is read."""
@@ -139,13 +238,12 @@ class History:
                 self.doing = None
                 if self._sampled is None:
                     self._recent.append(event)
+            elif isinstance(event, Progress):
+                self.doing = event
             elif event is not None:
                 self._add(event, line)
 
     def _add(self, event: Event, line: bytes) -> None:
-        if isinstance(event, Progress):
-            self.doing = event
-            return
         if isinstance(event, Started):
             self.limit_bytes = event.limit_bytes or self.limit_bytes
         if isinstance(event, Started | AttemptBegan | Resumed):
@@ -154,44 +252,33 @@ class History:
             self.doing = self.ended = None
         if isinstance(event, Ended):
             self.ended = event
-        self._say(event, line)
-
-    def _say(self, event: Event, line: bytes) -> None:
         said, style = line_of(event)
         if said:
-            mood = (
-                "bad" if "red" in style else "warn" if "yellow" in style else "good" if isinstance(event, _GOOD) else ""
-            )
+            moods = {"bad": "red" in style, "warn": "yellow" in style, "good": isinstance(event, _GOOD)}
+            mood = next((name for name, holds in moods.items() if holds), "")
             self.said.append(HistoryLine(at=time_of(line), text=change_texts(said, masked), mood=mood))
 
 
 def _bucket(step: Step) -> Bucket:
-    loss = None if step.loss is None or step.skipped else _finite(step.loss)
-    return single(step.step, loss, step.tokens_per_s, [step.now_bytes, step.peak_bytes, step.host_bytes])
-
-
-def _finite(number: float) -> float | None:
-    return number if number - number == 0 else None
+    is_number = step.loss is not None and not step.skipped and math.isfinite(step.loss)
+    held = [step.now_bytes, step.peak_bytes, step.host_bytes]
+    return single(step.step, step.loss if is_number else None, step.tokens_per_s, held)
 
 
 def sample(path: Path) -> Series:
     """A rough picture: steps from all over the file, and its last ones."""
-    series = Series()
-    for event in events_of(list(_samples(path))):
-        if isinstance(event, Step):
-            series.add(_bucket(event))
-    return series
-
-
-def _samples(path: Path) -> Iterator[bytes]:
+    lines: list[bytes] = []
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         for number in range(SAMPLES):
             file.seek(size * number // SAMPLES)
             # The first piece is the rest of a line, and the last one may lack its end.
-            pieces = file.read(_SAMPLE_BYTES).split(b"\n")[1:-1]
-            yield from pieces[:1]
-    yield from last_lines(path)[-RECENT:]
+            lines += file.read(_SAMPLE_BYTES).split(b"\n")[1:-1][:1]
+    series = Series()
+    for event in events_of([*lines, *last_lines(path)[-RECENT:]]):
+        if isinstance(event, Step):
+            series.add(_bucket(event))
+    return series
 
 
 def last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[bytes]:

@@ -50,16 +50,17 @@ class Client:
 
     def send(self, message: bytes | None) -> None:
         """From any thread."""
-        with suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(self._put, message)
 
-    def _put(self, message: bytes | None) -> None:
-        if message is not None and self._queue.qsize() >= QUEUE:
-            while not self._queue.empty():
-                self._queue.get_nowait()
-            message = None
-        with suppress(asyncio.QueueFull):
-            self._queue.put_nowait(message)
+        def put(message: bytes | None) -> None:
+            if message is not None and self._queue.qsize() >= QUEUE:
+                while not self._queue.empty():
+                    self._queue.get_nowait()
+                message = None
+            with suppress(asyncio.QueueFull):
+                self._queue.put_nowait(message)
+
+        with suppress(RuntimeError):  # the server has ended
+            self._loop.call_soon_threadsafe(put, message)
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Until it is let go."""
@@ -123,7 +124,12 @@ class Feed:
         history = self._sight.history
         try:
             with self._machine as machine:
-                while not self._is_left():
+                while True:
+                    with self._lock:
+                        if not self._clients and not self._newcomers and time.monotonic() - self._left_at > LINGER_S:
+                            self._over = True
+                        if self._over:
+                            return
                     was_rough = not history.is_whole
                     history.read_on(CATCH_UP_S)
                     self._tell(self._news(machine.eye, begun_anew=was_rough and history.is_whole))
@@ -131,12 +137,6 @@ class Feed:
                     self._wake.clear()
         finally:
             self.end()
-
-    def _is_left(self) -> bool:
-        with self._lock:
-            if not self._clients and not self._newcomers and time.monotonic() - self._left_at > LINGER_S:
-                self._over = True
-            return self._over
 
     def _news(self, eye: MachineEye | None, *, begun_anew: bool) -> bytes | None:
         """What has changed since the last message; None: nothing."""
@@ -171,18 +171,14 @@ class Feed:
             coming, self._newcomers = self._newcomers, []
             self._clients.update(client for client, _ in coming)
         for client, last in coming:
-            for missed in self._lacking(last):
-                client.send(missed)
-
-    def _lacking(self, last: str) -> list[bytes]:
-        """What a client lacks that saw this message last."""
-        name, _, number = last.partition("-")
-        if name == self._name and number.isdecimal() and len(number) < 12:
-            missed = [message for each, message in self._missed if each > int(number)]
-            if int(number) + len(missed) == self._number:
-                return missed
-        whole = _to_json(asdict(self._sight.history.shown.whole()))
-        return [self._message({**self._sections, "series": whole})]
+            name, _, number = last.partition("-")
+            seen = int(number) if name == self._name and number.isdecimal() and len(number) < 12 else None
+            missed = [message for each, message in self._missed if seen is not None and each > seen]
+            if seen is None or seen + len(missed) != self._number:  # what it lacks is not kept any more
+                whole = _to_json(asdict(self._sight.history.shown.whole()))
+                missed = [self._message({**self._sections, "series": whole})]
+            for lacking in missed:
+                client.send(lacking)
 
     def _message(self, parts: dict[str, str]) -> bytes:
         data = "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
@@ -210,19 +206,19 @@ class SharedMachineEye:
         self.eye: MachineEye | None = None
 
     def __enter__(self) -> SharedMachineEye:
+        def open_eye() -> None:
+            eye = MachineEye(LOOK_S).__enter__()
+            with self._lock:
+                if self._users and self.eye is None:
+                    self.eye = eye
+                    return
+            eye.__exit__(None, None, None)
+
         with self._lock:
             self._users += 1
             if self._users == 1:
-                threading.Thread(target=self._open, name="tightfit-machine", daemon=True).start()
+                threading.Thread(target=open_eye, name="tightfit-machine", daemon=True).start()
         return self
-
-    def _open(self) -> None:
-        eye = MachineEye(LOOK_S).__enter__()
-        with self._lock:
-            if self._users and self.eye is None:
-                self.eye = eye
-                return
-        eye.__exit__(None, None, None)
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
@@ -236,7 +232,6 @@ class Hub:
     """All readers."""
 
     def __init__(self, roots: tuple[Path, ...]) -> None:
-        self.roots = roots
         self._machine = SharedMachineEye()
         self._lock = threading.Lock()
         self._feeds: dict[Path, Feed] = {}
@@ -266,15 +261,12 @@ class Hub:
                 return feed
             if (feed is not None and not feed.is_over) or len(self._feeds) >= MOST_FEEDS:
                 return None  # as many look as may: the browser tries again
-            feed = self._feeds[run] = Feed(self._sight(run), self._machine)
+            sight = self._sights[run] = self._sights.get(run) or RunSight(run)
+            self._sights.move_to_end(run)
+            while len(self._sights) > KEPT_SIGHTS:
+                self._sights.popitem(last=False)
+            feed = self._feeds[run] = Feed(sight, self._machine)
             return feed if feed.join(client, last) else None
-
-    def _sight(self, run: Path) -> RunSight:
-        sight = self._sights.pop(run, None) or RunSight(run)
-        self._sights[run] = sight
-        while len(self._sights) > KEPT_SIGHTS:
-            self._sights.popitem(last=False)
-        return sight
 
     def close(self) -> None:
         """Everybody is let go."""

@@ -1,26 +1,30 @@
-"""Templates with values, as answers to requests.
+"""Requests and answers: what is sent to the page, and templates with values.
 
 Everything that is put into a template is text there, never markup: a log or a file name may hold anything.
 """
 
 from __future__ import annotations
 
+import asyncio
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse
 
 from tightfit.priced import GIB
 from tightfit.runs.lines import duration, size_words
+from tightfit.web.threads import CLOSE, wait_for
 from tightfit.web.words import COOKIE, LANGUAGES, language_of, words
 
 TEMPLATES = Path(__file__).with_name("templates")
 VIEWS = {"plan": "/plan", "runs": "/runs", "diagnose": "/diagnose"}
 """The entries of the navigation: their key in `nav` of the words, and where they lead."""
+TOO_LONG, TOO_SLOW, GONE, NO_LENGTH = 413, 408, 400, 400
 YEAR_S = 365 * 86_400
 
 
@@ -32,7 +36,7 @@ class _Environment(Environment):
 
 
 @cache
-def _templates() -> Environment:
+def _load_templates() -> Environment:
     made = _Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -50,18 +54,11 @@ def _templates() -> Environment:
 def part(request: Request, template: str, **values: object) -> str:
     """A template as text. It knows `w` (the words), `lang`, `views`, `path`, and what is given."""
     language = language_of(request)
-    return (
-        _templates()
-        .get_template(template)
-        .render(
-            w=words(language),
-            lang=language,
-            languages=_choices(request),
-            views=VIEWS,
-            path=request.url.path,
-            **values,
-        )
-    )
+    rest = [(key, value) for key, value in request.query_params.multi_items() if key not in ("lang", "token")]
+    # Each language: its tag, its name, and this address in it.
+    languages = [(tag, name, f"?{urlencode([*rest, ('lang', tag)])}") for tag, name in LANGUAGES.items()]
+    given = {"w": words(language), "lang": language, "languages": languages, "views": VIEWS, "path": request.url.path}
+    return _load_templates().get_template(template).render(**given, **values)
 
 
 def page(request: Request, template: str, status: int = 200, **values: object) -> HTMLResponse:
@@ -72,7 +69,26 @@ def page(request: Request, template: str, status: int = 200, **values: object) -
     return answer
 
 
-def _choices(request: Request) -> list[tuple[str, str, str]]:
-    """Each language: its tag, its name, and this address in it."""
-    rest = [(key, value) for key, value in request.query_params.multi_items() if key not in ("lang", "token")]
-    return [(tag, name, f"?{urlencode([*rest, ('lang', tag)])}") for tag, name in LANGUAGES.items()]
+async def body_of(request: Request, most_bytes: int, patience_s: float) -> bytes:
+    """The body; HTTPException as soon as it is known to be too long, or when it takes too long."""
+    said = request.headers.get("content-length", "0")
+    if not said.isdecimal():
+        raise HTTPException(NO_LENGTH, headers=CLOSE)
+    if len(said) > 15 or int(said) > most_bytes:
+        raise HTTPException(TOO_LONG, headers=CLOSE)
+
+    async def read() -> bytes:
+        parts, size = [], 0
+        async for some in request.stream():
+            size += len(some)
+            if size > most_bytes:
+                raise HTTPException(TOO_LONG, headers=CLOSE)
+            parts.append(some)
+        return b"".join(parts)
+
+    try:
+        return await asyncio.wait_for(wait_for(asyncio.ensure_future(read())), patience_s)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise HTTPException(TOO_SLOW, headers=CLOSE) from None
+    except ClientDisconnect:
+        raise HTTPException(GONE, headers=CLOSE) from None

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,25 +89,24 @@ def find_runs(roots: Sequence[Path]) -> FoundRuns:
     deadline = time.monotonic() + PATIENCE_S
     found: list[tuple[float, FoundRun]] = []
     seen: set[Path] = set()
-    left = MOST_FOLDERS
-    for number, root in enumerate(roots):
-        for place in _folders(root):
-            left -= 1
-            if left < 0 or time.monotonic() > deadline or len(found) >= MOST_RUNS:
-                return FoundRuns(runs=_newest_first(found), is_all=False)
-            if place not in seen and _is_safe_run(place, root):
-                seen.add(place)
-                below = place.relative_to(root).as_posix()
-                word = f"{number}/{'' if below == '.' else below}"
-                here = RunFolder(place)
-                times = []
-                for path in (here.events, here.record, place):
-                    try:
-                        times.append(path.stat().st_mtime)
-                    except OSError:
-                        continue
-                found.append((max(times, default=0.0), FoundRun(word=word, path=place)))
-    return FoundRuns(runs=_newest_first(found), is_all=True)
+    places = ((number, root, place) for number, root in enumerate(roots) for place in _find_folders(root))
+    is_all = True
+    for looked_at, (number, root, place) in enumerate(places):
+        if looked_at >= MOST_FOLDERS or time.monotonic() > deadline or len(found) >= MOST_RUNS:
+            is_all = False
+            break
+        if place not in seen and _is_safe_run(place, root):
+            seen.add(place)
+            below = place.relative_to(root).as_posix()
+            word = f"{number}/{'' if below == '.' else below}"
+            here = RunFolder(place)
+            times = [0.0]
+            for path in (here.events, here.record, place):
+                with suppress(OSError):
+                    times.append(path.stat().st_mtime)
+            found.append((max(times), FoundRun(word=word, path=place)))
+    found.sort(key=lambda each: (-each[0], each[1].word))
+    return FoundRuns(runs=tuple(run for _, run in found), is_all=is_all)
 
 
 class Finder:
@@ -135,11 +135,7 @@ def _is_safe_run(place: Path, root: Path) -> bool:
         return False
 
 
-def _newest_first(found: list[tuple[float, FoundRun]]) -> tuple[FoundRun, ...]:
-    return tuple(run for _, run in sorted(found, key=lambda each: (-each[0], each[1].word)))
-
-
-def _folders(root: Path) -> Iterator[Path]:
+def _find_folders(root: Path) -> Iterator[Path]:
     """Breadth first, without links; what is within a run belongs to it."""
     level = [root]
     for depth in range(DEEPEST + 1):
@@ -147,18 +143,12 @@ def _folders(root: Path) -> Iterator[Path]:
         for place in level:
             yield place
             if depth < DEEPEST and not _is_safe_run(place, root):
-                below += _inside(place)
+                with suppress(OSError), os.scandir(place) as entries:
+                    below += sorted(
+                        place / entry.name
+                        for entry in entries
+                        if entry.is_dir(follow_symlinks=False)
+                        and entry.name[0] != "."
+                        and entry.name not in _PASSED_OVER
+                    )
         level = below
-
-
-def _inside(place: Path) -> list[Path]:
-    try:
-        with os.scandir(place) as entries:
-            names = sorted(
-                entry.name
-                for entry in entries
-                if entry.is_dir(follow_symlinks=False) and entry.name[0] != "." and entry.name not in _PASSED_OVER
-            )
-    except OSError:
-        return []
-    return [place / name for name in names]

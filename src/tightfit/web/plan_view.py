@@ -31,8 +31,7 @@ from tightfit.messages import Language, Message
 from tightfit.model.presets import CHECKPOINTS, PRESETS
 from tightfit.planner.tiers import TIERS
 from tightfit.types import Checkpointing, Trainer, UserError
-from tightfit.web.bodies import body_of
-from tightfit.web.pages import page, part
+from tightfit.web.pages import body_of, page, part
 from tightfit.web.plan_answer import Answered, answer_to, check_model, guessed, is_at_hand, most_of, recall
 from tightfit.web.plan_drawing import Drawn, draw, gib
 from tightfit.web.plan_heat import heat_of

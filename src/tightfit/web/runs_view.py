@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from tightfit.diagnose.masks import masked
-from tightfit.messages import Language
 from tightfit.runs.events import Ended, Step, event_of
 from tightfit.runs.records import RunFolder, read_attempts, read_run
 from tightfit.web.history import last_lines
@@ -23,8 +22,7 @@ from tightfit.web.pages import page, part
 from tightfit.web.places import NO_RUN, FoundRun, FoundRuns, file_at, run_at
 from tightfit.web.sight import state_of
 from tightfit.web.threads import beside
-from tightfit.web.translate import translate
-from tightfit.web.words import language_of
+from tightfit.web.words import language_of, translate
 
 LOG_BYTES = 48 * 1024
 LOG_LINES = 300
@@ -46,13 +44,16 @@ class RunRow:
     """When the run last said something."""
 
 
-def rows_of(found: FoundRuns, roots: tuple[Path, ...]) -> list[RunRow]:
-    """A line for each."""
-    return [_row(run, roots) for run in found.runs]
-
-
 def _row(run: FoundRun, roots: tuple[Path, ...]) -> RunRow:
+    number, _, below = run.word.partition("/")
+    root = roots[int(number)]
+    name = below or root.name or str(root)
+    if below and len(roots) > 1:
+        name = f"{root.name}/{below}"
     events = RunFolder(run.path).events
+    changed = None
+    with suppress(OSError):
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(events.stat().st_mtime))
     last, ended = None, False
     for line in reversed(last_lines(events, EVENT_BYTES)):
         event = event_of(line.decode("utf-8", "replace"))
@@ -62,37 +63,21 @@ def _row(run: FoundRun, roots: tuple[Path, ...]) -> RunRow:
             break
     return RunRow(
         word=run.word,
-        name=_name(run, roots),
+        name=name,
         state=state_of(read_run(run.path), ended, read_attempts(run.path)),
         step=None if last is None else last.step,
         steps=None if last is None else last.steps,
         loss=None if last is None else last.loss,
         tokens_per_s=None if last is None else last.tokens_per_s,
-        changed=_read_tag(events),
+        changed=changed,
     )
 
 
-def _name(run: FoundRun, roots: tuple[Path, ...]) -> str:
-    """The path below the root; with several roots, which one as well."""
-    number, _, below = run.word.partition("/")
-    root = roots[int(number)]
-    if not below:
-        return root.name or str(root)
-    return below if len(roots) == 1 else f"{root.name}/{below}"
-
-
-def _read_tag(events: Path) -> str | None:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(events.stat().st_mtime))
-    except OSError:
-        return None
-
-
-async def _list(request: Request) -> Response:
+async def show_runs(request: Request) -> Response:
     return page(request, "runs.html", 200, **await _list_runs(request))
 
 
-async def _table(request: Request) -> Response:
+async def show_table(request: Request) -> Response:
     """The table alone, for the page's script."""
     return HTMLResponse(part(request, "runs_table.html", **await _list_runs(request)))
 
@@ -102,40 +87,39 @@ async def _list_runs(request: Request) -> dict[str, object]:
 
     def look() -> tuple[FoundRuns, list[RunRow]]:
         found = request.app.state.finder.find()
-        return found, rows_of(found, roots)
+        return found, [_row(run, roots) for run in found.runs]
 
     found, rows = await beside(look)
     return {"rows": rows, "is_all": found.is_all, "roots": [str(root) for root in roots]}
 
 
-async def _run(request: Request) -> Response:
+async def show_run(request: Request) -> Response:
     run, word = _read_request(request)
     row = await beside(partial(_row, FoundRun(word=word, path=run), request.app.state.site.roots))
     return page(request, "run.html", row=row, folder=str(run))
 
 
-async def _stream(request: Request) -> Response:
+async def stream_run(request: Request) -> Response:
     run, _ = _read_request(request)
     last = request.headers.get("last-event-id", "")
-    messages = _translate(request.app.state.hub.follow(run, last), language_of(request))
+    language = language_of(request)
+
+    async def translated(messages: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+        async with aclosing(messages):  # whoever goes away leaves at once
+            async for message in messages:
+                try:
+                    yield await beside(partial(translate, message, language))
+                except HTTPException:  # the server ends
+                    return
+
+    messages = translated(request.app.state.hub.follow(run, last))
     return StreamingResponse(messages, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
-async def _translate(messages: AsyncGenerator[bytes, None], language: Language) -> AsyncIterator[bytes]:
-    async with aclosing(messages):  # whoever goes away leaves at once
-        async for message in messages:
-            try:
-                yield await beside(partial(translate, message, language))
-            except HTTPException:  # the server ends
-                return
-
-
-async def _log(request: Request) -> Response:
+async def show_log(request: Request) -> Response:
     run, _ = _read_request(request)
     name = request.query_params.get("name", "")
-    if not name.endswith(".log"):
-        raise HTTPException(NO_RUN)
-    path = await beside(partial(file_at, run, name))
+    path = await beside(partial(file_at, run, name)) if name.endswith(".log") else None
     if path is None:
         raise HTTPException(NO_RUN)
     return PlainTextResponse(await beside(partial(log_tail, path)))
@@ -161,9 +145,9 @@ def _read_request(request: Request) -> tuple[Path, str]:
 
 
 ROUTES = [
-    Route("/runs", _list, methods=["GET"]),
-    Route("/runs/table", _table, methods=["GET"]),
-    Route("/runs/view", _run, methods=["GET"]),
-    Route("/runs/stream", _stream, methods=["GET"]),
-    Route("/runs/log", _log, methods=["GET"]),
+    Route("/runs", show_runs, methods=["GET"]),
+    Route("/runs/table", show_table, methods=["GET"]),
+    Route("/runs/view", show_run, methods=["GET"]),
+    Route("/runs/stream", stream_run, methods=["GET"]),
+    Route("/runs/log", show_log, methods=["GET"]),
 ]

@@ -1,4 +1,5 @@
-"""The server's process: where it listens, and how it ends.
+"""The server: which address is answered by what, what is said where something goes wrong, where it listens, and how
+it ends.
 
 Ctrl-C ends it at once: whoever is being told of a run is let go first, so that nothing is waited for.
 """
@@ -11,22 +12,87 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from tightfit.messages import Message
-from tightfit.types import ConfigError
-from tightfit.web import threads
-from tightfit.web.app import make_app
+from tightfit.types import ConfigError, UserError
+from tightfit.web import diagnose_view, plan_view, runs_view, threads
+from tightfit.web.guard import RequestGuard, Site
 from tightfit.web.hub import Hub
-from tightfit.web.site import Site
+from tightfit.web.pages import page
+from tightfit.web.places import Finder
+from tightfit.web.words import language_of, words
 
+HOME = "/plan"
+STATIC = Path(__file__).with_name("static")
 FIRST_PORT, PORTS = 8741, 20
 """Without --port the first free one of these is taken, so that a tunnel can be set up before."""
 MOST_CONNECTIONS = 256
 PATIENCE_S = 2
 """For answers that are half sent when the server is told to end."""
+
+
+class _Static(StaticFiles):
+    """Asked for again each time, and sent again only where it has changed."""
+
+    def file_response(self, *given, **named) -> Response:  # type: ignore[no-untyped-def]
+        answer = super().file_response(*given, **named)
+        answer.headers["Cache-Control"] = "no-cache"
+        return answer
+
+
+def make_app(site: Site, hub: Hub) -> ASGIApp:
+    """All views, behind the guard."""
+
+    async def go_home(request: Request) -> Response:
+        query = request.url.query  # the language, say
+        return RedirectResponse(f"{HOME}?{query}" if query else HOME, 303)
+
+    async def say_user_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, UserError)
+        return answer_failure(request, words(language_of(request)).said(error.said).text, 400)
+
+    async def say_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        known = words(language_of(request))["errors"]
+        answer = answer_failure(request, known.get(str(error.status_code), known["other"]), error.status_code)
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def say_bug(request: Request, error: Exception) -> Response:
+        """One sentence here; the traceback is printed where the server was started."""
+        return answer_failure(request, words(language_of(request))["errors"]["500"], 500)
+
+    app = Starlette(
+        routes=[
+            Route("/", go_home),
+            *plan_view.ROUTES,
+            *runs_view.ROUTES,
+            *diagnose_view.ROUTES,
+            Mount("/static", _Static(directory=STATIC)),
+        ],
+        exception_handlers={UserError: say_user_error, HTTPException: say_http_error, Exception: say_bug},
+    )
+    app.router.redirect_slashes = False
+    app.state.site, app.state.hub, app.state.finder = site, hub, Finder(site.roots)
+    return RequestGuard(app, site)
+
+
+def answer_failure(request: Request, said: str, status: int) -> Response:
+    """A sentence: in a page for who looks at pages, alone for scripts."""
+    if "text/html" in request.headers.get("accept", ""):
+        return page(request, "error.html", status, said=said)
+    return PlainTextResponse(f"{said}\n", status)
 
 
 def listen(host: str, port: int | None) -> socket.socket:

@@ -61,6 +61,7 @@ class RunSight:
         self.run, self._folder = run, RunFolder(run)
         self.history = History(self._folder.events)
         self._ranks = RankEye(run)
+        self._peaks: dict[int, int] = {}
         self._kept: dict[str, tuple[object, Any]] = {}
         """What was read before, and by which mark one knows that it is so still."""
 
@@ -82,14 +83,24 @@ class RunSight:
         host = None if eye is None or not is_here else eye.host()
         if host is not None:
             memory["host"] = {"used": host.used_bytes, "total": host.total_bytes}
+        names: list[str] = []
+        with suppress(OSError):
+            found = sorted(path.name for path in (self.run / "logs").glob("*.log"))[:MOST_LOGS]
+            names = [*(f"logs/{name}" for name in found), "command.log"]
+        logs: list[Section] = []
+        for name in names:
+            path = file_at(self.run, name)
+            if path is not None:
+                with suppress(OSError):
+                    logs.append({"name": name, "bytes": path.stat().st_size})
         return {
             "head": self._head(state, record, worker, attempts),
             "memory": memory,
             "lights": self._lights(state, worker, memory, attempts),
-            "attempts": [_attempt(each) for each in attempts],
+            "attempts": [_show_attempt(each) for each in attempts],
             "checkpoints": self._unless_same("checkpoints", _marks(self.run / CHECKPOINTS), self._checkpoints),
             "events": [asdict(said) for said in self.history.said],
-            "logs": self._logs(),
+            "logs": logs,
         }
 
     def _unless_same(self, name: str, mark: object, read: Any) -> Any:
@@ -104,6 +115,15 @@ class RunSight:
         steps = history.steps()
         last = steps[-1] if steps else None
         goes_on = state in ("running", "elsewhere")
+        doing = quiet = None
+        if goes_on and history.doing is not None:
+            done, total = history.doing.done, history.doing.total
+            share = min(1.0, done / total) if total and total > 1 and done is not None else None
+            doing = {"what": history.doing.what, "share": share}
+        if goes_on:
+            with suppress(OSError):
+                quiet_s = time.time() - self._folder.events.stat().st_mtime
+                quiet = duration(quiet_s // 30 * 30) if quiet_s >= QUIET_S else None
         return {
             "state": state,
             "step": None if last is None else last.step,
@@ -113,8 +133,8 @@ class RunSight:
             "tokens_per_s": None if last is None else last.tokens_per_s,
             "planned_tokens_per_s": None if worker is None else worker.tokens_per_s,
             "left": None if last is None or last.seconds_left is None or not goes_on else duration(last.seconds_left),
-            "doing": None if history.doing is None or not goes_on else _doing(history),
-            "quiet": self._quiet() if goes_on else None,
+            "doing": doing,
+            "quiet": quiet,
             "model": None if worker is None else worker.model,
             "how": None if worker is None else f"{worker.method}, {worker.engine}",
             "ranks": None if worker is None else worker.ranks,
@@ -126,13 +146,6 @@ class RunSight:
             "command": None if record is None else masked(" ".join(record.command))[:2000],
         }
 
-    def _quiet(self) -> Message | None:
-        try:
-            quiet = time.time() - self._folder.events.stat().st_mtime
-        except OSError:
-            return None
-        return duration(quiet // 30 * 30) if quiet >= QUIET_S else None
-
     def _memory(self, worker: WorkerFile | None, ranks: tuple[Rank, ...], eye: MachineEye | None) -> Section:
         on_gpu = worker is not None and worker.vendor != "cpu"
         card_bytes = None if worker is None else worker.gpu_memory_bytes
@@ -141,8 +154,15 @@ class RunSight:
         if worker is not None:
             planned = worker.peak_bytes if on_gpu else worker.ram_bytes_per_node // max(1, worker.gpus_per_node)
         rows: list[Section] = []
-        if on_gpu and eye is not None:
-            rows = self._cards(eye, ranks, worker)
+        if worker is not None and on_gpu and eye is not None:
+            # The cards that the run's processes sit on; the most of each is what was seen since somebody looks.
+            pids, peaks = {rank.pid for rank in ranks}, self._peaks
+            for card in eye.cards().cards.cards:
+                if any(process.pid in pids for process in card.processes or ()):
+                    if card.used_bytes is not None:
+                        peaks[card.index] = max(card.used_bytes, peaks.get(card.index, 0))
+                    name, now, peak = f"GPU {card.index}", card.used_bytes, peaks.get(card.index)
+                    rows.append(_draw_held(name, now, peak, worker.required_bytes, card.total_bytes))
         elif worker is not None and not on_gpu:
             rows = [
                 _draw_held(rank.name.replace("-", " "), rank.now_bytes, rank.peak_bytes, planned, total)
@@ -157,22 +177,6 @@ class RunSight:
                 now, peak = last.host_bytes, max(step.host_bytes or 0 for step in steps)
             rows = [_draw_held("rank 0", now, peak or None, planned, total)]
         return {"rows": rows, "on_gpu": on_gpu, "planned": planned, "card": total, "host": None}
-
-    def _cards(self, eye: MachineEye, ranks: tuple[Rank, ...], worker: WorkerFile | None) -> list[Section]:
-        """The cards that the run's processes sit on; the most of each is what was seen since somebody looks."""
-        pids = {rank.pid for rank in ranks}
-        rows = []
-        for card in eye.cards().cards.cards:
-            if not any(process.pid in pids for process in card.processes or ()):
-                continue
-            peaks: dict[int, int] = self._unless_same("peaks", None, dict)
-            if card.used_bytes is not None:
-                peaks[card.index] = max(card.used_bytes, peaks.get(card.index, 0))
-            planned = None if worker is None else worker.required_bytes
-            rows.append(
-                _draw_held(f"GPU {card.index}", card.used_bytes, peaks.get(card.index), planned, card.total_bytes)
-            )
-        return rows
 
     def _lights(
         self, state: str, worker: WorkerFile | None, memory: Section, attempts: tuple[AttemptRecord, ...]
@@ -226,33 +230,12 @@ class RunSight:
             rows.append(row)
         return rows
 
-    def _logs(self) -> list[Section]:
-        try:
-            names = sorted(path.name for path in (self.run / "logs").glob("*.log"))[:MOST_LOGS]
-        except OSError:
-            return []
-        names = [*(f"logs/{name}" for name in names), "command.log"]
-        rows = []
-        for name in names:
-            path = file_at(self.run, name)
-            if path is not None:
-                with suppress(OSError):
-                    rows.append({"name": name, "bytes": path.stat().st_size})
-        return rows
-
 
 def _draw_held(name: str, now: int | None, peak: int | None, planned: int | None, total: int | None) -> Section:
     return {"name": name, "now": now, "peak": peak, "planned": planned, "total": total}
 
 
-def _doing(history: History) -> Section:
-    doing = history.doing
-    assert doing is not None
-    share = doing.done / doing.total if doing.total and doing.total > 1 and doing.done is not None else None
-    return {"what": doing.what, "share": None if share is None else min(1.0, share)}
-
-
-def _attempt(record: AttemptRecord) -> Section:
+def _show_attempt(record: AttemptRecord) -> Section:
     cause, following = record.cause, record.next
     return {
         "number": record.number,

@@ -6,21 +6,26 @@ They lie in `words/`, a file a language, all with the same keys. What a plan, a 
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from starlette.requests import Request
 
-from tightfit.messages import Language, Message, Said, say
+from tightfit.messages import Language, Message, Said, from_json, say
 
 LANGUAGES: dict[Language, str] = {"en": "English", "zh": "中文"}
 """What each calls itself."""
 COOKIE = "tightfit_language"
 FOLDER = Path(__file__).with_name("words")
+KEPT = 32
+"""Messages of a run's stream; readers of one run get the same ones within moments."""
+SECTIONS = ("head", "lights", "attempts", "checkpoints", "events", "trouble")
+"""Those of `sight.py` that say something."""
 _CHINESE = re.compile("[\u4e00-\u9fff]{2}")
 
 
@@ -75,3 +80,25 @@ def language_of(request: Request) -> Language:
             weight = 0.0
         wishes.append((-weight, place, tag.partition("-")[0].lower()))
     return next((tag for weight, _, tag in sorted(wishes) if weight < 0 and tag in LANGUAGES), "en")
+
+
+@lru_cache(maxsize=KEPT)
+def translate(sent: bytes, language: Language) -> bytes:
+    """One piece of a run's stream, with the text of its messages. One reader of a run serves all that look at it, and
+    sends messages by their ids; they become text here, once for all readers of a language. What is text already stays
+    as it is: logs, evidence, names, paths, and what older runs said."""
+    head, found, data = sent.partition(b"\ndata: ")
+    if not found or b'{"message":' not in data:
+        return sent
+
+    def put(value: Any) -> Any:
+        if isinstance(value, list):
+            return [put(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        return say(from_json(value), language) if "message" in value else {name: put(value[name]) for name in value}
+
+    sections = json.loads(data)
+    sections |= {name: put(sections[name]) for name in SECTIONS if name in sections}
+    told = json.dumps(sections, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return b"%s\ndata: %s\n\n" % (head, told.encode())
