@@ -10,11 +10,10 @@ from itertools import accumulate
 from tightfit.diagnose.catalogue import CATCH_ALL, CUT_OFF, Catalogue, Symptom
 from tightfit.diagnose.fitting import around, best, refine
 from tightfit.diagnose.gate import WORDS
-from tightfit.diagnose.lines import message_of
+from tightfit.diagnose.lines import is_raised, message_of
 from tightfit.diagnose.oom import OomMessage, read_oom
 from tightfit.diagnose.ordering import Case
 from tightfit.diagnose.phases import phase_of
-from tightfit.diagnose.said import is_raised
 from tightfit.diagnose.scan import LogFinding, LogScan
 from tightfit.diagnose.tracebacks import HEADER
 from tightfit.job.known import KnownConfig

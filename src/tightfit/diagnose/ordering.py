@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from tightfit.diagnose.catalogue import Symptom
 from tightfit.diagnose.evidence import RankExit
-from tightfit.diagnose.lines import Level
+from tightfit.diagnose.lines import Level, is_raised
 from tightfit.diagnose.oom import OomMessage
-from tightfit.diagnose.said import is_raised
 from tightfit.diagnose.scan import LogFinding
 from tightfit.diagnose.verdict import Kind
 from tightfit.messages import Message

@@ -3,21 +3,23 @@
 Everything after this sees UTF-8 with `\\n` alone between lines. A progress bar that draws itself anew with `\\r`
 becomes a line for each drawing, which all count as one in the numbering, as they do in an editor. Logs are cut at line
 ends into pieces of some ten thousand bytes; a line longer than a piece is cut where the piece ends.
+
+Then what stands between a log and its reader is taken away: JSON around the lines, a shell's report in another language
+than English, and what a camera or a word processor did to it.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 from tightfit.diagnose.doing import signs_in
 from tightfit.diagnose.evidence import LogSource
-from tightfit.diagnose.ocr import mended
-from tightfit.diagnose.shells import in_english
-from tightfit.diagnose.wrapped import unwrapped
 
 _COLOURS = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 """They stand in the middle of words, and would hide them."""
@@ -120,15 +122,11 @@ def is_binary(source: LogSource) -> bool:
         return False
     if start.startswith((b"\x7fELF", b"PK\x03\x04", b"\x1f\x8b", b"\x80\x02", b"%PDF-", b"\x89PNG")):
         return True
-    strange = len(start) - len(start.translate(None, _CONTROL))
-    return strange > len(start) * _BINARY_SHARE or _is_noise(start)
-
-
-def _is_noise(start: bytes) -> bool:
-    """Whether so much of it is beyond ASCII that an encoding should explain it, and none does."""
+    if len(start) - len(start.translate(None, _CONTROL)) > len(start) * _BINARY_SHARE:
+        return True
     if len(start.translate(None, _BEYOND_ASCII)) >= len(start) * (1 - _FOREIGN_SHARE):
         return False
-    for encoding in _ENCODINGS:
+    for encoding in _ENCODINGS:  # so much is beyond ASCII that one of them should explain it
         try:
             text = codecs.getincrementaldecoder(encoding)().decode(start)
         except UnicodeDecodeError:
@@ -149,26 +147,21 @@ def _texts(source: LogSource) -> Iterator[bytes]:
         return
     try:
         with source.path.open("rb") as file:
-            for portion in _decode(file):
+            portion = file.read(PIECE_BYTES)
+            encoding = _encoding(portion)
+            decoder = None if encoding is None else codecs.getincrementaldecoder(encoding)(errors="replace")
+            portion = portion.removeprefix(codecs.BOM_UTF8) if decoder is None else portion
+            is_first = True
+            while portion or is_first:
+                if decoder is not None:
+                    text = decoder.decode(portion)
+                    portion = (text.removeprefix("\ufeff") if is_first else text).encode("utf-8", errors="replace")
                 if source.on_read is not None:
                     source.on_read(file.tell())
                 yield portion
+                portion, is_first = file.read(PIECE_BYTES), False
     except OSError:
         return  # gone, or not ours to read: who asks a user for it looks first
-
-
-def _decode(file: BinaryIO) -> Iterator[bytes]:
-    start = file.read(PIECE_BYTES)
-    encoding = _encoding(start)
-    if encoding is None:
-        yield start.removeprefix(codecs.BOM_UTF8)
-        while more := file.read(PIECE_BYTES):
-            yield more
-        return
-    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
-    yield decoder.decode(start).removeprefix("\ufeff").encode("utf-8", errors="replace")
-    while more := file.read(PIECE_BYTES):
-        yield decoder.decode(more).encode("utf-8", errors="replace")
 
 
 def _encoding(start: bytes) -> str | None:
@@ -200,3 +193,181 @@ def _cut(texts: Iterator[bytes]) -> Iterator[bytes]:
             rest = rest[end:]
     if rest:
         yield rest
+
+
+# --- JSON ---------------------------------------------------------------------------------------
+# Docker's logs, and those of structured loggers:
+#
+#     {"log":"Traceback (most recent call last):\n","stream":"stderr","time":"2026-11-05T12:00:01Z"}
+#     {"level":"error","msg":"training failed","exc_info":"Traceback (most recent call last):\n  File …"}
+#
+# Of a structured line only what tells of a failure is unwrapped. The others stay as they are, because what they carry
+# beside their message (a step, a loss) shows that the training goes on. Several lines out of one stand apart by `\r`,
+# as the drawings of a progress bar do, so that the numbering stays the file's.
+
+_JSON_LINE = re.compile(rb'^\{[^\n]*"(?:log|msg|message|event)"\s*:\s*"[^\n]*\}[ \r]*$', re.MULTILINE)
+_WORTH = re.compile(
+    rb'"(?:error|critical|fatal|severe|panic|alert|emergency)"|"(?:exc_|exception|traceback|stack|error\.stack)|"log"\s*:',
+    re.IGNORECASE,
+)
+"""What a line must have before it is worth reading as JSON, which takes a hundred times as long as looking for this."""
+_MESSAGES = ("msg", "message", "event", "log")
+_LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log.level")
+_TRACES = ("exc_info", "exc_text", "exception", "traceback", "stack_trace", "stacktrace", "stack", "error.stack_trace")
+_ALARMS = ("ERROR", "CRITICAL", "FATAL", "SEVERE", "PANIC", "ALERT", "EMERGENCY")
+_DETAILS = ("error", "err", "error_message", "reason")
+_RANKS = ("rank", "global_rank")
+
+
+def unwrapped(data: bytes) -> bytes:
+    """Whole lines in, as many out."""
+    if (b"\n{" not in data and not data.startswith(b"{")) or not _WORTH.search(data):
+        return data
+    return _JSON_LINE.sub(_unwrap_line, data)
+
+
+def _unwrap_line(found: re.Match[bytes]) -> bytes:
+    line = found[0]
+    if not _WORTH.search(line):
+        return line
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if not isinstance(values, dict):
+        return line
+
+    def first(names: tuple[str, ...]) -> str | None:
+        return next((text for name in names if isinstance(text := values.get(name), str) and text), None)
+
+    if isinstance(values.get("log"), str) and ("stream" in values or len(values) == 1):
+        text = values["log"]
+    else:
+        trace, level = first(_TRACES), (first(_LEVEL_KEYS) or "").upper()
+        if trace is None and level not in _ALARMS:
+            return line
+        rank = next((values[name] for name in _RANKS if isinstance(values.get(name), int)), None)
+        mark = "" if rank is None else f"[rank{rank}]: "
+        told = [f"ERROR: {text}" for names in (_MESSAGES, _DETAILS) if (text := first(names))]
+        lines = [*told, *([trace] if trace else [])]
+        text = "\n".join(f"{mark}{each}" for told_line in lines for each in told_line.splitlines())
+    return "\r".join(text.rstrip().splitlines()).encode("utf-8", errors="replace")
+
+
+# --- shells -------------------------------------------------------------------------------------
+# What a shell says of a process that a signal ended, in other languages than English, which alone the catalogue knows:
+#
+#     ./train.sh: 第 3 行: 4711 已杀死               python train.py
+#     段错误 (核心已转储)
+#
+# Only a line that is nothing but such a report is put into English: the same words in the middle of a sentence are
+# somebody's text. Logs in GB 18030 are read as they lie, so their bytes count too.
+
+_SHELLS_SAY = {
+    "Killed": ("已杀死", "已殺死", "Getötet", "Processus arrêté"),
+    "Segmentation fault": ("段错误", "程式記憶體區段錯誤", "Speicherzugriffsfehler", "Erreur de segmentation"),
+    "Bus error": ("总线错误", "Bus-Zugriffsfehler", "Erreur du bus"),
+    "Aborted": ("已放弃", "已中止"),
+    "Illegal instruction": ("非法指令", "Ungültiger Maschinenbefehl", "Instruction non permise"),
+}
+_SCRIPT_LINES = (r"第 ?(\d+) ?行", r"Zeile (\d+)", r"ligne (\d+)")
+
+
+def _compile_report(word: str, encoding: str) -> re.Pattern[bytes] | None:
+    """A whole line with this word, behind the place in a script or alone."""
+    try:
+        name = re.escape(word).encode(encoding)
+        places = "|".join(_SCRIPT_LINES).encode(encoding)
+        colon = "(?:[:：]| :)".encode(encoding)
+        dumped = "(?P<dumped> ?[(（][^()\n]{1,60}[)）])?".encode(encoding)
+    except UnicodeEncodeError:
+        return None
+    script = rb"[^\n]{0,200}?" + colon + rb" ?(?:" + places + rb") ?" + colon + rb" *(?P<process>\d+) +"
+    return re.compile(rb"^(?P<script>" + script + rb")?" + name + dumped + rb"(?P<command>  +[^\n]*)?[ \r]*$", re.M)
+
+
+_SHELL_TABLE = tuple(
+    (english.encode(), word.encode(encoding), expression)
+    for english, words in _SHELLS_SAY.items()
+    for word in words
+    for encoding in ("utf-8", "gb18030")
+    if (expression := _compile_report(word, encoding)) is not None
+)
+
+
+def in_english(data: bytes) -> bytes:
+    """Whole lines in, as many out."""
+    for english, word, expression in _SHELL_TABLE:
+        if word in data:
+            data = expression.sub(partial(_write_report, english), data)
+    return data
+
+
+def _write_report(english: bytes, found: re.Match[bytes]) -> bytes:
+    dumped = b" (core dumped)" if found["dumped"] else b""
+    command = found["command"] or b""
+    place = b"sh: line 1: " + found["process"] + b" " if found["script"] else b""
+    return place + english + dumped + command
+
+
+# --- cameras and word processors ----------------------------------------------------------------
+# Letters that look alike, and quotes that were made pretty:
+#
+#     Traceback (most recent cal1 last):        ModuleNotFoundError : No module named ' flash_attn '
+#       Fi1e " /root/train . py ", 1ine 120     20.OO GiB a1ready a1located
+#
+# Quotes and full-width marks are put back wherever they are. The rest is only done to a text that shows, at a
+# traceback's own words, that it was read by a machine: elsewhere a 1 between letters is a 1.
+
+_PRETTY = {
+    "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u2018": "'", "\u2019": "'", "\uff1a": ": ", "\uff08": "(",
+    "\uff09": ")", "\uff0c": ", ", "\uff1b": "; ", "\uff1d": "=",
+}  # fmt: skip
+_LEADS = (b"\xe2\x80", b"\xef\xbc")
+"""What all of these begin with."""
+_WORDS = (b"Error", b"Exception", b"Traceback")
+"""One of them is in every text that is worth it: most of a log has none, and is passed over at once."""
+_RAISED = re.compile(rb"^[^\n]*(?:Error|Exception|Traceback|File |No module named)[^\n]*$", re.MULTILINE)
+_READ = re.compile(
+    rb"ca(?:l1|1l|11|II|lI|Il) [l1I]ast|Traceback \( most recent|Traceback ?\(most recent call last \)|"
+    rb"F(?:i1|iI|1l|Il|11|II)e ?\"|\b1ine \d{1,6}, in|[a-z](?:Error|Exception) : |\ba(?:1l|l1|11|II)ocate|"
+    rb"\btota1 capac"
+)
+_MENDS = tuple(
+    (re.compile(pattern), instead)
+    for pattern, instead in (
+        (rb"(?<=[\d.])[Oo](?=[\dOo. ]|\b)|(?<=[\d.][Oo])[Oo]\b", b"0"),
+        (rb"(?<=[a-zA-Z])1(?=[a-z])|\b1(?=[a-z]{2})|(?<=[a-z]{2})1\b", b"l"),
+        (rb"(?<=ca)(?:lI|Il|II|ll)(?= last)", b"ll"),
+        (rb"\bFIle\b|\bFi[Il]e(?= ?\")", b"File"),
+        (rb"(?<=\w) ?\. (?=[a-z_]\w*)(?=[\w. ]{0,80}[\"()/ ])", b"."),
+        (rb"(?<=\w) \.(?=\w)", b"."),
+        (rb"(?<=\w) ([:,;])(?= |$)", rb"\1"),
+        (rb"\( (?=\w)", b"("),
+        (rb"(?<=\w) \)", b")"),
+        (rb"([\"']) (?=[\w/.-]+ ?[\"'])", rb"\1"),
+        (rb"(?<=[\w]) (?=[\"'](?:[,:.)]|\s*$))", b""),
+        (rb" / (?=\w)|(?<=\w) /(?=\w)", b"/"),
+        (rb"< (\w+) >", rb"<\1>"),
+    )
+)
+
+
+def _put_plain(found: re.Match[bytes]) -> bytes:
+    line = found[0]
+    for pretty, plain in _PRETTY.items():
+        line = line.replace(pretty.encode(), plain.encode())
+    return line.replace(b":  ", b": ")
+
+
+def mended(data: bytes) -> bytes:
+    """Whole lines in, as many out."""
+    if not any(word in data for word in _WORDS):
+        return data
+    if any(lead in data for lead in _LEADS):
+        data = _RAISED.sub(_put_plain, data)
+    if not _READ.search(data):
+        return data
+    for pattern, instead in _MENDS:
+        data = pattern.sub(instead, data)
+    return data

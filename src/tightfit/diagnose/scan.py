@@ -18,9 +18,8 @@ from tightfit.diagnose.doing import Doing, Signs, last_doing, signs_in, steps_in
 from tightfit.diagnose.evidence import LogSource
 from tightfit.diagnose.gate import FLAT, WORDS, ZEROS
 from tightfit.diagnose.hints import Hints
-from tightfit.diagnose.lines import LogMessage, message_of, moment_of, plain, prefix_of
+from tightfit.diagnose.lines import LogMessage, is_harmless, is_quoted, is_said, message_of, moment_of, plain, prefix_of
 from tightfit.diagnose.reading import Piece, pieces
-from tightfit.diagnose.said import is_harmless, is_quoted, is_said
 from tightfit.diagnose.tracebacks import HEADER, Assembler, Traceback
 
 _BACK = 4
