@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.diagnose.judge import Evidence, KnownConfig, LogSource, RankExit, judge
+from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
+from tightfit.diagnose.judge import judge
 from tightfit.diagnose.verdict import Diagnosis, Verdict
+from tightfit.job.known import KnownConfig
 from tightfit.messages import Message
 
 OOM = (

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.diagnose.evidence import LogSource
-from tightfit.diagnose.judge import Evidence, judge
+from tightfit.diagnose.evidence import Evidence, LogSource
+from tightfit.diagnose.judge import judge
 from tightfit.diagnose.lines import message_of, moment_of
 from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import GIB, MIB, read_oom

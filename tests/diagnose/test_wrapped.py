@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.lines import message_of, prefix_of
-from tightfit.diagnose.verdict import Verdict
 from tightfit.diagnose.reading import unwrapped
+from tightfit.diagnose.verdict import Verdict
 from tightfit.job.known import KnownConfig
 
 TRACEBACK = """Traceback (most recent call last):

@@ -22,7 +22,7 @@ from tightfit.cli.diagnose_run import Ending, RunQuestion, of_run, rank_of
 from tightfit.cli.flags import ANSWERED, CHANGE, Parser, whole_number
 from tightfit.diagnose.catalogue import Symptom, catalogue
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
-from tightfit.diagnose.judge import judge
+from tightfit.diagnose.judge import fixes_of, judge
 from tightfit.diagnose.predicted import (
     MemoryPrediction,
     predict_failure,
@@ -31,7 +31,6 @@ from tightfit.diagnose.predicted import (
 )
 from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.verdict import Diagnosis, Verdict
-from tightfit.diagnose.wording import fixes_of
 from tightfit.formats.recognise import read_known_config
 from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.inputs.spelling import nearest

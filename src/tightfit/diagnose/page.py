@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tightfit.diagnose.catalogue import Catalogue, Role, Symptom
+from tightfit.diagnose.judge import fixes_of
 from tightfit.diagnose.verdict import Confidence, Kind
-from tightfit.diagnose.wording import fixes_of
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Language, Listing, Message, Said, say
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightfit.diagnose.catalogue import catalogue
+from tightfit.diagnose.judge import fixes_of
 from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
-from tightfit.diagnose.wording import fixes_of
 from tightfit.job.known import KnownConfig
 from tightfit.memory.components import name_component
 from tightfit.messages import Listing, Message
