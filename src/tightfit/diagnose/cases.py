@@ -184,7 +184,8 @@ def cases_of(found: LogScan, config: KnownConfig, entries: Catalogue, *, is_kern
             # One exception led to another: the one that says more counts, and where both say as much, the last.
             first, led_by = cases[-1], cases[-1].finding
             told = min((case, first), key=vagueness)
-            (finding if told is case else led_by).later = finding.later
+            if told is first:
+                led_by.later = finding.later
             led = (*first.chain, led_by) if told is case else first.chain
             cases[-1] = replace(told, order=first.order, chain=led)
         elif cases and (before := cases[-1].finding) is not None and goes_on(cases[-1], before, finding):
@@ -223,11 +224,19 @@ def _name_case(finding: LogFinding, config: KnownConfig, entries: Catalogue) -> 
     special = refine(symptom, known, entries)
     names |= _names(special, finding)
     frames = [text for _, text in finding.traceback.frames] if finding.traceback else []
+    rank = finding.rank
+    if names.get("rank", "").isdigit():
+        rank = int(names["rank"][:6])
+    else:  # whose end a launcher reports: on its own line, or on the one before in torchrun's summary
+        summed_up = finding.traceback is not None and finding.traceback.is_summed_up
+        near = reversed(finding.before[-_IN_SUMMARY if summed_up else -_NEAR :])
+        told = _LOCAL.search(finding.message.text) or next(filter(None, map(_LISTED.match, near)), None)
+        rank = rank if told is None else int(told[1])
     return Case(
         symptom=special,
         source=finding.source,
         order=finding.order,
-        rank=_rank(finding, names),
+        rank=rank,
         at=finding.at,
         finding=finding,
         phase=phase_of(frames),
@@ -292,18 +301,6 @@ def _names(symptom: Symptom, finding: LogFinding) -> dict[str, str]:
             told += " " + next((line.strip() for line in finding.after[:3] if line.strip()), "")
         names.setdefault("error", told if len(told) <= _MOST_LETTERS else f"{told[:_MOST_LETTERS]} …")
     return names
-
-
-def _rank(finding: LogFinding, names: Mapping[str, str]) -> int | None:
-    """Whose end a launcher reports: on its own line, or on the one before in torchrun's summary."""
-    if names.get("rank", "").isdigit():
-        return int(names["rank"][:6])
-    summed_up = finding.traceback is not None and finding.traceback.is_summed_up
-    near = finding.before[-_IN_SUMMARY if summed_up else -_NEAR :]
-    told = _LOCAL.search(finding.message.text) or next(
-        (found for line in reversed(near) if (found := _LISTED.match(line))), None
-    )
-    return finding.rank if told is None else int(told[1])
 
 
 def signal_of(code: int) -> int | None:

@@ -118,7 +118,18 @@ class _Scanner:
 
     def run(self) -> LogScan:
         for piece in pieces(self.source):
-            self._piece(piece)
+            words = set(piece.data.translate(WORDS).split())
+            self.hints.look(piece.data, words)
+            hot = words & self.words
+            signs = signs_in(piece.data, words) if self.watched else Signs()
+            for finding in self.watched:
+                finding.later += signs
+            self.watched = [each for each in self.watched if not each.is_replaced and not each.later.went_on]
+            head = _CUT_HEAD.search(piece.data) if piece.first_line == 1 else None
+            is_cut = head is not None and b"Traceback" not in piece.data[: head.start()]
+            self.cut_head = head.start() if head is not None and is_cut else None
+            if hot or self.open or self.assembler.is_open or self.cut_head is not None:
+                self._look_at(piece, hot)
             self.back.append(piece.data)
             self.lines = piece.first_line + piece.data.count(b"\n")
         for cut in self.assembler.unfinished():
@@ -134,20 +145,7 @@ class _Scanner:
             doing=last_doing(tail), steps=steps_in(tail), last_lines=last,
         )  # fmt: skip
 
-    def _piece(self, piece: Piece) -> None:
-        words = set(piece.data.translate(WORDS).split())
-        self.hints.look(piece.data, words)
-        hot = words & self.words
-        signs = signs_in(piece.data, words) if self.watched else Signs()
-        for finding in self.watched:
-            finding.later += signs
-        self.watched = [each for each in self.watched if not each.is_replaced and not each.later.went_on]
-        self.cut_head = _cut_head(piece) if piece.first_line == 1 else None
-        if hot or self.open or self.assembler.is_open or self.cut_head is not None:
-            self._lines(piece, hot)
-            self._look_on(piece)
-
-    def _lines(self, piece: Piece, hot: set[bytes]) -> None:
+    def _look_at(self, piece: Piece, hot: set[bytes]) -> None:
         """Look at the lines that have a word of the sieve, and at those that follow what was found."""
         flat = piece.data.translate(FLAT)
         number, start = piece.first_line, 0
@@ -163,8 +161,14 @@ class _Scanner:
                 kind = line.translate(ZEROS)
                 if kind in self.usual:
                     again[kind] = (start, end, number)
-                elif (rows := self._promising(line, kind, hot)) is not None:
-                    self._line(piece, start, end, number, rows)
+                else:
+                    known = self.dull.get(kind)
+                    if known is None or any([asked in line for asked in known.numbers]):
+                        rows = self._rows(line, hot) if known is None else known.rows
+                        if b"traceback" in line or any([row.could_match(line) for row in rows]):
+                            self._line(piece, start, end, number, rows)
+                        elif known is None:
+                            self._is_dull(kind, rows)
             if not ends_drawings or piece.data[end : end + 1] == b"\n":
                 number += 1
             start = end + 1
@@ -172,37 +176,40 @@ class _Scanner:
             message = self._message(plain(piece.data[start:end]), number)
             self._make_finding(piece, end, message, list(self.usual[kind]), None)
         self.fresh.sort(key=lambda each: each[0])
+        # What the rest of the piece shows of the training, for each that was found in it.
+        later, until = Signs(), len(piece.data)
+        for end, finding in reversed(self.fresh):
+            if not finding.is_replaced:
+                later = later + signs_in(piece.data[end:until])
+                finding.later, until = later, end
+        self.watched += [finding for _, finding in self.fresh if not finding.is_replaced and not finding.later.went_on]
+        self.fresh = []
 
     def _rows(self, line: bytes, hot: set[bytes]) -> tuple[Row, ...]:
         """The expressions that wait for a word of this line."""
         words = hot.intersection(line.translate(WORDS).split())
         return tuple(row for word in sorted(words) for row in self.known.by_word.get(word, ()))
 
-    def _promising(self, line: bytes, kind: bytes, hot: set[bytes]) -> tuple[Row, ...] | None:
-        """The expressions to try on a line; None: it is not worth it."""
-        known = self.dull.get(kind)
-        if known is not None and not any([number in line for number in known.numbers]):
-            return None
-        rows = self._rows(line, hot) if known is None else known.rows
-        if b"traceback" in line or any([row.could_match(line) for row in rows]):
-            return rows
-        if known is None:
-            self._is_dull(kind, rows)
-        return None
-
     def _line(self, piece: Piece, start: int, end: int, number: int, rows: tuple[Row, ...]) -> None:
         flat = piece.data[start:end].lower()
         message = self._message(plain(piece.data[start:end]), number)
         if b"traceback" in flat:
-            message = self._learnt_from(message)
-            self.assembler.announced(self._message(self._line_before(piece, start), number))
-        if self.open:
-            self._collect(message)
-        closed = self._assemble(piece, end, message)
-        if closed is _ASIDE:
+            message = self._learn_prefix(message)
+            # The last line before it that has something on it may announce it.
+            before = piece.data[max(0, start - 4096) : start].rstrip()
+            if not before and self.back:
+                before = self.back[-1][-4096:].rstrip()
+            line = plain(before[max(before.rfind(b"\n"), before.rfind(b"\r")) + 1 :])
+            self.assembler.announced(self._message(line, number))
+        for finding in self.open:
+            finding.after.append(message.whole)
+        self.open = [finding for finding in self.open if len(finding.after) < _LINES_AFTER]
+        traceback = self.assembler.take(message)
+        if traceback is not None and traceback.is_aside:
             return
+        closed = None if traceback is None else self._make_finding(piece, end, message, [], traceback)
         likely = [row for row in rows if row.could_match(flat)]
-        symptoms = list(dict.fromkeys(_fitting(message, likely, is_exception=closed is not None)))
+        symptoms = list(dict.fromkeys(_find_symptoms(message, likely, is_exception=closed is not None)))
         if closed is not None:
             closed.symptoms += symptoms
         elif symptoms:
@@ -215,7 +222,7 @@ class _Scanner:
     def _message(self, line: str, number: int) -> LogMessage:
         return message_of(line, number, self.source.rank, self.prefix)
 
-    def _learnt_from(self, message: LogMessage) -> LogMessage:
+    def _learn_prefix(self, message: LogMessage) -> LogMessage:
         """A traceback begins its line: what stands before it stands before the others too."""
         begun = HEADER.search(message.text)
         if begun is None or is_quoted(_ANGLES.sub("", message.text[: begun.start()])):
@@ -234,20 +241,6 @@ class _Scanner:
             left = tuple(row for row in rows if row.mark.digits is not None and row.mark.is_in_kind(kind))
             asked = tuple({number for row in left for number in row.mark.digits or (b"",)})
             self.dull[kind] = _Dull(left, asked)
-
-    def _line_before(self, piece: Piece, start: int) -> str:
-        """The last line before a place that has something on it."""
-        text = piece.data[max(0, start - 4096) : start].rstrip() or (
-            self.back[-1][-4096:].rstrip() if self.back else b""
-        )
-        return plain(text[max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 :])
-
-    def _assemble(self, piece: Piece, end: int, message: LogMessage) -> LogFinding | None:
-        """The finding, if the line ends a traceback."""
-        traceback = self.assembler.take(message)
-        if traceback is None:
-            return None
-        return _ASIDE if traceback.is_aside else self._make_finding(piece, end, message, [], traceback)
 
     def _make_finding(
         self, piece: Piece, end: int, message: LogMessage, symptoms: list[Symptom], traceback: Traceback | None
@@ -275,44 +268,17 @@ class _Scanner:
         self.fresh.append((end, finding))
         return finding
 
-    def _look_on(self, piece: Piece) -> None:
-        """What the rest of the piece shows of the training, for each that was found in it."""
-        later, until = Signs(), len(piece.data)
-        for end, finding in reversed(self.fresh):
-            if not finding.is_replaced:
-                later = later + signs_in(piece.data[end:until])
-                finding.later, until = later, end
-        self.watched += [finding for _, finding in self.fresh if not finding.is_replaced and not finding.later.went_on]
-        self.fresh = []
-
-    def _collect(self, message: LogMessage) -> None:
-        for finding in self.open:
-            finding.after.append(message.whole)
-        self.open = [finding for finding in self.open if len(finding.after) < _LINES_AFTER]
-
-
-def _cut_head(piece: Piece) -> int | None:
-    """Where a frame stands that no traceback was begun for."""
-    found = _CUT_HEAD.search(piece.data)
-    if found is None or b"Traceback" in piece.data[: found.start()]:
-        return None
-    return found.start()
-
 
 def _place(finding: LogFinding, back: Sequence[bytes]) -> None:
     """What stood before it in the log, and what the program was about."""
     text = b"".join(back)[-_BACK_BYTES:]
-    finding.before = _tail(text)
+    lines = [line for line in re.split(rb"[\r\n]+", text) if line.strip()]
+    finding.before = tuple(plain(line) for line in lines[-_LINES_BEFORE - 1 : -1])
     finding.doing, finding.steps = last_doing(text), steps_in(text)
     finding.at = moment_of(text[-16384:].decode("utf-8", errors="replace"))
 
 
-def _tail(back: bytes) -> tuple[str, ...]:
-    lines = [line for line in re.split(rb"[\r\n]+", back[-32768:]) if line.strip()]
-    return tuple(plain(line) for line in lines[-_LINES_BEFORE - 1 : -1])
-
-
-def _fitting(message: LogMessage, rows: list[Row], *, is_exception: bool) -> Iterator[Symptom]:
+def _find_symptoms(message: LogMessage, rows: list[Row], *, is_exception: bool) -> Iterator[Symptom]:
     for _, symptom, pattern in rows:
         if is_exception and symptom.bare:
             continue
@@ -325,7 +291,3 @@ def _fitting(message: LogMessage, rows: list[Row], *, is_exception: bool) -> Ite
         before = where[: found.start()].removeprefix(message.whole.removesuffix(message.text))
         if is_exception or is_said(message, before, anywhere=symptom.anywhere):
             yield symptom
-
-
-_ASIDE = LogFinding(source=-1, order=0, message=message_of("", 0), symptoms=[], rank=None)
-"""Stands for a traceback that is passed over."""

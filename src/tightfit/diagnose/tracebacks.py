@@ -127,7 +127,18 @@ class Assembler:
         stream.since_last += 1
         begins = HEADER.search(text) is not None
         if begins:
-            self._begin(stream, message)
+            lower, last = text.lower(), stream.last
+            inner = "original traceback" in lower or "(rank " in lower  # of a data loading worker, of another rank
+            inner = inner or (last is not None and last.name.endswith("ExceptionGroup"))
+            chained = last is not None and (last.chained or inner) and stream.since_last < 12
+            named = _IPYTHON.match(text)
+            begun = Traceback(opened=message, is_aside=stream.aside, in_thread=stream.thread, follows=chained)
+            begun.name = named["name"] if named else ""
+            stream.aside = stream.thread = False
+            stream.open.append(begun)
+            stream.noise = 0
+            if len(stream.open) == 1:
+                stream.frames = []
         elif _HARMLESS.match(text):
             stream.aside = True
         elif _CHAINED.match(text) and stream.last is not None:
@@ -138,27 +149,17 @@ class Assembler:
         self.is_open = any(each.open for each in self._streams.values())
         return whole
 
-    def _begin(self, stream: _Stream, message: LogMessage) -> None:
-        lower = message.text.lower()
-        inner = "original traceback" in lower or "(rank " in lower  # of a data loading worker, of another rank
-        inner = inner or (stream.last is not None and stream.last.name.endswith("ExceptionGroup"))
-        chained = stream.last is not None and (stream.last.chained or inner) and stream.since_last < 12
-        begun = Traceback(opened=message, is_aside=stream.aside, in_thread=stream.thread, follows=chained)
-        named = _IPYTHON.match(message.text)
-        begun.name = named["name"] if named else ""
-        stream.aside = stream.thread = False
-        stream.open.append(begun)
-        stream.noise = 0
-        if len(stream.open) == 1:
-            stream.frames = []
-
     def _inside(self, stream: _Stream, message: LogMessage) -> Traceback | None:
         text = message.text
         is_deep = len(text) - len(message.head) > stream.open[0].indent
         found = None if is_deep else _EXCEPTION.match(message.head)
-        is_exception = found is not None and bool(stream.frames) and _is_exception(found["name"], found["text"])
-        if is_exception and found is not None and stream.open[0].headless:
-            is_exception = bool(_NAMES.search(found["name"]))
+        is_exception = False
+        if found is not None and stream.frames:
+            # `KeyError: 'x'`, `torch.cuda.OutOfMemoryError: …`, `queue.Empty`; not `note: …` and not a word alone.
+            name, last = found["name"], found["name"].rpartition(".")[2]
+            is_named = bool(_NAMES.search(last))
+            is_alike = last[:1].isupper() and ("." in name or found["text"] is not None)
+            is_exception = is_named or (is_alike and not stream.open[0].headless)
         if not is_exception and (_FRAME.match(text) or not text):
             if text:
                 stream.frames.append((message.number, text.strip()))
@@ -178,9 +179,3 @@ class Assembler:
         if stream.noise > _MOST_NOISE or stream.open[0].headless:
             stream.open.clear()
         return None
-
-
-def _is_exception(name: str, text: str | None) -> bool:
-    """`KeyError: 'x'`, `torch.cuda.OutOfMemoryError: …`, `queue.Empty`; not `note: …` and not a word alone."""
-    last = name.rpartition(".")[2]
-    return bool(_NAMES.search(last)) or (last[:1].isupper() and ("." in name or text is not None))
