@@ -267,27 +267,16 @@ def _check(trees: Mapping[str, Any]) -> Catalogue:
 _TEXTS = ("id", "kind", "title", "title_zh", "cause", "cause_zh", "role", "confidence")
 _PATTERNS = ("without", "follows", "precedes", "around", "frames")
 _NUMBERS = ("least_steps", "most_steps", "repeats", "weight")
-_KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, "lines", "names", "anywhere", "refines", "doing", "oom", "settings", "exits",
-         "fixes", "sources", "catches", "bare", "vague"}  # fmt: skip
+_SWITCHES = ("anywhere", "catches", "bare", "vague")
+_KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, *_SWITCHES, "lines", "names", "refines", "doing", "oom", "settings", "exits",
+         "fixes", "sources"}  # fmt: skip
 _VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)}
 """Keys of a remedy, and whose cards each is for; the later ones count."""
 _REMEDY_KEYS = {"text", "text_zh", "command", "sets", "costly", "where", "unless", *_VENDORS}
 _SETTINGS = {field.name for field in fields(KnownConfig)} - {"file"}
-
-
 _ALWAYS = ("steps", "tokens", "error")
 """Names that the engine fills in."""
-
-
 _NAMES = re.compile(r"\{(\w+)\}")
-
-
-def _find_names(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What must be known, and what may be left out."""
-    if "{" not in text:
-        return (), ()
-    optional = " ".join(OPTIONAL.findall(text))
-    return tuple(sorted({*_NAMES.findall(OPTIONAL.sub("", text))})), tuple(sorted({*_NAMES.findall(optional)}))
 
 
 class _Entry:
@@ -308,19 +297,22 @@ class _Entry:
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", values["id"]):
             raise CatalogueError(f"{self.place}: an id is small letters and digits, with hyphens between")
         lines = tuple(Expression(part) for text in self._list("lines") for part in alternatives(str(text)))
+        try:
+            marks = tuple(marks_of(pattern.text) for pattern in lines)
+        except (ValueError, IndexError) as error:
+            raise CatalogueError(f"{self.place}: {error}") from None
+        more: dict[str, Any] = {key: bool(values.get(key, False)) for key in _SWITCHES}
+        more |= {key: self._any(key) for key in _PATTERNS}
+        more |= {key: values[key] for key in _NUMBERS if key in values}
         symptom = Symptom(
             id=values["id"],
-            kind=self._word("kind", get_args(Kind)),
+            kind=self._choice("kind", values["kind"], get_args(Kind)),
             title=self._sentence(values, "title", f"{values['id']}.title").fill({}),
             cause=self._sentence(values, "cause", f"{values['id']}.cause"),
-            role=self._word("role", get_args(Role), "fault"),
-            confidence=self._word("confidence", get_args(Confidence), "certain"),
+            role=self._choice("role", values.get("role", "fault"), get_args(Role)),
+            confidence=self._choice("confidence", values.get("confidence", "certain"), get_args(Confidence)),
             lines=lines,
-            marks=tuple(self._marks(pattern.text) for pattern in lines),
-            anywhere=bool(values.get("anywhere", False)),
-            catches=bool(values.get("catches", False)),
-            bare=bool(values.get("bare", False)),
-            vague=bool(values.get("vague", False)),
+            marks=marks,
             refines=tuple(self._list("refines")),
             doing=tuple(self._choice("doing", word, get_args(Doing)) for word in self._list("doing")),
             oom=tuple(self._choice("oom", word, get_args(OomShape)) for word in self._list("oom")),
@@ -331,32 +323,19 @@ class _Entry:
                 for number, fix in enumerate(self._list("fixes"), 1)
             ),
             sources=tuple(self._list("sources")),
-            without=self._any("without"),
-            follows=self._any("follows"),
-            precedes=self._any("precedes"),
-            around=self._any("around"),
-            frames=self._any("frames"),
-            names=tuple(self._pattern(text) for text in self._list("names")),
-            least_steps=values.get("least_steps"),
-            most_steps=values.get("most_steps"),
-            repeats=values.get("repeats", 1),
-            weight=values.get("weight", 0),
+            names=tuple(Expression(str(text)) for text in self._list("names")),
+            **more,
         )
-        self._check_names(symptom)
-        if not (symptom.lines or symptom.exits or symptom.refines or symptom.catches):
-            raise CatalogueError(f"{self.place} has neither lines, nor exits, nor refines: nothing would ever find it")
-        return symptom
-
-    def _check_names(self, symptom: Symptom) -> None:
-        """What the cause has in braces must be known whenever the symptom is found, but for what may be left out."""
-        if not symptom.cause.names:
-            return
+        # What the cause has in braces must be known whenever the symptom is found, but for what may be left out.
         always = {*_ALWAYS, *(_SETTINGS if symptom.settings or symptom.oom else ())}
-        groups = [set(pattern.compiled.groupindex) for pattern in symptom.lines]
-        always |= set.intersection(*groups) if groups else set()
+        if symptom.cause.names and lines:
+            always |= set.intersection(*(set(pattern.compiled.groupindex) for pattern in lines))
         for name in symptom.cause.names:
             if name not in always:
                 raise CatalogueError(f"{self.place}: not every line of it tells the {{{name}}} of its cause")
+        if not (symptom.lines or symptom.exits or symptom.refines or symptom.catches):
+            raise CatalogueError(f"{self.place} has neither lines, nor exits, nor refines: nothing would ever find it")
+        return symptom
 
     def remedy(self, values: Any, shared: Mapping[str, Remedy], name: str) -> Remedy:
         if isinstance(values, str):
@@ -397,31 +376,22 @@ class _Entry:
 
     def _sentence(self, values: Mapping[str, Any], key: str, name: str) -> SymptomText:
         """One of the texts, which has the same names in braces in each language."""
-        english, chinese = (_find_names(one_line(values[each])) for each in (key, f"{key}_zh"))
-        if english != chinese:
+        found = []
+        for text in (one_line(values[key]), one_line(values[f"{key}_zh"])):
+            needed, optional = OPTIONAL.sub("", text), " ".join(OPTIONAL.findall(text))
+            found.append([tuple(sorted({*_NAMES.findall(part)})) for part in (needed, optional)])
+        if found[0] != found[1]:
             raise CatalogueError(f"{self.place}: {key} and {key}_zh name different things in braces")
-        return SymptomText(f"{SYMPTOM}.{name}", *english)
-
-    def _word(self, key: str, known: tuple[Any, ...], usual: str | None = None) -> Any:
-        return self._choice(key, self.values.get(key, usual), known)
+        return SymptomText(f"{SYMPTOM}.{name}", *found[0])
 
     def _choice(self, key: str, word: Any, known: tuple[Any, ...]) -> Any:
         if word not in known:
             raise CatalogueError(f"{self.place}: {key} is {word!r}, and knows {listed(known)}")
         return word
 
-    def _pattern(self, text: Any) -> Expression:
-        return Expression(str(text))
-
     def _any(self, key: str) -> Expression | None:
         texts = self._list(key)
-        return self._pattern("|".join(str(text) for text in texts)) if texts else None
-
-    def _marks(self, pattern: str) -> tuple[Mark, ...]:
-        try:
-            return marks_of(pattern)
-        except (ValueError, IndexError) as error:
-            raise CatalogueError(f"{self.place}: {error}") from None
+        return Expression("|".join(str(text) for text in texts)) if texts else None
 
     def _settings(self, values: Any) -> Settings | None:
         if values is None:

@@ -12,7 +12,6 @@ it. An expression without one is refused when the catalogue is read, and says so
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
@@ -86,39 +85,29 @@ def marks_of(pattern: str) -> tuple[Mark, ...]:
     words = {_best_word(branch) for branch in branches}
     if not all(words):
         raise ValueError(f"{pattern!r} has no whole plain word that it always matches: add one, with \\b beside it")
-    return tuple(Mark(word, _runs(plain), _digits(pattern)) for word in sorted(words))
-
-
-def _digits(pattern: str) -> tuple[bytes, ...] | None:
-    """The numbers that an expression asks for by name."""
-    if not re.search(r"\d", re.sub(r"\{\d*,?\d*\}|\\\d", "", pattern)):
-        return None
-    try:
-        branches = _Reader(pattern).branches()
-    except ValueError:
-        return ()
-    asked = [re.findall(r"-?\d+", branch) for branch in branches]
-    return tuple({max(numbers, key=len).encode() for numbers in asked}) if all(asked) else ()
-
-
-def _runs(branch: str) -> tuple[bytes, ...]:
-    found = branch.replace(_EDGE, _UNKNOWN).replace(_MAYBE, _UNKNOWN).split(_UNKNOWN)
-    return tuple(run.encode() for run in sorted(found, key=len, reverse=True) if len(run) > 2)
+    found = sorted(re.split(f"[{_UNKNOWN}{_EDGE}{_MAYBE}]", plain), key=len, reverse=True)
+    runs = tuple(run.encode() for run in found if len(run) > 2)
+    digits: tuple[bytes, ...] | None = None
+    if re.search(r"\d", re.sub(r"\{\d*,?\d*\}|\\\d", "", pattern)):  # it asks for numbers by name
+        try:
+            asked = [re.findall(r"-?\d+", branch) for branch in _Reader(pattern).branches()]
+        except ValueError:
+            asked = [[]]
+        digits = tuple({max(numbers, key=len).encode() for numbers in asked}) if all(asked) else ()
+    return tuple(Mark(word, runs, digits) for word in sorted(words))
 
 
 def _best_word(branch: str, *, dull: bool = True) -> str:
-    """The longest, if possible one that not every log is full of; empty: there is none."""
-    words = [word for word in _whole_words(branch) if len(word) > 2 and (dull or word not in _DULL)]
-    return max(words, key=lambda each: (each not in _DULL, len(each)), default="")
-
-
-def _whole_words(branch: str) -> Iterable[str]:
-    """Runs of letters with a known non-letter on both sides."""
-    for found in re.finditer(r"[a-z_]+", branch):
+    """The longest run of letters with a known non-letter on both sides, if possible one that not every log is full of;
+    empty: there is none."""
+    words = []
+    for found in re.finditer(r"[a-z_]{3,}", branch):
         before = branch[: found.start()].rstrip(_MAYBE)[-1:]
         after = branch[found.end() :].lstrip(_MAYBE)[:1]
-        if all(side and side != _UNKNOWN and not side.isalpha() and side != "_" for side in (before, after)):
-            yield found[0]
+        is_whole = all(side and side != _UNKNOWN and not side.isalpha() and side != "_" for side in (before, after))
+        if is_whole and (dull or found[0] not in _DULL):
+            words.append(found[0])
+    return max(words, key=lambda each: (each not in _DULL, len(each)), default="")
 
 
 class _Reader:
@@ -133,9 +122,6 @@ class _Reader:
         self.at = 0
 
     def branches(self) -> list[str]:
-        return self._alternatives()
-
-    def _alternatives(self) -> list[str]:
         done: list[str] = []
         current = [""]
         while self.at < len(self.pattern) and self.pattern[self.at] != ")":
@@ -156,9 +142,23 @@ class _Reader:
         if letter == "(":
             return self._group()
         if letter == "[":
-            return [self._set()]
+            start = self.at
+            self.at += 1 if self.pattern[self.at] != "^" else 2
+            while self.pattern[self.at] != "]":
+                self.at += 2 if self.pattern[self.at] == "\\" else 1
+            body = self.pattern[start : self.at]
+            self.at += 1
+            if not body.startswith("^") and len(set(body.lower())) == 1:
+                return [body[0].lower()]
+            # A set that has no letter in it is at least an edge.
+            has_letter = any(each.isalpha() or each in "_\\" for each in body)
+            return [_UNKNOWN if body.startswith("^") or has_letter else _EDGE]
         if letter == "\\":
-            return [self._read_escape()]
+            escaped = self.pattern[self.at]
+            self.at += 1
+            if escaped in "bdsAZtn":
+                return [_EDGE]
+            return [_UNKNOWN if escaped.isalpha() else escaped]
         if letter in "^$":
             return [_EDGE]
         return [_UNKNOWN if letter == "." else letter.lower()]
@@ -177,36 +177,12 @@ class _Reader:
             self.at = end + 1
             if head.endswith(")"):
                 return [""]
-        inner = self._alternatives()
+        inner = self.branches()
         self.at += 1
         if head.endswith("=") or head.endswith("!"):
             return [_UNKNOWN]  # a look around: it takes no text, and what is beside it is not known to be an edge
         inner = list(dict.fromkeys(inner))
         return [_UNKNOWN] if self.coarse and len(inner) > 1 else inner
-
-    def _set(self) -> str:
-        """A set that has no letter in it is at least an edge."""
-        start = self.at
-        self.at += 1 if self.pattern[self.at] != "^" else 2
-        while self.pattern[self.at] != "]":
-            self.at += 2 if self.pattern[self.at] == "\\" else 1
-        body = self.pattern[start : self.at]
-        self.at += 1
-        if body.startswith("^"):
-            return _UNKNOWN
-        if len(set(body.lower())) == 1:
-            return body[0].lower()
-        plain = body.replace("\\d", "").replace("\\s", "").replace("\\", "")
-        return _UNKNOWN if any(letter.isalpha() or letter == "_" for letter in plain) or "\\" in body else _EDGE
-
-    def _read_escape(self) -> str:
-        letter = self.pattern[self.at]
-        self.at += 1
-        if letter in "bdsAZ":
-            return _EDGE
-        if letter.isalpha():
-            return _UNKNOWN if letter not in "tn" else _EDGE
-        return letter
 
     def _quantify(self, atoms: list[str]) -> list[str]:
         letter = self.pattern[self.at : self.at + 1]

@@ -64,15 +64,12 @@ class Hints:
             may_be_hygon = known == "amd" and not words.isdisjoint(_HYGON)
             if wanted.isdisjoint(words) or (known is not None and not may_be_hygon):
                 continue
-            told = [_read_value(group) for found in pattern.finditer(data) for group in found.groups() if group]
+            groups = [group for found in pattern.finditer(data) for group in found.groups() if group]
+            texts = [group.decode("ascii", errors="replace").lower() for group in groups]
+            told: list[Any] = [int(text) if text.isdigit() else _MEANT.get(text, text) for text in texts]
             if told:
                 value: Any = "hygon" if "hygon" in told else told[0]
                 self.config = replace(self.config, **{name: value})
-
-
-def _read_value(value: bytes) -> Any:
-    text = value.decode("ascii", errors="replace").lower()
-    return int(text) if text.isdigit() else _MEANT.get(text, text)
 
 
 def merged(given: KnownConfig | None, seen: list[KnownConfig]) -> KnownConfig:

@@ -90,31 +90,25 @@ def read_oom(text: str, vocabulary: int | None = None, rows: int | None = None) 
         others=others,
         allowed=allowed if allowed is not None and total and allowed < total * _WHOLE else None,
     )
-    tokens = _tokens(asked, vocabulary, rows)
-    shapes = _shapes(numbers, strangers)
-    return OomMessage(numbers, shapes | ({"logits"} if tokens else set()), tokens, len(strangers))
+    tokens = _count_tokens(asked, vocabulary, rows)
+    asked, total, others, unused = asked or 0, total or 0, others or 0, unused or 0
+    contexts = [size for size in strangers if _CONTEXT[0] <= size <= _CONTEXT[1]]
+    is_capped, is_known = numbers.allowed is not None, total > 0
+    is_roomy = free is not None and asked > 0 and free >= asked * 1.5 and free - asked > 256 * MIB
+    shapes: dict[OomShape, bool] = {
+        "others": is_known and others >= max(2 * GIB, total // 10) and (free or 0) + others >= asked,
+        "contexts": len(contexts) >= 3,
+        "larger": is_known and asked >= total * 0.9,
+        "capped": is_capped,
+        "fragmented": is_known and unused >= asked > 0 and unused >= total * _LEAST_PIECES,
+        "roomy": is_roomy and not is_capped,
+        "logits": bool(tokens),
+    }
+    found = frozenset(name for name, holds in shapes.items() if holds)
+    return OomMessage(numbers, found, tokens, len(strangers))
 
 
-def _shapes(numbers: OomNumbers, strangers: list[int]) -> frozenset[OomShape]:
-    found: set[OomShape] = set()
-    asked, total, free = numbers.asked or 0, numbers.total or 0, numbers.free
-    others, unused = numbers.others or 0, numbers.reserved_unused or 0
-    if total and others >= max(2 * GIB, total // 10) and (free or 0) + others >= asked:
-        found.add("others")
-    if len([size for size in strangers if _CONTEXT[0] <= size <= _CONTEXT[1]]) >= 3:
-        found.add("contexts")
-    if total and asked >= total * 0.9:
-        found.add("larger")
-    if numbers.allowed is not None:
-        found.add("capped")
-    if total and unused >= asked > 0 and unused >= total * _LEAST_PIECES:
-        found.add("fragmented")
-    if free is not None and asked and free >= asked * 1.5 and free - asked > 256 * MIB and "capped" not in found:
-        found.add("roomy")
-    return frozenset(found)
-
-
-def _tokens(asked: int | None, vocabulary: int | None, rows: int | None) -> int | None:
+def _count_tokens(asked: int | None, vocabulary: int | None, rows: int | None) -> int | None:
     """How many rows of logits the number is; None: it is something else, or nobody can tell.
 
     A message has two digits after the point, so that almost any number is close to some number of rows. Only the rows
