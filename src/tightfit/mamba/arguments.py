@@ -78,7 +78,19 @@ def as_autograd_wants(scan: Scan, grads: Gradients) -> tuple[Tensor | None, ...]
 
 def check(scan: Scan) -> Scan:
     """The same, or ScanError."""
-    _check_kinds(scan)
+    # Every argument is a tensor, of a dtype that can be computed with, and all are on one device.
+    for name in (*NEEDED, *OPTIONAL):
+        tensor = getattr(scan, name)
+        if tensor is None and name in OPTIONAL:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ScanError(text("scan.no-tensor", name=name, kind=type(tensor).__name__))
+        if name == "starts" and tensor.dtype != torch.bool:
+            raise ScanError(text("scan.starts-dtype", dtype=tensor.dtype))
+        if name != "starts" and tensor.dtype not in FLOATS:
+            raise ScanError(text("scan.scan-dtype", name=name, dtype=tensor.dtype))
+        if tensor.device != scan.u.device:
+            raise ScanError(text("scan.u-device", name=name, device=tensor.device, other=scan.u.device))
     if scan.u.dim() != 3:
         raise ScanError(text("scan.u-shape", shape=list(scan.u.shape)))
     if scan.A.dim() != 2 or scan.A.shape[0] != scan.u.shape[1]:
@@ -102,19 +114,3 @@ def check(scan: Scan) -> Scan:
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ScanError(text("scan.shape", name=name, wanted=list(shape), beside=beside, shape=list(tensor.shape)))
     return scan
-
-
-def _check_kinds(scan: Scan) -> None:
-    """Every argument is a tensor, of a dtype that can be computed with, and all are on one device."""
-    for name in (*NEEDED, *OPTIONAL):
-        tensor = getattr(scan, name)
-        if tensor is None and name in OPTIONAL:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise ScanError(text("scan.no-tensor", name=name, kind=type(tensor).__name__))
-        if name == "starts" and tensor.dtype != torch.bool:
-            raise ScanError(text("scan.starts-dtype", dtype=tensor.dtype))
-        if name != "starts" and tensor.dtype not in FLOATS:
-            raise ScanError(text("scan.scan-dtype", name=name, dtype=tensor.dtype))
-        if tensor.device != scan.u.device:
-            raise ScanError(text("scan.u-device", name=name, device=tensor.device, other=scan.u.device))

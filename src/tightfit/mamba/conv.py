@@ -101,15 +101,8 @@ def check(conv: Conv) -> Conv:
     }
     for name, (tensor, shape) in wanted.items():
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ScanError(
-                text(
-                    "scan.shape-beside-x",
-                    name=name,
-                    wanted=list(shape),
-                    x=list(conv.x.shape),
-                    shape=list(tensor.shape),
-                )
-            )
+            sizes: dict[str, list[int]] = {"wanted": list(shape), "x": list(conv.x.shape), "shape": list(tensor.shape)}
+            raise ScanError(text("scan.shape-beside-x", name=name, **sizes))
     for name in ("x", "weight", "bias", "initial"):
         tensor = getattr(conv, name)
         if tensor is not None and tensor.dtype not in FLOATS:
@@ -135,7 +128,28 @@ def conv_backward(conv: Conv, dout: Tensor, into: Tensor | None = None) -> ConvG
     into = torch.empty_like(conv.x) if into is None else into
     if conv.on_triton:
         return triton_backward(conv, dout, into)
-    return _torch_backward(conv, dout, into)
+    length, weight = conv.x.shape[2], conv.weight.to(conv.wide)
+    x, dpre = conv.x.to(conv.wide), dout.to(conv.wide)
+    if conv.silu:
+        pre = _before_silu(conv)
+        share = torch.sigmoid(pre)
+        dpre = pre.mul_(1 - share).add_(1).mul_(share).mul_(dpre)
+    dx = dpre * weight[:, -1:]
+    dweight = torch.zeros_like(weight)
+    dweight[:, -1] = (dpre * x).sum((0, 2))
+    dinitial = None if conv.initial is None else torch.zeros_like(conv.initial, dtype=conv.wide)
+    for back in range(1, conv.width):
+        tap, visible = weight[:, -1 - back, None], _visible(conv.starts, back)
+        seen = dpre if visible is None else dpre * visible
+        if back < length:
+            dx[:, :, :-back].addcmul_(seen[:, :, back:], tap)
+            dweight[:, -1 - back] += (seen[:, :, back:] * x[:, :, :-back]).sum((0, 2))
+        if conv.initial is not None and dinitial is not None:
+            early, first = min(back, length), conv.width - 1 - back
+            dinitial[:, :, first : first + early].addcmul_(seen[:, :, :early], tap)
+            dweight[:, -1 - back] += (seen[:, :, :early] * conv.initial[:, :, first : first + early]).sum((0, 2))
+    into.copy_(dx)
+    return ConvGradients(x=into, weight=dweight, bias=dpre.sum((0, 2)), initial=dinitial)
 
 
 class _CausalConv(torch.autograd.Function):
@@ -196,31 +210,6 @@ def _before_silu(conv: Conv) -> Tensor:
             first = conv.width - 1 - back
             pre[:, :, :early].addcmul_(conv.initial[:, :, first : first + early].to(conv.wide), seen)
     return pre
-
-
-def _torch_backward(conv: Conv, dout: Tensor, into: Tensor) -> ConvGradients:
-    length, weight = conv.x.shape[2], conv.weight.to(conv.wide)
-    x, dpre = conv.x.to(conv.wide), dout.to(conv.wide)
-    if conv.silu:
-        pre = _before_silu(conv)
-        share = torch.sigmoid(pre)
-        dpre = pre.mul_(1 - share).add_(1).mul_(share).mul_(dpre)
-    dx = dpre * weight[:, -1:]
-    dweight = torch.zeros_like(weight)
-    dweight[:, -1] = (dpre * x).sum((0, 2))
-    dinitial = None if conv.initial is None else torch.zeros_like(conv.initial, dtype=conv.wide)
-    for back in range(1, conv.width):
-        tap, visible = weight[:, -1 - back, None], _visible(conv.starts, back)
-        seen = dpre if visible is None else dpre * visible
-        if back < length:
-            dx[:, :, :-back].addcmul_(seen[:, :, back:], tap)
-            dweight[:, -1 - back] += (seen[:, :, back:] * x[:, :, :-back]).sum((0, 2))
-        if conv.initial is not None and dinitial is not None:
-            early, first = min(back, length), conv.width - 1 - back
-            dinitial[:, :, first : first + early].addcmul_(seen[:, :, :early], tap)
-            dweight[:, -1 - back] += (seen[:, :, :early] * conv.initial[:, :, first : first + early]).sum((0, 2))
-    into.copy_(dx)
-    return ConvGradients(x=into, weight=dweight, bias=dpre.sum((0, 2)), initial=dinitial)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

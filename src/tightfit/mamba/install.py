@@ -50,7 +50,8 @@ def install() -> None:
         # The name of transformers 5; before, the scan was not a function that could be replaced.
         separable = hasattr(module, "mamba_selective_scan")
         if separable:
-            _replace(module, "mamba_inner_fn", _refuse_fusion)
+            # Whoever gets that far must not be fused, and None says so.
+            _replace(module, "mamba_inner_fn", lambda *_, **__: None)
             _replace(module, "mamba_selective_scan", _exclude_from_compile(_scan))
             _replace(module, "causal_conv1d_fn", _conv_before(module.causal_conv1d_fn))
         owner = getattr(module, mixer)
@@ -73,7 +74,8 @@ def installed() -> bool:
 def fuses(mixer: nn.Module) -> bool:
     """Whether the fused call does what calling this mixer's submodules would."""
     # A hook on all modules of the process would miss the submodules too.
-    if _any_global_hook() or getattr(mixer, "activation", None) not in SILU:
+    has_global_hook = bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+    if has_global_hook or getattr(mixer, "activation", None) not in SILU:
         return False
     return all(_plain(child) for name in PASSED_OVER if (child := getattr(mixer, name, None)) is not None)
 
@@ -85,10 +87,6 @@ def whole_mixers(model: nn.Module) -> list[type[nn.Module]]:
     found = [module for module in model.modules() if type(module).__name__ in names]
     every = all(fuses(mixer) and _plain(mixer.get_submodule("in_proj")) for mixer in found)
     return sorted({type(mixer) for mixer in found}, key=lambda each: each.__name__) if every else []
-
-
-def _any_global_hook() -> bool:
-    return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def _exclude_from_compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,10 +107,6 @@ def _plain(module: nn.Module) -> bool:
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
     )  # fmt: skip
     return ours and not any(hooks) and "forward" not in vars(module)  # accelerate puts a forward on the instance
-
-
-def _refuse_fusion(*_: Any, **__: Any) -> None:
-    """For `mamba_inner_fn`: whoever gets that far must not be fused, and None says so."""
 
 
 def _scan(  # noqa: PLR0913 - transformers' signature
@@ -191,7 +185,14 @@ def _without_cache(mixer: Any, hidden_states: Tensor, mask: Tensor | None, start
 def _call_submodules(mixer: Any, xz: Tensor, mask: Tensor | None, starts: Tensor | None) -> Tensor:
     """The same by calling every submodule, so that adapters and hooks have their say."""
     x, gate = xz.chunk(2, dim=1)
-    u = _convolve(mixer, x, starts)
+    if _plain(mixer.conv1d):
+        silu = mixer.activation in SILU
+        u = causal_conv1d(x, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, silu=silu, starts=starts)
+    elif starts is not None:
+        raise ScanError(text("scan.starts-with-hooks"))
+    else:
+        u, silu = mixer.conv1d(x)[..., : x.shape[2]], False
+    u = u if silu else mixer.act(u)
     if mask is not None:
         u = u * mask[:, None].to(u.dtype)
     sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
@@ -214,15 +215,3 @@ def _call_submodules(mixer: Any, xz: Tensor, mask: Tensor | None, starts: Tensor
     assert isinstance(out, Tensor)
     result: Tensor = mixer.out_proj(out.transpose(1, 2))
     return result
-
-
-def _convolve(mixer: Any, x: Tensor, starts: Tensor | None) -> Tensor:
-    if _plain(mixer.conv1d):
-        silu = mixer.activation in SILU
-        u = causal_conv1d(x, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, silu=silu, starts=starts)
-    elif starts is not None:
-        raise ScanError(text("scan.starts-with-hooks"))
-    else:
-        u, silu = mixer.conv1d(x)[..., : x.shape[2]], False
-    activated: Tensor = u if silu else mixer.act(u)
-    return activated

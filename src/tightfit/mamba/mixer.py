@@ -52,12 +52,6 @@ class Weights:
     out_bias: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    norm_eps: float | None = None
-    """FalconMamba's norms of B, C and the time step. None: there are none."""
-
-
 def mamba_mixer(
     xz: Tensor,
     weights: Weights,
@@ -79,15 +73,14 @@ def mamba_mixer(
         raise ScanError(text("scan.x-proj-shape", wanted=wanted, shape=list(weights.x_proj.shape)))
     for name, tensor in (("keep", keep), ("starts", starts)):
         if tensor is not None and tuple(tensor.shape) != (xz.shape[0], xz.shape[2]):
-            raise ScanError(
-                text("scan.shape-beside-xz", name=name, wanted=[xz.shape[0], xz.shape[2]], shape=list(tensor.shape))
-            )
+            wanted = [xz.shape[0], xz.shape[2]]
+            raise ScanError(text("scan.shape-beside-xz", name=name, wanted=wanted, shape=list(tensor.shape)))
     if starts is not None and starts.dtype != torch.bool:
         raise ScanError(text("scan.starts-dtype", dtype=starts.dtype))
     w = weights
     out: Tensor = _Mixer.apply(  # type: ignore[no-untyped-call]
         xz, w.conv, w.conv_bias, w.x_proj, w.dt_proj, w.dt_bias, w.A_log, w.D, w.out_proj, w.out_bias, keep, starts,
-        Settings(norm_eps=norm_eps),
+        norm_eps,
     )  # fmt: skip
     return out
 
@@ -183,7 +176,7 @@ class _Mixer(torch.autograd.Function):
     def forward(  # noqa: PLR0913 - autograd's way
         ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor,
         dt_bias: Tensor | None, A_log: Tensor, D: Tensor, out_proj: Tensor, out_bias: Tensor | None,
-        keep: Tensor | None, starts: Tensor | None, settings: Settings,
+        keep: Tensor | None, starts: Tensor | None, norm_eps: float | None,
     ) -> Tensor:  # fmt: skip
         weights = Weights(
             conv=conv, conv_bias=conv_bias, x_proj=x_proj, dt_proj=dt_proj, dt_bias=dt_bias, A_log=A_log, D=D,
@@ -193,7 +186,7 @@ class _Mixer(torch.autograd.Function):
             inside = _Inside(xz, weights, keep, starts)
             u = inside.convolved()
             narrow = F.linear(u.transpose(1, 2), inside.matrix(x_proj))
-            parts = [normalise(part, settings.norm_eps) for part in inside.split(narrow)]
+            parts = [normalise(part, norm_eps) for part in inside.split(narrow)]
             out, borders = _scan_forward(inside.scan(u, parts))
             y = F.linear(
                 out.transpose(1, 2), inside.matrix(out_proj), None if out_bias is None else inside.matrix(out_bias)
@@ -201,7 +194,7 @@ class _Mixer(torch.autograd.Function):
         ctx.save_for_backward(
             xz, narrow, borders, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, keep, starts
         )
-        ctx.settings = settings
+        ctx.norm_eps = norm_eps
         return y
 
     @staticmethod
@@ -213,7 +206,7 @@ class _Mixer(torch.autograd.Function):
         wanted = dict(zip(("xz", *names), ctx.needs_input_grad, strict=False))
         with torch.autocast(xz.device.type, enabled=False):
             inside = _Inside(xz, weights, *kept[-2:])
-            grads = _backward(inside, _Kept(narrow=narrow, borders=borders), dy, wanted, ctx.settings.norm_eps)
+            grads = _backward(inside, narrow, borders, dy, wanted, ctx.norm_eps)
         given = [xz, *(getattr(weights, name) for name in names)]
         cast = [
             grads[name].to(tensor.dtype) if wanted[name] else None
@@ -222,28 +215,25 @@ class _Mixer(torch.autograd.Function):
         return (*cast, None, None, None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    """Between the passes, beside the inputs."""
-
-    narrow: Tensor
-    borders: Tensor | None
-
-
 def _backward(
-    inside: _Inside, kept: _Kept, dy: Tensor, wanted: dict[str, bool], eps: float | None
+    inside: _Inside, narrow: Tensor, borders: Tensor | None, dy: Tensor, wanted: dict[str, bool], eps: float | None
 ) -> dict[str, Tensor]:
     """Of everything that is wanted, by the names of Weights. What is as wide as `x` is let go as soon as may be."""
-    w, narrow = inside.weights, kept.narrow
+    w = inside.weights
     grads: dict[str, Tensor] = {}
     u = inside.convolved()
     raw = inside.split(narrow)
     parts = [normalise(part, eps) for part in raw]
     scan = inside.scan(u, parts)
-    dxz = _beside(inside.x, inside.z)
+    # Room for both halves, in the order in memory that x has.
+    batch, channels, length = u.shape
+    if inside.x.stride(1) == 1:
+        dxz = inside.x.new_empty(batch, length, 2 * channels).transpose(1, 2)
+    else:
+        dxz = inside.x.new_empty(batch, 2 * channels, length)
     dx_half, dz_half = dxz.chunk(2, dim=1)
     dout = (dy @ inside.matrix(w.out_proj)).transpose(1, 2)
-    scanned, out = _scan_backward(scan, kept.borders, dout, dz_half)
+    scanned, out = _scan_backward(scan, borders, dout, dz_half)
     del dout
     if wanted["out_proj"]:
         grads["out_proj"] = _rows(dy).t() @ _rows(out.transpose(1, 2))
@@ -265,7 +255,6 @@ def _backward(
     )
     if wanted["x_proj"]:
         grads["x_proj"] = _rows(dnarrow).t() @ _rows(u.transpose(1, 2))
-    batch, channels, length = u.shape
     del u
     # Added before it is rounded; where time is last in memory, the rows are a copy.
     rows = _rows(du.transpose(1, 2)).addmm_(_rows(dnarrow), inside.matrix(w.x_proj))
@@ -274,11 +263,3 @@ def _backward(
         du *= inside.keep[:, None]
     conv = conv_backward(inside.conv, du, dx_half)
     return grads | {"xz": dxz, "conv": conv.weight[:, None], "conv_bias": conv.bias}
-
-
-def _beside(x: Tensor, z: Tensor) -> Tensor:
-    """Room for both, in the order in memory that x has."""
-    batch, channels, length = x.shape
-    if x.stride(1) == 1:
-        return x.new_empty(batch, length, 2 * channels).transpose(1, 2)
-    return x.new_empty(batch, 2 * channels, length)

@@ -43,51 +43,37 @@ def selective_scan(  # noqa: PLR0913 - the official signature
     (channels). Beyond the official one: `initial_state` (batch, channels, states) and the last state have gradients,
     and `starts` (batch, length) is true where a document starts, before which nothing is remembered.
     """
-    scan = check(
-        Scan(
-            u=u,
-            delta=delta,
-            A=A,
-            B=_ungroup(B),
-            C=_ungroup(C),
-            D=D,
-            z=z,
-            delta_bias=delta_bias,
-            delta_softplus=delta_softplus,
-            initial_state=initial_state,
-            starts=starts,
-        )
-    )
-    out, last = run(scan, path)
+    asked = Scan(
+        u=u, delta=delta, A=A, B=_ungroup(B), C=_ungroup(C), D=D, z=z, delta_bias=delta_bias,
+        delta_softplus=delta_softplus, initial_state=initial_state, starts=starts,
+    )  # fmt: skip
+    out, last = run(check(asked), path)
     return (out, last) if return_last_state else out
 
 
 def run(scan: Scan, path: Path | None = None) -> tuple[Tensor, Tensor]:
-    """The output and the last state, by that path or the one that fits."""
+    """The output and the last state, by that path or the one that fits. Whoever asks for a path by name gets that one
+    or ScanError, never another."""
     with torch.autocast(scan.u.device.type, enabled=False):  # which would round the sums of the CPU's path to 16 bits
-        return _run(scan, path or fitting(scan))
+        path = path or fitting(scan)
+        if path == "reference":
+            return reference_scan(scan)
+        if path == "chunked":
+            return chunked_scan(scan)
+        if path not in get_args(Path):
+            raise ScanError(text("scan.no-path", path=path, known=", ".join(get_args(Path))))
+        if scan.sizes[2] > MOST_STATES:
+            raise ScanError(text("scan.too-many-states", states=scan.sizes[2], most=MOST_STATES))
+        for name in ("u", "A"):
+            if getattr(scan, name).dtype == torch.float64:
+                raise ScanError(text("scan.triton-fp64", name=name))
+        if not _has_triton():
+            raise ScanError(text("scan.needs-triton"))
+        if scan.u.device.type != "cuda":
+            raise ScanError(text("scan.triton-needs-gpu", device=scan.u.device))
+        from tightfit.mamba.gpu_scan import triton_scan
 
-
-def _run(scan: Scan, path: Path) -> tuple[Tensor, Tensor]:
-    if path == "reference":
-        return reference_scan(scan)
-    if path == "chunked":
-        return chunked_scan(scan)
-    # Whoever asks for a path by name gets that one or ScanError, never another.
-    if path not in get_args(Path):
-        raise ScanError(text("scan.no-path", path=path, known=", ".join(get_args(Path))))
-    if scan.sizes[2] > MOST_STATES:
-        raise ScanError(text("scan.too-many-states", states=scan.sizes[2], most=MOST_STATES))
-    for name in ("u", "A"):
-        if getattr(scan, name).dtype == torch.float64:
-            raise ScanError(text("scan.triton-fp64", name=name))
-    if not _has_triton():
-        raise ScanError(text("scan.needs-triton"))
-    if scan.u.device.type != "cuda":
-        raise ScanError(text("scan.triton-needs-gpu", device=scan.u.device))
-    from tightfit.mamba.gpu_scan import triton_scan
-
-    return triton_scan(scan)
+        return triton_scan(scan)
 
 
 def fitting(scan: Scan) -> Path:
