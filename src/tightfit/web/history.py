@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from tightfit.diagnose.masks import masked
 from tightfit.inputs.spelling import open_regular
-from tightfit.messages import Said, change_texts
+from tightfit.messages import change_texts
 from tightfit.runs.events import (
     AttemptBegan,
     Checkpointed,
@@ -149,18 +149,6 @@ class Series:
         return Change(start=start, each=self._each, rows=rows) if rows else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryLine:
-    """Something that happened once."""
-
-    at: float | None
-    """Seconds since the epoch."""
-    text: Said
-    """What looks like a secret is struck out."""
-    mood: str
-    """`good`, `warn`, `bad` or nothing."""
-
-
 class History:
     """Reads on where it stopped. Torn lines wait for their end; a file that became shorter was begun anew."""
 
@@ -172,7 +160,8 @@ class History:
         self._offset, self._torn, self._rough = 0, b"", True
         self.series = Series()
         self._sampled: Series | None = None
-        self.said: deque[HistoryLine] = deque(maxlen=LINES)
+        self.said: deque[dict[str, object]] = deque(maxlen=LINES)
+        """What happened once: when (seconds since the epoch), what (without secrets), and `good`, `warn`, `bad` or ""."""
         self._recent: deque[Step] = deque(maxlen=RECENT)
         self.doing: Progress | None = None
         self.ended: Ended | None = None
@@ -256,7 +245,7 @@ class History:
         if said:
             moods = {"bad": "red" in style, "warn": "yellow" in style, "good": isinstance(event, _GOOD)}
             mood = next((name for name, holds in moods.items() if holds), "")
-            self.said.append(HistoryLine(at=time_of(line), text=change_texts(said, masked), mood=mood))
+            self.said.append({"at": time_of(line), "text": change_texts(said, masked), "mood": mood})
 
 
 def _bucket(step: Step) -> Bucket:

@@ -43,6 +43,11 @@ STATIC = Path(__file__).with_name("static")
 PATIENCE_S = 30.0
 GONE = 499
 """Whoever asked has gone: nobody reads this."""
+START: dict[Trainer, str] = {
+    "tightfit": "tightfit train --plan plan --output runs/first",
+    "llamafactory": "bash plan/launch.sh",
+    "trainer": "bash plan/launch.sh train.py",
+}
 _quick, _slow = asyncio.Semaphore(1), asyncio.Semaphore(1)
 
 
@@ -212,10 +217,14 @@ def _draw(answer: Answered, language: Language, *, advice: bool) -> dict[str, ob
     said, plan = words(language)["plan"], answer.plan
     found = draw(answer, said, language, advice=advice)
     is_ours = plan.chosen is not None and plan.job.trainer == "tightfit"
+    commands = [("command_plan", answer.asked.command())]  # what to type: its key in the words, and the command
+    if plan.chosen is not None:
+        commands.append(("command_write", answer.asked.command("plan", "--write", "plan")))
+        commands.append(("command_train", START[plan.job.trainer]))
     return {
         "found": found,
         "verdict": verdict(found, said),
-        "commands": commands(answer),
+        "commands": commands,
         # On what it would train, where that is not what a reader of the last command expects.
         "before_the_start": untrained(plan.job) if is_ours else (),
         "address": answer.asked.address(),
@@ -250,23 +259,6 @@ def verdict(found: Drawn, said: dict[str, str]) -> str:
         step=f"{first['step_s']:.2f}",
         lacks=first["lacks"].text if first["lacks"] else "",
         where=said["on_many" if used > 1 else "on_one"].format(gpus=used),
-    )
-
-
-def commands(answer: Answered) -> tuple[tuple[str, str], ...]:
-    """What to type: its key in the words, and the command."""
-    asked = answer.asked
-    if answer.plan.chosen is None:
-        return (("command_plan", asked.command()),)
-    start = {
-        "tightfit": "tightfit train --plan plan --output runs/first",
-        "llamafactory": "bash plan/launch.sh",
-        "trainer": "bash plan/launch.sh train.py",
-    }
-    return (
-        ("command_plan", asked.command()),
-        ("command_write", asked.command("plan", "--write", "plan")),
-        ("command_train", start[answer.plan.job.trainer]),
     )
 
 

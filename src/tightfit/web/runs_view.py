@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,22 +28,8 @@ LOG_LINES = 300
 EVENT_BYTES = 16 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRow:
+def _row(run: FoundRun, roots: tuple[Path, ...]) -> dict[str, object]:
     """One run in the list. None: nobody says."""
-
-    word: str
-    name: str
-    state: str
-    step: int | None
-    steps: int | None
-    loss: float | None
-    tokens_per_s: float | None
-    changed: str | None
-    """When the run last said something."""
-
-
-def _row(run: FoundRun, roots: tuple[Path, ...]) -> RunRow:
     number, _, below = run.word.partition("/")
     root = roots[int(number)]
     name = below or root.name or str(root)
@@ -61,16 +46,14 @@ def _row(run: FoundRun, roots: tuple[Path, ...]) -> RunRow:
         if isinstance(event, Step):
             last = event
             break
-    return RunRow(
-        word=run.word,
-        name=name,
-        state=state_of(read_run(run.path), ended, read_attempts(run.path)),
-        step=None if last is None else last.step,
-        steps=None if last is None else last.steps,
-        loss=None if last is None else last.loss,
-        tokens_per_s=None if last is None else last.tokens_per_s,
-        changed=changed,
-    )
+    of_last = ("step", "steps", "loss", "tokens_per_s")
+    return {
+        "word": run.word,
+        "name": name,
+        "state": state_of(read_run(run.path), ended, read_attempts(run.path)),
+        "changed": changed,  # when the run last said something
+        **{each: None if last is None else getattr(last, each) for each in of_last},
+    }
 
 
 async def show_runs(request: Request) -> Response:
@@ -85,7 +68,7 @@ async def show_table(request: Request) -> Response:
 async def _list_runs(request: Request) -> dict[str, object]:
     roots: tuple[Path, ...] = request.app.state.site.roots
 
-    def look() -> tuple[FoundRuns, list[RunRow]]:
+    def look() -> tuple[FoundRuns, list[dict[str, object]]]:
         found = request.app.state.finder.find()
         return found, [_row(run, roots) for run in found.runs]
 

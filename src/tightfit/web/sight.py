@@ -11,7 +11,6 @@ import math
 import os
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ class RunSight:
             "lights": self._lights(state, worker, memory, attempts),
             "attempts": [_show_attempt(each) for each in attempts],
             "checkpoints": self._unless_same("checkpoints", _marks(self.run / CHECKPOINTS), self._checkpoints),
-            "events": [asdict(said) for said in self.history.said],
+            "events": list(self.history.said),
             "logs": logs,
         }
 
