@@ -161,7 +161,7 @@ class History:
         self.series = Series()
         self._sampled: Series | None = None
         self.said: deque[dict[str, object]] = deque(maxlen=LINES)
-        """What happened once: when (seconds since the epoch), what (without secrets), and `good`, `warn`, `bad` or ""."""
+        """What happened once: when (seconds since the epoch), what (without secrets), and in which mood."""
         self._recent: deque[Step] = deque(maxlen=RECENT)
         self.doing: Progress | None = None
         self.ended: Ended | None = None
