@@ -53,8 +53,8 @@ WORKERS = {"mamba", "train"}
 GPU_STACK = {"torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "bitsandbytes", "triton"}
 
 QUOTED = {
+    "diagnose/lines.py": "any log",
     "diagnose/oom.py": "torch",
-    "diagnose/said.py": "any log",
     "hardware/probes/rocm_smi.py": "AMD's tool",
     "runs/cause.py": "Linux",
     "train/distress.py": "torch",
