@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import zlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,8 +42,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What tests compare is English, on a Chinese machine too.
 os.environ["TIGHTFIT_LANG"] = "en"
 
-# Tests have caches of their own; a compilation costs a minute. One ninja for all: another would compile anew.
-os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder(os.environ))
+# Tests have caches of their own; a compilation costs a minute. One ninja for all: another would compile anew, and so
+# would another environment's DeepSpeed, each in turn.
+if "TORCH_EXTENSIONS_DIR" not in os.environ:
+    installed = zlib.crc32(str(getattr(find_spec("deepspeed"), "origin", "")).encode())
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder(os.environ) / f"tests-{installed:08x}")
 if str(Path(sys.executable).parent) not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
 
