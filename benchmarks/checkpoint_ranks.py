@@ -28,7 +28,7 @@ from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import Keeping
 from tightfit.train import resume
 from tightfit.train.checkpoint import Habits, Saver
-from tightfit.train.engines.states import MASTER, Counters, State
+from tightfit.train.engines import MASTER, Counters, State
 from tightfit.train.events import Events
 from tightfit.train.place import Place
 from tightfit.train.safetensors_files import Files, tensors_of

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tightfit.train import optimizers
 from tightfit.train.config import read_worker_config
 from tightfit.train.eight_bit import BLOCK, PIECE, Which, is_eight_bit, quantise, read_8bit, write_8bit
-from tightfit.train.engines.local_parts import LocalParts
 
 RATE = 1e-2
 MOMENTS: tuple[Which, ...] = (1, 2)
@@ -229,7 +228,7 @@ def test_what_was_forgotten_leaves_no_trace() -> None:
 def test_local_parts_are_the_weights(mesh: Any) -> None:
     """A shard that moves, as at the first forward pass, is followed; nothing of a gradient stays behind."""
     ours, params = of_kind("adamw8bit", mesh)
-    assert isinstance(ours, LocalParts)
+    assert isinstance(ours, optimizers.LocalParts)
     theirs, plainly = of_kind("adamw8bit")
     for moved in (False, True):
         if moved:

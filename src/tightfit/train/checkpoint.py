@@ -26,8 +26,7 @@ from tightfit.messages import Message, Said, message_of
 from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manifest, Span, StoredFile, covered, digest
-from tightfit.train.engines import Engine
-from tightfit.train.engines.states import MASTER
+from tightfit.train.engines import MASTER, Engine
 from tightfit.train.events import Events
 from tightfit.train.place import Place, side_meeting, total
 from tightfit.train.saved_model import FileStyle, Names, SaveError, TensorPiece, TensorSet, Writer

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tightfit.messages import Listing, Message, Said, message_of
-from tightfit.train.engines.states import MASTER, LossScale, moments
+from tightfit.train.engines import MASTER, LossScale, moments
 from tightfit.train.safetensors_files import Stored
 from tightfit.train.saved_names import adapter_name
 from tightfit.train.sources_names import map_names, wrong_shape
@@ -251,7 +251,7 @@ def _open(folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapp
         world=max(1, len(ranks)),
         step=step,
         optimizer_steps=max(seen, default=step - int(head.get("skipped_steps") or 0)),
-        scale=_scale(ranks[0].get("loss_scaler")) if ranks else None,
+        scale=LossScale.of_deepspeed(ranks[0].get("loss_scaler")) if ranks else None,
         effective_batch=samples // step if step and samples else None,
         trained_elements=sum(math.prod(shape) for group in shapes for shape in group.values()) if shapes else None,
         kinds=kinds,
@@ -338,15 +338,3 @@ def _cut(
         parts = [rank[group].narrow(0, offset, share) for rank in ranks]
         yield name, _Parts(shape, _crop(parts, math.prod(shape)))
         begin += share
-
-
-def _scale(scaler: Any) -> LossScale | None:
-    """fp16's; None: there was none, or it stayed as it was."""
-    seen = vars(scaler) if hasattr(scaler, "__dict__") else {}
-    if "cur_iter" not in seen:
-        return None
-    return LossScale(
-        value=float(seen["cur_scale"]),
-        good_steps=int(seen["cur_iter"]) - int(seen["last_overflow_iter"]) - 1,
-        hysteresis=int(seen["cur_hysteresis"]),
-    )

@@ -1,44 +1,45 @@
-"""The optimizer of a job, for either engine, and its learning rate at each step."""
+"""The optimizer of a job, for either engine, and its learning rate at each step.
+
+bitsandbytes hands pointers to its kernels and refuses the DTensors that FSDP2's shards are. Its updates and its blocks
+of states go element by element over one tensor, so each rank can let it work on the plain tensor that lies under each
+of its shards (`LocalParts`). What the engine sees stays a DTensor: the loss scale's check and the clipping look at all
+ranks' gradients, and only the step itself is local.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tightfit.messages import Message
 from tightfit.train.config import OptimizerConfig
-from tightfit.train.engines.local_parts import Groups, LocalParts
 from tightfit.types import ConfigError, Optimizer
 
 BETAS, EPS = (0.9, 0.999), 1e-8
-COUNTERS = ("step",)
-"""The states that count steps; the others are moments."""
+Groups = list[dict[str, Any]]
 
 
-def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def groups(model: nn.Module, weight_decay: float) -> Groups:
     """What trains, in one group; with weight decay, norms and biases in another one without."""
-    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    if not trainable:
+    decayed: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            # Matrices decay. A_log is one by its shape alone: Mamba's authors keep decay off it.
+            is_matrix = len(getattr(param, "ds_shape", param.shape)) >= 2 and not name.endswith(("A_log", "bias"))
+            (decayed if weight_decay and is_matrix else rest).append(param)
+    if not decayed and not rest:
         raise ConfigError(Message("train.nothing-trains"))
-    if weight_decay == 0:
-        return [{"params": [param for _, param in trainable], "weight_decay": 0.0}]
-    decayed = [param for name, param in trainable if _decays(name, param)]
-    rest = [param for name, param in trainable if not _decays(name, param)]
     made = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [group for group in made if group["params"]]
 
 
-def _decays(name: str, param: nn.Parameter) -> bool:
-    """Matrices do. A_log is one by its shape alone: Mamba's authors keep decay off it."""
-    shape = getattr(param, "ds_shape", param.shape)
-    return len(shape) >= 2 and not name.endswith(("A_log", "bias"))
-
-
-def make_optimizer(kind: Optimizer, param_groups: list[dict[str, Any]], *, fused: bool) -> torch.optim.Optimizer:
+def make_optimizer(kind: Optimizer, param_groups: Groups, *, fused: bool) -> torch.optim.Optimizer:
     """At learning rate zero: the loop sets it before each step, and DeepSpeed may take a step while it starts."""
     if kind == "adamw":
         return torch.optim.AdamW(param_groups, lr=0.0, betas=BETAS, eps=EPS, fused=fused)
@@ -50,50 +51,96 @@ def make_optimizer(kind: Optimizer, param_groups: list[dict[str, Any]], *, fused
         factored: Any = Adafactor
         made: torch.optim.Optimizer = factored(param_groups, lr=0.0, relative_step=False, scale_parameter=False)
         return made
-    first = param_groups[0]["params"][0]
-    if isinstance(first, DTensor):
-        return LocalParts(param_groups, lambda groups: _eight_bit(kind, groups))
-    return _eight_bit(kind, param_groups)
+
+    def make_8bit(groups: Groups) -> torch.optim.Optimizer:
+        try:
+            import bitsandbytes.optim as eight_bit
+        except ImportError:
+            raise ConfigError(Message("train.optimizer-needs-bitsandbytes", optimizer=kind)) from None
+        on_host = groups[0]["params"][0].device.type == "cpu"  # where nothing can be paged out
+        paged = kind == "paged_adamw8bit" and not on_host
+        maker: Any = getattr(eight_bit, "PagedAdamW8bit" if paged else "AdamW8bit")
+        optimizer: torch.optim.Optimizer = maker(groups, lr=0.0, betas=BETAS, eps=EPS)
+        return optimizer
+
+    sharded = isinstance(param_groups[0]["params"][0], DTensor)
+    return LocalParts(param_groups, make_8bit) if sharded else make_8bit(param_groups)
 
 
-def _eight_bit(kind: Optimizer, param_groups: Groups) -> torch.optim.Optimizer:
-    try:
-        import bitsandbytes.optim as eight_bit
-    except ImportError:
-        raise ConfigError(Message("train.optimizer-needs-bitsandbytes", optimizer=kind)) from None
-    on_host = param_groups[0]["params"][0].device.type == "cpu"  # where nothing can be paged out
-    paged = kind == "paged_adamw8bit" and not on_host
-    maker: Any = getattr(eight_bit, "PagedAdamW8bit" if paged else "AdamW8bit")
-    optimizer: torch.optim.Optimizer = maker(param_groups, lr=0.0, betas=BETAS, eps=EPS)
-    return optimizer
+class LocalParts(torch.optim.Optimizer):
+    """Groups and states by DTensor, as other optimizers have them; `inner` has the same by local part.
+
+    `state[param]` is the very dict that `inner.state[local]` is. A rank without rows of a parameter has an empty part,
+    which is never stepped and has no states.
+    """
+
+    def __init__(self, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer]) -> None:
+        super().__init__(groups, {"lr": 0.0})
+        self.locals: dict[Tensor, nn.Parameter] = {
+            param: nn.Parameter(_part(param)) for group in self.param_groups for param in group["params"]
+        }
+        self.inner = make([group | {"params": [self.locals[p] for p in group["params"]]} for group in groups])
+        for param, local in self.locals.items():
+            self.state[param] = self.inner.state[local]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            theirs["lr"] = ours["lr"]
+        for param, local in self.locals.items():
+            local.data = _part(param)  # the first forward pass pads and pins shards, which moves them
+            local.grad = None if param.grad is None or local.numel() == 0 else _part(param.grad)
+        try:
+            self.inner.step()
+        finally:
+            for local in self.locals.values():
+                local.grad = None
 
 
-def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """The states that the first step would make, with zero moments; those that are there stay, and no weight moves."""
+def _part(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing its memory."""
+    assert isinstance(tensor, DTensor)
+    part = tensor.to_local().detach()
+    assert part.is_contiguous()  # of another layout bitsandbytes would update a copy
+    return part
+
+
+def make_states(optimizer: Any, worked_on: Iterable[Tensor] | None = None) -> None:
+    """The states that the first step would make, with zero moments; those that are there stay, and no weight moves.
+
+    `worked_on`: the tensors in question, where an engine took the parameters out of the groups.
+    """
     if isinstance(optimizer, LocalParts):
         make_states(optimizer.inner)
         return
     if isinstance(optimizer, torch.optim.SGD):
         return  # without momentum there is nothing to keep
-    for gindex, group in enumerate(optimizer.param_groups):
-        for pindex, param in enumerate(group["params"]):
-            if optimizer.state[param]:
-                continue
-            if isinstance(optimizer, torch.optim.AdamW):
-                optimizer.state[param].update(adamw_states(param, on_device=bool(group["fused"])))
-            elif hasattr(optimizer, "init_state"):
-                if param.numel():  # a rank without rows is never stepped
-                    optimizer.init_state(group, param, gindex, pindex)
-            else:
-                raise TypeError(Message("train.no-states-yet", optimizer=type(optimizer).__name__))
-
-
-def adamw_states(param: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu"),
-        "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+    kind = type(optimizer).__name__
+    places = {
+        param: (group, param, group_number, number)
+        for group_number, group in enumerate(optimizer.param_groups)
+        for number, param in enumerate(group["params"])
     }
+    for each in places if worked_on is None else worked_on:
+        state = optimizer.state[each]
+        if state:
+            continue
+        if isinstance(optimizer, torch.optim.AdamW):
+            counts_on = each.device if optimizer.defaults["fused"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=counts_on)
+            state.update(exp_avg=torch.zeros_like(each), exp_avg_sq=torch.zeros_like(each))
+        elif kind in ("DeepSpeedCPUAdam", "FusedAdam"):
+            state.update(step=0, exp_avg=torch.zeros_like(each), exp_avg_sq=torch.zeros_like(each))
+        elif kind == "Adafactor" and each.dim() < 2:
+            state.update(step=0, exp_avg_sq=torch.zeros_like(each), RMS=0)
+        elif kind == "Adafactor":
+            rows, columns = each.new_zeros(each.shape[:-1]), each.new_zeros(each.shape[:-2] + each.shape[-1:])
+            state.update(step=0, exp_avg_sq_row=rows, exp_avg_sq_col=columns, RMS=0)
+        elif not hasattr(optimizer, "init_state"):
+            raise TypeError(Message("train.no-states-yet", optimizer=kind))
+        elif each.numel():  # a rank without rows is never stepped
+            optimizer.init_state(*places[each])
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
@@ -137,19 +184,11 @@ def set_rate(optimizer: Any, rate: float) -> None:
 
 def learning_rate(training: OptimizerConfig, step: int, steps: int) -> float:
     """Of step 0 to steps - 1: up over the warm-up, then down by the schedule."""
-    peak, warm = training.learning_rate, warmup_steps(training, steps)
+    peak, share = training.learning_rate, 0.0 if training.schedule == "constant" else training.warmup
+    warm = min(steps, math.ceil(share * steps) if share < 1 else int(share))
     if step < warm:
         return peak * (step + 1) / warm
     if training.schedule in ("constant", "constant_with_warmup"):
         return peak
     done = (step - warm) / max(1, steps - warm)
-    if training.schedule == "linear":
-        return peak * (1 - done)
-    return peak * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def warmup_steps(training: OptimizerConfig, steps: int) -> int:
-    if training.schedule == "constant":
-        return 0
-    share = training.warmup
-    return min(steps, math.ceil(share * steps) if share < 1 else int(share))
+    return peak * (1 - done if training.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))

@@ -25,8 +25,7 @@ from tightfit.runs.checkpoints import OPTIMIZER, Torn, Unknown
 from tightfit.runs.folder import AUTO, NONE, set_aside
 from tightfit.train.checkpoint import state_name
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
-from tightfit.train.engines import Engine
-from tightfit.train.engines.states import MASTER
+from tightfit.train.engines import MASTER, Engine
 from tightfit.train.events import Events
 from tightfit.train.fill import PIECE_ELEMENTS, TensorSource
 from tightfit.train.place import Place, meet, words

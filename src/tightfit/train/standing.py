@@ -14,7 +14,7 @@ from tightfit.messages import Message
 from tightfit.runs.checkpoints import SCHEMA, Torn
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
-from tightfit.train.engines.states import Counters, LossScale
+from tightfit.train.engines import Counters, LossScale
 
 SILENT = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
 """Fields of a Hugging Face config that say nothing about what is trained."""

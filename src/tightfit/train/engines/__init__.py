@@ -1,22 +1,36 @@
 """The two engines behind one small interface.
 
 An engine takes the skeleton of a model, shards it, and turns micro batches into optimizer steps. What it does not do:
-choose anything, read data, write files. The loop calls `forward` and `backward`
-for each micro batch of a window, and `step` once.
+choose anything, read data, write files. The loop calls `forward` and `backward` for each micro batch of a window, and
+`step` once.
+
+A checkpoint knows parameters by name and their elements by number. What this rank holds of the fp32 copies and of each
+moment is handed out as such ranges (`State`), to be read or, with `write`, to be written into. One at a time: a range
+may be unpacked, or fetched from NVMe, for as long as the caller looks at it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tightfit.messages import Message
 from tightfit.train.build import DTYPES
-from tightfit.train.engines.states import Counters, Shapes, State
-from tightfit.types import TightfitError
+from tightfit.train.eight_bit import BLOCK, Which, read_8bit, write_8bit
+from tightfit.train.shards import Shard, outline
+from tightfit.types import Optimizer, TightfitError
+
+MASTER = "master"
+"""The kind of the fp32 copies of weights; moments are called as torch's optimizers call them."""
+PIECE = BLOCK * 2**16
+"""Elements of an 8-bit state that are unpacked at a time."""
+_EIGHT_BIT: dict[str, Which] = {"exp_avg": 1, "exp_avg_sq": 2}
+
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""For each kind the parameters that have such a state, by path, and its shape; the same on every rank."""
 
 
 class Diverged(TightfitError):
@@ -68,6 +82,88 @@ class HeldHere:
     """Of its fp32 copies or, without them, of what it works on."""
     fair_elements: int | None = None
     """The most of `state_elements` that a rank may have where parameters are not cut evenly; None: an even share."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    kind: str
+    path: str
+    """Of the parameter."""
+    shape: tuple[int, ...]
+    start: int
+    tensor: Tensor
+    """Flat: elements [start, start + its own number)."""
+    alike: bool
+    """Every rank holds the same range: one of them writes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """fp16's loss scale."""
+
+    value: float
+    good_steps: int
+    """Since the last overflow."""
+    hysteresis: int | None
+    """Overflows that are left before the scale falls, where an engine counts them."""
+
+    @classmethod
+    def of_deepspeed(cls, scaler: Any) -> LossScale | None:
+        """None: there is none, or it stays as it was."""
+        held = getattr(scaler, "__dict__", {})
+        if "cur_iter" not in held:
+            return None
+        good_steps = int(held["cur_iter"]) - int(held["last_overflow_iter"]) - 1
+        return cls(value=float(held["cur_scale"]), good_steps=good_steps, hysteresis=int(held["cur_hysteresis"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    optimizer_steps: int
+    """Those that were skipped do not count."""
+    scale: LossScale | None
+
+
+def moments(optimizer: Optimizer) -> tuple[str, ...]:
+    """What is kept of each element."""
+    if optimizer == "sgd":
+        return ()
+    return ("exp_avg_sq",) if optimizer == "adafactor" else ("exp_avg", "exp_avg_sq")
+
+
+def trainable(model: nn.Module, rank: int) -> list[Shard]:
+    return [shard for shard in outline(model, rank) if shard.parameter.requires_grad]
+
+
+def per_parameter(
+    trainable: Iterable[Shard], states: Mapping[Any, Any], copies: Mapping[int, Tensor], *, write: bool
+) -> Iterator[State]:
+    """Of an optimizer that works on the parameters, on this rank's parts of them, or on fp32 copies of whole ones.
+
+    `copies`: those, by the id of the parameter.
+    """
+    for shard in trainable:
+        worked_on = copies.get(id(shard.parameter), shard.parameter)
+        if worked_on is not shard.parameter:
+            yield State(MASTER, shard.path, shard.shape, 0, worked_on.detach().view(-1), alike=True)
+        held = states.get(worked_on, {})
+        if "state1" in held:
+            for kind, which in _EIGHT_BIT.items():
+                for begin in range(0, shard.size, PIECE):
+                    values = read_8bit(held, which, begin, min(begin + PIECE, shard.size))
+                    yield State(kind, shard.path, shard.shape, shard.start + begin, values, alike=not shard.cut)
+                    if write:
+                        write_8bit(held, which, values, begin)
+            continue
+        for kind, tensor in held.items():
+            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+                continue  # a counter
+            local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+            flat = local.detach().reshape(-1)
+            if shard.cut or tuple(local.shape) == shard.shape:
+                yield State(kind, shard.path, shard.shape, shard.start, flat, alike=not shard.cut)
+            else:  # adafactor's rows and columns
+                yield State(kind, shard.path, tuple(local.shape), 0, flat, alike=True)
 
 
 def precisions(tensors: Iterable[Tensor]) -> str:

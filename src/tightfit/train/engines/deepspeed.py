@@ -4,6 +4,15 @@ Three habits of it are met here. Stage 0 takes a step while it starts: the optim
 nothing moves, and its counters are set back. `backward` would divide by the accumulation and the reduction divides by
 the ranks: the loss arrives as a share of the window's mean already, so the first is switched off and the second made
 good. ZeRO-3 wants the model built under its own context, the other stages take it whole.
+
+Where fp32 copies and moments are differs by stage. Stages 1 and 2 flatten all parameters into one vector and give each
+rank a stretch of it; a parameter knows the fragment of itself that lies there (`_hp_mapping`). Stage 3 cuts each
+parameter and flattens the cuts in sub groups (`grad_position`). Stage 0 has everything on every rank: in 16 bits a flat
+fp32 vector where its own fused Adam runs (`fp32_groups_flat`), or an fp32 copy of each parameter (`fp32_groups`); in
+fp32 nothing of its own, for the optimizer works on the parameters.
+
+The moments of a flat vector come with the optimizer's first step. Where a checkpoint is loaded before it, they are
+made here as that step would have made them.
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,19 +29,24 @@ from torch import Tensor, nn
 from tightfit.mamba.install import whole_mixers
 from tightfit.messages import Message
 from tightfit.train import optimizers
-from tightfit.train.engines import AGAINST_OVERFLOWS, HeldHere, ScaleExhausted, Stepped, precisions
-from tightfit.train.engines.deepspeed_states import (
-    deepspeed_shapes,
-    deepspeed_states,
-    gather_again,
-    scale_of,
-    set_scale,
+from tightfit.train.engines import (
+    AGAINST_OVERFLOWS,
+    MASTER,
+    Counters,
+    HeldHere,
+    LossScale,
+    ScaleExhausted,
+    Shapes,
+    State,
+    Stepped,
+    moments,
+    per_parameter,
+    precisions,
+    trainable,
 )
-from tightfit.train.engines.states import Counters, Shapes, State
 from tightfit.train.loss import WindowLoss
 from tightfit.train.nvme import MOMENTS, is_on_nvme, nvme_states
 from tightfit.train.place import Place
-from tightfit.train.shards import Shard, outline
 from tightfit.types import ConfigError, Levers
 
 NVME_BUFFERS = 5
@@ -47,13 +61,13 @@ class DeepSpeed:
 
         self.model, self._levers, self._place = model, levers, place
         self._loss = WindowLoss(model, levers.loss)
-        made = None if "optimizer" in config else self._optimizer(model, weight_decay)
         options: dict[str, Any] = {"model": model, "config": copy.deepcopy(dict(config))}
-        if made is None:
-            options["model_parameters"] = optimizers.groups(model, weight_decay)
+        groups = optimizers.groups(model, weight_decay)
+        if "optimizer" in config:
+            options["model_parameters"] = groups
             options["config"]["optimizer"]["params"]["lr"] = 0.0
         else:
-            options["optimizer"] = made
+            options["optimizer"] = self._make_optimizer(groups)
         buffers = [
             (module, name, buffer)
             for module in model.modules()
@@ -76,24 +90,20 @@ class DeepSpeed:
     def stage(self) -> int:
         return self._levers.stage or 0
 
-    def _optimizer(self, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
-        groups = optimizers.groups(model, weight_decay)
-        if self.stage and "8bit" in self._levers.optimizer:
-            raise ConfigError(
-                Message("engine.states-of-no-parameter", engine=self._levers.engine, optimizer=self._levers.optimizer)
-            )
-        kind, offloaded = self._levers.optimizer, self._levers.offload_optimizer != "none"
-        if kind == "adamw" and offloaded:
+    def _make_optimizer(self, groups: optimizers.Groups) -> torch.optim.Optimizer:
+        kind, stage = self._levers.optimizer, self.stage
+        usual: dict[str, Any] = {"lr": 0.0, "betas": optimizers.BETAS, "eps": optimizers.EPS}
+        if stage and "8bit" in kind:
+            raise ConfigError(Message("engine.states-of-no-parameter", engine=self._levers.engine, optimizer=kind))
+        if kind == "adamw" and self._levers.offload_optimizer != "none":
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-            made: torch.optim.Optimizer = DeepSpeedCPUAdam(
-                groups, lr=0.0, betas=optimizers.BETAS, eps=optimizers.EPS, adamw_mode=True
-            )
-            return made
-        if kind == "adamw" and self.stage == 0 and self._place.on_gpu and shutil.which("nvcc"):
+            on_host: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, **usual, adamw_mode=True)
+            return on_host
+        if kind == "adamw" and stage == 0 and self._place.on_gpu and shutil.which("nvcc"):
             from deepspeed.ops.adam import FusedAdam  # flat states, as they are priced; it has to be compiled
 
-            fused: torch.optim.Optimizer = FusedAdam(groups, lr=0.0, betas=optimizers.BETAS, eps=optimizers.EPS)
+            fused: torch.optim.Optimizer = FusedAdam(groups, **usual)
             return fused
         return optimizers.make_optimizer(kind, groups, fused=self._place.on_gpu)
 
@@ -136,46 +146,103 @@ class DeepSpeed:
         for counter in ("global_steps", "micro_steps", "global_samples", "skipped_steps"):
             setattr(self._engine, counter, 0)
 
-    def _trainable(self) -> list[Shard]:
-        return [shard for shard in outline(self.model, self._place.rank) if shard.parameter.requires_grad]
-
     def states(self, *, write: bool) -> Iterator[State]:
-        return deepspeed_states(self._trainable(), self._wrapper, self._basic, write=write)
+        wrapper, basic, shards = self._wrapper, self._basic, trainable(self.model, self._place.rank)
+        if hasattr(wrapper, "grad_position"):  # stage 3
+            flats = wrapper.fp32_partitioned_groups_flat
+            if getattr(wrapper, "swap_optimizer", False):
+                groups: Iterable[tuple[int, dict[str, Tensor]]] = nvme_states(wrapper, write)
+            else:
+                optimizers.make_states(basic, flats)
+                groups = ((index, _elementwise(flat, basic)) for index, flat in enumerate(flats))
+            where = [wrapper.grad_position[wrapper.get_param_id(shard.parameter)] for shard in shards]
+            for index, held in groups:
+                for shard, (group, offset, _) in zip(shards, where, strict=True):
+                    if group == index:
+                        for kind, flat in held.items():  # the last rank's part is padded: `size` leaves that out
+                            part = flat.narrow(0, offset, shard.size)
+                            yield State(kind, shard.path, shard.shape, shard.start, part, alike=False)
+        elif any(hasattr(shard.parameter, "_hp_mapping") for shard in shards):  # stages 1 and 2
+            flats = getattr(wrapper, "single_partition_of_fp32_groups", None) or wrapper.fp32_groups_flat_partition
+            optimizers.make_states(basic, flats)
+            for shard in shards:
+                fragment = shard.parameter._hp_mapping  # type: ignore[attr-defined]
+                if fragment is None:  # all of it lies with other ranks
+                    continue
+                flat, here = flats[fragment.param_group_index], fragment.hp_fragment_address
+                for kind, tensor in _elementwise(flat, basic).items():
+                    part = tensor.narrow(0, here.start, here.numel)
+                    yield State(kind, shard.path, shard.shape, fragment.lp_fragment_address.start, part, alike=False)
+        elif hasattr(wrapper, "fp32_groups_flat"):
+            optimizers.make_states(basic)
+            of_param = {id(shard.parameter): shard for shard in shards}
+            for params, flat in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
+                held, begin = _elementwise(flat, basic), 0
+                for param in params:
+                    shard = of_param[id(param)]
+                    for kind, tensor in held.items():
+                        part = tensor.narrow(0, begin, param.numel())
+                        yield State(kind, shard.path, shard.shape, 0, part, alike=True)
+                    begin += param.numel()
+        else:
+            optimizers.make_states(basic)
+            # The fp32 copy of each parameter, by the parameter's id; empty: the optimizer works on the parameters.
+            pairs = zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True)
+            copies = {id(param): each for params, made in pairs for param, each in zip(params, made, strict=True)}
+            yield from per_parameter(shards, basic.state, copies, write=write)
 
     def shapes(self) -> Shapes:
-        return deepspeed_shapes(self._trainable(), self._wrapper, self._basic, self._levers.optimizer)
+        shards = trainable(self.model, self._place.rank)
+        is_flat = any(hasattr(self._wrapper, name) for name in ("grad_position", "fp32_groups_flat"))
+        if is_flat or any(hasattr(shard.parameter, "_hp_mapping") for shard in shards):
+            whole = {shard.path: shard.shape for shard in shards}
+            return dict.fromkeys((MASTER, *moments(self._levers.optimizer)), whole)
+        found: dict[str, dict[str, tuple[int, ...]]] = {}
+        for state in self.states(write=False):  # every rank has them whole
+            found.setdefault(state.kind, {})[state.path] = state.shape
+        return found
 
     def counters(self) -> Counters:
-        scaler = self._wrapper.loss_scaler if self._levers.precision == "fp16" else None
-        return Counters(
-            optimizer_steps=optimizers.count_steps(self._basic), scale=None if scaler is None else scale_of(scaler)
-        )
+        scale = LossScale.of_deepspeed(self._wrapper.loss_scaler) if self._levers.precision == "fp16" else None
+        return Counters(optimizer_steps=optimizers.count_steps(self._basic), scale=scale)
 
     def go_on(self, counters: Counters, step: int) -> None:
         optimizers.set_steps(self._basic, counters.optimizer_steps)
         if counters.scale is not None and self._levers.precision == "fp16":
-            set_scale(self._wrapper.loss_scaler, counters.scale)
+            scale, scaler = counters.scale, self._wrapper.loss_scaler
+            scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = scale.value, scale.good_steps, -1
+            scaler.cur_hysteresis = scaler.delayed_shift if scale.hysteresis is None else scale.hysteresis
         self._engine.global_steps = step
         self._engine.skipped_steps = max(0, step - counters.optimizer_steps)
         self._engine.micro_steps = step * self._levers.accumulation
         self._engine.global_samples = step * self._engine.train_batch_size()
-        gather_again(self._wrapper)
+        # Stage 3 keeps small parameters whole on every rank; now that their parts have changed they are put together.
+        if kept := getattr(self._wrapper, "persistent_parameters", None):
+            kept[0].partition(kept)
+            kept[0].all_gather(kept)
 
     def train(self, mode: bool) -> None:
         self._engine.train(mode)
 
     def holdings(self) -> HeldHere:
-        here = whole = 0
+        here = whole = trained_elements = 0
         devices = set()
         frozen: list[Tensor] = []
         trained: list[Tensor] = []
         for param in self.model.parameters():
             part: Tensor = getattr(param, "ds_tensor", param.data)
+            numel = getattr(param, "ds_numel", param.numel())
             (trained if param.requires_grad else frozen).append(part)
             here += getattr(part, "ds_numel", part.numel()) * param.element_size()  # a part in a file has a stand-in
-            whole += getattr(param, "ds_numel", param.numel()) * param.element_size()
+            whole += numel * param.element_size()
+            trained_elements += numel if param.requires_grad else 0
             devices.add("nvme" if is_on_nvme(param) else part.device.type)
-        masters = list(self._masters())
+        # The fp32 copies that this rank's optimizer works on, or what it works on instead.
+        vectors = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
+        worked_on = next(filter(None, (getattr(self._wrapper, name, None) for name in vectors)), None)
+        if worked_on is None:
+            worked_on = [param for group in self._basic.param_groups for param in group["params"]]
+        masters = [each for each in worked_on if isinstance(each, Tensor)]
         elements, places = [tensor.numel() for tensor in masters], [tensor.device.type for tensor in masters]
         if self._levers.offload_optimizer == "nvme":  # they are in files, and the tensors empty
             in_file = self._wrapper._swappable_optimizer_subgroup
@@ -185,9 +252,7 @@ class DeepSpeed:
             weight_bytes=here,
             whole_weight_bytes=whole,
             state_elements=sum(elements),
-            trainable_elements=sum(
-                getattr(param, "ds_numel", param.numel()) for param in self.model.parameters() if param.requires_grad
-            ),
+            trainable_elements=trained_elements,
             weights_on=",".join(sorted(devices)),
             optimizer_on=",".join(sorted(set(places))),
             frozen_in=precisions(frozen),
@@ -195,13 +260,11 @@ class DeepSpeed:
             optimizer_in=precisions(masters),
         )
 
-    def _masters(self) -> list[Tensor]:
-        """The fp32 copies that this rank's optimizer works on, or what it works on instead."""
-        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat"):
-            found = getattr(self._wrapper, name, None)
-            if found:
-                return [tensor for tensor in found if isinstance(tensor, Tensor)]
-        return [param for group in self._basic.param_groups for param in group["params"]]
+
+def _elementwise(flat: Tensor, basic: Any) -> dict[str, Tensor]:
+    """A flat vector of fp32 copies with its moments."""
+    kept = {kind: held for kind, held in basic.state[flat].items() if isinstance(held, Tensor)}
+    return {MASTER: flat.detach()} | {kind: held.detach() for kind, held in kept.items() if held.shape == flat.shape}
 
 
 def gather_mixers_whole(model: nn.Module, config: Mapping[str, Any]) -> None:
@@ -220,18 +283,12 @@ def gather_mixers_whole(model: nn.Module, config: Mapping[str, Any]) -> None:
         set_z3_leaf_modules(model, classes)
 
 
-def quiet() -> None:
-    """DeepSpeed logs every choice that it makes; what matters of them is proved and said by us."""
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-
-
 def join(place: Place) -> None:
     """Tell DeepSpeed of the group that is there already."""
     import deepspeed
 
-    quiet()
+    # It logs every choice that it makes; what matters of them is proved and said by us.
+    deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.init_distributed(
         dist_backend="fake" if place.rehearsal else None, dist_init_required=False, verbose=False
     )

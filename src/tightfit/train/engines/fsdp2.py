@@ -19,11 +19,20 @@ from tightfit.messages import Message
 from tightfit.train import optimizers
 from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
-from tightfit.train.engines import HeldHere, Stepped, precisions
-from tightfit.train.engines.states import Counters, LossScale, Shapes, State, elementwise, moments, per_parameter
+from tightfit.train.engines import (
+    Counters,
+    HeldHere,
+    LossScale,
+    Shapes,
+    State,
+    Stepped,
+    moments,
+    per_parameter,
+    precisions,
+    trainable,
+)
 from tightfit.train.loss import WindowLoss
 from tightfit.train.place import Place
-from tightfit.train.shards import Shard, outline
 from tightfit.types import ConfigError, Levers
 
 GROWTH_INTERVAL = 1000
@@ -41,19 +50,14 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if levers.offload_param != "none":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=place.on_gpu and levers.buckets.pin_memory)
-    for group in _groups(model):
+    body, groups = body_of(model), list[Any](layers_of(model))
+    head, embedding = body.get_output_embeddings(), body.get_input_embeddings()
+    if head.weight is not embedding.weight:
+        inner = getattr(body, body.base_model_prefix)
+        norms = [child for name, child in inner.named_children() if "norm" in name or name == "ln_f"]
+        groups = [embedding, *groups, [*norms, head]]
+    for group in (*groups, model):
         fully_shard(group, **options)
-    fully_shard(model, **options)
-
-
-def _groups(model: Any) -> list[Any]:
-    body = body_of(model)
-    head, embedding, layers = body.get_output_embeddings(), body.get_input_embeddings(), layers_of(model)
-    if head.weight is embedding.weight:
-        return list(layers)
-    inner = getattr(body, body.base_model_prefix)
-    norms = [child for name, child in inner.named_children() if "norm" in name or name == "ln_f"]
-    return [embedding, *layers, [*norms, head]]
 
 
 class Fsdp2:
@@ -66,14 +70,14 @@ class Fsdp2:
         self._optimizer = optimizers.make_optimizer(
             levers.optimizer, optimizers.groups(model, training.weight_decay), fused=True
         )
-        self._first_scale = 2.0**training.first_scale_power if training.first_scale_power is not None else None
+        self._rests_on = "cpu" if levers.offload_param != "none" else place.device.type
+        self._first_power = training.first_scale_power
         self._scaler = self._fresh_scaler()
 
     def _fresh_scaler(self) -> torch.amp.GradScaler | None:
-        if self._first_scale is None:
+        if self._first_power is None:
             return None
-        device = "cpu" if self._levers.offload_param != "none" else self._place.device.type
-        return torch.amp.GradScaler(device, init_scale=self._first_scale, growth_interval=GROWTH_INTERVAL)
+        return torch.amp.GradScaler(self._rests_on, init_scale=2.0**self._first_power, growth_interval=GROWTH_INTERVAL)
 
     def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
         self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
@@ -89,8 +93,7 @@ class Fsdp2:
         optimizers.set_rate(self._optimizer, learning_rate)
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
-        most = self._clip if self._clip > 0 else float("inf")
-        norm = nn.utils.clip_grad_norm_(self._trainable, most)
+        norm = nn.utils.clip_grad_norm_(self._trainable, self._clip if self._clip > 0 else float("inf"))
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         skipped = not bool(torch.isfinite(norm))
         if self._scaler is not None:
@@ -106,15 +109,13 @@ class Fsdp2:
         optimizers.forget(self._optimizer)
         self._scaler = self._fresh_scaler()
 
-    def _parts(self) -> list[Shard]:
-        return [shard for shard in outline(self.model, self._place.rank) if shard.parameter.requires_grad]
-
     def states(self, *, write: bool) -> Iterator[State]:
         optimizers.make_states(self._optimizer)
-        return per_parameter(self._parts(), self._optimizer.state, {}, write=write)
+        return per_parameter(trainable(self.model, self._place.rank), self._optimizer.state, {}, write=write)
 
     def shapes(self) -> Shapes:
-        return elementwise(self._parts(), moments(self._levers.optimizer))
+        whole = {shard.path: shard.shape for shard in trainable(self.model, self._place.rank)}
+        return dict.fromkeys(moments(self._levers.optimizer), whole)
 
     def counters(self) -> Counters:
         scale = None
@@ -135,24 +136,23 @@ class Fsdp2:
         self.model.train(mode)
 
     def holdings(self) -> HeldHere:
-        here = whole = states = trainable = fair = 0
+        here = whole = states = trained = fair = 0
         for param in self.model.parameters():
             local = param.to_local() if hasattr(param, "to_local") else param
             here += local.numel() * local.element_size()
             whole += param.numel() * param.element_size()
             if param.requires_grad:
                 states += local.numel()
-                trainable += param.numel()
+                trained += param.numel()
                 rows = max(1, param.shape[0])
                 fair += -(-rows // self._place.world) * (param.numel() // rows)  # whole rows: few of them share badly
-        device = "cpu" if self._levers.offload_param != "none" else self._place.device.type
         return HeldHere(
             weight_bytes=here,
             whole_weight_bytes=whole,
             state_elements=states,
-            trainable_elements=trainable,
+            trainable_elements=trained,
             weights_on=next(iter(self.model.parameters())).device.type,
-            optimizer_on=device,
+            optimizer_on=self._rests_on,
             frozen_in=precisions(param for param in self.model.parameters() if not param.requires_grad),
             trained_in=precisions(self._trainable),
             optimizer_in=precisions(param for group in self._optimizer.param_groups for param in group["params"]),
