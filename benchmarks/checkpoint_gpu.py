@@ -83,9 +83,9 @@ def wanted(place: Path, only: str) -> bool:
 def measure(folder: Path) -> Figures:
     """The figures of one plan; one process each."""
     from tightfit.inputs.surroundings import cache_folder
-    from tightfit.train.__main__ import _environment
+    from tightfit.train.__main__ import set_environment
 
-    _environment()
+    set_environment()
     from tightfit.train.config import Options, read_worker_config
     from tightfit.train.events import Events
     from tightfit.train.place import part, place_of
@@ -120,15 +120,15 @@ def _worker_class() -> Any:
         made: Any = None
         figures: Figures = field(default_factory=dict)
 
-        def _prepare(self, store: Any) -> Any:
-            self.prepared = super()._prepare(store)
+        def prepare(self, store: Any) -> Any:
+            self.prepared = super().prepare(store)
             return self.prepared
 
-        def _assemble(self, *found: Any) -> Any:
-            self.made = super()._assemble(*found)
+        def assemble(self, *found: Any) -> Any:
+            self.made = super().assemble(*found)
             return self.made
 
-        def _train(self, prepared: Any) -> Any:
+        def train(self, prepared: Any) -> Any:
             worker = self
 
             class Looking(module.Loop):
@@ -139,7 +139,7 @@ def _worker_class() -> Any:
 
             kept, module.Loop = module.Loop, Looking  # type: ignore[misc]
             try:
-                return super()._train(prepared)
+                return super().train(prepared)
             finally:
                 module.Loop = kept  # type: ignore[misc]
 
@@ -150,7 +150,7 @@ class Rank:
     """A rank that has done its first steps, and what is measured on it."""
 
     def __init__(self, worker: Any, loop: Any, run: Callable[[int], Any]) -> None:
-        from tightfit.train.finish import model_set
+        from tightfit.train.checkpoint import model_set
 
         self.worker, self.loop, self._run = worker, loop, run
         self.config, self.place, self.made = worker.config, worker.place, worker.made
@@ -160,7 +160,7 @@ class Rank:
     def figures(self) -> Figures:
         import torch
 
-        from tightfit.train.staging import Staging
+        from tightfit.train.checkpoint import Staging
 
         predicted = self.config.predicted
         plain_s = self.loop.step_seconds[WARM_UP:]
@@ -286,7 +286,7 @@ class Rank:
     def _taken(self, sets: Any, *, registered: bool) -> Figures:
         import torch
 
-        from tightfit.train.staging import Staging
+        from tightfit.train.checkpoint import Staging
 
         staging = Staging(sets)
         began = time.monotonic()

@@ -15,13 +15,12 @@ from typing import Any
 from tightfit.runs.checkpoints import Keeping, read_state
 from tightfit.train import place as places
 from tightfit.train.assemble import Origins, assemble
-from tightfit.train.checkpoint import Habits, Saver
+from tightfit.train.checkpoint import Habits, Saver, model_set
 from tightfit.train.config import Options, read_worker_config
 from tightfit.train.data import Order, pad_id
 from tightfit.train.events import Events
-from tightfit.train.finish import model_set
 from tightfit.train.loop import Loop
-from tightfit.train.meter import Meter
+from tightfit.train.probe import Meter
 from tightfit.train.resume import FoundCheckpoint as Checkpoint
 from tightfit.train.resume import StateFiles, load
 from tightfit.train.sources import open_weights
@@ -37,7 +36,7 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
     events = Events(out, speaks=False)
     worker = Worker(config=config, options=Options(), place=place, cache=cache, events=events, stop=Stop())
     store = places.rendezvous(place)
-    prepared = worker._prepare(store)
+    prepared = worker.prepare(store)
     places.join(place, store)
     if config.levers.engine != "fsdp2":
         from tightfit.train.engines.deepspeed import join

@@ -47,8 +47,8 @@ def test_the_folder_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_ninja_is_found_though_nobody_activated_the_environment(tmp_path: Path) -> None:
     code = (
-        "import shutil\nfrom tightfit.train.__main__ import _environment\n"
-        "assert shutil.which('ninja') is None\n_environment()\nprint(shutil.which('ninja'))\n"
+        "import shutil\nfrom tightfit.train.__main__ import set_environment\n"
+        "assert shutil.which('ninja') is None\nset_environment()\nprint(shutil.which('ninja'))\n"
     )
     env = {**os.environ, "PATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tightfit.runs import disk
 from tightfit.runs.heartbeat import Heartbeat, read_beat
 from tightfit.train.engines import Diverged, Stepped
+from tightfit.train.events import Events, RankHeartbeat
 from tightfit.train.faults import happen, read_faults
-from tightfit.train.heartbeat import HeartbeatEvents, RankHeartbeat
 from tightfit.train.loop import Loop
 from tightfit.types import ConfigError
 
@@ -118,9 +118,9 @@ def test_a_fault_in_the_middle_of_writing_comes_after_bytes_are_on_the_disk(tmp_
 
 
 def test_every_event_is_a_sign_of_life_on_ranks_that_say_nothing_too(tmp_path: Path) -> None:
-    events = HeartbeatEvents(tmp_path, speaks=False)
-    events.heartbeat = RankHeartbeat(Heartbeat(tmp_path, 1))
-    events.heartbeat.at("init")
+    heartbeat = RankHeartbeat(Heartbeat(tmp_path, 1))
+    events = Events(tmp_path, speaks=False, heartbeat=heartbeat)
+    heartbeat.at("init")
     before = read_beat(tmp_path, 1)
     events.report("weights", 1, 2)
     after = read_beat(tmp_path, 1)

@@ -20,7 +20,7 @@ from tightfit.formats.launch.script import slurm_sbatch
 from tightfit.formats.target import Target
 from tightfit.job.file import job_from_flags
 from tightfit.planner import plan
-from tightfit.train.__main__ import STOPPED, _code_of, _options
+from tightfit.train.__main__ import CODES, STOPPED, read_options
 from tightfit.train.loop import Ending
 from tightfit.types import Gpu, Hardware
 
@@ -42,12 +42,15 @@ def free_port() -> str:
 
 
 def test_endings_and_their_codes() -> None:
-    assert [_code_of(word) for word in get_args(Ending)] == [0, STOPPED, STOPPED]
+    assert [CODES[word] for word in get_args(Ending)] == [0, STOPPED, STOPPED]
     assert get_args(Ending) == ("finished", "timeout", "stopped")
 
 
 def test_how_to_go_on_is_said_on_the_command_line() -> None:
-    plain, named = _options(["worker.json"]), _options(["worker.json", "--resume", "/some/step-4", "--resume-anyway"])
+    plain, named = (
+        read_options(["worker.json"]),
+        read_options(["worker.json", "--resume", "/some/step-4", "--resume-anyway"]),
+    )
     assert (plain.resume, plain.resume_anyway) == ("auto", False)
     assert (named.resume, named.resume_anyway) == ("/some/step-4", True)
 

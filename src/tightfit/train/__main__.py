@@ -18,22 +18,16 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from tightfit.inputs.surroundings import cache_folder, choose_language
 from tightfit.messages import text
 from tightfit.train.stop import Stop, leave
 from tightfit.types import TightfitError, UserError
 
-if TYPE_CHECKING:
-    from tightfit.train.config import WorkerConfig
-    from tightfit.train.heartbeat import Supervised
-    from tightfit.train.place import Place
-
 USER_ERROR, STOPPED = 2, 4
-BEFORE_THE_END = ("stopped", "timeout")
-"""How a run ends that can go on from its checkpoint."""
-TASKS = ("preview", "export")
+CODES = {"finished": 0, "stopped": STOPPED, "timeout": STOPPED}
+"""By how a run ended. One that stopped can go on from its checkpoint."""
 FAULTS = "TIGHTFIT_FAULTS"
 """The tests' own variable: see `faults.py`."""
 
@@ -44,26 +38,22 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"tightfit: {error}", file=sys.stderr)  # noqa: T201
         return USER_ERROR
-    if argv and argv[0] in TASKS:
-        return _task(argv[0], argv[1])
-    return _worker(argv)
-
-
-def _task(task: str, spec: str) -> int:
+    if not argv or argv[0] not in ("preview", "export"):
+        _work(argv)
     try:
-        if task == "preview":
+        if argv[0] == "preview":
             from tightfit.train.data.preview import main as preview
 
-            return preview(spec)
+            return preview(argv[1])
         from tightfit.train.export import main as export
 
-        return export(spec)
+        return export(argv[1])
     except UserError as error:
         print(f"tightfit: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
         return USER_ERROR
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tightfit.train", description=text("train.help-rank"))
     parser.add_argument("worker", type=Path, help=text("train.help-worker"))
     parser.add_argument("--no-probe", action="store_true", help=text("train.help-no-probe"))
@@ -79,8 +69,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _worker(argv: Sequence[str]) -> NoReturn:
-    args = _options(argv)
+def _work(argv: Sequence[str]) -> NoReturn:
+    args = read_options(argv)
     stop = Stop().install()
     # The stacks of all threads go to the log: when the supervisor asks for them, and at a crash in native code.
     from tightfit.runs.heartbeat import DUMP
@@ -92,16 +82,16 @@ def _worker(argv: Sequence[str]) -> NoReturn:
 
     if PARENT_FD in os.environ:
         end_with_parent(int(os.environ.pop(PARENT_FD)))
-    _environment()
-    from tightfit.runs.heartbeat import DISK_FULL
+    set_environment()
+    from tightfit.runs.heartbeat import DISK_FULL, Heartbeat
     from tightfit.runs.lock import InUse
     from tightfit.runs.records import USERS, write_last_words
     from tightfit.train.config import Options, read_worker_config
     from tightfit.train.distress import is_disk_full, last_words
-    from tightfit.train.heartbeat import RankHeartbeat
+    from tightfit.train.events import RankHeartbeat, Supervised
 
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-    folder, supervised = None, None
+    folder, heartbeat = None, RankHeartbeat()
     try:
         config = read_worker_config(args.worker)
         folder = config.folder
@@ -122,12 +112,18 @@ def _worker(argv: Sequence[str]) -> NoReturn:
         place = place_of(os.environ, config, options)
         # DeepSpeed asks the environment, whoever started this process.
         os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.device_number), WORLD_SIZE=str(place.world))
-        supervised = _supervise(args, config, place)
+        faults = None
+        if os.environ.get(FAULTS):
+            from tightfit.train.faults import read_faults
+
+            faults = read_faults(os.environ[FAULTS], folder, place.rank)
+        heartbeat = RankHeartbeat(Heartbeat(folder, place.rank) if place.launcher == "tightfit" else None, faults)
+        skips = frozenset(int(word) for word in args.skip_steps.split(",") if word)
+        supervised = Supervised(heartbeat=heartbeat, skips=skips)
         ending = run(config, options, place, cache_folder(), stop, supervised)
         stop.deaf()
-        leave(_code_of(ending))
+        leave(CODES[ending])
     except BaseException as error:
-        heartbeat = RankHeartbeat() if supervised is None else supervised.heartbeat
         code, words = last_words(error, rank, heartbeat.stage, heartbeat.step)
         if is_disk_full(error):
             heartbeat.beat(DISK_FULL)  # such a disk takes no other word
@@ -142,11 +138,7 @@ def _worker(argv: Sequence[str]) -> NoReturn:
         leave(code)
 
 
-def _code_of(ending: str) -> int:
-    return STOPPED if ending in BEFORE_THE_END else 0
-
-
-def _environment() -> None:
+def set_environment() -> None:
     """What must be set before torch is loaded, and what DeepSpeed looks for. What the user set stays."""
     from tightfit.hardware.slurm import slurm_rank
 
@@ -159,21 +151,6 @@ def _environment() -> None:
     if found is not None:
         os.environ.setdefault("MASTER_ADDR", found.address)
         os.environ.setdefault("MASTER_PORT", str(found.port))
-
-
-def _supervise(args: argparse.Namespace, config: WorkerConfig, place: Place) -> Supervised:
-    """What the desk asks for that started this rank; and the tests' faults, where their variable names some."""
-    from tightfit.runs.heartbeat import Heartbeat
-    from tightfit.train.heartbeat import RankHeartbeat, Supervised
-
-    heartbeat = Heartbeat(config.folder, place.rank) if place.launcher == "tightfit" else None
-    faults = None
-    if os.environ.get(FAULTS):
-        from tightfit.train.faults import read_faults
-
-        faults = read_faults(os.environ[FAULTS], config.folder, place.rank)
-    skips = frozenset(int(word) for word in args.skip_steps.split(",") if word)
-    return Supervised(heartbeat=RankHeartbeat(heartbeat, faults), skips=skips)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from tightfit.messages import Message
 from tightfit.train import build
 from tightfit.train.adapters import adapter_dtype, add_adapters, quantise
-from tightfit.train.audit import audit
 from tightfit.train.compiled import report_meanwhile
 from tightfit.train.config import WorkerConfig
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
@@ -26,7 +25,6 @@ from tightfit.train.events import Events
 from tightfit.train.fill import Origin, fill, fill_buffers
 from tightfit.train.place import Place
 from tightfit.train.recompute import recompute
-from tightfit.train.scan import install_scan
 from tightfit.train.scratch import Scratch
 from tightfit.train.shards import plain_name
 from tightfit.train.sources import WeightSource, open_weights
@@ -78,7 +76,7 @@ def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events)
             raise ConfigError(Message("train.deepspeed-fp16"))
     hf = build.hf_config(config.model, found.weights)
     kernel, said = build.attention_of(levers, place.on_gpu, hf)
-    scan_said = install_scan(hf.model_type, levers)
+    scan_said = build.install_scan(hf.model_type, levers)
     with build.quiet_transformers():
         assembly = _ModelAssembly(config, place, hf, kernel)
         twin = assembly.skeleton()
@@ -122,7 +120,7 @@ class _ModelAssembly:
         origin = Origin(draws=SeededWeights(drawn, self.config.training.seed), weights=source, rounding=self.working)
         zero3 = self.levers.stage == 3 and self.levers.method != "qlora"
         model = self.skeleton()
-        oddities = audit(model, lambda *_: self.working)
+        oddities = build.audit(model, lambda *_: self.working)
         if zero3:
             assert self.config.deepspeed is not None
             trusted = self.config.model.trust_remote_code

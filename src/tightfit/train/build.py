@@ -7,13 +7,18 @@ elsewhere it would draw other numbers on each engine. `fill.py` gives the shards
 
 ZeRO-3 has to build under its own context, so that each module is partitioned as it is made; it takes its buffers
 from a skeleton too.
+
+A model of one precision with a few parameters or buffers of another fails in the middle of a forward pass ("expected
+Half but found Float"), or silently computes in the wrong one. On a skeleton every parameter can be given its dtype
+before any value is there, so parameters are always repaired (`audit`); a buffer of 64 bits becomes one of 32, and the
+rest of the buffers are left as the model's authors made them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.mamba.install import install
 from tightfit.messages import Message
 from tightfit.train.config import ModelSource
 from tightfit.types import AttentionKernel, Levers, ModelError
@@ -95,27 +101,19 @@ def _make_model(config: Any, dtype: torch.dtype, attention: AttentionKernel, tru
     options: dict[str, Any] = {"dtype": dtype}
     if "mamba" not in config.model_type:
         options["attn_implementation"] = _ATTENTION[attention]
-    with _no_init():
-        try:
-            model = maker.from_config(config, trust_remote_code=trust_remote_code, **options)
-        except ValueError as error:
-            raise ModelError(
-                Message(
-                    "train.no-causal-model", model_type=config.model_type, error=str(error).strip().partition("\n")[0]
-                )
-            ) from error
-        model.tie_weights()
-    model.train()
-    return model
-
-
-def _no_init() -> AbstractContextManager[Any]:
     try:
         place = import_module("transformers.initialization")
     except ImportError:  # before transformers 5
         place = import_module("transformers.modeling_utils")
-    context: AbstractContextManager[Any] = place.no_init_weights()
-    return context
+    with place.no_init_weights():
+        try:
+            model = maker.from_config(config, trust_remote_code=trust_remote_code, **options)
+        except ValueError as error:
+            why = str(error).strip().partition("\n")[0]
+            raise ModelError(Message("train.no-causal-model", model_type=config.model_type, error=why)) from error
+        model.tie_weights()
+    model.train()
+    return model
 
 
 def partition(
@@ -138,18 +136,12 @@ def partition(
 
     with OneDtype(config_dict_or_path=dict(deepspeed)):
         model = _make_model(whole.config, whole.dtype, attention, trust_remote_code)
-    copy_buffers(whole, model)
-    return model
-
-
-def copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """Give `target` the buffers of `source`, on the device where its own are: the context may have rounded them."""
-    modules = dict(target.named_modules())
-    for name, buffer in source.named_buffers():
+    # The skeleton's buffers, on the device where its own are: the context may have rounded them.
+    for name, buffer in whole.named_buffers():
         parent, _, leaf = name.rpartition(".")
-        mine = modules[parent]._buffers[leaf]
-        assert mine is not None
-        modules[parent]._buffers[leaf] = buffer.to(mine.device)
+        held = model.get_submodule(parent)._buffers
+        held[leaf] = buffer.to(held[leaf].device)
+    return model
 
 
 def body_of(model: Any) -> Any:
@@ -196,21 +188,75 @@ def quiet_transformers() -> Iterator[None]:
 def freeze(model: Any, levers: Levers) -> None:
     """The lowest layers and the embedding do not train, or nothing but the embedding, or all but it; with adapters
     nothing else."""
+    layers = layers_of(model)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    # Of tokens, and of positions where these are learnt (gpt2): all that stands below the layers.
+    below: list[nn.Module] = [
+        each for each in model.modules() if isinstance(each, nn.Embedding) and id(each) not in inside
+    ]
     if levers.method != "full" or levers.trains == "embeddings":
-        for param in model.parameters():
-            param.requires_grad_(False)
+        model.requires_grad_(False)
     if levers.trains == "embeddings":
-        for module in _embeddings_of(model):
-            for param in module.parameters():
-                param.requires_grad_(True)
+        for module in below:
+            module.requires_grad_(True)
     elif levers.method == "full" and not levers.trains_embedding:
-        frozen = [*_embeddings_of(model), *layers_of(model)[: levers.frozen_layers]]
-        for module in frozen:
-            for param in module.parameters():
-                param.requires_grad_(False)
+        for module in [*below, *layers[: levers.frozen_layers]]:
+            module.requires_grad_(False)
 
 
-def _embeddings_of(model: Any) -> list[nn.Module]:
-    """Of tokens, and of positions where these are learnt (gpt2): all that stands below the layers."""
-    inside = {id(module) for layer in layers_of(model) for module in layer.modules()}
-    return [each for each in model.modules() if isinstance(each, nn.Embedding) and id(each) not in inside]
+def audit(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) -> tuple[Message, ...]:
+    """Give each floating-point parameter the dtype that it should have; what was not so before."""
+    found: list[Message] = []
+
+    def note(name: str, was: torch.dtype, now: torch.dtype) -> None:
+        if was != now:
+            old, new = (str(dtype).removeprefix("torch.") for dtype in (was, now))
+            found.append(Message("train.was-and-is", name=name, old=old, new=new))
+
+    def right(name: str, param: nn.Parameter) -> torch.dtype:
+        dtype = wanted(name, param)
+        if not param.dtype.is_floating_point:
+            return param.dtype
+        note(name, param.dtype, dtype)
+        return dtype
+
+    cast_meta(model, right)
+    for prefix, module in model.named_modules():
+        for leaf, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.dtype == torch.float64:
+                module._buffers[leaf] = buffer.float()
+                note(f"{prefix}.{leaf}".lstrip("."), torch.float64, torch.float32)
+    return tuple(found)
+
+
+_SCANS = {
+    "mamba": "transformers.models.mamba.modeling_mamba",
+    "falcon_mamba": "transformers.models.falcon_mamba.modeling_falcon_mamba",
+}
+
+
+def install_scan(model_type: str, levers: Levers) -> Message | None:
+    """Which selective scan Mamba runs on, put into its module; what to say where it is another than was planned.
+
+    Ours is put into Hugging Face's modules by `tightfit.mamba.install`. Hugging Face itself binds the official kernels
+    when they are installed. Its own fallback adds the bias of the time step in the working precision; here it is added
+    in fp32, as the kernels and our path do: A, D and that bias decide how long a state lives.
+    """
+    if model_type not in _SCANS:
+        return None
+    if levers.scan == "tightfit":
+        install()
+        return None
+    official = levers.scan == "official"
+    if official and importlib.util.find_spec("mamba_ssm") is not None:
+        return None
+    module: Any = import_module(_SCANS[model_type])
+    scan = getattr(module, "mamba_selective_scan", None)
+    if scan is not None and not getattr(scan, "wide", False):
+
+        def wide(hidden_states: torch.Tensor, dt: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return scan(hidden_states, dt.float(), *args, **kwargs)
+
+        wide.wide = True  # type: ignore[attr-defined]
+        module.mamba_selective_scan = wide
+    return Message("train.no-mamba-ssm") if official else None

@@ -12,30 +12,91 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from tightfit.hardware.machine import free_ram
 from tightfit.messages import Message, Said, message_of
 from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manifest, Span, StoredFile, covered, digest
-from tightfit.train.engines import MASTER, Engine
+from tightfit.train.assemble import Assembled
+from tightfit.train.build import DTYPES
+from tightfit.train.config import WorkerConfig
+from tightfit.train.engines import MASTER, Engine, trainable
 from tightfit.train.events import Events
 from tightfit.train.place import Place, side_meeting, total
-from tightfit.train.saved_model import FileStyle, Names, SaveError, TensorPiece, TensorSet, Writer
-from tightfit.train.saved_names import adapter_name
-from tightfit.train.shards import outline, plain_name, shards
-from tightfit.train.staging import Staging, may_stage
+from tightfit.train.saved_model import ADAPTER, HOST_BYTES, FileStyle, Names, SaveError, TensorPiece, TensorSet, Writer
+from tightfit.train.saved_names import adapter_files, adapter_name, model_files, name_parts, names_of, rename_pieces
+from tightfit.train.shards import Shard, outline, plain_name, shards
 
 SLACK_BYTES = 64 * 2**20
 """For config, tokenizer, manifest, and what a file system needs for itself."""
+ALIGNED = 64
+SPARE_BYTES = 2 * 2**30
+"""What must stay free on the host beside the buffers."""
+
+
+class Staging:
+    """A buffer on the host that holds a rank's part of a checkpoint while it is being written.
+
+    Sized once, for pieces that are the same at every save. The memory is taken and touched in the background while
+    training begins, for the system hands out new pages at a few gigabytes a second: an H200 waited 11 s for the first
+    save of a 7.6B model's share (13 GB), and 1.4 s for the next. Where there is a GPU the buffer is registered with it,
+    so that it writes there by itself: 0.3 s.
+    """
+
+    def __init__(self, sets: Iterable[TensorSet]) -> None:
+        self.bytes = sum(_room(piece, each) for each in sets for piece in each.pieces())
+        self._buffer: Tensor | None = None
+        self._queued = False
+        """Copies may be queued: the GPU can write to the buffer by itself."""
+
+    def prepare(self, device: torch.device) -> None:
+        """Take the memory; from any thread, once. `device`: where the pieces are."""
+        buffer = torch.empty(self.bytes, dtype=torch.uint8)
+        for low in range(0, self.bytes, HOST_BYTES):  # in parts: others get a turn
+            buffer[low : low + HOST_BYTES].zero_()
+        if device.type == "cuda" and self.bytes:
+            torch.cuda.set_device(device)  # a new thread is on the first GPU, and would open a context there
+            refused = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), self.bytes, 0)  # type: ignore[no-untyped-call]
+            self._queued = int(refused) == 0  # a limit on locked memory: copies are slower then, and no less right
+        self._buffer = buffer
+
+    def take(self, sets: Iterable[TensorSet]) -> dict[str, list[TensorPiece]]:
+        """Copies of all pieces, as they will be in the files, by the stem of their set."""
+        assert self._buffer is not None
+        held: dict[str, list[TensorPiece]] = {}
+        begin = 0
+        for each in sets:
+            copies = held[each.style.stem] = []
+            for piece in each.pieces():
+                dtype, size = each.names[piece.name][1], _room(piece, each)
+                numel = piece.tensor.numel()
+                target = self._buffer[begin : begin + numel * dtype.itemsize].view(dtype)
+                # In pieces: a change of dtype makes a copy on the GPU first.
+                values = piece.tensor.detach().reshape(-1)
+                step = HOST_BYTES // max(values.dtype.itemsize, target.dtype.itemsize)
+                for low in range(0, values.numel(), step):
+                    target[low : low + step].copy_(values[low : low + step], non_blocking=self._queued)
+                copies.append(TensorPiece(piece.name, piece.shape, piece.start, target))
+                begin += size
+        if self._queued:
+            torch.cuda.synchronize()
+        return held
+
+
+def _room(piece: TensorPiece, tensors: TensorSet) -> int:
+    return -(-piece.tensor.numel() * tensors.names[piece.name][1].itemsize // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +150,19 @@ class Saver:
         """Begin a checkpoint, or write it all where there is no room to do so in the background."""
         began = time.monotonic()
         self.wait(events)
+        # The newest one stays while the next is written, so there must be room for both.
         needed = sum(each.total_bytes for each in self.sets) + SLACK_BYTES
-        if problem := self._no_room(needed):
+        where = self._run / checkpoints.CHECKPOINTS  # which may lie on another disk than the rest
+        free, unseen = needed, ""
+        if self._place.leads:
+            try:
+                free = disk.room(where)
+            except OSError as error:
+                unseen = (error.strerror or str(error)).lower()
+        if total(self._place, float(free < needed or bool(unseen))) > 0:
+            problem = Message("train.checkpoint-needs-room", needed=needed / 1e9, where=where, free=free / 1e9)
+            if unseen:
+                problem = Message("train.checkpoint-disk-unseen", where=where, why=unseen)
             events.write("checkpoint_failed", step=step, text=problem)
             return
         folder = checkpoints.folder_of(self._run, step)
@@ -108,7 +180,8 @@ class Saver:
         if self._habits.background and self._staging is None and not self._refused:
             # The buffer on the host, if every rank has room for its own.
             staging = Staging(self.sets)
-            allowed = may_stage(staging.bytes * self._habits.ranks_here)
+            free = free_ram()
+            allowed = free is not None and free >= staging.bytes * self._habits.ranks_here + SPARE_BYTES
             self._staging = staging if total(self._place, float(not allowed)) == 0 else None
             self._refused = self._staging is None
             if self._staging is not None:
@@ -126,54 +199,34 @@ class Saver:
             self._writing.exception()
             self.poll(events)
 
-    # --- steps -----------------------------------------------------------------------------------
-
-    def _no_room(self, needed: int) -> Message | None:
-        """The newest one stays while the next is written, so there must be room for both."""
-        where = self._run / checkpoints.CHECKPOINTS  # which may lie on another disk than the rest
-        free, unseen = needed, ""
-        if self._place.leads:
-            try:
-                free = disk.room(where)
-            except OSError as error:
-                unseen = (error.strerror or str(error)).lower()
-        short = total(self._place, float(free < needed or bool(unseen))) > 0
-        if not short:
-            return None
-        if unseen:
-            return Message("train.checkpoint-disk-unseen", where=where, why=unseen)
-        return Message("train.checkpoint-needs-room", needed=needed / 1e9, where=where, free=free / 1e9)
-
     def _write(
         self, folder: Path, step: int, state: Mapping[str, Any], held: Mapping[str, list[TensorPiece]] | None
     ) -> SaveOutcome:
         """All files, and the checkpoint in its place. Touches nothing of the training's when `held` is there."""
         began = time.monotonic()
         written = 0
+        problem: Said | None = None
         try:
             place = self._place
             writer = Writer(folder, rank=place.rank, world=place.world, barrier=self._barrier, hashes=True)
             for each in self.sets:
                 pieces = each.pieces() if held is None else held[each.style.stem]
                 written += writer.write(each.names, pieces, each.style)
-            writer.commit(self._beside(state), lambda staging, spans: _seal(staging, step, spans))
+
+            def write_beside(staging: Path) -> None:
+                if self._model.style.beside is not None:
+                    self._model.style.beside(staging)
+                disk.write_text(staging / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
+
+            writer.commit(write_beside, lambda staging, spans: _seal(staging, step, spans))
             if place.leads:
                 for old in checkpoints.outdated(self._run, self._habits.keeping, step):
                     with suppress(OSError, NotOurs):  # the new one stands; what holds a user's file stays too
                         checkpoints.remove(old)
         except Exception as error:  # training goes on; whoever follows it is told
             problem = message_of(error) or type(error).__name__
-            seconds = time.monotonic() - began
-            return SaveOutcome(step=step, folder=folder, bytes=written, seconds=seconds, problem=problem)
-        return SaveOutcome(step=step, folder=folder, bytes=written, seconds=time.monotonic() - began)
-
-    def _beside(self, state: Mapping[str, Any]) -> Any:
-        def write(staging: Path) -> None:
-            if self._model.style.beside is not None:
-                self._model.style.beside(staging)
-            disk.write_text(staging / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
-
-        return write
+        seconds = time.monotonic() - began
+        return SaveOutcome(step=step, folder=folder, bytes=written, seconds=seconds, problem=problem)
 
     def _report(self, saved: SaveOutcome, events: Events, blocked_s: float, *, background: bool) -> None:
         if saved.problem is not None:
@@ -208,6 +261,50 @@ def _seal(staging: Path, step: int, spans: Mapping[str, Any]) -> None:
 # --- what is in it -------------------------------------------------------------------------------
 
 
+def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Place) -> TensorSet:
+    """What `from_pretrained` reads, or PEFT where adapters train; every rank writes its own part."""
+    model = made.engine.model
+
+    def own() -> Iterator[Shard]:
+        """This rank's part of what is sharded, and its turn of what every rank holds whole."""
+        for number, shard in enumerate(shards(model, place.rank)):
+            if shard.cut or number % place.world == place.rank:
+                yield shard
+
+    if config.levers.lora is not None:
+        base = config.model.weights or config.model.name
+        metadata = {"format": "pt"} | ({"base_quantised": "nf4"} if config.levers.method == "qlora" else {})
+        beside = adapter_files(model.peft_config["default"], base, tokenizer=tokenizer)
+        adapters = [shard for shard in outline(model, place.rank) if ".lora_" in shard.path]
+        return TensorSet(
+            names={adapter_name(shard.path): (shard.shape, torch.float32) for shard in adapters},
+            pieces=lambda: (
+                TensorPiece(adapter_name(shard.path), shard.shape, shard.start, shard.tensor)
+                for shard in own()
+                if ".lora_" in shard.path
+            ),
+            style=replace(ADAPTER, beside=beside, metadata=metadata),
+        )
+    dtype = DTYPES[config.levers.precision]
+    parts = name_parts(made.twin)
+    kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}  # as their authors chose
+    for name, param in made.twin.named_parameters(remove_duplicate=False):
+        kinds[name] = dtype if param.dtype.is_floating_point else param.dtype
+
+    def pieces() -> Iterator[TensorPiece]:
+        kept = set(made.twin.state_dict()) if place.leads else set()  # buffers are the same on every rank
+        buffers = (
+            TensorPiece(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
+            for name, buffer in model.named_buffers()
+            if name in kept
+        )
+        mine = (TensorPiece(shard.name, shard.shape, shard.start, shard.tensor) for shard in own())
+        return rename_pieces(chain(buffers, mine), parts)
+
+    beside = model_files(made.hf_config, type(made.twin).__name__, dtype, tokenizer=tokenizer)
+    return TensorSet(names=names_of(parts, kinds.__getitem__), pieces=pieces, style=FileStyle(beside=beside))
+
+
 def state_name(path: str) -> str:
     """A parameter's name in the optimizer's files: as the model's files call it, or PEFT's."""
     return adapter_name(path) if ".lora_" in path else plain_name(path)
@@ -218,8 +315,7 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
     shapes = {kind: held for kind, held in engine.shapes().items() if kind != MASTER or masters}
     apart = MASTER in shapes
     if masters and not apart:  # the weights themselves rest in fp32
-        trainable = (shard for shard in outline(engine.model, place.rank) if shard.parameter.requires_grad)
-        shapes = {MASTER: {shard.path: shard.shape for shard in trainable}, **shapes}
+        shapes = {MASTER: {shard.path: shard.shape for shard in trainable(engine.model, place.rank)}, **shapes}
     names: Names = {
         f"{kind}/{state_name(path)}": (shape, torch.float32)
         for kind, held in shapes.items()

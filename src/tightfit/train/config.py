@@ -17,6 +17,9 @@ from tightfit.inputs.records import read_json
 from tightfit.messages import Message
 from tightfit.types import ConfigError, Levers, PhaseName
 
+Milestone = Literal["init", "forward", "backward", "step"]
+"""The four moments at which memory is measured against the plan."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
@@ -142,14 +145,21 @@ def read_worker_config(path: Path) -> WorkerConfig:
     """The file, or one sentence about what is wrong with it."""
     tree = read_worker(path)
     try:
-        lora, world = tree["lora"], tree["world"]
+        lora, world, gpu, host = tree["lora"], tree["world"], tree["predicted"]["gpu"], tree["predicted"]["host"]
+        deepspeed: Mapping[str, Any] | None = None
+        if tree["deepspeed"] is not None:
+            file = path.parent / tree["deepspeed"]
+            try:
+                deepspeed = read_json(file)
+            except (OSError, ValueError) as error:
+                raise ConfigError(Message("train.plan-unreadable", path=file, why=error)) from None
         return WorkerConfig(
             model=ModelSource(**{key: tree["model"][key] for key in ModelSource.__slots__}),
             levers=levers_as_written(tree),
             adapters=None if lora is None else AdapterSettings(alpha=lora["alpha"], dropout=lora["dropout"]),
             world=World(**{key: world[key] for key in World.__slots__}),
             effective_batch=tree["effective_batch"],
-            deepspeed=None if tree["deepspeed"] is None else _deepspeed(path.parent / tree["deepspeed"]),
+            deepspeed=deepspeed,
             data=tree["data"],
             training=OptimizerConfig(**tree["training"]),
             evaluation_split=tree["evaluation"]["split"],
@@ -159,35 +169,12 @@ def read_worker_config(path: Path) -> WorkerConfig:
             saving=SavingOrders(**{key: tree["saving"][key] for key in SavingOrders.__slots__}),
             logging_steps=tree.get("logging_steps"),
             timeout_s=tree["timeout_s"],
-            predicted=_read_predicted(tree["predicted"]),
+            predicted=Prediction(
+                **{key: gpu[key] for key in ("phases", "milestones", "peak_bytes", "init_peak_bytes", "limit_bytes")},
+                host_bytes_per_rank=host["peak_bytes_per_rank"],
+                nvme_bytes_per_node=host["nvme_bytes_per_node"],
+                **{key: tree["predicted"][key] for key in ("trainable_parameters", "step_s", "tokens_per_s")},
+            ),
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(Message("train.worker-json-lacks", path=path, key=error)) from None
-
-
-def _deepspeed(path: Path) -> Mapping[str, Any]:
-    try:
-        config: Mapping[str, Any] = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(Message("train.plan-unreadable", path=path, why=error)) from None
-    return config
-
-
-def _read_predicted(tree: Mapping[str, Any]) -> Prediction:
-    gpu, host = tree["gpu"], tree["host"]
-    return Prediction(
-        phases=gpu["phases"],
-        milestones=gpu["milestones"],
-        peak_bytes=gpu["peak_bytes"],
-        init_peak_bytes=gpu["init_peak_bytes"],
-        limit_bytes=gpu["limit_bytes"],
-        host_bytes_per_rank=host["peak_bytes_per_rank"],
-        nvme_bytes_per_node=host["nvme_bytes_per_node"],
-        trainable_parameters=tree["trainable_parameters"],
-        step_s=tree["step_s"],
-        tokens_per_s=tree["tokens_per_s"],
-    )
-
-
-Milestone = Literal["init", "forward", "backward", "step"]
-"""The four moments at which memory is measured against the plan."""

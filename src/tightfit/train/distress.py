@@ -46,12 +46,20 @@ def last_words(error: BaseException, rank: int, stage: Stage, step: int) -> tupl
             said = f"{type(error).__name__}: {text}"
     else:
         said = f"{type(error).__name__}: {text}"
+    # The loss is a part of its forward; the worst batch is tried before the first step, and only the frames tell how
+    # far it came.
+    told, phase = phase_of(traceback.format_tb(error.__traceback__)), PHASES.get(stage)
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    if stage == "init" and any(file.endswith(_PROBE) for file in files):
+        phase = told if told in _IN_A_STEP else None
+    elif stage == "forward" and told == "loss":
+        phase = "loss"
     return code, LastWords(
         rank=rank,
         kind=kind,
         text=said,
         at=at,
-        phase=_phase(error, stage),
+        phase=phase,
         step=step or None,
         asked=numbers.asked,
         allocated=numbers.allocated,
@@ -74,16 +82,3 @@ def _short_of_memory(error: BaseException, text: str) -> str | None:
         return "pinned-memory"
     is_device = type(error).__name__ == "OutOfMemoryError" or "out of memory" in text.lower() or "ALLOC_FAILED" in text
     return "device-oom" if is_device else None
-
-
-def _phase(error: BaseException, stage: Stage) -> PhaseName | None:
-    """Where the rank stood. The loss is a part of its forward; the worst batch is tried before the first step, and only
-    the frames tell how far it came."""
-    told = phase_of(traceback.format_tb(error.__traceback__))
-    if stage == "init" and any(
-        frame.f_code.co_filename.endswith(_PROBE) for frame, _ in traceback.walk_tb(error.__traceback__)
-    ):
-        return told if told in _IN_A_STEP else None
-    if stage == "forward" and told == "loss":
-        return "loss"
-    return PHASES.get(stage)

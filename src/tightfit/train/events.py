@@ -3,6 +3,9 @@
 The desk follows the file, pictures are drawn from it, and a later tool can tell from it what happened. A line is
 written whole and at once. A worker that `tightfit train` did not start has no desk that follows it, and prints the
 same lines that the desk would show. What ends a rank goes into a file of its own, since any rank may have to say it.
+
+Beside it each rank says where it stands, at every stage of a step: to the desk as a sign of life, and to the tests'
+faults. Whatever is told is a sign of life too, on the ranks as well that tell nobody.
 """
 
 from __future__ import annotations
@@ -14,36 +17,80 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightfit.messages import Message, Said, as_json, text
 from tightfit.owned import open_own
 from tightfit.runs.events import event_of, finite
+from tightfit.runs.heartbeat import Heartbeat, Stage
 from tightfit.runs.lines import Lines
 from tightfit.train.place import Place
 from tightfit.train.watchers import EventSinks
+
+if TYPE_CHECKING:
+    from tightfit.train.faults import Faults
 
 EVENTS = "events.jsonl"
 NEWLINE = b"\n"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+class RankHeartbeat:
+    """Says nothing to nobody, unless it is given somebody."""
+
+    def __init__(self, heartbeat: Heartbeat | None = None, faults: Faults | None = None) -> None:
+        self._heartbeat, self._faults = heartbeat, faults
+        self.stage: Stage = "prepare"
+        self.step = 0
+
+    def at(self, stage: Stage, step: int = 0, micro: int = 0, model: Any = None) -> None:
+        """This begins now. `step` counts from 1."""
+        self.stage, self.step = stage, step
+        if self._heartbeat is not None:
+            self._heartbeat.at(stage, step, micro)
+        if self._faults is not None:
+            self._faults.at(stage, step, model)
+
+    def beat(self, last_word: str = "") -> None:
+        """The same goes on; or it ends, where this is all that can still be said."""
+        if self._heartbeat is not None:
+            self._heartbeat.beat(last_word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """What a supervisor asks of a worker beyond its orders."""
+
+    heartbeat: RankHeartbeat = field(default_factory=RankHeartbeat)
+    skips: frozenset[int] = frozenset()
+    """Steps whose samples are left out, from 1."""
+
+
 class Events:
-    def __init__(self, folder: Path, *, speaks: bool, lines: Lines | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, speaks: bool, lines: Lines | None = None, heartbeat: RankHeartbeat | None = None
+    ) -> None:
         """`lines`: where the events are printed as well; None: whoever follows the file shows them."""
         self._file, self._lines, self._one_at_a_time = None, lines, threading.Lock()
+        self._heartbeat = heartbeat or RankHeartbeat()
         self.watcher = EventSinks()
         """Others who are told of steps and evaluations; nobody, unless they are asked for."""
         self.path = folder / EVENTS
         if speaks:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open_own(self.path, "ab")
-        self._waiting, self._begun = NEWLINE if speaks and _torn(self.path) else b"", False
+        self._waiting, self._begun = b"", False
         """What a full disk did not take yet, and whether it ever took anything."""
+        if speaks:
+            with self.path.open("rb") as file:  # after a line that its writer did not finish the next would be lost too
+                if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != NEWLINE:
+                    self._waiting = NEWLINE
 
     def write(self, event: str, **fields: Any) -> None:
         """One line. Numbers that JSON has no word for become null."""
+        self._heartbeat.beat()
         if self._file is None:
             return
         line = json.dumps(
@@ -113,17 +160,11 @@ def lines_of(place: Place, predicted_bytes: int, every_steps: int | None = None)
     """What is printed by a worker that another launcher started; None: a desk follows the events, or another rank."""
     if not place.leads or place.rehearsal or place.launcher == "tightfit":
         return None
-    return Lines(_print, predicted_bytes, every_steps=every_steps)
 
+    def show(line: str, style: str) -> None:
+        del style  # a log has no colours
+        encoding = sys.stdout.encoding or "utf-8"
+        with suppress(OSError, ValueError):  # nobody reads any more, which is no reason to stop training
+            print(line.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201
 
-def _print(line: str, style: str) -> None:
-    del style  # a log has no colours
-    encoding = sys.stdout.encoding or "utf-8"
-    with suppress(OSError, ValueError):  # nobody reads any more, which is no reason to stop training
-        print(line.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201
-
-
-def _torn(path: Path) -> bool:
-    """Whether the last line was not finished by its writer: the next would be lost with it."""
-    with path.open("rb") as file:
-        return bool(file.seek(0, os.SEEK_END)) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != NEWLINE
+    return Lines(show, predicted_bytes, every_steps=every_steps)

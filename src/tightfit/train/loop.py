@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from tightfit.messages import Message
@@ -16,13 +17,11 @@ from tightfit.train.checkpoint import Saver
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
 from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Engine, ScaleExhausted, Stepped
-from tightfit.train.evaluate import evaluate
-from tightfit.train.events import Events
-from tightfit.train.heartbeat import Supervised
-from tightfit.train.meter import Meter
+from tightfit.train.events import Events, Supervised
 from tightfit.train.optimizers import learning_rate
 from tightfit.train.overflow import OverflowWatch
 from tightfit.train.place import Place, totals
+from tightfit.train.probe import Meter
 from tightfit.train.stop import Stop
 from tightfit.train.windows import Window, Windows, seed_step
 from tightfit.types import TightfitError
@@ -90,14 +89,18 @@ class Loop:
             seed_step(self.config.training.seed, step, self.place)
             window = self.windows.window(step)
             if step + 1 in self.supervised.skips:
-                if (ending := self._skip_window(step, window)) is not None:
+                # It ruined the training, and the user allowed to skip it. The schedule goes on as if it had been
+                # trained on.
+                self.events.write("warning", text=Message("train.step-skipped", step=step + 1, ids=_name(window)))
+                if (ending := self._save(step + 1, self._agree(0.0))) is not None:
                     return ending
+                self._evaluate(step)
                 continue
-            rate = learning_rate(self.config.training, step, self.steps)
+            rate, heartbeat = learning_rate(self.config.training, step, self.steps), self.supervised.heartbeat
             share = self._accumulate(step, window)
-            self.supervised.heartbeat.at("step", step + 1)
+            heartbeat.at("step", step + 1)
             stepped = self.engine.step(rate)
-            self.supervised.heartbeat.at("vote", step + 1)
+            heartbeat.at("vote", step + 1)
             votes = self._agree(float(share))
             # In a rehearsal the other ranks' shares are missing, and this rank's stands for all of them.
             loss = votes.loss / (1 if self.place.rehearsal else self.place.world)
@@ -112,16 +115,6 @@ class Loop:
             self._evaluate(step)
         return "finished"
 
-    def _skip_window(self, step: int, window: Window) -> Ending | None:
-        """A window that ruined the training, and that the user allowed to skip. The schedule goes on as if it had been
-        trained on."""
-        ids = ", ".join(str(int(number)) for number in window.samples[:SAMPLES])
-        self.events.write("warning", text=Message("train.step-skipped", step=step + 1, ids=ids))
-        ending = self._save(step + 1, self._agree(0.0))
-        if ending is None:
-            self._evaluate(step)
-        return ending
-
     def _agree(self, share: float) -> Votes:
         limit, minutes = self.config.timeout_s, self.config.saving.every_minutes
         now = time.monotonic()
@@ -131,9 +124,9 @@ class Loop:
 
     def _save(self, done: int, votes: Votes) -> Ending | None:
         """A checkpoint where one is due; how the run ends, if it does."""
-        ending: Ending | None = "stopped" if votes.asked else "timeout" if votes.late else None
-        if done == self.steps:
-            ending = None  # nothing is left to be done later
+        ending: Ending | None = None
+        if done < self.steps:  # or nothing is left to be done later
+            ending = "stopped" if votes.asked else "timeout" if votes.late else None
         if self.saver is None:
             return ending
         self.saver.prepare()
@@ -155,6 +148,7 @@ class Loop:
         return ending
 
     def _accumulate(self, step: int, window: Window) -> torch.Tensor:
+        """This rank's share of the window's loss. Nothing of a micro batch outlives it."""
         added = torch.zeros((), dtype=torch.float32, device=self.place.device)
         last, heartbeat = len(window.micro_batches) - 1, self.supervised.heartbeat
         for number, inputs in enumerate(self.windows.inputs(window)):
@@ -202,23 +196,32 @@ class Loop:
         if math.isfinite(loss) or (stepped.skipped and stepped.loss_scale is not None):
             if stepped.grad_norm is None or math.isfinite(stepped.grad_norm) or stepped.skipped:
                 return
-            what = Message(
-                "train.bad-gradients", step=step + 1, norm=str(stepped.grad_norm)
-            )  # and the weights with them
+            norm = str(stepped.grad_norm)  # and the weights with them
+            what = Message("train.bad-gradients", step=step + 1, norm=norm)
         else:
             what = Message("train.bad-loss", step=step + 1, loss=str(loss))
-        ids = ", ".join(str(int(number)) for number in window.samples[:SAMPLES])
-        raise Diverged(Message("train.diverged", what=what, ids=ids))
+        raise Diverged(Message("train.diverged", what=what, ids=_name(window)))
 
     def _evaluate(self, step: int) -> None:
+        """The mean loss of a token of what was held back. No logits outlive their micro batch. Every rank makes the
+        same number of passes, for sharded weights are gathered by all."""
         every = self.config.evaluation_steps
         last = step + 1 == self.steps
         if self.held is None or not (last or (every is not None and (step + 1) % every == 0)):
             return
         samples, windows = self.held
+        micro, world, added = self.config.levers.micro_batch, self.place.world, 0.0
         self.supervised.heartbeat.at("eval", step + 1)
         began = time.monotonic()
-        loss = evaluate(self.engine, samples, windows, self.config.levers.micro_batch, self.place)
+        self.engine.train(False)
+        with torch.no_grad():
+            for begin in range(0, len(samples), micro * world):
+                indices = np.arange(micro) + begin + self.place.rank * micro
+                inputs = windows.tensors(np.minimum(indices, len(samples) - 1), unheard=indices >= len(samples))
+                # A share of a window of one token: the sum of the micro batch's losses, times the ranks.
+                added += float(self.engine.forward(inputs, 1.0)) / world
+        self.engine.train(True)
+        loss = totals(self.place, [added])[0] / max(1, int(samples.loss_tokens.sum()))
         self.events.write(
             "eval",
             step=step + 1,
@@ -227,3 +230,7 @@ class Loop:
             samples=len(samples),
             seconds=round(time.monotonic() - began, 3),
         )
+
+
+def _name(window: Window) -> str:
+    return ", ".join(str(int(number)) for number in window.samples[:SAMPLES])

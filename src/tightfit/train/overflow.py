@@ -40,24 +40,17 @@ class OverflowWatch:
         if skipped:
             self.streak += 1
             if self.streak >= TELL_AFTER:
-                seen = self._seen
-                layer = seen.forward or seen.backward
-                where = "forward" if seen.forward else "backward" if seen.backward else None
-                self._events.write(
-                    "overflow",
-                    step=step,
-                    streak=self.streak,
-                    loss_scale=loss_scale,
-                    layer=layer,
-                    where=where,
-                )
-            self._watch()
+                began = self._seen.forward or self._seen.backward
+                where = ("forward" if self._seen.forward else "backward") if began else None
+                told = {"streak": self.streak, "loss_scale": loss_scale, "layer": began, "where": where}
+                self._events.write("overflow", step=step, **told)
         else:
             self.streak = 0
-            self._unwatch()
-
-    def _watch(self) -> None:
-        self._unwatch()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if not skipped:
+            return
         self._seen = seen = _OverflowSeen()
         for name, layer in self._layers:
 
@@ -76,11 +69,6 @@ class OverflowWatch:
             # Backwards runs from the top: the first that is seen is the one that began.
             if seen.backward is None and not _finite(grad):
                 seen.backward = name
-
-    def _unwatch(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
 
 def _finite(values: Tensor) -> bool:

@@ -1,9 +1,12 @@
-"""The worst batch first: an out-of-memory comes in the first seconds, not at step 1200.
+"""Before the first step: what was planned is what runs, and it fits.
 
-One whole window of the largest samples that the data has, with its optimizer step, at learning rate zero; then once
-more, because the peak often comes when the optimizer's states exist already. Afterwards the engine forgets: moments,
-counters and loss scale are set back, and the generators of random numbers too, so that the first real step is bit for
-bit what it would have been. Clearing gradients alone would not do: ZeRO-2 keeps some.
+Guides say which lines to look for in a log. Here each claim is checked against what this process really holds.
+
+Then the worst batch comes first, so that an out-of-memory comes in the first seconds and not at step 1200: one whole
+window of the largest samples that the data has, with its optimizer step, at learning rate zero; then once more, because
+the peak often comes when the optimizer's states exist already. Afterwards the engine forgets: moments, counters and
+loss scale are set back, and the generators of random numbers too, so that the first real step is bit for bit what it
+would have been. Clearing gradients alone would not do: ZeRO-2 keeps some.
 
 On the way the four milestones are measured against the plan.
 """
@@ -11,19 +14,127 @@ On the way the four milestones are measured against the plan.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from tightfit.train.config import Milestone, Prediction
-from tightfit.train.engines import Engine
+import torch
+
+from tightfit.messages import Message, Said
+from tightfit.train.adapters import adapter_dtype
+from tightfit.train.build import DTYPES, rests_in
+from tightfit.train.config import Milestone, Prediction, WorkerConfig
+from tightfit.train.engines import Engine, HeldHere
 from tightfit.train.events import Events
-from tightfit.train.meter import Meter
 from tightfit.train.place import Place, everyone
 from tightfit.train.recompute import LayerCalls
-from tightfit.train.windows import Window, Windows, rng_state, set_rng_state
+from tightfit.train.windows import Window, Windows
 
 PASSES = 2
 MOST_TURNS = 24
 """fp16 may begin with a loss scale that overflows. A skipped step proves nothing; the next one has a lower scale."""
+MEBIBYTE = 2**20
+ROOM = 0.25
+"""Small parameters are not sharded, and parts are padded; a share may be this much above the ideal and is still one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProof:
+    name: str
+    ok: bool
+    text: Said
+
+
+def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanProof]:
+    """What can be seen before the first batch."""
+    levers, world = config.levers, place.world
+    started = {"world": world, "launcher": place.launcher, "device": place.device.type, "nodes": config.world.nodes}
+    yield PlanProof("world", True, Message("train.ranks-started", **started))
+    # An untied head or a layer too many would show here; 4-bit weights are counted by their bytes.
+    trained, wanted = held.trainable_elements, config.predicted.trainable_parameters
+    yield PlanProof("parameters", trained == wanted, Message("train.parameters-train", trained=trained, wanted=wanted))
+    # A training in another precision than planned computes all the same, and its losses hardly show it.
+    words = {dtype: word for word, dtype in DTYPES.items()}
+    frozen = words[rests_in(levers, trains=False)]
+    trained_in = words[rests_in(levers, trains=True) if levers.lora is None else adapter_dtype(levers)]
+    works = trained_in if levers.is_fsdp2 else "fp32" if levers.master_weights else levers.precision
+    dtypes = {"trained": held.trained_in, "planned": trained_in, "optimizer": held.optimizer_in, "wanted": works}
+    text = Message("train.trained-dtypes", **dtypes)
+    if held.frozen_in:
+        text = Message("train.frozen-dtypes", frozen=held.frozen_in, planned=frozen, others=text)
+    ok = (held.frozen_in or frozen, held.trained_in, held.optimizer_in) == (frozen, trained_in, works)
+    yield PlanProof("precision", ok, text)
+    if levers.shards_parameters:
+        share = held.weight_bytes / max(1, held.whole_weight_bytes)
+        small = config.levers.buckets.persistence_threshold * 4 / max(1, held.whole_weight_bytes)
+        ok = world == 1 or share <= (1 + ROOM) / world + small
+        here, whole = held.weight_bytes / MEBIBYTE, held.whole_weight_bytes / MEBIBYTE
+        yield PlanProof("weights", ok, Message("train.weights-sharded", held=here, whole=whole, share=share))
+    if levers.engine != "zero0":
+        share = held.state_elements / max(1, held.trainable_elements)
+        fair = held.trainable_elements / world if held.fair_elements is None else held.fair_elements
+        ok = world == 1 or held.state_elements <= (1 + ROOM) * fair + 1e-3 * held.trainable_elements
+        here, whole = held.state_elements, held.trainable_elements
+        yield PlanProof("optimizer", ok, Message("train.optimizer-sharded", held=here, whole=whole, share=share))
+    if place.on_gpu:
+        if levers.offload_optimizer != "none":
+            ok = "cuda" not in held.optimizer_on
+            yield PlanProof("offload_optimizer", ok, Message("train.optimizer-place", place=held.optimizer_on))
+        if levers.offload_param != "none":
+            ok = "cuda" not in held.weights_on
+            yield PlanProof("offload_param", ok, Message("train.weights-place", place=held.weights_on))
+
+
+def recomputation(wanted: int, seen: int) -> PlanProof:
+    """After the first backward pass: layers that really ran twice."""
+    if wanted == 0:
+        text = Message("train.none-recompute") if seen == 0 else Message("train.some-recompute", seen=seen)
+        return PlanProof("checkpointing", seen == 0, text)
+    return PlanProof("checkpointing", seen == wanted, Message("train.layers-recompute", seen=seen, wanted=wanted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    now_bytes: int | None
+    """Allocated on the GPU; None: there is none."""
+    peak_bytes: int | None
+    """The most since the last `restart`."""
+    reserved_bytes: int | None
+    host_bytes: int
+    host_peak_bytes: int
+    alloc_retries: int | None
+    """Times since the process began that the allocator had to free its cache and try again; None: there is no GPU."""
+
+
+class Meter:
+    """Memory of this process, on its GPU and on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._on_gpu = device, device.type == "cuda"
+
+    def restart(self) -> None:
+        """Peaks are counted from here."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> Reading:
+        try:  # resident memory now and at its highest, as the kernel counts it
+            text = Path("/proc/self/status").read_text(encoding="ascii")
+        except OSError:
+            text = ""
+        host = {name: rest for name, _, rest in (line.partition(":") for line in text.splitlines())}
+        now, peak = (1024 * int(host.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
+        # Once: memory_allocated and its kin each read all of it again.
+        stats = torch.cuda.memory_stats(self._device) if self._on_gpu else None
+        return Reading(
+            now_bytes=None if stats is None else stats.get("allocated_bytes.all.current", 0),
+            peak_bytes=None if stats is None else stats.get("allocated_bytes.all.peak", 0),
+            reserved_bytes=None if stats is None else stats.get("reserved_bytes.all.peak", 0),
+            host_bytes=now,
+            host_peak_bytes=peak,
+            alloc_retries=None if stats is None else stats.get("num_alloc_retries", 0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +156,7 @@ class Milestones:
     def measure(self, milestone: Milestone) -> None:
         reading = self.meter.read()
         known = reading.peak_bytes is not None
-        ranks = everyone(self._place, reading.peak_bytes if reading.peak_bytes is not None else reading.host_bytes)
+        ranks = everyone(self._place, reading.host_bytes if reading.peak_bytes is None else reading.peak_bytes)
         self.measured[milestone] = reading.peak_bytes
         self._events.write(
             "memory",
@@ -61,7 +172,7 @@ class Milestones:
 
 def probe(engine: Engine, windows: Windows, window: Window, milestones: Milestones, place: Place) -> Probed:
     """Run the window at learning rate zero, twice, and forget it."""
-    before = rng_state(place)
+    on_host, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(place.device) if place.on_gpu else None
     meter = milestones.meter
     meter.restart()
     calls = LayerCalls(engine.model)
@@ -89,9 +200,7 @@ def probe(engine: Engine, windows: Windows, window: Window, milestones: Mileston
     finally:
         calls.stop()
     engine.forget()
-    set_rng_state(place, before)
-    return Probed(
-        seconds=seconds,
-        peak_bytes=meter.read().peak_bytes,
-        recomputed_layers=recomputed,
-    )
+    torch.set_rng_state(on_host)
+    if on_gpu is not None:
+        torch.cuda.set_rng_state(on_gpu, place.device)
+    return Probed(seconds=seconds, peak_bytes=meter.read().peak_bytes, recomputed_layers=recomputed)

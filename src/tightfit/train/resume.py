@@ -3,14 +3,18 @@
 Rank 0 says which one is looked at; all ranks hash a share of its bytes; the newest that holds is taken, and every one
 that does not is named. Then each rank reads the ranges that it needs: nobody holds a whole model, and the engine, its
 stage and the number of ranks may be others than those that saved it.
+
+`state.json` says beside the tensors where a run stands, and so whether another job may go on from there. Of random
+numbers nothing has to be kept: each step draws them from the seed, its own number and the rank. Nor of the data: the
+step's number says which samples come next, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,18 +25,24 @@ from tightfit.inputs.records import parse_json
 from tightfit.messages import Message, Said, as_json, from_json, message_of
 from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints
-from tightfit.runs.checkpoints import OPTIMIZER, Torn, Unknown
+from tightfit.runs.checkpoints import OPTIMIZER, SCHEMA, Torn, Unknown
 from tightfit.runs.folder import AUTO, NONE, set_aside
 from tightfit.train.checkpoint import state_name
+from tightfit.train.config import WorkerConfig
+from tightfit.train.data import Samples
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
-from tightfit.train.engines import MASTER, Engine
+from tightfit.train.engines import MASTER, Counters, Engine, LossScale
 from tightfit.train.events import Events
 from tightfit.train.fill import PIECE_ELEMENTS, TensorSource
 from tightfit.train.place import Place, meet, words
 from tightfit.train.safetensors_files import Files, Stored, read_header
 from tightfit.train.shards import outline
-from tightfit.train.standing import counters_of
 from tightfit.types import ConfigError
+
+SILENT = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+"""Fields of a Hugging Face config that say nothing about what is trained."""
+SAVED_AS = ("rescale_prenorm_residual",)
+"""Fields that a saved model has otherwise than the one that is made from scratch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +138,103 @@ def _problem(folder: Path, place: Place, events: Events) -> tuple[bool, Said] | 
     return bool(unknown), from_json(why)
 
 
+# --- where a run stands --------------------------------------------------------------------------
+
+
+def describe_state(
+    config: WorkerConfig, job: Mapping[str, Any], counters: Counters, step: int, versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """`state.json` after `step` steps."""
+    levers = config.levers
+    return {
+        "schema": SCHEMA,
+        "step": step,
+        "samples": step * config.effective_batch,
+        "epoch": round(step * config.effective_batch / max(1, job["data"]["samples"]), 6),
+        "random": {"seed": config.training.seed, "drawn": "from seed, step and rank, anew at every step"},
+        "optimizer": {"kind": levers.optimizer, "steps": counters.optimizer_steps},
+        "loss_scale": None if counters.scale is None else asdict(counters.scale),
+        "schedule": asdict(config.training),
+        "job": dict(job),
+        "plan": {
+            "engine": levers.engine,
+            "world": config.world.ranks,
+            "precision": levers.precision,
+            "method": levers.method,
+            "micro_batch": levers.micro_batch,
+            "accumulation": levers.accumulation,
+            "offload_optimizer": levers.offload_optimizer,
+            "offload_param": levers.offload_param,
+        },
+        "versions": dict(versions),
+    }
+
+
+def job_of(config: WorkerConfig, hf_config: Any, samples: Samples) -> dict[str, Any]:
+    """What a training is, apart from how it is computed."""
+    levers, adapters = config.levers, None
+    if levers.lora is not None and config.adapters is not None:
+        targets = "all" if levers.lora.targets is None else sorted(levers.lora.targets)
+        adapters = {"rank": levers.lora.rank, "targets": targets, **asdict(config.adapters)}
+    return {
+        "model": _plain(hf_config.to_dict()),
+        "base": (config.model.weights or config.model.name) if adapters else None,
+        "method": levers.method,
+        "lora": adapters,
+        "trains": levers.trains,
+        "frozen_layers": levers.frozen_layers,
+        "precision": levers.precision,
+        "optimizer": levers.optimizer,
+        "sequence": levers.sequence,
+        "effective_batch": config.effective_batch,
+        "seed": config.training.seed,
+        "data": {
+            "path": str(config.data.get("path")),
+            "samples": len(samples),
+            "fingerprint": samples.fingerprint,
+            "held_back": config.evaluation_split,
+        },
+    }
+
+
+def _plain(tree: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(tree, Mapping):
+        return {str(key): _plain(value) for key, value in tree.items() if str(key) not in (*SILENT, *SAVED_AS)}
+    if isinstance(tree, (list, tuple)):
+        return [_plain(value) for value in tree]
+    return tree if isinstance(tree, (str, int, float, bool)) or tree is None else str(tree)
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Message]:
+    """What of the job is not what it was, a sentence each."""
+    found = {path: (old, new) for path, old, new in _compare(then, now)}
+    if "data.fingerprint" not in found:
+        found.pop("data.path", None)  # the same samples from another place
+    return [
+        Message("train.other-samples")
+        if path == "data.fingerprint"
+        else Message("train.was-and-is", name=path, old=old, new=new)
+        for path, (old, new) in found.items()
+    ]
+
+
+def _compare(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Fields that both know and that differ: a newer transformers may know more."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for key in then:
+            if key in now:
+                yield from _compare(then[key], now[key], f"{path}.{key}" if path else key)
+    elif then != now:
+        yield path, then, now
+
+
+def schedule_differences(then: Mapping[str, Any], config: WorkerConfig) -> list[Message]:
+    """What of the optimizer's numbers is not what it was: a longer run, say, which is the user's to choose."""
+    changed = _compare(then, asdict(config.training))
+    return [Message("train.was-and-is", name=path, old=old, new=new) for path, old, new in changed if path != "seed"]
+
+
 # --- values --------------------------------------------------------------------------------------
 
 
@@ -146,15 +253,8 @@ class StateFiles:
     def read_state(self, kind: str, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         stored = self._stored.get(f"{kind}/{name}")
         if stored is None or stored.shape != shape:
-            raise ConfigError(
-                Message(
-                    "train.checkpoint-lacks-kind",
-                    folder=self._folder,
-                    kind=kind,
-                    name=name,
-                    shape=list(shape),
-                )
-            )
+            said = {"folder": self._folder, "kind": kind, "name": name, "shape": list(shape)}
+            raise ConfigError(Message("train.checkpoint-lacks-kind", **said))
         return self._files.read(stored, start, stop)
 
     def close(self) -> None:
@@ -171,8 +271,8 @@ class StoredStates(Protocol):
     def close(self) -> None: ...
 
 
-class Reader(Protocol):
-    def __call__(self, path: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor: ...
+Reader = Callable[[str, tuple[int, ...], int, int], Tensor]
+"""Path and shape of a parameter, and which of its elements."""
 
 
 class AdapterFile:
@@ -198,6 +298,15 @@ def load(
     """
     weights, states = values
 
+    def put(target: Tensor, read: Reader, path: str, shape: tuple[int, ...], start: int) -> None:
+        """In pieces, so that the host never holds more than one."""
+        for begin in range(0, target.numel(), PIECE_ELEMENTS):
+            end = min(begin + PIECE_ELEMENTS, target.numel())
+            target[begin:end].copy_(read(path, shape, start + begin, start + end))
+
+    def moment(kind: str) -> Reader:
+        return lambda path, *where: states.read_state(kind, state_name(path), *where)
+
     def weight(path: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         return weights.read(state_name(path), shape, start, stop)
 
@@ -212,22 +321,16 @@ def load(
             done = filled and not (wide and states.holds(MASTER, state_name(shard.path)))
             if shard.parameter.requires_grad and not done:
                 with shard.access(write=True) as target:
-                    _put(target, master if wide else weight, shard.path, shard.shape, shard.start)
+                    put(target, master if wide else weight, shard.path, shard.shape, shard.start)
         for state in engine.states(write=True):
             if found.weights_alone and state.kind != MASTER:
                 continue
-            read = master if state.kind == MASTER else _of_kind(states, state.kind)
-            _put(state.tensor, read, state.path, state.shape, state.start)
+            read = master if state.kind == MASTER else moment(state.kind)
+            put(state.tensor, read, state.path, state.shape, state.start)
     states.close()
-    engine.go_on(counters_of(found.state), found.step)
-
-
-def _of_kind(states: StoredStates, kind: str) -> Reader:
-    return lambda path, shape, start, stop: states.read_state(kind, state_name(path), shape, start, stop)
-
-
-def _put(target: Tensor, read: Reader, path: str, shape: tuple[int, ...], start: int) -> None:
-    """In pieces, so that the host never holds more than one."""
-    for begin in range(0, target.numel(), PIECE_ELEMENTS):
-        end = min(begin + PIECE_ELEMENTS, target.numel())
-        target[begin:end].copy_(read(path, shape, start + begin, start + end))
+    try:
+        steps, scale = int(found.state["optimizer"]["steps"]), found.state["loss_scale"]
+        counters = Counters(optimizer_steps=steps, scale=None if scale is None else LossScale(**scale))
+    except (KeyError, TypeError, ValueError):
+        raise Torn(Message("train.state-lacks")) from None
+    engine.go_on(counters, found.step)

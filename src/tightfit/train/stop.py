@@ -31,17 +31,17 @@ FLUSH_S = 2.0
 def leave(code: int) -> NoReturn:
     """Leave at once. Everything is written and closed; libraries' own threads abort now and then when they are taken
     down one by one, and a training that is done would look like one that crashed."""
-    flushing = threading.Thread(target=_flush, daemon=True)
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # the disk that they go to may be full
+                stream.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)
     with suppress(RuntimeError):  # no thread is to be had any more
         flushing.start()
         flushing.join(FLUSH_S)
     os._exit(code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the disk that they go to may be full
-            stream.flush()
 
 
 class Stop:
@@ -62,7 +62,13 @@ class Stop:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _nothing)
                 signal.siginterrupt(number, False)  # libraries that do not expect one are not woken from their reads
-        threading.Thread(target=self._listen, args=(reading,), name="tightfit-stop", daemon=True).start()
+
+        def listen() -> None:
+            while numbers := os.read(reading, 64):
+                for number in numbers:
+                    self.hear(number)
+
+        threading.Thread(target=listen, name="tightfit-stop", daemon=True).start()
         os.register_at_fork(after_in_child=_forget)  # or a child would write to the same pipe
         return self
 
@@ -95,11 +101,6 @@ class Stop:
         if self._writes_to is not None:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-
-    def _listen(self, reading: int) -> None:
-        while numbers := os.read(reading, 64):
-            for number in numbers:
-                self.hear(number)
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

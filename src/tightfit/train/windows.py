@@ -79,17 +79,6 @@ class Windows:
         return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
-def rng_state(place: Place) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(place.device) if place.on_gpu else None
-
-
-def set_rng_state(place: Place, state: tuple[Tensor, Tensor | None]) -> None:
-    host, gpu = state
-    torch.set_rng_state(host)
-    if gpu is not None:
-        torch.cuda.set_rng_state(gpu, place.device)
-
-
 def seed_step(seed: int, step: int, place: Place) -> None:
     """Dropout differs from rank to rank and from step to step, and not from run to run: a run that was interrupted
     draws the same numbers as one that was not."""

@@ -6,6 +6,7 @@ import gc
 import platform
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib import metadata
@@ -22,26 +23,33 @@ from tightfit.train import nvme
 from tightfit.train import place as places
 from tightfit.train.assemble import Assembled, Origins, assemble
 from tightfit.train.build import hf_config
-from tightfit.train.checkpoint import Habits, Saver
+from tightfit.train.checkpoint import Habits, Saver, model_set
 from tightfit.train.compiled import report_meanwhile
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, explain, load_tokenizer, open_samples, pad_id, prepare, worst
 from tightfit.train.deepspeed_checkpoint import open_deepspeed
 from tightfit.train.engines import Diverged
-from tightfit.train.events import FULL, Events, lines_of
+from tightfit.train.events import FULL, Events, Supervised, lines_of
 from tightfit.train.fill import TensorSource
-from tightfit.train.finish import model_set, save_model
-from tightfit.train.heartbeat import HeartbeatEvents, Supervised
 from tightfit.train.loop import Ending, Loop
-from tightfit.train.meter import Meter
 from tightfit.train.place import Place
-from tightfit.train.probe import Milestones, probe
-from tightfit.train.proof import PlanProof, proofs, recomputation
-from tightfit.train.resume import AdapterFile, StateFiles, StoredStates, choose, clear, load, make_way
+from tightfit.train.probe import Meter, Milestones, PlanProof, probe, proofs, recomputation
+from tightfit.train.resume import (
+    AdapterFile,
+    StateFiles,
+    StoredStates,
+    choose,
+    clear,
+    describe_state,
+    differences,
+    job_of,
+    load,
+    make_way,
+    schedule_differences,
+)
 from tightfit.train.resume import FoundCheckpoint as Checkpoint
-from tightfit.train.saved_model import TensorSet
+from tightfit.train.saved_model import TensorSet, write_model
 from tightfit.train.sources import find_weights, open_weights
-from tightfit.train.standing import describe_state, differences, job_of, schedule_differences
 from tightfit.train.stop import Stop
 from tightfit.train.watchers import watchers
 from tightfit.train.windows import Windows
@@ -76,15 +84,24 @@ def run(
     place: Place,
     cache: Path,
     stop: Stop,
-    supervised: Supervised | None = None,
+    supervised: Supervised,
 ) -> Ending:
     """Train, and leave with everybody else; how it ended."""
-    lock = _lock(config, options, place)
+    lock = None
+    if place.leads and not options.rehearse and place.launcher != "tightfit":  # or the desk holds the run's folder
+        try:
+            config.folder.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock.take(config.folder, place.job)
+        except (InUse, OSError) as error:
+            if place.world > 1:
+                _call_off(places.rendezvous(place))
+            if isinstance(error, OSError) and error.errno not in FULL:
+                why = (error.strerror or str(error)).lower()
+                raise ConfigError(Message("train.folder-unwritable", folder=config.folder, why=why)) from None
+            raise
     try:
-        supervised = supervised or Supervised()
         lines = lines_of(place, config.predicted.peak_bytes, config.logging_steps)
-        events = HeartbeatEvents(config.folder, speaks=place.leads, lines=lines)
-        events.heartbeat = supervised.heartbeat
+        events = Events(config.folder, speaks=place.leads, lines=lines, heartbeat=supervised.heartbeat)
         worker = Worker(
             config=config, options=options, place=place, cache=cache, events=events, stop=stop, supervised=supervised
         )
@@ -98,22 +115,6 @@ def run(
     finally:
         if lock is not None:
             lock.release()
-
-
-def _lock(config: WorkerConfig, options: Options, place: Place) -> FolderLock | None:
-    """Where no desk holds the run's folder, rank 0 does; the others are told if it may not."""
-    if not place.leads or options.rehearse or place.launcher == "tightfit":
-        return None
-    try:
-        config.folder.mkdir(parents=True, exist_ok=True)
-        return FolderLock.take(config.folder, place.job)
-    except (InUse, OSError) as error:
-        if place.world > 1:
-            _call_off(places.rendezvous(place))
-        if isinstance(error, OSError) and error.errno not in FULL:
-            why = (error.strerror or str(error)).lower()
-            raise ConfigError(Message("train.folder-unwritable", folder=config.folder, why=why)) from None
-        raise
 
 
 def data_spec(config: WorkerConfig, model_type: str) -> DataSpec:
@@ -168,32 +169,24 @@ class Worker:
             sequence=levers.sequence,
             versions=_versions(),
             predicted={
-                "peak_bytes": predicted.peak_bytes,
-                "limit_bytes": predicted.limit_bytes,
-                "phases": dict(predicted.phases),
-                "host_bytes_per_rank": predicted.host_bytes_per_rank,
-                "step_s": predicted.step_s,
-                "tokens_per_s": predicted.tokens_per_s,
+                name: getattr(predicted, name)
+                for name in ("peak_bytes", "limit_bytes", "phases", "host_bytes_per_rank", "step_s", "tokens_per_s")
             },
         )
         if self.place.leads:
-            facts = {"model": self.config.model.name, "engine": self.config.levers.engine, "world": self.place.world}
-            every = self.config.logging_steps
-            self.events.watcher = watchers(
-                self.config.folder, self.options.tensorboard, self.options.wandb, facts, every
-            )
+            facts = {"model": self.config.model.name, "engine": levers.engine, "world": self.place.world}
+            wanted = self.options.tensorboard, self.options.wandb
+            self.events.watcher = watchers(self.config.folder, *wanted, facts, self.config.logging_steps)
         store = places.rendezvous(self.place)
-        prepared = self._prepare(store)
+        prepared = self.prepare(store)
         self.supervised.heartbeat.at("init")
         places.join(self.place, store)
-        ending = self._train(prepared)
+        ending = self.train(prepared)
         if swapping is not None:
             nvme.discard(swapping, self.place.rank)
         return ending
 
-    # --- data and weights -----------------------------------------------------------------------
-
-    def _prepare(self, store: Any) -> Prepared:
+    def prepare(self, store: Any) -> Prepared:
         """One rank a node fetches and tokenises; the others wait, and open what it made.
 
         Then all wait for all: a group would not have the patience for a node that downloads longer than the others.
@@ -226,9 +219,7 @@ class Worker:
         _wait_for(store, EVERYBODY)
         return made
 
-    # --- training -------------------------------------------------------------------------------
-
-    def _train(self, prepared: Prepared) -> Ending:
+    def train(self, prepared: Prepared) -> Ending:
         config, place = self.config, self.place
         if self.options.cap_bytes is not None:
             places.cap(place, self.options.cap_bytes)
@@ -242,15 +233,12 @@ class Worker:
         if self.options.rehearse:
             steps = self.options.rehearse_steps
         found = self._find_checkpoint(job, steps)
-        made = self._assemble(prepared, found)
+        made = self.assemble(prepared, found)
         milestones = Milestones(self.events, meter, config.predicted, place)
         milestones.measure("init")
         self._prove(*proofs(config, place, made.engine.holdings()))
-        for sentence in (
-            *prepared.said,
-            *made.said,
-            *(Message("train.dtype-repaired", oddity=odd) for odd in made.oddities),
-        ):
+        repaired = (Message("train.dtype-repaired", oddity=odd) for odd in made.oddities)
+        for sentence in (*prepared.said, *made.said, *repaired):
             self.events.write("warning", text=sentence)
         dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
         windows = dealt(samples)
@@ -290,7 +278,20 @@ class Worker:
         if loop.saver is not None:
             loop.saver.wait(self.events)
         if ending == "finished" and not self.options.rehearse:
-            self._save(model)
+            self.supervised.heartbeat.at("save")
+            began, folder = time.monotonic(), config.folder / MODEL
+            written = write_model(
+                folder,
+                model.pieces(),
+                model.names,
+                rank=place.rank,
+                world=place.world,
+                barrier=lambda: places.meet(place),
+                style=model.style,
+            )
+            seconds = round(time.monotonic() - began, 3)
+            files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+            self.events.write("saved", folder=str(folder), bytes=written, seconds=seconds, files=files)
         self._say_end(ending, loop, milestones)
         return ending
 
@@ -303,7 +304,7 @@ class Worker:
             return self._find_deepspeed_checkpoint(folder)
         found = choose(run, wanted, self.place, self.events)
         if found is None:
-            make_way(run, found, wanted, self.place)
+            make_way(run, None, wanted, self.place)
             return None
         if found.step > steps:
             raise ConfigError(Message("train.past-the-end", folder=found.folder, step=found.step, steps=steps))
@@ -341,10 +342,7 @@ class Worker:
         )
         make_way(self.config.folder, found, self.options.resume, self.place)
         if lacking is not None:
-            self.events.write(
-                "warning",
-                text=Message("train.weights-alone", folder=folder, lacking=lacking),
-            )
+            self.events.write("warning", text=Message("train.weights-alone", folder=folder, lacking=lacking))
             return found
         then, now = opened.effective_batch, self.config.effective_batch
         self.events.write(
@@ -355,23 +353,20 @@ class Worker:
             from_world=opened.world,
             changed=[Message("train.batch-changed", then=then, now=now)] if then not in (None, now) else [],
         )
-        self.events.write(
-            "warning",
-            text=Message("train.deepspeed-resumed", step=found.step),
-        )
+        self.events.write("warning", text=Message("train.deepspeed-resumed", step=found.step))
         return found
 
     def _load(self, found: Checkpoint, made: Assembled) -> None:
-        self.events.report(Message("train.loading-checkpoint"), 0, 1)
+        """Afterwards nothing of the checkpoint's files is held open, or removing it would free no room."""
+        self.events.doing(Message("train.loading-checkpoint"))
         whole = self.config.levers.lora is None
         values: tuple[TensorSource, StoredStates]
         if found.deepspeed is not None:
             named = found.deepspeed.name_for(made.twin, adapters=not whole)
             values = named, named
-        elif whole:
-            values = open_weights(found.folder, made.twin), StateFiles(found.folder)
         else:
-            values = AdapterFile(found.folder), StateFiles(found.folder)
+            weights = open_weights(found.folder, made.twin) if whole else AdapterFile(found.folder)
+            values = weights, StateFiles(found.folder)
         load(found, made.engine, values, self.place, filled=whole)
         self.events.report(Message("train.loading-checkpoint"), 1, 1)
 
@@ -386,7 +381,7 @@ class Worker:
         )
         return Saver(self.config.folder, made.engine, model, habits, self.place)
 
-    def _assemble(self, prepared: Prepared, found: Checkpoint | None) -> Assembled:
+    def assemble(self, prepared: Prepared, found: Checkpoint | None) -> Assembled:
         if not self.config.levers.is_fsdp2:
             from tightfit.train.engines.deepspeed import join
 
@@ -410,16 +405,6 @@ class Worker:
             self.events.write("proof", name=proof.name, ok=proof.ok, text=proof.text)
             if not proof.ok:
                 raise NotAsPlanned(Message("train.not-as-planned", proof=proof.text))
-
-    def _save(self, model: TensorSet) -> None:
-        self.supervised.heartbeat.at("save")
-        began = time.monotonic()
-        folder = self.config.folder / MODEL
-        written = save_model(folder, model, self.place)
-        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        self.events.write(
-            "saved", folder=str(folder), bytes=written, seconds=round(time.monotonic() - began, 3), files=files
-        )
 
     def _say_end(self, ending: str, loop: Loop, milestones: Milestones) -> None:
         reading, predicted = loop.meter.read(), self.config.predicted
@@ -445,10 +430,8 @@ class Worker:
                 "host_peak_bytes": reading.host_peak_bytes,
                 "milestones": dict(milestones.measured),
                 "predicted": {
-                    "peak_bytes": predicted.peak_bytes,
-                    "step_s": predicted.step_s,
-                    "tokens_per_s": predicted.tokens_per_s,
-                    "host_bytes_per_rank": predicted.host_bytes_per_rank,
+                    name: getattr(predicted, name)
+                    for name in ("peak_bytes", "step_s", "tokens_per_s", "host_bytes_per_rank")
                 },
             },
         )
@@ -477,8 +460,6 @@ def _wait_for(store: Any, key: str) -> None:
 def _versions() -> dict[str, str]:
     found = {}
     for name in ("torch", "transformers", "deepspeed", "peft", "accelerate", "tightfit"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
