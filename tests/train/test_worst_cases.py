@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from small_models import config_of, real
 from torch import nn
 
+from tightfit.train.assemble import fill_buffers
 from tightfit.train.data import Order
 from tightfit.train.data.samples import GeneratedRows, Samples
 from tightfit.train.engines import Stepped
-from tightfit.train.fill import fill_buffers
 from tightfit.train.place import Place
 from tightfit.train.probe import PASSES, probe
 from tightfit.train.windows import Windows

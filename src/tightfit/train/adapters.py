@@ -21,16 +21,26 @@ ReadWhole = Callable[[str, tuple[int, ...]], Tensor]
 """A tensor's name and shape → its values, on the host."""
 
 
+REFUSED = {name: {"out_proj", "conv1d"} for name in ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")}
+"""Modules by kind of model that PEFT does not adapt: their kernels read the weights and never call them."""
+
+
 def add_adapters(model: Any, lora: Lora, settings: AdapterSettings, dtype: torch.dtype) -> Any:
     """The model with adapters around the targets; nothing else trains."""
     from peft import LoraConfig, get_peft_model
 
+    # What the user named, or every linear layer that PEFT can adapt.
+    targets: str | list[str] = "all-linear" if lora.targets is None else list(lora.targets)
+    if lora.targets is None and (refused := REFUSED.get(model.config.model_type)):
+        head = model.get_output_embeddings()
+        linear = {name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head}
+        targets = sorted({name.rpartition(".")[2] for name in linear} - refused)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
         lora_dropout=settings.dropout,
-        target_modules=_targets(model, lora),
+        target_modules=targets,
     )
     try:
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
@@ -41,22 +51,6 @@ def add_adapters(model: Any, lora: Lora, settings: AdapterSettings, dtype: torch
             if param is not None and param.requires_grad and param.dtype != dtype:
                 module._parameters[leaf] = nn.Parameter(param.data.to(dtype))
     return adapted
-
-
-REFUSED = {name: {"out_proj", "conv1d"} for name in ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")}
-"""Modules by kind of model that PEFT does not adapt: their kernels read the weights and never call them."""
-
-
-def _targets(model: Any, lora: Lora) -> str | list[str]:
-    """What the user named, or every linear layer that PEFT can adapt."""
-    if lora.targets is not None:
-        return list(lora.targets)
-    refused = REFUSED.get(model.config.model_type)
-    if refused is None:
-        return "all-linear"
-    head = model.get_output_embeddings()
-    linear = {name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head}
-    return sorted({name.rpartition(".")[2] for name in linear} - refused)
 
 
 def adapter_dtype(levers: Levers) -> torch.dtype:

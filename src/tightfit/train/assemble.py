@@ -3,13 +3,19 @@
 One path for all: a skeleton, frozen and adapted as the job says; shards on the device; values into the shards. What
 differs is only when a parameter is cut: ZeRO-3 cuts while it builds, FSDP2 cuts the skeleton, the other stages keep
 parameters whole. 4-bit weights are quantised a matrix at a time before anything is cut.
+
+Values are read in pieces, so that the host never holds more than one, and rounded to the working precision even where
+the part rests in fp32: DeepSpeed makes its fp32 copies from 16-bit weights, so only a model that every engine rounds
+is the same model on each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +28,18 @@ from tightfit.train.config import WorkerConfig
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
 from tightfit.train.events import Events
-from tightfit.train.fill import Origin, fill, fill_buffers
 from tightfit.train.place import Place
 from tightfit.train.recompute import recompute
 from tightfit.train.scratch import Scratch
-from tightfit.train.shards import plain_name
-from tightfit.train.sources import WeightSource, open_weights
+from tightfit.train.shards import outline, plain_name
+from tightfit.train.sources import open_weights
 from tightfit.types import ConfigError
+
+PIECE_ELEMENTS = 1 << 24
+
+
+class TensorSource(Protocol):
+    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +88,68 @@ def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events)
     hf = build.hf_config(config.model, found.weights)
     kernel, said = build.attention_of(levers, place.on_gpu, hf)
     scan_said = build.install_scan(hf.model_type, levers)
+    working, method, rests_on = build.DTYPES[levers.precision], levers.method, place.device
+    if levers.is_fsdp2 and levers.offload_param != "none":
+        rests_on = torch.device("cpu")
+    trusted = config.model.trust_remote_code
+    zero3 = levers.stage == 3 and method != "qlora"
+
+    def skeleton() -> Any:
+        return build.skeleton(hf, working, kernel, trust_remote_code=trusted)
+
+    def adapt(model: Any) -> Any:
+        if levers.lora is None:
+            return model
+        assert config.adapters is not None
+        return add_adapters(model, levers.lora, config.adapters, adapter_dtype(levers))
+
+    def rests_in(name: str, param: nn.Parameter) -> torch.dtype:
+        return param.dtype if ".lora_" in name else build.rests_in(levers, trains=param.requires_grad)
+
     with build.quiet_transformers():
-        assembly = _ModelAssembly(config, place, hf, kernel)
-        twin = assembly.skeleton()
-        source: WeightSource | None = None
+        twin = skeleton()
+        source: TensorSource | None = None
         if isinstance(found.checkpoint, DeepSpeedCheckpoint):
             source = found.checkpoint.name_for(twin, adapters=False)
         elif (folder := found.checkpoint or found.weights) is not None:
             source = open_weights(folder, twin, found.cache, progress=events.report)
-        engine, oddities, recomputed = assembly.engine(twin, source, events)
+        drawn = twin if levers.lora is None else adapt(skeleton())
+        origin = Origin(draws=SeededWeights(drawn, config.training.seed), weights=source, rounding=working)
+        model = skeleton()
+        oddities = build.audit(model, lambda *_: working)
+        if zero3:
+            assert config.deepspeed is not None
+            model = build.partition(model, kernel, config.deepspeed, trust_remote_code=trusted)
+        if source is not None:
+            fill_buffers(model, source)
+        build.freeze(model, levers)
+        if method == "qlora":
+            quantise(model, origin.whole, place.device, working)
+        model = adapt(model)
+        if not zero3:
+            build.cast_meta(model, rests_in)
+        recomputed = recompute(model, levers.checkpointing)
+        progress = events.progress(Message("train.reading-weights"))
+        engine: Engine
+        if levers.is_fsdp2:
+            from tightfit.train.engines.fsdp2 import Fsdp2, shard
+
+            if method != "qlora":  # packed weights cannot be cut before they are packed
+                shard(model, levers, place)
+            materialise(model, place.device if method == "qlora" else rests_on)
+            fill(model, origin, place.rank, progress)
+            if method == "qlora":
+                shard(model, levers, place)
+            _move_buffers(model, place.device)
+            engine = Fsdp2(model, levers, place, config.training)
+        else:
+            materialise(model, place.device)
+            fill(model, origin, place.rank, progress)
+            with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
+                from tightfit.train.engines.deepspeed import DeepSpeed
+
+                assert config.deepspeed is not None
+                engine = DeepSpeed(model, config.deepspeed, levers, place, config.training.weight_decay)
     return Assembled(
         engine=engine,
         hf_config=hf,
@@ -94,72 +158,6 @@ def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events)
         oddities=oddities,
         said=tuple(sentence for sentence in (said, scan_said) if sentence),
     )
-
-
-class _ModelAssembly:
-    def __init__(self, config: WorkerConfig, place: Place, hf: Any, kernel: Any) -> None:
-        self.config, self.place, self.hf, self.kernel = config, place, hf, kernel
-        self.levers = config.levers
-        self.working = build.DTYPES[self.levers.precision]
-
-    def skeleton(self) -> Any:
-        trusted = self.config.model.trust_remote_code
-        return build.skeleton(self.hf, self.working, self.kernel, trust_remote_code=trusted)
-
-    def adapt(self, model: Any) -> Any:
-        if self.levers.lora is None:
-            return model
-        assert self.config.adapters is not None
-        return add_adapters(model, self.levers.lora, self.config.adapters, adapter_dtype(self.levers))
-
-    def rests_in(self, name: str, param: nn.Parameter) -> torch.dtype:
-        return param.dtype if ".lora_" in name else build.rests_in(self.levers, trains=param.requires_grad)
-
-    def engine(self, twin: Any, source: WeightSource | None, events: Events) -> tuple[Engine, tuple[Message, ...], int]:
-        drawn = twin if self.levers.lora is None else self.adapt(self.skeleton())
-        origin = Origin(draws=SeededWeights(drawn, self.config.training.seed), weights=source, rounding=self.working)
-        zero3 = self.levers.stage == 3 and self.levers.method != "qlora"
-        model = self.skeleton()
-        oddities = build.audit(model, lambda *_: self.working)
-        if zero3:
-            assert self.config.deepspeed is not None
-            trusted = self.config.model.trust_remote_code
-            model = build.partition(model, self.kernel, self.config.deepspeed, trust_remote_code=trusted)
-        if source is not None:
-            fill_buffers(model, source)
-        build.freeze(model, self.levers)
-        if self.levers.method == "qlora":
-            quantise(model, origin.whole, self.place.device, self.working)
-        model = self.adapt(model)
-        if not zero3:
-            build.cast_meta(model, self.rests_in)
-        recomputed = recompute(model, self.levers.checkpointing)
-        progress = events.progress(Message("train.reading-weights"))
-        if self.levers.is_fsdp2:
-            from tightfit.train.engines.fsdp2 import Fsdp2, shard
-
-            rests = torch.device("cpu") if self.levers.offload_param != "none" else self.place.device
-            if self.levers.method == "qlora":  # packed weights cannot be cut before they are packed
-                materialise(model, self.place.device)
-                fill(model, origin, self.place.rank, progress)
-                shard(model, self.levers, self.place)
-            else:
-                shard(model, self.levers, self.place)
-                materialise(model, rests)
-                fill(model, origin, self.place.rank, progress)
-            for module in model.modules():
-                for leaf, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[leaf] = buffer.to(self.place.device)
-            return Fsdp2(model, self.levers, self.place, self.config.training), oddities, recomputed
-        materialise(model, self.place.device)
-        fill(model, origin, self.place.rank, progress)
-        with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
-            from tightfit.train.engines.deepspeed import DeepSpeed
-
-            assert self.config.deepspeed is not None
-            decay = self.config.training.weight_decay
-            return DeepSpeed(model, self.config.deepspeed, self.levers, self.place, decay), oddities, recomputed
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
@@ -173,6 +171,59 @@ def materialise(model: nn.Module, device: torch.device) -> None:
                 empty = torch.empty_like(param, device=device)
                 made[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
             module._parameters[leaf] = made[param]
+    _move_buffers(model, device)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[leaf] = buffer.to(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where values come from."""
+
+    draws: TensorSource
+    """From the seed: adapters, and everything where there are no weights."""
+    weights: TensorSource | None
+    rounding: torch.dtype
+
+    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        source = self.draws if self.weights is None or ".lora_" in name else self.weights
+        return source.read(name, shape, start, stop)
+
+    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """For what cannot be read in pieces: a matrix that is quantised."""
+        return self.read(name, shape, 0, prod(shape)).view(shape)
+
+
+def fill(model: nn.Module, origin: Origin, rank: int, progress: Callable[[int, int], None]) -> None:
+    """Every parameter that still waits for its values, straight into this rank's part of it."""
+    waiting = [shard for shard in outline(model, rank) if shard.parameter.dtype.is_floating_point]  # 4-bit ones have
+    total, done = sum(shard.size for shard in waiting), 0
+    with torch.no_grad():
+        for shard in waiting:
+            with shard.access(write=True) as target:
+                for begin in range(0, target.numel(), PIECE_ELEMENTS):
+                    end = min(begin + PIECE_ELEMENTS, target.numel())
+                    values = origin.read(shard.name, shard.shape, shard.start + begin, shard.start + end)
+                    target[begin:end].copy_(values.to(origin.rounding))
+            done += shard.size
+            progress(done, total)
+
+
+def fill_buffers(model: nn.Module, weights: TensorSource) -> None:
+    """Buffers that the checkpoint holds: a router's correction, say, is learnt, and no build can compute it."""
+    kept = set(model.state_dict())
+    wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for path, module in model.named_modules():
+        for leaf, buffer in list(module._buffers.items()):
+            name = f"{path}.{leaf}" if path else leaf
+            if buffer is None or name not in kept:
+                continue
+            values = weights.read(name, tuple(buffer.shape), 0, buffer.numel()).view(buffer.shape)
+            precise = buffer.is_floating_point() and any(word in name for word in wide)
+            dtype = torch.float32 if precise else buffer.dtype
+            module._buffers[leaf] = values.to(buffer.device, dtype)

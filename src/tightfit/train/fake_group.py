@@ -7,7 +7,7 @@ share is put there. Nothing more is allocated than in a real group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -15,19 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter")
+"""By the names of several torch versions; the last one takes a list of shares, the others the whole."""
+
 
 def join_alone(rank: int, world: int) -> None:
     """Become the one real rank of a group of `world`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    for name, own in _SCATTERS.items():
+    for name in _SCATTERS:
         for module in (dist, dist.distributed_c10d):  # DeepSpeed and FSDP2 call both
             if hasattr(module, name):
-                setattr(module, name, _filling(getattr(module, name), own))
+                setattr(module, name, fill_own_share(getattr(module, name)))
 
 
-def _filling(scatter: Callable[..., Any], own: Callable[[Any, int, int], Tensor]) -> Callable[..., Any]:
+def fill_own_share(scatter: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, whose first argument is filled with this rank's share of the second."""
     how = signature(scatter)
 
@@ -35,26 +38,11 @@ def _filling(scatter: Callable[..., Any], own: Callable[[Any, int, int], Tensor]
         told = how.bind(*words, **named)
         output, given, *_ = told.args
         done = scatter(*words, **named)
-        share = own(given, dist.get_rank(told.arguments.get("group")), output.numel())
+        rank, size = dist.get_rank(told.arguments.get("group")), output.numel()
+        share = given.view(-1)[rank * size : (rank + 1) * size] if isinstance(given, Tensor) else given[rank].view(-1)
         if share.data_ptr() != output.data_ptr():  # ZeRO-3 scatters in place
             with torch.no_grad():
                 output.view(-1).copy_(share)
         return done
 
     return scattered
-
-
-def _of_whole(given: Tensor, rank: int, size: int) -> Tensor:
-    return given.view(-1)[rank * size : (rank + 1) * size]
-
-
-def _of_list(given: Sequence[Tensor], rank: int, size: int) -> Tensor:
-    return given[rank].view(-1)
-
-
-_SCATTERS: dict[str, Callable[[Any, int, int], Tensor]] = {
-    "reduce_scatter_tensor": _of_whole,
-    "reduce_scatter_single": _of_whole,
-    "reduce_scatter": _of_list,
-}
-"""By the names of several torch versions."""

@@ -133,23 +133,28 @@ class WindowLoss:
         self.divisor = 1.0
         body = body_of(model)
         if kind == "plain":
-            self._asked = False
-            body.loss_function = self._plain
-            body.register_forward_hook(self._was_asked)
+            self._leave_plain(body)
         else:
             self._fuse(body)
 
-    def _plain(self, logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
-        self._asked = True
-        loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=self.divisor)  # type: ignore[arg-type]
-        return loss
-
-    def _was_asked(self, body: Any, *_: Any) -> None:
+    def _leave_plain(self, body: Any) -> None:
         """Models of older libraries, or with code of their own, may take the mean of each micro batch themselves."""
-        if not self._asked:
-            raise ModelError(Message("train.own-loss", model=type(body).__name__))
+        asked = False
+
+        def plain(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+            from transformers.loss.loss_utils import ForCausalLMLoss
+
+            nonlocal asked
+            asked = True
+            loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=self.divisor)  # type: ignore[arg-type]
+            return loss
+
+        def check(body: Any, *_: Any) -> None:
+            if not asked:
+                raise ModelError(Message("train.own-loss", model=type(body).__name__))
+
+        body.loss_function = plain
+        body.register_forward_hook(check)
 
     def _fuse(self, body: Any) -> None:
         """Inside the head's own forward, so that an engine that gathers its weight does so for the loss."""

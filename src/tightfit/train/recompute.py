@@ -43,34 +43,33 @@ def recompute(model: Any, how: Checkpointing) -> int:
 
 def on_the_host(function: Callable[..., Any], *args: Any) -> Any:
     """A checkpoint whose inputs wait in host memory."""
-    with torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device):
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        if not tensor.is_cuda or tensor.numel() * tensor.element_size() < SMALLEST_MOVED_BYTES:
+            return tensor.device, tensor
+        # Pinned, and on the stream of the computation: the copy is ordered before whatever reuses the memory.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return tensor.device, host
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return checkpoint(function, *args, use_reentrant=False)
-
-
-def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    if not tensor.is_cuda or tensor.numel() * tensor.element_size() < SMALLEST_MOVED_BYTES:
-        return tensor.device, tensor
-    # Pinned, and on the stream of the computation: the copy is ordered before whatever reuses the memory.
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    return tensor.device, host
-
-
-def _to_device(packed: tuple[torch.device, Tensor]) -> Tensor:
-    device, tensor = packed
-    return tensor.to(device, non_blocking=True)
 
 
 class LayerCalls:
     """Counts how often layers run, which shows whether recomputation is really on."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = layers_of(model)
         self.calls = 0
-        self._hooks = [layer.register_forward_pre_hook(self._count) for layer in self.layers]
 
-    def _count(self, *_: object) -> None:
-        self.calls += 1
+        def count(*_: object) -> None:
+            self.calls += 1
+
+        self._hooks = [layer.register_forward_pre_hook(count) for layer in layers_of(model)]
 
     def stop(self) -> None:
         for hook in self._hooks:

@@ -27,13 +27,13 @@ from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import OPTIMIZER, SCHEMA, Torn, Unknown
 from tightfit.runs.folder import AUTO, NONE, set_aside
+from tightfit.train.assemble import PIECE_ELEMENTS, TensorSource
 from tightfit.train.checkpoint import state_name
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data import Samples
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import MASTER, Counters, Engine, LossScale
 from tightfit.train.events import Events
-from tightfit.train.fill import PIECE_ELEMENTS, TensorSource
 from tightfit.train.place import Place, meet, words
 from tightfit.train.safetensors_files import Files, Stored, read_header
 from tightfit.train.shards import outline

@@ -21,7 +21,7 @@ from tightfit.runs.folder import AUTO, NONE
 from tightfit.runs.lock import FolderLock, InUse
 from tightfit.train import nvme
 from tightfit.train import place as places
-from tightfit.train.assemble import Assembled, Origins, assemble
+from tightfit.train.assemble import Assembled, Origins, TensorSource, assemble
 from tightfit.train.build import hf_config
 from tightfit.train.checkpoint import Habits, Saver, model_set
 from tightfit.train.compiled import report_meanwhile
@@ -30,7 +30,6 @@ from tightfit.train.data import DataSpec, Order, Split, explain, load_tokenizer,
 from tightfit.train.deepspeed_checkpoint import open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, Supervised, lines_of
-from tightfit.train.fill import TensorSource
 from tightfit.train.loop import Ending, Loop
 from tightfit.train.place import Place
 from tightfit.train.probe import Meter, Milestones, PlanProof, probe, proofs, recomputation
