@@ -69,41 +69,35 @@ class Faults:
         if stage == "save":
             self._saving = step
         for number, fault in self._faults:
-            if fault.stage == stage and fault.step == step and self._due(number, fault):
-                happen(fault.what, self._run, model)
-
-    def _due(self, number: int, fault: InjectedFault) -> bool:
-        if fault.repeat:
-            return True
-        marker = self._run / FAULTS / str(number)
-        marker.parent.mkdir(exist_ok=True)
-        try:
-            os.close(os.open(marker, os.O_CREAT | os.O_EXCL, 0o644))
-        except FileExistsError:
-            return False
-        return True
+            if (fault.stage, fault.step) != (stage, step):
+                continue
+            if not fault.repeat:
+                marker = self._run / FAULTS / str(number)
+                marker.parent.mkdir(exist_ok=True)
+                try:
+                    marker.touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+            happen(fault.what, self._run, model)
 
 
 def read_faults(text: str, run: Path, rank: int) -> Faults:
     """This rank's of all that the text names."""
-    words = [word.strip() for word in text.split(";") if word.strip()]
-    faults = [(number, _fault(word)) for number, word in enumerate(words)]
-    return Faults([(number, fault) for number, fault in faults if fault.rank == rank], run)
-
-
-def _fault(word: str) -> InjectedFault:
-    what, _, rest = word.partition("@")
-    said = dict(part.partition("=")[::2] for part in rest.split(",") if part)
-    try:
-        repeat = said.pop("repeat", None) is not None
-        made = InjectedFault(
-            what=what, rank=int(said.pop("rank")), stage=said.pop("stage"), step=int(said.pop("step")), repeat=repeat
-        )
-    except (KeyError, ValueError):
-        raise ConfigError(f"the fault {word!r} is not KIND@rank=N,stage=S,step=N: mend it") from None
-    if said or what not in (*ERRORS, *DEEDS):
-        raise ConfigError(f"there is no fault {word!r}: the kinds are {', '.join((*ERRORS, *DEEDS))}")
-    return made
+    faults = []
+    for number, word in enumerate(word.strip() for word in text.split(";") if word.strip()):
+        what, _, rest = word.partition("@")
+        said = dict(part.partition("=")[::2] for part in rest.split(",") if part)
+        try:
+            repeat = said.pop("repeat", None) is not None
+            where = {"rank": int(said.pop("rank")), "step": int(said.pop("step"))}
+            fault = InjectedFault(what=what, stage=said.pop("stage"), repeat=repeat, **where)
+        except (KeyError, ValueError):
+            raise ConfigError(f"the fault {word!r} is not KIND@rank=N,stage=S,step=N: mend it") from None
+        if said or what not in (*ERRORS, *DEEDS):
+            raise ConfigError(f"there is no fault {word!r}: the kinds are {', '.join((*ERRORS, *DEEDS))}")
+        if fault.rank == rank:
+            faults.append((number, fault))
+    return Faults(faults, run)
 
 
 # --- words of GPUs and their libraries ------------------------------------------------------------

@@ -65,7 +65,8 @@ def check(deepspeed: Mapping[str, Any], rank: int, needs: Needs) -> None:
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    for folder in _folders(deepspeed):
+    folders = _folders(deepspeed)
+    for folder in folders:
         # DeepSpeed reads and writes past the page cache, which not every file system can.
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,16 @@ def check(deepspeed: Mapping[str, Any], rank: int, needs: Needs) -> None:
         if flock(lock, wait=False) == "busy":  # else the process holds it open, and so locked, to its end
             os.close(lock)
             raise NvmeError(Message("train.nvme-in-use", folder=folder))
-    _check_room(_folders(deepspeed), needs.file_bytes)
+    # What an earlier run left is written over, so its room counts as free.
+    has = 0
+    for folder in folders:
+        has += shutil.disk_usage(folder).free
+        for path in folder.glob("zero_stage_3/*/rank*/*.swp"):
+            with suppress(OSError):
+                has += path.stat().st_blocks * 512
+    if has < needs.file_bytes:
+        said = {"need": needs.file_bytes / GIBIBYTE, "free": has / GIBIBYTE}
+        raise NvmeError(Message("train.nvme-too-small", path=", ".join(sorted(map(str, folders))), **said))
     # At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32.
     zero = deepspeed["zero_optimization"]
     usual = Buckets()
@@ -129,21 +139,6 @@ def _folders(deepspeed: Mapping[str, Any]) -> set[Path]:
     zero = deepspeed["zero_optimization"]
     blocks = (zero.get("offload_param", {}), zero.get("offload_optimizer", {}))
     return {Path(block["nvme_path"]) for block in blocks if block.get("device") == "nvme"}
-
-
-def _check_room(folders: set[Path], need_bytes: int) -> None:
-    """What an earlier run left is written over, so its room counts as free."""
-    has = 0
-    for folder in folders:
-        has += shutil.disk_usage(folder).free
-        for path in folder.glob("zero_stage_3/*/rank*/*.swp"):
-            with suppress(OSError):
-                has += path.stat().st_blocks * 512
-    if has < need_bytes:
-        need, room = need_bytes / GIBIBYTE, has / GIBIBYTE
-        raise NvmeError(
-            Message("train.nvme-too-small", need=need, path=", ".join(sorted(map(str, folders))), free=room)
-        )
 
 
 def _may_lock() -> bool:

@@ -44,6 +44,11 @@ class Place:
         return self.rank == 0
 
     @property
+    def is_alone(self) -> bool:
+        """There is nobody to talk to."""
+        return self.rehearsal or self.world == 1
+
+    @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
@@ -59,7 +64,15 @@ def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Opti
     if options.rehearse:
         device = _device(0, config, environment)
         return Place(rank=0, local_rank=0, world=ranks, device=device, launcher="rehearsal", rehearsal=True)
-    rank, local, world, launcher = _read_launcher(environment)
+    # Torchrun's names, or SLURM's under `srun`.
+    rank, local, world, launcher = 0, 0, 1, "python"
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local = int(environment.get("LOCAL_RANK", rank))
+        launcher = environment.get("TIGHTFIT_LAUNCHER", "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "")
+        launcher = launcher or text("train.a-launcher")
+    elif (found := slurm_rank(environment)) is not None:
+        rank, local, world, launcher = found.rank, found.local_rank, found.world, "srun"
     if world != ranks:
         fix = Message("train.how-to-start", plan=config.plan)
         if world == 1:
@@ -68,17 +81,6 @@ def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Opti
     device = _device(local, config, environment)
     job = environment.get("SLURM_JOB_ID")
     return Place(rank=rank, local_rank=local, world=world, device=device, launcher=launcher, job=job)
-
-
-def _read_launcher(environment: Mapping[str, str]) -> tuple[int, int, int, str]:
-    """Rank, rank within the node, ranks, and who said so: torchrun's names, or SLURM's under `srun`."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        launcher = environment.get("TIGHTFIT_LAUNCHER", "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "")
-        return rank, int(environment.get("LOCAL_RANK", rank)), world, launcher or text("train.a-launcher")
-    if (found := slurm_rank(environment)) is not None:
-        return found.rank, found.local_rank, found.world, "srun"
-    return 0, 0, 1, "python"
 
 
 def _device(local_rank: int, config: WorkerConfig, environment: Mapping[str, str]) -> torch.device:
@@ -102,7 +104,7 @@ def device_index(local_rank: int, count: int, environment: Mapping[str, str]) ->
 
 def rendezvous(place: Place) -> Any:
     """Where ranks leave each other messages before there is a group. Preparing data may take hours."""
-    if place.rehearsal or place.world == 1:
+    if place.is_alone:
         return torch._C._distributed_c10d.HashStore()
     from torch.distributed.rendezvous import rendezvous as meeting
 
@@ -138,16 +140,15 @@ def cap(place: Place, cap_bytes: int) -> None:
 
 def meet(place: Place) -> None:
     """Wait for every rank."""
-    if not place.rehearsal and place.world > 1:
-        flag = torch.zeros(1)
-        dist.all_reduce(flag)  # over gloo: a barrier of NCCL would claim memory on the GPU
+    if not place.is_alone:
+        dist.all_reduce(torch.zeros(1))  # over gloo: a barrier of NCCL would claim memory on the GPU
 
 
 def side_meeting(place: Place) -> Callable[[], None]:
     """A way to wait for every rank from another thread: a group of its own, so that nothing of the training's is met.
 
     All ranks ask for it at the same moment."""
-    if place.rehearsal or place.world == 1:
+    if place.is_alone:
         return lambda: None
     group = dist.new_group(backend="gloo", timeout=WRITING)
 
@@ -159,12 +160,12 @@ def side_meeting(place: Place) -> Callable[[], None]:
 
 def words(place: Place, text: str) -> list[str]:
     """What each rank has to say, in the order of ranks."""
-    if place.rehearsal or place.world == 1:
+    if place.is_alone:
         return [text]
     said = text.encode()
     longest = max(1, *everyone(place, len(said)))
     held = torch.zeros(place.world, longest, dtype=torch.uint8)
-    held[place.rank, : len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else held.new_zeros(0)
+    held[place.rank, : len(said)] = torch.tensor(list(said), dtype=torch.uint8)
     dist.all_reduce(held)
     return [bytes(row.tolist()).rstrip(b"\0").decode() for row in held]
 
@@ -176,16 +177,15 @@ def total(place: Place, value: float) -> float:
 
 def totals(place: Place, values: Sequence[float]) -> list[float]:
     """The sums over all ranks, on the host, in one go."""
-    if place.rehearsal or place.world == 1:
-        return list(values)
     held = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(held)
+    if not place.is_alone:
+        dist.all_reduce(held)
     return [float(each) for each in held.tolist()]
 
 
 def everyone(place: Place, value: int) -> list[int]:
     """The number that each rank has, in the order of ranks."""
-    if place.rehearsal or place.world == 1:
+    if place.is_alone:
         return [value]
     held = torch.zeros(place.world, dtype=torch.int64)
     held[place.rank] = value

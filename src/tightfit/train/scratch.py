@@ -86,17 +86,20 @@ class Scratch:
     def __init__(self, model: torch.nn.Module, seed: int, *, threads: int | None = None) -> None:
         self._seed = seed
         self._threads = threads or max(1, min(16, len(os.sched_getaffinity(0))))
-        self._first_names, shapes = _first_names(model)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        # Of a tied parameter all names lead to the first.
+        self._first_names = {name: first[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
         # For each parameter, under its first name, what transformers' own initialisation does to it.
-        by_storage: dict[int, str] = {}
-        numels: dict[str, int] = {}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            by_storage[tensor.untyped_storage()._cdata] = name
-            numels[name] = tensor.numel()
-        recorder = _Recorder(by_storage, numels)
+        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+        by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+        recorder = _Recorder(by_storage, {name: tensor.numel() for name, tensor in tensors.items()})
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for path, module, initialise in _in_order(model, "", None):
-                if initialise is None or _only_borrows(module, path, by_storage):
+                own = dict(module.named_parameters(path, recurse=False))
+                # A module whose parameters all belong to another: a tied head is not drawn, it is the embedding.
+                borrows = own and all(by_storage[p.untyped_storage()._cdata] != name for name, p in own.items())
+                if initialise is None or borrows:
                     continue
                 # Not torch.manual_seed, which would seed the GPUs as well, now or when they are first used.
                 torch.default_generator.manual_seed(seed_of(seed, plain_name(f"{path}."), 0))
@@ -129,11 +132,10 @@ class Scratch:
         blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
 
         def fill(block: int) -> None:
-            low = block * BLOCK
-            high = min(low + BLOCK, numel)
+            low, high = block * BLOCK, min((block + 1) * BLOCK, numel)
             kept = rule.kept
             drawn = torch.empty(high - low, dtype=torch.float32) if kept is None else kept[low:high].clone()
-            generator = torch.Generator().manual_seed(seed_of(self._seed, plain_name(first), low // BLOCK))
+            generator = torch.Generator().manual_seed(seed_of(self._seed, plain_name(first), block))
             for step in rule.steps:
                 named = dict(step.named)
                 if step.operator in ("normal_", "uniform_"):
@@ -183,35 +185,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator = func.overloadpacket.__name__
         if operator in _FACTORIES and "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
-        target = args[0] if args else None
-        name = self._name_of(target)
+        target: Any = args[0] if args else None
+        is_noted = isinstance(target, torch.Tensor) and target.device.type == "meta"
+        name = self._names.get(target.untyped_storage()._cdata) if is_noted else None
         if name is None or not operator.endswith("_") or operator.startswith("_"):
             return func(*args, **kwargs)
-        assert isinstance(target, torch.Tensor)
-        whole = target.numel() == self._numels[name] and target.is_contiguous()
-        self.rules[name] = self._after(name, operator, args[1:], kwargs, target, whole)
+        self.rules[name] = self._after(name, operator, target, args[1:], kwargs)
         return target
 
-    def _name_of(self, tensor: object) -> str | None:
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
-            return None
-        return self._names.get(tensor.untyped_storage()._cdata)
-
     def _after(
-        self,
-        name: str,
-        operator: str,
-        arguments: tuple[Any, ...],
-        named: Mapping[str, Any],
-        target: torch.Tensor,
-        whole: bool,
+        self, name: str, operator: str, target: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
     ) -> InitRule | None:
+        """The rule with this operator; None: it cannot be repeated."""
         before = self.rules.get(name)
-        if not whole:
+        if target.numel() != self._numels[name] or not target.is_contiguous():  # a part of it
             if operator in ("zero_", "fill_") and target.is_contiguous() and before is not None:
                 low = int(target.storage_offset())
-                value = float(arguments[0]) if arguments else 0.0
-                patch = Patch(low, low + target.numel(), value)
+                patch = Patch(low, low + target.numel(), float(arguments[0]) if arguments else 0.0)
                 return InitRule(before.steps, before.kept, (*before.patches, patch))
             return None
         if operator == "copy_":
@@ -219,23 +209,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(other, torch.Tensor) or other.device.type == "meta" or target.numel() > LARGEST_KEPT:
                 return None
             return InitRule((), other.detach().to(torch.float32).expand(target.shape).reshape(-1).clone())
-        step = _step(operator, arguments, named)
-        if step is None:
+        values = tuple(_number(value) for value in arguments)
+        keywords = {key: _number(value) for key, value in named.items() if key != "generator"}
+        if any(isinstance(value, torch.Tensor) for value in (*values, *keywords.values())):
             return None
+        step = InitStep(operator, values, tuple(keywords.items()))
         if operator in _SOURCES:
             return InitRule((step,))
         if operator in _POINTWISE and before is not None and not before.patches:
             return InitRule((*before.steps, step), before.kept)
         return None
-
-
-def _step(operator: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> InitStep | None:
-    """The operator with plain numbers; None where it takes another tensor."""
-    values = [_number(value) for value in arguments]
-    keywords = {key: _number(value) for key, value in named.items() if key != "generator"}
-    if any(isinstance(value, torch.Tensor) for value in (*values, *keywords.values())):
-        return None
-    return InitStep(operator, tuple(values), tuple(keywords.items()))
 
 
 def _number(value: Any) -> Any:
@@ -258,22 +241,14 @@ def _in_order(
     return [*visited, (path, module, initialise)]
 
 
-def _only_borrows(module: torch.nn.Module, path: str, by_storage: Mapping[int, str]) -> bool:
-    """All its parameters belong to another module: a tied head is not drawn, it is the embedding."""
-    own = dict(module.named_parameters(recurse=False))
-    prefix = f"{path}." if path else ""
-    return bool(own) and all(by_storage[p.untyped_storage()._cdata] != prefix + name for name, p in own.items())
-
-
 # --- habits --------------------------------------------------------------------------------------
 
 
 def habit(name: str, shape: tuple[int, ...], std: float) -> InitRule:
     """What the library does with tensors that no model's own initialisation speaks of."""
-    words = name.rsplit(".", maxsplit=2)
-    if words[-1].endswith("bias"):
+    if name.endswith("bias"):
         return InitRule((InitStep("zero_"),))
-    if len(shape) <= 1 and ("norm" in name.lower() or "ln_" in name or words[-1] == "weight"):
+    if len(shape) <= 1 and ("norm" in name.lower() or "ln_" in name or name.rpartition(".")[2] == "weight"):
         return InitRule((InitStep("fill_", (1.0,)),))
     return InitRule((InitStep("normal_", (0.0, std)),))
 
@@ -288,15 +263,3 @@ def _adapter_rule(name: str, shape: tuple[int, ...]) -> InitRule | None:
         bound = 1 / math.sqrt(math.prod(shape[1:]))
         return InitRule((InitStep("uniform_", (-bound, bound)),))
     return None
-
-
-def _first_names(model: torch.nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Every name of every parameter → its first name, and the shapes under first names."""
-    first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(parameter), name)
-        names[name] = owner
-        shapes.setdefault(owner, tuple(parameter.shape))
-    return names, shapes

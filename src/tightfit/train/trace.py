@@ -107,14 +107,31 @@ def _measure(model: Any) -> dict[str, Any]:
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     if not lists:
         raise TraceError("failed", Message("train.trace-no-layers"))
-    name, _ = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    stem = str(name)
-    before, tensors, after = _tensors(model, stem)
-    pattern, representatives = _kinds(model, stem, tensors)
-    layers = [model.get_submodule(f"{stem}.{i}") for i in representatives]
-    costs, notes = _costs(model, layers)
+    stem, all_layers = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    # Names and shapes of all parameters: before the layers, of each layer, after the layers.
+    before: list[Any] = []
+    after: list[Any] = []
+    tensors: list[list[Any]] = [[] for _ in all_layers]
+    for name, parameter in model.named_parameters():
+        shape = list(parameter.shape)
+        if name.startswith(f"{stem}."):
+            index, _, rest = name.removeprefix(f"{stem}.").partition(".")
+            tensors[int(index)].append([rest, shape])
+        else:
+            (after if any(tensors) else before).append([name, shape])
+    # For each layer its kind, and for each kind the first layer of it. Weights shared between layers count once.
     config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or []
+    keys = []
+    for i, layer in enumerate(all_layers):
+        modules = [type(module).__name__ for module in layer.modules()]
+        keys.append(json.dumps([modules, tensors[i], types[i] if i < len(types) else None]))
+    kinds = list(dict.fromkeys(keys))
+    representatives = [keys.index(kind) for kind in kinds]
+    costs, notes = _costs(model, [all_layers[i] for i in representatives])
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # LayerNorm or one of the RMS norms, by the name of the last norm in the model.
+    norms = [type(module).__name__.lower() for module in model.modules() if "norm" in type(module).__name__.lower()]
     return {
         "model_type": config.model_type,
         "hidden_size": getattr(config, "hidden_size", embedding.weight.shape[1]),
@@ -122,20 +139,14 @@ def _measure(model: Any) -> dict[str, Any]:
         "max_positions": getattr(config, "max_position_embeddings", None),
         "tied": head is not None and head.weight is embedding.weight,
         "layer_prefix": f"{stem}.{{i}}.",
-        "pattern": pattern,
+        "pattern": [kinds.index(key) for key in keys],
         "kinds": [{"tensors": tensors[i], **cost} for i, cost in zip(representatives, costs, strict=True)],
         "before": before,
         "after": after,
-        "norm": _norm_kind(model),
+        "norm": "layer" if norms and "layernorm" in norms[-1] else "rms",
         "notes": notes,
         "transformers": transformers.__version__,
     }
-
-
-def _norm_kind(model: Any) -> str:
-    """LayerNorm or one of the RMS norms, by the name of the last norm in the model."""
-    names = [type(module).__name__ for module in model.modules() if "norm" in type(module).__name__.lower()]
-    return "layer" if names and "layernorm" in names[-1].lower() else "rms"
 
 
 # --- building -----------------------------------------------------------------------------------
@@ -153,10 +164,8 @@ def _build(path: Path, attention: str) -> Any:
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise TraceError("unknown", Message("train.trace-no-model", model_type=config.model_type))
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.bfloat16
-        )
-    return model
+        maker = transformers.AutoModelForCausalLM
+        return maker.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
 
 
 def _attend(  # transformers calls it with its own names
@@ -171,36 +180,6 @@ def _attend(  # transformers calls it with its own names
         operator = torch.ops.aten._scaled_dot_product_efficient_attention
         output = operator(query, key, value, None, True, 0.0, True, scale=scaling)[0]
     return output.transpose(1, 2).contiguous(), None
-
-
-def _tensors(model: Any, stem: str) -> tuple[list[Any], list[list[Any]], list[Any]]:
-    """Names and shapes of all parameters: before the layers, of each layer, after the layers."""
-    before: list[Any] = []
-    after: list[Any] = []
-    layers: list[list[Any]] = [[] for _ in model.get_submodule(stem)]
-    for name, parameter in model.named_parameters():
-        shape = list(parameter.shape)
-        if name.startswith(f"{stem}."):
-            index, _, rest = name.removeprefix(f"{stem}.").partition(".")
-            layers[int(index)].append([rest, shape])
-        else:
-            (after if any(layers) else before).append([name, shape])
-    return before, layers, after
-
-
-def _kinds(model: Any, stem: str, tensors: list[list[Any]]) -> tuple[list[int], list[int]]:
-    """For each layer its kind, and for each kind the first layer of it. Weights shared between layers count once."""
-    types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    seen: dict[str, int] = {}
-    pattern, representatives = [], []
-    for i, layer in enumerate(model.get_submodule(stem)):
-        modules = [type(module).__name__ for module in layer.modules()]
-        key = json.dumps([modules, tensors[i], types[i] if i < len(types) else None])
-        if key not in seen:
-            seen[key] = len(seen)
-            representatives.append(i)
-        pattern.append(seen[key])
-    return pattern, representatives
 
 
 # --- measuring ----------------------------------------------------------------------------------
