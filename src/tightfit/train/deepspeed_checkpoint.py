@@ -87,11 +87,7 @@ class DeepSpeedCheckpoint:
         if not self.kinds:
             return Message("train.no-named-states")
         if self.trained_elements != trained_elements:
-            return Message(
-                "train.other-trained",
-                then=self.trained_elements,
-                now=trained_elements,
-            )
+            return Message("train.other-trained", then=self.trained_elements, now=trained_elements)
         needed = moments(optimizer)
         if needed and needed != MOMENTS:
             return Message("train.other-moments", optimizer=optimizer)
@@ -139,11 +135,8 @@ class NamedTensors:
         held = self._opened.tensors[kind]
         ends = _Parts(shape, [part for key in self._parts[name] for part in held[key].parts])
         if sum(part.numel() for part in ends.parts) != math.prod(shape):
-            raise ConfigError(
-                Message(
-                    "train.states-of-another-size", folder=self._opened.folder, kind=kind, name=name, shape=list(shape)
-                )
-            )
+            said = {"folder": self._opened.folder, "kind": kind, "name": name, "shape": list(shape)}
+            raise ConfigError(Message("train.states-of-another-size", **said))
         return ends.read(start, stop)
 
     def close(self) -> None:
@@ -152,13 +145,9 @@ class NamedTensors:
 
 def open_deepspeed(folder: Path, *, trust_pickle: bool) -> DeepSpeedCheckpoint:
     """The checkpoint whose files are in `folder`, or the sentence for why it cannot be read."""
-    models, ranks = (
-        sorted(folder.glob("*_model_states.pt"), key=_rank),
-        sorted(folder.glob("*_optim_states.pt"), key=_rank),
-    )
-    if any("_expert_" in path.name or path.name.startswith("layer_") for path in folder.glob("*.pt")) or any(
-        "mp_rank_00" not in path.name for path in (*models, *ranks)
-    ):
+    models, ranks = (sorted(folder.glob(f"*_{what}_states.pt"), key=_rank) for what in ("model", "optim"))
+    is_parallel = any("_expert_" in path.name or path.name.startswith("layer_") for path in folder.glob("*.pt"))
+    if is_parallel or any("mp_rank_00" not in path.name for path in (*models, *ranks)):
         raise ConfigError(Message("train.states-parallel", folder=folder))
     if not models:
         raise ConfigError(Message("train.no-model-states", folder=folder))
@@ -184,8 +173,8 @@ def _load(path: Path, *, trust_pickle: bool) -> Mapping[str, Any]:
                 path, map_location="cpu", mmap=is_zipfile(path), weights_only=not trust_pickle
             )
     except Exception as error:  # a damaged file can end in anything
-        if isinstance(error, UnpicklingError) and (asked := _strangers(path)):
-            raise ConfigError(Message("train.states-need-trust", path=path, asked=asked[0])) from None
+        if isinstance(error, UnpicklingError) and (asked := _ask_stranger(path)) is not None:
+            raise ConfigError(Message("train.states-need-trust", path=path, asked=asked)) from None
         why = str(error).strip().partition("\n")[0]
         raise ModelError(Message("train.states-unreadable", path=path, why=why)) from None
     if not isinstance(found, Mapping):
@@ -193,16 +182,16 @@ def _load(path: Path, *, trust_pickle: bool) -> Mapping[str, Any]:
     return found
 
 
-def _strangers(path: Path) -> list[Said]:
-    """The classes that the file asks for beyond those that are read safely; none, where it is no such file."""
+def _ask_stranger(path: Path) -> Said | None:
+    """A class that the file asks for beyond those that are read safely; None: there is none, or it is no such file."""
     known = {f"{each.__module__}.{each.__qualname__}" for each in _STAND_INS}
     try:
         listed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except ValueError:
-        return []
+        return None
     except AttributeError:  # an older torch, which cannot tell
-        return [Message("train.unnamed-classes")]
-    return [name for name in listed if name not in known]
+        return Message("train.unnamed-classes")
+    return next((name for name in listed if name not in known), None)
 
 
 # --- what lies where -----------------------------------------------------------------------------
@@ -218,14 +207,14 @@ def _open(folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapp
     # What is whole in the model's file, buffers too; of ZeRO 3 the frozen parameters from the parts of all ranks.
     found = {
         _plain(name): _Parts(tuple(tensor.shape), [tensor.reshape(-1)])
-        for name, tensor in heads[0]["module"].items()
-        if isinstance(tensor, Tensor) and (stage < 3 or name in heads[0]["buffer_names"])
+        for name, tensor in head["module"].items()
+        if isinstance(tensor, Tensor) and (stage < 3 or name in head["buffer_names"])
     }
     if stage == 3:
-        for name, shape in (heads[0].get("frozen_param_shapes") or {}).items():
-            parts = [head["frozen_param_fragments"][name].reshape(-1) for head in heads]
+        for name, shape in (head.get("frozen_param_shapes") or {}).items():
+            parts = [each["frozen_param_fragments"][name].reshape(-1) for each in heads]
             found[_plain(name)] = _Parts(tuple(shape), _crop(parts, math.prod(shape)))
-    for name, same in dict(heads[0].get("shared_params") or {}).items():
+    for name, same in dict(head.get("shared_params") or {}).items():
         if _plain(same) in found:
             found[_plain(name)] = found[_plain(same)]
     tensors: dict[str, dict[str, _Parts]] = {WEIGHT: found}
@@ -234,9 +223,19 @@ def _open(folder: Path, heads: Sequence[Mapping[str, Any]], tails: Sequence[Mapp
         world = max(counts) if isinstance(counts, list) else int(counts)
         if world != len(ranks):
             raise ValueError(Message("train.other-ranks-wrote", world=world, ranks=len(ranks)))
-        place = _cut if stage == 3 else _end_to_end
-        for kind, groups in _vectors(ranks, stage).items():
-            tensors[kind] = dict(place(shapes, groups, ranks[0]))
+        # fp32 copies, and the moments that every group of every rank has.
+        weights = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        vectors: dict[str, Groups] = {MASTER: [[flat.reshape(-1) for flat in rank[weights]] for rank in ranks]}
+        states = [list(_states(rank, stage)) for rank in ranks]
+        for kind in MOMENTS:
+            vectors[kind] = [
+                [flat.reshape(-1) for group in groups if isinstance(flat := group.get(kind), Tensor)]
+                for groups in states
+            ]
+        for kind, groups in vectors.items():
+            if all(len(group) == len(vectors[MASTER][0]) for group in groups):
+                placed = _cut(shapes, groups) if stage == 3 else _end_to_end(shapes, groups, ranks[0])
+                tensors[kind] = dict(placed)
     trained = [name for group in shapes for name in group]
     kinds = frozenset(
         kind for kind in (MASTER, *MOMENTS) if trained and all(name in tensors.get(kind, {}) for name in trained)
@@ -278,20 +277,6 @@ Groups = list[list[Tensor]]
 """For each rank its flat vector of each group."""
 
 
-def _vectors(ranks: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Groups]:
-    """fp32 copies, and the moments that every group of every rank has."""
-    weights = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-    found: dict[str, Groups] = {MASTER: [[flat.reshape(-1) for flat in rank[weights]] for rank in ranks]}
-    states = [list(_states(rank, stage)) for rank in ranks]
-    for kind in MOMENTS:
-        held = [
-            [flat.reshape(-1) for group in groups if isinstance(flat := group.get(kind), Tensor)] for groups in states
-        ]
-        if all(len(groups) == len(found[MASTER][0]) for groups in held):
-            found[kind] = held
-    return found
-
-
 def _states(rank: Mapping[str, Any], stage: int) -> Iterator[Mapping[str, Any]]:
     """What the optimizer keeps of each group, in their order."""
     base = rank.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
@@ -323,11 +308,8 @@ def _end_to_end(
             begin = end + int(padding)
 
 
-def _cut(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Groups, first: Mapping[str, Any]
-) -> Iterator[tuple[str, _Parts]]:
+def _cut(shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Groups) -> Iterator[tuple[str, _Parts]]:
     """ZeRO 3: each rank has an equal part of each parameter, one after another."""
-    del first
     ends = list(accumulate(vector.numel() for vector in ranks[0]))
     group, begin = 0, 0
     for name, shape in (pair for each in shapes for pair in each.items()):

@@ -71,28 +71,20 @@ def write_8bit(state: Mapping[str, Any], which: Which, values: Tensor, start: in
 
 def quantise(blocks: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Indices into the map and scales of blocks, a row each."""
-    largest = blocks.abs().amax(dim=1)
-    codes = _nearest(blocks, largest, numbers)
+    scales = blocks.abs().amax(dim=1)
+    codes = _nearest(blocks, scales, numbers)
     if numbers[0] < 0:
-        lost = (_values(codes, largest, numbers) != blocks).any(dim=1)
-        lost &= blocks.amin(dim=1) == -largest
+        lost = (_values(codes, scales, numbers) != blocks).any(dim=1) & (blocks.amin(dim=1) == -scales)
         rows = lost.nonzero().view(-1)
-        if rows.numel():
-            codes[rows], largest[rows] = _with_larger_scale(blocks[rows], codes[rows], largest[rows], numbers)
-    codes[largest == 0] = 0  # as bitsandbytes makes them
-    return codes, largest
-
-
-def _with_larger_scale(blocks: Tensor, codes: Tensor, scales: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The same blocks, with a scale that their most negative element implies wherever that gives every value back."""
-    implied = scales / -numbers[0]
-    up, down = torch.full_like(implied, torch.inf), torch.zeros_like(implied)
-    above, below = torch.nextafter(implied, up), torch.nextafter(implied, down)
-    for guess in (implied, above, below, torch.nextafter(above, up), torch.nextafter(below, down)):
-        found = _nearest(blocks, guess, numbers)
-        exact = (_values(found, guess, numbers) == blocks).all(dim=1)
-        codes = torch.where(exact[:, None], found, codes)
-        scales = torch.where(exact, guess, scales)
+        # A scale that the most negative element implies, wherever that gives every value back.
+        implied = scales[rows] / -numbers[0]
+        up, down = torch.full_like(implied, torch.inf), torch.zeros_like(implied)
+        above, below = torch.nextafter(implied, up), torch.nextafter(implied, down)
+        for guess in (implied, above, below, torch.nextafter(above, up), torch.nextafter(below, down)):
+            found = _nearest(blocks[rows], guess, numbers)
+            exact = (_values(found, guess, numbers) == blocks[rows]).all(dim=1)
+            codes[rows[exact]], scales[rows[exact]] = found[exact], guess[exact]
+    codes[scales == 0] = 0  # as bitsandbytes makes them
     return codes, scales
 
 

@@ -83,12 +83,9 @@ def watchers(
 
 def _pick_numbers(event: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
     """The numbers among the fields, under their new names."""
-    found = {}
-    for field, name in names.items():
-        value = event.get(field)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
+    values = {name: event.get(field) for field, name in names.items()}
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in numbers.items() if not isinstance(value, bool)}
 
 
 class _TensorBoard:
