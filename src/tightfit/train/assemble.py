@@ -29,7 +29,6 @@ from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
 from tightfit.train.events import Events
 from tightfit.train.place import Place
-from tightfit.train.recompute import recompute
 from tightfit.train.scratch import Scratch
 from tightfit.train.shards import outline, plain_name
 from tightfit.train.sources import open_weights
@@ -128,7 +127,7 @@ def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events)
         model = adapt(model)
         if not zero3:
             build.cast_meta(model, rests_in)
-        recomputed = recompute(model, levers.checkpointing)
+        recomputed = build.recompute(model, levers.checkpointing)
         progress = events.progress(Message("train.reading-weights"))
         engine: Engine
         if levers.is_fsdp2:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.messages import Message
@@ -25,31 +24,15 @@ USUALLY = {"deepspeed_shm_comm": (1, 1), "cpu_adam": (1, 2), "async_io": (2, 2),
 LOOK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Compiling:
-    """A part on which somebody works."""
-
-    part: str
-    since: float
-
-    @property
-    def message(self) -> Message:
-        at, (least, most) = time.strftime("%H:%M", time.localtime(self.since)), USUALLY.get(self.part, (0, 0))
-        usually = Message("train.minutes", minutes=most) if most else Message("train.a-few-min")
-        if least < most:
-            usually = Message("train.minutes-to", least=least, most=most)
-        return Message("train.compiling", part=self.part, at=at, usually=usually)
-
-
-def compiling(folder: Path) -> Compiling | None:
-    """The part that has been compiled for the longest, by whichever process; one that is only looked up is there."""
+def find_compiling(folder: Path) -> tuple[float, str] | None:
+    """Since when and which part is compiled, by whichever process, the longest; one that is only looked up is there."""
     found = []
     for lock in folder.glob(f"*/{LOCK}"):
         part = lock.parent
         with suppress(OSError):  # it was done just now
             if not (part / f"{part.name}.so").exists():
-                found.append(Compiling(part.name, lock.stat().st_mtime))
-    return min(found, key=lambda each: each.since, default=None)
+                found.append((lock.stat().st_mtime, part.name))
+    return min(found, default=None)
 
 
 @contextmanager
@@ -63,9 +46,17 @@ def report_meanwhile(what: Message, tell: Callable[[Message], None]) -> Iterator
     def look() -> None:
         said = None
         while not done.wait(LOOK_S):
-            now = compiling(folder)
-            if now != said:
-                tell(what if now is None else now.message)
+            now = find_compiling(folder)
+            if now != said and now is None:
+                tell(what)
+            elif now is not None and now != said:
+                since, part = now
+                least, most = USUALLY.get(part, (0, 0))
+                usually = Message("train.minutes", minutes=most) if most else Message("train.a-few-min")
+                if least < most:
+                    usually = Message("train.minutes-to", least=least, most=most)
+                at = time.strftime("%H:%M", time.localtime(since))
+                tell(Message("train.compiling", part=part, at=at, usually=usually))
             said = now
 
     tell(what)

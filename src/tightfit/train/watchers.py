@@ -48,10 +48,8 @@ class EventSinks:
         """The fields of a `step` event."""
         if not self._sinks or int(event["step"]) % self._every_steps:
             return
-        values = _pick_numbers(event, STEP_VALUES)
-        memory = event.get("memory")
-        if isinstance(memory, Mapping):
-            values |= {name: size / GIB for name, size in _pick_numbers(memory, MEMORY_VALUES).items()}
+        sizes = _pick_numbers(event.get("memory") or {}, MEMORY_VALUES)
+        values = _pick_numbers(event, STEP_VALUES) | {name: size / GIB for name, size in sizes.items()}
         self._write(event, values)
 
     def evaluation(self, event: Mapping[str, Any]) -> None:

@@ -78,12 +78,7 @@ class Prepared:
 
 
 def run(
-    config: WorkerConfig,
-    options: Options,
-    place: Place,
-    cache: Path,
-    stop: Stop,
-    supervised: Supervised,
+    config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop, supervised: Supervised
 ) -> Ending:
     """Train, and leave with everybody else; how it ended."""
     lock = None
@@ -202,9 +197,8 @@ class Worker:
             spec = data_spec(self.config, hf.model_type)
             prepare(spec, tokenizer, self.cache / "data", self.events.progress(Message("train.reading-data")))
             split = open_samples(spec, tokenizer, self.cache / "data")
-            made = Prepared(
-                weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=explain(spec, tokenizer)
-            )
+            said = explain(spec, tokenizer)
+            made = Prepared(weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=said)
         except Exception as error:
             if not isinstance(error, OthersFailed):
                 _call_off(store)
@@ -227,8 +221,7 @@ class Worker:
         samples, held = prepared.split.train, prepared.split.held
         job = job_of(config, prepared.hf_config, samples)
         order = Order(len(samples), config.effective_batch, config.training.seed)
-        training = config.training
-        steps = training.max_steps or max(1, order.steps_in(training.epochs or 1))
+        steps = config.training.max_steps or max(1, order.steps_in(config.training.epochs or 1))
         if self.options.rehearse:
             steps = self.options.rehearse_steps
         found = self._find_checkpoint(job, steps)
@@ -328,17 +321,10 @@ class Worker:
         clear(self.config.folder, self.place)
         opened = open_deepspeed(folder, trust_pickle=self.options.trust_pickle)
         lacking = opened.missing_for(levers.optimizer, predicted.trainable_parameters)
-        counters = {
-            "optimizer": {"steps": 0 if lacking else opened.optimizer_steps},
-            "loss_scale": None if lacking or opened.scale is None else asdict(opened.scale),
-        }
-        found = Checkpoint(
-            folder=folder,
-            step=0 if lacking else opened.step,
-            state=counters,
-            deepspeed=opened,
-            weights_alone=lacking is not None,
-        )
+        scale = None if lacking or opened.scale is None else asdict(opened.scale)
+        state = {"optimizer": {"steps": 0 if lacking else opened.optimizer_steps}, "loss_scale": scale}
+        step = 0 if lacking else opened.step
+        found = Checkpoint(folder=folder, step=step, state=state, deepspeed=opened, weights_alone=lacking is not None)
         make_way(self.config.folder, found, self.options.resume, self.place)
         if lacking is not None:
             self.events.write("warning", text=Message("train.weights-alone", folder=folder, lacking=lacking))
