@@ -30,7 +30,7 @@ from tightfit.train.engines import Engine
 from tightfit.train.events import Events
 from tightfit.train.place import Place
 from tightfit.train.scratch import Scratch
-from tightfit.train.shards import outline, plain_name
+from tightfit.train.shards import outline
 from tightfit.train.sources import open_weights
 from tightfit.types import ConfigError
 
@@ -50,17 +50,6 @@ class Assembled:
     recomputed: int
     oddities: tuple[Message, ...]
     said: tuple[Message, ...]
-
-
-class SeededWeights:
-    """Weights from the seed, under Hugging Face's names, whatever stands around them."""
-
-    def __init__(self, twin: nn.Module, seed: int) -> None:
-        self._scratch = Scratch(twin, seed)
-        self._paths = {plain_name(path): path for path, _ in twin.named_parameters(remove_duplicate=False)}
-
-    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-        return self._scratch.read(self._paths.get(name, name), shape, start, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +102,7 @@ def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events)
         elif (folder := found.checkpoint or found.weights) is not None:
             source = open_weights(folder, twin, found.cache, progress=events.report)
         drawn = twin if levers.lora is None else adapt(skeleton())
-        origin = Origin(draws=SeededWeights(drawn, config.training.seed), weights=source, rounding=working)
+        origin = Origin(draws=Scratch(drawn, config.training.seed), weights=source, rounding=working)
         model = skeleton()
         oddities = build.audit(model, lambda *_: working)
         if zero3:

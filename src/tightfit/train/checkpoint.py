@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tightfit.hardware.machine import free_ram
-from tightfit.messages import Message, Said, message_of
+from tightfit.messages import Message, message_of
 from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manifest, Span, StoredFile, covered, digest
@@ -80,16 +80,14 @@ class Staging:
         for each in sets:
             copies = held[each.style.stem] = []
             for piece in each.pieces():
-                dtype, size = each.names[piece.name][1], _room(piece, each)
-                numel = piece.tensor.numel()
-                target = self._buffer[begin : begin + numel * dtype.itemsize].view(dtype)
+                dtype, values = each.names[piece.name][1], piece.tensor.detach().reshape(-1)
+                target = self._buffer[begin : begin + values.numel() * dtype.itemsize].view(dtype)
                 # In pieces: a change of dtype makes a copy on the GPU first.
-                values = piece.tensor.detach().reshape(-1)
                 step = HOST_BYTES // max(values.dtype.itemsize, target.dtype.itemsize)
                 for low in range(0, values.numel(), step):
                     target[low : low + step].copy_(values[low : low + step], non_blocking=self._queued)
                 copies.append(TensorPiece(piece.name, piece.shape, piece.start, target))
-                begin += size
+                begin += _room(piece, each)
         if self._queued:
             torch.cuda.synchronize()
         return held
@@ -97,17 +95,6 @@ class Staging:
 
 def _room(piece: TensorPiece, tensors: TensorSet) -> int:
     return -(-piece.tensor.numel() * tensors.names[piece.name][1].itemsize // ALIGNED) * ALIGNED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOutcome:
-    """How a save went; `problem`: it did not."""
-
-    step: int
-    folder: Path
-    bytes: int
-    seconds: float
-    problem: Said | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +116,7 @@ class Saver:
         self._run, self._engine, self._model, self._habits, self._place = run, engine, model, habits, place
         self._barrier = side_meeting(place)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[SaveOutcome] | None = None
+        self._writing: Future[tuple[str, dict[str, Any]]] | None = None
         self._staging: Staging | None = None
         self._preparing: Future[None] | None = None
         self._refused = False
@@ -179,13 +166,12 @@ class Saver:
         """Begin to take the memory that saving in the background needs. The optimizer's states must exist."""
         if self._habits.background and self._staging is None and not self._refused:
             # The buffer on the host, if every rank has room for its own.
-            staging = Staging(self.sets)
-            free = free_ram()
-            allowed = free is not None and free >= staging.bytes * self._habits.ranks_here + SPARE_BYTES
-            self._staging = staging if total(self._place, float(not allowed)) == 0 else None
-            self._refused = self._staging is None
-            if self._staging is not None:
-                self._preparing = self._thread.submit(self._staging.prepare, self._place.device)
+            staging, free = Staging(self.sets), free_ram()
+            refused = free is None or free < staging.bytes * self._habits.ranks_here + SPARE_BYTES
+            self._refused = total(self._place, float(refused)) > 0
+            if not self._refused:
+                self._staging = staging
+                self._preparing = self._thread.submit(staging.prepare, self._place.device)
 
     def poll(self, events: Events) -> None:
         """Say how a save in the background went, once it has."""
@@ -201,11 +187,10 @@ class Saver:
 
     def _write(
         self, folder: Path, step: int, state: Mapping[str, Any], held: Mapping[str, list[TensorPiece]] | None
-    ) -> SaveOutcome:
-        """All files, and the checkpoint in its place. Touches nothing of the training's when `held` is there."""
-        began = time.monotonic()
-        written = 0
-        problem: Said | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """All files, and the checkpoint in its place; the event that says so, or why not. Touches nothing of the
+        training's when `held` is there."""
+        began, written = time.monotonic(), 0
         try:
             place = self._place
             writer = Writer(folder, rank=place.rank, world=place.world, barrier=self._barrier, hashes=True)
@@ -224,24 +209,16 @@ class Saver:
                     with suppress(OSError, NotOurs):  # the new one stands; what holds a user's file stays too
                         checkpoints.remove(old)
         except Exception as error:  # training goes on; whoever follows it is told
-            problem = message_of(error) or type(error).__name__
-        seconds = time.monotonic() - began
-        return SaveOutcome(step=step, folder=folder, bytes=written, seconds=seconds, problem=problem)
+            return "checkpoint_failed", {"step": step, "text": message_of(error) or type(error).__name__}
+        seconds = round(time.monotonic() - began, 3)
+        return "checkpoint", {"step": step, "folder": str(folder), "bytes": written, "seconds": seconds}
 
-    def _report(self, saved: SaveOutcome, events: Events, blocked_s: float, *, background: bool) -> None:
-        if saved.problem is not None:
-            events.write("checkpoint_failed", step=saved.step, text=saved.problem)
-            return
-        self.last = saved.step
-        events.write(
-            "checkpoint",
-            step=saved.step,
-            folder=str(saved.folder),
-            bytes=saved.bytes,
-            seconds=round(saved.seconds, 3),
-            blocked_s=round(blocked_s, 3),
-            background=background,
-        )
+    def _report(self, saved: tuple[str, dict[str, Any]], events: Events, blocked_s: float, *, background: bool) -> None:
+        event, fields = saved
+        if event == "checkpoint":
+            self.last = fields["step"]
+            fields |= {"blocked_s": round(blocked_s, 3), "background": background}
+        events.write(event, **fields)
 
 
 def _seal(staging: Path, step: int, spans: Mapping[str, Any]) -> None:

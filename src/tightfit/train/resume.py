@@ -69,9 +69,8 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> FoundCheckpo
     else:
         found = checkpoints.newest_first(Path(wanted))
     said = words(place, "\n".join(map(str, found)) if place.leads else "")[0]
-    candidates = [Path(line) for line in said.splitlines()]
     problems = []
-    for folder in candidates:
+    for folder in map(Path, said.splitlines()):
         found_wrong = _problem(folder, place, events)
         if found_wrong is None:
             state = checkpoints.read_state(folder)
@@ -84,9 +83,9 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> FoundCheckpo
     if problems:
         folder, problem = problems[0]
         older = len(problems) - 1
-        others = (
-            Message("train.nor-older", older=older) if older > 1 else Message("train.nor-the-older") if older else ""
-        )
+        others: Said = Message("train.nor-older", older=older) if older > 1 else ""
+        if older == 1:
+            others = Message("train.nor-the-older")
         raise ConfigError(Message("train.checkpoint-torn", folder=folder, problem=problem, others=others))
     if wanted != AUTO:
         raise ConfigError(Message("train.no-checkpoint", wanted=wanted))

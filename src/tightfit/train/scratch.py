@@ -88,8 +88,9 @@ class Scratch:
         self._threads = threads or max(1, min(16, len(os.sched_getaffinity(0))))
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         first = {id(parameter): name for name, parameter in model.named_parameters()}
-        # Of a tied parameter all names lead to the first.
-        self._first_names = {name: first[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
+        # Of a tied parameter all names lead to the first, and so do those that it has without adapters around it.
+        names = {name: first[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
+        self._first_names = {plain_name(name): owner for name, owner in names.items()} | names
         # For each parameter, under its first name, what transformers' own initialisation does to it.
         tensors = dict((*model.named_parameters(), *model.named_buffers()))
         by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
@@ -153,10 +154,6 @@ class Scratch:
             with ThreadPoolExecutor(self._threads) as pool:
                 list(pool.map(fill, blocks))
         return result
-
-    def rule(self, name: str) -> InitRule:
-        """How `name` is drawn."""
-        return self._rules[self._first_names.get(name, name)]
 
 
 def seed_of(seed: int, name: str, block: int) -> int:
