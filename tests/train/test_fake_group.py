@@ -17,13 +17,13 @@ for scatter, given in (
     (dist.reduce_scatter_tensor, whole),
     (dist.distributed_c10d.reduce_scatter_tensor, whole),
     (dist.reduce_scatter, parts),
-    (fake_group._filling(nothing, fake_group._of_whole), whole),
-    (fake_group._filling(nothing, fake_group._of_list), parts),
+    (fake_group.fill_own_share(nothing), whole),
+    (fake_group.fill_own_share(nothing), parts),
 ):
     output = torch.full((2,), float("nan"))
     scatter(output, given, group=None)
     assert output.tolist() == [2.0, 3.0], (scatter, output)
-assert fake_group._filling(nothing, fake_group._of_whole)(whole[2:4], whole) == "sent"
+assert fake_group.fill_own_share(nothing)(whole[2:4], whole) == "sent"
 assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 gathered = torch.full((6,), float("nan"))
 dist.all_gather_into_tensor(gathered, torch.ones(2))

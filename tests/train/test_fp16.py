@@ -11,7 +11,7 @@ import torch
 from running import Ran, edit, run_ranks, write_plan
 
 from tightfit.train.events import Events
-from tightfit.train.overflow import OverflowWatch
+from tightfit.train.loop import OverflowWatch
 
 SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 3, "data": "shipped:text"}
 LARGEST_POWER = 30

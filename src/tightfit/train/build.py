@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tightfit.mamba.install import install
 from tightfit.messages import Message
 from tightfit.train.config import ModelSource
 from tightfit.types import AttentionKernel, Checkpointing, ConfigError, Levers, ModelError
@@ -293,6 +292,8 @@ def install_scan(model_type: str, levers: Levers) -> Message | None:
     if model_type not in _SCANS:
         return None
     if levers.scan == "tightfit":
+        from tightfit.mamba.install import install
+
         install()
         return None
     official = levers.scan == "official"
