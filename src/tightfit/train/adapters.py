@@ -1,6 +1,6 @@
 """LoRA adapters around a skeleton, and the 4-bit weights of QLoRA.
 
-Adapters are made on the meta device like everything else and get their values from `fill.py`: PEFT would draw them
+Adapters are made on the meta device like everything else and get their values from `assemble.py`: PEFT would draw them
 from the state of the global generator, which differs from engine to engine.
 """
 

@@ -3,7 +3,7 @@
 Every engine starts from the same skeleton: parameters on the meta device, buffers computed for real on the host.
 Building everything on the meta device would lose what no checkpoint holds, rotary frequencies above all, and the
 loss would hardly show it. Hugging Face's own initialisation never runs: under ZeRO-3 it is skipped or raises, and
-elsewhere it would draw other numbers on each engine. `fill.py` gives the shards their values.
+elsewhere it would draw other numbers on each engine. `assemble.py` gives the shards their values.
 
 ZeRO-3 has to build under its own context, so that each module is partitioned as it is made; it takes its buffers
 from a skeleton too.
