@@ -56,10 +56,12 @@ def main(argv: Sequence[str]) -> int:
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tightfit.train", description=text("train.help-rank"))
     parser.add_argument("worker", type=Path, help=text("train.help-worker"))
-    parser.add_argument("--no-probe", action="store_true", help=text("train.help-no-probe"))
+    parser.add_argument("--no-probe", dest="probe", action="store_false", help=text("train.help-no-probe"))
     parser.add_argument("--rehearse", action="store_true", help=text("train.help-rehearse"))
     parser.add_argument("--cap-bytes", type=int, help=text("train.help-cap"))
-    parser.add_argument("--steps", type=int, default=3, help=text("train.help-steps"))
+    parser.add_argument(
+        "--steps", dest="rehearse_steps", metavar="STEPS", type=int, default=3, help=text("train.help-steps")
+    )
     parser.add_argument("--tensorboard", action="store_true")
     parser.add_argument("--wandb", action="store_true")
     parser.add_argument("--resume", default="auto", help=text("train.help-resume"))
@@ -95,17 +97,7 @@ def _work(argv: Sequence[str]) -> NoReturn:
     try:
         config = read_worker_config(args.worker)
         folder = config.folder
-        options = Options(
-            probe=not args.no_probe,
-            rehearse=args.rehearse,
-            cap_bytes=args.cap_bytes,
-            rehearse_steps=args.steps,
-            tensorboard=args.tensorboard,
-            wandb=args.wandb,
-            resume=args.resume,
-            resume_anyway=args.resume_anyway,
-            trust_pickle=args.trust_pickle,
-        )
+        options = Options(**{name: getattr(args, name) for name in Options.__slots__})
         from tightfit.train.place import place_of
         from tightfit.train.worker import run
 

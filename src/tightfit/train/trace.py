@@ -195,9 +195,9 @@ def _costs(model: Any, layers: list[Any]) -> tuple[list[dict[str, int]], list[Me
         short, longer, longest = (_account(layer, *call[i]) for call in calls)
         costs.append(
             {
-                "saved_bytes_per_token": _slope(short.saved, longer.saved, step),
-                "forward_bytes_per_token": _peak_slope(short.forward, longer.forward, step),
-                "backward_bytes_per_token": _peak_slope(short.backward, longer.backward, step),
+                "saved_bytes_per_token": _slope([short.saved], [longer.saved], step),
+                "forward_bytes_per_token": _slope(short.forward, longer.forward, step),
+                "backward_bytes_per_token": _slope(short.backward, longer.backward, step),
             }
         )
         bent = bent or longest.saved - longer.saved > 1.01 * 2 * (longer.saved - short.saved)
@@ -205,15 +205,11 @@ def _costs(model: Any, layers: list[Any]) -> tuple[list[dict[str, int]], list[Me
     return costs, [note] if bent else []
 
 
-def _slope(short: int, longer: int, step: int) -> int:
-    return max(0, -((short - longer) // step))
-
-
-def _peak_slope(short: tuple[int, ...], longer: tuple[int, ...], step: int) -> int:
+def _slope(short: Sequence[int], longer: Sequence[int], step: int) -> int:
     """The largest growth of any moment; of the peaks, where a loop over the sequence shifts the moments."""
     if len(short) != len(longer):
-        return _slope(max(short), max(longer), step)
-    return max(_slope(a, b, step) for a, b in zip(short, longer, strict=True))
+        short, longer = [max(short)], [max(longer)]
+    return max(0, *(-((a - b) // step) for a, b in zip(short, longer, strict=True)))
 
 
 class _AllSeen(Exception):
@@ -224,15 +220,12 @@ def _capture(model: Any, layers: list[Any], length: int) -> dict[int, tuple[tupl
     """With what the model calls these layers."""
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
-    def noting(i: int) -> Any:
-        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(i, (args, kwargs))
-            if len(calls) == len(layers):
-                raise _AllSeen
+    def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(layers.index(layer), (args, kwargs))
+        if len(calls) == len(layers):
+            raise _AllSeen
 
-        return note
-
-    handles = [layer.register_forward_pre_hook(noting(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     model.eval()  # in training, some models roll dice about which layers to skip
     model.config.pad_token_id = None  # or some look for it among the tokens, which have no values here
     try:
