@@ -19,7 +19,7 @@ from tightfit.runs import build_lock
 from tightfit.runs.checkpoints import Keeping, states_folder
 from tightfit.runs.folder import AUTO, NONE
 from tightfit.runs.lock import FolderLock, InUse
-from tightfit.train import nvme
+from tightfit.train import nvme, resume
 from tightfit.train import place as places
 from tightfit.train.assemble import Assembled, Origins, TensorSource, assemble
 from tightfit.train.build import hf_config
@@ -33,20 +33,7 @@ from tightfit.train.events import FULL, Events, Supervised, lines_of
 from tightfit.train.loop import Ending, Loop
 from tightfit.train.place import Place
 from tightfit.train.probe import Meter, Milestones, PlanProof, probe, proofs, recomputation
-from tightfit.train.resume import (
-    AdapterFile,
-    StateFiles,
-    StoredStates,
-    choose,
-    clear,
-    describe_state,
-    differences,
-    job_of,
-    load,
-    make_way,
-    schedule_differences,
-)
-from tightfit.train.resume import FoundCheckpoint as Checkpoint
+from tightfit.train.resume import FoundCheckpoint
 from tightfit.train.saved_model import TensorSet, write_model
 from tightfit.train.sources import find_weights, open_weights
 from tightfit.train.stop import Stop
@@ -219,7 +206,7 @@ class Worker:
         meter = Meter(place.device)
         meter.restart()
         samples, held = prepared.split.train, prepared.split.held
-        job = job_of(config, prepared.hf_config, samples)
+        job = resume.job_of(config, prepared.hf_config, samples)
         order = Order(len(samples), config.effective_batch, config.training.seed)
         steps = config.training.max_steps or max(1, order.steps_in(config.training.epochs or 1))
         if self.options.rehearse:
@@ -254,7 +241,7 @@ class Worker:
             steps=steps,
             stop=self.stop,
             saver=None if self.options.rehearse else self._saver(made, model, steps),
-            standing=lambda done: describe_state(config, job, made.engine.counters(), done, _versions()),
+            standing=lambda done: resume.describe_state(config, job, made.engine.counters(), done, _versions()),
             supervised=self.supervised,
         )
         gc.collect()
@@ -287,23 +274,23 @@ class Worker:
         self._say_end(ending, loop, milestones)
         return ending
 
-    def _find_checkpoint(self, job: dict[str, Any], steps: int) -> Checkpoint | None:
+    def _find_checkpoint(self, job: dict[str, Any], steps: int) -> FoundCheckpoint | None:
         """The checkpoint to go on from, if this job of so many steps may. Nothing is said of one that is refused."""
         if self.options.rehearse:
             return None
         run, wanted = self.config.folder, self.options.resume
         if wanted not in (AUTO, NONE) and (folder := states_folder(Path(wanted))) is not None:
             return self._find_deepspeed_checkpoint(folder)
-        found = choose(run, wanted, self.place, self.events)
+        found = resume.choose(run, wanted, self.place, self.events)
         if found is None:
-            make_way(run, None, wanted, self.place)
+            resume.make_way(run, None, wanted, self.place)
             return None
         if found.step > steps:
             raise ConfigError(Message("train.past-the-end", folder=found.folder, step=found.step, steps=steps))
-        changed = differences(found.state["job"], job)
+        changed = resume.differences(found.state["job"], job)
         if changed and not self.options.resume_anyway:
             raise ConfigError(Message("train.another-job", folder=found.folder, changed=Listing(changed, ";")))
-        make_way(run, found, wanted, self.place)
+        resume.make_way(run, found, wanted, self.place)
         plan = found.state["plan"]
         self.events.write(
             "resumed",
@@ -311,21 +298,23 @@ class Worker:
             folder=str(found.folder),
             from_engine=plan["engine"],
             from_world=plan["world"],
-            changed=[*changed, *schedule_differences(found.state["schedule"], self.config)],
+            changed=[*changed, *resume.schedule_differences(found.state["schedule"], self.config)],
         )
         return found
 
-    def _find_deepspeed_checkpoint(self, folder: Path) -> Checkpoint:
+    def _find_deepspeed_checkpoint(self, folder: Path) -> FoundCheckpoint:
         """A checkpoint of another program, from which this job goes on as far as it can."""
         levers, predicted = self.config.levers, self.config.predicted
-        clear(self.config.folder, self.place)
+        resume.clear(self.config.folder, self.place)
         opened = open_deepspeed(folder, trust_pickle=self.options.trust_pickle)
         lacking = opened.missing_for(levers.optimizer, predicted.trainable_parameters)
         scale = None if lacking or opened.scale is None else asdict(opened.scale)
         state = {"optimizer": {"steps": 0 if lacking else opened.optimizer_steps}, "loss_scale": scale}
         step = 0 if lacking else opened.step
-        found = Checkpoint(folder=folder, step=step, state=state, deepspeed=opened, weights_alone=lacking is not None)
-        make_way(self.config.folder, found, self.options.resume, self.place)
+        found = FoundCheckpoint(
+            folder=folder, step=step, state=state, deepspeed=opened, weights_alone=lacking is not None
+        )
+        resume.make_way(self.config.folder, found, self.options.resume, self.place)
         if lacking is not None:
             self.events.write("warning", text=Message("train.weights-alone", folder=folder, lacking=lacking))
             return found
@@ -341,18 +330,18 @@ class Worker:
         self.events.write("warning", text=Message("train.deepspeed-resumed", step=found.step))
         return found
 
-    def _load(self, found: Checkpoint, made: Assembled) -> None:
+    def _load(self, found: FoundCheckpoint, made: Assembled) -> None:
         """Afterwards nothing of the checkpoint's files is held open, or removing it would free no room."""
         self.events.doing(Message("train.loading-checkpoint"))
         whole = self.config.levers.lora is None
-        values: tuple[TensorSource, StoredStates]
+        values: tuple[TensorSource, resume.StoredStates]
         if found.deepspeed is not None:
             named = found.deepspeed.name_for(made.twin, adapters=not whole)
             values = named, named
         else:
-            weights = open_weights(found.folder, made.twin) if whole else AdapterFile(found.folder)
-            values = weights, StateFiles(found.folder)
-        load(found, made.engine, values, self.place, filled=whole)
+            weights = open_weights(found.folder, made.twin) if whole else resume.AdapterFile(found.folder)
+            values = weights, resume.StateFiles(found.folder)
+        resume.load(found, made.engine, values, self.place, filled=whole)
         self.events.report(Message("train.loading-checkpoint"), 1, 1)
 
     def _saver(self, made: Assembled, model: TensorSet, steps: int) -> Saver:
@@ -366,7 +355,7 @@ class Worker:
         )
         return Saver(self.config.folder, made.engine, model, habits, self.place)
 
-    def assemble(self, prepared: Prepared, found: Checkpoint | None) -> Assembled:
+    def assemble(self, prepared: Prepared, found: FoundCheckpoint | None) -> Assembled:
         if not self.config.levers.is_fsdp2:
             from tightfit.train.engines.deepspeed import join
 
