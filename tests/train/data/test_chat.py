@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from tightfit.messages import Message
-from tightfit.train.data.chat import STAND_IN, ChatTemplate, Turn
-from tightfit.train.data.encode import encoder_of
-from tightfit.train.data.templates import CHATML, GEMMA, TEMPLATES
-from tightfit.train.data.tokens import codec_of
+from tightfit.train.data.chat import CHATML, GEMMA, STAND_IN, TEMPLATES, ChatTemplate, Turn
+from tightfit.train.data.tokens import Encoder, codec_of
 from tightfit.types import ConfigError
 
 CHAT = (
@@ -90,7 +88,7 @@ def test_the_mask_is_that_of_transformers_for_marked_templates(bytes_tokenizer: 
     theirs = bytes_tokenizer.apply_chat_template(
         messages, chat_template=CHATML, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    encoder = encoder_of(codec_of(bytes_tokenizer, "chatml"), 512, "cut")
+    encoder = Encoder(codec_of(bytes_tokenizer, "chatml"), 512, "cut")
     ours = encoder.whole(encoder.template.render_pieces(CHAT))
     assert ours.ids.tolist() == theirs["input_ids"]
     assert ours.learned.tolist() == theirs["assistant_masks"]
@@ -136,7 +134,7 @@ def test_a_template_that_is_no_jinja_is_one_sentence(tmp_path: Path, bytes_token
     path.write_text("{% for %}", encoding="utf-8")
     codec = codec_of(bytes_tokenizer, str(path))
     with pytest.raises(ConfigError, match=r"the chat template mine\.jinja is not valid Jinja"):
-        encoder_of(codec, 64, "cut").template.render_pieces(CHAT)
+        Encoder(codec, 64, "cut").template.render_pieces(CHAT)
 
 
 # --- which template -------------------------------------------------------------------------------

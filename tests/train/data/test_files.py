@@ -12,8 +12,8 @@ import pytest
 
 from tightfit.messages import Message
 from tightfit.train.data import DataSpec, Samples, Split, describe
+from tightfit.train.data.examples import SourceFile, array_items, trees_in
 from tightfit.train.data.samples import IGNORED
-from tightfit.train.data.sources import SourceFile, array_items, trees_in
 from tightfit.types import ConfigError
 
 Built = Callable[..., Split]

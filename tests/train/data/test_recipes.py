@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
+from stories import text as stories_text
 
 from tightfit.messages import Message
 from tightfit.train.data import DataSpec, Samples, Split, describe, explain
 from tightfit.train.data.cache import identify, open_store
-from tightfit.train.data.recipe import read_recipe, resolve
+from tightfit.train.data.examples import SHIPPED
+from tightfit.train.data.recipes import read_recipe, resolve
 from tightfit.train.data.samples import IGNORED
-from tightfit.train.data.sources import SHIPPED
-from tightfit.train.data.stories import text as stories_text
 from tightfit.train.data.tokens import codec_of
 from tightfit.types import ConfigError
 

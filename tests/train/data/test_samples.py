@@ -14,8 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightfit.train.data import DataSpec, Samples, Split, batch, describe, flatten, open_samples, worst
-from tightfit.train.data.samples import IGNORED
-from tightfit.train.data.view import pack
+from tightfit.train.data.samples import IGNORED, pack
 
 Built = Callable[..., Split]
 Lines = Callable[..., str]

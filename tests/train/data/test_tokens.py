@@ -11,8 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tightfit.train.data import load_tokenizer, pad_id
-from tightfit.train.data.encode import encoder_of
-from tightfit.train.data.tokens import Codec, codec_of
+from tightfit.train.data.tokens import Codec, Encoder, codec_of
 from tightfit.types import ConfigError, ModelError
 
 TEXT = "Zwölf Boxkämpfer 🥊\r\n\ttabs,  spaces, 你好, <|im_end|> and \x00."
@@ -38,7 +37,7 @@ def test_the_shipped_tokenizer_is_one_token_a_byte(tmp_path: Path) -> None:
 
 def test_a_codec_says_the_same_as_its_tokenizer(words_tokenizer: Any, tmp_path: Path) -> None:
     codec = codec_of(words_tokenizer, None)
-    made = np.concatenate(list(encoder_of(codec, 64, "cut").document(TEXT))).tolist()
+    made = np.concatenate(list(Encoder(codec, 64, "cut").document(TEXT))).tolist()
     assert made == [*words_tokenizer(TEXT)["input_ids"], words_tokenizer.eos_token_id]
     assert codec.decode(codec.encode(TEXT)) == TEXT
     codec.save(tmp_path / "codec.json")

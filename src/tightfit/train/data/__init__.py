@@ -2,12 +2,13 @@
 
     spec ─► prepare (one process) ─► cache on disk ─► open_samples (every rank) ─► Order ─► batch
 
-Readers (`sources`, `layouts`, `dialogues`), what makes text of them (`chat`, `recipe`, `prompt`), what makes tokens of
-that (`encode`, `build`, `cache`), and what a loop sees (`view`, `samples`, `order`).
+Readers (`examples`), what makes text of them (`chat`, `recipes`), what makes tokens of that (`tokens`, `cache`), and
+what a loop sees (`samples`, `order`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from tightfit.messages import Message, Said
-from tightfit.train.data.build import Progress
-from tightfit.train.data.cache import build_store, identify, lock
+from tightfit.train.data.cache import Progress, build_store, identify, lock
 from tightfit.train.data.order import Order
+from tightfit.train.data.recipes import resolve
 from tightfit.train.data.samples import (
     Description,
     GeneratedRows,
@@ -26,13 +27,14 @@ from tightfit.train.data.samples import (
     Split,
     TokenBatch,
     batch,
+    build_view,
     describe,
     flatten,
+    open_view,
     worst,
 )
 from tightfit.train.data.spec import GENERATED_SAMPLES, DataSpec, check_spec
 from tightfit.train.data.tokens import byte_tokenizer, codec_of, load_tokenizer, pad_id
-from tightfit.train.data.view import build_view, open_view
 
 __all__ = [
     "DataSpec",
@@ -70,29 +72,24 @@ def open_samples(spec: DataSpec, tokenizer: Any, cache: Path) -> Split:
     """The samples of a prepared data set; every rank maps the same files."""
     check_spec(spec)
     if spec.is_generated:
-        vocabulary = len(tokenizer)
         count = min(spec.samples or GENERATED_SAMPLES, spec.max_samples or 2**62)
-        held = (
-            min(count - 1, max(1, round(spec.evaluation_split * count))) if spec.evaluation_split and count > 1 else 0
-        )
-        return Split(
-            train=_random(spec, vocabulary, 0, count - held),
-            held=_random(spec, vocabulary, count - held, held) if held else None,
-        )
+        held = 0
+        if spec.evaluation_split and count > 1:
+            held = min(count - 1, max(1, round(spec.evaluation_split * count)))
+        generate = partial(_generate, spec, len(tokenizer))
+        return Split(train=generate(0, count - held), held=generate(count - held, held) if held else None)
     return open_view(identify(spec, codec_of(tokenizer, spec.template), cache), cache)
 
 
 def explain(spec: DataSpec, tokenizer: Any) -> tuple[Said, ...]:
     """What was chosen for the user and has to be known, a sentence each: to be shown once."""
-    from tightfit.train.data.recipe import resolve
-
     if spec.is_generated:
         return (Message("data.random-samples"),)
     resolved = resolve(spec) if spec.by_recipe else None
-    return (*codec_of(tokenizer, spec.template).said, *(resolved.said if resolved else ()))
+    return (*codec_of(tokenizer, spec.template).said, *(resolved.talks.said if resolved else ()))
 
 
-def _random(spec: DataSpec, vocabulary: int, first: int, count: int) -> Samples:
+def _generate(spec: DataSpec, vocabulary: int, first: int, count: int) -> Samples:
     rows = GeneratedRows(count=count, sequence=spec.sequence, vocabulary=vocabulary, seed=spec.seed, first=first)
     return Samples(
         rows=rows,

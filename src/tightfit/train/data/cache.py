@@ -13,35 +13,61 @@ KEY is a hash of the files' contents, the tokenizer, the template, the sequence,
 whatever changes a token changes the name of the folder. A folder is built under another name and renamed when it is
 whole, so a build that was killed leaves nothing that could be taken for finished. One builder at a time holds the
 lock; others wait for it and then find the work done.
+
+Tokens are made in several processes and little memory. The files are cut into pieces of some megabytes at line ends. A
+piece is one process's task: it reads its bytes, encodes example by example and writes a shard (tokens, lengths, which
+tokens are learned). Only counts travel between processes. The parent appends the shards in the order of the pieces, so
+that the result is the same bytes whatever the number of processes. Nothing ever holds more than a piece, its shard
+and, in the parent, a copy buffer. A child that outlives its parent would tokenise for nobody: each watches for that and
+ends itself.
 """
 
 from __future__ import annotations
 
+import codecs
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tightfit.inputs.records import read_json
-from tightfit.messages import Message, message_of
+from tightfit.messages import Message, Said, message_of
 from tightfit.owned import check_ours, find_strangers, flock, move_file, open_own, remove_folder, replace_file
 from tightfit.runs.folder import DATA_BUILDING, DATA_SET
 from tightfit.runs.processes import is_alive
-from tightfit.train.data.build import Counts, Progress, Task, append, encode_pieces, pieces_of
-from tightfit.train.data.layouts import RECIPE, TEXT, ExampleError, Layout, layout_of
-from tightfit.train.data.prompt import SectionCount
-from tightfit.train.data.recipe import Resolved, resolve
-from tightfit.train.data.sources import DataSource, Hashes, SourceFile, array_items, find_source, trees_in
+from tightfit.train.data.examples import (
+    RECIPE,
+    TEXT,
+    DataSource,
+    ExampleError,
+    Hashes,
+    Layout,
+    SourceFile,
+    array_items,
+    example_of,
+    find_source,
+    json_fault,
+    layout_of,
+    not_utf8,
+    trees_in,
+)
+from tightfit.train.data.recipes import Prompter, Resolved, Section, SectionCount, add_sections, resolve
 from tightfit.train.data.spec import DataSpec
-from tightfit.train.data.tokens import Codec
+from tightfit.train.data.tokens import Codec, Encoder
 from tightfit.types import ConfigError
 
 VERSION = 1
@@ -50,6 +76,15 @@ VERSION = 1
 MANIFEST = "manifest.json"
 INDEX_BLOCK = 65_536
 """Samples whose places are computed at a time."""
+
+
+PIECE_BYTES = 4 * 2**20
+ALONE_BYTES = 2**20
+"""Below this, starting processes takes longer than the work."""
+MOST_PROCESSES = 16
+
+PartKind = Literal["text", "lines"]
+Progress = Callable[[int, int, Message | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +121,59 @@ class Store:
     sections: tuple[SectionCount, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A part of a file that one process encodes."""
+
+    path: str
+    kind: PartKind
+    start: int
+    end: int
+    first: bool
+    """The beginning of its file."""
+    last: bool
+    unit: str
+    """What an example is called in a sentence, with `named`: a line of the file itself, or an item of a list."""
+    named: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A piece, and what to do with it."""
+
+    number: int
+    piece: FilePart
+    folder: str
+    layout: Layout
+    sequence: int
+    overlong: Literal["skip", "cut"]
+    sections: tuple[Section, ...]
+    """Of a recipe."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What came of a piece."""
+
+    examples: int = 0
+    cut: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    targets: str = ""
+    """Hash of the answers of a recipe's examples."""
+    sections: dict[str, SectionCount] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BadExample:
+    """An example that cannot be used. Where its piece begins, the parent finds out."""
+
+    line: int
+    """Counted from the piece's first, from 0."""
+    text: Said
+    """Empty: it is no UTF-8."""
+
+
 def identify(spec: DataSpec, codec: Codec, cache: Path) -> Wanted:
     """What the job asks for, and the name that it has in the cache."""
     hashes = Hashes(cache)
@@ -98,7 +186,7 @@ def identify(spec: DataSpec, codec: Codec, cache: Path) -> Wanted:
         layout = None if source.layout is None else asdict(source.layout)
         what: list[Any] = ["files", files, spec.format, layout, source.limit]
     else:
-        what = ["recipe", [hashes.of(path) for path in resolved.files], resolved.shared_json]
+        what = ["recipe", [hashes.of(path) for path in resolved.talks.files], resolved.shared_json]
     hashes.save()
     ends = [VERSION, codec.digest, spec.sequence, spec.overlong]
     arms = _digest([*what, *ends])
@@ -120,13 +208,28 @@ def build_store(want: Wanted, cache: Path, progress: Progress) -> None:
         return
     with stage(folder) as staging:
         want.codec.save(staging / "codec.json")
-        tasks = list(_tasks(want, staging, progress))
+        tasks: list[Task] = []
+        for path, kind, layout, unit, named in _files(want, staging, progress):
+            if path.stat().st_size == 0:
+                raise ConfigError(Message("data.empty", path=named))
+            tasks += [
+                Task(
+                    number=len(tasks) + at,
+                    piece=piece,
+                    folder=str(staging),
+                    layout=layout,
+                    sequence=want.spec.sequence,
+                    overlong=want.spec.overlong,
+                    sections=want.resolved.sections if want.resolved else (),
+                )
+                for at, piece in enumerate(_cut_into_pieces(path, kind, unit, named))
+            ]
         masked = any(task.piece.kind == "lines" and task.layout.kind != "text" for task in tasks)
         with _Assembly(staging, want.codec.dtype, want.spec.sequence, masked) as made:
             for task, counts in encode_pieces(tasks, progress):
                 made.take(task, counts)
         if not made.samples:
-            name = want.resolved.name if want.resolved else want.spec.path
+            name = want.resolved.talks.name if want.resolved else want.spec.path
             if not made.examples:
                 raise ConfigError(Message("data.no-tokens", name=name))
             if want.spec.overlong == "skip":
@@ -135,38 +238,25 @@ def build_store(want: Wanted, cache: Path, progress: Progress) -> None:
         (staging / "codec.json").unlink()
         for each in staging.glob("list-*.jsonl"):
             each.unlink()
-        _check_arms(want, made.targets.hexdigest(), cache)
+        if want.resolved is not None:
+            # All ablations of a recipe must be trained on the same answers: the first sets them for the others.
+            path, targets, arm = cache / f"arms-{want.arms_key}.json", made.targets.hexdigest(), want.resolved.arm
+            arms = read_json(path) if path.is_file() else {}
+            others = ", ".join(name for name, digest in arms.items() if digest != targets)
+            if others:
+                raise ConfigError(Message("data.other-answers", arm=arm, others=others))
+            replace_file(path, json.dumps({**arms, arm: targets}).encode(), sync=True)
         write_manifest(staging, {"version": VERSION, "key": want.key, **made.summary(), "dtype": want.codec.dtype.str})
 
 
-def _tasks(want: Wanted, staging: Path, progress: Progress) -> Iterator[Task]:
-    spec = want.spec
-    recipe = want.resolved.json if want.resolved else None
-    number = 0
-    for path, kind, layout, unit, named in _files(want, staging, progress):
-        if path.stat().st_size == 0:
-            raise ConfigError(Message("data.empty", path=named))
-        for piece in pieces_of(path, kind, unit=unit, named=named):  # type: ignore[arg-type]
-            yield Task(
-                number=number,
-                piece=piece,
-                folder=str(staging),
-                layout=layout,
-                sequence=spec.sequence,
-                overlong=spec.overlong,
-                recipe=recipe,
-            )
-            number += 1
-
-
-def _files(want: Wanted, staging: Path, progress: Progress) -> Iterator[tuple[Path, str, Layout, str, str]]:
+def _files(want: Wanted, staging: Path, progress: Progress) -> Iterator[tuple[Path, PartKind, Layout, str, str]]:
     """Every file as lines or text. Lists and dialogues are written out as lines first."""
     if want.resolved is not None:
         path = staging / "list-0.jsonl"
         with path.open("w", encoding="utf-8") as file:
             for record in want.resolved.records():
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        yield path, "lines", RECIPE, "example", want.resolved.name
+        yield path, "lines", RECIPE, "example", want.resolved.talks.name
         return
     assert want.source is not None
     for number, each in enumerate(want.source.files):
@@ -234,14 +324,25 @@ class _Assembly:
                 self.out["learned"].truncate(self.tokens + counts.tokens)
                 self.out["learned"].seek(self.tokens + counts.tokens)
         else:
-            self._take_lines(base)
+            if self.masked:
+                append(Path(f"{base}.learned"), self.out["learned"])
+            else:
+                Path(f"{base}.learned").unlink()
+            lengths = np.fromfile(f"{base}.lengths", dtype="<i4")
+            starts = self.tokens + np.cumsum(lengths, dtype="<i8") - lengths
+            self._index(starts, lengths, np.fromfile(f"{base}.losses", dtype="<i8"))
+            for name in ("lengths", "losses"):
+                Path(f"{base}.{name}").unlink()
+            groups = Path(f"{base}.groups")
+            if groups.exists():
+                self.grouped = True
+                append(groups, self.out["groups"])
         self.tokens += counts.tokens
         self.examples += counts.examples
         self.cut += counts.cut
         self.skipped += counts.skipped
         self.targets.update(counts.targets.encode())
-        for each in counts.sections:
-            self.sections[each.field] = self.sections.get(each.field, SectionCount(field=each.field)).plus(each)
+        add_sections(self.sections, counts.sections.values())
         if task.piece.kind == "text" and task.piece.last:
             # The samples of a whole text. A last token alone has nothing to be predicted from, and is left.
             for first in range(self.text_start, self.tokens, INDEX_BLOCK * self.sequence):
@@ -250,23 +351,6 @@ class _Assembly:
                 lengths = np.minimum(self.tokens - starts, self.sequence)
                 keep = lengths > 1
                 self._index(starts[keep], lengths[keep], lengths[keep] - 1)
-
-    def _take_lines(self, base: Path) -> None:
-        learned = Path(f"{base}.learned")
-        if self.masked:
-            append(learned, self.out["learned"])
-        else:
-            learned.unlink()
-        lengths = np.fromfile(f"{base}.lengths", dtype="<i4")
-        losses = np.fromfile(f"{base}.losses", dtype="<i8")
-        starts = self.tokens + np.cumsum(lengths, dtype="<i8") - lengths
-        self._index(starts, lengths, losses)
-        for name in ("lengths", "losses"):
-            Path(f"{base}.{name}").unlink()
-        groups = Path(f"{base}.groups")
-        if groups.exists():
-            self.grouped = True
-            append(groups, self.out["groups"])
 
     def _index(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any], losses: npt.NDArray[Any]) -> None:
         self.out["starts"].write(starts.astype("<i8").tobytes())
@@ -286,16 +370,173 @@ class _Assembly:
         }
 
 
-def _check_arms(want: Wanted, targets: str, cache: Path) -> None:
-    """All ablations of a recipe must be trained on the same answers: the first sets them, the others are held to it."""
-    if want.resolved is None:
+# --- examples to tokens, in several processes ------------------------------------------------------
+
+
+def _cut_into_pieces(path: Path, kind: PartKind, unit: str, named: str) -> Iterator[FilePart]:
+    """A file in pieces that begin and end with lines. The borders depend on the file alone."""
+    size, start = path.stat().st_size, 0
+    with path.open("rb") as file:
+        while start < size:
+            end = _border(file, min(start + PIECE_BYTES, size), size, kind)
+            first, last = start == 0, end >= size
+            yield FilePart(str(path), kind, start, end, first=first, last=last, unit=unit, named=named)
+            start = end
+
+
+def _border(file: BinaryIO, at: int, size: int, kind: str) -> int:
+    """The next line end. A text without lines is cut between two letters instead."""
+    file.seek(at)
+    while at < size:
+        part = file.readline(ALONE_BYTES)
+        if part.endswith(b"\n") or not part:
+            return at + len(part)
+        if kind == "text" and len(part) == ALONE_BYTES:
+            return at + next(i for i in range(len(part)) if part[i] & 0xC0 != 0x80)
+        at += len(part)
+    return size
+
+
+@lru_cache(maxsize=1)
+def _encoder(folder: str, sequence: int, overlong: Literal["skip", "cut"]) -> Encoder:
+    return Encoder(Codec.load(Path(folder) / "codec.json"), sequence, overlong)
+
+
+def encode_piece(task: Task) -> Counts | BadExample:
+    """Write the shard of one piece."""
+    piece, encoder = task.piece, _encoder(task.folder, task.sequence, task.overlong)
+    base = Path(task.folder) / f"shard-{task.number:07d}"
+    counts = Counts()
+    if piece.kind == "text":
+        # Tokens alone: the samples of a text reach over the borders of pieces, and the parent cuts them.
+        with open(piece.path, "rb") as file:
+            file.seek(piece.start)
+            raw = file.read(piece.end - piece.start)
+        try:
+            text = (raw.removeprefix(codecs.BOM_UTF8) if piece.first else raw).decode("utf-8")
+        except UnicodeDecodeError:
+            return BadExample(0, "")
+        with open(f"{base}.tokens", "wb") as out:
+            for ids in encoder.document(text, begins=piece.first, ends=piece.last):
+                out.write(ids.data)
+                counts.tokens += len(ids)
+        return counts
+    prompter, targets = Prompter(task.sections, encoder), hashlib.sha256()
+    lengths: list[int] = []
+    losses: list[int] = []
+    groups: list[list[int]] = []
+    line = -1
+    with ExitStack() as stack:
+        file = stack.enter_context(open(piece.path, "rb"))
+        tokens = stack.enter_context(open(f"{base}.tokens", "wb"))
+        learned = stack.enter_context(open(f"{base}.learned", "wb"))
+        file.seek(piece.start)
+        while file.tell() < piece.end:
+            line += 1
+            raw = file.readline()
+            try:
+                text = (raw.removeprefix(codecs.BOM_UTF8) if piece.first and line == 0 else raw).decode("utf-8")
+            except UnicodeDecodeError:
+                return BadExample(line, "")
+            if not text.strip():
+                continue
+            try:
+                tree = json.loads(text)
+            except ValueError as error:
+                return BadExample(line, Message("data.not-json", why=json_fault(error)))
+            except RecursionError:
+                return BadExample(line, Message("data.nested-too-deeply"))
+            counts.examples += 1
+            try:
+                if task.layout.kind == "recipe":
+                    made = prompter.prompt(tree)
+                    samples = [made.encoded] if made.encoded is not None else []
+                    add_sections(counts.sections, made.sections)
+                    if samples:
+                        groups.append(tree["groups"])
+                        targets.update(json.dumps([tree["name"], made.target], ensure_ascii=False).encode())
+                else:
+                    samples = encoder.samples(example_of(tree, task.layout))
+            except (ExampleError, ConfigError) as error:
+                return BadExample(line, message_of(error))
+            counts.skipped += not samples
+            for sample in samples:
+                counts.cut += sample.cut
+                counts.tokens += len(sample.ids)
+                tokens.write(sample.ids.astype(encoder.codec.dtype, copy=False).tobytes())
+                learned.write(sample.learned.tobytes())
+                lengths.append(len(sample.ids))
+                losses.append(sample.loss_tokens)
+    counts.targets = targets.hexdigest()
+    Path(f"{base}.lengths").write_bytes(np.asarray(lengths, dtype="<i4").tobytes())
+    Path(f"{base}.losses").write_bytes(np.asarray(losses, dtype="<i8").tobytes())
+    if groups:
+        Path(f"{base}.groups").write_bytes(np.asarray(groups, dtype="<i4").tobytes())
+    return counts
+
+
+def encode_pieces(tasks: list[Task], progress: Progress) -> Iterator[tuple[Task, Counts]]:
+    """Every piece with its counts, in order. The first wrong example in that order is the error."""
+    total = sum(task.piece.end - task.piece.start for task in tasks)
+    done = 0
+    progress(0, total, Message("data.tokenising"))
+    for task, outcome in _run(tasks, total):
+        piece = task.piece
+        if isinstance(outcome, BadExample):
+            if not outcome.text:
+                raise not_utf8(Path(piece.path))
+            number = outcome.line + 1
+            with open(piece.path, "rb") as file:
+                for start in range(0, piece.start, PIECE_BYTES):
+                    number += file.read(min(PIECE_BYTES, piece.start - start)).count(b"\n")
+            of_list = piece.unit == "example"
+            name = Message("data.example", number=number) if of_list else Message("data.line", number=number)
+            raise ConfigError(Message("data.bad-example", name=name, path=piece.named, problem=outcome.text))
+        done += piece.end - piece.start
+        progress(done, total, Message("data.tokenising"))
+        yield task, outcome
+
+
+def _run(tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, Counts | BadExample]]:
+    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(tasks))
+    if workers < 2 or total_bytes < ALONE_BYTES:
+        for task in tasks:
+            yield task, encode_piece(task)
         return
-    path = cache / f"arms-{want.arms_key}.json"
-    arms = read_json(path) if path.is_file() else {}
-    others = {name: digest for name, digest in arms.items() if digest != targets}
-    if others:
-        raise ConfigError(Message("data.other-answers", arm=want.resolved.arm, others=", ".join(others)))
-    replace_file(path, json.dumps({**arms, want.resolved.arm: targets}).encode(), sync=True)
+    context = multiprocessing.get_context("spawn")  # the parent may hold threads and a GPU: no fork
+    workers = min(workers, MOST_PROCESSES)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_the_parent) as pool:
+        waiting: list[tuple[Task, Any]] = []
+        try:
+            for task in tasks:
+                waiting.append((task, pool.submit(encode_piece, task)))
+                if len(waiting) > 2 * workers:  # no further ahead: shards of pieces not yet appended fill the disk
+                    first, future = waiting.pop(0)
+                    yield first, future.result()
+            for first, future in waiting:
+                yield first, future.result()
+        except BrokenProcessPool:
+            raise ConfigError(Message("data.tokeniser-killed")) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def append(source: Path, target: BinaryIO) -> None:
+    """Move a shard's file to the end of another."""
+    with source.open("rb") as file:
+        shutil.copyfileobj(file, target, 2**20)
+    source.unlink()
 
 
 # --- folders --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Chats to text, and which of the text is an answer.
+"""Chats to text, and which of the text is an answer; and chat templates by name, for tokenizers that have none.
 
 A chat template is a program that may do anything: fold the system turn into the user's, refuse two turns of one role,
 drop the thoughts of earlier answers, add an empty thought to the last. So the answers are not searched for by their
@@ -14,16 +14,19 @@ date: a template that asks for today's would give other tokens every day, so it 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tightfit.messages import Message, Said
+from tightfit.inputs.spelling import nearest, read_text
+from tightfit.messages import Message, Said, text
 from tightfit.types import ConfigError
 
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
@@ -33,6 +36,9 @@ STAND_IN = "…"
 """A user's turn where a template wants one and the chat has none."""
 
 DATE = "26 Jul 2024"
+
+REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError)
+"""What a template raises that does not take some turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +81,18 @@ class ChatTemplate:
     special: tuple[tuple[str, str], ...]
 
     @cached_property
-    def _compile(self) -> Any:
+    def compiled(self) -> Any:
+        def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = refuse
         if "strftime_now is defined" not in self.source:
             environment.globals["strftime_now"] = lambda form: DATE
         try:
@@ -91,12 +103,8 @@ class ChatTemplate:
     def render(self, turns: Sequence[Turn], *, prompt: bool = False) -> str:
         """The text, with marks where the template has them. Raises jinja2's error where it refuses."""
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        special = {"bos_token": "", "eos_token": "", **dict(self.special)}
-        return str(
-            self._compile.render(messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special)
-        )
-
-    # --- what it refuses --------------------------------------------------------------------------
+        values = {"bos_token": "", "eos_token": "", **dict(self.special), "add_generation_prompt": prompt}
+        return str(self.compiled.render(messages=messages, tools=None, documents=None, **values))
 
     @cached_property
     def takes_system(self) -> bool:
@@ -108,14 +116,14 @@ class ChatTemplate:
 
     @cached_property
     def takes_repeats(self) -> bool:
-        first = (Turn("user", "u-s-r"), Turn("user", "v-s-r"), Turn("assistant", "a-n-s"), Turn("assistant", "b-n-s"))
-        return self._shows(*first)
+        users = Turn("user", "u-s-r"), Turn("user", "v-s-r")
+        return self._shows(*users, Turn("assistant", "a-n-s"), Turn("assistant", "b-n-s"))
 
     def _shows(self, *turns: Turn) -> bool:
         """Whether it accepts these turns and leaves none out."""
         try:
             text = self.render(turns)
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError):
+        except REFUSALS:
             return False
         return all(turn.content in text for turn in turns)
 
@@ -123,14 +131,24 @@ class ChatTemplate:
         """The same chat in a form that the template takes; what follows the last answer is left out."""
         last = max((at for at, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
         made = list(turns[: last + 1])
-        if not self.takes_system:
-            made = _fold_system_turns(made)
+        if not self.takes_system:  # then it becomes the beginning of the user's turn that follows
+            made, waiting = [], ""
+            for turn in turns[: last + 1]:
+                if turn.role == "system":
+                    waiting = f"{waiting}\n\n{turn.content}".strip()
+                    continue
+                if waiting and turn.role == "user":
+                    made.append(Turn("user", f"{waiting}\n\n{turn.content}".strip()))
+                else:
+                    made += [Turn("user", waiting), turn] if waiting else [turn]
+                waiting = ""
         first = 1 if made and made[0].role == "system" else 0
         if made and made[first].role == "assistant" and not self.takes_answer_first:
             made.insert(first, Turn("user", STAND_IN))
-        return tuple(made if self.takes_repeats else _merge_turns(made))
-
-    # --- where the answers are --------------------------------------------------------------------
+        if self.takes_repeats:
+            return tuple(made)
+        neighbours = groupby(made, key=lambda turn: turn.role)
+        return tuple(Turn(role, "\n".join(turn.content for turn in same)) for role, same in neighbours)
 
     def render_pieces(self, turns: Sequence[Turn], *, last_only: bool = False) -> Rendered:
         """The chat as text with its answers, of which `last_only` keeps one."""
@@ -140,15 +158,18 @@ class ChatTemplate:
         try:
             whole = self.render(turns)
             if OPEN in whole:
-                text, answers = _marks(whole)
+                text, answers = "", []
+                for part in whole.split(OPEN):
+                    inside, mark, after = part.partition(CLOSE)
+                    if mark:
+                        answers.append((len(text), len(text) + len(inside)))
+                    text += inside + after
             else:
                 text = whole
-                answers = tuple(
-                    self._answer(text, turns, at) for at, turn in enumerate(turns) if turn.role == "assistant"
-                )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+                answers = [self._answer(text, turns, at) for at, turn in enumerate(turns) if turn.role == "assistant"]
+        except REFUSALS as error:
             raise ConfigError(Message("data.template-refuses", name=self.name, why=error)) from None
-        return Rendered(text=text, answers=answers[-1:] if last_only else answers)
+        return Rendered(text=text, answers=tuple(answers[-1:] if last_only else answers))
 
     def _answer(self, text: str, turns: Sequence[Turn], at: int) -> tuple[int, int]:
         """From the end of the prompt to the end of the turn."""
@@ -169,48 +190,108 @@ class ChatTemplate:
         return len(before), len(before) + len(text[len(before) : end].rstrip())
 
 
-def _marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    answers, plain = [], ""
-    for part in text.split(OPEN):
-        inside, mark, after = part.partition(CLOSE)
-        if mark:
-            answers.append((len(plain), len(plain) + len(inside)))
-        plain += inside + after
-    return plain, tuple(answers)
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
+{%- else %}
+{{- message['content'] | trim + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+
+GEMMA = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- for message in messages %}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{%- endif %}
+{%- if message['role'] == 'assistant' %}
+{{- '<start_of_turn>model\\n' }}
+{%- generation %}{{- message['content'] | trim + '<end_of_turn>' }}{%- endgeneration %}
+{%- else %}
+{{- '<start_of_turn>' + message['role'] + '\\n' + message['content'] | trim + '<end_of_turn>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
+"""
+
+ALPACA = """\
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' %}
+{{- '### Response:\\n' }}
+{%- generation %}{{- message['content'] + eos_token }}{%- endgeneration %}
+{{- '\\n\\n' }}
+{%- elif message['role'] == 'system' %}
+{{- message['content'] + '\\n\\n' }}
+{%- else %}
+{{- '### Instruction:\\n' + message['content'] + '\\n\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '### Response:\\n' }}{%- endif %}
+"""
+
+PLAIN = """\
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' %}
+{{- 'Assistant: ' }}
+{%- generation %}{{- message['content'] + eos_token }}{%- endgeneration %}
+{{- '\\n' }}
+{%- elif message['role'] == 'system' %}
+{{- message['content'] + '\\n' }}
+{%- else %}
+{{- 'User: ' + message['content'] + '\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Assistant: ' }}{%- endif %}
+"""
+
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "alpaca": ALPACA, "plain": PLAIN}
+
+OTHER_NAMES = {"qwen": "chatml", "gemma2": "gemma", "gemma3": "gemma", "llama-3": "llama3", "default": "plain"}
+"""What LLaMA-Factory calls the same turns."""
+
+FALLBACK = "plain"
 
 
-def _fold_system_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """System turns as the beginning of the user's turn that follows."""
-    made: list[Turn] = []
-    waiting = ""
-    for turn in turns:
-        if turn.role == "system":
-            waiting = f"{waiting}\n\n{turn.content}".strip()
-        elif waiting and turn.role == "user":
-            made.append(Turn("user", f"{waiting}\n\n{turn.content}".strip()))
-            waiting = ""
-        elif waiting:
-            made += [Turn("user", waiting), turn]
-            waiting = ""
-        else:
-            made.append(turn)
-    return made
+def choose_template(asked: str | None, own: str | None) -> tuple[Said, str, tuple[Message, ...]]:
+    """Name and source of the template asked for, else of the tokenizer's own, else of a simple one; and why so."""
+    if asked is None:
+        if own:
+            return Message("data.own-template"), own, ()
+        return FALLBACK, TEMPLATES[FALLBACK], (Message("data.fallback-template", fallback=FALLBACK),)
+    name = OTHER_NAMES.get(asked.lower(), asked.lower())
+    if name in TEMPLATES:
+        return name, TEMPLATES[name], ()
+    path = Path(asked).expanduser()
+    if path.is_file():
+        return path.name, read_text(path, text("data.jinja-template")), ()
+    known = ", ".join(TEMPLATES)
+    if path.suffix in (".jinja", ".j2") or "/" in asked:
+        raise ConfigError(Message("data.no-template-file", asked=asked, known=known))
+    hint = hint_at(asked, TEMPLATES, Message("data.known-templates", known=known))
+    raise ConfigError(Message("data.no-template", asked=asked, hint=hint))
 
 
-def _merge_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """Neighbours of one role as one turn."""
-    made: list[Turn] = []
-    for turn in turns:
-        if made and made[-1].role == turn.role:
-            made[-1] = Turn(turn.role, f"{made[-1].content}\n{turn.content}")
-        else:
-            made.append(turn)
-    return made
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
+def hint_at(word: str, known: Collection[str], otherwise: Message) -> Message:
+    """Which known word was probably meant; where none is close, `otherwise`."""
+    close = nearest(word, known)
+    return Message("data.did-you-mean", close=close) if close else otherwise

@@ -19,16 +19,20 @@ from typing import Any
 
 from tightfit.inputs.records import read_json
 from tightfit.messages import Message, Said, message_of
-from tightfit.train.data.build import PIECE_BYTES
-from tightfit.train.data.cache import first_layout
+from tightfit.train.data.cache import PIECE_BYTES, first_layout
 from tightfit.train.data.chat import Rendered
-from tightfit.train.data.encode import Encoded, Encoder, encoder_of
-from tightfit.train.data.layouts import Example, ExampleError, Layout, example_of
-from tightfit.train.data.prompt import SectionCount, prompter_of
-from tightfit.train.data.recipe import ALL_ON, Resolved, read_recipe, resolve
-from tightfit.train.data.sources import SourceFile, find_source, not_utf8, trees_in
+from tightfit.train.data.examples import (
+    TEXT,
+    Example,
+    ExampleError,
+    example_of,
+    find_source,
+    not_utf8,
+    trees_in,
+)
+from tightfit.train.data.recipes import ALL_ON, Prompter, Resolved, SectionCount, add_sections, resolve
 from tightfit.train.data.spec import DataSpec, check_spec
-from tightfit.train.data.tokens import codec_of, load_tokenizer
+from tightfit.train.data.tokens import Encoded, Encoder, codec_of, load_tokenizer
 from tightfit.types import ConfigError
 
 LOOKED_AT = 200
@@ -68,8 +72,7 @@ class _Sum:
             self.tokens += len(sample.ids)
             self.loss_tokens += sample.loss_tokens
             self.cut += sample.cut
-        for each in sections:
-            self.sections[each.field] = self.sections.get(each.field, SectionCount(field=each.field)).plus(each)
+        add_sections(self.sections, sections)
 
     def line(self, ablation: str | None) -> dict[str, Any]:
         counts = {
@@ -85,7 +88,7 @@ def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, An
     if spec.is_generated:
         raise ConfigError(Message("data.nothing-to-preview"))
     codec = codec_of(tokenizer, spec.template)
-    encoder = encoder_of(codec, spec.sequence, spec.overlong)
+    encoder = Encoder(codec, spec.sequence, spec.overlong)
     head = {
         "kind": "head",
         "tokenizer": spec.tokenizer or Message("data.byte-tokenizer"),
@@ -94,49 +97,35 @@ def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, An
     }
     if spec.by_recipe:
         resolved = resolve(spec)
-        yield {**head, "source": resolved.name, "format": "recipe", "said": [*codec.said, *resolved.said]}
-        yield from _recipe_lines(spec, resolved, encoder, count)
+        yield {**head, "source": resolved.talks.name, "format": "recipe", "said": [*codec.said, *resolved.talks.said]}
+        yield from _arm_lines(resolved, encoder, count)
+        names = [name for name, _ in resolved.recipe.ablations if name != ALL_ON] if spec.ablation is None else []
+        for arm in names:  # counts of all where none was asked for
+            yield from _arm_lines(resolve(replace(spec, ablation=arm)), encoder, 0)
         return
-    chat, lines = _file_lines(spec, encoder, count)
-    yield {**head, "source": spec.path, "format": "chat" if chat else "text", "said": list(codec.said) if chat else []}
-    yield from lines
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def _file_lines(spec: DataSpec, encoder: Encoder, count: int) -> tuple[bool, Iterator[dict[str, Any]]]:
     assert spec.path is not None
     source = find_source(spec.path, spec.format)
-    file = source.files[0]
+    file, total = source.files[0], _Sum()
+    layout = TEXT if file.kind == "text" else source.layout or first_layout(file, spec.format)
+    chat = layout.kind != "text"
+    yield {**head, "source": spec.path, "format": "chat" if chat else "text", "said": list(codec.said) if chat else []}
     if file.kind == "text":
-        return False, _text_lines(file.path, encoder, count)
-    layout = source.layout or first_layout(file, spec.format)
-    return layout.kind != "text", _example_lines(file, layout, encoder, count)
-
-
-def _text_lines(path: Path, encoder: Encoder, count: int) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        raw = file.read(PIECE_BYTES // 4)
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        if error.end < len(raw) or len(raw) < PIECE_BYTES // 4:
-            raise not_utf8(path) from None
-        text = raw[: error.start].decode("utf-8-sig")
-    if not text:
-        raise ConfigError(Message("data.empty", path=path))
-    total = _Sum()
-    samples = encoder.samples(Example(text=text))
-    total.add(samples)
-    for number, sample in enumerate(samples[:count], start=1):
-        yield _example(Message("data.part", number=number), encoder, sample, None)
-    yield total.line(None)
-
-
-def _example_lines(file: SourceFile, layout: Layout, encoder: Encoder, count: int) -> Iterator[dict[str, Any]]:
-    total = _Sum()
-    shown = 0
+        with file.path.open("rb") as opened:
+            raw = opened.read(PIECE_BYTES // 4)
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            if error.end < len(raw) or len(raw) < PIECE_BYTES // 4:
+                raise not_utf8(file.path) from None
+            text = raw[: error.start].decode("utf-8-sig")
+        if not text:
+            raise ConfigError(Message("data.empty", path=file.path))
+        samples = encoder.samples(Example(text=text))
+        total.add(samples)
+        for number, sample in enumerate(samples[:count], start=1):
+            yield _example(Message("data.part", number=number), encoder, sample, None)
+        yield total.line(None)
+        return
     for name, tree in islice(trees_in(file), LOOKED_AT):
         try:
             example = example_of(tree, layout)
@@ -145,45 +134,29 @@ def _example_lines(file: SourceFile, layout: Layout, encoder: Encoder, count: in
             problem = message_of(error)
             raise ConfigError(Message("data.bad-example", name=name, path=file.path, problem=problem)) from None
         total.add(samples)
-        if shown < count and samples:
-            shown += 1
+        if count > 0 and samples:
+            count -= 1
             rendered = encoder.template.render_pieces(example.turns) if example.text is None else None
             yield _example(name, encoder, samples[0], rendered)
     yield total.line(None)
 
 
-# --- recipes --------------------------------------------------------------------------------------
-
-
-def _recipe_lines(spec: DataSpec, resolved: Resolved, encoder: Encoder, count: int) -> Iterator[dict[str, Any]]:
-    """Examples of the ablation that was asked for; counts of it, or of all where none was."""
-    yield from _arm_lines(resolved, encoder, count)
-    if spec.ablation is not None:
-        return
-    for name, _ in read_recipe(spec.recipe or "shipped:persona").ablations:
-        if name != ALL_ON:
-            yield from _arm_lines(resolve(replace(spec, ablation=name)), encoder, 0)
-
-
 def _arm_lines(resolved: Resolved, encoder: Encoder, count: int) -> Iterator[dict[str, Any]]:
-    prompter = prompter_of(resolved.json, encoder)
+    prompter = Prompter(resolved.sections, encoder)
     total = _Sum()
     shown = 0
     for record in islice(resolved.records(), LOOKED_AT):
         try:
             made = prompter.prompt(record)
         except ExampleError as error:
-            name, problem = record["name"], message_of(error)
-            raise ConfigError(Message("data.bad-example", name=name, path=resolved.name, problem=problem)) from None
+            where = {"name": record["name"], "path": resolved.talks.name}
+            raise ConfigError(Message("data.bad-example", **where, problem=message_of(error))) from None
         total.add([made.encoded] if made.encoded is not None else [], made.sections)
         if shown < count and made.encoded is not None:
             shown += 1
-            line = _example(made.name, encoder, made.encoded, made.rendered)
+            line = _example(record["name"], encoder, made.encoded, made.rendered)
             yield line | {"ablation": resolved.arm, "sections": [asdict(each) for each in made.sections]}
     yield total.line(resolved.arm)
-
-
-# --- one example ----------------------------------------------------------------------------------
 
 
 def _example(name: Said, encoder: Encoder, sample: Encoded, rendered: Rendered | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tokenizers: loading one, the byte-level one that ships, and the part of either that a build needs.
+"""Tokenizers: loading one, the byte-level one that ships, and what turns an example into the tokens of samples.
 
 A build runs in several processes, and none of them should load transformers (and with it, sooner or later, torch) to
 turn text into numbers. `Codec` is what they get instead: the tokenizer's own JSON for the Rust library that does the
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from tightfit.inputs.records import parse_json
 from tightfit.messages import Message, Said, as_json, from_json
-from tightfit.train.data.templates import CHATML, choose_template
+from tightfit.train.data.chat import CHATML, ChatTemplate, Rendered, choose_template
+from tightfit.train.data.examples import Example
 from tightfit.types import ConfigError, ModelError
 
 END, PAD, TURN_START, TURN_END = "<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -82,7 +84,18 @@ class Codec:
     def encode_with_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
         """The same, and for each part of the text the tokens that lie wholly within it."""
         made = self.backend.encode(text, add_special_tokens=False)
-        return list(made.ids), [_tokens_of(made, text, first, last) for first, last in spans]
+
+        def token_at(place: int) -> int:
+            found = (made.char_to_token(at) for at in range(place, len(text)))  # blanks may have no token
+            return next((token for token in found if token is not None), len(made.ids))
+
+        within = []
+        for first, last in spans:
+            start = token_at(first)
+            if start < len(made.ids) and made.token_to_chars(start)[0] < first:
+                start += 1
+            within.append((start, max(start, token_at(last))))
+        return list(made.ids), within
 
     def _plain(self, text: str) -> Any:
         """Without places in the text, which take half of the time."""
@@ -101,19 +114,6 @@ class Codec:
         return Codec(**{**values, "template_name": name, "said": said})
 
 
-def _tokens_of(made: Any, text: str, first: int, last: int) -> tuple[int, int]:
-    """From the first token that begins at or after `first` to the first that reaches over `last`."""
-
-    def token_at(place: int) -> int:
-        found = (made.char_to_token(at) for at in range(place, len(text)))  # blanks may have no token
-        return next((token for token in found if token is not None), len(made.ids))
-
-    start = token_at(first)
-    if start < len(made.ids) and made.token_to_chars(start)[0] < first:
-        start += 1
-    return start, max(start, token_at(last))
-
-
 def codec_of(tokenizer: Any, template: str | None) -> Codec:
     """What a build needs of a transformers tokenizer. `template`: a name, a file, or None for the tokenizer's own."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -122,17 +122,16 @@ def codec_of(tokenizer: Any, template: str | None) -> Codec:
     special = {name: str(value) for name in SPECIAL if (value := getattr(tokenizer, name, None)) is not None}
     # Some tokenizers have several templates by name; `default` is for plain chat.
     own = tokenizer.chat_template
-    chosen = choose_template(template, own.get("default") if isinstance(own, dict) else own)
+    name, source, said = choose_template(template, own.get("default") if isinstance(own, dict) else own)
     bos = tokenizer.bos_token_id
-    plain = tokenizer("a")["input_ids"]
     return Codec(
         tokenizer_json=backend.to_str(),
         special=special,
-        template=chosen.source,
-        template_name=chosen.name,
-        bos_id=bos if bos is not None and plain[:1] == [bos] else None,
+        template=source,
+        template_name=name,
+        bos_id=bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None,
         eos_id=tokenizer.eos_token_id,
-        said=chosen.said,
+        said=said,
     )
 
 
@@ -160,10 +159,8 @@ def load_tokenizer(source: str | None, vocab_size: int, *, trust_remote_code: bo
 
 def pad_id(tokenizer: Any) -> int:
     """What rows are filled up with. Its labels never count, so any token will do."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return int(next((token for token in known if token is not None), 0))
 
 
 def byte_tokenizer() -> Any:
@@ -185,3 +182,79 @@ def byte_tokenizer() -> Any:
     )
     made.chat_template = CHATML
     return made
+
+
+TEXT_BLOCK = 2**16
+"""Letters that are given to the tokenizer at a time: its bookkeeping is a hundred times the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """One sample: its tokens, and for each whether the model must write it. The first never counts."""
+
+    ids: npt.NDArray[Any]
+    learned: npt.NDArray[np.uint8]
+    cut: bool = False
+    """It was longer."""
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(self.learned[1:].sum())
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What turns examples into samples."""
+
+    codec: Codec
+    sequence: int
+    overlong: Literal["skip", "cut"]
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        codec = self.codec
+        return ChatTemplate(source=codec.template, name=codec.template_name, special=tuple(codec.special.items()))
+
+    def samples(self, example: Example) -> list[Encoded]:
+        """A text becomes as many samples as it fills; a chat becomes one, or none where it does not fit."""
+        if example.text is not None:
+            ids = np.concatenate([np.empty(0, dtype=self.codec.dtype), *self.document(example.text)])
+            rows = (ids[at : at + self.sequence] for at in range(0, len(ids), self.sequence))
+            return [
+                Encoded(ids=row, learned=(np.arange(len(row)) > 0).astype(np.uint8)) for row in rows if len(row) > 1
+            ]
+        made = self.chat(self.template.render_pieces(example.turns))
+        return [made] if made is not None else []
+
+    def chat(self, rendered: Rendered) -> Encoded | None:
+        """A chat within the sequence; None: nothing of it can be learned, or it is too long and not to be cut."""
+        made = self.whole(rendered)
+        if len(made.ids) > self.sequence:
+            if self.overlong == "skip":
+                return None
+            made = Encoded(ids=made.ids[: self.sequence], learned=made.learned[: self.sequence], cut=True)
+        return made if made.loss_tokens else None
+
+    def whole(self, rendered: Rendered) -> Encoded:
+        """A chat, however long. A token that reaches back before an answer belongs to the prompt."""
+        ids, spans = self.codec.encode_with_spans(rendered.text, rendered.answers)
+        learned = np.zeros(len(ids), dtype=np.uint8)
+        for first, last in spans:
+            learned[first:last] = 1
+        learned[:1] = 0
+        return Encoded(ids=np.asarray(ids, dtype=self.codec.dtype), learned=learned)
+
+    def document(self, text: str, *, begins: bool = True, ends: bool = True) -> Iterator[npt.NDArray[Any]]:
+        """The tokens of a text of any length, block by block; with those of its beginning and its end."""
+        codec = self.codec
+        if begins and codec.bos_id is not None:
+            yield np.asarray([codec.bos_id], dtype=codec.dtype)
+        at = 0
+        while at < len(text):  # in blocks that end with lines where there are any: no token may reach over a border
+            end = min(at + TEXT_BLOCK, len(text))
+            if end < len(text):
+                end = text.rfind("\n", at, end) + 1 or end
+            yield np.asarray(codec.encode(text[at:end]), dtype=codec.dtype)
+            at = end
+        if ends and codec.eos_id is not None:
+            yield np.asarray([codec.eos_id], dtype=codec.dtype)

@@ -1,6 +1,6 @@
 """The plain text that ships: short stories from a few hand-written pieces.
 
-    python -m tightfit.train.data.stories > shipped/stories.txt
+    python benchmarks/stories.py > src/tightfit/train/data/shipped/stories.txt
 
 writes the file anew, always the same. It is meant for models of some hundred thousand weights: few words, plain
 sentences and a plot that repeats, so that a minute on a CPU shows a loss that falls and words that come out right.
