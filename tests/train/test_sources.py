@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_models import FAMILIES, config_of, on_meta, real
 
 from tightfit.messages import Message
-from tightfit.train.sources import Safetensors, open_weights
-from tightfit.train.sources_names import map_names
+from tightfit.train.sources import Safetensors, map_names, open_weights
 from tightfit.types import ModelError
 
 

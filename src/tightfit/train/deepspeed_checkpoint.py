@@ -30,7 +30,7 @@ from tightfit.messages import Listing, Message, Said, message_of
 from tightfit.train.engines import MASTER, LossScale, moments
 from tightfit.train.safetensors_files import Stored
 from tightfit.train.saved_names import adapter_name
-from tightfit.train.sources_names import map_names, wrong_shape
+from tightfit.train.sources import map_names, wrong_shape
 from tightfit.types import ConfigError, ModelError, Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

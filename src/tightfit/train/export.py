@@ -64,11 +64,11 @@ def export(spec: Spec, told: Told) -> Exported:
         if find_spec(package) is None:
             raise ConfigError(Message("train.export-needs", package=package))
     if found.kind == "deepspeed":
-        from tightfit.train.export_deepspeed import export_checkpoint
+        from tightfit.train.export_model import export_checkpoint
 
         return export_checkpoint(found, spec, told)
     if found.kind == "adapter":
-        from tightfit.train.export_adapter import export_merged
+        from tightfit.train.export_model import export_merged
 
         return export_merged(found, spec, told)
     from tightfit.train.export_model import export_copy

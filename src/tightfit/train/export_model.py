@@ -1,13 +1,24 @@
-"""A Hugging Face folder from a source of weights, a tensor at a time.
+"""A Hugging Face folder from weights, a tensor at a time: of a model, an adapter, or a DeepSpeed checkpoint.
 
 What exports share: the model on the meta device, for its names and shapes; the files beside the weights; and a
 stream of pieces that is written as it is read, so that neither side is ever whole in memory.
+
+A LoRA adapter is merged into its base, W + scale · B · A, some rows at a time. The sum is taken in fp32 and rounded
+once. What PEFT can put into an adapter and a plain weight cannot hold (DoRA, biases of B, other methods than LoRA) is
+refused by name rather than left out.
+
+A DeepSpeed checkpoint of some other program goes through DeepSpeed's own converter, which opens pickles; the caller has
+made sure that the user trusts them. It is asked to be lazy: it holds references into the files, and each tensor is put
+together when it is written.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -16,13 +27,19 @@ from typing import Any
 
 import torch
 
+from tightfit.formats.worker.read import find_worker
+from tightfit.inputs.records import read_json
 from tightfit.messages import Message
+from tightfit.runs.checkpoints import states_folder
 from tightfit.train.build import DTYPES, quiet_transformers, skeleton
 from tightfit.train.export_source import Exported, ExportSource, Kind, Spec, Told
+from tightfit.train.safetensors_files import Files, Stored, read_header
 from tightfit.train.saved_model import FileStyle, TensorPiece, write_model
 from tightfit.train.saved_names import model_files, name_parts, names_of, rename_pieces
-from tightfit.train.sources import Safetensors, open_weights
-from tightfit.types import ModelError
+from tightfit.train.shards import plain_name
+from tightfit.train.sources import Safetensors, map_names, open_weights, wrong_shape
+from tightfit.train.sources_hub import find_weights
+from tightfit.types import ConfigError, ModelError
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
@@ -44,18 +61,16 @@ class MetaModel:
     folder: Path
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter and persistent buffer by its first name."""
-        return {name: tuple(tensor.shape) for name, tensor in _once(self.model).items()}
-
-    def first_name(self, name: str) -> str | None:
-        """The name under which a tensor is saved; None: the model has no such tensor."""
-        return self._first_names.get(name)
+    def first_names(self) -> dict[str, str]:
+        """The name under which each tensor of the state is saved."""
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(one), name) for name, one in self.model.state_dict(keep_vars=True).items()}
 
     @cached_property
-    def _first_names(self) -> dict[str, str]:
-        first = {id(tensor): name for name, tensor in _once(self.model).items()}
-        return {name: first[id(tensor)] for name, tensor in self.model.state_dict(keep_vars=True).items()}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter and persistent buffer by its first name."""
+        state = self.model.state_dict(keep_vars=True)
+        return {name: tuple(state[name].shape) for name, first in self.first_names.items() if name == first}
 
 
 def model_on_meta(folder: Path, *, trust_remote_code: bool = False) -> MetaModel:
@@ -115,7 +130,11 @@ def write(whole: MetaModel, values: Values, output: Output, told: Told) -> Expor
     def pieces() -> Iterator[TensorPiece]:
         done = 0
         for name, shape in shapes.items():
-            for start, stop in _chunks(shape):
+            # Whole rows of the first dimension, about `CHUNK_ELEMENTS` at a time.
+            row, size = max(1, prod(shape[1:])), prod(shape)
+            step = max(1, CHUNK_ELEMENTS // row) * row
+            for start in range(0, size, step):
+                stop = min(start + step, size)
                 yield TensorPiece(name, shape, start, values(name, shape, start, stop))
                 done += (stop - start) * output.dtype(name).itemsize
                 told(Message("train.writing", name=output.folder.name), done, total)
@@ -124,7 +143,10 @@ def write(whole: MetaModel, values: Values, output: Output, told: Told) -> Expor
 
     def beside(folder: Path) -> None:
         for source in output.beside:
-            copy_beside(source, folder)
+            # Tokenizer, chat template, generation config: whatever small files lie beside a model's weights.
+            for file in (file for pattern in BESIDE for file in source.glob(pattern)):
+                if file.is_file() and file.name not in NOT_BESIDE:
+                    shutil.copyfile(file, folder / file.name)
         config(folder)
 
     written = write_model(
@@ -141,31 +163,242 @@ def write(whole: MetaModel, values: Values, output: Output, told: Told) -> Expor
     )
 
 
-def copy_beside(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, generation config: whatever small files lie beside a model's weights."""
-    for pattern in BESIDE:
-        for file in source.glob(pattern):
-            if file.is_file() and file.name not in NOT_BESIDE:
-                shutil.copyfile(file, target / file.name)
+# --- adapters -------------------------------------------------------------------------------------
+
+HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""`init_lora_weights` that leave the base as it is; PiSSA and its kin change it before training starts."""
+
+LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<which>A|B|embedding_A|embedding_B)(\.weight)?")
 
 
-def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Whole rows of the first dimension, about `CHUNK_ELEMENTS` at a time."""
-    if not shape:
-        yield 0, 1
-        return
-    row = max(1, prod(shape[1:]))
-    step = max(1, CHUNK_ELEMENTS // row) * row
-    for start in range(0, prod(shape), step):
-        yield start, min(start + step, prod(shape))
+@dataclass(frozen=True)
+class Delta:
+    """What is added to one weight."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    transposed: bool
+    """The weight is stored as (in, out): Conv1D of GPT-2, embeddings, some experts."""
+    experts: int = 1
+
+    def rows(self, low: int, high: int) -> torch.Tensor:
+        """Rows [low, high) of the first dimension, in fp32; with experts, those of that number, whole."""
+        if self.experts == 1:
+            left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
+            return self.scale * (left[low:high] @ right)
+        a = self.a.reshape(self.experts, -1, self.a.shape[-1])[low:high]
+        b = self.b.reshape(self.b.shape[0], -1, self.experts)[..., low:high].permute(2, 0, 1)
+        both = torch.bmm(b, a)
+        return self.scale * (both.transpose(1, 2) if self.transposed else both)
 
 
-def _once(model: Any) -> dict[str, torch.Tensor]:
-    """Every tensor of the state under its first name."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's file, read whole: it is small."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
+
+    def scale(self, module: str, rank: int) -> float:
+        patterns = self.config.get("alpha_pattern") or {}
+        found = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+        alpha = float(patterns[found] if found is not None else self.config.get("lora_alpha", 8))
+        return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+
+
+def export_merged(found: ExportSource, spec: Spec, told: Told) -> Exported:
+    """The base with the adapter in it, as a plain model."""
+    adapter = read_adapter(found.folder)
+    named = spec.base or str(adapter.config.get("base_model_name_or_path") or "")
+    if not named:
+        raise ModelError(Message("train.adapter-names-no-base", folder=found.folder))
+    # A base that is given relative to nothing: as it is, or where the adapter lies.
+    here = (found.folder / named).resolve()
+    base = find_weights(str(here) if not Path(named).exists() and here.is_dir() else named, progress=told)
+    whole = model_on_meta(base, trust_remote_code=spec.trust_remote_code)
+    source = open_weights(base, whole.model)
+    deltas, replaced = place_deltas(adapter, whole)
+
+    def values(name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        brought = replaced.get(name)
+        plain = source.read(name, shape, start, stop) if brought is None else brought.reshape(-1)[start:stop]
+        if name not in deltas:
+            return plain
+        row = prod(shape[1:])
+        return plain.float() + deltas[name].rows(start // row, stop // row).reshape(-1)
+
+    notes = [Message("train.merged", base=named)]
+    quantised = bool(adapter.metadata.get("base_quantised"))
+    if not quantised and found.run is not None:
+        with suppress(KeyError, TypeError):
+            quantised = find_worker(found.run / "plan")["levers"]["method"] == "qlora"
+    if quantised:
+        notes.append(Message("train.base-was-quantised"))
+    output = Output(
+        kind="adapter",
+        folder=Path(spec.to),
+        dtype=choose_dtype(spec.dtype, source),
+        beside=(base, found.folder),
+        notes=tuple(notes),
+    )
+    return write(whole, values, output, told)
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Check that it is one that can be merged, and read it."""
+    try:
+        config = read_json(folder / "adapter_config.json")
+    except (OSError, ValueError) as error:
+        raise ModelError(Message("train.adapter-config-unreadable", folder=folder, why=error)) from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ModelError(Message("train.not-lora", folder=folder, kind=kind))
+    for key, what in (
+        ("use_dora", Message("train.dora")),
+        ("lora_bias", Message("train.own-biases")),
+        ("layer_replication", Message("train.own-layers")),
+        ("trainable_token_indices", Message("train.single-tokens")),
+        ("alora_invocation_tokens", Message("train.switching-tokens")),
+        ("use_qalora", Message("train.qalora")),
+    ):
+        if config.get(key):
+            raise ModelError(Message("train.cannot-merge", folder=folder, what=what, key=key))
+    start = config.get("init_lora_weights", True)
+    if start not in HARMLESS_STARTS:
+        raise ModelError(Message("train.start-changes-base", folder=folder, start=start))
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        why = Message("train.adapter-pickled") if pickled else Message("train.adapter-no-file")
+        raise ModelError(Message("train.adapter-in", folder=folder, why=why))
+    stored, metadata = read_header(path)
+    files = Files()
+    tensors = {name: files.read(one, 0, one.numel).reshape(one.shape) for name, one in stored.items()}
+    files.close()
+    return Adapter(config, tensors, metadata)
+
+
+def place_deltas(adapter: Adapter, whole: MetaModel) -> tuple[dict[str, Delta], dict[str, torch.Tensor]]:
+    """What is added to which weight, and which tensors the adapter brings whole."""
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    replaced: dict[str, torch.Tensor] = {}
+    shapes = whole.shapes
+    for key, tensor in adapter.tensors.items():
+        match = LORA_KEY.fullmatch(key)
+        if match is not None:
+            pairs.setdefault(match["module"], {})[match["which"]] = tensor.float()
+            continue
+        name = plain_name(key)
+        _refuse_tied(name, whole)
+        if shapes.get(name) != tuple(tensor.shape):
+            raise ModelError(_stranger(key, whole))
+        replaced[name] = tensor
+    deltas: dict[str, Delta] = {}
+    for module, pair in pairs.items():
+        name, delta = _delta(module, pair, adapter, whole)
+        if name in deltas:
+            raise ModelError(Message("train.changed-twice", name=name))
+        deltas[name] = delta
+    return deltas, replaced
+
+
+def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whole: MetaModel) -> tuple[str, Delta]:
+    embedding = "embedding_A" in pair
+    a, b = (pair.get(f"embedding_{which}" if embedding else which) for which in "AB")
+    if a is None or b is None or a.dim() != 2 or b.dim() != 2:
+        raise ModelError(Message("train.no-pair", module=module))
+    path = plain_name(f"{module}.").removesuffix(".")
+    name, shape = f"{path}.weight", whole.shapes.get(f"{path}.weight")
+    _refuse_tied(name, whole)
+    if shape is None:
+        return _experts_delta(path, a, b, adapter, whole)
+    transposed = embedding or (bool(adapter.config.get("fan_in_fan_out")) and shape != (b.shape[0], a.shape[1]))
+    if adapter.config.get("fan_in_fan_out") and b.shape[0] == a.shape[1]:
+        transposed = transposed or (type(whole.model.get_submodule(path)).__name__ == "Conv1D")
+    wanted = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
+    if shape != wanted:
+        raise ModelError(Message("train.adapter-other-shape", path=path, wanted=list(wanted), shape=list(shape)))
+    return name, Delta(a, b, adapter.scale(path, a.shape[0]), transposed)
+
+
+def _experts_delta(
+    path: str, a: torch.Tensor, b: torch.Tensor, adapter: Adapter, whole: MetaModel
+) -> tuple[str, Delta]:
+    """PEFT's adapters of whole parameters: one pair holds all experts, and shapes tell which parameter it is for."""
+    for name, shape in whole.shapes.items():
+        if name.rpartition(".")[0] != path or len(shape) != 3 or a.shape[0] % shape[0]:
+            continue
+        for transposed in (False, True):
+            outer, inner = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
+            if shape[1:] == (outer, inner):
+                rank = a.shape[0] // shape[0]
+                return name, Delta(a, b, adapter.scale(path, rank), transposed, shape[0])
+    raise ModelError(_stranger(path, whole))
+
+
+def _refuse_tied(name: str, whole: MetaModel) -> None:
+    """A head that is the embedding cannot become another matrix than it."""
+    if whole.first_names.get(name, name) != name:
+        raise ModelError(Message("train.adapter-tied", name=name))
+
+
+def _stranger(key: str, whole: MetaModel) -> Message:
+    return Message("train.adapter-fits-nothing", key=key, model=type(whole.model).__name__)
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------------
+
+
+def export_checkpoint(found: ExportSource, spec: Spec, told: Told) -> Exported:
+    """Weights from the checkpoint, everything else from where the config is."""
+    if spec.config is not None:
+        settings = find_weights(spec.config, progress=told)
+    else:
+        beside = (found.folder, found.folder.parent)
+        known = next((folder for folder in beside if (folder / "config.json").is_file()), None)
+        if known is None:
+            raise ConfigError(Message("train.checkpoint-of-what", checkpoint=found.folder))
+        settings = known
+    whole = model_on_meta(settings, trust_remote_code=spec.trust_remote_code)
+    told(Message("train.opening-checkpoint"), 0, 1)
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    states = states_folder(found.folder)
+    if states is None:
+        raise ModelError(Message("train.no-global-step", folder=found.folder))
+    try:  # names → tensors, put together when `contiguous` is called
+        tensors: dict[str, Any] = dict(
+            get_fp32_state_dict_from_zero_checkpoint(str(states.parent), tag=states.name, lazy_mode=True)
+        )
+    except (FileNotFoundError, ValueError, KeyError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(Message("train.deepspeed-cannot-merge", folder=found.folder, why=reason)) from error
+    told(Message("train.opening-checkpoint"), 1, 1)
+    if any(".lora_" in name for name in tensors):
+        raise ModelError(Message("train.export-the-adapter", folder=found.folder))
+    tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    stored = {name: Stored(found.folder, "F32", tuple(one.shape), 0, 0) for name, one in tensors.items()}
+    named = map_names(whole.model, stored)
+    lacking = (*named.missing, *named.needs_conversion)
+    if lacking:
+        raise ModelError(Message("train.checkpoint-lacks", name=lacking[0], config=settings))
+    for name, shape in whole.shapes.items():
+        if problem := wrong_shape(name, shape, named.parts[name], stored):
+            raise ModelError(Message("train.name-its-config", problem=problem))
+    held: dict[str, torch.Tensor] = {}
+
+    def values(name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        if name not in held:  # one at a time: its chunks come one after another
+            held.clear()
+            held[name] = torch.cat([tensors[key].contiguous().reshape(-1) for key in named.parts[name]])
+        return held[name][start:stop]
+
+    # What the config says that the model is stored in; fp32, as the checkpoint is, where it says nothing.
+    said = getattr(whole.model.config, "dtype", None) if spec.dtype is None else DTYPES[spec.dtype]
+    if isinstance(said, str):
+        said = getattr(torch, said, None)
+    dtype = said if isinstance(said, torch.dtype) else torch.float32
+    output = Output(kind="deepspeed", folder=Path(spec.to), dtype=lambda _: dtype, beside=(settings,))
+    return write(whole, values, output, told)

@@ -79,63 +79,50 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         raise ModelError(Message("train.header-no-object", path=path))
     metadata = header.pop("__metadata__", None) or {}
     first = LENGTH_BYTES + length
-    stored = {name: _read_entry(path, name, entry, first, size) for name, entry in header.items()}
+    stored = {}
+    for name, entry in header.items():
+        try:
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+            found = Stored(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), first + begin, first + end)
+        except (KeyError, TypeError, ValueError):
+            raise ModelError(Message("train.tensor-nowhere", path=path, name=name)) from None
+        if not 0 <= begin <= end or min(found.shape, default=0) < 0:
+            raise ModelError(Message("train.tensor-lies-nowhere", path=path, name=name))
+        if found.end > size:
+            raise ModelError(Message("train.file-cut-off", path=path, name=name, over=found.end - size))
+        dtype = DTYPES.get(found.dtype)
+        if dtype is not None and found.numel * dtype.itemsize != end - begin:
+            raise ModelError(Message("train.tensor-other-size", path=path, name=name, size=end - begin))
+        stored[name] = found
     return stored, {str(key): str(value) for key, value in dict(metadata).items()}
-
-
-def _read_entry(path: Path, name: str, entry: object, first: int, size: int) -> Stored:
-    try:
-        assert isinstance(entry, dict)
-        begin, end = (int(offset) for offset in entry["data_offsets"])
-        found = Stored(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), first + begin, first + end)
-    except (AssertionError, KeyError, TypeError, ValueError):
-        raise ModelError(Message("train.tensor-nowhere", path=path, name=name)) from None
-    if not 0 <= begin <= end or min(found.shape, default=0) < 0:
-        raise ModelError(Message("train.tensor-lies-nowhere", path=path, name=name))
-    if found.end > size:
-        raise ModelError(Message("train.file-cut-off", path=path, name=name, over=found.end - size))
-    dtype = DTYPES.get(found.dtype)
-    if dtype is not None and found.numel * dtype.itemsize != end - begin:
-        raise ModelError(Message("train.tensor-other-size", path=path, name=name, size=end - begin))
-    return found
 
 
 def tensors_of(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder's model, from its index or its single file."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
+    is_adapter = (folder / "adapter_config.json").exists()
     if index.is_file():
-        files = _read_index(index)
+        try:
+            names = set(parse_json(read_text(index, "JSON"))["weight_map"].values())
+        except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(Message("train.no-index", index=index)) from None
+        files = sorted(folder / str(name) for name in names)
+        for file in files:
+            if file.parent != folder or not file.is_file():
+                raise ModelError(Message("train.index-names", index=index, name=file.name))
     elif single.is_file():
         files = [single]
     else:
-        files = sorted(folder.glob("*.safetensors")) if not (folder / "adapter_config.json").exists() else []
+        files = sorted(folder.glob("*.safetensors")) if not is_adapter else []
     if not files:
-        raise ModelError(_no_weights(folder))
+        if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth")):
+            raise ModelError(Message("train.weights-pickled", folder=folder))
+        raise ModelError(Message("train.adapter-no-model" if is_adapter else "train.no-safetensors", folder=folder))
     found: dict[str, Stored] = {}
     for file in files:
         found |= read_header(file)[0]
     return found
-
-
-def _read_index(index: Path) -> list[Path]:
-    try:
-        names = set(parse_json(read_text(index, "JSON"))["weight_map"].values())
-    except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(Message("train.no-index", index=index)) from None
-    files = sorted(index.parent / str(name) for name in names)
-    for file in files:
-        if file.parent != index.parent or not file.is_file():
-            raise ModelError(Message("train.index-names", index=index, name=file.name))
-    return files
-
-
-def _no_weights(folder: Path) -> Message:
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-        return Message("train.weights-pickled", folder=folder)
-    if (folder / "adapter_config.json").exists():
-        return Message("train.adapter-no-model", folder=folder)
-    return Message("train.no-safetensors", folder=folder)
 
 
 class Files:

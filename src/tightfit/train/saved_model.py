@@ -175,7 +175,7 @@ class Writer:
         if self._rank == 0:
             self._attempt(lambda: self._make_files(layout))
         self._barrier()
-        self._attempt(lambda: self._tell(*self._write_pieces(layout, pieces)))
+        self._attempt(lambda: self._write_pieces(layout, pieces))
         self._barrier()
         self._attempt(lambda: self._check(layout))
         self._sets += 1
@@ -185,20 +185,25 @@ class Writer:
         """Put the folder in its place, or raise on every rank."""
         if beside is not None and self._rank == 0:
             self._attempt(lambda: self._write_beside(beside))
-        self._attempt(self._confirm)
+        self._attempt(lambda: disk.write_text(self._note(self._rank, "done"), "done"))  # without a problem so far
         self._barrier()
-        others = self._problem_of_others()
+        late = [rank for rank in range(self._world) if not self._note(rank, "done").exists()]
         self._barrier()
-        if self._rank == 0 and self._problem is None and others is None:
+        if self._rank == 0 and self._problem is None and not late:
             self._attempt(lambda: self._put_in_place(seal))
         self.abandon()
         self._barrier()
         if self._problem is not None:
-            if isinstance(self._problem, OSError):
-                raise _readable(self._problem, self.folder) from self._problem
-            raise self._problem
-        if others is not None:
-            raise SaveError(others)
+            problem = self._problem
+            if not isinstance(problem, OSError):
+                raise problem
+            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(Message("train.no-room", folder=self.folder)) from problem
+            why = (problem.strerror or str(problem)).lower()
+            raise UserError(Message("train.cannot-write", folder=self.folder, why=why)) from problem
+        if late:
+            ranks = ", ".join(map(str, late))
+            raise SaveError(Message("train.ranks-did-not-write", count=len(late), ranks=ranks, folder=self.folder))
         if not self.folder.is_dir():
             raise SaveError(Message("train.not-in-place", folder=self.folder))
 
@@ -261,12 +266,10 @@ class Writer:
             stem = next(iter(layout.headers)).split("-00001-of-")[0]
             disk.write_text(self.staging / f"{stem}.safetensors.index.json", layout.index)
 
-    def _write_pieces(
-        self, layout: _Layout, pieces: Iterable[TensorPiece]
-    ) -> tuple[dict[str, list[Span]], dict[str, list[Hashed]]]:
-        """Elements of each tensor, and hashed bytes of each file, that this rank wrote."""
+    def _write_pieces(self, layout: _Layout, pieces: Iterable[TensorPiece]) -> None:
+        """Write them, and note which elements of each tensor, and hashed bytes of each file, this rank wrote."""
         spans: dict[str, list[Span]] = defaultdict(list)
-        hashed: dict[str, list[Hashed]] = defaultdict(list)
+        hashed: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
         opened: dict[str, int] = {}
         with ExitStack() as closing:
             for piece in pieces:
@@ -279,17 +282,19 @@ class Writer:
                 if place.file not in opened:
                     opened[place.file] = disk.open_to_write(self.staging / place.file)
                     closing.callback(os.close, opened[place.file])
-                hashed[place.file] += _write_piece(opened[place.file], place, piece, hashes=self._hashes)
+                flat = piece.tensor.detach().reshape(-1)
+                step = max(1, HOST_BYTES // max(flat.dtype.itemsize, place.dtype.itemsize))
+                for low in range(0, flat.numel(), step):
+                    part = flat[low : low + step].to(device="cpu", dtype=place.dtype).contiguous()
+                    data = part.view(torch.uint8).numpy().data
+                    offset = place.offset + (piece.start + low) * place.dtype.itemsize
+                    disk.put(opened[place.file], data, offset)
+                    if self._hashes:
+                        hashed[place.file].append((offset, offset + data.nbytes, digest(data)))
                 spans[piece.name].append((piece.start, stop))
             for descriptor in opened.values():
                 disk.sync(descriptor)
-        return spans, hashed
-
-    def _tell(self, spans: Mapping[str, list[Span]], hashed: Mapping[str, list[Hashed]]) -> None:
-        told = {
-            "elements": {name: _merge(of_one) for name, of_one in spans.items()},
-            "hashed": {file: [[one.start, one.stop, one.digest] for one in each] for file, each in hashed.items()},
-        }
+        told = {"elements": {name: _merge(of_one) for name, of_one in spans.items()}, "hashed": hashed}
         disk.write_text(self._note(self._rank, "spans"), json.dumps(told))
 
     def _check(self, layout: _Layout) -> None:
@@ -310,17 +315,6 @@ class Writer:
                 held = sum(stop - start for start, stop in covered)
                 raise SaveError(Message("train.elements-missing", held=held, wanted=place.numel, name=name))
 
-    def _confirm(self) -> None:
-        """Reached only without a problem: the note says that this rank is done."""
-        disk.write_text(self._note(self._rank, "done"), "done")
-
-    def _problem_of_others(self) -> Message | None:
-        late = [rank for rank in range(self._world) if not self._note(rank, "done").exists()]
-        if not late:
-            return None
-        ranks = ", ".join(map(str, late))
-        return Message("train.ranks-did-not-write", count=len(late), ranks=ranks, folder=self.folder)
-
     def _put_in_place(self, seal: Seal | None) -> None:
         for note in sorted(self.staging.glob(".rank-*")):
             disk.remove_file(note)
@@ -329,25 +323,20 @@ class Writer:
         if seal is not None:
             seal(self.staging, self._hashed)
         disk.sync_path(self.staging)
-        self._make_way()
+        old = replaced_of(self.folder)
+        if os.path.lexists(self.folder):
+            # An empty folder goes; a checkpoint of ours stands aside until the new one is in its place.
+            if self.folder.is_dir() and not self.folder.is_symlink() and not any(self.folder.iterdir()):
+                disk.remove_folder(self.folder, Listed(()))
+            else:
+                check_removable(self.folder)
+                if old.exists():
+                    remove_orphan(old)
+                disk.rename(self.folder, old)
         disk.rename(self.staging, self.folder)
         disk.sync_path(self.folder.parent)
-        old = replaced_of(self.folder)
         if old.exists():
             remove_orphan(old)
-
-    def _make_way(self) -> None:
-        """An empty folder goes; a checkpoint of ours stands aside until the new one is in its place."""
-        if not os.path.lexists(self.folder):
-            return
-        if self.folder.is_dir() and not self.folder.is_symlink() and not any(self.folder.iterdir()):
-            disk.remove_folder(self.folder, Listed(()))
-            return
-        check_removable(self.folder)
-        old = replaced_of(self.folder)
-        if old.exists():
-            remove_orphan(old)
-        disk.rename(self.folder, old)
 
     def _note(self, rank: int, what: str) -> Path:
         number = f"-{self._sets}" if what == "spans" else ""
@@ -372,35 +361,29 @@ def _lay_out(names: Names, style: FileStyle) -> _Layout:
     for number, shard in enumerate(shards, start=1):
         many = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         file = f"{style.stem}{many}.safetensors"
-        header, offsets, end = _header(shard, names, style.metadata)
-        headers[file], sizes[file] = header, end
+        entries: dict[str, object] = {"__metadata__": dict(style.metadata)} if style.metadata else {}
+        begins: dict[str, int] = {}
+        end = 0
+        for name in sorted(shard, key=lambda one: -names[one][1].itemsize):  # wide numbers first: all stay aligned
+            shape, dtype = names[name]
+            if dtype not in NAMES:
+                raise SaveError(Message("train.unknown-dtype", name=name, dtype=dtype))
+            begins[name] = end
+            end += math.prod(shape) * dtype.itemsize
+            entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % LENGTH_BYTES)
+        headers[file] = len(text).to_bytes(LENGTH_BYTES, "little") + text
+        sizes[file] = len(headers[file]) + end
         for name in shard:
             shape, dtype = names[name]
-            places[name] = _Place(file, offsets[name], math.prod(shape), dtype)
+            places[name] = _Place(file, len(headers[file]) + begins[name], math.prod(shape), dtype)
     index = None
     if len(shards) > 1:
         total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in names.values())
         weight_map = {name: places[name].file for name in names}
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
     return _Layout(headers, sizes, places, index)
-
-
-def _header(shard: Sequence[str], names: Names, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """The bytes before the data, where in the file each tensor starts, and where the file ends."""
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    begins: dict[str, int] = {}
-    end = 0
-    for name in sorted(shard, key=lambda one: -names[one][1].itemsize):  # wide numbers first: all stay aligned
-        shape, dtype = names[name]
-        if dtype not in NAMES:
-            raise SaveError(Message("train.unknown-dtype", name=name, dtype=dtype))
-        begins[name] = end
-        end += math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + end
 
 
 def _merge(spans: Iterable[Span]) -> list[Span]:
@@ -411,26 +394,3 @@ def _merge(spans: Iterable[Span]) -> list[Span]:
         else:
             merged.append((start, stop))
     return merged
-
-
-# --- bytes ---------------------------------------------------------------------------------------
-
-
-def _write_piece(descriptor: int, place: _Place, piece: TensorPiece, *, hashes: bool) -> list[Hashed]:
-    flat = piece.tensor.detach().reshape(-1)
-    step = max(1, HOST_BYTES // max(flat.dtype.itemsize, place.dtype.itemsize))
-    hashed = []
-    for low in range(0, flat.numel(), step):
-        part = flat[low : low + step].to(device="cpu", dtype=place.dtype).contiguous()
-        data = part.view(torch.uint8).numpy().data
-        offset = place.offset + (piece.start + low) * place.dtype.itemsize
-        disk.put(descriptor, data, offset)
-        if hashes:
-            hashed.append(Hashed(offset, offset + data.nbytes, digest(data)))
-    return hashed
-
-
-def _readable(problem: OSError, folder: Path) -> UserError:
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(Message("train.no-room", folder=folder))
-    return UserError(Message("train.cannot-write", folder=folder, why=(problem.strerror or str(problem)).lower()))

@@ -21,7 +21,7 @@ import torch
 from tightfit.runs import disk
 from tightfit.train.safetensors_files import Stored
 from tightfit.train.saved_model import Names, TensorPiece
-from tightfit.train.sources_names import map_names
+from tightfit.train.sources import map_names
 
 Parts = Mapping[str, tuple[tuple[str, tuple[int, ...]], ...]]
 """For each parameter what it is saved as: name and shape of tensors that lie end to end in it."""

@@ -99,29 +99,18 @@ def shards(model: nn.Module, rank: int, *, write: bool = False) -> Iterator[Shar
 
 def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
     from torch.distributed.tensor import DTensor
-
-    if hasattr(param, "ds_tensor"):
-        return _zero3(name, param, rank)
-    if isinstance(param.data, DTensor) or isinstance(param, DTensor):
-        return _rows(name, param)
-    return Shard(name, tuple(param.shape), 0, param.numel(), param)
-
-
-def _zero3(name: str, param: Any, rank: int) -> Shard:
-    """Equal parts, the last one padded."""
-    shape, part = tuple(param.ds_shape), param.ds_tensor
-    share = getattr(part, "ds_numel", part.numel())  # what is in a file has a stand-in of one element
-    start = min(rank * share, prod(shape))
-    return Shard(name, shape, start, min(start + share, prod(shape)), param)
-
-
-def _rows(name: str, param: nn.Parameter) -> Shard:
-    """FSDP2 deals out rows, as `torch.chunk` cuts them."""
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    assert isinstance(param, DTensor)
+    held: Any = param
+    if hasattr(param, "ds_tensor"):  # ZeRO-3: equal parts, the last one padded
+        shape, part = tuple(held.ds_shape), held.ds_tensor
+        share = getattr(part, "ds_numel", part.numel())  # what is in a file has a stand-in of one element
+        start = min(rank * share, prod(shape))
+        return Shard(name, shape, start, min(start + share, prod(shape)), param)
     shape = tuple(param.shape)
-    local, offset = compute_local_shape_and_global_offset(shape, param.device_mesh, param.placements)
+    if not isinstance(param, DTensor):
+        return Shard(name, shape, 0, param.numel(), param)
+    # FSDP2 deals out rows, as `torch.chunk` cuts them.
+    local, offset = compute_local_shape_and_global_offset(shape, held.device_mesh, held.placements)
     start = offset[0] * prod(shape[1:]) if prod(local) else prod(shape)
     return Shard(name, shape, start, start + prod(local), param)

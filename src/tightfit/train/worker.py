@@ -35,7 +35,8 @@ from tightfit.train.place import Place
 from tightfit.train.probe import Meter, Milestones, PlanProof, probe, proofs, recomputation
 from tightfit.train.resume import FoundCheckpoint
 from tightfit.train.saved_model import TensorSet, write_model
-from tightfit.train.sources import find_weights, open_weights
+from tightfit.train.sources import open_weights
+from tightfit.train.sources_hub import find_weights
 from tightfit.train.stop import Stop
 from tightfit.train.watchers import watchers
 from tightfit.train.windows import Windows
