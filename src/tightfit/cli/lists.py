@@ -9,8 +9,7 @@ from typing import Any
 from tightfit.cli.estimate import add_hardware_flags
 from tightfit.cli.flags import ANSWERED, FITS_OR_NOT, Parser, add_lever_flags
 from tightfit.desk.estimate import hardware_of, price, world_of
-from tightfit.desk.lever_flags import flags_of
-from tightfit.desk.request import Request, read_request
+from tightfit.desk.request import Request, flags_of, read_request
 from tightfit.inputs.flags import levers_from_flags
 from tightfit.messages import text
 from tightfit.priced import Share, strategy_name

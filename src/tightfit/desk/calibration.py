@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,8 +26,6 @@ FILE = "calibration.json"
 MOST_ENTRIES = 256
 """The newest that are kept."""
 
-_DAY = re.compile(r"\d{4}-\d\d-\d\d")
-
 
 def calibration_of(request: Request, job: Job) -> Calibration | None:
     """None: it is not wanted, so nothing is written down at the end either."""
@@ -43,31 +40,41 @@ class Calibrations:
 
     def read(self, job: Job | None = None) -> Calibration:
         """All entries that are ours, for planning this job; never raises."""
-        return Calibration(entries=_entries(self._path), data=None if job is None else data_mark(job))
+        kept = find_record(self._path, CalibrationFile)
+        entries = []
+        for tree in kept.entries if kept is not None and kept.tightfit == (find_installed("tightfit") or "") else ():
+            with suppress(ValueError):  # not one of ours
+                entry = as_record(tree, Entry)
+                counts = [entry.sequence]
+                for each in entry.measured:
+                    counts += [each.predicted_bytes, each.measured_bytes, each.runs]
+                if min(counts) >= 1 and re.fullmatch(r"\d{4}-\d\d-\d\d", entry.day):
+                    entries.append(entry)
+        return Calibration(entries=tuple(entries), data=None if job is None else data_mark(job))
 
     def add(self, entry: Entry) -> bool:
         """Write an entry down; False: there is no place to write it to, or it was invented by a fault of the tests."""
-        if faults_are_injected() or (os.path.lexists(self._path) and not _is_ours(self._path)):
+        path = self._path
+        if faults_are_injected():
             return False
+        if os.path.lexists(path):  # a file of that name in somebody's folder stays as it is
+            tree = find_json(path)
+            is_empty = path.is_file() and not path.is_symlink() and path.stat().st_size == 0
+            if not is_empty and not (isinstance(tree, dict) and {"schema", "entries"} <= set(tree)):
+                return False
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._alone():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                flock(lock)  # two runs that end together must not lose each other's lesson
                 entries = self.read().with_entry(entry).entries[-MOST_ENTRIES:]
                 kept = CalibrationFile(tightfit=find_installed("tightfit") or "", entries=entries)
-                replace_file(self._path, record_text(kept).encode(), sync=True)
+                replace_file(path, record_text(kept).encode(), sync=True)
+            finally:
+                os.close(lock)
         except OSError:
             return False
         return True
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Two runs that end together must not lose each other's lesson."""
-        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            flock(lock)
-            yield
-        finally:
-            os.close(lock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,30 +85,3 @@ class CalibrationFile:
     """The version whose predictions these are held against."""
     entries: tuple[Any, ...]
     """Each an `Entry`; one that is none counts for nothing, and the others stay."""
-
-
-def _is_ours(path: Path) -> bool:
-    """A file of that name in somebody's folder stays as it is."""
-    tree = find_json(path)
-    if tree is None:
-        return path.is_file() and not path.is_symlink() and path.stat().st_size == 0
-    return isinstance(tree, dict) and {"schema", "entries"} <= set(tree)
-
-
-def _entries(path: Path) -> tuple[Entry, ...]:
-    kept = find_record(path, CalibrationFile)
-    if kept is None or kept.tightfit != (find_installed("tightfit") or ""):
-        return ()
-    return tuple(entry for tree in kept.entries if (entry := _entry(tree)) is not None)
-
-
-def _entry(tree: object) -> Entry | None:
-    """None: not one of ours."""
-    try:
-        entry = as_record(tree, Entry)
-    except ValueError:
-        return None
-    counts = [entry.sequence]
-    for each in entry.measured:
-        counts += [each.predicted_bytes, each.measured_bytes, each.runs]
-    return entry if min(counts) >= 1 and _DAY.fullmatch(entry.day) else None

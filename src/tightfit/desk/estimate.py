@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tightfit.desk.lever_flags import find_idle, flags_of
-from tightfit.desk.request import Request, RequestFile
+from tightfit.desk.request import Request, RequestFile, find_idle, flags_of
 from tightfit.inputs.flags import levers_from_flags, spelt
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.messages import Listing, Message, Said, text
@@ -100,52 +99,39 @@ def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | No
 
 
 def _resolve(request: Request, job: JobInput | None) -> EstimateInput:
+    flags, explicit = request.flags, job.explicit if job else frozenset()
     hardware = job.hardware if job else hardware_of(request)
     world = world_of(request, hardware, job.world if job else 1)
-    version, version_said = _version(request, job, hardware)
-    usual, chosen = _precision(request, job, hardware)
-    shape, base, said = _inputs(request, world, job, replace(usual, deepspeed_version=version))
-    levers = levers_from_flags(flags_of(request.flags), shape, base)
+    # The DeepSpeed that is priced: what was said, or the one that a plan would be for.
+    version_said: tuple[Said, ...] = ()
+    if "deepspeed_version" in flags:
+        version = flags["deepspeed_version"]
+    elif job is not None and "levers.deepspeed_version" in explicit:
+        version = job.levers.deepspeed_version
+    else:
+        other: Trainer = "llamafactory" if request.file is not None else "tightfit"
+        version, version_said = choose_deepspeed(hardware, job.levers.trainer if job else other)
+    # A card without bf16 computes in fp16, unless somebody says otherwise.
+    usual, chosen = replace(Levers(), deepspeed_version=version), list[Said]()
+    is_others = request.file is not None and job is None
+    named = "precision" in flags or "precision" in explicit or is_others or request.deepspeed is not None
+    if not named and hardware is not None and _lacks_bf16(hardware):
+        usual = replace(usual, precision="fp16")
+        chosen.append(Message("desk.fp16-chosen", card=hardware.gpu.name))
+    shape, base, said = _inputs(request, world, job, usual)
+    levers = levers_from_flags(flags_of(flags), shape, base)
+    # What was chosen without being asked for, and what the cards or our knowledge lack for it.
     if not levers.is_fsdp2:
         said += version_said
-    said += (*chosen, *_warn(request, levers, world, hardware, job))
-    said += find_idle({name: spelt(name) for name in request.flags}, shape)
-    return EstimateInput(shape=shape, levers=levers, world=world, hardware=hardware, said=said)
-
-
-def _warn(
-    request: Request, levers: Levers, world: int, hardware: Hardware | None, job: JobInput | None
-) -> tuple[Said, ...]:
-    """What was chosen without being asked for, and what the cards or our knowledge lack for it."""
-    said: list[Said] = []
-    named = "engine" in request.flags or request.deepspeed is not None or (request.file is not None and job is None)
-    if not named and world > 1 and levers.engine == "zero0" and not (job and "levers.engine" in job.explicit):
-        said.append(Message("desk.no-engine"))
+    has_engine = "engine" in flags or request.deepspeed is not None or is_others or "levers.engine" in explicit
+    if not has_engine and world > 1 and levers.engine == "zero0":
+        chosen.append(Message("desk.no-engine"))
     if hardware is not None and levers.precision == "bf16" and _lacks_bf16(hardware):
-        said.append(Message("desk.no-bf16", card=hardware.gpu.name))
+        chosen.append(Message("desk.no-bf16", card=hardware.gpu.name))
     if "nvme" in (levers.offload_optimizer, levers.offload_param):
-        said.append(Message("desk.nvme-not-measured"))
-    return tuple(said)
-
-
-def _version(request: Request, job: JobInput | None, hardware: Hardware | None) -> tuple[str, tuple[Said, ...]]:
-    """The DeepSpeed that is priced: what was said, or the one that a plan would be for."""
-    if "deepspeed_version" in request.flags:
-        return request.flags["deepspeed_version"], ()
-    if job is not None and "levers.deepspeed_version" in job.explicit:
-        return job.levers.deepspeed_version, ()
-    other: Trainer = "llamafactory" if request.file is not None else "tightfit"
-    return choose_deepspeed(hardware, job.levers.trainer if job else other)
-
-
-def _precision(request: Request, job: JobInput | None, hardware: Hardware | None) -> tuple[Levers, tuple[Said, ...]]:
-    """The defaults for this card: a card without bf16 computes in fp16, unless somebody says otherwise."""
-    usual = Levers()
-    asked = "precision" in request.flags or (job is not None and "precision" in job.explicit)
-    from_files = (request.file is not None and job is None) or request.deepspeed is not None
-    if asked or from_files or hardware is None or not _lacks_bf16(hardware):
-        return usual, ()
-    return replace(usual, precision="fp16"), (Message("desk.fp16-chosen", card=hardware.gpu.name),)
+        chosen.append(Message("desk.nvme-not-measured"))
+    said += (*chosen, *find_idle({name: spelt(name) for name in flags}, shape))
+    return EstimateInput(shape=shape, levers=levers, world=world, hardware=hardware, said=said)
 
 
 def _lacks_bf16(hardware: Hardware) -> bool:

@@ -18,10 +18,9 @@ from tightfit.desk.plan_files import (
 )
 from tightfit.desk.plan_request import PlanInput, place_job, resolve_request
 from tightfit.desk.request import Request
-from tightfit.job import Wanted
 from tightfit.messages import Listing, Message, Said
 from tightfit.planner import plan_within
-from tightfit.planner.limits import Limit, largest_micro_batch, largest_model, longest_sequence
+from tightfit.planner.limits import largest_micro_batch, largest_model, longest_sequence
 from tightfit.planner.tiers import all_tiers, plan_tier
 from tightfit.types import ConfigError
 
@@ -67,42 +66,34 @@ def of_the_file(error: ConfigError, request: Request) -> ConfigError:
 
 def _answer(request: Request, settled: PlanInput, startable: Startable) -> Answer:
     job, shape, hardware = settled.job, settled.shape, settled.hardware
-    if request.max is not None:
-        return _most(request.max, settled, startable)
-    if job.tier is not None:
-        if job.tier == "all":
-            if request.write is not None:
-                raise ConfigError(Message("desk.write-one-tier"))
-            return all_tiers(job, shape, hardware, settled.explicit, startable.calibration)
-        answer = plan_tier(job.tier, job, shape, hardware, settled.explicit, startable.calibration)
-        if answer.plan is None:
-            raise ConfigError(answer.problem)
-        others = () if answer.plan.fits else _fitting_tiers(answer.tier.name, settled, startable)
-        return replace(answer, because=(*settled.said, *answer.because, *others))
     said = (*settled.said, *startable.said)
-    found = plan_within(startable.bounds(), job, shape, hardware, said)
-    way_out = beyond(startable, found)
-    return replace(found, because=(way_out, *found.because)) if way_out else found
-
-
-def _fitting_tiers(name: str, settled: PlanInput, startable: Startable) -> tuple[Said, ...]:
-    """Where a tier does not fit: those that do."""
-    every = all_tiers(settled.job, settled.shape, settled.hardware, settled.explicit, startable.calibration)
-    names = [each.tier.name for each in every if each.plan is not None and each.plan.fits and each.tier.name != name]
-    if not names:
-        return (Message("desk.no-tier-fits"),)
-    return (Message("desk.other-tiers-fit", names=Listing(names), count=len(names)),)
-
-
-def _most(wanted: Wanted, settled: PlanInput, startable: Startable) -> Limit:
-    job, shape, hardware = settled.job, settled.shape, settled.hardware
-    bounds = startable.bounds()
-    if wanted == "seq":
-        limit = longest_sequence(job, shape, hardware, bounds)
-    elif wanted == "micro-batch":
-        limit = largest_micro_batch(job, shape, hardware, bounds)
-    else:
-        limit = largest_model(job, hardware, bounds=bounds)
-    way_out = beyond(startable, limit.plan, every_gpu=True)
-    said = (*((way_out,) if way_out else ()), *settled.said, *startable.said)
-    return replace(limit, because=(*said, *limit.because))
+    if request.max is not None:
+        bounds = startable.bounds()
+        if request.max == "seq":
+            limit = longest_sequence(job, shape, hardware, bounds)
+        elif request.max == "micro-batch":
+            limit = largest_micro_batch(job, shape, hardware, bounds)
+        else:
+            limit = largest_model(job, hardware, bounds=bounds)
+        way_out = beyond(startable, limit.plan, every_gpu=True)
+        return replace(limit, because=(*((way_out,) if way_out else ()), *said, *limit.because))
+    if job.tier is None:
+        found = plan_within(startable.bounds(), job, shape, hardware, said)
+        way_out = beyond(startable, found)
+        return replace(found, because=(way_out, *found.because)) if way_out else found
+    if job.tier == "all":
+        if request.write is not None:
+            raise ConfigError(Message("desk.write-one-tier"))
+        return all_tiers(job, shape, hardware, settled.explicit, startable.calibration)
+    answer = plan_tier(job.tier, job, shape, hardware, settled.explicit, startable.calibration)
+    if answer.plan is None:
+        raise ConfigError(answer.problem)
+    others: tuple[Said, ...] = ()
+    if not answer.plan.fits:
+        every = all_tiers(job, shape, hardware, settled.explicit, startable.calibration)
+        fitting = [each.tier.name for each in every if each.plan is not None and each.plan.fits]
+        names = [name for name in fitting if name != answer.tier.name]
+        others = (Message("desk.no-tier-fits"),)
+        if names:
+            others = (Message("desk.other-tiers-fit", names=Listing(names), count=len(names)),)
+    return replace(answer, because=(*settled.said, *answer.because, *others))

@@ -229,20 +229,13 @@ def _render(plan: Plan, target: Target) -> dict[str, str]:
 def target_for(plan: Plan, job: Job, target: Target) -> Target:
     """The readers of a plan's files, with what the plan and the job say of them."""
     assert plan.chosen is not None, "what does not fit has no files"
-    ids = job.hardware.gpu_ids
-    return replace(
-        target,
-        deepspeed_version=plan.chosen.levers.deepspeed_version,
-        gpu_ids=ids,
-        gpus_of_node=None if ids is None else _gpus_of_node(job),
-    )
+    ids, there = job.hardware.gpu_ids, None
+    if ids is not None:  # all that a node has, also those that the job leaves to others
+        from tightfit.job.file import hardware_of
 
-
-def _gpus_of_node(job: Job) -> int:
-    """All of them, also those that the job leaves to others."""
-    from tightfit.job.file import hardware_of
-
-    return hardware_of(replace(job, hardware=replace(job.hardware, gpu_ids=None))).gpus_per_node
+        there = hardware_of(replace(job, hardware=replace(job.hardware, gpu_ids=None))).gpus_per_node
+    version = plan.chosen.levers.deepspeed_version
+    return replace(target, deepspeed_version=version, gpu_ids=ids, gpus_of_node=there)
 
 
 def _with_what_it_trains(plan: Plan, target: Target) -> Plan:

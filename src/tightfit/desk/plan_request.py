@@ -6,12 +6,11 @@ what was said without effect, comes back as a sentence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.desk.lever_flags import find_idle
-from tightfit.desk.request import Request
+from tightfit.desk.request import Request, find_idle
 from tightfit.desk.stages import pick_stage
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.versions import choose_deepspeed
@@ -73,6 +72,8 @@ def resolve_request(
 ) -> PlanInput:
     """Flags, file and machine as one; `adapt`: what the caller knows about the machine beyond its cards; `runs_here`:
     other cards than this machine's are of no use; `for_others`: another trainer than our own worker may run it."""
+    from tightfit.hardware.catalogue import native_bf16
+
     given = dict(request.flags)
     launcher = request.launcher if for_others else "torchrun"
     file = _file(request, launcher)
@@ -101,23 +102,52 @@ def resolve_request(
         batch_said = (Message("desk.batch-per-gpu", file=file.path.name, each=each, gpus=world, batch=each * world),)
     if file is not None and file.is_llamafactory:
         explicit.add("effective_batch")
-    job, max_said = _for_max(request, job)
+    max_said: tuple[Said, ...] = ()
+    if request.max is not None:
+        # Without what `--max` replaces. Flags that contradict it are refused; a file's values only make way.
+        if job.tier is not None:
+            raise ConfigError(Message("desk.max-and-tier", wanted=request.max))
+        job = replace(job, limits=replace(job.limits, allow=()))
+        if request.max == "micro-batch":
+            if job.effective_batch is not None:
+                max_said = (Message("desk.batch-makes-way", batch=job.effective_batch),)
+            levers = {name: value for name, value in job.levers.items() if name != "micro_batch"}
+            job = replace(job, effective_batch=None, levers=levers)
     version_said: tuple[Said, ...] = ()
     if "deepspeed_version" not in job.levers:  # what it holds in memory differs between versions
         version, version_said = choose_deepspeed(hardware, job.trainer, request.llamafactory_version)
         job = replace(job, levers={**job.levers, "deepspeed_version": version})
-    job, precision_said = _choose_precision(job, hardware, "precision" in explicit)
+    precision_said: tuple[Said, ...] = ()
+    if job.precision == "bf16" and native_bf16(hardware.gpu.arch) is False:
+        # It is the user's; where nobody named one, it is what the card multiplies.
+        asked = "precision" in explicit
+        job = job if asked else replace(job, precision="fp16")
+        precision_said = (Message("desk.no-bf16" if asked else "desk.fp16-chosen", card=hardware.gpu.name),)
     shape = model_of(job, trust_trace=request.trace)
     if stage is not None and stage.model is not None and (stage.model.exists() or request.write is not None):
         job = replace(job, model=str(stage.model.absolute()))  # of the same shape, and there when its turn comes
-    file_said = _file_notes(request, file, hardware)
+    # What the file's reader had to say, and which of its numbers makes way for a flag.
+    file_said = file.said if file else ()
+    winner = next(iter(_find_counts(request)), None)
+    if file is not None and winner is not None and file.num_gpus is not None:
+        file_said = tuple(each for each in file.said if id_of(each) != "job.gpus-of-this-machine")
+        if hardware.gpus_per_node != file.num_gpus or hardware.nodes != 1:
+            file_said += (Message("desk.flag-wins", flag=winner, num_gpus=file.num_gpus),)
+    # What was said for nothing.
+    names = {name: spelt(name) if name in request.flags else f"levers.{name}" for name in job.levers}
+    idle = find_idle(names, shape)
+    if job.schedule == "constant" and job.warmup and "warmup" in explicit:
+        warmup = next((spelt(name) for name in ("warmup_steps", "warmup_ratio") if name in request.flags), "warmup")
+        idle += (Message("desk.no-warm-up", name=warmup),)
+    if request.hostfile is not None and hardware.nodes == 1:
+        idle += (Message("desk.hostfile-idle"),)
     said = (*trainer_said, *file_said, *batch_said, *max_said, *version_said, *precision_said)
     return PlanInput(
         job=place_job(job, file.path if file else None),
         shape=shape,
         hardware=hardware,
         explicit=frozenset(explicit),
-        said=(*said, *_idle(request, job, hardware, shape, explicit)),
+        said=(*said, *idle),
     )
 
 
@@ -140,19 +170,6 @@ def _file(request: Request, launcher: str | None) -> FileSays | None:
     return FileSays(path=path, job=read.job, explicit=read.explicit, said=read.said, num_gpus=read.num_gpus)
 
 
-def _file_notes(request: Request, file: FileSays | None, hardware: Hardware) -> tuple[Said, ...]:
-    """What the file's reader had to say, and which of its numbers makes way for a flag."""
-    if file is None:
-        return ()
-    winner = next(iter(_find_counts(request)), None)
-    if winner is None or file.num_gpus is None:
-        return file.said
-    kept = [said for said in file.said if id_of(said) != "job.gpus-of-this-machine"]
-    if hardware.gpus_per_node == file.num_gpus and hardware.nodes == 1:
-        return tuple(kept)
-    return (*kept, Message("desk.flag-wins", flag=winner, num_gpus=file.num_gpus))
-
-
 def _find_counts(request: Request) -> list[str]:
     """The flags that were given and win over a job file's number of GPUs."""
     said = {"gpus": request.flags.get("gpus"), "num_gpus": request.num_gpus, "world": request.world}
@@ -160,21 +177,6 @@ def _find_counts(request: Request) -> list[str]:
 
 
 # --- what was not said --------------------------------------------------------------------------
-
-
-def _for_max(request: Request, job: Job) -> tuple[Job, tuple[Said, ...]]:
-    """Without what `--max` replaces. Flags that contradict it are refused; a file's values only make way."""
-    wanted = request.max
-    if wanted is None:
-        return job, ()
-    if job.tier is not None:
-        raise ConfigError(Message("desk.max-and-tier", wanted=wanted))
-    job, batch = replace(job, limits=replace(job.limits, allow=())), job.effective_batch
-    if wanted != "micro-batch":
-        return job, ()
-    levers = {name: value for name, value in job.levers.items() if name != "micro_batch"}
-    said = () if batch is None else (Message("desk.batch-makes-way", batch=batch),)
-    return replace(job, effective_batch=None, levers=levers), said
 
 
 def _choose_trainer(
@@ -198,37 +200,26 @@ def _choose_trainer(
     return job, said
 
 
-def _choose_precision(job: Job, hardware: Hardware, asked: bool) -> tuple[Job, tuple[Said, ...]]:
-    """The precision is the user's; where nobody named one, it is what the card multiplies."""
-    from tightfit.hardware.catalogue import native_bf16
-
-    if job.precision != "bf16" or native_bf16(hardware.gpu.arch) is not False:
-        return job, ()
-    if asked:
-        return job, (Message("desk.no-bf16", card=hardware.gpu.name),)
-    return replace(job, precision="fp16"), (Message("desk.fp16-chosen", card=hardware.gpu.name),)
-
-
-def _idle(
-    request: Request, job: Job, hardware: Hardware, shape: ModelShape, explicit: Collection[str]
-) -> tuple[Said, ...]:
-    """What was said for nothing."""
-    names = {name: spelt(name) if name in request.flags else f"levers.{name}" for name in job.levers}
-    said = find_idle(names, shape)
-    warmup = next((spelt(name) for name in ("warmup_steps", "warmup_ratio") if name in request.flags), "warmup")
-    if job.schedule == "constant" and job.warmup and "warmup" in explicit:
-        said += (Message("desk.no-warm-up", name=warmup),)
-    if request.hostfile is not None and hardware.nodes == 1:
-        said += (Message("desk.hostfile-idle"),)
-    return said
-
-
 # --- the machine --------------------------------------------------------------------------------
 
 
 def _hardware(request: Request, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
     """What the flags name, else what the file names, else this machine; as much of it as is to be used."""
-    hardware = _node(request, job, file, runs_here=runs_here)
+    of_file = None if file is None or _find_counts(request) else file
+    num_gpus = of_file.num_gpus if of_file else request.num_gpus
+    try:
+        hardware = hardware_of(job, num_gpus)
+    except HardwareError as error:
+        if id_of(error.said) not in ("job.no-gpus-there", "job.fewer-gpus-there") or job.hardware.gpus is not None:
+            raise
+        where = name_in("num_gpus", of_file.path.name) if of_file else "--num-gpus"
+        if not runs_here:
+            raise HardwareError(Message("desk.more-gpus-than-here", where=where, count=num_gpus)) from None
+        machine = hardware_of(job)
+        if machine.gpu.vendor == "cpu":
+            raise HardwareError(Message("desk.no-gpu-here", where=where, count=num_gpus)) from None
+        there = machine.gpus_per_node
+        raise HardwareError(Message("desk.fewer-gpus-here", where=where, count=num_gpus, there=there)) from None
     world = hardware.world if request.world is None else request.world
     if world == hardware.world:
         return hardware
@@ -240,24 +231,6 @@ def _hardware(request: Request, job: Job, file: FileSays | None, *, runs_here: b
     nodes, each = (world // per_node, per_node) if world > per_node else (1, world)
     said = Message("desk.gpus-used", world=world, there=hardware.world)
     return replace(hardware, nodes=nodes, gpus_per_node=each, because=(*hardware.because, said))
-
-
-def _node(request: Request, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
-    counted = file is None or _find_counts(request)
-    num_gpus = request.num_gpus if counted or file is None else file.num_gpus
-    try:
-        return hardware_of(job, num_gpus)
-    except HardwareError as error:
-        if id_of(error.said) not in ("job.no-gpus-there", "job.fewer-gpus-there") or job.hardware.gpus is not None:
-            raise
-        where = "--num-gpus" if counted or file is None else name_in("num_gpus", file.path.name)
-        if not runs_here:
-            raise HardwareError(Message("desk.more-gpus-than-here", where=where, count=num_gpus)) from None
-        machine = hardware_of(job)
-        if machine.gpu.vendor == "cpu":
-            raise HardwareError(Message("desk.no-gpu-here", where=where, count=num_gpus)) from None
-        there = machine.gpus_per_node
-        raise HardwareError(Message("desk.fewer-gpus-here", where=where, count=num_gpus, there=there)) from None
 
 
 def place_job(job: Job, file: Path | None) -> Job:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from tightfit.inputs.flags import meant, spelt
+from tightfit.inputs.flags import LEVERS, meant, spelt
 from tightfit.inputs.spelling import as_number
 from tightfit.job import Job, Wanted
 from tightfit.job.file import JOB_FLAGS
 from tightfit.job.text import JobText, read_job_text
-from tightfit.messages import Message
+from tightfit.messages import Message, Said
 from tightfit.model.presets import PRESETS
-from tightfit.types import ConfigError, UserError
+from tightfit.types import Attention, ConfigError, Mamba1, Mamba2, ModelShape, Traced, UserError
 
 LLAMAFACTORY_MARK = "model_name_or_path"
 """The key that every LLaMA-Factory training has, and no job file."""
@@ -139,3 +139,21 @@ REPLACES: Mapping[Wanted, tuple[str, ...]] = {
     "model": ("model",),
 }
 """What `--max` asks for → the flags in whose place the answer comes."""
+
+
+def flags_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The lever flags among what was said."""
+    return {name: value for name, value in said.items() if name in LEVERS}
+
+
+def find_idle(named: Mapping[str, str], shape: ModelShape) -> tuple[Said, ...]:
+    """What was said about layers that the model does not have. `named`: lever → how the user called it."""
+    kinds = [type(block.mixer) for block in shape.blocks]
+    if Traced in kinds:  # what is in there is not known
+        return ()
+    said = []
+    if "attention" in named and Attention not in kinds:
+        said.append(Message("desk.no-attention", name=named["attention"], model=shape.name))
+    if "scan" in named and not {Mamba1, Mamba2} & set(kinds):
+        said.append(Message("desk.no-mamba", name=named["scan"], model=shape.name))
+    return tuple(said)

@@ -52,24 +52,13 @@ def pick_stage(request: Request, job: Job | None) -> Stage | None:
         raise ConfigError(Message("desk.which-stage", file=file.name, count=count))
     if not 1 <= number <= count:
         raise ConfigError(Message("desk.no-such-stage", number=number, file=file.name, count=count))
-    root = request.flags.get("output", job.saving.folder)
-    return Stage(
-        number=number,
-        count=count,
-        job=stage_of(job, number, file.name),
-        root=root,
-        fields=job.stages[number - 1],
-        model=_model_before(job, root, number, file.name),
-    )
-
-
-def _model_before(job: Job, root: str, number: int, file: str) -> Path | None:
-    if number == 1:
-        return None
-    before = number - 1
-    adapters = stage_of(job, before, file).method != "full"
-    usual = folder_of_merged_model(root, before) if adapters else stage_folder(root, before) / "model"
-    return model_left_by(root, before) or usual
+    root, model, before = request.flags.get("output", job.saving.folder), None, number - 1
+    staged = stage_of(job, number, file.name)
+    if before:
+        adapters = stage_of(job, before, file.name).method != "full"
+        usual = folder_of_merged_model(root, before) if adapters else stage_folder(root, before) / "model"
+        model = model_left_by(root, before) or usual
+    return Stage(number=number, count=count, job=staged, root=root, fields=job.stages[before], model=model)
 
 
 def each_stage(request: Request) -> list[Request]:

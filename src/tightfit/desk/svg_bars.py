@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from tightfit.planner.plan import Plan, Way
+from tightfit.planner.plan import Plan
 from tightfit.planner.reasons import worth_showing
 from tightfit.priced import GIB, Priced, amounts, billions, spell_component, strategy_line, strategy_name
 from tightfit.types import Footprint, PhaseName
@@ -110,7 +110,21 @@ class Bar:
 def plan_bars(plan: Plan) -> str:
     """A plan as HTML: what each way holds on one GPU at its fullest moment, against the card."""
     ways = worth_showing(plan)
-    bars = [_way_bar(way, is_chosen=way is plan.chosen, is_first=way is ways[0]) for way in ways]
+    bars = []
+    for way in ways:
+        card = way.hardware.gpu.memory_bytes
+        needs, has = amounts(way.footprint.gpu.required_bytes, card)
+        mark = "→ " if way is plan.chosen else "" if way.fits else "× "
+        ends = [_card_line(card, is_named=way is ways[0])]  # it is the same for all
+        if way.gpu_limit_bytes < card:
+            ends.append(BarLine(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
+        bar = Bar(
+            name=f"{mark}{strategy_name(way.levers)}",
+            note=f"{needs} of {has} GiB, {way.pace.tokens_per_s:,.0f} tokens/s",
+            parts=gpu_parts(way.footprint, fullest(way.footprint), {}),
+            lines=tuple(ends),
+        )
+        bars.append(bar)
     hardware = plan.hardware
     title = f"{plan.shape.name} ({billions(plan.shape.parameters)}) on {hardware.world} × {hardware.gpu.name}"
     return _with_legend(bars, title, "plan")
@@ -152,22 +166,6 @@ def parts_of(held: Mapping[str, int], names: Mapping[str, str]) -> tuple[Part, .
     )
 
 
-def _way_bar(way: Way, *, is_chosen: bool, is_first: bool) -> Bar:
-    """Only the first names the card: it is the same for all."""
-    card = way.hardware.gpu.memory_bytes
-    needs, has = amounts(way.footprint.gpu.required_bytes, card)
-    mark = "→ " if is_chosen else "" if way.fits else "× "
-    ends = [_card_line(card, is_named=is_first)]
-    if way.gpu_limit_bytes < card:
-        ends.append(BarLine(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
-    return Bar(
-        name=f"{mark}{strategy_name(way.levers)}",
-        note=f"{needs} of {has} GiB, {way.pace.tokens_per_s:,.0f} tokens/s",
-        parts=gpu_parts(way.footprint, fullest(way.footprint), {}),
-        lines=tuple(ends),
-    )
-
-
 def _card_line(card: int, *, is_named: bool) -> BarLine:
     return BarLine(at_bytes=card, label=f"{amounts(card)[0]} GiB card" if is_named else "")
 
@@ -193,9 +191,11 @@ def scale_of(bars: Sequence[Bar]) -> int:
 def bars_svg(bars: Sequence[Bar], *, title: str, ids: str, scale_bytes: int | None = None) -> str:
     """All bars, one under the other. `ids`: what the names in this drawing begin with, unlike others of the page."""
     scale = scale_bytes or scale_of(bars)
-    said = "; ".join(filter(None, map(_describe, bars)))
-    top, inside = 0, []
+    top, inside, said = 0, [], []
     for bar in bars:
+        parts = ", ".join(f"{part.label} {part.size_bytes / GIB:.1f} GiB" for part in bar.parts)
+        ends = "".join(f", {line.label}" for line in bar.lines if line.label)
+        said.append(f"{bar.name}{': ' if bar.name else ''}{parts}{ends}")
         inside.append(_draw(bar, top, scale, ids))
         foot = FOOT if any(line.label for line in bar.lines) else 0
         top += (HEAD if bar.name or bar.note else 0) + bar.thickness + 2 * EDGE + foot + GAP
@@ -203,7 +203,7 @@ def bars_svg(bars: Sequence[Bar], *, title: str, ids: str, scale_bytes: int | No
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="{max(top - GAP, 1)}" role="img" '
         f'aria-labelledby="{ids}-title {ids}-desc" font-family="system-ui, sans-serif" font-size="12">'
-        f'<title id="{ids}-title">{escape(title)}</title><desc id="{ids}-desc">{escape(said)}</desc>'
+        f'<title id="{ids}-title">{escape(title)}</title><desc id="{ids}-desc">{escape("; ".join(filter(None, said)))}</desc>'
         f"<defs>{''.join(_pattern(kind, ids) for kind in kinds)}</defs>{''.join(inside)}</svg>"
     )
 
@@ -230,12 +230,6 @@ def _pattern(kind: str, ids: str) -> str:
     )
 
 
-def _describe(bar: Bar) -> str:
-    parts = ", ".join(f"{part.label} {part.size_bytes / GIB:.1f} GiB" for part in bar.parts)
-    ends = "".join(f", {line.label}" for line in bar.lines if line.label)
-    return f"{bar.name}{': ' if bar.name else ''}{parts}{ends}"
-
-
 def _draw(bar: Bar, top: int, scale: int, ids: str) -> str:
     pieces = []
     if bar.name or bar.note:
@@ -245,7 +239,22 @@ def _draw(bar: Bar, top: int, scale: int, ids: str) -> str:
     top += EDGE
     held = 0
     for part in bar.parts:
-        pieces.append(_part(part, bar, held, top, scale, ids))
+        share, kind, look = part.size_bytes / scale, _kind_of(part.kind), LOOKS[_kind_of(part.kind)]
+        word = ""
+        if share >= TELLING_SHARE:
+            # The number first: of what is cut off at the edge it is the last to go. A pattern needs paper of its own.
+            halo = "" if look.pattern == "plain" else f' stroke="{look.colour}" stroke-width="4" paint-order="stroke"'
+            word = (
+                f'<text class="part-label" x="5" y="{bar.thickness // 2 + 4}" font-size="11" fill="{look.ink}"{halo}>'
+                f"{part.size_bytes / GIB:.1f} {escape(part.label)}</text>"
+            )
+        if share > 0:  # a drawing within the drawing: whatever is wider than the part is cut off at its edge
+            pieces.append(
+                f'<svg x="{_percent(held / scale)}" y="{top}" width="{_percent(share)}" height="{bar.thickness}" '
+                f'class="part {kind}"><title>{escape(part.label)} {part.size_bytes / GIB:.1f} GiB</title>'
+                f'<rect width="100%" height="100%" fill="url(#{ids}-{kind})" stroke="{LIGHT}" stroke-width="1"/>'
+                f"{word}</svg>"
+            )
         held += part.size_bytes
     if held > scale:
         middle = top + bar.thickness // 2 + 5
@@ -253,49 +262,21 @@ def _draw(bar: Bar, top: int, scale: int, ids: str) -> str:
             f'<text x="100%" dx="-4" y="{middle}" text-anchor="end" font-size="15" fill="{LIGHT}" stroke="{DARK}" '
             f'stroke-width="3" paint-order="stroke">▸</text>'
         )
-    pieces += [_line(line, bar, top, scale) for line in bar.lines]
-    return "".join(pieces)
-
-
-def _part(part: Part, bar: Bar, held: int, top: int, scale: int, ids: str) -> str:
-    """A drawing within the drawing: whatever is wider than the part is cut off at its edge."""
-    share, kind = part.size_bytes / scale, _kind_of(part.kind)
-    if share <= 0:
-        return ""
-    return (
-        f'<svg x="{_percent(held / scale)}" y="{top}" width="{_percent(share)}" height="{bar.thickness}" '
-        f'class="part {kind}"><title>{escape(part.label)} {part.size_bytes / GIB:.1f} GiB</title>'
-        f'<rect width="100%" height="100%" fill="url(#{ids}-{kind})" stroke="{LIGHT}" stroke-width="1"/>'
-        f"{_word_in(part, bar) if share >= TELLING_SHARE else ''}</svg>"
-    )
-
-
-def _word_in(part: Part, bar: Bar) -> str:
-    """The number first: of what is cut off at the edge it is the last to go. On a pattern it needs paper of its own."""
-    look = LOOKS[_kind_of(part.kind)]
-    halo = "" if look.pattern == "plain" else f' stroke="{look.colour}" stroke-width="4" paint-order="stroke"'
-    return (
-        f'<text class="part-label" x="5" y="{bar.thickness // 2 + 4}" font-size="11" fill="{look.ink}"{halo}>'
-        f"{part.size_bytes / GIB:.1f} {escape(part.label)}</text>"
-    )
-
-
-def _line(line: BarLine, bar: Bar, top: int, scale: int) -> str:
-    """As the words are, with a light edge: it has to be seen on any part and on any paper."""
-    share, end = min(line.at_bytes / scale, 1), top + bar.thickness + EDGE
-    x, dash = _percent(share), ' stroke-dasharray="4 3"' if line.is_dashed else ""
-    ends = f'x1="{x}" x2="{x}" y1="{top - EDGE}" y2="{end}"'
-    label = ""
-    if line.label:
-        anchor = "end" if share > 0.5 else "start"
-        label = (
-            f'<text x="{x}" y="{end + FOOT - 4}" text-anchor="{anchor}" font-size="11" '
-            f'fill="currentColor">{escape(line.label)}</text>'
+    for line in bar.lines:  # as the words are, with a light edge: it has to be seen on any part and on any paper
+        share, end = min(line.at_bytes / scale, 1), top + bar.thickness + EDGE
+        x, dash = _percent(share), ' stroke-dasharray="4 3"' if line.is_dashed else ""
+        ends = f'x1="{x}" x2="{x}" y1="{top - EDGE}" y2="{end}"'
+        pieces.append(
+            f'<line {ends} stroke="{LIGHT}" stroke-width="4"{dash}/>'
+            f'<line {ends} stroke="currentColor" stroke-width="2"{dash}/>'
         )
-    return (
-        f'<line {ends} stroke="{LIGHT}" stroke-width="4"{dash}/>'
-        f'<line {ends} stroke="currentColor" stroke-width="2"{dash}/>{label}'
-    )
+        if line.label:
+            anchor = "end" if share > 0.5 else "start"
+            pieces.append(
+                f'<text x="{x}" y="{end + FOOT - 4}" text-anchor="{anchor}" font-size="11" '
+                f'fill="currentColor">{escape(line.label)}</text>'
+            )
+    return "".join(pieces)
 
 
 def _percent(share: float) -> str:

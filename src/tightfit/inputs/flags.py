@@ -89,7 +89,11 @@ def levers_from_flags(said: Mapping[str, Any], shape: ModelShape, base: Levers |
             if lever.block == "lora" and lever.name in unusual:
                 raise ConfigError(Message("inputs.no-adapters", flag=spelt(lever.flag)))
     levers = replace(base, **changes, buckets=replace(base.buckets, **buckets))
-    levers = _imply(levers, reuses="max_reuse_distance" in buckets)
+    if "max_reuse_distance" not in buckets:  # nobody said how far ahead a weight is kept for its next use
+        levers = released_at_once(levers)
+    if levers.is_fsdp2 and levers.offload_param == "cpu" and levers.offload_optimizer == "none":
+        # FSDP2 has one offload policy, for parameters, gradients and optimizer together.
+        levers = replace(levers, offload_optimizer="cpu")
     check_levers(levers, shape)
     return levers
 
@@ -129,7 +133,23 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         if value is not None and value > lever.most:
             most = Message("inputs.at-most", most=lever.most)
             raise ConfigError(Message("inputs.flag-must-be", flag=spelt(lever.flag), must=most, value=value))
-    _check_offload(levers)
+    engine, optimizer, param = levers.engine, levers.offload_optimizer, levers.offload_param
+    nvme = "--offload-optimizer" if optimizer == "nvme" else "--offload-param" if param == "nvme" else None
+    if nvme and engine != ZERO3:
+        raise ConfigError(Message("inputs.nvme-needs-zero3", flag=nvme, engine=engine))
+    if param != "none" and not levers.shards_parameters:
+        raise ConfigError(Message("inputs.param-needs-sharding", place=param, engine=engine))
+    if optimizer != "none" and engine == "zero0":
+        raise ConfigError(Message("inputs.optimizer-needs-zero", place=optimizer))
+    if optimizer != "none" and levers.is_fsdp2 and param == "none":
+        raise ConfigError(Message("inputs.fsdp2-offloads-both"))
+    if param == "nvme":  # what DeepSpeed does wrong there: it has few buffers, all of the model's own dtype
+        if levers.buckets.max_reuse_distance:
+            raise ConfigError(Message("inputs.reuse-on-nvme", distance=levers.buckets.max_reuse_distance))
+        if levers.method == "qlora":
+            raise ConfigError(Message("inputs.qlora-on-nvme"))
+        if levers.lora is not None and levers.lora.dtype == "fp32" and levers.precision != "fp32":
+            raise ConfigError(Message("inputs.fp32-on-nvme"))
     micro, depth = levers.micro_batch, shape.n_layers
     if micro * levers.sequence > MOST_TOKENS:
         raise ConfigError(Message("inputs.too-many-tokens", micro=micro, sequence=levers.sequence, most=MOST_TOKENS))
@@ -195,47 +215,11 @@ def spelt(flag: str) -> str:
     return "--" + flag.replace("_", "-")
 
 
-def _imply(levers: Levers, *, reuses: bool) -> Levers:
-    """FSDP2 has one offload policy, for parameters, gradients and optimizer together. `reuses`: somebody said how far
-    ahead a weight is kept for its next use."""
-    if not reuses:
-        levers = released_at_once(levers)
-    if levers.is_fsdp2 and levers.offload_param == "cpu" and levers.offload_optimizer == "none":
-        return replace(levers, offload_optimizer="cpu")
-    return levers
-
-
 def released_at_once(levers: Levers) -> Levers:
     """Weights on NVMe: each that waits for its next use keeps one of a few buffers, and DeepSpeed runs out of them."""
     if levers.offload_param != "nvme":
         return levers
     return replace(levers, buckets=replace(levers.buckets, max_reuse_distance=0))
-
-
-def _check_swapped(levers: Levers) -> None:
-    """What DeepSpeed does wrong with weights on NVMe: it has few buffers, all of the model's own dtype."""
-    if levers.offload_param != "nvme":
-        return
-    if levers.buckets.max_reuse_distance:
-        raise ConfigError(Message("inputs.reuse-on-nvme", distance=levers.buckets.max_reuse_distance))
-    if levers.method == "qlora":
-        raise ConfigError(Message("inputs.qlora-on-nvme"))
-    if levers.lora is not None and levers.lora.dtype == "fp32" and levers.precision != "fp32":
-        raise ConfigError(Message("inputs.fp32-on-nvme"))
-
-
-def _check_offload(levers: Levers) -> None:
-    engine, optimizer, param = levers.engine, levers.offload_optimizer, levers.offload_param
-    nvme = "--offload-optimizer" if optimizer == "nvme" else "--offload-param" if param == "nvme" else None
-    if nvme and engine != ZERO3:
-        raise ConfigError(Message("inputs.nvme-needs-zero3", flag=nvme, engine=engine))
-    if param != "none" and not levers.shards_parameters:
-        raise ConfigError(Message("inputs.param-needs-sharding", place=param, engine=engine))
-    if optimizer != "none" and engine == "zero0":
-        raise ConfigError(Message("inputs.optimizer-needs-zero", place=optimizer))
-    if optimizer != "none" and levers.is_fsdp2 and param == "none":
-        raise ConfigError(Message("inputs.fsdp2-offloads-both"))
-    _check_swapped(levers)
 
 
 def flags_from_levers(levers: Levers) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from datetime import datetime
 from functools import cache
@@ -28,14 +29,14 @@ T = TypeVar("T")
 
 def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
     """The tree in a text, or ValueError. `finite`: NaN and infinities, which are no JSON, are refused as well."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
     try:
-        return json.loads(text, parse_constant=_refuse) if finite else json.loads(text)
+        return json.loads(text, parse_constant=refuse if finite else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_TEXT_BYTES, finite: bool = False) -> Any:
@@ -75,11 +76,11 @@ def record_text(record: Any, more: Mapping[str, Any] | None = None) -> str:
 
 def json_text(tree: Mapping[str, Any]) -> str:
     """A tree as a file of ours has it, for people to read as well."""
-    return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False, default=_as_json) + "\n"
 
+    def plain(value: object) -> object:
+        return value.isoformat(timespec="seconds") if isinstance(value, datetime) else as_json(value)
 
-def _as_json(value: object) -> object:
-    return value.isoformat(timespec="seconds") if isinstance(value, datetime) else as_json(value)
+    return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
 
 
 def as_record(tree: object, kind: type[T]) -> T:
@@ -111,7 +112,14 @@ def _value(value: Any, kind: Any, place: str) -> Any:
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        return _build(value, kind, place)
+        found = {}
+        for name, inner, optional in _fields(kind):
+            where = f"{place}.{name}" if place else name
+            if name in value:
+                found[name] = _value(value[name], inner, where)
+            elif not optional:
+                raise ValueError(f"{where} is missing")
+        return kind(**found)
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Literal and isinstance(value, str) and value in inside:
         return value
@@ -120,31 +128,15 @@ def _value(value: Any, kind: Any, place: str) -> Any:
     if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
         return {key: _value(each, inside[1], f"{place}.{key}") for key, each in value.items()}
     if origin in (Union, UnionType):
-        return _one_of(value, inside, place)
+        if value is None and NoneType in inside:
+            return None
+        *others, last = (each for each in inside if each is not NoneType)
+        for each in others:
+            with suppress(ValueError):
+                return _value(value, each, place)
+        return _value(value, last, place)
     if kind is Message and isinstance(value, dict):
         return from_json(value)
     if kind is datetime and isinstance(value, str):
         return datetime.fromisoformat(value)
     raise ValueError(f"{place or 'it'} cannot be {shown(value)}")
-
-
-def _one_of(value: Any, kinds: tuple[Any, ...], place: str) -> Any:
-    if value is None and NoneType in kinds:
-        return None
-    *others, last = (kind for kind in kinds if kind is not NoneType)
-    for kind in others:
-        try:
-            return _value(value, kind, place)
-        except ValueError:
-            continue
-    return _value(value, last, place)
-
-
-def _build(tree: Mapping[str, Any], kind: Any, place: str) -> Any:
-    found = {}
-    for name, inner, optional in _fields(kind):
-        if name in tree:
-            found[name] = _value(tree[name], inner, f"{place}.{name}" if place else name)
-        elif not optional:
-            raise ValueError(f"{place}.{name} is missing" if place else f"{name} is missing")
-    return kind(**found)
