@@ -200,10 +200,11 @@ def bars_svg(bars: Sequence[Bar], *, title: str, ids: str, scale_bytes: int | No
         foot = FOOT if any(line.label for line in bar.lines) else 0
         top += (HEAD if bar.name or bar.note else 0) + bar.thickness + 2 * EDGE + foot + GAP
     kinds = dict.fromkeys(part.kind for bar in bars for part in bar.parts)
+    description = "; ".join(filter(None, said))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="{max(top - GAP, 1)}" role="img" '
         f'aria-labelledby="{ids}-title {ids}-desc" font-family="system-ui, sans-serif" font-size="12">'
-        f'<title id="{ids}-title">{escape(title)}</title><desc id="{ids}-desc">{escape("; ".join(filter(None, said)))}</desc>'
+        f'<title id="{ids}-title">{escape(title)}</title><desc id="{ids}-desc">{escape(description)}</desc>'
         f"<defs>{''.join(_pattern(kind, ids) for kind in kinds)}</defs>{''.join(inside)}</svg>"
     )
 
