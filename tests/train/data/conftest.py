@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tightfit.train.data import DataSpec, Split, byte_tokenizer, open_samples, prepare
-from tightfit.train.data.examples import SHIPPED
+from tightfit.train.data.chat import SHIPPED
 
 Told = list[tuple[int, int, str]]
 

@@ -19,7 +19,7 @@ import pytest
 from tightfit.messages import Message
 from tightfit.train.data import DataSpec, Split, open_samples
 from tightfit.train.data.cache import stage
-from tightfit.train.data.examples import SHIPPED
+from tightfit.train.data.chat import SHIPPED
 from tightfit.types import ConfigError
 
 Built = Callable[..., Split]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tightfit.messages import Message
-from tightfit.train.data.chat import CHATML, GEMMA, STAND_IN, TEMPLATES, ChatTemplate, Turn
+from tightfit.train.data.chat import STAND_IN, TEMPLATES, ChatTemplate, Turn
 from tightfit.train.data.tokens import Encoder, codec_of
 from tightfit.types import ConfigError
 
@@ -19,6 +19,8 @@ CHAT = (
     Turn("user", "And three?"),
     Turn("assistant", "Five, of course."),
 )
+
+CHATML, GEMMA = TEMPLATES["chatml"], TEMPLATES["gemma"]
 
 BARE_CHATML = """\
 {% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}\

@@ -15,7 +15,7 @@ from stories import text as stories_text
 from tightfit.messages import Message
 from tightfit.train.data import DataSpec, Samples, Split, describe, explain
 from tightfit.train.data.cache import identify, open_store
-from tightfit.train.data.examples import SHIPPED
+from tightfit.train.data.chat import SHIPPED
 from tightfit.train.data.recipes import read_recipe, resolve
 from tightfit.train.data.samples import IGNORED
 from tightfit.train.data.tokens import codec_of

@@ -190,81 +190,12 @@ class ChatTemplate:
         return len(before), len(before) + len(text[len(before) : end].rstrip())
 
 
-CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
-{%- else %}
-{{- message['content'] + '<|im_end|>' }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
+SHIPPED = Path(__file__).parent / "shipped"
 
-LLAMA3 = """\
-{{- bos_token }}
-{%- for message in messages %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
-{%- else %}
-{{- message['content'] | trim + '<|eot_id|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
-"""
-
-GEMMA = """\
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
-{%- for message in messages %}
-{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-{%- endif %}
-{%- if message['role'] == 'assistant' %}
-{{- '<start_of_turn>model\\n' }}
-{%- generation %}{{- message['content'] | trim + '<end_of_turn>' }}{%- endgeneration %}
-{%- else %}
-{{- '<start_of_turn>' + message['role'] + '\\n' + message['content'] | trim + '<end_of_turn>' }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
-"""
-
-ALPACA = """\
-{%- for message in messages %}
-{%- if message['role'] == 'assistant' %}
-{{- '### Response:\\n' }}
-{%- generation %}{{- message['content'] + eos_token }}{%- endgeneration %}
-{{- '\\n\\n' }}
-{%- elif message['role'] == 'system' %}
-{{- message['content'] + '\\n\\n' }}
-{%- else %}
-{{- '### Instruction:\\n' + message['content'] + '\\n\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '### Response:\\n' }}{%- endif %}
-"""
-
-PLAIN = """\
-{%- for message in messages %}
-{%- if message['role'] == 'assistant' %}
-{{- 'Assistant: ' }}
-{%- generation %}{{- message['content'] + eos_token }}{%- endgeneration %}
-{{- '\\n' }}
-{%- elif message['role'] == 'system' %}
-{{- message['content'] + '\\n' }}
-{%- else %}
-{{- 'User: ' + message['content'] + '\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- 'Assistant: ' }}{%- endif %}
-"""
-
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "alpaca": ALPACA, "plain": PLAIN}
+TEMPLATES = {
+    name: (SHIPPED / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    for name in ("chatml", "llama3", "gemma", "alpaca", "plain")
+}
 
 OTHER_NAMES = {"qwen": "chatml", "gemma2": "gemma", "gemma3": "gemma", "llama-3": "llama3", "default": "plain"}
 """What LLaMA-Factory calls the same turns."""

@@ -19,7 +19,7 @@ from tightfit.inputs.records import find_json, parse_json
 from tightfit.inputs.spelling import read_text, shown
 from tightfit.messages import Listing, Message
 from tightfit.owned import replace_file
-from tightfit.train.data.chat import Turn, hint_at
+from tightfit.train.data.chat import SHIPPED, Turn, hint_at
 from tightfit.types import ConfigError
 
 Kind = Literal["text", "alpaca", "sharegpt", "recipe"]
@@ -206,7 +206,6 @@ def layout_of_entry(entry: Mapping[str, Any], name: str) -> Layout:
 
 FileKind = Literal["text", "lines", "array"]
 
-SHIPPED = Path(__file__).parent / "shipped"
 SHIPPED_WORDS = {"shipped:text": "stories.txt", "shipped:dialogues": "dialogues.json"}
 
 TEXT_ENDINGS = (".txt", ".text", ".md")

@@ -55,9 +55,8 @@ import yaml
 from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import open_regular, read_text, shown, unknown_key
 from tightfit.messages import Choice, Message, Said, text
-from tightfit.train.data.chat import STAND_IN, Rendered, Turn, hint_at
+from tightfit.train.data.chat import SHIPPED, STAND_IN, Rendered, Turn, hint_at
 from tightfit.train.data.examples import (
-    SHIPPED,
     SHIPPED_WORDS,
     ExampleError,
     SourceFile,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tightfit.inputs.records import parse_json
 from tightfit.messages import Message, Said, as_json, from_json
-from tightfit.train.data.chat import CHATML, ChatTemplate, Rendered, choose_template
+from tightfit.train.data.chat import TEMPLATES, ChatTemplate, Rendered, choose_template
 from tightfit.train.data.examples import Example
 from tightfit.types import ConfigError, ModelError
 
@@ -180,7 +180,7 @@ def byte_tokenizer() -> Any:
         extra_special_tokens=[TURN_START, TURN_END],
         clean_up_tokenization_spaces=False,
     )
-    made.chat_template = CHATML
+    made.chat_template = TEMPLATES["chatml"]
     return made
 
 
