@@ -33,7 +33,10 @@ def test_every_length(size: tuple[int, int, int], channels_last: bool) -> None:
         there = None if starts is None else starts.cuda()
         ours, again = (results(given, "triton", starts=there) for _ in range(2))
         errors = {name: error(ours[name].cpu(), tensor) for name, tensor in expected.items()}
-        assert {name: each for name, each in errors.items() if not each < BOUNDS[dtype]} == {}, (length, dtype)
+        # A sum over one channel may nearly cancel: what rounding alone does to it, the CPU's path in this dtype shows.
+        rounded = results(inputs, "chunked", starts=starts)
+        bounds = {name: max(BOUNDS[dtype], 2 * error(rounded[name], tensor)) for name, tensor in expected.items()}
+        assert {name: each for name, each in errors.items() if not each < bounds[name]} == {}, (length, dtype)
         assert all(torch.equal(ours[name], again[name]) for name in ours)
 
 

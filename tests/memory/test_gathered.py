@@ -86,6 +86,7 @@ def scenario(name: str) -> dict[str, Any]:
         "zero": {**dict(zip(ZERO_KEYS, LIMITS[limits], strict=True)), "reduce_bucket_size": REDUCE_BUCKET},
         "trains": "embeddings" if "embeddings" in words else "all",
         "scan": "tightfit" if "leaf" in words else "official",
+        "accum": 2 if "accumulated" in words else 1,
     }
     return {**made, "lora": 4} if "lora" in words else made
 
@@ -130,7 +131,11 @@ NAMES = (
     "mamba leaf falcon untied near",
     "mamba leaf checkpointed embeddings tight",
     "mamba leaf embeddings near",
+    "llama accumulated persistent",
+    "llama checkpointed lora accumulated persistent",
+    "llama tied accumulated tightest",
 )
+"""`accumulated`: what is watched is the second micro batch of the first step, which fetches the small ones too."""
 
 # --- the process that runs DeepSpeed ------------------------------------------------------------
 
@@ -169,12 +174,13 @@ def record(scenarios: list[dict[str, Any]]) -> dict[str, Any]:
         trainer.initialise()
         engine = trainer.engine
         watch.begin(engine.module)
-        for step in range(3):
-            watch.recording = step == 2
+        watch.small_too = each["accum"] > 1
+        for step in range(each["accum"] if watch.small_too else 3):
+            watch.recording = step == (1 if watch.small_too else 2)
             ids = torch.randint(0, 512, (1, each["seq"]))
             engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+            watch.recording = False
             engine.step()
-        watch.recording = False
         assert engine.skipped_steps == 0
         found[each["id"]] = {"calls": watch.calls, "waiting": watch.waiting}
         engine.destroy()
@@ -226,7 +232,7 @@ class Watch:
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
         from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-        self.recording = False
+        self.recording = self.small_too = False
         self.calls: list[Any] = []
         self.passing = 0
         fetch, wait = PartitionedParameterCoordinator.fetch_sub_module, AllGatherCoalescedHandle.wait
@@ -266,8 +272,9 @@ class Watch:
         self.waiting = 0
 
     def whole(self) -> int:
-        """Whole or on their way; parameters that are never released left out."""
-        return sum(p.ds_numel for p in self.params if p.ds_status.name != "NOT_AVAILABLE" and not p.ds_persist)
+        """Whole or on their way; parameters that are never released left out, unless they have to be fetched."""
+        there = [each for each in self.params if each.ds_status.name != "NOT_AVAILABLE"]
+        return sum(each.ds_numel for each in there if self.small_too or not each.ds_persist)
 
     def copied(self, *others: Any) -> int:
         """Flat buffers that have been copied out and are still referenced."""
@@ -320,7 +327,7 @@ def job_of(name: str) -> Any:
 def replayed(name: str) -> dict[str, int]:
     from tightfit.memory.zero3 import gather_for
 
-    each, found = scenario(name), gather_for(job_of(name))
+    each, found = scenario(name), gather_for(job_of(name), all_cut="accumulated" in name)
     predicted = {"forward": found.forward, "loss": max(found.loss, found.norm), "embedding": found.embedding}
     for index, (turn, most) in enumerate(zip(found.layers, found.gradients, strict=True)):
         predicted |= {f"layer {index}": most}

@@ -88,8 +88,10 @@ class Gathered:
     loss: int
     at_loss: int
     """The same without what is there in passing, while the head is called."""
+    norm_forward: int
+    """In the final norm's forward pass: the head may be there already, with the buffer it came in."""
     norm: int
-    """In the final norm's backward pass."""
+    """In its backward pass."""
     layers: tuple[int, ...]
     """For each layer, bottom to top: when its backward pass proper begins, with all activations there."""
     gradients: tuple[int, ...]

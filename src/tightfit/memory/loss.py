@@ -28,6 +28,8 @@ class HeadCost(NamedTuple):
     """Bytes beside the input of the final norm."""
 
     saved_norm: int
+    norm_forward: int
+    """Held while the final norm runs forwards, what it keeps included."""
     norm_backward: int
     """Held in the final norm's backward pass, what it has kept and the gradient of its output included."""
     saved_logits: int
@@ -51,7 +53,7 @@ class HeadCost(NamedTuple):
 @lru_cache(maxsize=1024)
 def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: bool) -> HeadCost:
     tokens, width, vocab, hidden = setting.tokens, setting.width, shape.vocab_size, shape.hidden_size
-    norm, norm_backward, head_input = _final_norm(shape, setting)
+    norm, norm_forward, norm_backward, head_input = _final_norm(shape, setting)
     logits, logits32 = tokens * vocab * width, tokens * vocab * FP32
     head_grad = vocab * hidden * width if trains_head else 0
     upcast = logits32 if width < FP32 else 0
@@ -64,6 +66,7 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
         backward = max(kept, norm_backward - norm + head_grad)
         return HeadCost(
             saved_norm=norm,
+            norm_forward=norm_forward,
             norm_backward=norm_backward,
             saved_logits=kept,
             forward_logits=kept + chunk + head_input,
@@ -78,6 +81,7 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
     saved_norm = norm + (head_input if trains_head else 0)
     return HeadCost(
         saved_norm=saved_norm,
+        norm_forward=norm_forward,
         norm_backward=norm_backward,
         saved_logits=logits32 + capped // 2,
         # the caller's variable holds the head's input until the loss is there
@@ -92,8 +96,8 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
     )
 
 
-def _final_norm(shape: ModelShape, setting: Setting) -> tuple[int, int, int]:
-    """What the final norm keeps, what its backward pass holds, and its output, which a plain head that trains keeps.
+def _final_norm(shape: ModelShape, setting: Setting) -> tuple[int, int, int, int]:
+    """What the final norm keeps, what its passes hold, and its output, which a plain head that trains keeps.
 
     Behind an fp32 residual the norm works in fp32 throughout, and its output is cast for the head.
     """
@@ -104,4 +108,4 @@ def _final_norm(shape: ModelShape, setting: Setting) -> tuple[int, int, int]:
     if wide and setting.width < FP32:
         y = ops.tape.op((y,), ops.size(shape.hidden_size, setting.width))
     cost = measure(ops.tape, x, y)
-    return cost.saved, cost.backward, y.size
+    return cost.saved, cost.forward, cost.backward, y.size

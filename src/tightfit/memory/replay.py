@@ -97,6 +97,7 @@ def gather_nothing(n_layers: int) -> Gathered:
         forwards=(),
         loss=0,
         at_loss=0,
+        norm_forward=0,
         norm=0,
         layers=none,
         gradients=none,
@@ -126,6 +127,7 @@ def summary(whole: tuple[Stretch, ...], reports: list[StretchReport]) -> Gathere
         at_loss=max(
             [each.rests for stretch, each in zip(whole, reports, strict=True) if stretch.tag == HEAD], default=0
         ),
+        norm_forward=reports[forward[-1]].most if forward else 0,
         norm=most.get(NORM, 0),
         layers=tuple([turns.get(index, 0) for index in range(n_layers)]),
         gradients=tuple([most.get(index, 0) for index in range(n_layers)]),

@@ -81,10 +81,12 @@ def shards_of(job: MemoryJob) -> Shards:
 def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     base = _persistent(job)
     usual = _passes(job, base, gather_for(job))
-    if job.levers.precision != "fp16":
+    if job.levers.precision != "fp16" and job.levers.accumulation == 1:
         return usual
-    # A step whose gradients overflow cuts every parameter and ends before `_post_step`, which makes the small ones
-    # whole again: the next pass fetches them as it fetches the others.
+    # The small parameters are not whole where a pass begins, and it fetches them as it fetches the others: a step whose
+    # gradients overflow cuts every parameter and ends before `_post_step`, which makes the small ones whole again; and
+    # while the order of modules is not known yet, in the first micro batch, `release_sub_module` releases them too, so
+    # that the second one has to fetch them.
     after = _passes(job, base | {"gathered_weights": 0}, gather_for(job, all_cut=True))
     return {name: worst(usual[name], after[name]) for name in usual}
 
@@ -103,7 +105,8 @@ def _passes(job: MemoryJob, base: Components, whole: Gathered) -> dict[PhaseName
         "gathered_weights": peak.gathered,
     }
     called: Components = {"activations": acts.head.saved_norm, "gathered_weights": whole.loss * width}
-    loss = worst(_head(acts, whole.at_loss * width), called, _final_norm(job, whole.norm * width))
+    before: Components = {"activations": acts.head.norm_forward, "gathered_weights": whole.norm_forward * width}
+    loss = worst(_head(acts, whole.at_loss * width), called, before, _final_norm(job, whole.norm * width))
     return {
         "forward": combine(base, _forward(acts, whole, width)),
         "loss": combine(base, kept_for_backward(acts), loss),

@@ -6,7 +6,7 @@ from the state of the global generator, which differs from engine to engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -95,6 +95,28 @@ def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.d
             if child.bias is not None:
                 bias = read(f"{name}.bias", tuple(child.bias.shape)).to(device, compute)
                 packed.bias = nn.Parameter(bias, requires_grad=False)
+            packed.register_forward_hook(_let_go_of_weight)
             setattr(parent, leaf, packed)
     body.is_loaded_in_4bit = True
     body.config.quantization_config = None
+
+
+class _WeightThen:
+    """What a node of autograd keeps of a packed matrix, looked up when it is read."""
+
+    def __init__(self, weight: nn.Parameter, kept: Tensor) -> None:
+        self._weight, self._view = weight, (kept.shape, kept.stride())
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((None, self._weight.data.as_strided(*self._view)))
+
+
+def _let_go_of_weight(layer: nn.Module, _: Any, output: Tensor) -> None:
+    """`MatMul4Bit` keeps the packed matrix outside `save_for_backward`, under recomputation too: what ZeRO-3 gathered
+    and released would stay until the backward pass, all layers of it. For that pass it is gathered again."""
+    node: Any = output.grad_fn
+    if node is not None and not hasattr(node, "tensors"):
+        node = node.next_functions[0][0]  # behind the cast of its output
+    weight: Any = layer.weight
+    if hasattr(weight, "ds_id") and getattr(node, "tensors", (None, None))[1] is not None:
+        node.tensors = _WeightThen(weight, node.tensors[1])
