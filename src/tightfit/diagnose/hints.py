@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tightfit.job.known import KnownConfig, completed
@@ -50,26 +50,21 @@ _MEANT: dict[str, object] = {
 }  # fmt: skip
 
 
-@dataclass(slots=True)
-class Hints:
-    """Settings as a log shows them."""
-
-    config: KnownConfig = field(default_factory=KnownConfig)
-
-    def look(self, data: bytes, words: set[bytes]) -> None:
-        """Take notice of one piece, whose words are these. The first that is said counts; but Hygon's cards speak as
-        AMD's until one of them is named."""
-        for name, (wanted, pattern) in _COMPILED.items():
-            known = getattr(self.config, name)
-            may_be_hygon = known == "amd" and not words.isdisjoint(_HYGON)
-            if wanted.isdisjoint(words) or (known is not None and not may_be_hygon):
-                continue
-            groups = [group for found in pattern.finditer(data) for group in found.groups() if group]
-            texts = [group.decode("ascii", errors="replace").lower() for group in groups]
-            told: list[Any] = [int(text) if text.isdigit() else _MEANT.get(text, text) for text in texts]
-            if told:
-                value: Any = "hygon" if "hygon" in told else told[0]
-                self.config = replace(self.config, **{name: value})
+def look_for_settings(known: KnownConfig, data: bytes, words: set[bytes]) -> KnownConfig:
+    """What is known, and what one piece of a log, whose words are these, adds to it. The first that is said counts; but
+    Hygon's cards speak as AMD's until one of them is named."""
+    for name, (wanted, pattern) in _COMPILED.items():
+        before = getattr(known, name)
+        may_be_hygon = before == "amd" and not words.isdisjoint(_HYGON)
+        if wanted.isdisjoint(words) or (before is not None and not may_be_hygon):
+            continue
+        groups = [group for found in pattern.finditer(data) for group in found.groups() if group]
+        texts = [group.decode("ascii", errors="replace").lower() for group in groups]
+        told: list[Any] = [int(text) if text.isdigit() else _MEANT.get(text, text) for text in texts]
+        if told:
+            value: Any = "hygon" if "hygon" in told else told[0]
+            known = replace(known, **{name: value})
+    return known
 
 
 def merged(given: KnownConfig | None, seen: list[KnownConfig]) -> KnownConfig:

@@ -41,7 +41,7 @@ def judge(evidence: Evidence) -> Diagnosis:
     kernel = (LogSource(name=KERNEL, text="\n".join(evidence.kernel)),) if evidence.kernel else ()
     logs = (*evidence.logs, *kernel)
     scans = [scan(source, index, entries) for index, source in enumerate(logs)]
-    config = merged(evidence.config, [each.hints.config for each in scans])
+    config = merged(evidence.config, [each.config for each in scans])
     if evidence.vocabulary is not None:
         config = replace(config, vocabulary=evidence.vocabulary)
     cases = [

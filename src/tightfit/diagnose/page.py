@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from tightfit.diagnose.catalogue import Catalogue, Role, Symptom
+from tightfit.diagnose.catalogue import Catalogue, Role
 from tightfit.diagnose.judge import fixes_of
 from tightfit.diagnose.verdict import Confidence, Kind
 from tightfit.job.known import KnownConfig
@@ -51,35 +49,27 @@ def symptom_page(known: Catalogue, language: Language) -> str:
     head = Message("diagnose.page-head", count=len(known.symptoms), other=_OTHER[language])
     blocks = [head.text(language)]
     for kind, title in TITLES.items():
-        ours = [symptom for symptom in known.symptoms if symptom.kind == kind]
+        ours = sorted((symptom for symptom in known.symptoms if symptom.kind == kind), key=lambda each: each.id)
         if ours:
             blocks.append(f"## {title.text(language)}\n")
-            for symptom in sorted(ours, key=lambda each: each.id):
-                lines = (f"### {symptom.id}\n", *(say(line, language) for line in _describe(symptom, language)), "")
-                blocks.append("\n".join(lines))
+        for symptom in ours:
+            facts = [_SURE[symptom.confidence], *([_ROLES[symptom.role]] if symptom.role in _ROLES else [])]
+            if symptom.refines:
+                bases = Listing(f"[{base}](#{base})" for base in symptom.refines)
+                facts.append(Message("diagnose.page-special-case", bases=bases))
+            cause = _escape(symptom.cause.fill_any("*{}*"), language)
+            said: list[Said] = [
+                f"### {symptom.id}\n",
+                Message("diagnose.page-symptom", title=symptom.title, cause=cause, facts=Listing(facts, ";")),
+                "",
+            ]
+            for fix in fixes_of(symptom, KnownConfig(), {}):
+                message = "diagnose.page-costly-fix" if fix.is_costly else "diagnose.page-fix"
+                said.append(Message(message, text=_escape(fix.text, language), command=fix.command))
+            if symptom.sources:
+                said += ["", Message("diagnose.page-sources", sources=", ".join(symptom.sources))]
+            blocks.append("\n".join([*(say(line, language) for line in said), ""]))
     return "\n".join(blocks)
-
-
-def _describe(symptom: Symptom, language: Language) -> Iterator[Said]:
-    facts = [_SURE[symptom.confidence]]
-    if symptom.role in _ROLES:
-        facts.append(_ROLES[symptom.role])
-    if symptom.refines:
-        bases = Listing(f"[{base}](#{base})" for base in symptom.refines)
-        facts.append(Message("diagnose.page-special-case", bases=bases))
-    yield Message(
-        "diagnose.page-symptom",
-        title=symptom.title,
-        cause=_escape(symptom.cause.fill_any("*{}*"), language),
-        facts=Listing(facts, ";"),
-    )
-    yield ""
-    for fix in fixes_of(symptom, KnownConfig(), {}):
-        fields = {"text": _escape(fix.text, language), "command": fix.command}
-        yield Message("diagnose.page-costly-fix", **fields) if fix.is_costly else Message("diagnose.page-fix", **fields)
-    if symptom.sources:
-        yield ""
-        yield Message("diagnose.page-sources", sources=", ".join(symptom.sources))
 
 
 def _escape(said: Said, language: Language) -> str:

@@ -17,10 +17,11 @@ from tightfit.diagnose.catalogue import Catalogue, Row, Symptom
 from tightfit.diagnose.doing import Doing, Signs, last_doing, signs_in, steps_in
 from tightfit.diagnose.evidence import LogSource
 from tightfit.diagnose.gate import FLAT, WORDS, ZEROS
-from tightfit.diagnose.hints import Hints
+from tightfit.diagnose.hints import look_for_settings
 from tightfit.diagnose.lines import LogMessage, is_harmless, is_quoted, is_said, message_of, moment_of, plain, prefix_of
 from tightfit.diagnose.reading import Piece, pieces
 from tightfit.diagnose.tracebacks import HEADER, Assembler, Traceback
+from tightfit.job.known import KnownConfig
 
 _BACK = 4
 """Pieces that are kept to look back into."""
@@ -67,7 +68,8 @@ class LogScan:
     """What one log has to say."""
 
     findings: list[LogFinding]
-    hints: Hints
+    config: KnownConfig
+    """What it says in passing of the settings."""
     lines: int
     doing: Doing | None
     """What it was doing when it ends."""
@@ -109,7 +111,7 @@ class _Scanner:
         self.watched: list[LogFinding] = []
         """Those of which it is not known yet whether the training went on."""
         self.back: deque[bytes] = deque(maxlen=_BACK)
-        self.hints = Hints()
+        self.config = KnownConfig()
         self.prefix: re.Pattern[str] | None = None
         """Of this log's lines, where it has one that is in no list."""
         self.lines = 0
@@ -119,7 +121,7 @@ class _Scanner:
     def run(self) -> LogScan:
         for piece in pieces(self.source):
             words = set(piece.data.translate(WORDS).split())
-            self.hints.look(piece.data, words)
+            self.config = look_for_settings(self.config, piece.data, words)
             hot = words & self.words
             signs = signs_in(piece.data, words) if self.watched else Signs()
             for finding in self.watched:
@@ -141,7 +143,7 @@ class _Scanner:
         tail = b"".join(self.back)
         last = tuple(plain(line) for line in re.split(rb"[\r\n]+", tail[-8192:]) if line.strip())[-20:]
         return LogScan(
-            findings=self.findings, hints=self.hints, lines=self.lines,
+            findings=self.findings, config=self.config, lines=self.lines,
             doing=last_doing(tail), steps=steps_in(tail), last_lines=last,
         )  # fmt: skip
 
