@@ -28,7 +28,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli import train_flags as cli_train_flags
+from tightfit.cli import train as cli_train
 from tightfit.desk.calibration import Calibrations
 from tightfit.desk.plan_files import startable_of
 from tightfit.desk.plan_request import PlanInput, resolve_request
@@ -159,7 +159,7 @@ def words_of(case: Case, folder: Path) -> list[str]:
 
 
 def asked(words: list[str]) -> PlanInput:
-    return resolve_request(read_request(vars(cli_train_flags.parser().parse(words))), lambda job, hardware: hardware)
+    return resolve_request(read_request(vars(cli_train.parser().parse(words))), lambda job, hardware: hardware)
 
 
 def lies(case: Case, request: PlanInput) -> Iterator[Entry]:

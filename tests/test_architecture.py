@@ -39,6 +39,7 @@ ORDER = [
     "mamba",
     "train",
     "web",
+    "start",
     "screen",
     "api",
     "__init__",

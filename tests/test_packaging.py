@@ -44,7 +44,7 @@ def test_a_vendors_torch_is_never_replaced(version: str) -> None:
 
 
 def test_a_torch_that_is_too_old_for_the_worker_is_named() -> None:
-    from tightfit.cli.train_request import check_torch
+    from tightfit.start.train import check_torch
     from tightfit.types import ConfigError
 
     for fine in ("2.5.1+rocm6.2", "2.13.0", "3.0", "unknown"):

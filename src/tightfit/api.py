@@ -10,9 +10,10 @@ The names are those of the command line's flags, with `_` for `-`; a job file is
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightfit.desk import estimate as estimates
 from tightfit.desk import estimate_report, plan_report
@@ -31,6 +32,9 @@ from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.tiers import Tiered
 from tightfit.priced import Priced
 from tightfit.types import ConfigError, Footprint
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 OTHER_WORD = {"trainer": "for"}
 """Arguments whose flag Python keeps for itself."""
@@ -93,18 +97,9 @@ class Planned:
         return write(files_of(self.plan, original=self.original), Path(folder), force)
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from tightfit.screen.plan import draw_answer
 
-        from tightfit.screen import plan as screen_plan
-
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-        if isinstance(self.answer, Tiered):
-            screen_plan.draw_tier(console, self.answer)
-        elif isinstance(self.answer, Limit):
-            screen_plan.draw_limit(console, self.answer)
-        else:
-            screen_plan.draw_plan(console, self.answer)
-        return _text(console)
+        return _draw_text(lambda console: draw_answer(console, self.answer))
 
     __repr__ = __str__
 
@@ -134,13 +129,9 @@ class Estimated:
         return estimate_report.report(self.priced)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
         from tightfit.screen import draw_estimate
 
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-        draw_estimate(console, self.priced, ())
-        return _text(console)
+        return _draw_text(lambda console: draw_estimate(console, self.priced, ()))
 
     __repr__ = __str__
 
@@ -179,23 +170,21 @@ def _read_flags(file: str | Path | None, flags: dict[str, Any], known: frozenset
             close = nearest(name, sorted(known))
             hint = Message("cli.meant", close=close) if close else ""
             raise ConfigError(Message("cli.no-argument", verb=verb, name=name, hint=hint))
-    given = {
-        OTHER_WORD.get(name, name): value
-        for name, value in flags.items()
-        if value is not None and (value is not False or _is_yes_or_no(name))
-    }
+    given = {}
+    for name, value in flags.items():
+        field: object = Job(model="")
+        for part in JOB_FLAGS.get(name, "").split("."):
+            field = getattr(field, part, None)
+        if value is not None and (value is not False or isinstance(field, bool)):
+            given[OTHER_WORD.get(name, name)] = value
     if file is not None:
         given["file"] = str(file)
     return read_request(given)
 
 
-def _is_yes_or_no(flag: str) -> bool:
-    """Whether the field of the job that it sets is true or false."""
-    value: object = Job(model="")
-    for name in JOB_FLAGS.get(flag, "").split("."):
-        value = getattr(value, name, None)
-    return isinstance(value, bool)
+def _draw_text(draw: Callable[[Console], None]) -> str:
+    from rich.console import Console
 
-
-def _text(console: Any) -> str:
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    drawn = io.StringIO()
+    draw(Console(file=drawn, width=WIDTH, color_system=None))
+    return "\n".join(line.rstrip() for line in drawn.getvalue().splitlines())

@@ -11,10 +11,7 @@ import pytest
 
 import warm_desk
 from tightfit.cli import main
-from tightfit.cli import train_report as cli_train_report
-from tightfit.cli.train_again import Manner, TrainCourse
-from tightfit.cli.train_machine import Nodes
-from tightfit.cli.train_request import Ready, rendered
+from tightfit.cli import train as cli_train
 from tightfit.desk.calibration import FILE, Calibrations, calibration_of
 from tightfit.desk.request import Request, read_request
 from tightfit.diagnose.verdict import OomNumbers, Verdict
@@ -30,6 +27,9 @@ from tightfit.planner.step_down import Shortfall
 from tightfit.runs.events import MemoryMark, Tally
 from tightfit.runs.own import Changed
 from tightfit.runs.records import RunFolder, worker_file
+from tightfit.start.course import Manner, TrainCourse, learn, way_up
+from tightfit.start.machine import Nodes
+from tightfit.start.train import Ready, rendered
 
 GIB = 2**30
 TRAINING = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB", "--seq", "8192")
@@ -61,7 +61,7 @@ def tally_of(plan: Plan, error_bytes: int) -> Tally:
 
 def teach(plan: Plan, error_bytes: int) -> Entry:
     bounds = Bounds(calibration=Calibration(data=data_mark(plan.job)))
-    after = cli_train_report.learn(plan, tally_of(plan, error_bytes), bounds)
+    after = learn(plan, tally_of(plan, error_bytes), bounds)
     assert after.calibration is not None
     return after.calibration.entries[-1]
 
@@ -150,47 +150,47 @@ def test_with_no_calibration_nothing_is_read_or_written(own_cache: Path) -> None
     plan = planned()
     assert calibration_of(read_request({"no_calibration": True}), plan.job) is None
     assert calibration_of(Request(), plan.job) == Calibration(data=data_mark(plan.job))
-    assert cli_train_report.learn(plan, tally_of(plan, GIB), Bounds()) == Bounds()
+    assert learn(plan, tally_of(plan, GIB), Bounds()) == Bounds()
     assert not own_cache.exists()
 
 
 def test_a_plan_that_was_written_before_teaches_nothing(own_cache: Path) -> None:
     bounds = Bounds(calibration=Calibration())
-    assert cli_train_report.learn(None, tally_of(planned(), GIB), bounds) == bounds
-    assert cli_train_report.way_up(None, tally_of(planned(), GIB), bounds) is None
+    assert learn(None, tally_of(planned(), GIB), bounds) == bounds
+    assert way_up(None, tally_of(planned(), GIB), bounds) is None
 
 
 def test_the_end_of_a_run_names_the_faster_plan(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(levers={"engine": "zero2", "checkpointing": "full", "micro_batch": 1, "loss": "fused"})
     assert plan.chosen is not None
     tally = tally_of(plan, -GIB)
-    faster = cli_train_report.way_up(plan, tally, Bounds())
+    faster = way_up(plan, tally, Bounds())
     assert faster is not None
-    cli_train_report.say_way_up(faster)
+    cli_train.say_way_up(faster)
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("The run's peak was ")
     assert "checkpointing full → " in said
     assert said.endswith("% more.")
-    cli_train_report.say_way_up(None)
+    cli_train.say_way_up(None)
     assert capsys.readouterr().out == ""
 
 
 def test_a_run_without_a_gpu_hears_nothing_of_it() -> None:
     plan = planned()
-    assert cli_train_report.way_up(plan, Tally(), Bounds()) is None
+    assert way_up(plan, Tally(), Bounds()) is None
 
 
 def test_the_json_of_a_run_has_the_way_up() -> None:
     plan = planned(levers={"checkpointing": "full", "micro_batch": 1})
-    faster = cli_train_report.way_up(plan, tally_of(plan, -GIB), Bounds())
+    faster = way_up(plan, tally_of(plan, -GIB), Bounds())
     assert faster is not None
-    told = cli_train_report._way_up_report(faster)
+    told = cli_train._way_up_report(faster)
     assert told is not None
     assert json.loads(json.dumps(told))["text"] == str(faster.because[0])
     assert faster.chosen is not None
     assert told["tokens_per_s"] == faster.chosen.pace.tokens_per_s
-    assert cli_train_report._way_up_report(None) is None
-    assert cli_train_report._way_up_report(replace(faster, chosen=None)) is None
+    assert cli_train._way_up_report(None) is None
+    assert cli_train._way_up_report(replace(faster, chosen=None)) is None
 
 
 def test_what_an_out_of_memory_teaches_is_kept_when_the_smaller_plan_is_taken(tmp_path: Path, own_cache: Path) -> None:

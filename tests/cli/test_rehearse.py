@@ -17,10 +17,10 @@ import pytest
 import patience
 import warm_desk
 from tightfit.cli import main
-from tightfit.cli.rehearse_request import _device, rehearsed
 from tightfit.hardware.occupancy import Device
 from tightfit.runs.records import WorkerFile, worker_file
 from tightfit.screen.rehearse import FigureRow, Rehearsal, verdict_words
+from tightfit.start.rehearse import choose_device, rehearsed
 from tightfit.types import HardwareError
 
 GIB = 2**30
@@ -156,10 +156,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_gpu_with_the_most_room_is_taken(own_cache: None) -> None:
     devices = (card(0, free=3), card(1, free=22), card(2, free=20))
-    chosen = _device(devices, gpu_plan(20), 24 * GIB, None)
+    chosen = choose_device(devices, gpu_plan(20), 24 * GIB, None)
     assert chosen is not None
     assert chosen.number == 1
-    named = _device(devices, gpu_plan(20), 24 * GIB, 2)
+    named = choose_device(devices, gpu_plan(20), 24 * GIB, 2)
     assert named is not None
     assert named.number == 2
 
@@ -174,7 +174,7 @@ def test_the_gpu_with_the_most_room_is_taken(own_cache: None) -> None:
 )
 def test_a_gpu_that_will_not_do(own_cache: None, number: int, required: int, said: str) -> None:
     with pytest.raises(HardwareError, match=said):
-        _device((card(0, free=3), card(1)), gpu_plan(required), 80 * GIB, number)
+        choose_device((card(0, free=3), card(1)), gpu_plan(required), 80 * GIB, number)
 
 
 def test_weights_that_would_have_to_be_fetched_are_drawn(tmp_path: Path, no_gpu: None) -> None:

@@ -15,8 +15,8 @@ from stored import store
 from train_shell import TINY, Shell, shell, told
 
 from tightfit.cli import main
-from tightfit.cli.train_resume import asks_for_more
 from tightfit.runs.checkpoints import MANIFEST
+from tightfit.start.train import asks_for_more
 
 __all__ = ["shell"]
 

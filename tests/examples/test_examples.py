@@ -40,8 +40,6 @@ from tightfit.types import UserError
 EXAMPLES = Path(smoke.__file__).parent
 PAGES = [EXAMPLES / "README.md", *(EXAMPLES / name / "README.md" for name in smoke.EXAMPLES)]
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|tmp|root|home|Users|mnt)\b")
-PARSERS = {"train": "tightfit.cli.train_flags"}
-"""Where a verb's flags are, if not in its own module."""
 NOT_TRAINED = ("qwen-32b-lora-on-8-dcus",)
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
@@ -106,7 +104,7 @@ def commands_of(page: Path) -> list[str]:
 def parse(words: Sequence[str]) -> None:
     """As the verb reads its command line, and no further."""
     verb, *rest = words
-    module = import_module(PARSERS.get(verb, VERBS[verb][0]))
+    module = import_module(VERBS[verb][0])
     if not rest:  # a verb that is only named
         return
     if verb == "run":

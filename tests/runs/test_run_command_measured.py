@@ -14,9 +14,6 @@ import pytest
 from test_wait_for_gpu import UUID, Card, later
 
 import warm_desk
-from tightfit.cli import train_machine as cli_train_machine
-from tightfit.cli.run_plan import Known, Planner, RunSetting, prediction
-from tightfit.cli.run_wait import wait_for_gpus
 from tightfit.diagnose.verdict import OomNumbers, Verdict
 from tightfit.hardware.words import parse_hardware
 from tightfit.planner.calibration import Calibration, Entry
@@ -25,6 +22,9 @@ from tightfit.runs.external.command import recognise
 from tightfit.runs.external.config import ExternalTraining, read_training
 from tightfit.runs.external.process import MemoryPeak
 from tightfit.runs.reservations import Reservation, Reservations
+from tightfit.start import machine as start_machine
+from tightfit.start.external import Known, Planner, RunSetting, prediction
+from tightfit.start.machine import wait_for_gpus
 
 GIB = 2**30
 YAML = """model_name_or_path: deepseek-ai/DeepSeek-R1-Distill-Qwen-32B
@@ -178,7 +178,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("tightfit.hardware.probes.tools.BESIDE_PATH", {})
-    monkeypatch.setattr(cli_train_machine, "WAIT_S", 0.2)
+    monkeypatch.setattr(start_machine, "WAIT_S", 0.2)
     made = Card(folder)
     yield made
     assert made.holder.poll() is None, "it was not ours to end"

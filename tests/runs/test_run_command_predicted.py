@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tightfit.cli.run_plan import Known, UserSaid, prediction, read_known, warning_of
 from tightfit.hardware.words import parse_hardware
 from tightfit.runs.external.command import recognise
 from tightfit.runs.external.config import read_training
+from tightfit.start.external import Known, UserSaid, prediction, read_known, warning_of
 
 TRAINER = "args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
 SCRIPT = "t.py --model_name_or_path Qwen/Qwen2.5-7B --max_length 1024 --per_device_train_batch_size 1"

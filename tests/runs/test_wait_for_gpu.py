@@ -19,10 +19,10 @@ from train_shell import TINY, Shell, shell
 
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
-from tightfit.cli import train_again as cli_train_again
-from tightfit.cli import train_machine as cli_train_machine
 from tightfit.runs.records import read_attempts
 from tightfit.runs.reservations import Reservation, Reservations
+from tightfit.start import course as start_course
+from tightfit.start import machine as start_machine
 
 __all__ = ["shell"]
 
@@ -69,7 +69,7 @@ def card(shell: Shell) -> object:
     folder.mkdir()
     shell.monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     shell.monkeypatch.setattr("tightfit.hardware.probes.tools.BESIDE_PATH", {})
-    shell.monkeypatch.setattr(cli_train_machine, "WAIT_S", 0.2)
+    shell.monkeypatch.setattr(start_machine, "WAIT_S", 0.2)
     made = Card(folder)
     yield made
     assert made.holder.poll() is None, "it was not ours to end"
@@ -158,7 +158,7 @@ def test_somebody_who_comes_in_the_middle_is_waited_for_too(shell: Shell, card: 
 
 def test_and_not_for_ever_without_being_asked(shell: Shell, card: Card) -> None:
     card.give_back()
-    shell.monkeypatch.setattr(cli_train_again, "WAITS_S", 0.5)
+    shell.monkeypatch.setattr(start_course, "WAITS_S", 0.5)
     shell.monkeypatch.setattr(cli_train, "WORKER", (sys.executable, str(UNSTEADY), "others@5/good"))
     events = Path("output/events.jsonl")
     thread = threading.Thread(target=lambda: ([time.sleep(0.02) for _ in iter(events.exists, True)], card.hold()))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tightfit.cli.advice import RULES, advise
+from tightfit.desk.advice import RULES, advise
 from tightfit.hardware.catalogue import CARDS
 from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import levers_from_flags

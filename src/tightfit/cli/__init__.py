@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=PLAIN_LETTERS)
     try:
-        _check_letters(words)
+        for word in words:
+            # Bytes that are no text reach Python as half letters, which no file, JSON or screen can hold.
+            if any("\ud800" <= letter <= "\udfff" for letter in word):
+                raise ConfigError(Message("cli.not-utf8", word=ascii(word)[:48]))
         choose_language(_take_language(words))
         code = _dispatch(words)
         sys.stdout.flush()
@@ -98,13 +101,6 @@ def _output_is_stuck() -> bool:
     return False
 
 
-def _check_letters(words: Sequence[str]) -> None:
-    """Bytes that are no text reach Python as half letters, which no file, JSON or screen can hold."""
-    for word in words:
-        if any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise ConfigError(Message("cli.not-utf8", word=ascii(word)[:48]))
-
-
 def _take_language(words: list[str]) -> str | None:
     """What `--lang` says, wherever it stands; it is taken out. What follows `--` is another program's."""
     asked = None
@@ -119,24 +115,24 @@ def _take_language(words: list[str]) -> str | None:
 def _dispatch(words: list[str]) -> int:
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "help"):
-        print(_help())
+        verbs = "\n".join(f"  {verb:<13}{what}" for verb, (_, what) in VERBS.items())
+        print(text("help.main", verbs=verbs))
         return 0
     if first in ("-V", "--version", "version"):
         print(_version())
         return 0
     if first not in VERBS:
-        raise ConfigError(Message("cli.no-verb", word=repr(first), hint=_suggest(first)))
+        from tightfit.inputs.spelling import nearest
+
+        if first.startswith("-"):
+            hint = Message("cli.begin-with-verb")
+        elif close := nearest(first, VERBS):
+            hint = Message("cli.meant", close=close)
+        else:
+            hint = Message("cli.there-are", names=Listing(VERBS, "and"))
+        raise ConfigError(Message("cli.no-verb", word=repr(first), hint=hint))
     run: Callable[[Sequence[str]], int] = getattr(import_module(VERBS[first][0]), first)
     return run(words[1:])
-
-
-def _suggest(word: str) -> Message:
-    from tightfit.inputs.spelling import nearest
-
-    if word.startswith("-"):
-        return Message("cli.begin-with-verb")
-    close = nearest(word, VERBS)
-    return Message("cli.meant", close=close) if close else Message("cli.there-are", names=Listing(VERBS, "and"))
 
 
 def _version() -> str:
@@ -153,8 +149,3 @@ def _version() -> str:
         except PackageNotFoundError:
             continue
     return f"tightfit {find_installed('tightfit') or text('cli.not-installed')}\n{', '.join(found)}"
-
-
-def _help() -> str:
-    verbs = "\n".join(f"  {verb:<13}{what}" for verb, (_, what) in VERBS.items())
-    return text("help.main", verbs=verbs)

@@ -7,17 +7,15 @@ change; 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.flags import CHANGE, Parser, whole_number
+from tightfit.cli.flags import CHANGE, Parser, print_json, whole_number
 from tightfit.inputs.flags import spelt
 from tightfit.messages import Message, text
 from tightfit.runs.checkpoints import (
-    FoundCheckpoint,
     Goner,
     Inventory,
     Keeping,
@@ -33,26 +31,31 @@ from tightfit.runs.lock import FolderLock, InUse, check_unlocked
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit checkpoints runs/first --verify"
-EXIT_CODES = {
-    "0": Message("help.checkpoints-exit-0"),
-    "1": Message("help.checkpoints-exit-1"),
-    **CHANGE,
-}
+EXIT_CODES = {"0": Message("help.checkpoints-exit-0"), "1": Message("help.checkpoints-exit-1"), **CHANGE}
 DAMAGED = 1
+MAKER = ("engine", "world", "precision", "method")
+"""What is told of the plan that wrote a checkpoint."""
 
 
 def checkpoints(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
-    _check(args)
+    if not hasattr(args, "prune"):
+        for name in ("dry_run", "keep_last", "keep_every"):
+            if hasattr(args, name):
+                raise ConfigError(Message("cli.needs-prune-list", name=spelt(name)))
+    for name in ("keep_last", "keep_every"):
+        if getattr(args, name, 1) < 1:
+            raise ConfigError(Message("cli.must-at-least", name=spelt(name), args=getattr(args, name)))
     run = run_of(Path(args.run))
     if not hasattr(args, "prune"):
         there = _look(args, run)
         _show(args, there, None)
     else:
         with _hold(run, dry=hasattr(args, "dry_run")):
-            there = _look(args, run)
-            gone = goners(there, _keeping(args, run))
+            there, told = _look(args, run), keeping_of(run)
+            last, every = getattr(args, "keep_last", told.last), getattr(args, "keep_every", told.every_steps)
+            gone = goners(there, Keeping(last=last, every_steps=every))
             check_goners(gone)
             if not hasattr(args, "dry_run"):
                 for goner in gone:
@@ -62,55 +65,25 @@ def checkpoints(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(
-        "checkpoints",
-        text("help.checkpoints-does"),
-        EXAMPLE,
-        "RUN [--verify] [--prune [--keep-last N] [--keep-every N] [--dry-run]] [--json]",
-    )
+    usage = "RUN [--verify] [--prune [--keep-last N] [--keep-every N] [--dry-run]] [--json]"
+    made = Parser("checkpoints", text("help.checkpoints-does"), EXAMPLE, usage)
     made.add_argument("run", metavar="RUN", help=text("help.checkpoints-run"))
     made.add_argument("--verify", action="store_true", help=text("help.verify"))
     made.add_argument("--prune", action="store_true", help=text("help.prune"))
-    made.add_argument(
-        "--keep-last", metavar="N", type=whole_number("keep_last"), help=text("help.checkpoints-keep-last")
-    )
-    made.add_argument(
-        "--keep-every",
-        metavar="N",
-        type=whole_number("keep_every"),
-        help=text("help.checkpoints-keep-every"),
-    )
+    for name, about in (("keep_last", "help.checkpoints-keep-last"), ("keep_every", "help.checkpoints-keep-every")):
+        made.add_argument(spelt(name), metavar="N", type=whole_number(name), help=text(about))
     made.add_argument("--dry-run", action="store_true", help=text("help.checkpoints-dry-run"))
     made.add_argument("--json", action="store_true", help=text("help.json"))
     return made.ends_with(EXIT_CODES, text("help.checkpoints-writes"))
-
-
-def _check(args: argparse.Namespace) -> None:
-    if not hasattr(args, "prune"):
-        for name in ("dry_run", "keep_last", "keep_every"):
-            if hasattr(args, name):
-                raise ConfigError(Message("cli.needs-prune-list", name=spelt(name)))
-    for name in ("keep_last", "keep_every"):
-        if getattr(args, name, 1) < 1:
-            raise ConfigError(Message("cli.must-at-least", name=spelt(name), args=getattr(args, name)))
-
-
-def _keeping(args: argparse.Namespace, run: Path) -> Keeping:
-    told = keeping_of(run)
-    return Keeping(
-        last=getattr(args, "keep_last", told.last), every_steps=getattr(args, "keep_every", told.every_steps)
-    )
 
 
 @contextmanager
 def _hold(run: Path, *, dry: bool) -> Iterator[None]:
     """Nobody else may write or remove checkpoints meanwhile."""
     try:
+        lock = None if dry else FolderLock.take(run)
         if dry:
             check_unlocked(run)
-            lock = None
-        else:
-            lock = FolderLock.take(run)
     except InUse as error:
         raise ConfigError(Message("cli.wait-end", who=error.who)) from None
     except OSError as error:
@@ -121,15 +94,6 @@ def _hold(run: Path, *, dry: bool) -> Iterator[None]:
     finally:
         if lock is not None:
             lock.release()
-
-
-def _holder(run: Path) -> str | None:
-    """Who writes there now."""
-    try:
-        check_unlocked(run)
-    except InUse as error:
-        return str(error.who)
-    return None
 
 
 def _look(args: argparse.Namespace, run: Path) -> Inventory:
@@ -146,13 +110,18 @@ def _look(args: argparse.Namespace, run: Path) -> Inventory:
 def _show(args: argparse.Namespace, there: Inventory, gone: Sequence[Goner] | None) -> None:
     dry = hasattr(args, "dry_run")
     if hasattr(args, "json"):
-        print(json.dumps(report(there, gone, dry=dry), indent=2, default=str, ensure_ascii=False))
+        print_json(report(there, gone, dry=dry))
         return
     from tightfit.screen import open_console
     from tightfit.screen.checkpoints import draw_inventory, draw_pruned
 
-    console = open_console()
-    draw_inventory(console, there, None if gone is not None else _holder(there.run))
+    console, holder = open_console(), None
+    if gone is None:
+        try:
+            check_unlocked(there.run)
+        except InUse as error:  # somebody writes there now
+            holder = str(error.who)
+    draw_inventory(console, there, holder)
     if gone is not None:
         paths = {goner.path for goner in gone}
         draw_pruned(console, gone, sum(found.folder not in paths for found in there.checkpoints), dry=dry)
@@ -162,7 +131,19 @@ def report(there: Inventory, gone: Sequence[Goner] | None, *, dry: bool) -> dict
     """The contract with programs. The keys here are promised, further ones may come."""
     plain: dict[str, Any] = {
         "run": str(there.run),
-        "checkpoints": [_plain(found) for found in there.checkpoints],
+        "checkpoints": [
+            {
+                "step": found.step,
+                "folder": str(found.folder),
+                "bytes": found.bytes,
+                "written": found.written,
+                "plan": None if found.maker is None else {name: getattr(found.maker, name) for name in MAKER},
+                "complete": found.problem is None,
+                "problem": None if found.problem is None else str(found.problem),
+                "verified": found.verified,
+            }
+            for found in there.checkpoints
+        ],
         "orphans": [{"path": str(orphan.path), "bytes": orphan.bytes} for orphan in there.orphans],
         "bytes": there.bytes,
     }
@@ -173,24 +154,3 @@ def report(there: Inventory, gone: Sequence[Goner] | None, *, dry: bool) -> dict
             "freed_bytes": sum(each.bytes for each in gone),
         }
     return plain
-
-
-def _plain(found: FoundCheckpoint) -> dict[str, Any]:
-    maker = found.maker
-    return {
-        "step": found.step,
-        "folder": str(found.folder),
-        "bytes": found.bytes,
-        "written": found.written,
-        "plan": None
-        if maker is None
-        else {
-            "engine": maker.engine,
-            "world": maker.world,
-            "precision": maker.precision,
-            "method": maker.method,
-        },
-        "complete": found.problem is None,
-        "problem": None if found.problem is None else str(found.problem),
-        "verified": found.verified,
-    }

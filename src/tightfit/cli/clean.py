@@ -6,7 +6,6 @@ Other people's processes, and other machines' runs, are never touched. Exit code
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.flags import CHANGE, Parser
+from tightfit.cli.flags import CHANGE, Parser, print_json
 from tightfit.hardware.probes import probe_cards
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.messages import Message, text
@@ -25,11 +24,7 @@ from tightfit.runs.watching import processes_of
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit clean runs --dry-run"
-EXIT_CODES = {
-    "0": Message("help.clean-exit-0"),
-    "1": Message("help.clean-exit-1"),
-    **CHANGE,
-}
+EXIT_CODES = {"0": Message("help.clean-exit-0"), "1": Message("help.clean-exit-1"), **CHANGE}
 LEFT = 1
 SMALL = MIB // 10
 """What takes less is not worth a figure."""
@@ -66,41 +61,42 @@ class LockHolder:
 def clean(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
-    if hasattr(args, "yes") and hasattr(args, "dry_run"):
+    yes, dry_run, caches = (hasattr(args, name) for name in ("yes", "dry_run", "caches"))
+    if yes and dry_run:
         raise ConfigError(Message("cli.yes-removes-dry-run"))
-    if hasattr(args, "json") and not (hasattr(args, "yes") or hasattr(args, "dry_run")):
+    if hasattr(args, "json") and not (yes or dry_run):
         raise ConfigError(Message("cli.json-asks-nothing"))
-    places = [_place(text) for text in args.places] if getattr(args, "places", None) else [Path.cwd()]
+    places = [Path(word).expanduser() for word in getattr(args, "places", ())]
+    for place, word in zip(places, getattr(args, "places", ()), strict=True):
+        if not place.is_dir():
+            raise ConfigError(Message("cli.file-not-run" if place.exists() else "cli.nothing-at", text=word))
     cache = cache_folder()
-    found = leftovers(places, cache, caches=hasattr(args, "caches"))
-    holders = _holders(found)
-    asks = not hasattr(args, "dry_run") and sys.stdin.isatty() and sys.stdout.isatty()
+    found = leftovers(places or [Path.cwd()], cache, caches=caches)
+    holders = _find_holders(found)
+    asks = not dry_run and sys.stdin.isatty() and sys.stdout.isatty()
     if hasattr(args, "json"):
-        failed = _remove_all(found) if hasattr(args, "yes") else {}
-        print(
-            json.dumps(
-                report(found, holders, failed, removed=hasattr(args, "yes")), indent=2, default=str, ensure_ascii=False
-            )
-        )
+        failed = _remove_all(found) if yes else {}
+        print_json(report(found, holders, failed, removed=yes))
         return LEFT if failed else 0
-    _show(found, holders, cache, caches=hasattr(args, "caches"))
-    code = 0
-    if found.leftovers and (hasattr(args, "yes") or (asks and _yes(text("cli.remove-all-type")))):
-        code = _tell(found, _remove_all(found))
+    _show(found, holders, cache, caches=caches)
+    failed = {}
+    if found.leftovers and (yes or (asks and _agrees(text("cli.remove-all-type")))):
+        failed = _remove_all(found)
+        gone = [each for each in found.leftovers if each not in failed]
+        freed = size_words(sum(each.bytes or 0 for each in gone))
+        print("\n" + text("cli.removed", gone=len(gone), all=len(found.leftovers), freed=freed))
+        for leftover, why in failed.items():
+            print(f"tightfit: {text('cli.could-removed', what=leftover.what, why=why)}", file=sys.stderr)
     elif found.leftovers:
         print(text("cli.nothing-removed-yes"))
     if asks:
-        _ask_for_each(holders)
-    return code
+        _ask_for_each([holder for holder in holders if holder.run is None])
+    return LEFT if failed else 0
 
 
 def parser() -> Parser:
-    made = Parser(
-        "clean",
-        text("help.clean-does"),
-        EXAMPLE,
-        "[FOLDER ...] [--dry-run] [--yes] [--caches] [--json]",
-    )
+    usage = "[FOLDER ...] [--dry-run] [--yes] [--caches] [--json]"
+    made = Parser("clean", text("help.clean-does"), EXAMPLE, usage)
     made.add_argument("places", metavar="FOLDER", nargs="*", help=text("help.places"))
     made.add_argument("--dry-run", action="store_true", help=text("help.clean-dry-run"))
     made.add_argument("--yes", action="store_true", help=text("help.yes"))
@@ -109,19 +105,10 @@ def parser() -> Parser:
     return made.ends_with(EXIT_CODES, text("help.clean-writes"))
 
 
-def _place(text: str) -> Path:
-    place = Path(text).expanduser()
-    if not place.exists():
-        raise ConfigError(Message("cli.nothing-at", text=text))
-    if not place.is_dir():
-        raise ConfigError(Message("cli.file-not-run", text=text))
-    return place
-
-
 # --- who holds a GPU ----------------------------------------------------------------------------
 
 
-def _holders(found: Found) -> tuple[LockHolder, ...]:
+def _find_holders(found: Found) -> tuple[LockHolder, ...]:
     """Of this user, and not already among what goes."""
     known = probe_cards()
     going = {each.pid for each in found.leftovers}
@@ -130,7 +117,11 @@ def _holders(found: Found) -> tuple[LockHolder, ...]:
     names: dict[int, str] = {}
     for card in known.cards:
         for process in card.processes or ():
-            if process.pid not in going and _is_mine(process.pid):
+            try:
+                is_mine = (PROC / str(process.pid)).stat().st_uid == os.geteuid() and process.pid != os.getpid()
+            except OSError:
+                continue
+            if process.pid not in going and is_mine:
                 held.setdefault(process.pid, []).append((card.index, process.held_bytes))
                 names[process.pid] = process.command or text("cli.unknown-command")
     return tuple(
@@ -146,32 +137,20 @@ def _holders(found: Found) -> tuple[LockHolder, ...]:
     )
 
 
-def _is_mine(pid: int) -> bool:
-    try:
-        return (PROC / str(pid)).stat().st_uid == os.geteuid() and pid != os.getpid()
-    except OSError:
-        return False
-
-
 def _ask_for_each(holders: Sequence[LockHolder]) -> None:
     """One yes a process, typed by a person; first it is asked to end, and only a second yes ends it at once."""
     for holder in holders:
-        if holder.run is not None:
-            continue
         print()
-        if not _yes(text("cli.end-process-one", pid=holder.pid, command=holder.command)):
+        if not _agrees(text("cli.end-process-one", pid=holder.pid, command=holder.command)):
             continue
         why = ask_to_end(holder.pid, holder.mark)
-        if why is not None and _yes(text("cli.end-at-once", why=why)):
+        if why is not None and _agrees(text("cli.end-at-once", why=why)):
             why = end(holder.pid, holder.mark, at_once=True)
-        print(
-            text("cli.process-ended", pid=holder.pid)
-            if why is None
-            else text("cli.process-why", pid=holder.pid, why=why)
-        )
+        ended = text("cli.process-ended", pid=holder.pid)
+        print(ended if why is None else text("cli.process-why", pid=holder.pid, why=why))
 
 
-def _yes(question: str) -> bool:
+def _agrees(question: str) -> bool:
     print(question, end="", flush=True)
     return sys.stdin.readline().strip().lower() == "yes"
 
@@ -186,11 +165,12 @@ def _show(found: Found, holders: Sequence[LockHolder], cache: Path, *, caches: b
     if not found.leftovers:
         say(console, text("cli.nothing-left-dead"), style="bold green")
     for kind in dict.fromkeys(each.kind for each in found.leftovers):
-        draw_list(
-            console,
-            text("cli.title", title=TITLES[kind]),
-            [_words(each) for each in found.leftovers if each.kind == kind],
-        )
+        lines = []
+        for each in found.leftovers:
+            if each.kind == kind:
+                size = "" if each.bytes is None or each.bytes < SMALL else f", {size_words(each.bytes)}"
+                lines.append(f"{each.what}{size}: {each.because}")
+        draw_list(console, text("cli.title", title=TITLES[kind]), lines)
     held = sum(each.bytes or 0 for each in found.leftovers)
     if held:
         console.print()
@@ -208,28 +188,10 @@ def _show(found: Found, holders: Sequence[LockHolder], cache: Path, *, caches: b
     draw_list(console, text("cli.your-processes-gpus"), [f"{each[0].upper()}{each[1:]}" for each in (*ours, *others)])
 
 
-def _words(leftover: Leftover) -> str:
-    size = "" if leftover.bytes is None or leftover.bytes < SMALL else f", {size_words(leftover.bytes)}"
-    return f"{leftover.what}{size}: {leftover.because}"
-
-
 def _remove_all(found: Found) -> dict[Leftover, str]:
     """What could not go, and why."""
-    failed = {}
-    for leftover in found.leftovers:
-        why = remove(leftover)
-        if why is not None:
-            failed[leftover] = str(why)
-    return failed
-
-
-def _tell(found: Found, failed: dict[Leftover, str]) -> int:
-    gone = [each for each in found.leftovers if each not in failed]
-    freed = size_words(sum(each.bytes or 0 for each in gone))
-    print("\n" + text("cli.removed", gone=len(gone), all=len(found.leftovers), freed=freed))
-    for leftover, why in failed.items():
-        print(f"tightfit: {text('cli.could-removed', what=leftover.what, why=why)}", file=sys.stderr)
-    return LEFT if failed else 0
+    tried = {leftover: remove(leftover) for leftover in found.leftovers}
+    return {leftover: str(why) for leftover, why in tried.items() if why is not None}
 
 
 def report(

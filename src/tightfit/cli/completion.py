@@ -6,7 +6,7 @@ The script is made by shtab from the parsers of the verbs, so that it knows what
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from tightfit.cli.flags import ANSWERED, Parser
@@ -16,22 +16,12 @@ from tightfit.types import Checkpointing, ConfigError
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 EXAMPLE = "tightfit completion bash > ~/.local/share/bash-completion/completions/tightfit"
-PARSERS = {
-    "train": "tightfit.cli.train_flags",
-    "models": "models_parser",
-    "gpus": "gpus_parser",
-    "explain": "explain_parser",
-}
-"""Where a verb's parser is not `parser` in its own module: the module, or the function."""
+PARSERS = {verb: f"{verb}_parser" for verb in ("models", "gpus", "explain")}
+"""Verbs that share a module have each a parser of its own there."""
 
 
 def parser() -> Parser:
-    made = Parser(
-        "completion",
-        text("help.completion-does"),
-        EXAMPLE,
-        "|".join(SHELLS),
-    )
+    made = Parser("completion", text("help.completion-does"), EXAMPLE, "|".join(SHELLS))
     made.add_argument("shell", metavar="SHELL", help="|".join(SHELLS))
     return made.ends_with(ANSWERED)
 
@@ -58,7 +48,8 @@ def _everything() -> argparse.ArgumentParser:
     verbs = whole.add_subparsers()
     for verb, (module, what) in VERBS.items():
         part = verbs.add_parser(verb, help=str(what), add_help=False)
-        for action in _parser_of(verb, module)._actions:
+        parser_of: Callable[[], Parser] = getattr(import_module(module), PARSERS.get(verb, "parser"))
+        for action in parser_of()._actions:
             part._add_action(action)
             lever = LEVERS.get(action.dest)
             if lever is not None and words_of(lever) and lever.type is not Checkpointing:
@@ -66,10 +57,3 @@ def _everything() -> argparse.ArgumentParser:
             elif not action.option_strings or {"FILE", "DIR"} & {str(action.metavar)}:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     return whole
-
-
-def _parser_of(verb: str, module: str) -> Parser:
-    elsewhere = PARSERS.get(verb, "parser")
-    home, name = (elsewhere, "parser") if "." in elsewhere else (module, elsewhere)
-    made: Parser = getattr(import_module(home), name)()
-    return made

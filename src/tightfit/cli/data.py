@@ -6,7 +6,6 @@ JSON lines that it prints.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -15,18 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from tightfit.cli.flags import ANSWERED, Parser, whole_number
+from tightfit.cli.flags import ANSWERED, Parser, print_json, whole_number
 from tightfit.desk.plan_request import placed
 from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import nearest
-from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS, job_from_flags, model_of, read_job
 from tightfit.messages import Message, text
 from tightfit.model.presets import PRESETS
 from tightfit.owned import replace_file
-from tightfit.screen.data import Preview, draw_preview
+from tightfit.screen.data import draw_preview
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit data preview --data shipped:dialogues --ablation profile_and_context"
@@ -54,16 +52,26 @@ def data(argv: Sequence[str]) -> int:
     if argv[0] != "preview":
         close = nearest(argv[0], ["preview"])
         raise ConfigError(Message("cli.no-data-verb-but" if close else "cli.no-data-verb", word=repr(argv[0])))
-    return _preview(parser().parse(argv[1:]))
+    args = parser().parse(argv[1:])
+    count = getattr(args, "count", 3)
+    if not 0 <= count <= 1000:
+        raise ConfigError(Message("cli.count-must-0", count=count))
+    if any(find_spec(name) is None for name in NEEDED):
+        raise ConfigError(Message("cli.preview-needs-training"))
+    lines = _ask({**_read_spec(vars(args)), "count": count})
+    kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("head", "example", "summary")}
+    shown: dict[str, Any] = {"head": kinds["head"][0], "examples": kinds["example"], "summaries": kinds["summary"]}
+    if hasattr(args, "json"):
+        print_json(shown)
+        return 0
+    from tightfit.screen import open_console
+
+    draw_preview(open_console(), **shown)
+    return 0
 
 
 def parser() -> Parser:
-    made = Parser(
-        "data preview",
-        text("help.data-does"),
-        EXAMPLE,
-        "[JOB] [--data PATH] [flags]",
-    )
+    made = Parser("data preview", text("help.data-does"), EXAMPLE, "[JOB] [--data PATH] [flags]")
     made.add_file("JOB", text("help.data-file"))
     for name, (metavar, meaning) in FLAGS.items():
         made.add_argument(f"--{name}", metavar=metavar, help=str(meaning))
@@ -73,36 +81,14 @@ def parser() -> Parser:
     return made.ends_with(ANSWERED)
 
 
-def _preview(args: argparse.Namespace) -> int:
-    count = getattr(args, "count", 3)
-    if not 0 <= count <= 1000:
-        raise ConfigError(Message("cli.count-must-0", count=count))
-    if any(find_spec(name) is None for name in NEEDED):
-        raise ConfigError(Message("cli.preview-needs-training"))
-    job, folder = _job(args)
-    spec = _spec(job, folder, named=hasattr(args, "model") or hasattr(args, "file"))
-    lines = _ask({**spec, "count": count})
-    if hasattr(args, "json"):
-        kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("head", "example", "summary")}
-        shown = {"head": kinds["head"][0], "examples": kinds["example"], "summaries": kinds["summary"]}
-        print(json.dumps(shown, indent=2, default=str, ensure_ascii=False))
-        return 0
-    from tightfit.screen import open_console
-
-    draw_preview(open_console(), Preview.of(lines))
-    return 0
-
-
-def _job(args: argparse.Namespace) -> tuple[Job, Path | None]:
-    """The job that file and flags mean, and the folder from which its paths count."""
-    given = {name: value for name, value in vars(args).items() if name in JOB_FLAGS}
-    if not hasattr(args, "file"):
-        return job_from_flags({"model": NO_MODEL, **given}), None
-    path = Path(args.file)
-    return job_from_flags(given, read_job(path, model=given.get("model") or NO_MODEL).job), path.parent
-
-
-def _spec(job: Job, folder: Path | None, *, named: bool) -> dict[str, Any]:
+def _read_spec(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What file and flags ask the worker for; the paths of a file count from its folder."""
+    given = {name: value for name, value in args.items() if name in JOB_FLAGS}
+    if "file" in args:
+        path = Path(args["file"])
+        job, folder = job_from_flags(given, read_job(path, model=given.get("model") or NO_MODEL).job), path.parent
+    else:
+        job, folder = job_from_flags({"model": NO_MODEL, **given}), None
     values = asdict(job.data) | {"max_samples": job.max_samples, "sequence": job.sequence, "seed": job.seed}
     for key in ("path", "template", "tokenizer", "recipe"):
         values[key] = values[key] if folder is None else placed(values[key], folder)
@@ -112,7 +98,7 @@ def _spec(job: Job, folder: Path | None, *, named: bool) -> dict[str, Any]:
         values["tokenizer"] = str(model if model.is_dir() else model.parent) if model.exists() else job.model
     return {
         "data": values,
-        "vocab_size": model_of(job).vocab_size if named and known else None,
+        "vocab_size": model_of(job).vocab_size if ("model" in args or "file" in args) and known else None,
         "trust_remote_code": job.trust_remote_code,
     }
 
@@ -130,12 +116,8 @@ def _ask(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
             check=False,
         )
     if done.returncode:
-        _fail(done.returncode, done.stderr)
+        said = [line.removeprefix("tightfit: ") for line in done.stderr.splitlines() if line.startswith("tightfit: ")]
+        if done.returncode == USER_ERROR and said:
+            raise ConfigError(said[-1])
+        raise RuntimeError(Message("cli.preview-ended-exit", code=done.returncode, stderr=done.stderr))
     return [parse_json(line) for line in done.stdout.splitlines()]
-
-
-def _fail(code: int, stderr: str) -> NoReturn:
-    said = [line.removeprefix("tightfit: ") for line in stderr.splitlines() if line.startswith("tightfit: ")]
-    if code == USER_ERROR and said:
-        raise ConfigError(said[-1])
-    raise RuntimeError(Message("cli.preview-ended-exit", code=code, stderr=stderr))

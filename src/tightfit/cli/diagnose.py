@@ -6,39 +6,33 @@ Exit codes: 0 nothing is wrong; 1 a cause was found; 2 something that the user h
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import stat
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.diagnose_config import price_beside, price_config
-from tightfit.cli.diagnose_run import Ending, RunQuestion, of_run, rank_of
-from tightfit.cli.flags import ANSWERED, CHANGE, Parser, whole_number
-from tightfit.diagnose.catalogue import Symptom, catalogue
+from tightfit.cli.flags import ANSWERED, CHANGE, Parser, print_json, whole_number
+from tightfit.desk.priced_config import price_config
+from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import fixes_of, judge
-from tightfit.diagnose.predicted import (
-    MemoryPrediction,
-    predict_failure,
-    predict_training,
-    predict_verdict,
-)
+from tightfit.diagnose.predicted import MemoryPrediction, predict_failure, predict_training, predict_verdict
 from tightfit.diagnose.reading import is_binary
-from tightfit.diagnose.verdict import Diagnosis, Verdict
+from tightfit.diagnose.verdict import Diagnosis, Fix, Verdict
 from tightfit.formats.recognise import read_known_config
 from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.inputs.spelling import nearest
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, text
 from tightfit.owned import name_errors
+from tightfit.runs.evidence import RunQuestion, of_run, rank_of
 from tightfit.runs.watching import damaged
-from tightfit.types import ConfigError
+from tightfit.types import ConfigError, UserError
 
 EXAMPLE = "tightfit diagnose train.log --config ds_config.json"
 FOUND = 1
@@ -58,29 +52,20 @@ def diagnose(argv: Sequence[str]) -> int:
         question = _question(args, stack)
         found = judge(question.evidence) if _has_evidence(question.evidence) else Diagnosis(verdict=None)
     found, expected = _predict(args, question, found)
-    if getattr(args, "json", False):
-        tree = as_json(found, expected)
-        print(json.dumps({**tree, **_ending_json(question.ending)}, indent=2, ensure_ascii=False, default=str))
+    ending = question.ending
+    if hasattr(args, "json"):
+        print_json(as_json(found, expected) | ({} if ending is None else {"run": asdict(ending)}))
     else:
-        _draw(question, found, expected)
-    ended_badly = question.ending is not None and not question.ending.well
-    return FOUND if found.verdict is not None or ended_badly else 0
+        from tightfit.screen import open_console, say
+        from tightfit.screen.diagnose import draw_diagnosis
 
-
-def _draw(question: RunQuestion, found: Diagnosis, expected: MemoryPrediction | None) -> None:
-    from tightfit.screen import open_console, say
-    from tightfit.screen.diagnose import draw_diagnosis
-
-    console, ending = open_console(), question.ending
-    if ending is not None:
-        say(console, ending.sentence, style="bold" if ending.well else "bold red")
-    if ending is None or ending.well or found.verdict is not None or found.also:
-        names = [source.name for source in question.evidence.logs]
-        draw_diagnosis(console, found, None if expected is None else expected.sentence, names)
-
-
-def _ending_json(ending: Ending | None) -> dict[str, Any]:
-    return {} if ending is None else {"run": asdict(ending)}
+        console = open_console()
+        if ending is not None:
+            say(console, ending.sentence, style="bold" if ending.well else "bold red")
+        if ending is None or ending.well or found.verdict is not None or found.also:
+            names = [source.name for source in question.evidence.logs]
+            draw_diagnosis(console, found, None if expected is None else expected.sentence, names)
+    return FOUND if found.verdict is not None or (ending is not None and not ending.well) else 0
 
 
 def _has_evidence(evidence: Evidence) -> bool:
@@ -95,10 +80,14 @@ def _predict(
     alone = not _has_evidence(question.evidence)
     if hasattr(args, "config"):
         known, words = question.evidence.config or KnownConfig(), {name: getattr(args, name, None) for name in _NAMED}
+        try:
+            priced = price_config(Path(args.config), known, **words)
+        except UserError:
+            if alone:
+                raise
+            return found, None  # who asks about a log wants no complaint about what else could be known
         if not alone:
-            beside = price_beside(Path(args.config), known, **words)
-            return found, predict_failure(beside.footprint, told) if beside and told else None
-        priced = price_config(Path(args.config), known, **words)
+            return found, predict_failure(priced.footprint, told) if told else None
         said = predict_training(priced.footprint, priced.hardware, priced.world)
         if priced.planned:
             said = replace(said, sentence=Message("diagnose.priced-as-planned", sentence=said.sentence))
@@ -114,12 +103,7 @@ def _predict(
 
 
 def parser() -> Parser:
-    parser = Parser(
-        "diagnose",
-        text("help.diagnose-does"),
-        EXAMPLE,
-        "FILE…|RUN|- [flags]",
-    )
+    parser = Parser("diagnose", text("help.diagnose-does"), EXAMPLE, "FILE…|RUN|- [flags]")
     parser.add_argument("inputs", nargs="*", metavar="FILE…|RUN|-", help=text("help.inputs"))
     parser.add_argument("--config", metavar="FILE", help=text("help.diagnose-config"))
     parser.add_argument("--model", metavar="MODEL", help=text("help.diagnose-model"))
@@ -158,9 +142,12 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> RunQuestion:
         for record in damaged(Path(words[0])):
             print(f"tightfit: {text('cli.damaged-passed-over', record=record)}", file=sys.stderr)
     else:
-        sources = tuple(_source(word, stack) for word in words)
-        if given is None and sources:
-            _check_not_empty(sources)
+        sources = tuple(_find_log(word, stack) for word in words)
+        sized = [source.path for source in sources if source.path is not None and source.path.is_file()]
+        is_empty = len(sized) == len(sources) and not any(path.stat().st_size for path in sized)
+        if given is None and sources and is_empty:
+            names = sources[0].name if len(sources) == 1 else text("cli.each-these-files")
+            raise ConfigError(Message("cli.empty-add-exit-code", names=names))
         question = RunQuestion(evidence=Evidence(logs=sources))
     evidence = question.evidence
     if given is not None:
@@ -172,7 +159,7 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> RunQuestion:
     return replace(question, evidence=evidence)
 
 
-def _source(word: str, stack: ExitStack) -> LogSource:
+def _find_log(word: str, stack: ExitStack) -> LogSource:
     """One log, looked at before it is read."""
     if word == "-":
         return LogSource(name=text("cli.standard-input"), path=_keep_stdin(stack))
@@ -223,18 +210,10 @@ def _check_text(source: LogSource) -> None:
         with source.path.open("rb"):
             pass
     except OSError as error:
-        raise ConfigError(
-            Message("cli.cannot-read", word=source.name, lower=(error.strerror or str(error)).lower())
-        ) from None
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(Message("cli.cannot-read", word=source.name, lower=why)) from None
     if is_binary(source):
         raise ConfigError(Message("cli.not-a-log", name=source.name))
-
-
-def _check_not_empty(sources: Sequence[LogSource]) -> None:
-    sized = [source.path for source in sources if source.path is not None and source.path.is_file()]
-    if len(sized) == len(sources) and not any(path.stat().st_size for path in sized):
-        names = sources[0].name if len(sources) == 1 else text("cli.each-these-files")
-        raise ConfigError(Message("cli.empty-add-exit-code", names=names))
 
 
 def _keep_stdin(stack: ExitStack) -> Path:
@@ -272,20 +251,19 @@ def as_json(found: Diagnosis, expected: MemoryPrediction | None = None) -> dict[
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:
     tree = asdict(verdict)
     del tree["step"]  # only our own ranks know it, and no log is asked
-    tree["fixes"] = [{"text": str(fix.text), "command": fix.command, "costly": fix.is_costly} for fix in verdict.fixes]
+    tree["fixes"] = _fixes_json(verdict.fixes)
     return tree
+
+
+def _fixes_json(fixes: Iterable[Fix]) -> list[dict[str, Any]]:
+    return [{"text": str(fix.text), "command": fix.command, "costly": fix.is_costly} for fix in fixes]
 
 
 # --- explain ------------------------------------------------------------------------------------
 
 
 def explain_parser() -> Parser:
-    made = Parser(
-        "explain",
-        text("help.explain-does"),
-        "tightfit explain oom-logits",
-        "ID|list [--json]",
-    )
+    made = Parser("explain", text("help.explain-does"), "tightfit explain oom-logits", "ID|list [--json]")
     made.add_argument("id", metavar="ID|list", help=text("help.symptom"))
     made.add_argument("--json", action="store_true", help=text("help.json"))
     return made.ends_with(ANSWERED)
@@ -295,9 +273,28 @@ def explain(argv: Sequence[str]) -> int:
     """The verb."""
     args = explain_parser().parse(argv)
     known = catalogue()
-    wanted = known.symptoms if args.id == "list" else (_symptom(args.id),)
-    if getattr(args, "json", False):
-        print(json.dumps([_symptom_json(each) for each in wanted], indent=2, ensure_ascii=False, default=str))
+    if args.id != "list" and args.id not in known.by_id:
+        close = nearest(args.id, known.by_id)
+        meant = text("cli.meant", close=close) if close else text("cli.tightfit-explain-list")
+        raise ConfigError(Message("cli.there-symptom", name=repr(args.id), meant=meant))
+    wanted = known.symptoms if args.id == "list" else (known.by_id[args.id],)
+    if hasattr(args, "json"):
+        print_json(
+            [
+                {
+                    "id": symptom.id,
+                    "kind": symptom.kind,
+                    "role": symptom.role,
+                    "title": symptom.title,
+                    "cause": symptom.cause.fill_any(),
+                    "confidence": symptom.confidence,
+                    "refines": list(symptom.refines),
+                    "fixes": _fixes_json(fixes_of(symptom, KnownConfig(), {})),
+                    "sources": list(symptom.sources),
+                }
+                for symptom in wanted
+            ]
+        )
         return 0
     from tightfit.screen import open_console
     from tightfit.screen.diagnose import draw_symptom, draw_symptoms
@@ -307,29 +304,3 @@ def explain(argv: Sequence[str]) -> int:
     else:
         draw_symptom(open_console(), wanted[0], tuple(fixes_of(wanted[0], KnownConfig(), {})))
     return 0
-
-
-def _symptom(name: str) -> Symptom:
-    known = catalogue().by_id
-    if name not in known:
-        close = nearest(name, known)
-        meant = text("cli.meant", close=close) if close else text("cli.tightfit-explain-list")
-        raise ConfigError(Message("cli.there-symptom", name=repr(name), meant=meant))
-    return known[name]
-
-
-def _symptom_json(symptom: Symptom) -> dict[str, Any]:
-    return {
-        "id": symptom.id,
-        "kind": symptom.kind,
-        "role": symptom.role,
-        "title": symptom.title,
-        "cause": symptom.cause.fill_any(),
-        "confidence": symptom.confidence,
-        "refines": list(symptom.refines),
-        "fixes": [
-            {"text": str(fix.text), "command": fix.command, "costly": fix.is_costly}
-            for fix in fixes_of(symptom, KnownConfig(), {})
-        ],
-        "sources": list(symptom.sources),
-    }

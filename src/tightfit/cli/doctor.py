@@ -5,14 +5,13 @@ Exit codes: 0 all lights are green or yellow; 1 a light is red; 2 something that
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.flags import CHANGE, Parser
+from tightfit.cli.flags import CHANGE, Parser, print_json
 from tightfit.diagnose.masks import masked
 from tightfit.hardware.doctor import Checkup, examine, with_disk
 from tightfit.hardware.doctor.host import measure_disk
@@ -29,13 +28,13 @@ def doctor(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
     output = getattr(args, "output", None)
-    if output is not None and Path(output).expanduser().is_file():
+    place = Path(output or ".").expanduser()
+    if output is not None and place.is_file():
         raise ConfigError(Message("cli.output-file-name", output=output))
-    found = _with_job(args.job, output) if hasattr(args, "job") else examine(Path(output or ".").expanduser())
-    found = _without_secrets(found)
+    found = _without_secrets(_examine_with_job(args.job, output) if hasattr(args, "job") else examine(place))
     rows = sorted(found.rows, key=lambda row: GROUPS.index(row.group))
-    if getattr(args, "json", False):
-        print(json.dumps(as_json(found, rows), indent=2, default=str, ensure_ascii=False, allow_nan=False))
+    if hasattr(args, "json"):
+        print_json(as_json(found, rows), allow_nan=False)
     else:
         from tightfit.screen import open_console
         from tightfit.screen.doctor import draw_checkup
@@ -44,9 +43,9 @@ def doctor(argv: Sequence[str]) -> int:
     return RED if worst(rows) == "red" else 0
 
 
-def _with_job(job: str, output: str | None) -> Checkup:
+def _examine_with_job(job: str, output: str | None) -> Checkup:
     """The machine first: a tool that hangs is known by then, and planning does not wait for it again."""
-    from tightfit.cli.doctor_job import read
+    from tightfit.start.doctor import read
 
     begun = time.monotonic()
     read_text(Path(job), text("cli.job-file"))
@@ -54,54 +53,48 @@ def _with_job(job: str, output: str | None) -> Checkup:
     try:
         check = read(job, output)
     except HardwareError as error:  # of this machine, which is what was asked about
-        row = Row(id="plan", group="job", light="red", what=text("cli.no-plan", value=str(error).rstrip(".")))
+        rows = [Row(id="plan", group="job", light="red", what=text("cli.no-plan", value=str(error).rstrip(".")))]
         seen = with_disk(seen, measure_disk(Path(output or ".").expanduser()))
-        return replace(seen, rows=(*seen.rows, row), seconds=time.monotonic() - begun)
-    seen = with_disk(seen, measure_disk(check.folder))
-    return replace(seen, rows=(*seen.rows, *check.rows(seen)), seconds=time.monotonic() - begun)
+    else:
+        seen = with_disk(seen, measure_disk(check.folder))
+        rows = check.rows(seen)
+    return replace(seen, rows=(*seen.rows, *rows), seconds=time.monotonic() - begun)
 
 
 def _without_secrets(found: Checkup) -> Checkup:
     """Commands of other processes may have tokens in them, and a check-up is pasted into issues."""
 
-    def mask_command(process: CardProcess) -> CardProcess:
-        return process if process.command is None else replace(process, command=masked(process.command))
+    def mask_commands(processes: Sequence[CardProcess]) -> tuple[CardProcess, ...]:
+        return tuple(replace(each, command=each.command and masked(each.command)) for each in processes)
 
     cards = tuple(
-        card if card.processes is None else replace(card, processes=tuple(map(mask_command, card.processes)))
+        card if card.processes is None else replace(card, processes=mask_commands(card.processes))
         for card in found.cards.cards
     )
-    seen = replace(found.cards, cards=cards, unplaced=tuple(map(mask_command, found.cards.unplaced)))
-    return replace(
-        found, cards=seen, rows=tuple(replace(row, what=change_texts(row.what, masked)) for row in found.rows)
-    )
+    seen = replace(found.cards, cards=cards, unplaced=mask_commands(found.cards.unplaced))
+    rows = tuple(replace(row, what=change_texts(row.what, masked)) for row in found.rows)
+    return replace(found, cards=seen, rows=rows)
 
 
 def parser() -> Parser:
-    parser = Parser(
-        "doctor",
-        text("help.doctor-does"),
-        "tightfit doctor job.yaml",
-        "[JOB] [--output DIR] [--json]",
-    )
-    parser.add_argument("job", nargs="?", metavar="JOB", help=text("help.job"))
-    parser.add_argument("--output", metavar="DIR", help=text("help.doctor-output"))
-    parser.add_argument("--json", action="store_true", help=text("help.json"))
-    return parser.ends_with({"0": Message("help.doctor-exit-0"), "1": Message("help.doctor-exit-1"), **CHANGE})
+    made = Parser("doctor", text("help.doctor-does"), "tightfit doctor job.yaml", "[JOB] [--output DIR] [--json]")
+    made.add_argument("job", nargs="?", metavar="JOB", help=text("help.job"))
+    made.add_argument("--output", metavar="DIR", help=text("help.doctor-output"))
+    made.add_argument("--json", action="store_true", help=text("help.json"))
+    return made.ends_with({"0": Message("help.doctor-exit-0"), "1": Message("help.doctor-exit-1"), **CHANGE})
 
 
 def as_json(found: Checkup, rows: Sequence[Row]) -> dict[str, Any]:
     """What `--json` prints: what is not known is null, never zero."""
+    torch, driver = found.torch, found.cards.driver
     return {
         "verdict": worst(rows),
         "lights": {light: sum(row.light == light for row in rows) for light in LIGHTS},
         "rows": [asdict(replace(row, what=str(row.what), fix=row.fix and str(row.fix))) for row in rows],
         "cards": [asdict(card) for card in found.cards.cards],
         "processes_on_some_card": [asdict(process) for process in found.cards.unplaced],
-        "driver": None if found.cards.driver is None else asdict(found.cards.driver),
-        "torch": None
-        if found.torch is None
-        else {"version": found.torch.version, "cuda": found.torch.cuda, "hip": found.torch.hip},
+        "driver": None if driver is None else asdict(driver),
+        "torch": None if torch is None else {"version": torch.version, "cuda": torch.cuda, "hip": torch.hip},
         "packages": dict(found.packages),
         "seconds": round(found.seconds, 2),
     }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tightfit.cli.flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, whole_number
-from tightfit.desk.estimate import Outcome, compare, comparison, estimated, price
+from tightfit.cli.flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, print_json, whole_number
+from tightfit.desk.estimate import compare, comparison, estimated, price
 from tightfit.desk.estimate_report import report, strategy_report
 from tightfit.desk.request import read_request
 from tightfit.inputs.flags import check_levers
@@ -20,23 +19,14 @@ EXAMPLE = "tightfit estimate --model 7b_mamba --engine zero3 --gpus 6x32GB --seq
 
 
 def parser() -> Parser:
-    made = Parser(
-        "estimate",
-        text("help.estimate-does"),
-        EXAMPLE,
-        "[FILE] [--model MODEL] [--gpus HARDWARE] [flags]",
-    )
+    usage = "[FILE] [--model MODEL] [--gpus HARDWARE] [flags]"
+    made = Parser("estimate", text("help.estimate-does"), EXAMPLE, usage)
     made.add_file("FILE", text("help.file"))
     made.add_argument("--model", metavar="MODEL", help=text("help.model"))
     made.add_argument("--deepspeed", metavar="FILE", help=text("help.deepspeed"))
     made.add_argument("--trace", action="store_true", help=text("help.trace"))
     add_hardware_flags(made)
-    made.add_argument(
-        "--only-stage",
-        metavar="N",
-        type=whole_number("only_stage"),
-        help=text("help.only-stage"),
-    )
+    made.add_argument("--only-stage", metavar="N", type=whole_number("only_stage"), help=text("help.only-stage"))
     made.add_argument("--compare", action="store_true", help=text("help.compare"))
     made.add_argument("--json", action="store_true", help=text("help.json"))
     add_lever_flags(made)
@@ -56,30 +46,30 @@ def estimate(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     request, as_json = read_request(vars(args)), hasattr(args, "json")
     if hasattr(args, "compare"):
-        _show_comparison(comparison(request), as_json)
-    else:
-        _show(estimated(request), as_json)
-    return 0
+        rows = comparison(request)
+        if as_json:
+            print_json({"strategies": [strategy_report(name, outcome) for name, outcome in rows]})
+            return 0
+        from tightfit.screen import draw_comparison, open_console
 
-
-# --- showing ------------------------------------------------------------------------------------
-
-
-def _show(priced: Priced, as_json: bool) -> None:
+        draw_comparison(open_console(), rows)
+        return 0
+    priced = estimated(request)
     if as_json:
-        print(json.dumps(report(priced), indent=2, default=str, ensure_ascii=False))
-        return
-    from tightfit.cli.advice import advise
+        print_json(report(priced))
+        return 0
+    from tightfit.desk.advice import advise
     from tightfit.screen import draw_estimate, open_console
 
     def ask(levers: Levers) -> int:
         check_levers(levers, priced.shape)
         return price(priced.shape, levers, priced.world, priced.hardware).footprint.gpu.required_bytes
 
-    draw_estimate(open_console(), priced, advise(priced, ask), _fitting(priced))
+    draw_estimate(open_console(), priced, advise(priced, ask), _find_fitting(priced))
+    return 0
 
 
-def _fitting(priced: Priced, most: int = 3) -> list[str]:
+def _find_fitting(priced: Priced, most: int = 3) -> list[str]:
     """Where this does not fit: the strategies that do, with the flags that ask for them."""
     if priced.fits is not False:
         return []
@@ -92,34 +82,16 @@ def _fitting(priced: Priced, most: int = 3) -> list[str]:
         fitting = [outcome for _, outcome in rows if isinstance(outcome, Priced) and outcome.fits]
         if fitting:
             break
-    return [
-        text(
-            "cli.fits-as",
-            way=strategy_name(each.levers),
-            flags=_strategy_flags(each.levers, priced.levers),
-            gpu=each.footprint.gpu.required_bytes / 2**30,
-            host=each.footprint.host.peak_bytes_per_node / 2**30,
-        )
-        for each in fitting[:most]
-    ]
-
-
-def _strategy_flags(levers: Levers, asked: Levers) -> str:
-    flags = [f"--engine {levers.engine}"]
-    if levers.loss != asked.loss:
-        flags.append(f"--loss {levers.loss}")
-    if not levers.is_fsdp2 and levers.offload_optimizer != "none":
-        flags.append(f"--offload-optimizer {levers.offload_optimizer}")
-    if levers.offload_param != "none":
-        flags.append(f"--offload-param {levers.offload_param}")
-    return " ".join(flags)
-
-
-def _show_comparison(rows: Sequence[tuple[str, Outcome]], as_json: bool) -> None:
-    if as_json:
-        listed = [strategy_report(name, outcome) for name, outcome in rows]
-        print(json.dumps({"strategies": listed}, indent=2, default=str, ensure_ascii=False))
-        return
-    from tightfit.screen import draw_comparison, open_console
-
-    draw_comparison(open_console(), rows)
+    lines = []
+    for each in fitting[:most]:
+        levers, memory = each.levers, each.footprint
+        flags = [f"--engine {levers.engine}"]
+        if levers.loss != priced.levers.loss:
+            flags.append(f"--loss {levers.loss}")
+        if not levers.is_fsdp2 and levers.offload_optimizer != "none":
+            flags.append(f"--offload-optimizer {levers.offload_optimizer}")
+        if levers.offload_param != "none":
+            flags.append(f"--offload-param {levers.offload_param}")
+        sizes = {"gpu": memory.gpu.required_bytes / 2**30, "host": memory.host.peak_bytes_per_node / 2**30}
+        lines.append(text("cli.fits-as", way=strategy_name(levers), flags=" ".join(flags), **sizes))
+    return lines

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from time import monotonic
-from typing import IO, Any
+from typing import Any
 
-from tightfit.cli.flags import CHANGE, Parser
+from tightfit.cli.flags import CHANGE, Parser, print_json
 from tightfit.inputs.records import parse_json
 from tightfit.messages import Message, text
 from tightfit.messages.wide import pad
@@ -37,13 +37,24 @@ def export(argv: Sequence[str]) -> int:
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(Message("cli.dtype-knows-takes", dtype=repr(dtype), dtypes=", ".join(DTYPES)))
     source = Path(args.source)
-    target = Path(args.to) if hasattr(args, "to") else _beside(source)
-    _check_ended(source)
-    _check_target(target)
-    as_json = getattr(args, "json", False)
+    if hasattr(args, "to"):
+        target = Path(args.to)
+    elif (source / "run.json").exists() or (source / "plan").is_dir():
+        target = source / "export"  # a run keeps its export inside; what is no run of ours gets a neighbour
+    else:
+        target = source.resolve().with_name(f"{source.resolve().name}-export")
+    newest = written_first(source)
+    if newest is not None and (source / "run.json").exists() and not (source / "model").exists():
+        # A run that was stopped has no model of its own yet, but what it has saved can be had.
+        raise ModelError(Message("cli.run-not-ended", source=source, newest=newest))
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(Message("cli.exists-empty-name", target=target))
+    if target.exists() and not target.is_dir():
+        raise ConfigError(Message("cli.file-name-folder", target=target))
+    as_json = hasattr(args, "json")
     spec = {
-        "source": _absolute(source),
-        "to": _absolute(target),
+        "source": str(source.expanduser().absolute()),
+        "to": str(target.expanduser().absolute()),
         "dtype": dtype,
         "merge": getattr(args, "merge", False),
         "base": getattr(args, "base", None),
@@ -55,23 +66,24 @@ def export(argv: Sequence[str]) -> int:
         path = Path(folder, "export.json")
         replace_file(path, json.dumps(spec).encode())
         code, end = _follow([*WORKER, str(path)], quiet=as_json)
-    if end is not None:
-        print(json.dumps(end, indent=2, default=str, ensure_ascii=False) if as_json else _as_text(end))
+    if end is not None and as_json:
+        print_json(end)
+    elif end is not None:
+        kinds = {"adapter": "cli.adapter-merged", "deepspeed": "cli.the-checkpoint", "model": "cli.the-model"}
+        size = end["bytes"]  # as files are counted; what is small would be nought in GB
+        size = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+        what, where = text(kinds[end["kind"]]), end["folder"]
+        print(text("cli.exported", what=what, folder=where, size=size, dtype=end["dtype"]))
+        for note in end["notes"]:
+            print(f"  {note}")
+        print(text("cli.use-automodelforcausallm-pretrained", end=where))
     return code
 
 
 def parser() -> Parser:
-    parser = Parser(
-        "export",
-        text("help.export-does"),
-        "tightfit export runs/my-lora --to my-model --dtype bf16",
-        "RUN_OR_FOLDER [--to DIR] [flags]",
-    )
-    parser.add_argument(
-        "source",
-        metavar="RUN_OR_FOLDER",
-        help=text("help.source"),
-    )
+    example, usage = "tightfit export runs/my-lora --to my-model --dtype bf16", "RUN_OR_FOLDER [--to DIR] [flags]"
+    parser = Parser("export", text("help.export-does"), example, usage)
+    parser.add_argument("source", metavar="RUN_OR_FOLDER", help=text("help.source"))
     parser.add_argument("--to", metavar="DIR", help=text("help.export-to"))
     parser.add_argument("--dtype", metavar="|".join(DTYPES), help=text("help.dtype"))
     parser.add_argument("--merge", action="store_true", help=text("help.merge"))
@@ -89,32 +101,6 @@ def parser() -> Parser:
     return parser.ends_with(codes, text("help.export-writes"))
 
 
-def _beside(source: Path) -> Path:
-    """A run keeps its export inside; what is no run of ours gets a neighbour."""
-    if (source / "run.json").exists() or (source / "plan").is_dir():
-        return source / "export"
-    whole = source.resolve()
-    return whole.with_name(f"{whole.name}-export")
-
-
-def _check_ended(source: Path) -> None:
-    """A run that was stopped has no model of its own yet, but what it has saved can be had."""
-    newest = written_first(source)
-    if newest is not None and (source / "run.json").exists() and not (source / "model").exists():
-        raise ModelError(Message("cli.run-not-ended", source=source, newest=newest))
-
-
-def _check_target(target: Path) -> None:
-    if target.is_dir() and any(target.iterdir()):
-        raise ConfigError(Message("cli.exists-empty-name", target=target))
-    if target.exists() and not target.is_dir():
-        raise ConfigError(Message("cli.file-name-folder", target=target))
-
-
-def _absolute(path: Path) -> str:
-    return str(path.expanduser().absolute())
-
-
 # --- following the worker ------------------------------------------------------------------------
 
 
@@ -127,8 +113,17 @@ def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any]
         listener = Thread(target=last.extend, args=(worker.stderr,), daemon=True)
         listener.start()
         line = _Line(quiet)
+        end: dict[str, Any] | None = None
         try:
-            end = _listen(worker.stdout, line)
+            for printed in worker.stdout:
+                try:
+                    event = parse_json(printed)
+                except ValueError:
+                    continue
+                if event.get("event") == "progress":
+                    line.say(event["what"], event["done"], event["total"])
+                elif event.get("event") in ("end", "error"):
+                    end = event
             code = worker.wait()
         except KeyboardInterrupt:
             worker.wait()  # it has had the same Ctrl-C, and clears up what it began
@@ -145,20 +140,6 @@ def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any]
     sys.stderr.writelines(last)
     print(f"tightfit: {text('cli.export-failed-exit', code=code)}", file=sys.stderr)
     return FAILED, None
-
-
-def _listen(lines: IO[str], shown: _Line) -> dict[str, Any] | None:
-    end = None
-    for line in lines:
-        try:
-            event = parse_json(line)
-        except ValueError:
-            continue
-        if event.get("event") == "progress":
-            shown.say(event["what"], event["done"], event["total"])
-        elif event.get("event") in ("end", "error"):
-            end = event
-    return end
 
 
 class _Line:
@@ -185,21 +166,3 @@ class _Line:
     def close(self) -> None:
         if self._drawn:
             print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
-
-
-def _as_text(end: dict[str, Any]) -> str:
-    what = {
-        "adapter": text("cli.adapter-merged"),
-        "deepspeed": text("cli.the-checkpoint"),
-        "model": text("cli.the-model"),
-    }[end["kind"]]
-    size = _size(end["bytes"])
-    lines = [text("cli.exported", what=what, folder=end["folder"], size=size, dtype=end["dtype"])]
-    lines += [f"  {note}" for note in end["notes"]]
-    lines.append(text("cli.use-automodelforcausallm-pretrained", end=end["folder"]))
-    return "\n".join(lines)
-
-
-def _size(size_bytes: int) -> str:
-    """As files are counted; what is so small that it would be nought in MB."""
-    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"

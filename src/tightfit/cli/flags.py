@@ -7,6 +7,7 @@ None has a default here: what was not said stays unsaid until `levers_from_flags
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -14,6 +15,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 from tightfit.inputs.flags import LEVERS, spelt, words_of
 from tightfit.inputs.spelling import nearest
+from tightfit.inputs.times import seconds_in
 from tightfit.messages import Message, Said, explain_field, text
 from tightfit.messages.wide import wrap
 from tightfit.types import ConfigError, Group, Lever
@@ -137,12 +139,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse, or say which flag was meant. `--micro_batch` is the same as `--micro-batch`."""
-        namespace, unknown = self.parse_known_args([_put_dashes(word) for word in argv])
+        dashed = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+        namespace, unknown = self.parse_known_args(dashed)
         for word in unknown:
             flag = word.partition("=")[0]
             if flag.startswith("-"):
                 known = [name for name in self._option_string_actions if name.startswith("--")]
-                close = _closest(flag, known)
+                other = spelt(OTHER_NAMES.get(flag.lstrip("-"), ""))
+                close = other if other in known else nearest(flag, known)
                 if close is None:
                     raise ConfigError(Message("cli.no-flag", prog=self.prog, flag=flag))
                 raise ConfigError(Message("cli.no-flag-but", prog=self.prog, flag=flag, close=close))
@@ -154,6 +158,21 @@ class Parser(argparse.ArgumentParser):
             namespace.file = getattr(namespace, CONFIG)
             delattr(namespace, CONFIG)
         return namespace
+
+
+def print_json(tree: object, *, allow_nan: bool = True) -> None:
+    """What `--json` asks for."""
+    print(json.dumps(tree, indent=2, default=str, ensure_ascii=False, allow_nan=allow_nan))
+
+
+def hang_timeout_s(text: str | None) -> float | None:
+    """Seconds; None: nothing was said."""
+    if text is None:
+        return None
+    seconds = float(text) if text.isdecimal() and len(text) < 9 else seconds_in(text)
+    if not seconds:
+        raise ConfigError(Message("cli.hang-timeout-takes-time", text=repr(text)))
+    return seconds
 
 
 def read_options(record: type[Options], given: Mapping[str, Any]) -> Options:
@@ -212,18 +231,6 @@ def share(flag: str) -> Callable[[str], float]:
             raise ConfigError(Message("cli.takes-share", flag=spelt(flag), word=repr(word))) from None
 
     return read
-
-
-def _put_dashes(word: str) -> str:
-    if not word.startswith("--"):
-        return word
-    flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value
-
-
-def _closest(flag: str, known: list[str]) -> str | None:
-    other = OTHER_NAMES.get(flag.lstrip("-"))
-    return spelt(other) if other and spelt(other) in known else nearest(flag, known)
 
 
 def without_default(help_: str) -> str:

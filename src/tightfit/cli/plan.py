@@ -8,12 +8,20 @@ Everything that can fail comes before the first line of output.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from tightfit.cli.flags import ALIASES, FITS_OR_NOT, GROUPS, Parser, add_lever_flags, whole_number, without_default
+from tightfit.cli.flags import (
+    ALIASES,
+    FITS_OR_NOT,
+    GROUPS,
+    Parser,
+    add_lever_flags,
+    print_json,
+    whole_number,
+    without_default,
+)
 from tightfit.desk.plan import answered
 from tightfit.desk.plan_files import Answer
 from tightfit.desk.request import read_request
@@ -23,37 +31,24 @@ from tightfit.job import Allowance, Schedule, Tier, Wanted
 from tightfit.job.fields import FREE_LEVERS, job_fields, meanings
 from tightfit.job.file import JOB_FLAGS
 from tightfit.messages import Listing, Message, explain_field, text
-from tightfit.planner.limits import Limit
-from tightfit.planner.tiers import Tiered
 from tightfit.types import Levers, Trainer
 
 EXAMPLE = "tightfit plan --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB"
-EXIT_CODES = {
-    **FITS_OR_NOT,
-    "2": Message("help.plan-exit-2"),
-}
-WRITES = Message("help.plan-writes")
-
-FOR = Message("help.for")
-HOST_RAM = Message("help.plan-host-ram")
 FLAGS: dict[str, dict[str, tuple[str | None, Message]]] = {
     "the machine": {
         "gpus": ("HARDWARE", Message("help.plan-gpus")),
         "num_gpus": ("N", Message("help.num-gpus")),
         "world": ("N", Message("help.plan-world")),
         "gpu_ids": ("0,1,…", Message("help.gpu-ids")),
-        "host_ram": ("SIZE", HOST_RAM),
+        "host_ram": ("SIZE", Message("help.plan-host-ram")),
         "nvme": ("SIZE", Message("help.nvme")),
         "nvme_path": ("DIR", Message("help.nvme-path")),
     },
     "the question": {
-        "for": ("|".join(get_args(Trainer)), FOR),
+        "for": ("|".join(get_args(Trainer)), Message("help.for")),
         "effective_batch": ("N", Message("help.effective-batch")),
         "margin": ("SHARE", Message("help.margin")),
-        "allow": (
-            "A,B,…",
-            Message("help.allow", allowance=Listing(get_args(Allowance))),
-        ),
+        "allow": ("A,B,…", Message("help.allow", allowance=Listing(get_args(Allowance)))),
         "only_stage": ("N", Message("help.plan-only-stage")),
         "tier": ("NAME", Message("help.tier", tier=Listing(get_args(Tier)))),
         "max": ("|".join(get_args(Wanted)), Message("help.max")),
@@ -77,10 +72,7 @@ FLAGS: dict[str, dict[str, tuple[str | None, Message]]] = {
     },
     "what is kept and said": {
         "save_steps": ("N", Message("help.save-steps")),
-        "logging_steps": (
-            "N",
-            Message("help.logging-steps"),
-        ),
+        "logging_steps": ("N", Message("help.logging-steps")),
     },
     "the files": {
         "write": ("DIR", Message("help.write")),
@@ -98,10 +90,6 @@ WHOLE = frozenset(("only_stage", "num_gpus", "world", "effective_batch", "max_st
 """Those that take a whole number."""
 
 
-NEXT = "\n\n"
-"""Between the plans of two stages."""
-
-
 def plan(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
@@ -112,7 +100,7 @@ def plan(argv: Sequence[str]) -> int:
 
         made = [report(*answered(each)) for each in stages or [request]]
         tree = {"stages": made} if stages else made[0]
-        print(json.dumps(tree, indent=2, default=str, ensure_ascii=False, allow_nan=False))
+        print_json(tree, allow_nan=False)
         return 0
     from tightfit.screen.plan import waiting
 
@@ -121,7 +109,7 @@ def plan(argv: Sequence[str]) -> int:
     for number, (answer, files) in enumerate(answers, start=1):
         if stages:
             title = text("cli.stage-of", number=number, all=len(stages))
-            print(f"{NEXT if number > 1 else ''}# {title}\n")
+            print("\n\n" * (number > 1) + f"# {title}\n")
         _draw(answer, files)
     return 0
 
@@ -133,44 +121,32 @@ def _draw(answer: Answer, files: Sequence[Path] | None) -> None:
     console = open_console()
     if isinstance(answer, list):
         screen_plan.draw_tiers(console, answer)
-        draw_list(console, text("cli.same-here-since"), alike(answer))
-    elif isinstance(answer, Tiered):
-        screen_plan.draw_tier(console, answer)
-    elif isinstance(answer, Limit):
-        screen_plan.draw_limit(console, answer)
+        groups: dict[Levers, list[str]] = {}  # tiers of which a job that says much itself has left no difference
+        for row in answer:
+            way = None if row.plan is None else row.plan.chosen or next(iter(row.plan.alternatives), None)
+            if way is not None:
+                groups.setdefault(way.levers, []).append(row.tier.name)
+        alike = [", ".join(names) for names in groups.values() if len(names) > 1]
+        draw_list(console, text("cli.same-here-since"), alike)
     else:
-        screen_plan.draw_plan(console, answer)
+        screen_plan.draw_answer(console, answer)
     if files is not None:
         screen_plan.draw_files(console, files)
-
-
-def alike(rows: Sequence[Tiered]) -> list[str]:
-    """The tiers of which a job that says much itself has left no difference, a line for those that are one."""
-    groups: dict[Levers, list[str]] = {}
-    for row in rows:
-        way = None if row.plan is None else row.plan.chosen or next(iter(row.plan.alternatives), None)
-        if way is not None:
-            groups.setdefault(way.levers, []).append(row.tier.name)
-    return [", ".join(names) for names in groups.values() if len(names) > 1]
 
 
 # --- the parser ---------------------------------------------------------------------------------
 
 
 def parser() -> Parser:
-    made = Parser(
-        "plan",
-        text("help.plan-does"),
-        EXAMPLE,
-        "[FILE.yaml] [--model MODEL] [--gpus HARDWARE] [flags]",
-    )
+    usage = "[FILE.yaml] [--model MODEL] [--gpus HARDWARE] [flags]"
+    made = Parser("plan", text("help.plan-does"), EXAMPLE, usage)
     made.add_file("FILE.yaml", text("help.plan-file"))
     made.add_argument("--model", metavar="MODEL", help=text("help.model"))
     made.add_argument("--trace", action="store_true", help=text("help.trace"))
     add_data_flags(made)
     add_flags(made, FLAGS, WHOLE)
     made.knows_as(ALIASES)
-    return made.ends_with(EXIT_CODES, WRITES)
+    return made.ends_with({**FITS_OR_NOT, "2": Message("help.plan-exit-2")}, Message("help.plan-writes"))
 
 
 def add_flags(

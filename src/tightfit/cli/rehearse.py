@@ -9,30 +9,29 @@ for another reason; 130 and 143 it was interrupted.
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tightfit.cli.flags import ALIASES, CHANGE, Parser, read_options
+from tightfit.cli.flags import ALIASES, CHANGE, Parser, print_json, read_options
 from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
-from tightfit.cli.rehearse_request import STEPS, ReadyRehearsal, RehearseOptions, prepare
-from tightfit.cli.train_machine import reservations
-from tightfit.desk.request import Request, read_request
+from tightfit.desk.request import read_request
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.flags import spelt
 from tightfit.messages import Message, id_of, text
 from tightfit.runs.events import Event, Probe
 from tightfit.runs.folder import ClaimedFolder, check_folder
-from tightfit.runs.launch import Meeting, RankStart, Sight, rank_starts, worker_command
+from tightfit.runs.launch import Meeting, Sight, rank_starts, worker_command
 from tightfit.runs.records import MEMORY, RunFolder, placed
 from tightfit.runs.reservations import Reservation, free_port
 from tightfit.runs.run import Outcome, run
-from tightfit.screen.rehearse import FigureRow, Rehearsal, Verdict
+from tightfit.screen.rehearse import FigureRow, Rehearsal, Unit, Verdict
+from tightfit.start.machine import reservations
+from tightfit.start.rehearse import STEPS, ReadyRehearsal, RehearseOptions, prepare
 from tightfit.types import ConfigError, HardwareError
 
 EXAMPLE = "tightfit rehearse --model qwen2.5-7b --gpus 8xRTX4090 --host-ram 256GB --cap 24GB"
@@ -68,23 +67,29 @@ WHERE = {
 def rehearse(argv: Sequence[str]) -> int:
     """The verb."""
     given = vars(parser().parse(argv))
-    request, options = read_request(given), _read_options(given)
-    ready = _prepare(request, options)
-    with _folder(options.keep) as claimed:
-        outcome, probe = _play(ready, claimed, options.steps, quiet=options.json)
-    return _report_end(ready, outcome, probe, options.keep, as_json=options.json)
+    request, options = read_request(given), _read_rehearse_options(given)
+    from tightfit.screen.plan import waiting
+
+    with waiting(text("cli.planning"), quiet=options.json):
+        ready = prepare(request, options)
+    kept = None if options.keep is None else Path(options.keep).expanduser().absolute()
+    with ExitStack() as stack:
+        if kept is None:
+            folder = RunFolder(Path(stack.enter_context(TemporaryDirectory(prefix="tightfit-rehearse-"))))
+        else:
+            claimed = ClaimedFolder.claim(kept, overwrite=False)
+            stack.callback(claimed.release)
+            folder = claimed.folder
+        outcome, probe = _play(ready, folder, options.steps, quiet=options.json)
+    return _report_end(ready, outcome, probe, None if kept is None else str(kept), as_json=options.json)
 
 
 # --- the command line ---------------------------------------------------------------------------
 
 
 def parser() -> Parser:
-    made = Parser(
-        "rehearse",
-        text("help.rehearse-does"),
-        EXAMPLE,
-        "[JOB.yaml | --from-plan DIR] [--cap SIZE] [--steps N] [flags]",
-    )
+    usage = "[JOB.yaml | --from-plan DIR] [--cap SIZE] [--steps N] [flags]"
+    made = Parser("rehearse", text("help.rehearse-does"), EXAMPLE, usage)
     made.add_file("JOB.yaml", text("help.plan-file"))
     made.add_argument("--model", metavar="MODEL", help=text("help.model"))
     made.add_argument("--trace", action="store_true", help=text("help.trace"))
@@ -96,7 +101,7 @@ def parser() -> Parser:
     return made.ends_with(EXIT_CODES, text("help.rehearse-writes"))
 
 
-def _read_options(given: Mapping[str, Any]) -> RehearseOptions:
+def _read_rehearse_options(given: Mapping[str, Any]) -> RehearseOptions:
     """What was given, unless flags contradict each other."""
     options = read_options(RehearseOptions, given)
     if options.steps < 1:
@@ -114,29 +119,6 @@ def _read_options(given: Mapping[str, Any]) -> RehearseOptions:
     return options
 
 
-def _prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
-    if options.json:
-        return prepare(request, options)
-    from tightfit.screen.plan import waiting
-
-    with waiting(text("cli.planning")):
-        return prepare(request, options)
-
-
-@contextmanager
-def _folder(keep: str | None) -> Iterator[RunFolder]:
-    """The run's folder: one that is kept, or one that is gone afterwards."""
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="tightfit-rehearse-") as path:
-            yield RunFolder(Path(path))
-        return
-    claimed = ClaimedFolder.claim(Path(keep).expanduser().absolute(), overwrite=False)
-    try:
-        yield claimed.folder
-    finally:
-        claimed.release()
-
-
 # --- running ------------------------------------------------------------------------------------
 
 
@@ -149,42 +131,40 @@ def _play(ready: ReadyRehearsal, folder: RunFolder, steps: int, *, quiet: bool) 
     options = ["--rehearse", "--steps", str(steps)]
     options += [] if ready.tensor_bytes is None else ["--cap-bytes", str(ready.tensor_bytes)]
     probes: list[Probe] = []
-    with _reserve(ready, folder):
-        start = _start(ready, folder, options)
-        if quiet:
-            outcome = run([start], folder, lambda event: _note(event, probes))
-        else:
-            outcome = _show(ready, start, folder, probes)
+    with _reserve(ready, folder), ExitStack() as stack:
+        words = None if ready.device is None else (ready.device.word,)
+        sight, command = Sight(variable=ready.variable, words=words), worker_command(folder, options)
+        start = rank_starts(ready.worker, Meeting(port=free_port()), sight, folder, command)[0]
+        board = None
+        if not quiet:
+            from tightfit.screen import open_console, say
+            from tightfit.screen.train import Board
+
+            console = open_console()
+            for sentence in _describe_start(ready):
+                say(console, sentence)
+            console.print()
+            board = stack.enter_context(Board(console, ready.worker))
+
+        def show(event: Event) -> None:
+            if isinstance(event, Probe):
+                probes.append(event)
+            if board is not None:
+                board.show(event)
+
+        outcome = run([start], folder, show)
     return outcome, probes[-1] if probes else None
 
 
-def _note(event: Event, probes: list[Probe]) -> None:
-    if isinstance(event, Probe):
-        probes.append(event)
+def _describe_start(ready: ReadyRehearsal) -> Sequence[str]:
+    from tightfit.priced import strategy_name
+    from tightfit.screen.plan_words import head_words
 
-
-def _show(ready: ReadyRehearsal, start: RankStart, folder: RunFolder, probes: list[Probe]) -> Outcome:
-    from tightfit.screen import open_console, say
-    from tightfit.screen.train import Board
-
-    console = open_console()
-    for sentence in ready.said:
-        say(console, sentence)
-    console.print()
-    with Board(console, ready.worker) as board:
-
-        def show(event: Event) -> None:
-            _note(event, probes)
-            board.show(event)
-
-        return run([start], folder, show)
-
-
-def _start(ready: ReadyRehearsal, folder: RunFolder, options: Sequence[str]) -> RankStart:
-    words = None if ready.device is None else (ready.device.word,)
-    sight = Sight(variable=ready.variable, words=words)
-    starts = rank_starts(ready.worker, Meeting(port=free_port()), sight, folder, worker_command(folder, options))
-    return starts[0]
+    if ready.plan is None or ready.plan.chosen is None:
+        return ready.said
+    way = ready.plan.chosen
+    head = str(head_words(ready.plan, way.hardware, way.levers.sequence))
+    return head, text("cli.one-rank", levers=strategy_name(way.levers), world=way.world)
 
 
 @contextmanager
@@ -207,7 +187,7 @@ def _reserve(ready: ReadyRehearsal, folder: RunFolder) -> Iterator[None]:
 
 
 def _report_end(
-    ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, keep: str | None, *, as_json: bool
+    ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kept: str | None, *, as_json: bool
 ) -> int:
     failure = outcome.failure
     if failure is not None and failure.is_users:
@@ -216,18 +196,16 @@ def _report_end(
     if outcome.state == "interrupted":
         print(f"tightfit: {text('cli.interrupted-rehearsal-ended')}", file=sys.stderr)
         return outcome.exit_code
-    kept = None if keep is None else str(Path(keep).expanduser().absolute())
     killed = any(gone.code == -signal.SIGKILL for gone in outcome.exits)
     if failure is not None and not killed and not any(words.kind in MEMORY for words in outcome.words):
-        from rich.console import Console
-
+        from tightfit.screen import open_errors
         from tightfit.screen.rehearse import draw_failure
 
-        draw_failure(Console(stderr=True, highlight=False, emoji=False, markup=False), failure, kept)
+        draw_failure(open_errors(), failure, kept)
         return outcome.exit_code
     found = _rehearsal(ready, outcome, probe, kept)
     if as_json:
-        print(json.dumps(report(found), indent=2, default=str, ensure_ascii=False, allow_nan=False))
+        print_json(report(found), allow_nan=False)
     else:
         from tightfit.screen import open_console
         from tightfit.screen.rehearse import draw_rehearsal
@@ -245,7 +223,10 @@ def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kep
         verdict = "out of memory"
     elif held is not None and held > ready.cap_bytes:
         verdict = "over the cap"
-    phase = None if failure is None else _phase(outcome)
+    phase = None
+    if failure is not None:  # the milestone that was not reached any more
+        reached = {mark.milestone for mark in tally.marks}
+        phase = "steps" if tally.began else next((name for name in WHERE if name not in reached), "steps")
     return Rehearsal(
         model=worker.model,
         engine=worker.engine,
@@ -264,71 +245,44 @@ def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kep
     )
 
 
-def _phase(outcome: Outcome) -> str:
-    """The milestone that was not reached any more."""
-    reached = {mark.milestone for mark in outcome.tally.marks}
-    if outcome.tally.began:
-        return "steps"
-    return next((name for name in WHERE if name not in reached), "steps")
-
-
 def _rows(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None) -> tuple[FigureRow, ...]:
     from tightfit.runs.lines import MILESTONES
 
-    worker, tally = ready.worker, outcome.tally
-    rows = [
-        FigureRow(
-            key=mark.milestone,
-            name=text("screen.memory-at", what=MILESTONES.get(mark.milestone, mark.milestone)),
-            unit="bytes",
-            predicted=mark.predicted_bytes,
-            measured=mark.measured_bytes,
-        )
-        for mark in tally.marks
-    ]
+    worker, tally, last = ready.worker, outcome.tally, outcome.tally.last
     peaks = [mark.measured_bytes for mark in tally.marks if mark.milestone != "init"] + [tally.peak_bytes]
     peak = max((size for size in peaks if size is not None), default=None)
-    ended = {} if tally.ended is None else tally.ended.summary
-    host = ended.get("host_peak_bytes")
-    last = tally.last
+    host = None if tally.ended is None else tally.ended.summary.get("host_peak_bytes")
     step_s = tally.step_s or (last.step_s if last else None)
     pace = tally.tokens_per_s or (last.tokens_per_s if last else None)
     largest = None if probe is None else probe.seconds
-    return (
-        *rows,
-        FigureRow(key="peak", name=text("cli.memory-peak"), unit="bytes", predicted=worker.peak_bytes, measured=peak),
-        FigureRow(key="host", name=text("cli.ram-rank"), unit="bytes", predicted=ready.host_bytes, measured=host),
-        FigureRow(
-            key="largest_step_s",
-            name=text("cli.step-largest-batch"),
-            unit="seconds",
-            predicted=worker.step_s,
-            measured=largest,
-        ),
-        FigureRow(key="step_s", name=text("cli.step-median"), unit="seconds", predicted=worker.step_s, measured=step_s),
-        FigureRow(
-            key="tokens_per_s",
-            name=text("cli.tokens-second"),
-            unit="tokens",
-            predicted=worker.tokens_per_s,
-            measured=pace,
-        ),
+    named: list[tuple[str, str, Unit, float | None, float | None]] = [
+        (
+            mark.milestone,
+            text("screen.memory-at", what=MILESTONES.get(mark.milestone, mark.milestone)),
+            "bytes",
+            mark.predicted_bytes,
+            mark.measured_bytes,
+        )
+        for mark in tally.marks
+    ]
+    named += [
+        ("peak", text("cli.memory-peak"), "bytes", worker.peak_bytes, peak),
+        ("host", text("cli.ram-rank"), "bytes", ready.host_bytes, host),
+        ("largest_step_s", text("cli.step-largest-batch"), "seconds", worker.step_s, largest),
+        ("step_s", text("cli.step-median"), "seconds", worker.step_s, step_s),
+        ("tokens_per_s", text("cli.tokens-second"), "tokens", worker.tokens_per_s, pace),
+    ]
+    return tuple(
+        FigureRow(key=key, name=name, unit=unit, predicted=predicted, measured=measured)
+        for key, name, unit, predicted, measured in named
     )
 
 
 def report(found: Rehearsal) -> dict[str, Any]:
     """The contract with programs. The keys here are promised, further ones may come."""
+    names = ("passed", "verdict", "phase", "error", "model", "engine", "ranks", "device", "cap_bytes", "tensor_bytes")
     return {
-        "passed": found.passed,
-        "verdict": found.verdict,
-        "phase": found.phase,
-        "error": found.error,
-        "model": found.model,
-        "engine": found.engine,
-        "ranks": found.ranks,
-        "device": found.device,
-        "cap_bytes": found.cap_bytes,
-        "tensor_bytes": found.tensor_bytes,
+        **{name: getattr(found, name) for name in names},
         "steps": found.steps,
         "figures": {row.key: {"predicted": row.predicted, "measured": row.measured} for row in found.rows},
         "notes": list(found.notes),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tightfit.cli.flags import ANSWERED, Parser, without_default
-from tightfit.job.fields import FREE_LEVERS, JobField, Takes, job_fields, meanings
+from tightfit.job.fields import FREE_LEVERS, Takes, job_fields, meanings
 from tightfit.messages import explain_field, text
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -20,12 +20,7 @@ SHORT = {"saving": {"every": [{"type": "integer", "minimum": 1}, {"type": "strin
 
 
 def parser() -> Parser:
-    made = Parser(
-        "schema",
-        text("help.schema-does"),
-        "tightfit schema > job.schema.json",
-        "[--table]",
-    )
+    made = Parser("schema", text("help.schema-does"), "tightfit schema > job.schema.json", "[--table]")
     made.add_argument("--table", action="store_true", help=text("help.table"))
     return made.ends_with(ANSWERED)
 
@@ -53,7 +48,21 @@ def field_table() -> str:
     """Every field that holds a value: its name, what it takes, its default and its meaning."""
     heads = (text("cli.field"), text("cli.takes"), text("cli.default"), text("cli.meaning"))
     rows = [heads, ("---",) * 4]
-    rows += [_row(field) for field in job_fields().values() if not _holds_others(field)]
+    for field in job_fields().values():
+        if field.takes.kind == "block" or field.name == "levers":  # it holds others
+            continue
+        lever = field.name.removeprefix("levers.")
+        if lever != field.name:
+            default, meaning = text("cli.plan-chooses"), _lever_meaning(lever)
+        else:
+            meaning = " ".join(explain_field("job", field.name, meanings()[field.name]).split())
+            if field.required:
+                default = text("cli.must-said")
+            elif field.default is None or field.default == ():
+                default = ""
+            else:
+                default = f"`{field.default if isinstance(field.default, str) else json.dumps(field.default)}`"
+        rows.append((f"`{field.name}`", str(field.phrase), default, meaning))
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
 
 
@@ -74,7 +83,13 @@ def _describe(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, A
                 "properties": _describe(block["properties"], f"{path}.", blocks) | short,
             }
         elif path == "levers":
-            described[name] = _levers_schema()
+            levers = {each: _lever_schema(job_fields()[f"levers.{each}"].takes) for each in FREE_LEVERS}
+            described[name] = {
+                "type": "object",
+                "description": explain_field("job", "levers", meanings()["levers"]),
+                "additionalProperties": False,
+                "properties": {lever: {**it, "description": _lever_meaning(lever)} for lever, it in levers.items()},
+            }
         else:
             described[name] = _without_title(each) | {"description": explain_field("job", path, meanings()[path])}
     return described
@@ -83,16 +98,6 @@ def _describe(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, A
 def _without_title(each: Mapping[str, Any]) -> dict[str, Any]:
     """pydantic titles a field by its own name in capitals, which says nothing."""
     return {key: value for key, value in each.items() if key != "title"}
-
-
-def _levers_schema() -> dict[str, Any]:
-    levers = {name: _lever_schema(job_fields()[f"levers.{name}"].takes) for name in FREE_LEVERS}
-    return {
-        "type": "object",
-        "description": explain_field("job", "levers", meanings()["levers"]),
-        "additionalProperties": False,
-        "properties": {name: each | {"description": _lever_meaning(name)} for name, each in levers.items()},
-    }
 
 
 def _lever_schema(takes: Takes) -> dict[str, Any]:
@@ -111,30 +116,3 @@ def _lever_meaning(name: str) -> str:
     first, _, rest = english.partition(" ")
     english = f"{english}." if first.endswith(":") else f"{first.capitalize() if first.islower() else first} {rest}."
     return without_default(explain_field("levers", name, english))
-
-
-# --- the table ----------------------------------------------------------------------------------
-
-
-def _holds_others(field: JobField) -> bool:
-    return field.takes.kind == "block" or field.name == "levers"
-
-
-def _row(field: JobField) -> tuple[str, str, str, str]:
-    lever = field.name.removeprefix("levers.")
-    if lever != field.name:
-        return f"`{field.name}`", str(field.phrase), text("cli.plan-chooses"), _lever_meaning(lever)
-    return (
-        f"`{field.name}`",
-        str(field.phrase),
-        _default(field),
-        " ".join(explain_field("job", field.name, meanings()[field.name]).split()),
-    )
-
-
-def _default(field: JobField) -> str:
-    if field.required:
-        return text("cli.must-said")
-    if field.default is None or field.default == ():
-        return ""
-    return f"`{field.default}`" if isinstance(field.default, str) else f"`{json.dumps(field.default)}`"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import secrets
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from tightfit.cli.flags import CHANGE, Parser
@@ -22,64 +20,47 @@ PACKAGES = ("jinja2", "starlette", "uvicorn")
 def ui(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
-    host, port, roots = getattr(args, "host", "127.0.0.1"), _port(args), _roots(getattr(args, "root", ["."]))
-    if not all(map(is_installed, PACKAGES)):
-        raise ConfigError("tightfit ui needs the packages of the page: pip install 'tightfit[web]'")
-    from tightfit.web.guard import Site
-    from tightfit.web.serve import listen, serve
-
-    listening = listen(host, port)
-    site = Site(token=secrets.token_urlsafe(32), host=host, port=listening.getsockname()[1], roots=roots)
-    if not site.is_local:
-        print(
-            f"tightfit: {text('cli.warning-host-other', host=host)}",
-            file=sys.stderr,
-        )
-    serve(site, listening, partial(_ready, site.link, opens=not hasattr(args, "no_open")))
-    return 0
-
-
-def parser() -> Parser:
-    made = Parser(
-        "ui",
-        text("help.ui-does"),
-        EXAMPLE,
-        "[--root DIR…] [--port N] [--host ADDRESS] [--no-open]",
-    )
-    made.add_argument("--root", metavar="DIR", nargs="+", action="extend", help=text("help.root"))
-    made.add_argument("--port", metavar="N", help=text("help.ui-port"))
-    made.add_argument("--host", metavar="ADDRESS", help=text("help.host"))
-    made.add_argument("--no-open", action="store_true", help=text("help.no-open"))
-    return made.ends_with({"0": Message("help.ui-exit-0"), **CHANGE})
-
-
-def _port(args: argparse.Namespace) -> int | None:
-    if not hasattr(args, "port"):
-        return None
-    said = args.port
-    if not (said.isascii() and said.isdecimal() and len(said) <= 5 and 1 <= int(said) <= 65_535):
-        raise ConfigError(Message("cli.port-takes-number", said=repr(said)))
-    return int(said)
-
-
-def _roots(given: Sequence[str]) -> tuple[Path, ...]:
-    found = []
-    for word in given:
+    host, said, port = getattr(args, "host", "127.0.0.1"), getattr(args, "port", None), None
+    if said is not None:
+        if not (said.isascii() and said.isdecimal() and len(said) <= 5 and 1 <= int(said) <= 65_535):
+            raise ConfigError(Message("cli.port-takes-number", said=repr(said)))
+        port = int(said)
+    roots: dict[Path, None] = {}
+    for word in getattr(args, "root", ["."]):
         try:
             place = Path(word).expanduser().resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
             raise ConfigError(Message("cli.root-there-such", word=word)) from None
         if not place.is_dir():
             raise ConfigError(Message("cli.root-file-name", word=word))
-        found.append(place)
-    return tuple(dict.fromkeys(found))
+        roots[place] = None
+    if not all(map(is_installed, PACKAGES)):
+        raise ConfigError("tightfit ui needs the packages of the page: pip install 'tightfit[web]'")
+    from tightfit.web.guard import Site
+    from tightfit.web.serve import listen, serve
+
+    listening = listen(host, port)
+    site = Site(token=secrets.token_urlsafe(32), host=host, port=listening.getsockname()[1], roots=tuple(roots))
+    if not site.is_local:
+        print(f"tightfit: {text('cli.warning-host-other', host=host)}", file=sys.stderr)
+
+    def ready() -> None:
+        print(f"tightfit: {text('cli.page-at', link=site.link)}", flush=True)
+        print(f"tightfit: {text('cli.ctrl-c-ends')}", flush=True)
+        if not hasattr(args, "no_open"):
+            import webbrowser
+
+            # A browser in the terminal would not return before it is left.
+            threading.Thread(target=webbrowser.open, args=(site.link,), daemon=True).start()
+
+    serve(site, listening, ready)
+    return 0
 
 
-def _ready(link: str, *, opens: bool) -> None:
-    print(f"tightfit: {text('cli.page-at', link=link)}", flush=True)
-    print(f"tightfit: {text('cli.ctrl-c-ends')}", flush=True)
-    if opens:
-        import webbrowser
-
-        # A browser in the terminal would not return before it is left.
-        threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
+def parser() -> Parser:
+    made = Parser("ui", text("help.ui-does"), EXAMPLE, "[--root DIR…] [--port N] [--host ADDRESS] [--no-open]")
+    made.add_argument("--root", metavar="DIR", nargs="+", action="extend", help=text("help.root"))
+    made.add_argument("--port", metavar="N", help=text("help.ui-port"))
+    made.add_argument("--host", metavar="ADDRESS", help=text("help.host"))
+    made.add_argument("--no-open", action="store_true", help=text("help.no-open"))
+    return made.ends_with({"0": Message("help.ui-exit-0"), **CHANGE})

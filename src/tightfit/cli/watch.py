@@ -7,7 +7,6 @@ has not ended well; 2 something that the user has to change.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -17,10 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
-from tightfit.cli.flags import CHANGE, Parser
+from tightfit.cli.flags import CHANGE, Parser, print_json
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.inputs.times import seconds_in
 from tightfit.messages import Message, id_of, text
@@ -31,11 +29,7 @@ from tightfit.runs.watching import Look, RunSeen, Watcher, check_run
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit watch runs/first --log watched.jsonl"
-EXIT_CODES = {
-    "0": Message("help.watch-exit-0"),
-    "1": Message("help.watch-exit-1"),
-    **CHANGE,
-}
+EXIT_CODES = {"0": Message("help.watch-exit-0"), "1": Message("help.watch-exit-1"), **CHANGE}
 UNWELL = 1
 LEAST_S, MOST_S = 0.1, 3600.0
 ONCE_S = 0.2
@@ -49,7 +43,7 @@ MACHINE_EVERY_S = 60.0
 def watch(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
-    interval = _interval(args)
+    interval = _read_interval(getattr(args, "interval", "1"))
     if hasattr(args, "json") and not hasattr(args, "once"):
         raise ConfigError(Message("cli.json-needs-once"))
     run = check_run(Path(args.run)) if hasattr(args, "run") else None
@@ -59,7 +53,20 @@ def watch(argv: Sequence[str]) -> int:
         watcher = Watcher(eye, run, Reservations(cache_folder() / "reservations"))
         if hasattr(args, "once"):
             time.sleep(ONCE_S)
-            return _once(watcher.look(), log, as_json=hasattr(args, "json"))
+            look = watcher.look()
+            if log is not None:
+                log.add(look)
+            if hasattr(args, "json"):
+                print_json(report(look), allow_nan=False)
+                return 0
+            from tightfit.screen import open_console
+            from tightfit.screen.watch import picture
+
+            console = open_console()
+            for line in picture(look, console.width, plain_letters=console.options.ascii_only):
+                line.rstrip()
+                console.print(line, soft_wrap=True)
+            return 0
         stack.enter_context(eye)
         with suppress(KeyboardInterrupt):
             return _follow(watcher, interval, log)
@@ -67,12 +74,8 @@ def watch(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(
-        "watch",
-        text("help.watch-does"),
-        EXAMPLE,
-        "[RUN] [--interval S] [--log FILE] [--once [--json]]",
-    )
+    usage = "[RUN] [--interval S] [--log FILE] [--once [--json]]"
+    made = Parser("watch", text("help.watch-does"), EXAMPLE, usage)
     made.add_argument("run", metavar="RUN", nargs="?", help=text("help.watch-run"))
     made.add_argument("--interval", metavar="S", help=text("help.interval"))
     made.add_argument("--log", metavar="FILE", help=text("help.log"))
@@ -81,8 +84,7 @@ def parser() -> Parser:
     return made.ends_with(EXIT_CODES, text("help.watch-writes"))
 
 
-def _interval(args: argparse.Namespace) -> float:
-    text = getattr(args, "interval", "1")
+def _read_interval(text: str) -> float:
     found = float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) else None
     if found is None and (thousandths := re.fullmatch(r"(\d{1,9})ms", text)):
         found = int(thousandths[1]) / 1000
@@ -96,22 +98,6 @@ def _interval(args: argparse.Namespace) -> float:
 
 
 # --- once, and again and again ------------------------------------------------------------------
-
-
-def _once(look: Look, log: _Log | None, *, as_json: bool) -> int:
-    if log is not None:
-        log.add(look)
-    if as_json:
-        print(json.dumps(report(look), indent=2, default=str, ensure_ascii=False, allow_nan=False))
-        return 0
-    from tightfit.screen import open_console
-    from tightfit.screen.watch import picture
-
-    console = open_console()
-    for line in picture(look, console.width, plain_letters=console.options.ascii_only):
-        line.rstrip()
-        console.print(line, soft_wrap=True)
-    return 0
 
 
 def _follow(watcher: Watcher, interval: float, log: _Log | None) -> int:
@@ -129,14 +115,12 @@ def _follow(watcher: Watcher, interval: float, log: _Log | None) -> int:
             if look.run is not None and look.run.ended is not None:
                 break
             time.sleep(max(0.0, interval - (time.monotonic() - began)))
-    print(f"tightfit: {_last_words(look.run)}", flush=True)
-    return 0 if look.run.well else UNWELL
-
-
-def _last_words(run: RunSeen) -> str:
-    """How it ended, and what to ask next."""
+    run = look.run
     words = text("cli.run-ended", folder=run.folder, ended=run.ended)
-    return words if run.well else text("cli.tightfit-diagnose-says", words=words, folder=run.folder)
+    if not run.well:
+        words = text("cli.tightfit-diagnose-says", words=words, folder=run.folder)
+    print(f"tightfit: {words}", flush=True)
+    return 0 if run.well else UNWELL
 
 
 class _Screen:
@@ -152,9 +136,7 @@ class _Screen:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(OSError):  # a terminal that was closed
             self._live.stop()
 
@@ -182,9 +164,7 @@ class _Plain:
     def __enter__(self) -> _Plain:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._lines is not None and (kind is None or not issubclass(kind, OSError)):
             self._lines.end()
 
@@ -196,7 +176,8 @@ class _Plain:
             predicted = 0 if run is None or run.worker is None else run.worker.peak_bytes
             self._lines = Lines(_say, predicted, self._clock)
             if run is not None:
-                _say(_first_words(run))
+                where = text("cli.at-step", step=run.step.step) if run.step else text("cli.before-its-first-step")
+                _say(text("cli.watching-run", folder=run.folder, at=where))
         elif self._watcher.run is not None:
             for event in self._watcher.run.fresh:
                 self._lines.show(event)
@@ -208,10 +189,7 @@ class _Plain:
             if light.colour not in ("unknown", colour) and (light.colour == "red" or now - at >= LIGHT_S):
                 self._said[light.name] = light.colour, now
                 _say(light_words(light))
-        self._warn(look)
-
-    def _warn(self, look: Look) -> None:
-        """Once as long as it holds: its figures change all the time."""
+        # A warning is said once as long as it holds: its figures change all the time.
         kinds = {id_of(warning) or str(warning): warning for warning in look.health.warnings}
         for kind in kinds.keys() - self._warned:
             _say(f"! {kinds[kind]}")
@@ -223,11 +201,6 @@ def _say(line: str, style: str = "") -> None:
 
     del style  # where every line stays there are no colours
     print(f"{stamp()}  {line}", flush=True)
-
-
-def _first_words(run: RunSeen) -> str:
-    at = text("cli.before-its-first-step") if run.step is None else text("cli.at-step", step=run.step.step)
-    return text("cli.watching-run", folder=run.folder, at=at)
 
 
 # --- for programs -------------------------------------------------------------------------------
@@ -247,9 +220,7 @@ class _Log:
     def __enter__(self) -> _Log:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(OSError):
             self._file.close()
 

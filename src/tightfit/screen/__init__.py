@@ -97,6 +97,11 @@ def open_console() -> Console:
     return console
 
 
+def open_errors() -> Console:
+    """Standard error, for what failed."""
+    return Console(stderr=True, highlight=False, emoji=False, markup=False)
+
+
 # --- the picture of one estimate ----------------------------------------------------------------
 
 
@@ -115,8 +120,16 @@ def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitti
     console.print()
     style = {True: "bold green", False: "bold red", None: "bold"}[priced.fits]
     say(console, verdict(priced), style=style)
-    say(console, _start_line(priced))
-    say(console, _host_line(priced))
+    gpu, host = priced.footprint.gpu, priced.footprint.host
+    start, _ = amounts(gpu.init_peak_bytes, gpu.peak_bytes)
+    most = gpu.init_peak_bytes > gpu.peak_bytes
+    say(console, Message("screen.start-up-most" if most else "screen.start-up", size=start))
+    node, rank = amounts(host.peak_bytes_per_node, host.peak_bytes_per_rank)
+    ram = priced.hardware.host_ram_bytes if priced.hardware else None
+    have = "" if ram is None else Message("screen.of-ram", size=amounts(ram)[0])
+    alone = host.peak_bytes_per_node == host.peak_bytes_per_rank
+    each = "" if alone else Message("screen.each-process", size=rank)
+    say(console, Message("screen.host-ram", node=node, have=have, each=each))
     draw_list(console, text("screen.would-fit-as"), fitting)
     draw_list(console, text("screen.largest-parts"), advice)
     draw_list(console, text("screen.because"), priced.because)
@@ -201,23 +214,6 @@ def _draw_components(console: Console, priced: Priced, fills: Mapping[str, tuple
 def _worst(gpu: GpuFootprint) -> Phase:
     """What decides whether it fits: it may be the start, or an evaluation, and not a step of training."""
     return max(gpu.phases.values(), key=lambda phase: (phase.total_bytes, phase.name == gpu.peak_phase))
-
-
-def _start_line(priced: Priced) -> Message:
-    gpu = priced.footprint.gpu
-    start, _ = amounts(gpu.init_peak_bytes, gpu.peak_bytes)
-    most = gpu.init_peak_bytes > gpu.peak_bytes
-    return Message("screen.start-up-most" if most else "screen.start-up", size=start)
-
-
-def _host_line(priced: Priced) -> Message:
-    host = priced.footprint.host
-    node, rank = amounts(host.peak_bytes_per_node, host.peak_bytes_per_rank)
-    ram = priced.hardware.host_ram_bytes if priced.hardware else None
-    have = "" if ram is None else Message("screen.of-ram", size=amounts(ram)[0])
-    alone = host.peak_bytes_per_node == host.peak_bytes_per_rank
-    each = "" if alone else Message("screen.each-process", size=rank)
-    return Message("screen.host-ram", node=node, have=have, each=each)
 
 
 def draw_list(console: Console, title: str, sentences: Sequence[Said]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from rich.console import Console
 from rich.status import Status
@@ -28,9 +27,12 @@ def draw_inventory(console: Console, there: Inventory, holder: str | None) -> No
     console.width = max(console.width, TABLE)  # narrower, a row would lose its end
     table = table_of(text("screen.step-head"), text("screen.size"), text("screen.written"), text("screen.plan"), "")
     for found in there.checkpoints:
-        table.add_row(
-            f"{found.step:,}", size(found.bytes), found.written or "?", maker_words(found.maker), _state(found)
-        )
+        if found.problem is not None:
+            state = Text(text("screen.not-whole-mark" if found.certain else "screen.unknown-mark"), "bold red")
+        else:
+            state = Text(text("screen.verified" if found.verified else "screen.complete"), "green")
+        cells = (f"{found.step:,}", size(found.bytes), found.written or "?", maker_words(found.maker))
+        table.add_row(*cells, state)
     if there.checkpoints:
         console.print(table)
     count, broken = len(there.checkpoints), len(there.broken)
@@ -44,12 +46,6 @@ def draw_inventory(console: Console, there: Inventory, holder: str | None) -> No
     if holder is not None:
         console.print()
         say(console, end_sentence(holder), style="dim")
-
-
-def _state(found: FoundCheckpoint) -> Text:
-    if found.problem is not None:
-        return Text(text("screen.not-whole-mark" if found.certain else "screen.unknown-mark"), "bold red")
-    return Text(text("screen.verified" if found.verified else "screen.complete"), "green")
 
 
 def maker_words(maker: Maker | None) -> str:
@@ -68,12 +64,8 @@ def draw_pruned(console: Console, gone: Sequence[Goner], stay: int, *, dry: bool
         console.print()
         say(console, text("screen.nothing-to-remove", stays=stays))
         return
-    title = text("screen.would-go" if dry else "screen.removed")
-    draw_list(
-        console,
-        title,
-        [text("screen.named-size", name=each.path.name, size=size(each.bytes), said=each.because) for each in gone],
-    )
+    lines = [text("screen.named-size", name=each.path.name, size=size(each.bytes), said=each.because) for each in gone]
+    draw_list(console, text("screen.would-go" if dry else "screen.removed"), lines)
     freed = size(sum(each.bytes for each in gone))
     say(console, text("screen.would-be-freed" if dry else "screen.freed", size=freed, stays=stays), style="bold")
 
@@ -92,9 +84,7 @@ class Verifying:
             self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._status is not None:
             self._status.stop()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -15,26 +14,13 @@ from tightfit.screen import TABLE, say, table_of
 OPEN, CLOSE = "⟦", "⟧"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preview:
-    """What the worker printed, by kind."""
-
-    head: Mapping[str, Any]
-    examples: tuple[Mapping[str, Any], ...]
-    summaries: tuple[Mapping[str, Any], ...]
-
-    @staticmethod
-    def of(lines: Sequence[Mapping[str, Any]]) -> Preview:
-        return Preview(
-            head=next(line for line in lines if line["kind"] == "head"),
-            examples=tuple(line for line in lines if line["kind"] == "example"),
-            summaries=tuple(line for line in lines if line["kind"] == "summary"),
-        )
-
-
-def draw_preview(console: Console, preview: Preview) -> None:
-    """Examples with their loss mask, then what was counted."""
-    head = preview.head
+def draw_preview(
+    console: Console,
+    head: Mapping[str, Any],
+    examples: Sequence[Mapping[str, Any]],
+    summaries: Sequence[Mapping[str, Any]],
+) -> None:
+    """Examples with their loss mask, then what was counted, as the worker printed them."""
     console.print(
         Text(text("screen.sequences-of", source=head["source"], n=head["sequence"]), style="bold"), soft_wrap=True
     )
@@ -42,15 +28,22 @@ def draw_preview(console: Console, preview: Preview) -> None:
     say(console, text("screen.tokenizer", name=head["tokenizer"], layout=layout))
     for sentence in head["said"]:
         say(console, sentence, style="italic")
-    if preview.examples:
+    if examples:
         say(console, text("screen.counts-in-loss", open=OPEN, close=CLOSE), style="dim")
-    for example in preview.examples:
+    for example in examples:
         _draw_example(console, example)
     console.print()
-    _draw_counts(console, preview.summaries)
-    if any(summary["sections"] for summary in preview.summaries):
+    console.width = max(console.width, TABLE)
+    named = any(summary["ablation"] for summary in summaries)
+    heads = [text("screen.examples"), text("screen.samples"), "tokens", text("screen.learned"), text("screen.cut")]
+    table = table_of(text("screen.ablation") if named else "", *heads, text("screen.skipped"))
+    for summary in summaries:
+        counts = ("examples", "samples", "tokens", "loss_tokens", "cut", "skipped")
+        table.add_row(summary["ablation"] or text("screen.seen"), *(f"{summary[name]:,}" for name in counts))
+    console.print(table)
+    if any(summary["sections"] for summary in summaries):
         console.print()
-        _draw_sections(console, preview.summaries)
+        _draw_sections(console, summaries)
 
 
 def _draw_example(console: Console, example: Mapping[str, Any]) -> None:
@@ -66,35 +59,17 @@ def _draw_example(console: Console, example: Mapping[str, Any]) -> None:
     console.print(Text(words, style="bold"), soft_wrap=True)
     pieces = Text()
     for piece in example["pieces"]:
-        pieces.append(
-            f"{OPEN}{piece['text']}{CLOSE}" if piece["loss"] else piece["text"], "green" if piece["loss"] else ""
-        )
+        if piece["loss"]:
+            pieces.append(f"{OPEN}{piece['text']}{CLOSE}", "green")
+        else:
+            pieces.append(piece["text"])
     console.print(pieces, soft_wrap=True)
     if example["sections"]:
-        parts = [f"{each['field']} {each['tokens']}{_count_lost(each)}" for each in example["sections"]]
+        parts = [
+            f"{each['field']} {each['tokens']}{text('screen.lost', n=each['lost']) if each['lost'] else ''}"
+            for each in example["sections"]
+        ]
         say(console, text("screen.by-section", parts=Listing(parts)), style="dim")
-
-
-def _count_lost(section: Mapping[str, Any]) -> str:
-    return text("screen.lost", n=section["lost"]) if section["lost"] else ""
-
-
-def _draw_counts(console: Console, summaries: Sequence[Mapping[str, Any]]) -> None:
-    console.width = max(console.width, TABLE)
-    named = any(summary["ablation"] for summary in summaries)
-    table = table_of(
-        text("screen.ablation") if named else "",
-        text("screen.examples"),
-        text("screen.samples"),
-        "tokens",
-        text("screen.learned"),
-        text("screen.cut"),
-        text("screen.skipped"),
-    )
-    for summary in summaries:
-        counts = ("examples", "samples", "tokens", "loss_tokens", "cut", "skipped")
-        table.add_row(summary["ablation"] or text("screen.seen"), *(f"{summary[name]:,}" for name in counts))
-    console.print(table)
 
 
 def _draw_sections(console: Console, summaries: Sequence[Mapping[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.diagnose.catalogue import Symptom
-from tightfit.diagnose.verdict import Confidence, Diagnosis, Fix, Line, Verdict
+from tightfit.diagnose.verdict import Confidence, Diagnosis, Fix
 from tightfit.messages import Listing, Message, Said, end_sentence, text
 from tightfit.screen import phase_words, say
 
@@ -27,50 +27,40 @@ def draw_diagnosis(console: Console, found: Diagnosis, expected: Said | None, na
         say(console, str(expected))
     elif found.verdict is None:
         where = names[0] if len(names) == 1 else Message("screen.logs", n=len(names))
-        said = Message("screen.nothing-wrong-in", where=where) if names else Message("screen.nothing-wrong")
-        say(console, said, style="bold green")
+        well = Message("screen.nothing-wrong-in", where=where) if names else Message("screen.nothing-wrong")
+        say(console, well, style="bold green")
     else:
-        _draw_verdict(console, found.verdict, expected)
+        verdict = found.verdict
+        say(console, str(verdict.cause), style="bold red")
+        facts = [SURE[verdict.confidence]]
+        if verdict.rank is not None:
+            facts.append(Message("screen.first-rank", rank=verdict.rank))
+        if verdict.phase is not None:
+            facts.append(Message("screen.in-phase", phase=phase_words(verdict.phase)))
+        say(console, str(Listing(facts, ".")))
+        if expected is not None:
+            say(console, str(expected))
+        if verdict.evidence:
+            console.print()
+            console.print(text("screen.proof"))
+        for line in verdict.evidence[:_MOST_LINES]:
+            where = line.source if line.number is None else f"{line.source}:{line.number}"
+            said = str(line.text)
+            shown = said if len(said) <= _MOST_LETTERS else f"{said[:_MOST_LETTERS]} …"
+            say(console, f"{where}: {shown}", first="  ", indent="    ")
+        _draw_fixes(console, verdict.fixes)
+        console.print()
+        say(console, text("screen.more", id=verdict.id))
     if found.also:
         console.print()
         console.print(text("screen.also" if found.verdict is not None else "screen.worth-knowing"))
-        for verdict in found.also:
-            say(console, f"{verdict.cause} [{verdict.id}]", first="  - ", indent="    ")
-
-
-def _draw_verdict(console: Console, verdict: Verdict, expected: Said | None) -> None:
-    say(console, str(verdict.cause), style="bold red")
-    facts = [SURE[verdict.confidence]]
-    if verdict.rank is not None:
-        facts.append(Message("screen.first-rank", rank=verdict.rank))
-    if verdict.phase is not None:
-        facts.append(Message("screen.in-phase", phase=phase_words(verdict.phase)))
-    say(console, str(Listing(facts, ".")))
-    if expected is not None:
-        say(console, str(expected))
-    _draw_lines(console, verdict.evidence)
-    _draw_fixes(console, verdict.fixes)
-    console.print()
-    say(console, text("screen.more", id=verdict.id))
-
-
-def _draw_lines(console: Console, lines: Sequence[Line]) -> None:
-    if not lines:
-        return
-    console.print()
-    console.print(text("screen.proof"))
-    for line in lines[:_MOST_LINES]:
-        where = line.source if line.number is None else f"{line.source}:{line.number}"
-        said = str(line.text)
-        shown = said if len(said) <= _MOST_LETTERS else f"{said[:_MOST_LETTERS]} …"
-        say(console, f"{where}: {shown}", first="  ", indent="    ")
+        for also in found.also:
+            say(console, f"{also.cause} [{also.id}]", first="  - ", indent="    ")
 
 
 def _draw_fixes(console: Console, fixes: Sequence[Fix]) -> None:
-    free = [fix for fix in fixes if not fix.is_costly]
-    costly = [fix for fix in fixes if fix.is_costly]
-    titles = Message("screen.what-helps"), Message("screen.what-changes")
-    for title, chosen in zip(titles, (free, costly), strict=True):
+    for title, costly in ((Message("screen.what-helps"), False), (Message("screen.what-changes"), True)):
+        chosen = [fix for fix in fixes if fix.is_costly == costly]
         if not chosen:
             continue
         console.print()

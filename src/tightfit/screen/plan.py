@@ -72,9 +72,9 @@ Row = tuple[str, Way]
 """The mark before a way, and the way."""
 
 
-def waiting(said: str) -> AbstractContextManager[object]:
+def waiting(said: str, *, quiet: bool = False) -> AbstractContextManager[object]:
     """A line that says so while a person waits; nothing in a pipe or a log."""
-    if not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty():
         return nullcontext()
     return Console(stderr=True).status(said, spinner="line")
 
@@ -98,6 +98,15 @@ def draw_plan(console: Console, plan: Plan, lead: Sequence[Said] = (), *, with_m
     _draw_verdict(console, plan, unfit, with_model=with_model)
     draw_list(console, text("screen.because"), [*lead, *reason_lines(plan)])
     draw_list(console, text("screen.never-run"), plan.unproven)
+
+
+def draw_answer(console: Console, answer: Plan | Tiered | Limit) -> None:
+    if isinstance(answer, Tiered):
+        draw_tier(console, answer)
+    elif isinstance(answer, Limit):
+        draw_limit(console, answer)
+    else:
+        draw_plan(console, answer)
 
 
 def draw_shortages(console: Console, plan: Plan) -> None:
@@ -175,11 +184,8 @@ def draw_tiers(console: Console, rows: Sequence[Tiered]) -> None:
 def draw_limit(console: Console, limit: Limit) -> None:
     """The most that fits, and the plan for it."""
     none, most = LIMITS[limit.wanted]
-    say(
-        console,
-        text(none) if limit.value is None else text(most, n=limit.value),
-        style="bold green" if limit.value is not None else "bold red",
-    )
+    said = text(none) if limit.value is None else text(most, n=limit.value)
+    say(console, said, style="bold green" if limit.value is not None else "bold red")
     console.print()
     draw_plan(console, limit.plan, limit.because, with_model=limit.wanted == "model")
 
@@ -216,7 +222,11 @@ def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
         if name in columns and sum(widths.values()) + len(widths) - 1 > room:
             columns.remove(name)
             del widths[name]
-    gap = _widen(widths, room) if "GPU" in widths else 1
+    gap = 1
+    if "GPU" in widths:  # the bar gets what the columns leave
+        spare = room - (sum(widths.values()) - SHORTEST_BAR) - len(widths) + 1
+        gap = 2 if spare >= TELLING_BAR + len(widths) else 1
+        widths["GPU"] = max(SHORTEST_BAR, min(LONGEST_BAR, spare - (gap - 1) * (len(widths) - 2)))
     _draw_line(console, {name: heads[name] for name in columns}, widths, gap, "bold")
     console.print(Text("─" * (sum(widths.values()) + 1 + gap * (len(widths) - 2))), soft_wrap=True)
     card = rows[0][1].hardware.gpu.memory_bytes
@@ -224,18 +234,11 @@ def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
     for (mark, way), line in zip(rows, lines, strict=True):
         cells: dict[str, str | Text] = {name: line[name] for name in columns}
         if "GPU" in columns:
-            cells["GPU"] = _memory(way.footprint.gpu.required_bytes, card, scale, widths["GPU"])
+            need = min(way.footprint.gpu.required_bytes, scale)
+            cells["GPU"] = bar([(FILL, min(need, card)), (OVER, max(0, need - card))], scale, widths["GPU"], card)
         style = {CHOSEN: "bold green", "tier": "bold"}.get(mark, "" if way.fits else "dim")
         _draw_line(console, cells, widths, gap, style)
     return columns
-
-
-def _widen(widths: dict[str, int], room: int) -> int:
-    """Give the bar what the columns leave; the blanks between them."""
-    spare = room - (sum(widths.values()) - widths["GPU"]) - len(widths) + 1
-    gap = 2 if spare >= TELLING_BAR + len(widths) else 1
-    widths["GPU"] = max(SHORTEST_BAR, min(LONGEST_BAR, spare - (gap - 1) * (len(widths) - 2)))
-    return gap
 
 
 def _draw_line(
@@ -279,11 +282,6 @@ def _offload(levers: Levers) -> str:
     if optimizer == weights:
         return f"all {optimizer}"
     return f"opt {optimizer}" if not weights else f"w {weights}" if not optimizer else f"{optimizer}+{weights}"
-
-
-def _memory(need: int, card: int, scale: int, room: int) -> Text:
-    shown = min(need, scale)
-    return bar([(FILL, min(shown, card)), (OVER, max(0, shown - card))], scale, room, card)
 
 
 def _draw_legend(

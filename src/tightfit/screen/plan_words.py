@@ -71,7 +71,16 @@ def verdict_words(plan: Plan, way: Way, needed: str, size: str) -> Message:
 
 def lever_flags(plan: Plan, way: Way, *, with_model: bool = False) -> list[str]:
     """The way as flags of `estimate`, each with its value. `with_model`: no command named the model."""
-    now, usual, said = flags_from_levers(way.levers), _usual(way), _own_flags(plan)
+    now, method = flags_from_levers(way.levers), way.levers.method
+    # What `estimate` takes where nothing is said.
+    plain = Levers(method=method, lora=None if method == "full" else Lora())
+    usual = flags_from_levers(plain) | {"method": Levers().method}
+    if native_bf16(way.hardware.gpu.arch) is False:
+        usual["precision"] = ""  # chosen by the card: what was chosen is said
+    try:  # what the user's own command or file says
+        said = flags_from_levers(levers_of(plan.job, plan.shape))
+    except UserError:
+        said = {}
     names = [*ALWAYS, *(name for name in now if name not in ALWAYS)]
     told = [
         name
@@ -82,42 +91,17 @@ def lever_flags(plan: Plan, way: Way, *, with_model: bool = False) -> list[str]:
     flags += [f"{spelt(name)} {now[name]}" for name in told if name != "master_weights"]
     if not way.levers.master_weights:
         flags.append("--no-master-weights")
-    if way.world != _usual_world(plan):
+    # `estimate` prices by itself all GPUs that --gpus names, or one.
+    word = plan.job.hardware.gpus
+    usual_world = 1 if word is None or word.strip().lower() == "this" else parse_hardware(word).world
+    if way.world != usual_world:
         flags.append(f"--world {way.world}")
     return flags
 
 
-def _usual(way: Way) -> dict[str, object]:
-    """What `estimate` takes where nothing is said."""
-    method = way.levers.method
-    plain = Levers(method=method, lora=None if method == "full" else Lora())
-    usual = flags_from_levers(plain) | {"method": Levers().method}
-    if native_bf16(way.hardware.gpu.arch) is False:
-        usual["precision"] = ""  # chosen by the card: what was chosen is said
-    return usual
-
-
-def _own_flags(plan: Plan) -> dict[str, object]:
-    """What the user's own command or file says."""
-    try:
-        return flags_from_levers(levers_of(plan.job, plan.shape))
-    except UserError:
-        return {}
-
-
-def _usual_world(plan: Plan) -> int:
-    """The GPUs that `estimate` prices by itself: all that --gpus names, or one."""
-    word = plan.job.hardware.gpus
-    return 1 if word is None or word.strip().lower() == "this" else parse_hardware(word).world
-
-
 def reason_lines(plan: Plan) -> list[Said]:
-    """What was not said above and will not be said below."""
-    return [_after_the_verdict(said) for said in further(plan)]
-
-
-def _after_the_verdict(said: Said) -> Said:
-    """The verdict has said already that nothing fits."""
-    if isinstance(said, Message) and said.id == "plan.nothing-free":
-        return cast(Message, said.fields["nearest"])
-    return said
+    """What was not said above and will not be said below: that nothing fits, the verdict has said already."""
+    return [
+        cast(Message, said.fields["nearest"]) if isinstance(said, Message) and said.id == "plan.nothing-free" else said
+        for said in further(plan)
+    ]

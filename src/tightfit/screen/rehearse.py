@@ -64,7 +64,10 @@ def draw_rehearsal(console: Console, found: Rehearsal) -> None:
     console.print()
     table = table_of("", text("screen.predicted"), text("screen.measured"), text("screen.difference"))
     for row in found.rows:
-        table.add_row(row.name, _value(row.predicted, row.unit), _value(row.measured, row.unit), _difference(row))
+        difference = ""
+        if row.predicted is not None and row.measured is not None and row.predicted > 0:
+            difference = f"{100 * (row.measured / row.predicted - 1):+.1f} %"
+        table.add_row(row.name, _value(row.predicted, row.unit), _value(row.measured, row.unit), difference)
     console.print(table)
     console.print()
     say(console, verdict_words(found), style="bold green" if found.passed else "bold red")
@@ -111,9 +114,3 @@ def _value(value: float | None, unit: Unit) -> str:
     if unit == "tokens":
         return f"{value:,.0f}"
     return f"{value / GIB:.2f} GiB" if value >= GIB // 2 else f"{value / MIB:.1f} MiB"
-
-
-def _difference(row: FigureRow) -> str:
-    if row.predicted is None or row.measured is None or row.predicted <= 0:
-        return ""
-    return f"{100 * (row.measured / row.predicted - 1):+.1f} %"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
@@ -59,22 +58,12 @@ def draw_occupancy(
     def draw_holders(holders: Sequence[CardProcess]) -> None:
         for holder in holders:
             held = "?" if holder.held_bytes is None else f"{holder.held_bytes / MIB:,.0f}"
-            say(
-                console,
-                f"{held:>8} MiB  {process_words(holder.pid, holder.user, holder.command)}",
-                first="  ",
-                indent=" " * 16,
-            )
+            who = process_words(holder.pid, holder.user, holder.command)
+            say(console, f"{held:>8} MiB  {who}", first="  ", indent=" " * 16)
 
     for device in found.devices:
-        say(
-            console,
-            text(
-                "screen.about",
-                name=f"GPU {device.number}, {device.name}",
-                what=_free(device.free_bytes, device.total_bytes),
-            ),
-        )
+        free = _free(device.free_bytes, device.total_bytes)
+        say(console, text("screen.about", name=f"GPU {device.number}, {device.name}", what=free))
         draw_holders(device.holders)
         for entry in live:
             if device.key in entry.gpus:
@@ -86,12 +75,8 @@ def draw_occupancy(
         say(console, text("screen.no-gpu"))
     say(console, text("screen.free-ram", what=_free(free_ram_bytes, ram_bytes)))
     for entry in live:
-        say(
-            console,
-            text("screen.reserved-by", size=size_words(entry.host_bytes), who=entry.words),
-            first="  ",
-            indent="    ",
-        )
+        said = text("screen.reserved-by", size=size_words(entry.host_bytes), who=entry.words)
+        say(console, said, first="  ", indent="    ")
 
 
 def process_words(pid: int, user: str | None, command: str | None) -> str:
@@ -123,9 +108,7 @@ class Board:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         with suppress(OSError):  # a terminal that was closed; how the run ended still has to be written down
             if self._live is not None:
                 self._live.stop()

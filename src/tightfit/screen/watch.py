@@ -65,37 +65,35 @@ _HEADS = {
 def picture(look: Look, width: int, height: int | None = None, *, plain_letters: bool = False) -> list[Text]:
     """A whole look. `height`: lines that there is room for; None: as many as there are."""
     run = look.run
-    table = _table(look, width)
-    upper = [] if run is None else [*_head(run, look.at), *_progress(run, width, plain_letters=plain_letters), Text()]
-    lights = [Text(), *map(_light, look.health.lights)]
-    warned = [Text(f"! {warning}", style="bold yellow") for warning in look.health.warnings]
-    lower = [*upper, *table, *lights, *warned]
     lines: list[Text] = []
-    run = look.run
+    if run is not None:
+        lines += [_head(run, look.at), *_progress(run, width, plain_letters=plain_letters), Text()]
+    lines += [*_table(look, width), Text()]
+    lines += [Text(light_words(light), style=STYLES[light.colour]) for light in look.health.lights]
+    lines += [Text(f"! {warning}", style="bold yellow") for warning in look.health.warnings]
+    more: list[Text] = []  # where there is room
     if run is not None:
         failed = [each for each in run.attempts if each.state == "failed"][-3:]
-        lines += _with_title(text("screen.failed-attempts"), [Text(f"  {_attempt(each)}") for each in failed])
-        lines += _with_title(
-            text("screen.events"), [Text(f"  {line}", style=style) for line, style in run.lines[-LATEST:]]
-        )
-    lines += _with_title(text("screen.processes"), [Text(f"  {line}") for line in _process_lines(look)])
+        more += _with_title(text("screen.failed-attempts"), [Text(f"  {_attempt(each)}") for each in failed])
+        events = [Text(f"  {line}", style=style) for line, style in run.lines[-LATEST:]]
+        more += _with_title(text("screen.events"), events)
+    processes = []
+    for card in look.cards:
+        for process in card.card.processes or ():
+            held = "?" if process.held_bytes is None else f"{process.held_bytes / MIB:,.0f}"
+            who = process_words(process.pid, process.user, process.command)
+            processes.append(Text(f"  GPU {card.card.index}  {held:>8} MiB  {who}"))
+    more += _with_title(text("screen.processes"), processes)
     if run is None:
-        lines += _with_title(
-            text("screen.runs"),
-            [Text(f"  {text('screen.run-process', folder=entry.folder, pid=entry.pid)}") for entry in look.others],
-        )
-    lines += [Text(f"! {problem}", style="yellow") for problem in look.problems]
-    more = lines
-    if height is not None:
-        more = more[: max(0, height - len(lower))]
-    return [_cut(line, width) for line in (*lower, *more)]
-
-
-def _cut(line: Text, width: int) -> Text:
-    if cell_len(line.plain) > width:
-        line.truncate(width, overflow="ellipsis")
-    line.no_wrap = True
-    return line
+        others = [text("screen.run-process", folder=entry.folder, pid=entry.pid) for entry in look.others]
+        more += _with_title(text("screen.runs"), [Text(f"  {line}") for line in others])
+    more += [Text(f"! {problem}", style="yellow") for problem in look.problems]
+    lines += more if height is None else more[: max(0, height - len(lines))]
+    for line in lines:
+        if cell_len(line.plain) > width:
+            line.truncate(width, overflow="ellipsis")
+        line.no_wrap = True
+    return lines
 
 
 def one_line(look: Look) -> str:
@@ -128,15 +126,12 @@ def light_words(light: Light) -> str:
     return f"{MARKS[light.colour]} {light.title}" + (f": {light.text}" if light.text else "")
 
 
-def _light(light: Light) -> Text:
-    return Text(light_words(light), style=STYLES[light.colour])
-
-
 # --- the run ------------------------------------------------------------------------------------
 
 
-def _head(run: RunSeen, at: float) -> list[Text]:
-    words = [_short(run.folder)]
+def _head(run: RunSeen, at: float) -> Text:
+    inside = run.folder.is_relative_to(Path.cwd())
+    words = [str(run.folder.relative_to(Path.cwd()) if inside else run.folder)]
     if run.worker is not None:
         worker = run.worker
         what = f"{worker.model}, {worker.method}, {worker.engine}"
@@ -147,14 +142,7 @@ def _head(run: RunSeen, at: float) -> list[Text]:
         words.append(str(run.ended))
     elif run.record is not None and run.record.started is not None:
         words.append(text("screen.for-time", time=duration(at - run.record.started.timestamp())))
-    return [Text(str(Listing(words, ";")), style="bold" if run.well else "bold red")]
-
-
-def _short(folder: Path) -> str:
-    try:
-        return str(folder.relative_to(Path.cwd()))
-    except ValueError:
-        return str(folder)
+    return Text(str(Listing(words, ";")), style="bold" if run.well else "bold red")
 
 
 def _progress(run: RunSeen, width: int, *, plain_letters: bool) -> list[Text]:
@@ -321,16 +309,6 @@ def _attempt(record: AttemptRecord) -> str:
     cause = "" if record.cause is None else Message("screen.colon", said=bare(record.cause.sentence))
     following = "" if record.next is None else f" → {record.next.action}"
     return f"{Listing((str(record.number), record.plan, at))}{cause}{following}"
-
-
-def _process_lines(look: Look) -> list[str]:
-    lines = []
-    for each in look.cards:
-        for process in each.card.processes or ():
-            held = "?" if process.held_bytes is None else f"{process.held_bytes / MIB:,.0f}"
-            who = process_words(process.pid, process.user, process.command)
-            lines.append(f"GPU {each.card.index}  {held:>8} MiB  {who}")
-    return lines
 
 
 def stamp(at: float | None = None) -> str:

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.train_machine import holder_words, reservations
-from tightfit.cli.train_pins import with_a_scan_that_runs, with_whole_folder
-from tightfit.cli.train_request import HOW_FAR, answer_of, check_data, check_packages, rendered
 from tightfit.desk.plan_files import startable_of, way_out
 from tightfit.desk.plan_request import resolve_request
 from tightfit.desk.request import Request
@@ -26,6 +23,8 @@ from tightfit.model.presets import DRAWN_STD
 from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, amounts
 from tightfit.runs.records import WorkerFile, read_plan_folder, worker_file
+from tightfit.start.machine import change_hardware, describe_holder, reservations, taken_gpus
+from tightfit.start.train import HOW_FAR, answer_of, check_packages, rendered, with_a_scan_that_runs, with_whole_folder
 from tightfit.types import ConfigError, Hardware, HardwareError
 
 STEPS = 5
@@ -60,6 +59,8 @@ class ReadyRehearsal:
     device: Device | None
     variable: str
     """Chooses among the GPUs of this machine."""
+    plan: Plan | None
+    """None: it was written before."""
     said: tuple[str, ...]
     """Before the start."""
     notes: tuple[str, ...]
@@ -73,30 +74,59 @@ class ReadyRehearsal:
 
 def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
     """The rehearsal that was asked for, checked."""
-    cap = None if options.cap is None else parse_size(options.cap)
+    from tightfit.formats.target import Target
+
+    cap, plan = None if options.cap is None else parse_size(options.cap), None
+    said: tuple[str, ...] = ()
     if options.from_plan is not None:
         source = Path(options.from_plan).expanduser().absolute()
-        files, plan = dict(read_plan_folder(source)), None
-        said: tuple[str, ...] = (text("cli.plan-one", source=source),)
+        files, said = dict(read_plan_folder(source)), (text("cli.plan-one", source=source),)
         worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
     else:
-        plan, files = _plan(request, cap)
-        worker, said = worker_file(files[WORKER_FILE], WORKER_FILE), _words(plan)
+
+        def smaller(job: Job, hardware: Hardware) -> Hardware:
+            if cap is None or cap >= hardware.gpu.memory_bytes:
+                return hardware
+            gpu = replace(hardware.gpu, memory_bytes=cap)
+            return change_hardware(hardware, text("cli.each-card-taken", cap=cap / GIB), gpu=gpu)
+
+        settled, target = with_whole_folder(with_a_scan_that_runs(resolve_request(request, smaller))), Target()
+        plan = answer_of(request, settled, startable_of(settled.job, target), every_gpu=False)
+        if plan.chosen is None:
+            raise ConfigError(Message("cli.nothing-fits-so-2", answer=way_out(plan, str(HOW_FAR))))
+        files = dict(rendered(plan, settled.job, target))
+        worker = worker_file(files[WORKER_FILE], WORKER_FILE)
     check_packages(worker)
     try:
         tree = parse_worker(files[WORKER_FILE], WORKER_FILE)
         card = int(tree["world"]["gpu_memory_bytes"])
         if options.full_length:
             tree["data"] |= {"path": None, "recipe": None, "ablation": None, "tokenizer": None}
-        orders, notes = rehearsed(tree), _notes(tree, worker, plan)
+        orders, notes = rehearsed(tree), []  # the notes: what the figures mean and what they do not
+        if worker.ranks > 1:
+            way = None if plan is None else plan.chosen
+            sent = 0.0 if way is None else way.pace.causes.get("communication", 0.0)
+            part = text("cli.s-predicted-step", sent=sent) if sent else ""
+            notes.append(text("cli.nothing-sent-rehearsal", part=part))
+        if tree["model"]["weights"] is None or draws_weights(tree):
+            notes.append(text("cli.weights-drawn-at"))
+        if tree["data"].get("path") is None and tree["data"].get("recipe") is None:
+            notes.append(text("cli.samples-random-all"))
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(Message("cli.whole-write-plan", worker_file=WORKER_FILE)) from None
     if cap is not None and cap > card:
         raise ConfigError(Message("cli.cap-more-than", cap=options.cap, card=card / GIB))
     cap = card if cap is None else cap
-    tensors = _tensor_bytes(worker, cap)
+    tensors = None
+    if worker.vendor != "cpu":
+        # The driver's context and the communicator lie outside torch's allocator, so the allocator gets the rest.
+        outside = sum(beside(0, worker.ranks, None).values())
+        tensors = cap - outside
+        if tensors <= 0:
+            raise ConfigError(Message("cli.card-gib-leaves", cap=cap / GIB, outside=outside / GIB))
     found = occupancy()
-    device = _device(found.devices, worker, cap, options.on)
+    device = choose_device(found.devices, worker, cap, options.on)
+    about = text("cli.without-gpu-only") if device is None else text("cli.pace-here-plan", name=device.name)
     return ReadyRehearsal(
         worker=worker,
         files={**files, WORKER_FILE: orders},
@@ -104,60 +134,16 @@ def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
         tensor_bytes=tensors,
         device=device,
         variable=found.variable,
+        plan=plan,
         said=said,
-        notes=(*notes, *_about(device)),
+        notes=(*notes, about),
     )
-
-
-def _plan(request: Request, cap: int | None) -> tuple[Plan, dict[str, str]]:
-    """The plan for the capped card, and its files."""
-    from tightfit.formats.target import Target
-
-    def smaller(job: Job, hardware: Hardware) -> Hardware:
-        if cap is None or cap >= hardware.gpu.memory_bytes:
-            return hardware
-        said = text("cli.each-card-taken", cap=cap / GIB)
-        gpu = replace(hardware.gpu, memory_bytes=cap)
-        return replace(hardware, gpu=gpu, because=(*hardware.because, said))
-
-    settled = resolve_request(request, smaller)
-    settled = with_a_scan_that_runs(settled, on_gpu=settled.hardware.gpu.vendor != "cpu")
-    settled = replace(settled, job=with_whole_folder(settled.job))
-    check_data(settled.job)
-    target = Target()
-    answer = answer_of(request, settled, startable_of(settled.job, target), every_gpu=False)
-    if answer.chosen is None:
-        raise ConfigError(Message("cli.nothing-fits-so-2", answer=way_out(answer, str(HOW_FAR))))
-    return answer, dict(rendered(answer, settled.job, target))
-
-
-def _words(plan: Plan) -> tuple[str, ...]:
-    from tightfit.priced import strategy_name
-    from tightfit.screen.plan_words import head_words
-
-    way = plan.chosen
-    assert way is not None
-    return (
-        str(head_words(plan, way.hardware, way.levers.sequence)),
-        text("cli.one-rank", levers=strategy_name(way.levers), world=way.world),
-    )
-
-
-def _tensor_bytes(worker: WorkerFile, cap: int) -> int | None:
-    """The driver's context and the communicator lie outside torch's allocator, so the allocator gets the rest."""
-    if worker.vendor == "cpu":
-        return None
-    left = cap - sum(beside(0, worker.ranks, None).values())
-    if left <= 0:
-        outside = (cap - left) / GIB
-        raise ConfigError(Message("cli.card-gib-leaves", cap=cap / GIB, outside=outside))
-    return left
 
 
 # --- the GPU ------------------------------------------------------------------------------------
 
 
-def _device(devices: tuple[Device, ...], worker: WorkerFile, cap: int, number: int | None) -> Device | None:
+def choose_device(devices: tuple[Device, ...], worker: WorkerFile, cap: int, number: int | None) -> Device | None:
     """The GPU to rehearse on; None: the plan is for the CPU."""
     if worker.vendor == "cpu":
         if number is not None:
@@ -165,7 +151,7 @@ def _device(devices: tuple[Device, ...], worker: WorkerFile, cap: int, number: i
         return None
     if not devices:
         raise HardwareError(Message("cli.plan-gpus-rehearsal"))
-    taken = {key: entry for entry in reservations().live() for key in entry.gpus}
+    taken = taken_gpus(reservations().live())
     if number is None:
         free = [device for device in devices if device.key not in taken]
         if not free:
@@ -180,30 +166,17 @@ def _device(devices: tuple[Device, ...], worker: WorkerFile, cap: int, number: i
         chosen = named[0]
         if chosen.key in taken:
             raise HardwareError(Message("cli.gpu-use-name", number=number, words=taken[chosen.key].words))
-    _check_room(chosen, min(worker.required_bytes, cap))
+    # What fails for want of room here would say nothing about the plan.
+    need, total = min(worker.required_bytes, cap), chosen.total_bytes
+    if total is not None and total < need:
+        wanted, there = amounts(need, total)
+        about = {"wanted": wanted, "number": chosen.number, "there": there, "total_bytes": int(total / GIB)}
+        raise HardwareError(Message("cli.plan-needs-gib", **about))
+    if chosen.free_bytes is not None and chosen.free_bytes < need:
+        wanted, there = amounts(need, chosen.free_bytes)
+        about = {"wanted": wanted, "number": chosen.number, "there": there, "held": describe_holder(chosen)[0]}
+        raise HardwareError(Message("cli.too-little-to-rehearse", **about))
     return chosen
-
-
-def _check_room(device: Device, need: int) -> None:
-    """What fails for want of room here would say nothing about the plan."""
-    if device.total_bytes is not None and device.total_bytes < need:
-        wanted, there = amounts(need, device.total_bytes)
-        raise HardwareError(
-            Message(
-                "cli.plan-needs-gib",
-                wanted=wanted,
-                number=device.number,
-                there=there,
-                total_bytes=int(device.total_bytes / GIB),
-            )
-        )
-    if device.free_bytes is not None and device.free_bytes < need:
-        wanted, there = amounts(need, device.free_bytes)
-        who = max(device.holders, key=lambda each: each.held_bytes or 0, default=None)
-        held = text("cli.holds-rest", who=holder_words(who)) if who else ""
-        raise HardwareError(
-            Message("cli.too-little-to-rehearse", number=device.number, there=there, wanted=wanted, held=held)
-        )
 
 
 # --- the orders ---------------------------------------------------------------------------------
@@ -229,25 +202,3 @@ def draws_weights(tree: Mapping[str, Any]) -> bool:
     model = tree["model"]
     word = model["weights"]
     return isinstance(word, str) and not Path(word).expanduser().exists() and not model["trust_remote_code"]
-
-
-def _notes(tree: Mapping[str, Any], worker: WorkerFile, plan: Plan | None) -> tuple[str, ...]:
-    """What the figures mean and what they do not."""
-    said = []
-    if worker.ranks > 1:
-        way = None if plan is None else plan.chosen
-        sent = 0.0 if way is None else way.pace.causes.get("communication", 0.0)
-        part = text("cli.s-predicted-step", sent=sent) if sent else ""
-        said.append(text("cli.nothing-sent-rehearsal", part=part))
-    if tree["model"]["weights"] is None or draws_weights(tree):
-        said.append(text("cli.weights-drawn-at"))
-    if tree["data"].get("path") is None and tree["data"].get("recipe") is None:
-        said.append(text("cli.samples-random-all"))
-    return tuple(said)
-
-
-def _about(device: Device | None) -> tuple[str, ...]:
-    """Where it was measured."""
-    if device is not None:
-        return (text("cli.pace-here-plan", name=device.name),)
-    return (text("cli.without-gpu-only"),)

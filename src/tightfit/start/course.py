@@ -6,10 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tightfit.cli.train_machine import Busy, check_free, reservations, wait_while_busy
-from tightfit.cli.train_report import learn
-from tightfit.cli.train_request import Ready, rendered, target_of_run
-from tightfit.cli.train_written import read_written_plan
 from tightfit.desk.calibration import Calibrations, calibration_of
 from tightfit.desk.plan_files import startable_of
 from tightfit.desk.request import Request
@@ -23,15 +19,19 @@ from tightfit.messages import Listing, Message, Said, text
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Entry, phase_bytes
 from tightfit.planner.lever_changes import lever_changes
-from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, locate, step_down
+from tightfit.planner.plan import Bounds, Plan
+from tightfit.planner.step_down import NoWay, Shortfall, Tried, locate, step_down
+from tightfit.planner.way_up import room_above
 from tightfit.priced import strategy_name
-from tightfit.runs.calibration import learn_from_failure
+from tightfit.runs.calibration import learn_from_failure, learned
 from tightfit.runs.cause import config_of_plan
+from tightfit.runs.events import Tally
 from tightfit.runs.launch import Meeting, RankStart, Sight, launcher_start, rank_starts, worker_command
 from tightfit.runs.own import Changed, Refused
 from tightfit.runs.records import RunFolder, worker_file
 from tightfit.runs.run import Outcome
+from tightfit.start.machine import Busy, check_free, reservations, taken_gpus, wait_while_busy
+from tightfit.start.train import Ready, read_written_plan, rendered, target_of_run
 from tightfit.types import UserError
 
 WAITS_S = 60.0
@@ -99,13 +99,8 @@ class TrainCourse:
         known = config_of_plan(self._folder.plan)
         plan = self.ready.plan
         way = self.ready.worker.engine if plan is None or plan.chosen is None else strategy_name(plan.chosen.levers)
-        return text(
-            "cli.micro-batch-2",
-            way=way,
-            micro_batch=known.micro_batch,
-            accumulation=known.accumulation,
-            ranks=self.ranks,
-        )
+        batch = {"micro_batch": known.micro_batch, "accumulation": known.accumulation}
+        return text("cli.micro-batch-2", way=way, **batch, ranks=self.ranks)
 
     @property
     def ranks(self) -> int:
@@ -128,8 +123,8 @@ class TrainCourse:
             return [launcher_start(self._folder, meeting, every)]
         devices = self.ready.devices
         words = None if not devices else tuple(device.word for device in devices)
-        taken = {key for entry in reservations().live() for key in entry.gpus} - {device.key for device in devices}
-        sight = Sight(variable=self.ready.occupancy.variable, words=words, others=len(taken))
+        others = taken_gpus(reservations().live()).keys() - {device.key for device in devices}
+        sight = Sight(variable=self.ready.occupancy.variable, words=words, others=len(others))
         command = worker_command(self._folder, every, self._manner.worker)
         return rank_starts(self.ready.worker, meeting, sight, self._folder, command)
 
@@ -142,9 +137,14 @@ class TrainCourse:
         last = self._last(text("cli.plan-again-less"))
         if isinstance(last, Refused):
             return last
-        assert last.chosen is not None, "what has no way was never started"
-        shortfall = locate(shortfall, last.chosen)
-        bounds, entry = self._learn(last, shortfall, verdict)
+        before = last.chosen
+        assert before is not None, "what has no way was never started"
+        shortfall = locate(shortfall, before)
+        bounds, entry, numbers, known = self.bounds, None, verdict.oom, self.bounds.calibration
+        if known is not None and numbers is not None and numbers.allocated is not None and numbers.asked is not None:
+            # What was held and asked for when it failed was needed, at the least.
+            entry = learn_from_failure(last, shortfall, numbers.allocated + numbers.asked)
+            bounds = replace(bounds, calibration=known.after_failure(entry))
         found = step_down(last, shortfall, bounds=bounds, before=tuple(self._tried))
         if isinstance(found, NoWay) and shortfall.phase is not None:
             # Less at the highest peak leaves more in one piece, also for a phase that no lever makes smaller.
@@ -152,10 +152,21 @@ class TrainCourse:
             elsewhere = step_down(last, whole, bounds=bounds, before=tuple(self._tried))
             found, shortfall = (found, shortfall) if isinstance(elsewhere, NoWay) else (elsewhere, whole)
         if isinstance(found, NoWay):
-            return Refused(because=_together(found.because), puzzling=_puzzling(last.chosen, shortfall))
-        tried = Tried(way=last.chosen, shortfall=shortfall)
+            held = phase_bytes(before.footprint, "gpu", shortfall.phase, before.hardware)
+            puzzling = shortfall.where == "gpu" and held < before.gpu_limit_bytes // 2
+            return Refused(because=_put_together(found.because), puzzling=puzzling)
+        tried = Tried(way=before, shortfall=shortfall)
         self._found = FoundPlan(plan=found.plan, tried=tried, bounds=bounds, entry=entry)
-        return self._describe_change(last.chosen, found)
+        after = found.plan.chosen
+        assert after is not None
+        old, new = before.levers, after.levers
+        return Changed(
+            because=_put_together([said for said in found.because if said.id != "plan.what-changes"]),
+            changed=tuple(found.changed),
+            another_job=after.changes != before.changes,
+            carries=(old.method, old.lora, old.optimizer) == (new.method, new.lora, new.optimizer)
+            and before.shape == after.shape,
+        )
 
     def in_bf16(self) -> Changed | Refused:
         last = self._last(text("cli.plan-again-tightfit"))
@@ -186,51 +197,47 @@ class TrainCourse:
         if found.entry is not None:
             Calibrations(cache_folder()).add(found.entry)
 
-    def _learn(self, last: Plan, shortfall: Shortfall, verdict: Verdict) -> tuple[Bounds, Entry | None]:
-        """What was held and asked for when it failed was needed, at the least."""
-        numbers, known = verdict.oom, self.bounds.calibration
-        if known is None or numbers is None or numbers.allocated is None or numbers.asked is None:
-            return self.bounds, None
-        entry = learn_from_failure(last, shortfall, numbers.allocated + numbers.asked)
-        return replace(self.bounds, calibration=known.after_failure(entry)), entry
-
-    def _describe_change(self, before: Way, found: StepDown) -> Changed:
-        after = found.plan.chosen
-        assert after is not None
-        another = after.changes != before.changes
-        same_states = (before.levers.method, before.levers.lora, before.levers.optimizer, before.shape) == (
-            after.levers.method, after.levers.lora, after.levers.optimizer, after.shape
-        )  # fmt: skip
-        because = _together([said for said in found.because if said.id != "plan.what-changes"])
-        return Changed(because=because, changed=tuple(found.changed), another_job=another, carries=same_states)
-
     # --- others ---------------------------------------------------------------------------------
 
     def wait_for_room(self, say: Callable[[Said], None], give_up: Callable[[], bool]) -> Refused | None:
         """Nobody is asked to end anything: it is said who holds the memory."""
         began, patient = time.monotonic(), self._manner.patient
-        if wait_while_busy(self._look, say, lambda: give_up() or (not patient and time.monotonic() - began > WAITS_S)):
+
+        def look() -> bool:
+            ours = {device.key for device in self.ready.devices}
+            for device in occupancy().devices if ours else ():
+                if device.key in ours:
+                    check_free(device, self.ready.worker)
+            return True
+
+        if wait_while_busy(look, say, lambda: give_up() or (not patient and time.monotonic() - began > WAITS_S)):
             return None
         try:
-            self._look()
+            look()
         except Busy as error:
             return Refused(because=error.said)
         return None
 
-    def _look(self) -> bool:
-        """Whether the GPUs of this run have room for its plan; Busy: who has it."""
-        ours = {device.key for device in self.ready.devices}
-        for device in occupancy().devices if ours else ():
-            if device.key in ours:
-                check_free(device, self.ready.worker)
-        return True
 
-
-def _puzzling(way: Way, shortfall: Shortfall) -> bool:
-    """Whether the plan was predicted to leave most of the card free where it failed."""
-    held = phase_bytes(way.footprint, "gpu", shortfall.phase, way.hardware)
-    return shortfall.where == "gpu" and held < way.gpu_limit_bytes // 2
-
-
-def _together(said: Sequence[Message]) -> Message:
+def _put_together(said: Sequence[Message]) -> Message:
     return Message("runs.several", parts=Listing(said, "."))
+
+
+def learn(plan: Plan | None, tally: Tally, bounds: Bounds) -> Bounds:
+    """Write down what an attempt measured, and hand back the bounds that know it; unchanged with `--no-calibration`."""
+    if plan is None or bounds.calibration is None:
+        return bounds
+    entry = learned((*tally.marks, *([tally.last] if tally.last else ())), plan)
+    if entry is not None:
+        Calibrations(cache_folder()).add(entry)
+    return replace(bounds, calibration=bounds.calibration.with_entry(entry))
+
+
+def way_up(plan: Plan | None, tally: Tally, bounds: Bounds) -> Plan | None:
+    """The faster plan that would fit, where the run left much of its cards unused; `bounds`: after `learn`.
+
+    Its first `because` is the sentence to say.
+    """
+    peaks = [mark.measured_bytes for mark in tally.marks if mark.measured_bytes is not None]
+    peak = max((*peaks, tally.peak_bytes or 0))
+    return None if plan is None or not peak else room_above(plan, peak, bounds=bounds)

@@ -50,10 +50,6 @@ def _pull(**changes: object) -> Change:
     return lambda levers: replace(levers, **changes)  # type: ignore[arg-type]
 
 
-def _smaller_batch(levers: Levers) -> Levers:
-    return replace(levers, micro_batch=-(-levers.micro_batch // 2), accumulation=2 * levers.accumulation)
-
-
 def _buckets(**changes: int) -> Change:
     return lambda levers: replace(levers, buckets=replace(levers.buckets, **changes))  # type: ignore[arg-type]
 
@@ -62,16 +58,12 @@ _BOTH_TO_HOST = _pull(offload_param="cpu", offload_optimizer="cpu")
 _SMALLER_BATCH: Rule = (
     lambda case: case.levers.micro_batch > 1,
     Message("cli.smaller-pieces"),
-    _smaller_batch,
+    lambda levers: replace(levers, micro_batch=-(-levers.micro_batch // 2), accumulation=2 * levers.accumulation),
 )
 _SHORTER: Rule = (lambda case: True, Message("cli.only-shorter-seq", costly=COSTLY), None)
 _LORA: Rule = (lambda case: case.levers.method == "full", Message("cli.method-lora-trains", costly=COSTLY), None)
 _TO_HOST: tuple[Rule, ...] = (
-    (
-        lambda case: case.on_gpu and case.levers.is_fsdp2,
-        Message("cli.offload-param-cpu-moves"),
-        _BOTH_TO_HOST,
-    ),
+    (lambda case: case.on_gpu and case.levers.is_fsdp2, Message("cli.offload-param-cpu-moves"), _BOTH_TO_HOST),
     (
         lambda case: case.on_gpu and case.levers.engine == "zero0",
         Message("cli.engine-zero2-offload-optimizer"),
@@ -140,11 +132,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "optimizer states": (
         _SHARE_OPTIMIZER,
         *_TO_HOST,
-        (
-            lambda case: case.levers.optimizer == "adamw",
-            Message("cli.optimizer-adamw8bit-engine", costly=COSTLY),
-            None,
-        ),
+        (lambda case: case.levers.optimizer == "adamw", Message("cli.optimizer-adamw8bit-engine", costly=COSTLY), None),
         _LORA,
     ),
     "activations": (
@@ -162,16 +150,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _SHORTER,
     ),
     "recompute": (
-        (
-            lambda case: case.levers.attention == "eager",
-            Message("cli.attention-sdpa-never"),
-            _pull(attention="sdpa"),
-        ),
-        (
-            lambda case: case.levers.scan == "torch",
-            Message("cli.scan-tightfit-never"),
-            _pull(scan="tightfit"),
-        ),
+        (lambda case: case.levers.attention == "eager", Message("cli.attention-sdpa-never"), _pull(attention="sdpa")),
+        (lambda case: case.levers.scan == "torch", Message("cli.scan-tightfit-never"), _pull(scan="tightfit")),
         _SMALLER_BATCH,
         _SHORTER,
     ),
@@ -212,21 +192,12 @@ def advise(priced: Priced, ask: Ask | None = None, most: int = 3) -> list[str]:
         except UserError:
             return False  # this model or these levers do not go with it
 
-    return [
-        text(
-            "cli.shrinks",
-            name=name_component(name),
-            size=amounts(held[name])[0],
-            how=_shrink(spell_component(name), case, helps),
-        )
-        for name in largest
-    ]
-
-
-def _shrink(component: str, case: AdviceCase, helps: Callable[[Change | None], bool]) -> str:
-    for holds, sentence, change in RULES.get(component, ()):
-        if holds(case) and helps(change):
-            levers = case.levers
-            half = -(-levers.micro_batch // 2)
-            return str(sentence).format(world=case.world, half=half, twice=levers.accumulation * 2)
-    return text("cli.more-gpus-would" if case.levers.shards_parameters else "cli.smaller-model-would")
+    half, twice = -(-priced.levers.micro_batch // 2), priced.levers.accumulation * 2
+    otherwise = text("cli.more-gpus-would" if priced.levers.shards_parameters else "cli.smaller-model-would")
+    lines = []
+    for name in largest:
+        rules = RULES.get(spell_component(name), ())
+        found = next((said for holds, said, change in rules if holds(case) and helps(change)), None)
+        how = otherwise if found is None else str(found).format(world=priced.world, half=half, twice=twice)
+        lines.append(text("cli.shrinks", name=name_component(name), size=amounts(held[name])[0], how=how))
+    return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +24,8 @@ from tightfit.memory import estimate
 from tightfit.messages import Listing, Message, text
 from tightfit.model.load import load_model
 from tightfit.owned import replace_file
-from tightfit.pace import pace
 from tightfit.planner.calibration import COMPONENT, Calibration, Entry, correct
-from tightfit.planner.plan import Bounds, Plan, Way
+from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, locate, step_down
 from tightfit.priced import GIB, Priced, strategy_name, verdict
 from tightfit.runs.calibration import learn_from_failure
@@ -35,7 +34,8 @@ from tightfit.runs.external.ladder import NextConfig
 from tightfit.runs.external.process import MemoryPeak
 from tightfit.runs.external.ranks import ranks_of, visible_gpus
 from tightfit.runs.external.script import ACCUMULATION, MICRO
-from tightfit.types import STRATEGY, Buckets, Checkpointing, Hardware, Levers, Mamba1, ModelShape, Precision, UserError
+from tightfit.start.train import plan_as_it_is
+from tightfit.types import STRATEGY, Checkpointing, Hardware, Levers, Mamba1, ModelShape, Precision, UserError
 
 MODELS = (
     "model_name_or_path", "model", "model_name", "model_id", "base_model", "pretrained_model_name_or_path", "preset"
@@ -43,13 +43,7 @@ MODELS = (
 BATCHES = ("train_micro_batch_size_per_gpu", MICRO, "micro_batch_size", "batch_size")
 ADAPTERS = ("use_lora", "use_peft", "lora_r", "lora_rank", "peft", "load_in_4bit", "load_in_8bit")
 LENGTHS = (
-    "cutoff_len",
-    "max_seq_length",
-    "max_length",
-    "block_size",
-    "model_max_length",
-    "seq_length",
-    "max_seq_len",
+    *("cutoff_len", "max_seq_length", "max_length", "block_size", "model_max_length", "seq_length", "max_seq_len"),
     "sequence_length",
 )
 PINS = ("loss", *(flag for flag, lever in LEVERS.items() if lever.kept))
@@ -84,6 +78,12 @@ class Known:
             shape=self.shape, levers=self.levers, world=self.hardware.world, hardware=self.hardware, footprint=footprint
         )
 
+    @property
+    def plan(self) -> Plan:
+        """What runs now, as a plan."""
+        priced = self.priced
+        return plan_as_it_is(self.job, self.shape, self.levers, self.hardware, priced.footprint, fits=bool(priced.fits))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSaid:
@@ -106,17 +106,14 @@ def read_known(
         machine = machine_of(external, hardware)
         if (reason := _why_unpriced(external, hardware)) is not None:
             return text("cli.not-predicted", reason=reason)
-        found = (
-            _llamafactory(external, machine)
-            if external.is_llamafactory
-            else _script(external, machine, said or UserSaid())
-        )
+        if external.is_llamafactory:
+            found = _read_llamafactory(external, machine)
+        else:
+            found = _read_script(external, machine, said or UserSaid())
         if isinstance(found, str):
             return text("cli.nothing-predicted-2", found=found)
         job, shape, levers = found
-        pins: dict[str, Any] = {
-            name: flags_from_levers(levers)[name] for name in PINS if name in flags_from_levers(levers)
-        }
+        pins = {name: value for name, value in flags_from_levers(levers).items() if name in PINS}
         pins["deepspeed_version"] = levers.deepspeed_version
         batch = levers.micro_batch * levers.accumulation * machine.world
         job = replace(job, levers=pins, effective_batch=batch, limits=replace(job.limits, allow=allow))
@@ -129,10 +126,13 @@ def read_known(
         return text("cli.nothing-predicted-3", error=error)
 
 
+def _environment(external: ExternalTraining) -> Mapping[str, str]:
+    return inherited({**external.command.variables, **external.environment})
+
+
 def machine_of(external: ExternalTraining, hardware: Hardware) -> Hardware:
     """As many of the machines and GPUs as the command takes."""
-    environment = inherited({**external.command.variables, **external.environment})
-    ranks = ranks_of(external, hardware, environment)
+    ranks = ranks_of(external, hardware, _environment(external))
     return replace(hardware, nodes=ranks.machines, gpus_per_node=ranks.on_each)
 
 
@@ -147,17 +147,15 @@ def _why_unpriced(external: ExternalTraining, hardware: Hardware) -> str | None:
         return text("cli.not-priced", value=kind or "Megatron")
     if external.command.launcher_flag("use_deepspeed", "zero_stage") is not None and external.deepspeed is None:
         return text("cli.deepspeed-set-up")
-    if external.script.preference_trainer is not None:
-        trainer = external.script.preference_trainer
+    if (trainer := external.script.preference_trainer) is not None:
         return text("cli.holds-more-than", trainer=trainer)
     if external.command.launcher == "trl" or external.script.is_trl:
         return text("cli.trl-chooses-dtype")
     several = external.command.starter == "python" and hardware.gpus_per_node > 1
-    if several and external.script.is_hugging_face and external.deepspeed is None:
-        environment = inherited({**external.command.variables, **external.environment})
-        if (many := visible_gpus(hardware, environment)) > 1:
-            return text("cli.plain-python-gpus", many=many)
-    return None
+    if not several or not external.script.is_hugging_face or external.deepspeed is not None:
+        return None
+    many = visible_gpus(hardware, _environment(external))
+    return text("cli.plain-python-gpus", many=many) if many > 1 else None
 
 
 def warning_of(external: ExternalTraining, hardware: Hardware) -> str | None:
@@ -165,14 +163,14 @@ def warning_of(external: ExternalTraining, hardware: Hardware) -> str | None:
     alone = external.command.starter == "python" and not external.script.starts_processes
     if not alone or external.deepspeed is None or hardware.gpu.vendor == "cpu":
         return None
-    many = visible_gpus(hardware, inherited({**external.command.variables, **external.environment}))
+    many = visible_gpus(hardware, _environment(external))
     if many < 2 or external.command.script is None:
         return None
     words = " ".join(external.command.words[external.command.script_at - 1 :])
     return text("cli.python-starts-one", many=many - 1, many2=many, words=words)
 
 
-def _llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
+def _read_llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
     """Its YAML with what the command line says instead, as LLaMA-Factory merges the two."""
     values = dict(external.settings.values) if external.settings is not None else {}
     values |= {flag.name: external.said(flag.name) for flag in external.command.flags}
@@ -188,9 +186,7 @@ def _llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[Job, M
         job = replace(read_llamafactory_job(path, None).job, trainer="llamafactory")
     shape = load_model(settings.model)
     version = choose_deepspeed(machine)[0]
-    levers = llamafactory_file.to_levers(
-        settings, replace(Levers(), deepspeed_version=version), n_layers=shape.n_layers
-    )
+    levers = llamafactory_file.to_levers(settings, Levers(deepspeed_version=version), n_layers=shape.n_layers)
     return job, shape, _with_engine(external, levers, shape, machine)
 
 
@@ -220,7 +216,7 @@ def _with_engine(external: ExternalTraining, levers: Levers, shape: ModelShape, 
     )
 
 
-def _script(external: ExternalTraining, machine: Hardware, said: UserSaid) -> tuple[Job, ModelShape, Levers] | str:
+def _read_script(external: ExternalTraining, machine: Hardware, said: UserSaid) -> tuple[Job, ModelShape, Levers] | str:
     """A script with the usual flags: transformers' own, and the usual names of model and length."""
     model = said.model or _first(external, MODELS, str)
     if model is None:
@@ -239,12 +235,14 @@ def _script(external: ExternalTraining, machine: Hardware, said: UserSaid) -> tu
     if optimizer not in OPTIMIZERS:
         return text("cli.optim-priced", optimizer=optimizer)
     shape = load_model(model)
-    levers = replace(
-        Levers(),
+    accelerates = _mixed_precision(external)
+    precision: Precision = accelerates if accelerates in ("bf16", "fp16") else "fp32"
+    precision = "bf16" if external.said("bf16") is True else "fp16" if external.said("fp16") is True else precision
+    levers = Levers(
         sequence=length,
         micro_batch=micro or 1,
         accumulation=batch.accumulation or _first(external, (ACCUMULATION,), int) or 1,
-        precision=_precision(external),
+        precision=precision,
         optimizer=OPTIMIZERS[optimizer],
         loss="fused" if external.said("use_liger_kernel") is True else "plain",
         checkpointing=Checkpointing(layers=None if now.checkpointing else 0),
@@ -255,14 +253,6 @@ def _script(external: ExternalTraining, machine: Hardware, said: UserSaid) -> tu
         levers = replace(levers, micro_batch=said.micro_batch)
     job = Job(model=model, sequence=length, precision=levers.precision, lora=Adapters())
     return job, shape, levers
-
-
-def _precision(external: ExternalTraining) -> Precision:
-    for half in ("bf16", "fp16"):
-        if external.said(half) is True:
-            return half
-    accelerates = _mixed_precision(external)
-    return accelerates if accelerates in ("bf16", "fp16") else "fp32"
 
 
 T = TypeVar("T", str, int)
@@ -282,21 +272,12 @@ def _first(external: ExternalTraining, names: Iterable[str], kind: type[T]) -> T
 def prediction(known: Known) -> str:
     """One line: whether it fits, and where it is highest."""
     priced = known.priced
-    where = text(
-        "cli.micro-batch",
-        levers=strategy_name(known.levers),
-        micro_batch=known.levers.micro_batch,
-        accumulation=known.levers.accumulation,
-    )
-    added = priced.footprint.gpu.phases[priced.footprint.gpu.peak_phase].components.get(COMPONENT, 0)
+    gpu, levers = priced.footprint.gpu, known.levers
+    batch = {"micro_batch": levers.micro_batch, "accumulation": levers.accumulation}
+    where = text("cli.micro-batch", levers=strategy_name(levers), **batch)
+    added = gpu.phases[gpu.peak_phase].components.get(COMPONENT, 0)
     measured = text("cli.earlier-runs-held", added=added / GIB) if added > 0 else ""
-    said = text(
-        "cli.peak-phase",
-        priced=verdict(priced),
-        peak_phase=priced.footprint.gpu.peak_phase,
-        where=where,
-        measured=measured,
-    )
+    said = text("cli.peak-phase", priced=verdict(priced), peak_phase=gpu.peak_phase, where=where, measured=measured)
     return " ".join((said, *known.assumed))
 
 
@@ -338,7 +319,7 @@ class Planner:
             return
         gpu = known.priced.footprint.gpu
         held = peak.own_bytes - sum(gpu.overhead.values())
-        self._learn(learn_from_failure(_plan(known), Shortfall(where="gpu", phase=gpu.peak_phase), held))
+        self._learn(learn_from_failure(known.plan, Shortfall(where="gpu", phase=gpu.peak_phase), held))
 
     def _learn(self, entry: Entry | None, *, failed: bool = False) -> None:
         known = self._calibration
@@ -359,17 +340,23 @@ class Planner:
         known = self.known(external)
         if isinstance(known, str):
             return None
-        now = _plan(known)
+        now = known.plan
         assert now.chosen is not None
         shortfall = locate(shortfall, now.chosen)
         if (numbers := verdict.oom) is not None and numbers.allocated is not None and numbers.asked is not None:
             self._learn(learn_from_failure(now, shortfall, numbers.allocated + numbers.asked), failed=True)
             known = replace(known, calibration=self._calibration)
+        # What this command could start with another config, on as many GPUs as it takes now.
+        engines: frozenset[str] = DEEPSPEED if known.levers.engine == "zero0" else DEEPSPEED - {"zero0"}
+        if external.deepspeed is None and not external.accelerate:
+            adds = external.is_llamafactory and known.hardware.world > 1
+            engines = DEEPSPEED if adds else frozenset({known.levers.engine})
+        bounds = Bounds(partial=False, engines=engines, every_gpu=True, calibration=known.calibration)
         for job in _tries(known, same_engine=same_engine):
-            last = _plan(replace(known, job=job))
+            last = replace(known, job=job).plan
             assert last.chosen is not None
             try:
-                found = step_down(last, shortfall, bounds=_bounds(external, known), before=tuple(self._tried))
+                found = step_down(last, shortfall, bounds=bounds, before=tuple(self._tried))
             except UserError:  # pins that this batch or this engine cannot have
                 continue
             step = None if isinstance(found, NoWay) else _step(external, known, found)
@@ -411,42 +398,6 @@ def _tries(known: Known, *, same_engine: bool) -> Iterator[Job]:
         yield pinned(job, sizes[-1], ())
 
 
-def _plan(known: Known) -> Plan:
-    """What runs now, as a plan."""
-    priced, job = known.priced, known.job
-    way = Way(
-        shape=known.shape,
-        levers=known.levers,
-        hardware=known.hardware,
-        footprint=priced.footprint,
-        pace=pace(known.shape, known.levers, known.hardware),
-        fits=bool(priced.fits),
-        gpu_limit_bytes=int(known.hardware.gpu.memory_bytes * (1 - job.limits.margin)),
-    )
-    return Plan(
-        job=job,
-        shape=known.shape,
-        hardware=known.hardware,
-        effective_batch=way.effective_batch,
-        chosen=way,
-        alternatives=(),
-        considered=1,
-        search_s=0.0,
-        because=(),
-    )
-
-
-def _bounds(external: ExternalTraining, known: Known) -> Bounds:
-    """What this command could start with another config, on as many GPUs as it takes now."""
-    engines = DEEPSPEED
-    if external.deepspeed is None and not external.accelerate:
-        adds = external.is_llamafactory and known.hardware.world > 1
-        engines = DEEPSPEED if adds else frozenset({known.levers.engine})
-    else:
-        engines = DEEPSPEED - {"zero0"} if known.levers.engine != "zero0" else DEEPSPEED
-    return Bounds(partial=False, engines=engines, every_gpu=True, calibration=known.calibration)
-
-
 def _step(external: ExternalTraining, known: Known, found: StepDown) -> NextConfig | None:
     way = found.plan.chosen
     assert way is not None
@@ -455,11 +406,8 @@ def _step(external: ExternalTraining, known: Known, found: StepDown) -> NextConf
         return None
     if now.micro_batch is None and (new.micro_batch, new.accumulation) != (old.micro_batch, old.accumulation):
         return None  # a batch that is not known is never changed
-    if (new.lora, new.optimizer, new.precision) != (
-        old.lora,
-        old.optimizer,
-        old.precision,
-    ) or way.shape is not known.shape:
+    same = (new.lora, new.optimizer, new.precision) == (old.lora, old.optimizer, old.precision)
+    if not same or way.shape is not known.shape:
         return None
     moved = new.stage != (now.stage or 0) or (new.offload_optimizer, new.offload_param) != (
         old.offload_optimizer, old.offload_param
@@ -475,24 +423,21 @@ def _step(external: ExternalTraining, known: Known, found: StepDown) -> NextConf
         checkpointing=new.checkpointing.layers != 0 if now.checkpointing is not None else None,
         quantised=new.method == "qlora" if now.quantised is not None else None,
         sequence=new.sequence if now.sequence is not None else None,
-        buckets=_buckets(old, new),
+        buckets=tuple(
+            (key, value)
+            for name, key in _KEYS.items()
+            if new.engine != "zero0" and (new.stage == 3 or name in _BELOW_3)
+            if (value := getattr(new.buckets, name)) not in (None, getattr(old.buckets, name))
+        ),
     )
     reasons = [said for said in found.because if said.id != "plan.what-changes"]
-    because = Message("runs.several", parts=Listing(reasons, "."))
-    crosses = moved or (new.method != old.method)
     scheme = scheme_of(new, old)
-    changed = (*found.changed, *((Message("cli.scheme", scheme=scheme),) if scheme else ()))
-    return NextConfig(knobs=knobs, changed=changed, because=because, crosses=crosses, costs=tuple(way.changes))
-
-
-def _buckets(old: Levers, new: Levers) -> tuple[tuple[str, int | bool], ...]:
-    if new.engine == "zero0":
-        return ()
-    names = [each.name for each in fields(Buckets) if each.name in _KEYS]
-    names = names if new.stage == 3 else [name for name in names if name in _BELOW_3]
-    pairs = [(name, getattr(new.buckets, name)) for name in names]
-    return tuple(
-        (_KEYS[name], value) for name, value in pairs if value != getattr(old.buckets, name) and value is not None
+    return NextConfig(
+        knobs=knobs,
+        changed=(*found.changed, *((Message("cli.scheme", scheme=scheme),) if scheme else ())),
+        because=Message("runs.several", parts=Listing(reasons, ".")),
+        crosses=moved or new.method != old.method,
+        costs=tuple(way.changes),
     )
 
 
