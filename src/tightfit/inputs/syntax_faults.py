@@ -33,6 +33,16 @@ _YAML = (
 )
 """A part of PyYAML's complaint → what to write."""
 
+_JSON = (
+    ("Expecting ',' delimiter", "inputs.write-comma"),
+    ("Expecting ':' delimiter", "inputs.write-colon"),
+    ("Extra data", "inputs.nothing-behind"),
+    ("Unterminated string", "inputs.close-quote-in-line"),
+    ("Invalid control character", "inputs.close-quote-in-line"),
+    ("Invalid \\", "inputs.backslash"),
+)
+"""How json's complaint begins → what to write."""
+
 
 def json_fault(text: str) -> Message:
     """What to write, and in which line, so that this text becomes JSON. Comments are not held against it."""
@@ -65,18 +75,11 @@ def _json_remedy(error: json.JSONDecodeError, text: str) -> Message:
     here, before = text[error.pos : error.pos + 8], text[: error.pos].rstrip()[-1:]
     if not here.strip():
         return Message("inputs.write-value" if before == ":" else "inputs.close-bracket")
-    if error.msg.startswith("Expecting ',' delimiter"):
-        return Message("inputs.write-comma")
-    if error.msg.startswith("Expecting ':' delimiter"):
-        return Message("inputs.write-colon")
     if error.msg.startswith("Expecting property name"):
         return Message("inputs.second-comma" if here[0] in ",}" else "inputs.quote-key")
-    if error.msg.startswith("Extra data"):
-        return Message("inputs.nothing-behind")
-    if error.msg.startswith(("Unterminated string", "Invalid control character")):
-        return Message("inputs.close-quote-in-line")
-    if error.msg.startswith("Invalid \\"):
-        return Message("inputs.backslash")
+    for start, remedy in _JSON:
+        if error.msg.startswith(start):
+            return Message(remedy)
     words = {"True": "true", "Fals": "false", "None": "null"}
     if here[:4] in words:
         return Message("inputs.write-word", word=words[here[:4]])

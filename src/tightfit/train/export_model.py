@@ -313,7 +313,16 @@ def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whol
     name, shape = f"{path}.weight", whole.shapes.get(f"{path}.weight")
     _refuse_tied(name, whole)
     if shape is None:
-        return _experts_delta(path, a, b, adapter, whole)
+        # PEFT's adapters of whole parameters: one pair holds all experts, and shapes tell which parameter it is for.
+        for name, shape in whole.shapes.items():
+            if name.rpartition(".")[0] != path or len(shape) != 3 or a.shape[0] % shape[0]:
+                continue
+            for transposed in (False, True):
+                outer, inner = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
+                if shape[1:] == (outer, inner):
+                    scale = adapter.scale(path, a.shape[0] // shape[0])
+                    return name, Delta(a, b, scale, transposed, shape[0])
+        raise ModelError(_stranger(path, whole))
     transposed = embedding or (bool(adapter.config.get("fan_in_fan_out")) and shape != (b.shape[0], a.shape[1]))
     if adapter.config.get("fan_in_fan_out") and b.shape[0] == a.shape[1]:
         transposed = transposed or (type(whole.model.get_submodule(path)).__name__ == "Conv1D")
@@ -321,21 +330,6 @@ def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whol
     if shape != wanted:
         raise ModelError(Message("train.adapter-other-shape", path=path, wanted=list(wanted), shape=list(shape)))
     return name, Delta(a, b, adapter.scale(path, a.shape[0]), transposed)
-
-
-def _experts_delta(
-    path: str, a: torch.Tensor, b: torch.Tensor, adapter: Adapter, whole: MetaModel
-) -> tuple[str, Delta]:
-    """PEFT's adapters of whole parameters: one pair holds all experts, and shapes tell which parameter it is for."""
-    for name, shape in whole.shapes.items():
-        if name.rpartition(".")[0] != path or len(shape) != 3 or a.shape[0] % shape[0]:
-            continue
-        for transposed in (False, True):
-            outer, inner = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
-            if shape[1:] == (outer, inner):
-                rank = a.shape[0] // shape[0]
-                return name, Delta(a, b, adapter.scale(path, rank), transposed, shape[0])
-    raise ModelError(_stranger(path, whole))
 
 
 def _refuse_tied(name: str, whole: MetaModel) -> None:

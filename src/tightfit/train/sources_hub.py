@@ -25,6 +25,15 @@ Progress = Callable[[Message, int, int], None]
 PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 """Weights, configs, tokenizers. Not pickles, and not the copies in other formats that many repositories hold."""
 
+PROBLEMS = (
+    (hub.HFValidationError, "train.no-hub-id"),
+    (hub.OfflineModeIsEnabled, "train.not-cached-offline"),
+    (hub.LocalEntryNotFoundError, "train.not-cached"),
+    (hub.RepositoryNotFoundError, "train.not-on-hub"),
+    (hub.EntryNotFoundError, "train.hub-no-config"),
+)
+"""What huggingface_hub raises, the particular before the general, and what is said of it."""
+
 MODELSCOPE = "modelscope:"
 TIMEOUT_S = 10
 
@@ -71,7 +80,8 @@ def find_weights(source: str, *, progress: Progress = silent) -> Path:
             raise ModelError(Message("train.gated", source=source)) from error
         if not isinstance(error, hub.HFValidationError) and _modelscope() is not None:
             return _from_modelscope(source, error)
-        raise ModelError(_problem(source, error)) from error
+        why = next((Message(what, name=source) for kind, what in PROBLEMS if isinstance(error, kind)), None)
+        raise ModelError(why or Message("train.hub-failed", name=source, why=_reason(error))) from error
 
 
 def _complete(folder: Path) -> bool:
@@ -99,20 +109,6 @@ def _from_modelscope(name: str, hub_error: Exception | None) -> Path:
     except Exception as error:
         also = f"; Hugging Face: {_reason(hub_error)}" if hub_error is not None else ""
         raise ModelError(Message("train.modelscope-failed", name=name, why=_reason(error), also=also)) from error
-
-
-def _problem(name: str, error: Exception) -> Message:
-    if isinstance(error, hub.HFValidationError):
-        return Message("train.no-hub-id", name=name)
-    if isinstance(error, hub.OfflineModeIsEnabled):
-        return Message("train.not-cached-offline", name=name)
-    if isinstance(error, hub.LocalEntryNotFoundError):
-        return Message("train.not-cached", name=name)
-    if isinstance(error, hub.RepositoryNotFoundError):
-        return Message("train.not-on-hub", name=name)
-    if isinstance(error, hub.EntryNotFoundError):
-        return Message("train.hub-no-config", name=name)
-    return Message("train.hub-failed", name=name, why=_reason(error))
 
 
 def _reason(error: Exception | None) -> str:
