@@ -56,7 +56,6 @@ GPU_STACK = {"torch", "deepspeed", "transformers", "peft", "accelerate", "datase
 QUOTED = {
     "diagnose/lines.py": "any log",
     "diagnose/oom.py": "torch",
-    "hardware/probes/rocm_smi.py": "AMD's tool",
     "runs/cause.py": "Linux",
     "train/distress.py": "torch",
 }
