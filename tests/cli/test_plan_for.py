@@ -58,14 +58,32 @@ def test_the_file_that_is_written_reproduces_the_plan(question: dict[str, str], 
     check_written(found, question["gpus"], tmp_path, **ram)
 
 
+MODELS = tuple(name for name in PRESETS if checkpoint_of(name) and "mamba" not in name)
+METHODS = ("full", "lora", "qlora")
+CARDS = ("1x16GB", "2xRTX4090", "8xA100-80GB", "8xK100-64GB", "2xV100-32GB")
+
+
+def check_preset(model: str, method: str, gpus: str, folder: Path) -> None:
+    found = tightfit.plan(trainer="llamafactory", model=model, method=method, gpus=gpus, host_ram="512GB")
+    if found.fits:
+        check_written(found, gpus, folder, host_ram="512GB")
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("model", [name for name in PRESETS if checkpoint_of(name) and "mamba" not in name])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_preset_on_a_size_of_card(model: str, method: str, tmp_path: Path) -> None:
+    """Each model with each method, and each method on each size of card."""
+    turn = MODELS.index(model) + 2 * METHODS.index(method)
+    check_preset(model, method, CARDS[turn % len(CARDS)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", MODELS)
 def test_every_preset_on_every_size_of_card(model: str, method: str, tmp_path: Path) -> None:
-    for number, gpus in enumerate(("1x16GB", "2xRTX4090", "8xA100-80GB", "8xK100-64GB", "2xV100-32GB")):
-        found = tightfit.plan(trainer="llamafactory", model=model, method=method, gpus=gpus, host_ram="512GB")
-        if found.fits:
-            check_written(found, gpus, tmp_path / str(number), host_ram="512GB")
+    for gpus in CARDS:
+        check_preset(model, method, gpus, tmp_path / gpus)
 
 
 @pytest.mark.thorough

@@ -37,13 +37,14 @@ import json, os, sys, warnings
 warnings.simplefilter("ignore")
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import HfArgumentParser, TrainingArguments
+parser = HfArgumentParser(TrainingArguments)
 answers = []
 for path in json.load(sys.stdin):
     os.chdir(os.path.dirname(path))
     values = json.load(open(path)) | {"use_cpu": True}
     json.dump(values, open("checked.json", "w"))
     try:
-        (args,) = HfArgumentParser(TrainingArguments).parse_json_file("checked.json")
+        (args,) = parser.parse_json_file("checked.json")
         answer = {"micro": args.per_device_train_batch_size, "accumulation": args.gradient_accumulation_steps,
                   "bf16": args.bf16, "fp16": args.fp16, "optim": args.optim.value, "lr": args.learning_rate,
                   "recompute": args.gradient_checkpointing, "warmup": args.get_warmup_steps(1000), "seed": args.seed}
