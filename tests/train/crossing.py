@@ -14,7 +14,7 @@ from typing import Any
 
 from tightfit.runs.checkpoints import Keeping, read_state
 from tightfit.train import place as places
-from tightfit.train.assemble import Origins, assemble
+from tightfit.train.assemble import assemble
 from tightfit.train.checkpoint import Habits, Saver, model_set
 from tightfit.train.config import Options, read_worker_config
 from tightfit.train.data import Order, pad_id
@@ -42,7 +42,7 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
         from tightfit.train.engines.deepspeed import join
 
         join(place)
-    made = assemble(config, place, Origins(weights=None, checkpoint=None, cache=cache), events)
+    made = assemble(config, place, events, None, None, cache)
     model = model_set(made, config, prepared.tokenizer, place)
     habits = Habits(keeping=Keeping(last=9), background=False, ranks_here=place.world, masters=True)
     order = Order(len(prepared.split.train), config.effective_batch, config.training.seed)

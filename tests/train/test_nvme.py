@@ -384,12 +384,12 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path) -> None:
 
 LOCK = """
 import resource, sys
-from tightfit.train.nvme import Needs, NvmeError, check
+from tightfit.train.nvme import NvmeError, check
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 place = {"device": "nvme", "nvme_path": sys.argv[1], "buffer_count": 4, "buffer_size": 100}
-needs = Needs(trained=2**20, world=2, file_bytes=0)
 try:
-    check({"zero_optimization": {"sub_group_size": 10**9, "offload_optimizer": place}}, 0, needs)
+    zero = {"sub_group_size": 10**9, "offload_optimizer": place}
+    check({"zero_optimization": zero}, 0, trained=2**20, world=2, file_bytes=0)
 except NvmeError as error:
     print(error)
 """

@@ -52,19 +52,18 @@ class Assembled:
     said: tuple[Message, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origins:
-    """Folders that values are read from."""
+def assemble(
+    config: WorkerConfig,
+    place: Place,
+    events: Events,
+    weights: Path | None,
+    checkpoint: Path | DeepSpeedCheckpoint | None,
+    cache: Path,
+) -> Assembled:
+    """The engine, with every parameter filled.
 
-    weights: Path | None
-    """Of the model that the job names; None: its weights are drawn."""
-    checkpoint: Path | DeepSpeedCheckpoint | None
-    """A checkpoint whose weights take their place."""
-    cache: Path
-
-
-def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events) -> Assembled:
-    """The engine, with every parameter filled."""
+    `weights`: of the model that the job names; None: they are drawn. `checkpoint`: one whose weights take their place.
+    """
     levers = config.levers
     if levers.engine == "zero0" and levers.precision == "fp16":
         raise ConfigError(Message("train.zero0-fp16"))
@@ -73,7 +72,7 @@ def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events)
 
         if not get_accelerator().is_fp16_supported():
             raise ConfigError(Message("train.deepspeed-fp16"))
-    hf = build.hf_config(config.model, found.weights)
+    hf = build.hf_config(config.model, weights)
     kernel, said = build.attention_of(levers, place.on_gpu, hf)
     scan_said = build.install_scan(hf.model_type, levers)
     working, method, rests_on = build.DTYPES[levers.precision], levers.method, place.device
@@ -97,10 +96,10 @@ def assemble(config: WorkerConfig, place: Place, found: Origins, events: Events)
     with build.quiet_transformers():
         twin = skeleton()
         source: TensorSource | None = None
-        if isinstance(found.checkpoint, DeepSpeedCheckpoint):
-            source = found.checkpoint.name_for(twin, adapters=False)
-        elif (folder := found.checkpoint or found.weights) is not None:
-            source = open_weights(folder, twin, found.cache, progress=events.report)
+        if isinstance(checkpoint, DeepSpeedCheckpoint):
+            source = checkpoint.name_for(twin, adapters=False)
+        elif (folder := checkpoint or weights) is not None:
+            source = open_weights(folder, twin, cache, progress=events.report)
         drawn = twin if levers.lora is None else adapt(skeleton())
         origin = Origin(draws=Scratch(drawn, config.training.seed), weights=source, rounding=working)
         model = skeleton()

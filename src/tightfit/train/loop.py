@@ -181,11 +181,7 @@ class Loop:
             step_s=round(recent[-1][1], 6),
             seconds_left=(self.steps - step - 1) * seconds / len(recent),
             epoch=round((step + 1) * self.config.effective_batch / max(1, self.samples), 6),
-            memory={
-                "now_bytes": reading.now_bytes,
-                "peak_bytes": reading.peak_bytes,
-                "host_bytes": reading.host_bytes,
-            },
+            memory={name: getattr(reading, name) for name in ("now_bytes", "peak_bytes", "host_bytes")},
             **({} if reading.alloc_retries is None else {"alloc_retries": reading.alloc_retries}),
             loss_scale=stepped.loss_scale,
             skipped=stepped.skipped,
@@ -236,12 +232,6 @@ class Loop:
         )
 
 
-@dataclass
-class _OverflowSeen:
-    forward: str | None = None
-    backward: str | None = None
-
-
 class OverflowWatch:
     """fp16 overflows: how many in a row, and which layer began.
 
@@ -255,7 +245,7 @@ class OverflowWatch:
         self._layers = [(names[layer], layer) for layer in layers_of(model)]
         self._events = events
         self._hooks: list[Any] = []
-        self._seen = _OverflowSeen()
+        self._seen: dict[str, str] = {}
         self.streak = 0
 
     def after_step(self, step: int, skipped: bool, loss_scale: float | None) -> None:
@@ -263,8 +253,8 @@ class OverflowWatch:
         if skipped:
             self.streak += 1
             if self.streak >= TELL_AFTER:
-                began = self._seen.forward or self._seen.backward
-                where = ("forward" if self._seen.forward else "backward") if began else None
+                where = next((each for each in ("forward", "backward") if each in self._seen), None)
+                began = None if where is None else self._seen[where]
                 told = {"streak": self.streak, "loss_scale": loss_scale, "layer": began, "where": where}
                 self._events.write("overflow", step=step, **told)
         else:
@@ -274,15 +264,15 @@ class OverflowWatch:
         self._hooks = []
         if not skipped:
             return
-        self._seen = seen = _OverflowSeen()
+        self._seen = seen = {}
         for name, layer in self._layers:
 
             def look(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
                 first = output[0] if isinstance(output, tuple) else output
                 if not isinstance(first, Tensor):
                     return
-                if seen.forward is None and not _finite(first):
-                    seen.forward = name
+                if "forward" not in seen and not _finite(first):
+                    seen["forward"] = name
                 if first.requires_grad:
                     first.register_hook(lambda grad: note(grad, name))  # type: ignore[no-untyped-call]
 
@@ -290,8 +280,8 @@ class OverflowWatch:
 
         def note(grad: Tensor, name: str) -> None:
             # Backwards runs from the top: the first that is seen is the one that began.
-            if seen.backward is None and not _finite(grad):
-                seen.backward = name
+            if "backward" not in seen and not _finite(grad):
+                seen["backward"] = name
 
 
 def _finite(values: Tensor) -> bool:

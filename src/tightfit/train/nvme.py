@@ -17,7 +17,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,6 @@ class NvmeError(UserError):
     """What NVMe offload needs is not there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a run is about to swap."""
-
-    trained: int
-    """How many numbers each rank trains."""
-    world: int
-    file_bytes: int
-    """Of all ranks that are on this node."""
-
-
 def on_nvme(levers: Levers) -> bool:
     return "nvme" in (levers.offload_optimizer, levers.offload_param)
 
@@ -58,9 +46,10 @@ def on_nvme(levers: Levers) -> bool:
 # --- before the start ----------------------------------------------------------------------------
 
 
-def check(deepspeed: Mapping[str, Any], rank: int, needs: Needs) -> None:
+def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, file_bytes: int) -> None:
     """Refuse what would fail later without a word that helps; nothing is built for it.
 
+    `trained`: how many numbers each of the `world` ranks trains; `file_bytes`: of all ranks that are on this node.
     The folders are this process's until it ends.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -100,18 +89,18 @@ def check(deepspeed: Mapping[str, Any], rank: int, needs: Needs) -> None:
         for path in folder.glob("zero_stage_3/*/rank*/*.swp"):
             with suppress(OSError):
                 has += path.stat().st_blocks * 512
-    if has < needs.file_bytes:
-        said = {"need": needs.file_bytes / GIBIBYTE, "free": has / GIBIBYTE}
+    if has < file_bytes:
+        said = {"need": file_bytes / GIBIBYTE, "free": has / GIBIBYTE}
         raise NvmeError(Message("train.nvme-too-small", path=", ".join(sorted(map(str, folders))), **said))
     # At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32.
     zero = deepspeed["zero_optimization"]
     usual = Buckets()
-    group = min(int(zero.get("sub_group_size", usual.sub_group_size)), needs.trained)
+    group = min(int(zero.get("sub_group_size", usual.sub_group_size)), trained)
     param, optimizer = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
     locked = 0
     if param.get("device") == "nvme":
         locked += 2 * int(param.get("buffer_count", usual.param_buffer_count) * param["buffer_size"])
-        locked += 2 * group * needs.world  # DeepSpeed locks a sub group whole, on every rank
+        locked += 2 * group * world  # DeepSpeed locks a sub group whole, on every rank
     if optimizer.get("device") == "nvme":
         locked += 4 * optimizer.get("buffer_count", usual.optimizer_buffer_count) * group
     # Buffers are locked in memory; where that is not allowed DeepSpeed aborts.

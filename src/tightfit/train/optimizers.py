@@ -145,9 +145,7 @@ def make_states(optimizer: Any, worked_on: Iterable[Tensor] | None = None) -> No
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
     """Moments and counters as before the first step, in place: engines hold references to them."""
-    for group in optimizer.param_groups:
-        if isinstance(group.get("step"), int):
-            group["step"] = 0
+    set_steps(optimizer, 0)
     for state in optimizer.state.values():
         for name, value in state.items():
             if name.startswith("qmap"):

@@ -21,13 +21,13 @@ from tightfit.runs.folder import AUTO, NONE
 from tightfit.runs.lock import FolderLock, InUse
 from tightfit.train import nvme, resume
 from tightfit.train import place as places
-from tightfit.train.assemble import Assembled, Origins, TensorSource, assemble
+from tightfit.train.assemble import Assembled, TensorSource, assemble
 from tightfit.train.build import hf_config
 from tightfit.train.checkpoint import Habits, Saver, model_set
 from tightfit.train.compiled import report_meanwhile
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data import DataSpec, Order, Split, explain, load_tokenizer, open_samples, pad_id, prepare, worst
-from tightfit.train.deepspeed_checkpoint import open_deepspeed
+from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint, open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, Supervised, lines_of
 from tightfit.train.loop import Ending, Loop
@@ -130,12 +130,9 @@ class Worker:
         swapping = self.config.deepspeed if nvme.on_nvme(levers) else None
         if swapping is not None:
             here = 1 if self.options.rehearse else self.config.world.gpus_per_node
-            needs = nvme.Needs(
-                trained=predicted.trainable_parameters // self.place.world,
-                world=self.place.world,
-                file_bytes=predicted.nvme_bytes_per_node // self.config.world.gpus_per_node * here,
-            )
-            nvme.check(swapping, self.place.rank, needs)
+            trained = predicted.trainable_parameters // self.place.world
+            file_bytes = predicted.nvme_bytes_per_node // self.config.world.gpus_per_node * here
+            nvme.check(swapping, self.place.rank, trained=trained, world=self.place.world, file_bytes=file_bytes)
         self.events.write(
             "start",
             model=self.config.model.name,
@@ -367,13 +364,11 @@ class Worker:
                 join(self.place)
                 if nvme.on_nvme(self.config.levers):
                     nvme.load()
-        whole = self.config.levers.lora is None  # an adapter's checkpoint holds no base
-        folders = Origins(
-            weights=prepared.weights,
-            checkpoint=(found.deepspeed or found.folder) if found is not None and whole else None,
-            cache=self.cache / "weights",
-        )
-        return assemble(self.config, self.place, folders, self.events)
+        checkpoint: Path | DeepSpeedCheckpoint | None = None
+        if found is not None and self.config.levers.lora is None:  # an adapter's checkpoint holds no base
+            checkpoint = found.deepspeed or found.folder
+        cache = self.cache / "weights"
+        return assemble(self.config, self.place, self.events, prepared.weights, checkpoint, cache)
 
     def _prove(self, *found: PlanProof) -> None:
         for proof in found:
