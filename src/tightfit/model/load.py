@@ -25,6 +25,8 @@ from tightfit.model.presets import CHECKPOINTS, DRAWN_STD, PRESETS, find_checkpo
 from tightfit.types import ConfigError, ModelError, ModelShape
 
 HUB_TIMEOUT_S = 10
+HONEST = 0.05
+"""A name that is this close to the count needs no correction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,10 @@ def _shape(found: FoundConfig, trust_trace: bool) -> ModelShape:
         from tightfit.model.trace import trace_config
 
         shape = trace_config(found.config, found.name)
-    return replace(shape, notes=(*_promise(found, shape), *found.notes, *shape.notes))
+    notes: tuple[Said, ...] = (*found.notes, *shape.notes)
+    if found.called is not None and abs(shape.parameters / (float(found.called.removesuffix("B")) * 1e9) - 1) >= HONEST:
+        notes = (Message("model.called-really", called=found.called, really=shape.parameters / 1e9), *notes)
+    return replace(shape, notes=notes)
 
 
 def find_config(word: str) -> FoundConfig:
@@ -83,7 +88,15 @@ def find_config(word: str) -> FoundConfig:
     if name.endswith(".json") or name.startswith((".", "/", "~")) or os.path.isabs(path):
         raise ModelError(Message("model.no-such-file", name=shown(name)))
     known = find_checkpoint(name)
-    return FoundConfig(name, _read_json(_from_hub(name), name)) if known is None else _find_known(known)
+    if known is None:
+        return FoundConfig(name, _read_json(_fetch(name), name))
+    # A public model that has a preset's shape, under its own name.
+    checkpoint = CHECKPOINTS[known]
+    config = PRESETS[checkpoint.preset].config
+    notes: list[Said] = [Message("model.known-as", preset=checkpoint.preset)]
+    if config["model_type"] == "gemma3_text":
+        notes.append(Message("model.language-model-only"))
+    return FoundConfig(known, {**config, **checkpoint.differs}, tuple(notes))
 
 
 def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
@@ -158,43 +171,16 @@ def config_from_fields(fields: Mapping[str, object], name: str) -> dict[str, obj
     std = config.get(_STD, DRAWN_STD)
     if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std <= 1:
         raise ModelError(Message("model.bad-init-std", name=shown(name), key=_STD, value=shown(std)))
-    return _without_fraction(config)
-
-
-def _without_fraction(config: dict[str, object]) -> dict[str, object]:
-    """transformers takes whole `expand`s only; a fraction is said as the width that it gives."""
+    # transformers takes whole `expand`s only; a fraction is said as the width that it gives.
     expand, hidden = config.get("expand"), config.get("hidden_size")
-    if config["model_type"] not in ("mamba", "falcon_mamba") or not isinstance(expand, float):
+    if family not in ("mamba", "falcon_mamba") or not isinstance(expand, float):
         return config
     if not isinstance(hidden, int) or not 0 < hidden <= MAX_SIZE or not 0 < expand <= MAX_SIZE:
         return config  # the reader will say what is wrong
     if expand.is_integer():
         return {**config, "expand": int(expand)}
-    rest = {key: value for key, value in config.items() if key != "expand"}
-    return {"intermediate_size": int(expand * hidden), **rest}
-
-
-def _promise(found: FoundConfig, shape: ModelShape) -> tuple[Said, ...]:
-    if found.called is None:
-        return ()
-    promised = float(found.called.removesuffix("B")) * 1e9
-    if abs(shape.parameters / promised - 1) < HONEST:
-        return ()
-    return (Message("model.called-really", called=found.called, really=shape.parameters / 1e9),)
-
-
-HONEST = 0.05
-"""A name that is this close to the count needs no correction."""
-
-
-def _find_known(name: str) -> FoundConfig:
-    """A public model that has a preset's shape, under its own name."""
-    checkpoint = CHECKPOINTS[name]
-    config = PRESETS[checkpoint.preset].config
-    notes: list[Said] = [Message("model.known-as", preset=checkpoint.preset)]
-    if config["model_type"] == "gemma3_text":
-        notes.append(Message("model.language-model-only"))
-    return FoundConfig(name, {**config, **checkpoint.differs}, tuple(notes))
+    del config["expand"]
+    return {"intermediate_size": int(expand * hidden), **config}
 
 
 def _local(path: Path) -> FoundConfig:
@@ -241,41 +227,31 @@ def _read_json(path: Path, name: str) -> Mapping[str, object]:
     return config
 
 
-def _from_hub(name: str) -> Path:
+def _fetch(name: str) -> Path:
     """The config.json of a Hugging Face id, from the cache or fetched into it; never the weights."""
     try:
-        return Path(_fetch(name))
+        from huggingface_hub import errors as hub
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     except ImportError as error:
         raise ModelError(Message("model.needs-huggingface-hub", name=shown(name))) from error
-    except Exception as error:  # whatever the network and its libraries raise, the user reads one sentence
-        raise ModelError(_hub_problem(name, error)) from error
-
-
-def _fetch(name: str) -> str:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return hf_hub_download(name, "config.json", local_files_only=True)
-    except LocalEntryNotFoundError:
-        # Ask once before fetching: the download itself would retry for half a minute where there is no network.
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
-        return hf_hub_download(name, "config.json")
-
-
-def _hub_problem(name: str, error: Exception) -> Message:
-    from huggingface_hub import errors as hub
-
     said = {"name": name, "nearby": did_you_mean(name.rsplit("/", maxsplit=1)[-1].lower(), PRESETS)}
-    if isinstance(error, hub.HFValidationError):
-        return Message("model.hub-no-id", **{**said, "name": shown(name)})
-    if isinstance(error, hub.GatedRepoError):
-        return Message("model.hub-gated", **said)
-    if isinstance(error, hub.RepositoryNotFoundError):
-        return Message("model.hub-none", **said)
-    if isinstance(error, hub.OfflineModeIsEnabled):
-        return Message("model.hub-offline", **said)
-    if isinstance(error, hub.EntryNotFoundError) and not isinstance(error, hub.LocalEntryNotFoundError):
-        return Message("model.hub-no-config", name=name)
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return Message("model.hub-unreachable", **said, reason=reason)
+    try:
+        try:
+            return Path(hf_hub_download(name, "config.json", local_files_only=True))
+        except hub.LocalEntryNotFoundError:
+            # Ask once before fetching: the download itself would retry for half a minute where there is no network.
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
+            return Path(hf_hub_download(name, "config.json"))
+    except hub.HFValidationError as error:
+        raise ModelError(Message("model.hub-no-id", **{**said, "name": shown(name)})) from error
+    except hub.GatedRepoError as error:
+        raise ModelError(Message("model.hub-gated", **said)) from error
+    except hub.RepositoryNotFoundError as error:
+        raise ModelError(Message("model.hub-none", **said)) from error
+    except hub.OfflineModeIsEnabled as error:
+        raise ModelError(Message("model.hub-offline", **said)) from error
+    except Exception as error:  # whatever the network and its libraries raise, the user reads one sentence
+        if isinstance(error, hub.EntryNotFoundError) and not isinstance(error, hub.LocalEntryNotFoundError):
+            raise ModelError(Message("model.hub-no-config", name=name)) from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelError(Message("model.hub-unreachable", **said, reason=reason)) from error

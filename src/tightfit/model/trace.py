@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tightfit.inputs.spelling import shown
 from tightfit.messages import Message, from_json
@@ -25,45 +24,24 @@ WORKER = "tightfit.train.trace"
 
 def trace_config(config: Mapping[str, object], name: str, *, python: str = sys.executable) -> ModelShape:
     """Build and measure the model of this config on the meta device, with the given interpreter."""
-    with tempfile.TemporaryDirectory(prefix="tightfit-trace-") as folder:
-        path = Path(folder) / "config.json"
-        replace_file(path, json.dumps(dict(config)).encode())
-        answer = _spawn(path, name, python)
-    if "error" in answer:
-        if answer["error"]["kind"] == "missing":
-            raise ModelError(Message("model.trace-needs-torch", name=shown(name)))
-        said = str(from_json(answer["error"]["message"]))
-        raise ModelError(
-            Message("model.not-traced", name=shown(name), said=said if len(said) <= 200 else said[:199] + "…")
-        )
-    return _shape(answer, name)
-
-
-def _spawn(path: Path, name: str, python: str) -> dict[str, Any]:
     source = str(Path(__file__).resolve().parents[2])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     # Nothing to fetch and nothing to run on a GPU: neither should be tried.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    try:
-        done = subprocess.run(
-            [python, "-m", WORKER, str(path)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ModelError(Message("model.trace-too-slow", name=shown(name), limit_s=LIMIT_S)) from error
-    except OSError as error:
-        raise ModelError(
-            Message("model.trace-not-started", name=shown(name), python=python, reason=error.strerror or error)
-        ) from error
+    offline = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory(prefix="tightfit-trace-") as folder:
+        path = Path(folder) / "config.json"
+        replace_file(path, json.dumps(dict(config)).encode())
+        command, environment = [python, "-m", WORKER, str(path)], {**os.environ, **offline}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ModelError(Message("model.trace-too-slow", name=shown(name), limit_s=LIMIT_S)) from error
+        except OSError as error:
+            raise ModelError(
+                Message("model.trace-not-started", name=shown(name), python=python, reason=error.strerror or error)
+            ) from error
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
@@ -72,10 +50,13 @@ def _spawn(path: Path, name: str, python: str) -> dict[str, Any]:
         raise ModelError(
             Message("model.trace-failed", name=shown(name), returncode=done.returncode, last=last)
         ) from error
-    return dict(answer)
-
-
-def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
+    if "error" in answer:
+        if answer["error"]["kind"] == "missing":
+            raise ModelError(Message("model.trace-needs-torch", name=shown(name)))
+        said = str(from_json(answer["error"]["message"]))
+        raise ModelError(
+            Message("model.not-traced", name=shown(name), said=said if len(said) <= 200 else said[:199] + "…")
+        )
     norm: NormKind = "layer" if answer["norm"] == "layer" else "rms"
     blocks = tuple(
         Block(

@@ -23,7 +23,7 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    **{name: Family(llama_like.shape) for name in llama_like.DIALECTS},
+    **{name: Family(llama_like.shape) for name in llama_like.VARIANTS},
     "gpt2": Family(gpt2.shape, gpt2.ALIASES),
     "gpt_neox": Family(gpt_neox.shape),
     **{name: Family(moe.shape, moe.ALIASES.get(name, {})) for name in moe.MIXTURES},
@@ -44,7 +44,13 @@ def read(config: Mapping[str, object], model: str) -> tuple[ModelShape, ConfigRe
             Message("model.mamba-ssm-format" if "ssm_cfg" in config else "model.no-type", model=shown(model))
         )
     if model_type == "gemma3":
-        return _read_gemma3(config, model)
+        # The multimodal wrapper: the language model inside it is what gets trained on text.
+        wrapper = ConfigReader(config, model=model, model_type="gemma3")
+        text = wrapper.section("text_config")
+        if text is None:
+            raise wrapper.fail("model.no-text-config")
+        shape, reader = read({**_GEMMA3_TEXT_SIZES, **text, "model_type": "gemma3_text"}, model)
+        return replace(shape, notes=(*shape.notes, Message("model.language-model-only"))), reader
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         hint = did_you_mean(model_type, FAMILIES)
         raise NotByName(model, Message("model.a-type", model_type=shown(model_type), hint=hint))
@@ -57,14 +63,3 @@ def read(config: Mapping[str, object], model: str) -> tuple[ModelShape, ConfigRe
     if shape.parameters > MAX_PARAMETERS:
         raise reader.fail("model.too-many-parameters", parameters=shape.parameters, max_parameters=MAX_PARAMETERS)
     return shape, reader
-
-
-def _read_gemma3(config: Mapping[str, object], model: str) -> tuple[ModelShape, ConfigReader]:
-    """The multimodal wrapper: the language model inside it is what gets trained on text."""
-    wrapper = ConfigReader(config, model=model, model_type="gemma3")
-    text = wrapper.section("text_config")
-    if text is None:
-        raise wrapper.fail("model.no-text-config")
-    shape, reader = read({**_GEMMA3_TEXT_SIZES, **text, "model_type": "gemma3_text"}, model)
-    note = Message("model.language-model-only")
-    return replace(shape, notes=(*shape.notes, note)), reader

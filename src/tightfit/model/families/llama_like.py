@@ -1,7 +1,7 @@
 """Llama and the many that kept its shape: attention, then an MLP, each behind a norm, on a residual stream.
 
 They differ in defaults, in which linear layers have a bias, in the norm and where it stands, in windows
-and in whether projections are fused. A `Dialect` says those differences for one `model_type`; the values
+and in whether projections are fused. A `LlamaVariant` says those differences for one `model_type`; the values
 are the defaults of transformers' own config class, so an absent key means here what it means there.
 """
 
@@ -10,25 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tightfit.messages import Message
 from tightfit.model.families import windows
-from tightfit.model.families.parts import (
-    Heads,
-    Skeleton,
-    layer_kinds,
-    linear,
-    norm,
-    read_heads,
-    read_layers,
-    rotary_width,
-)
-from tightfit.model.families.reader import ConfigReader
+from tightfit.model.families.parts import Skeleton, layer_kinds, linear, norm, read_layers, rotary_width
+from tightfit.model.families.reader import MAX_HEADS, ConfigReader
 from tightfit.types import Arrangement, Attention, Block, Mlp, ModelShape, NormKind, Tensor
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class LlamaVariant:
     """One model type's departures from Llama."""
 
     required: tuple[str, ...] = SIZES
@@ -70,7 +62,7 @@ class Dialect:
     reads_softcaps: bool = False
 
 
-_GEMMA = Dialect(
+_GEMMA = LlamaVariant(
     heads=16,
     kv_heads=16,
     head_dim=256,
@@ -99,9 +91,9 @@ _GEMMA2 = replace(
     final_softcap=30.0,
     reads_softcaps=True,
 )
-_MISTRAL = Dialect(kv_heads=8, positions=131_072, qkv_bias=False, out_bias=False, window=windows.every_layer(4096))
-_QWEN2 = Dialect(kv_heads=32, positions=32_768, qkv_bias=True, out_bias=False, window=windows.upper_layers)
-_OLMO2 = Dialect(
+_MISTRAL = LlamaVariant(kv_heads=8, positions=131_072, qkv_bias=False, out_bias=False, window=windows.every_layer(4096))
+_QWEN2 = LlamaVariant(kv_heads=32, positions=32_768, qkv_bias=True, out_bias=False, window=windows.upper_layers)
+_OLMO2 = LlamaVariant(
     norm="olmo",
     arrangement="post",
     layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -109,14 +101,14 @@ _OLMO2 = Dialect(
     rotary_fp32=True,
 )
 
-DIALECTS: Mapping[str, Dialect] = {
-    "llama": Dialect(heads_must_divide=True, mlp_bias="mlp_bias"),
+VARIANTS: Mapping[str, LlamaVariant] = {
+    "llama": LlamaVariant(heads_must_divide=True, mlp_bias="mlp_bias"),
     "mistral": _MISTRAL,
     "ministral": replace(_MISTRAL, window=windows.ministral),
     "ministral3": replace(_MISTRAL, head_dim=128, positions=262_144, window=windows.every_layer(None)),
     "qwen2": _QWEN2,
     "qwen3": replace(_QWEN2, head_dim=128, qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
-    "phi3": Dialect(positions=4096, qkv_bias=False, out_bias=False, fused=True, window=windows.every_layer(None)),
+    "phi3": LlamaVariant(positions=4096, qkv_bias=False, out_bias=False, fused=True, window=windows.every_layer(None)),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
@@ -130,10 +122,10 @@ DIALECTS: Mapping[str, Dialect] = {
         attention_softcap=None,
         final_softcap=None,
     ),
-    "granite": Dialect(mlp_bias="mlp_bias", embedding_scale=True, residual_scaled=True),
+    "granite": LlamaVariant(mlp_bias="mlp_bias", embedding_scale=True, residual_scaled=True),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, window=windows.three_of_four),
-    "smollm3": Dialect(
+    "smollm3": LlamaVariant(
         kv_heads=4,
         positions=32_768,
         tied=True,
@@ -141,7 +133,7 @@ DIALECTS: Mapping[str, Dialect] = {
         window=windows.without_rope,
         skips_rotary=True,
     ),
-    "starcoder2": Dialect(
+    "starcoder2": LlamaVariant(
         kv_heads=2,
         positions=4096,
         tied=True,
@@ -154,7 +146,7 @@ DIALECTS: Mapping[str, Dialect] = {
         gated=False,
         window=windows.every_layer(None),
     ),
-    "stablelm": Dialect(
+    "stablelm": LlamaVariant(
         kv_heads=32,
         head_dim_readable=False,
         positions=4096,
@@ -168,28 +160,44 @@ DIALECTS: Mapping[str, Dialect] = {
 
 
 def shape(config: ConfigReader) -> ModelShape:
-    """The model of any type in DIALECTS."""
-    dialect = DIALECTS[config.model_type]
-    config.require(*dialect.required)
+    """The model of any type in VARIANTS."""
+    variant = VARIANTS[config.model_type]
+    config.require(*variant.required)
     hidden = config.count("hidden_size", 1)
-    vocab = config.count("vocab_size", dialect.vocab)
+    vocab = config.count("vocab_size", variant.vocab)
     layers = read_layers(config, 1)
-    heads = heads_of(config, dialect, hidden)
-    mlp, mlp_tensors = mlp_of(config, dialect, hidden)
-    window = dialect.window(config, layers)
-    rotary = windows.rotary_layers(config, layers) if dialect.skips_rotary else [True] * layers
-    arrangement, layer_norms = arrangement_of(config, dialect)
+    heads = read_heads(config, variant, hidden)
+    inner = config.count("intermediate_size", 1)
+    bias = _bias(config, variant, variant.mlp_bias)
+    activation = config.activation(variant.activation_key, variant.activation)
+    if config.model_type == "gemma" and activation == "gelu":
+        # The first Gemma configs say gelu and mean its tanh form; transformers corrects them.
+        activation = "gelu_pytorch_tanh"
+    mlp = Mlp(intermediate=inner, activation=activation, gated=variant.gated, fused_gate_up=variant.fused)
+    if not variant.gated:
+        mlp_tensors = [*linear("mlp.c_fc", inner, hidden, bias=bias), *linear("mlp.c_proj", hidden, inner, bias=bias)]
+    elif variant.fused:
+        gate_up = linear("mlp.gate_up_proj", 2 * inner, hidden, bias=bias)
+        mlp_tensors = [*gate_up, *linear("mlp.down_proj", hidden, inner, bias=bias)]
+    else:
+        mlp_tensors = gated_mlp("mlp", hidden, inner, bias=bias)
+    window = variant.window(config, layers)
+    rotary = windows.rotary_layers(config, layers) if variant.skips_rotary else [True] * layers
+    arrangement, layer_norms = variant.arrangement, variant.layer_norms
+    if config.model_type == "stablelm" and config.flag("use_parallel_residual", False):
+        # Mixer and MLP run side by side, and one norm is read with both.
+        arrangement, layer_norms = "parallel", ("input_layernorm",)
 
     def block(kind: tuple[int | None, bool]) -> Block:
-        mixer, mixer_tensors = attention_of(config, dialect, hidden, heads)
-        norms = [tensor for name in layer_norms for tensor in norm(name, hidden, dialect.norm)]
+        mixer, mixer_tensors = attention_of(config, variant, hidden, heads)
+        norms = [tensor for name in layer_norms for tensor in norm(name, hidden, variant.norm)]
         return Block(
             mixer=replace(mixer, sliding_window=kind[0], rotary=kind[1]),
             mlp=mlp,
-            norm=dialect.norm,
+            norm=variant.norm,
             arrangement=arrangement,
             tensors=(*mixer_tensors, *mlp_tensors, *norms),
-            residual_scaled=dialect.residual_scaled,
+            residual_scaled=variant.residual_scaled,
         )
 
     assembled = Skeleton().assemble(
@@ -197,38 +205,50 @@ def shape(config: ConfigReader) -> ModelShape:
         hidden=hidden,
         vocab=vocab,
         kinds=layer_kinds(list(zip(window, rotary, strict=True)), block),
-        tied=config.flag("tie_word_embeddings", dialect.tied),
-        positions=config.count("max_position_embeddings", dialect.positions),
-        final=dialect.norm,
+        tied=config.flag("tie_word_embeddings", variant.tied),
+        positions=config.count("max_position_embeddings", variant.positions),
+        final=variant.norm,
     )
-    final_softcap = _softcap(config, dialect, "final_logit_softcapping", dialect.final_softcap)
-    return replace(assembled, embedding_scale=dialect.embedding_scale, final_softcap=final_softcap)
+    final_softcap = _softcap(config, variant, "final_logit_softcapping", variant.final_softcap)
+    return replace(assembled, embedding_scale=variant.embedding_scale, final_softcap=final_softcap)
 
 
-def heads_of(config: ConfigReader, dialect: Dialect, hidden: int) -> Heads:
-    return read_heads(
-        config,
-        hidden,
-        heads_default=dialect.heads,
-        kv_default=dialect.kv_heads,
-        head_dim_default=dialect.head_dim,
-        head_dim_readable=dialect.head_dim_readable,
-        must_divide=dialect.heads_must_divide,
-    )
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How the attention is cut."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
 
 
-def arrangement_of(config: ConfigReader, dialect: Dialect) -> tuple[Arrangement, tuple[str, ...]]:
-    """stablelm may run mixer and MLP side by side, and then reads one norm with both."""
-    if config.model_type == "stablelm" and config.flag("use_parallel_residual", False):
-        return "parallel", ("input_layernorm",)
-    return dialect.arrangement, dialect.layer_norms
+def read_heads(config: ConfigReader, variant: LlamaVariant, hidden: int) -> Heads:
+    heads = config.count("num_attention_heads", variant.heads, most=MAX_HEADS)
+    # Absent is transformers' default of this family; null is 'as many as heads'.
+    kv_heads = config.optional_count("num_key_value_heads", variant.kv_heads) or heads
+    head_dim = config.optional_count("head_dim", variant.head_dim) if variant.head_dim_readable else None
+    if head_dim is None or variant.heads_must_divide:
+        config.check_multiple("hidden_size", hidden, "num_attention_heads", heads)
+    given = "" if config.has("num_key_value_heads") else Message("model.default-kv", model_type=config.model_type)
+    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads, given)
+    return Heads(heads, kv_heads, head_dim or hidden // heads)
 
 
-def attention_of(config: ConfigReader, dialect: Dialect, hidden: int, heads: Heads) -> tuple[Attention, list[Tensor]]:
+def attention_of(
+    config: ConfigReader, variant: LlamaVariant, hidden: int, heads: Heads
+) -> tuple[Attention, list[Tensor]]:
     """The mixer and its tensors, relative to the layer."""
-    qkv_bias = _bias(config, dialect, dialect.qkv_bias)
-    out = linear("self_attn.o_proj", hidden, heads.q_width, bias=_bias(config, dialect, dialect.out_bias))
-    if dialect.fused:
+    qkv_bias = _bias(config, variant, variant.qkv_bias)
+    out = linear("self_attn.o_proj", hidden, heads.q_width, bias=_bias(config, variant, variant.out_bias))
+    if variant.fused:
         # phi3 registers the output projection first.
         tensors = out + linear("self_attn.qkv_proj", heads.q_width + 2 * heads.kv_width, hidden, bias=qkv_bias)
     else:
@@ -238,42 +258,33 @@ def attention_of(config: ConfigReader, dialect: Dialect, hidden: int, heads: Hea
             *linear("self_attn.v_proj", heads.kv_width, hidden, bias=qkv_bias),
             *out,
         ]
-    norms = _qk_norms(config, dialect, heads)
+    norms: list[Tensor] = []
+    if variant.qk_norm in ("head", "whole"):
+        whole = variant.qk_norm == "whole"
+        norms += norm("self_attn.q_norm", heads.q_width if whole else heads.head_dim, "rms")
+        norms += norm("self_attn.k_norm", heads.kv_width if whole else heads.head_dim, "rms")
+    elif variant.qk_norm == "each" and config.flag("qk_layernorm", False):
+        for side, count in (("q", heads.heads), ("k", heads.kv_heads)):
+            names = [f"self_attn.{side}_layernorm.norms.{i}.weight" for i in range(count)]
+            norms += [Tensor(name, (heads.head_dim,)) for name in names]
     partial = config.model_type in ("phi3", "stablelm")
     mixer = Attention(
         heads=heads.heads,
         kv_heads=heads.kv_heads,
         head_dim=heads.head_dim,
-        rotary_dim=rotary_width(config, heads.head_dim, "partial_rotary_factor", dialect.partial_rotary)
+        rotary_dim=rotary_width(config, heads.head_dim, "partial_rotary_factor", variant.partial_rotary)
         if partial
         else None,
-        rotary_fp32=dialect.rotary_fp32,
+        rotary_fp32=variant.rotary_fp32,
         qk_norm=bool(norms),
-        qk_norm_kind=dialect.norm,
-        qk_norm_whole=dialect.qk_norm == "whole",
-        fused_qkv=dialect.fused,
+        qk_norm_kind=variant.norm,
+        qk_norm_whole=variant.qk_norm == "whole",
+        fused_qkv=variant.fused,
         # gemma3's config has the field, but its attention never passes it on.
         softcap=config.model_type == "gemma2"
-        and _softcap(config, dialect, "attn_logit_softcapping", dialect.attention_softcap),
+        and _softcap(config, variant, "attn_logit_softcapping", variant.attention_softcap),
     )
     return mixer, tensors + norms
-
-
-def mlp_of(config: ConfigReader, dialect: Dialect, hidden: int) -> tuple[Mlp, list[Tensor]]:
-    """The MLP and its tensors, relative to the layer."""
-    inner = config.count("intermediate_size", 1)
-    bias = _bias(config, dialect, dialect.mlp_bias)
-    activation = config.activation(dialect.activation_key, dialect.activation)
-    if config.model_type == "gemma" and activation == "gelu":
-        # The first Gemma configs say gelu and mean its tanh form; transformers corrects them.
-        activation = "gelu_pytorch_tanh"
-    mlp = Mlp(intermediate=inner, activation=activation, gated=dialect.gated, fused_gate_up=dialect.fused)
-    if not dialect.gated:
-        return mlp, [*linear("mlp.c_fc", inner, hidden, bias=bias), *linear("mlp.c_proj", hidden, inner, bias=bias)]
-    if dialect.fused:
-        gate_up = linear("mlp.gate_up_proj", 2 * inner, hidden, bias=bias)
-        return mlp, [*gate_up, *linear("mlp.down_proj", hidden, inner, bias=bias)]
-    return mlp, gated_mlp("mlp", hidden, inner, bias=bias)
 
 
 def gated_mlp(prefix: str, hidden: int, inner: int, *, bias: bool = False) -> list[Tensor]:
@@ -284,27 +295,12 @@ def gated_mlp(prefix: str, hidden: int, inner: int, *, bias: bool = False) -> li
     ]
 
 
-def _bias(config: ConfigReader, dialect: Dialect, rule: bool | str) -> bool:
-    return rule if isinstance(rule, bool) else config.flag(rule, dialect.bias_default)
+def _bias(config: ConfigReader, variant: LlamaVariant, rule: bool | str) -> bool:
+    return rule if isinstance(rule, bool) else config.flag(rule, variant.bias_default)
 
 
-def _softcap(config: ConfigReader, dialect: Dialect, key: str, default: float | None) -> bool:
+def _softcap(config: ConfigReader, variant: LlamaVariant, key: str, default: float | None) -> bool:
     """Whether a cap is on: null switches it off, absent leaves the family's default."""
-    if not dialect.reads_softcaps or config.is_null(key):
+    if not variant.reads_softcaps or config.is_null(key):
         return False
     return default is not None if not config.has(key) else config.number(key, 1.0) > 0
-
-
-def _qk_norms(config: ConfigReader, dialect: Dialect, heads: Heads) -> list[Tensor]:
-    if dialect.qk_norm == "head":
-        return [*norm("self_attn.q_norm", heads.head_dim, "rms"), *norm("self_attn.k_norm", heads.head_dim, "rms")]
-    if dialect.qk_norm == "whole":
-        return [*norm("self_attn.q_norm", heads.q_width, "rms"), *norm("self_attn.k_norm", heads.kv_width, "rms")]
-    if dialect.qk_norm == "each" and config.flag("qk_layernorm", False):
-        names = [("q", heads.heads), ("k", heads.kv_heads)]
-        return [
-            Tensor(f"self_attn.{side}_layernorm.norms.{i}.weight", (heads.head_dim,))
-            for side, count in names
-            for i in range(count)
-        ]
-    return []

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tightfit.model.families import windows
-from tightfit.model.families.llama_like import Dialect, attention_of, gated_mlp, heads_of
+from tightfit.model.families.llama_like import LlamaVariant, attention_of, gated_mlp, read_heads
 from tightfit.model.families.parts import Skeleton, layer_kinds, linear, norm, read_layers
 from tightfit.model.families.reader import MAX_HEADS, ConfigReader
 from tightfit.types import Block, Mlp, ModelShape, Moe, Tensor
@@ -20,7 +20,7 @@ from tightfit.types import Block, Mlp, ModelShape, Moe, Tensor
 class Mixture:
     """One model type's attention and experts."""
 
-    attention: Dialect
+    attention: LlamaVariant
     experts_key: str = "num_experts"
     experts: int
     top_k: int
@@ -38,7 +38,7 @@ class Mixture:
 
 MIXTURES: Mapping[str, Mixture] = {
     "mixtral": Mixture(
-        attention=Dialect(
+        attention=LlamaVariant(
             kv_heads=8, positions=131_072, qkv_bias=False, out_bias=False, window=windows.every_layer(None)
         ),
         experts_key="num_local_experts",
@@ -50,7 +50,7 @@ MIXTURES: Mapping[str, Mixture] = {
         lora_on_experts=True,
     ),
     "qwen2_moe": Mixture(
-        attention=Dialect(
+        attention=LlamaVariant(
             heads=16,
             kv_heads=16,
             positions=32_768,
@@ -65,7 +65,7 @@ MIXTURES: Mapping[str, Mixture] = {
         shared_inner=5632,
     ),
     "qwen3_moe": Mixture(
-        attention=Dialect(kv_heads=4, positions=32_768, qk_norm="head", window=windows.every_layer_if_asked),
+        attention=LlamaVariant(kv_heads=4, positions=32_768, qk_norm="head", window=windows.every_layer_if_asked),
         experts=128,
         top_k=8,
         inner=768,
@@ -83,40 +83,12 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 def shape(config: ConfigReader) -> ModelShape:
     """The model of any type in MIXTURES."""
     mixture = MIXTURES[config.model_type]
-    dialect = mixture.attention
-    config.require(*dialect.required)
+    variant = mixture.attention
+    config.require(*variant.required)
     hidden = config.count("hidden_size", 1)
     layers = read_layers(config, 1)
-    heads = heads_of(config, dialect, hidden)
-    mixer, mixer_tensors = attention_of(config, dialect, hidden, heads)
-    moe, moe_tensors = _experts(config, mixture, hidden)
-    dense = Mlp(intermediate=config.count("intermediate_size", 1), activation=moe.activation)
-    norms = [*norm("input_layernorm", hidden, "rms"), *norm("post_attention_layernorm", hidden, "rms")]
-
-    def block(kind: tuple[int | None, bool]) -> Block:
-        window, sparse = kind
-        mlp_tensors = moe_tensors if sparse else gated_mlp("mlp", hidden, dense.intermediate)
-        return Block(
-            mixer=replace(mixer, sliding_window=window),
-            mlp=moe if sparse else dense,
-            norm="rms",
-            arrangement="pre",
-            tensors=(*mixer_tensors, *mlp_tensors, *norms),
-        )
-
-    kinds = list(zip(dialect.window(config, layers), _sparse_layers(config, layers), strict=True))
-    return Skeleton().assemble(
-        config,
-        hidden=hidden,
-        vocab=config.count("vocab_size", dialect.vocab),
-        kinds=layer_kinds(kinds, block),
-        tied=config.flag("tie_word_embeddings", dialect.tied),
-        positions=config.count("max_position_embeddings", dialect.positions),
-        final="rms",
-    )
-
-
-def _experts(config: ConfigReader, mixture: Mixture, hidden: int) -> tuple[Moe, list[Tensor]]:
+    heads = read_heads(config, variant, hidden)
+    mixer, mixer_tensors = attention_of(config, variant, hidden, heads)
     experts = config.count(mixture.experts_key, mixture.experts, most=MAX_HEADS)
     top_k = config.count("num_experts_per_tok", mixture.top_k)
     inner = config.count(mixture.inner_key, mixture.inner)
@@ -125,32 +97,50 @@ def _experts(config: ConfigReader, mixture: Mixture, hidden: int) -> tuple[Moe, 
             "model.more-active-than-experts", top_k=top_k, experts_key=mixture.experts_key, experts=experts
         )
     gate = [Tensor("mlp.gate.weight", (experts, hidden))]
-    tensors = [
+    stacked = [
         Tensor("mlp.experts.gate_up_proj", (experts, 2 * inner, hidden)),
         Tensor("mlp.experts.down_proj", (experts, hidden, inner)),
     ]
-    tensors = gate + tensors if mixture.gate_first else tensors + gate
+    moe_tensors = gate + stacked if mixture.gate_first else stacked + gate
     shared = config.count("shared_expert_intermediate_size", mixture.shared_inner) if mixture.shared_inner else 0
     if shared:
-        tensors += gated_mlp("mlp.shared_expert", hidden, shared)
-        tensors += linear("mlp.shared_expert_gate", 1, hidden)
-    activation = config.activation("hidden_act", "silu")
+        moe_tensors += gated_mlp("mlp.shared_expert", hidden, shared)
+        moe_tensors += linear("mlp.shared_expert_gate", 1, hidden)
     moe = Moe(
         experts=experts,
         top_k=top_k,
         intermediate=inner,
-        activation=activation,
+        activation=config.activation("hidden_act", "silu"),
         shared_intermediate=shared,
         scores_fp32=mixture.scores_fp32,
         lora_on_experts=mixture.lora_on_experts,
     )
-    return moe, tensors
+    dense = Mlp(intermediate=config.count("intermediate_size", 1), activation=moe.activation)
+    norms = [*norm("input_layernorm", hidden, "rms"), *norm("post_attention_layernorm", hidden, "rms")]
 
+    def block(kind: tuple[int | None, bool]) -> Block:
+        window, has_experts = kind
+        mlp_tensors = moe_tensors if has_experts else gated_mlp("mlp", hidden, dense.intermediate)
+        return Block(
+            mixer=replace(mixer, sliding_window=window),
+            mlp=moe if has_experts else dense,
+            norm="rms",
+            arrangement="pre",
+            tensors=(*mixer_tensors, *mlp_tensors, *norms),
+        )
 
-def _sparse_layers(config: ConfigReader, layers: int) -> list[bool]:
-    """Which layers have experts; mixtral's all have."""
-    if config.model_type == "mixtral":
-        return [True] * layers
-    step = config.count("decoder_sparse_step", 1)
-    dense = set(config.whole_numbers("mlp_only_layers") or ())
-    return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+    sparse = [True] * layers
+    if config.model_type != "mixtral":
+        step = config.count("decoder_sparse_step", 1)
+        only_dense = set(config.whole_numbers("mlp_only_layers") or ())
+        sparse = [i not in only_dense and (i + 1) % step == 0 for i in range(layers)]
+    kinds = list(zip(variant.window(config, layers), sparse, strict=True))
+    return Skeleton().assemble(
+        config,
+        hidden=hidden,
+        vocab=config.count("vocab_size", variant.vocab),
+        kinds=layer_kinds(kinds, block),
+        tied=config.flag("tie_word_embeddings", variant.tied),
+        positions=config.count("max_position_embeddings", variant.positions),
+        final="rms",
+    )

@@ -1,4 +1,4 @@
-"""The pieces that the families share: named tensors of linear layers and norms, heads, and the whole model.
+"""The pieces that the families share: named tensors of linear layers and norms, and the whole model.
 
 Order matters here. ZeRO partitions and FSDP groups follow `model.named_parameters()`, so every list of
 tensors stands in the order in which transformers registers them: a module's own parameters come before
@@ -11,8 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tightfit.messages import Message
-from tightfit.model.families.reader import MAX_HEADS, MAX_LAYERS, ConfigReader
+from tightfit.model.families.reader import MAX_LAYERS, ConfigReader
 from tightfit.types import Block, ModelShape, NormKind, Tensor
 
 Key = TypeVar("Key", bound=Hashable)
@@ -38,47 +37,8 @@ def norm(name: str, width: int, kind: NormKind) -> list[Tensor]:
     return [*tensors, Tensor(f"{name}.bias", (width,))] if kind == "layer" else tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How the attention is cut."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-
 def read_layers(config: ConfigReader, default: int) -> int:
     return config.count("num_hidden_layers", default, most=MAX_LAYERS)
-
-
-def read_heads(  # the seven things that families do differently about the same three numbers
-    config: ConfigReader,
-    hidden: int,
-    *,
-    heads_default: int,
-    kv_default: int | None,
-    head_dim_default: int | None,
-    head_dim_readable: bool = True,
-    must_divide: bool = False,
-) -> Heads:
-    """Heads, key/value heads and head width. A `kv_default` or `head_dim_default` of None: derived."""
-    heads = config.count("num_attention_heads", heads_default, most=MAX_HEADS)
-    # Absent is transformers' default of this family; null is 'as many as heads'.
-    kv_heads = config.optional_count("num_key_value_heads", kv_default) or heads
-    head_dim = config.optional_count("head_dim", head_dim_default) if head_dim_readable else None
-    if head_dim is None or must_divide:
-        config.check_multiple("hidden_size", hidden, "num_attention_heads", heads)
-    given = "" if config.has("num_key_value_heads") else Message("model.default-kv", model_type=config.model_type)
-    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads, given)
-    return Heads(heads, kv_heads, head_dim or hidden // heads)
 
 
 def rotary_width(config: ConfigReader, head_dim: int, key: str, default: float) -> int | None:
