@@ -26,7 +26,7 @@ the slowest hop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -74,26 +74,28 @@ class _Row(NamedTuple):
     devices: int = 1
 
 
-def _cards(vendor: Vendor, arch: str, rows: Iterable[_Row]) -> list[CatalogueCard]:
-    return [_card(vendor, arch, row) for row in rows]
+def _cards(vendor: Vendor, arch: str, *rows: _Row) -> list[CatalogueCard]:
+    def scale(value: float | None, unit: float) -> float | None:
+        return None if value is None else value * unit
 
-
-def _card(vendor: Vendor, arch: str, row: _Row) -> CatalogueCard:
-    link_gb_s = row.link_gb_s
-    if link_gb_s is None and row.link in _PCIE_LANE_GB_S:
-        link_gb_s = 16 * _PCIE_LANE_GB_S[row.link]
-    gpu = Gpu(
-        name=row.family,
-        vendor=vendor,
-        memory_bytes=(row.mib or row.gib * 1024) * MIB,
-        arch=arch,
-        bf16_flops=_scale(row.bf16, 1e12),
-        fp16_flops=_scale(row.fp16, 1e12),
-        memory_bytes_per_s=_scale(row.gb_s, 1e9),
-        link=row.link,
-        link_bytes_per_s=_scale(link_gb_s, 1e9),
-    )
-    return CatalogueCard(family=row.family, size_gib=row.gib, form=row.form, devices=row.devices, gpu=gpu)
+    cards = []
+    for row in rows:
+        link_gb_s = row.link_gb_s
+        if link_gb_s is None and row.link in _PCIE_LANE_GB_S:
+            link_gb_s = 16 * _PCIE_LANE_GB_S[row.link]
+        gpu = Gpu(
+            name=row.family,
+            vendor=vendor,
+            memory_bytes=(row.mib or row.gib * 1024) * MIB,
+            arch=arch,
+            bf16_flops=scale(row.bf16, 1e12),
+            fp16_flops=scale(row.fp16, 1e12),
+            memory_bytes_per_s=scale(row.gb_s, 1e9),
+            link=row.link,
+            link_bytes_per_s=scale(link_gb_s, 1e9),
+        )
+        cards.append(CatalogueCard(family=row.family, size_gib=row.gib, form=row.form, devices=row.devices, gpu=gpu))
+    return cards
 
 
 def native_bf16(arch: str | None) -> bool | None:
@@ -112,25 +114,19 @@ def native_bf16(arch: str | None) -> bool | None:
     return None
 
 
-def _scale(value: float | None, scale: float) -> float | None:
-    return None if value is None else value * scale
-
-
 # --- GeForce ------------------------------------------------------------------------------------
 
 
-def _gtx(arch: str, rows: Iterable[tuple[str, int, int, int, float]]) -> list[CatalogueCard]:
+def _gtx(arch: str, *rows: tuple[str, int, int, int, float]) -> list[CatalogueCard]:
     """Rows: family, GiB, cores, boost MHz, GB/s. Two operations a core and clock."""
 
     def row(family: str, gib: int, cores: int, mhz: int, gb_s: float) -> _Row:
         return _Row(family, gib, fp16=round(2e-6 * cores * mhz, 1), gb_s=gb_s, link="pcie3")
 
-    return _cards("nvidia", arch, (row(*values) for values in rows))
+    return _cards("nvidia", arch, *(row(*values) for values in rows))
 
 
-def _rtx(
-    arch: str, link: _Link, rows: Iterable[tuple[str, int, int | None, int, int, float, int]]
-) -> list[CatalogueCard]:
+def _rtx(arch: str, link: _Link, *rows: tuple[str, int, int | None, int, int, float, int]) -> list[CatalogueCard]:
     """Rows: family, GiB, driver's MiB, multiprocessors, boost MHz, GB/s, PCIe lanes."""
 
     def row(family: str, gib: int, mib: int | None, units: int, mhz: int, gb_s: float, lanes: int) -> _Row:
@@ -138,187 +134,161 @@ def _rtx(
         bf16 = rate if native_bf16(arch) else None
         return _Row(family, gib, mib, bf16, rate, gb_s, "", link, lanes * _PCIE_LANE_GB_S[link])
 
-    return _cards("nvidia", arch, (row(*values) for values in rows))
+    return _cards("nvidia", arch, *(row(*values) for values in rows))
 
 
-def _laptops(arch: str, rows: Iterable[tuple[str, int, int | None]]) -> list[CatalogueCard]:
+def _laptops(arch: str, *rows: tuple[str, int, int | None]) -> list[CatalogueCard]:
     """Rows: family, GiB, driver's MiB. One GPU a laptop, so no link either."""
-    return _cards("nvidia", arch, (_Row(f"{name} Laptop", gib, mib) for name, gib, mib in rows))
+    return _cards("nvidia", arch, *(_Row(f"{name} Laptop", gib, mib) for name, gib, mib in rows))
 
 
 _GEFORCE = [
     *_gtx(
         "sm_61",
-        [
-            ("GTX 1050", 2, 640, 1455, 112),
-            ("GTX 1050", 3, 768, 1518, 84),
-            ("GTX 1050 Ti", 4, 768, 1392, 112),
-            ("GTX 1060", 3, 1152, 1708, 192),
-            ("GTX 1060", 6, 1280, 1708, 192),
-            ("GTX 1070", 8, 1920, 1683, 256),
-            ("GTX 1070 Ti", 8, 2432, 1683, 256),
-            ("GTX 1080", 8, 2560, 1733, 320),
-            ("GTX 1080 Ti", 11, 3584, 1582, 484),
-            ("TITAN X Pascal", 12, 3584, 1531, 480),
-            ("TITAN Xp", 12, 3840, 1582, 547.7),
-        ],
+        ("GTX 1050", 2, 640, 1455, 112),
+        ("GTX 1050", 3, 768, 1518, 84),
+        ("GTX 1050 Ti", 4, 768, 1392, 112),
+        ("GTX 1060", 3, 1152, 1708, 192),
+        ("GTX 1060", 6, 1280, 1708, 192),
+        ("GTX 1070", 8, 1920, 1683, 256),
+        ("GTX 1070 Ti", 8, 2432, 1683, 256),
+        ("GTX 1080", 8, 2560, 1733, 320),
+        ("GTX 1080 Ti", 11, 3584, 1582, 484),
+        ("TITAN X Pascal", 12, 3584, 1531, 480),
+        ("TITAN Xp", 12, 3840, 1582, 547.7),
     ),
     *_gtx(
         "sm_75",
-        [
-            ("GTX 1650", 4, 896, 1665, 128),
-            ("GTX 1650 SUPER", 4, 1280, 1725, 192),
-            ("GTX 1660", 6, 1408, 1785, 192),
-            ("GTX 1660 SUPER", 6, 1408, 1785, 336),
-            ("GTX 1660 Ti", 6, 1536, 1770, 288),
-        ],
+        ("GTX 1650", 4, 896, 1665, 128),
+        ("GTX 1650 SUPER", 4, 1280, 1725, 192),
+        ("GTX 1660", 6, 1408, 1785, 192),
+        ("GTX 1660 SUPER", 6, 1408, 1785, 336),
+        ("GTX 1660 Ti", 6, 1536, 1770, 288),
     ),
     *_rtx(
         "sm_75",
         "pcie3",
-        [
-            ("RTX 2060", 6, None, 30, 1680, 336, 16),
-            ("RTX 2060", 12, None, 34, 1650, 336, 16),
-            ("RTX 2060 SUPER", 8, None, 34, 1650, 448, 16),
-            ("RTX 2070", 8, None, 36, 1620, 448, 16),
-            ("RTX 2070 SUPER", 8, None, 40, 1770, 448, 16),
-            ("RTX 2080", 8, None, 46, 1710, 448, 16),
-            ("RTX 2080 SUPER", 8, None, 48, 1815, 496, 16),
-            ("RTX 2080 Ti", 11, None, 68, 1545, 616, 16),
-        ],
+        ("RTX 2060", 6, None, 30, 1680, 336, 16),
+        ("RTX 2060", 12, None, 34, 1650, 336, 16),
+        ("RTX 2060 SUPER", 8, None, 34, 1650, 448, 16),
+        ("RTX 2070", 8, None, 36, 1620, 448, 16),
+        ("RTX 2070 SUPER", 8, None, 40, 1770, 448, 16),
+        ("RTX 2080", 8, None, 46, 1710, 448, 16),
+        ("RTX 2080 SUPER", 8, None, 48, 1815, 496, 16),
+        ("RTX 2080 Ti", 11, None, 68, 1545, 616, 16),
     ),
     *_rtx(
         "sm_86",
         "pcie4",
-        [
-            ("RTX 3050", 6, None, 18, 1470, 168, 8),
-            ("RTX 3050", 8, None, 20, 1777, 224, 8),
-            ("RTX 3060", 8, None, 28, 1777, 240, 16),
-            ("RTX 3060", 12, None, 28, 1777, 360, 16),
-            ("RTX 3060 Ti", 8, None, 38, 1665, 448, 16),
-            ("RTX 3070", 8, None, 46, 1725, 448, 16),
-            ("RTX 3070 Ti", 8, None, 48, 1770, 608, 16),
-            ("RTX 3080", 10, None, 68, 1710, 760, 16),
-            ("RTX 3080", 12, None, 70, 1710, 912, 16),
-            ("RTX 3080 Ti", 12, None, 80, 1665, 912, 16),
-            ("RTX 3090", 24, None, 82, 1695, 936, 16),
-            ("RTX 3090 Ti", 24, 24564, 84, 1860, 1008, 16),
-        ],
+        ("RTX 3050", 6, None, 18, 1470, 168, 8),
+        ("RTX 3050", 8, None, 20, 1777, 224, 8),
+        ("RTX 3060", 8, None, 28, 1777, 240, 16),
+        ("RTX 3060", 12, None, 28, 1777, 360, 16),
+        ("RTX 3060 Ti", 8, None, 38, 1665, 448, 16),
+        ("RTX 3070", 8, None, 46, 1725, 448, 16),
+        ("RTX 3070 Ti", 8, None, 48, 1770, 608, 16),
+        ("RTX 3080", 10, None, 68, 1710, 760, 16),
+        ("RTX 3080", 12, None, 70, 1710, 912, 16),
+        ("RTX 3080 Ti", 12, None, 80, 1665, 912, 16),
+        ("RTX 3090", 24, None, 82, 1695, 936, 16),
+        ("RTX 3090 Ti", 24, 24564, 84, 1860, 1008, 16),
     ),
     *_rtx(
         "sm_89",
         "pcie4",
-        [
-            ("RTX 4060", 8, 8188, 24, 2460, 272, 8),
-            ("RTX 4060 Ti", 8, 8188, 34, 2535, 288, 8),
-            ("RTX 4060 Ti", 16, 16380, 34, 2535, 288, 8),
-            ("RTX 4070", 12, 12282, 46, 2475, 504, 16),
-            ("RTX 4070 SUPER", 12, 12282, 56, 2475, 504, 16),
-            ("RTX 4070 Ti", 12, 12282, 60, 2610, 504, 16),
-            ("RTX 4070 Ti SUPER", 16, 16376, 66, 2610, 672, 16),
-            ("RTX 4080", 16, 16376, 76, 2505, 716.8, 16),
-            ("RTX 4080 SUPER", 16, 16376, 80, 2550, 736, 16),
-            ("RTX 4090", 24, 24564, 128, 2520, 1008, 16),
-            ("RTX 4090 D", 24, 24564, 114, 2520, 1008, 16),
-        ],
+        ("RTX 4060", 8, 8188, 24, 2460, 272, 8),
+        ("RTX 4060 Ti", 8, 8188, 34, 2535, 288, 8),
+        ("RTX 4060 Ti", 16, 16380, 34, 2535, 288, 8),
+        ("RTX 4070", 12, 12282, 46, 2475, 504, 16),
+        ("RTX 4070 SUPER", 12, 12282, 56, 2475, 504, 16),
+        ("RTX 4070 Ti", 12, 12282, 60, 2610, 504, 16),
+        ("RTX 4070 Ti SUPER", 16, 16376, 66, 2610, 672, 16),
+        ("RTX 4080", 16, 16376, 76, 2505, 716.8, 16),
+        ("RTX 4080 SUPER", 16, 16376, 80, 2550, 736, 16),
+        ("RTX 4090", 24, 24564, 128, 2520, 1008, 16),
+        ("RTX 4090 D", 24, 24564, 114, 2520, 1008, 16),
     ),
     *_rtx(
         "sm_120",
         "pcie5",
-        [
-            ("RTX 5050", 8, 8151, 20, 2572, 320, 8),
-            ("RTX 5060", 8, 8151, 30, 2497, 448, 8),
-            ("RTX 5060 Ti", 8, 8151, 36, 2572, 448, 8),
-            ("RTX 5060 Ti", 16, 16311, 36, 2572, 448, 8),
-            ("RTX 5070", 12, 12227, 48, 2512, 672, 16),
-            ("RTX 5070 Ti", 16, 16303, 70, 2452, 896, 16),
-            ("RTX 5080", 16, 16303, 84, 2617, 960, 16),
-            ("RTX 5090", 32, 32607, 170, 2407, 1792, 16),
-        ],
+        ("RTX 5050", 8, 8151, 20, 2572, 320, 8),
+        ("RTX 5060", 8, 8151, 30, 2497, 448, 8),
+        ("RTX 5060 Ti", 8, 8151, 36, 2572, 448, 8),
+        ("RTX 5060 Ti", 16, 16311, 36, 2572, 448, 8),
+        ("RTX 5070", 12, 12227, 48, 2512, 672, 16),
+        ("RTX 5070 Ti", 16, 16303, 70, 2452, 896, 16),
+        ("RTX 5080", 16, 16303, 84, 2617, 960, 16),
+        ("RTX 5090", 32, 32607, 170, 2407, 1792, 16),
     ),
     # Its matrix rate is cut to an unstated share of the RTX 5090's.
-    *_cards("nvidia", "sm_120", [_Row("RTX 5090 D", 32, 32607, gb_s=1792, link="pcie5")]),
-    *_laptops("sm_75", [("GTX 1650", 4, None), ("GTX 1650 Ti", 4, None), ("GTX 1660 Ti", 6, None)]),
-    *_laptops("sm_75", [("RTX 2060", 6, None), ("RTX 2070", 8, None), ("RTX 2080", 8, None)]),
+    *_cards("nvidia", "sm_120", _Row("RTX 5090 D", 32, 32607, gb_s=1792, link="pcie5")),
+    *_laptops("sm_75", ("GTX 1650", 4, None), ("GTX 1650 Ti", 4, None), ("GTX 1660 Ti", 6, None)),
+    *_laptops("sm_75", ("RTX 2060", 6, None), ("RTX 2070", 8, None), ("RTX 2080", 8, None)),
     *_laptops(
         "sm_86",
-        [
-            ("RTX 3050", 4, None),
-            ("RTX 3050", 6, None),
-            ("RTX 3050 Ti", 4, None),
-            ("RTX 3060", 6, None),
-            ("RTX 3070", 8, None),
-            ("RTX 3070 Ti", 8, None),
-            ("RTX 3080", 8, None),
-            ("RTX 3080", 16, None),
-            ("RTX 3080 Ti", 16, None),
-        ],
+        ("RTX 3050", 4, None),
+        ("RTX 3050", 6, None),
+        ("RTX 3050 Ti", 4, None),
+        ("RTX 3060", 6, None),
+        ("RTX 3070", 8, None),
+        ("RTX 3070 Ti", 8, None),
+        ("RTX 3080", 8, None),
+        ("RTX 3080", 16, None),
+        ("RTX 3080 Ti", 16, None),
     ),
     *_laptops(
         "sm_89",
-        [
-            ("RTX 4050", 6, 6141),
-            ("RTX 4060", 8, 8188),
-            ("RTX 4070", 8, 8188),
-            ("RTX 4080", 12, 12282),
-            ("RTX 4090", 16, 16376),
-        ],
+        ("RTX 4050", 6, 6141),
+        ("RTX 4060", 8, 8188),
+        ("RTX 4070", 8, 8188),
+        ("RTX 4080", 12, 12282),
+        ("RTX 4090", 16, 16376),
     ),
     *_laptops(
         "sm_120",
-        [
-            ("RTX 5050", 8, 8151),
-            ("RTX 5060", 8, 8151),
-            ("RTX 5070", 8, 8151),
-            ("RTX 5070 Ti", 12, 12227),
-            ("RTX 5080", 16, 16303),
-            ("RTX 5090", 24, 24463),
-        ],
+        ("RTX 5050", 8, 8151),
+        ("RTX 5060", 8, 8151),
+        ("RTX 5070", 8, 8151),
+        ("RTX 5070 Ti", 12, 12227),
+        ("RTX 5080", 16, 16303),
+        ("RTX 5090", 24, 24463),
     ),
 ]
 
 # --- NVIDIA workstation -------------------------------------------------------------------------
 
 _WORKSTATION = [
-    *_cards("nvidia", "sm_70", [_Row("TITAN V", 12, None, None, 110, 653, link="pcie3")]),
+    *_cards("nvidia", "sm_70", _Row("TITAN V", 12, None, None, 110, 653, link="pcie3")),
     *_cards(
         "nvidia",
         "sm_75",
-        [
-            _Row("TITAN RTX", 24, None, None, 130.5, 672, link="pcie3"),
-            _Row("Quadro RTX 6000", 24, None, None, 130.5, 672, link="pcie3"),
-            _Row("Quadro RTX 8000", 48, None, None, 130.5, 672, link="pcie3"),
-        ],
+        _Row("TITAN RTX", 24, None, None, 130.5, 672, link="pcie3"),
+        _Row("Quadro RTX 6000", 24, None, None, 130.5, 672, link="pcie3"),
+        _Row("Quadro RTX 8000", 48, None, None, 130.5, 672, link="pcie3"),
     ),
     *_cards(
         "nvidia",
         "sm_86",
-        [
-            _Row("RTX A4000", 16, 16376, 76.7, 76.7, 448, link="pcie4"),
-            _Row("RTX A4500", 20, None, 94.6, 94.6, 640, link="pcie4"),
-            _Row("RTX A5000", 24, 24564, 111.1, 111.1, 768, link="pcie4"),
-            _Row("RTX A6000", 48, 49140, 154.8, 154.8, 768, link="pcie4"),
-        ],
+        _Row("RTX A4000", 16, 16376, 76.7, 76.7, 448, link="pcie4"),
+        _Row("RTX A4500", 20, None, 94.6, 94.6, 640, link="pcie4"),
+        _Row("RTX A5000", 24, 24564, 111.1, 111.1, 768, link="pcie4"),
+        _Row("RTX A6000", 48, 49140, 154.8, 154.8, 768, link="pcie4"),
     ),
     *_cards(
         "nvidia",
         "sm_89",
-        [
-            _Row("RTX 4000 Ada", 20, None, 106.9, 106.9, 360, link="pcie4"),
-            _Row("RTX 4500 Ada", 24, None, 158.5, 158.5, 432, link="pcie4"),
-            _Row("RTX 5000 Ada", 32, None, 261.1, 261.1, 576, link="pcie4"),
-            _Row("RTX 6000 Ada", 48, 49140, 364.2, 364.2, 960, link="pcie4"),
-        ],
+        _Row("RTX 4000 Ada", 20, None, 106.9, 106.9, 360, link="pcie4"),
+        _Row("RTX 4500 Ada", 24, None, 158.5, 158.5, 432, link="pcie4"),
+        _Row("RTX 5000 Ada", 32, None, 261.1, 261.1, 576, link="pcie4"),
+        _Row("RTX 6000 Ada", 48, 49140, 364.2, 364.2, 960, link="pcie4"),
     ),
     *_cards(
         "nvidia",
         "sm_120",
-        [
-            _Row("RTX PRO 6000", 96, 97887, 503.8, 503.8, 1792, "Workstation", "pcie5"),
-            _Row("RTX PRO 6000", 96, 97887, 438.9, 438.9, 1792, "Max-Q", "pcie5"),
-            # Four times its printed fp32 rate, as on the other two.
-            _Row("RTX PRO 6000", 96, 97887, 480, 480, 1597, "Server", "pcie5"),
-        ],
+        _Row("RTX PRO 6000", 96, 97887, 503.8, 503.8, 1792, "Workstation", "pcie5"),
+        _Row("RTX PRO 6000", 96, 97887, 438.9, 438.9, 1792, "Max-Q", "pcie5"),
+        # Four times its printed fp32 rate, as on the other two.
+        _Row("RTX PRO 6000", 96, 97887, 480, 480, 1597, "Server", "pcie5"),
     ),
 ]
 
@@ -328,77 +298,65 @@ _DATA_CENTRE = [
     *_cards(
         "nvidia",
         "sm_60",
-        [
-            _Row("P100", 16, None, None, 18.7, 732, "PCIe", "pcie3"),
-            _Row("P100", 12, None, None, 18.7, 549, "PCIe", "pcie3"),
-            _Row("P100", 16, None, None, 21.2, 732, "SXM", "nvlink", 80),
-        ],
+        _Row("P100", 16, None, None, 18.7, 732, "PCIe", "pcie3"),
+        _Row("P100", 12, None, None, 18.7, 549, "PCIe", "pcie3"),
+        _Row("P100", 16, None, None, 21.2, 732, "SXM", "nvlink", 80),
     ),
-    *_cards("nvidia", "sm_61", [_Row("P40", 24, 22919, None, 12, 346, link="pcie3")]),
+    *_cards("nvidia", "sm_61", _Row("P40", 24, 22919, None, 12, 346, link="pcie3")),
     *_cards(
         "nvidia",
         "sm_70",
-        [
-            _Row("V100", 16, None, None, 125, 900, "SXM", "nvlink", 150),
-            _Row("V100", 32, None, None, 125, 900, "SXM", "nvlink", 150),
-            _Row("V100", 16, None, None, 112, 900, "PCIe", "pcie3"),
-            _Row("V100", 32, None, None, 112, 900, "PCIe", "pcie3"),
-            _Row("V100S", 32, None, None, 130, 1134, "PCIe", "pcie3"),
-        ],
+        _Row("V100", 16, None, None, 125, 900, "SXM", "nvlink", 150),
+        _Row("V100", 32, None, None, 125, 900, "SXM", "nvlink", 150),
+        _Row("V100", 16, None, None, 112, 900, "PCIe", "pcie3"),
+        _Row("V100", 32, None, None, 112, 900, "PCIe", "pcie3"),
+        _Row("V100S", 32, None, None, 130, 1134, "PCIe", "pcie3"),
     ),
-    *_cards("nvidia", "sm_75", [_Row("T4", 16, 15360, None, 65, 320, link="pcie3")]),
+    *_cards("nvidia", "sm_75", _Row("T4", 16, 15360, None, 65, 320, link="pcie3")),
     *_cards(
         "nvidia",
         "sm_80",
-        [
-            _Row("A30", 24, None, 165, 165, 933, link="pcie4"),
-            _Row("A100", 40, None, 312, 312, 1555, "SXM", "nvlink", 300),
-            _Row("A100", 80, None, 312, 312, 2039, "SXM", "nvlink", 300),
-            _Row("A100", 40, None, 312, 312, 1555, "PCIe", "pcie4"),
-            _Row("A100", 80, None, 312, 312, 1935, "PCIe", "pcie4"),
-            _Row("A800", 80, None, 312, 312, 2039, "SXM", "nvlink", 200),
-            _Row("A800", 80, None, 312, 312, 1935, "PCIe", "pcie4"),
-        ],
+        _Row("A30", 24, None, 165, 165, 933, link="pcie4"),
+        _Row("A100", 40, None, 312, 312, 1555, "SXM", "nvlink", 300),
+        _Row("A100", 80, None, 312, 312, 2039, "SXM", "nvlink", 300),
+        _Row("A100", 40, None, 312, 312, 1555, "PCIe", "pcie4"),
+        _Row("A100", 80, None, 312, 312, 1935, "PCIe", "pcie4"),
+        _Row("A800", 80, None, 312, 312, 2039, "SXM", "nvlink", 200),
+        _Row("A800", 80, None, 312, 312, 1935, "PCIe", "pcie4"),
     ),
     *_cards(
         "nvidia",
         "sm_86",
-        [
-            _Row("A2", 16, 15356, 18, 18, 200, link="pcie4", link_gb_s=8 * _PCIE_LANE_GB_S["pcie4"]),
-            _Row("A10", 24, 23028, 125, 125, 600, link="pcie4"),
-            # Made for one cloud; its rate is in no public data sheet.
-            _Row("A10G", 24, 23028, None, None, 600, link="pcie4"),
-            _Row("A40", 48, 46068, 149.7, 149.7, 696, link="pcie4"),
-        ],
+        _Row("A2", 16, 15356, 18, 18, 200, link="pcie4", link_gb_s=8 * _PCIE_LANE_GB_S["pcie4"]),
+        _Row("A10", 24, 23028, 125, 125, 600, link="pcie4"),
+        # Made for one cloud; its rate is in no public data sheet.
+        _Row("A10G", 24, 23028, None, None, 600, link="pcie4"),
+        _Row("A40", 48, 46068, 149.7, 149.7, 696, link="pcie4"),
     ),
     *_cards(
         "nvidia",
         "sm_89",
-        [
-            _Row("L4", 24, 23034, 121, 121, 300, link="pcie4"),
-            _Row("L20", 48, 46068, 119.5, 119.5, 864, link="pcie4"),
-            _Row("L40", 48, 46068, 181, 181, 864, link="pcie4"),
-            _Row("L40S", 48, 46068, 362, 362, 864, link="pcie4"),
-        ],
+        _Row("L4", 24, 23034, 121, 121, 300, link="pcie4"),
+        _Row("L20", 48, 46068, 119.5, 119.5, 864, link="pcie4"),
+        _Row("L40", 48, 46068, 181, 181, 864, link="pcie4"),
+        _Row("L40S", 48, 46068, 362, 362, 864, link="pcie4"),
     ),
     *_cards(
         "nvidia",
         "sm_90",
-        [
-            _Row("H100", 80, 81559, 989.4, 989.4, 3350, "SXM", "nvlink", 450),
-            _Row("H100", 80, 81559, 756, 756, 2000, "PCIe", "pcie5"),
-            _Row("H100 NVL", 94, 95830, 835, 835, 3900, "", "pcie5"),
-            _Row("H800", 80, 81559, 989.4, 989.4, 3350, "SXM", "nvlink", 200),
-            _Row("H20", 96, 97871, 148, 148, 4000, "SXM", "nvlink", 450),
-            _Row("H20", 141, 143771, 148, 148, 4800, "SXM", "nvlink", 450),
-            _Row("H200", 141, 143771, 989.4, 989.4, 4800, "SXM", "nvlink", 450),
-            _Row("H200 NVL", 141, 143771, 835, 835, 4800, "", "pcie5"),
-            # A superchip is a node of its own unless a rack's switches join several.
-            _Row("GH200", 96, 97871, 989.4, 989.4, 4000),
-            _Row("GH200", 144, None, 989.4, 989.4, 4900),
-        ],
+        _Row("H100", 80, 81559, 989.4, 989.4, 3350, "SXM", "nvlink", 450),
+        _Row("H100", 80, 81559, 756, 756, 2000, "PCIe", "pcie5"),
+        _Row("H100 NVL", 94, 95830, 835, 835, 3900, "", "pcie5"),
+        _Row("H800", 80, 81559, 989.4, 989.4, 3350, "SXM", "nvlink", 200),
+        _Row("H20", 96, 97871, 148, 148, 4000, "SXM", "nvlink", 450),
+        _Row("H20", 141, 143771, 148, 148, 4800, "SXM", "nvlink", 450),
+        _Row("H200", 141, 143771, 989.4, 989.4, 4800, "SXM", "nvlink", 450),
+        _Row("H200 NVL", 141, 143771, 835, 835, 4800, "", "pcie5"),
+        # A superchip is a node of its own unless a rack's switches join several.
+        _Row("GH200", 96, 97871, 989.4, 989.4, 4000),
+        _Row("GH200", 144, None, 989.4, 989.4, 4900),
     ),
-    *_cards("nvidia", "sm_100", [_Row("B200", 180, 183359, 2250, 2250, 8000, "SXM", "nvlink", 900)]),
+    *_cards("nvidia", "sm_100", _Row("B200", 180, 183359, 2250, 2250, 8000, "SXM", "nvlink", 900)),
 ]
 
 # --- AMD ----------------------------------------------------------------------------------------
@@ -407,59 +365,49 @@ _AMD = [
     *_cards(
         "amd",
         "gfx906",
-        [
-            _Row("MI50", 16, None, None, 26.5, 1024, link="pcie4"),
-            _Row("MI50", 32, None, None, 26.5, 1024, link="pcie4"),
-            _Row("MI60", 32, None, None, 29.5, 1024, link="pcie4"),
-        ],
+        _Row("MI50", 16, None, None, 26.5, 1024, link="pcie4"),
+        _Row("MI50", 32, None, None, 26.5, 1024, link="pcie4"),
+        _Row("MI60", 32, None, None, 29.5, 1024, link="pcie4"),
     ),
-    *_cards("amd", "gfx908", [_Row("MI100", 32, None, 92.3, 184.6, 1229, link="pcie4")]),
+    *_cards("amd", "gfx908", _Row("MI100", 32, None, 92.3, 184.6, 1229, link="pcie4")),
     *_cards(
         "amd",
         "gfx90a",
-        [
-            _Row("MI210", 64, 65520, 181, 181, 1638, link="pcie4"),
-            # One row a die, which is what the driver counts, and one a card, which is what is sold.
-            _Row("MI250", 64, 65520, 181, 181, 1638, "", "xgmi", 50),
-            _Row("MI250", 128, 65520, 181, 181, 1638, "", "xgmi", 50, 2),
-            _Row("MI250X", 64, 65520, 191.5, 191.5, 1638, "", "xgmi", 50),
-            _Row("MI250X", 128, 65520, 191.5, 191.5, 1638, "", "xgmi", 50, 2),
-        ],
+        _Row("MI210", 64, 65520, 181, 181, 1638, link="pcie4"),
+        # One row a die, which is what the driver counts, and one a card, which is what is sold.
+        _Row("MI250", 64, 65520, 181, 181, 1638, "", "xgmi", 50),
+        _Row("MI250", 128, 65520, 181, 181, 1638, "", "xgmi", 50, 2),
+        _Row("MI250X", 64, 65520, 191.5, 191.5, 1638, "", "xgmi", 50),
+        _Row("MI250X", 128, 65520, 191.5, 191.5, 1638, "", "xgmi", 50, 2),
     ),
     *_cards(
         "amd",
         "gfx942",
-        [
-            _Row("MI300X", 192, 196592, 1307.4, 1307.4, 5300, "", "xgmi", 448),
-            _Row("MI325X", 256, None, 1307.4, 1307.4, 6000, "", "xgmi", 448),
-        ],
+        _Row("MI300X", 192, 196592, 1307.4, 1307.4, 5300, "", "xgmi", 448),
+        _Row("MI325X", 256, None, 1307.4, 1307.4, 6000, "", "xgmi", 448),
     ),
     *_cards(
         "amd",
         "gfx950",
-        [
-            _Row("MI350X", 288, 294896, 2300, 2300, 8000, "", "xgmi", 537.6),
-            _Row("MI355X", 288, 294896, 2500, 2500, 8000, "", "xgmi", 537.6),
-        ],
+        _Row("MI350X", 288, 294896, 2300, 2300, 8000, "", "xgmi", 537.6),
+        _Row("MI355X", 288, 294896, 2500, 2500, 8000, "", "xgmi", 537.6),
     ),
     *_cards(
         "amd",
         "gfx1100",
-        [
-            _Row("RX 7900 XT", 20, 20464, 103, 103, 800, link="pcie4"),
-            _Row("RX 7900 XTX", 24, 24560, 123, 123, 960, link="pcie4"),
-            _Row("PRO W7900", 48, None, 122.6, 122.6, 864, link="pcie4"),
-        ],
+        _Row("RX 7900 XT", 20, 20464, 103, 103, 800, link="pcie4"),
+        _Row("RX 7900 XTX", 24, 24560, 123, 123, 960, link="pcie4"),
+        _Row("PRO W7900", 48, None, 122.6, 122.6, 864, link="pcie4"),
     ),
 ]
 
 # --- Hygon --------------------------------------------------------------------------------------
 
 _HYGON = [
-    *_cards("hygon", "gfx906", [_Row("Z100", 16), _Row("Z100", 32), _Row("Z100L", 32)]),
-    *_cards("hygon", "gfx926", [_Row("K100", 64)]),
-    *_cards("hygon", "gfx928", [_Row("K100-AI", 64, 65520)]),
-    *_cards("hygon", "gfx936", [_Row("BW1000", 64, 65520)]),
+    *_cards("hygon", "gfx906", _Row("Z100", 16), _Row("Z100", 32), _Row("Z100L", 32)),
+    *_cards("hygon", "gfx926", _Row("K100", 64)),
+    *_cards("hygon", "gfx928", _Row("K100-AI", 64, 65520)),
+    *_cards("hygon", "gfx936", _Row("BW1000", 64, 65520)),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tightfit.hardware.doctor.row import Light, Row
@@ -25,22 +25,23 @@ _OFF = ("", "0", "false", "no", "off")
 
 
 def environment_rows(env: Mapping[str, str], cards: Sequence[Card], root: Path = Path("/")) -> list[Row]:
-    rows = [
-        *_visibility(env, cards),
-        *_allocator(env, cards),
-        *(
-            _row(
-                f"slow-{name.lower()}",
-                "yellow",
-                Message("doctor.slow", name=name, value=env[name], why=why),
-                Message("doctor.slow-fix"),
-                f"unset {name}",
-            )
-            for name, why in _SLOWING.items()
-            if env.get(name, "").strip().lower() not in _OFF
-        ),
-        *_interfaces(env, root),
-    ]
+    rows = [*_visibility(env, cards), *_allocator(env, {card.vendor for card in cards} & {"amd", "hygon"})]
+    for name, why in _SLOWING.items():
+        if env.get(name, "").strip().lower() not in _OFF:
+            what = Message("doctor.slow", name=name, value=env[name], why=why)
+            rows.append(_row(f"slow-{name.lower()}", "yellow", what, Message("doctor.slow-fix"), f"unset {name}"))
+    # A network card that is not there makes the start of every rank wait, and fail.
+    there = [path.name for path in root.glob("sys/class/net/*")]
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        said = env.get(name, "").strip()
+        if not said or said.startswith("^") or not there:
+            continue
+        exact = said.startswith("=") or name.startswith("GLOO")
+        wanted = [word for word in said.lstrip("=").split(",") if word]
+        if not any(each == word or (not exact and each.startswith(word)) for word in wanted for each in there):
+            what = Message("doctor.interface", name=name, value=said, there=Listing(sorted(there)))
+            fix = Message("doctor.interface-fix")
+            rows.append(_row(f"interface-{name[:4].lower()}", "red", what, fix, f"unset {name}"))
     # A launcher's variables in a shell make a plain `python` believe that it is one rank of many.
     held = [name for name in _LAUNCHER if env.get(name)]
     if len(held) > 1 and "SLURM_JOB_ID" not in env:
@@ -56,83 +57,52 @@ def _row(name: str, light: Light, what: Message, fix: Message | None = None, *co
     return Row(name, "environment", light, what, fix, commands)
 
 
-# --- which cards are seen -----------------------------------------------------------------------
-
-
-def _visibility(env: Mapping[str, str], cards: Sequence[Card]) -> list[Row]:
-    cuda, hip, rocr = (env.get(f"{name}_VISIBLE_DEVICES") for name in ("CUDA", "HIP", "ROCR"))
+def _visibility(env: Mapping[str, str], cards: Sequence[Card]) -> Iterator[Row]:
+    """Which cards are seen."""
+    values = {each: env.get(f"{each}_VISIBLE_DEVICES") for each in ("CUDA", "HIP", "ROCR")}
+    ids = {each: [word.strip() for word in (text or "").split(",") if word.strip()] for each, text in values.items()}
+    cuda, hip, rocr = values.values()
     vendors = {card.vendor for card in cards}
-    rows = []
-    if cuda is not None and hip is not None and _ids(cuda) != _ids(hip):
-        rows.append(
-            _row(
-                "visible-devices",
-                "red" if vendors & {"amd", "hygon"} else "yellow",
-                Message("doctor.visible-devices", cuda=cuda, hip=hip),
-                Message("doctor.keep-one"),
-                "unset CUDA_VISIBLE_DEVICES" if vendors != {"nvidia"} else "unset HIP_VISIBLE_DEVICES",
-            )
-        )
-    if hip is not None and rocr is not None and len(_ids(hip)) > len(_ids(rocr)):
-        what = Message("doctor.visible-rocr", hip=hip, rocr=rocr, count=len(_ids(rocr)))
-        rows.append(_row("visible-rocr", "red", what, Message("doctor.keep-one")))
-    chosen = ("CUDA_VISIBLE_DEVICES", cuda) if vendors == {"nvidia"} else ("HIP_VISIBLE_DEVICES", hip)
-    if chosen[1] is None and vendors and vendors != {"nvidia"}:
-        chosen = ("CUDA_VISIBLE_DEVICES", cuda)
-    if cards and chosen[1] is not None:
-        rows += _check_choice(chosen[0], chosen[1], cards, env)
-    return rows
-
-
-def _ids(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _check_choice(name: str, text: str, cards: Sequence[Card], env: Mapping[str, str]) -> list[Row]:
-    ids = _ids(text)
-    if not ids or ids[0] in ("-1", "NoDevFiles"):
+    if cuda is not None and hip is not None and ids["CUDA"] != ids["HIP"]:
+        what = Message("doctor.visible-devices", cuda=cuda, hip=hip)
+        command = "unset CUDA_VISIBLE_DEVICES" if vendors != {"nvidia"} else "unset HIP_VISIBLE_DEVICES"
+        light: Light = "red" if vendors & {"amd", "hygon"} else "yellow"
+        yield _row("visible-devices", light, what, Message("doctor.keep-one"), command)
+    if hip is not None and rocr is not None and len(ids["HIP"]) > len(ids["ROCR"]):
+        what = Message("doctor.visible-rocr", hip=hip, rocr=rocr, count=len(ids["ROCR"]))
+        yield _row("visible-rocr", "red", what, Message("doctor.keep-one"))
+    side = "CUDA" if vendors == {"nvidia"} or hip is None else "HIP"
+    name, text, chosen = f"{side}_VISIBLE_DEVICES", values[side], ids[side]
+    if not cards or text is None:
+        return
+    strangers = [word for word in chosen if word.isdigit() and int(word) >= len(cards)]
+    if not chosen or chosen[0] in ("-1", "NoDevFiles"):
         what = Message("doctor.visible-none", name=name, value=text, count=len(cards))
-        return [_row("visible-none", "yellow", what, Message("doctor.visible-none-fix"), f"unset {name}")]
-    strangers = [word for word in ids if word.isdigit() and int(word) >= len(cards)]
-    if strangers and "ROCR_VISIBLE_DEVICES" not in env:
+        yield _row("visible-none", "yellow", what, Message("doctor.visible-none-fix"), f"unset {name}")
+    elif strangers and rocr is None:
         what = Message("doctor.visible-unknown", name=name, value=text, unknown=Listing(strangers), count=len(cards))
-        return [_row("visible-unknown", "red", what, Message("doctor.visible-unknown-fix", last=len(cards) - 1))]
-    names = {card.name for card in cards}
-    if len(names) > 1 and name.startswith("CUDA") and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        yield _row("visible-unknown", "red", what, Message("doctor.visible-unknown-fix", last=len(cards) - 1))
+    elif len({card.name for card in cards}) > 1 and side == "CUDA" and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         what, fix = Message("doctor.device-order", name=name, value=text), Message("doctor.device-order-fix")
-        return [_row("device-order", "yellow", what, fix, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")]
-    return []
+        yield _row("device-order", "yellow", what, fix, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
 
 
-# --- the allocator ------------------------------------------------------------------------------
-
-
-def _allocator(env: Mapping[str, str], cards: Sequence[Card]) -> list[Row]:
+def _allocator(env: Mapping[str, str], hip: Collection[str]) -> Iterator[Row]:
+    """`hip`: the makers of cards here whose allocator cannot do all that CUDA's can."""
     said = {name: env[name].strip() for name in _ALLOCATORS if env.get(name, "").strip()}
-    rows = []
     if len(set(said.values())) > 1:
-        rows.append(
-            _row(
-                "allocator-twice",
-                "yellow",
-                Message(
-                    "doctor.allocator-twice",
-                    settings=Listing((f"{name}={value}" for name, value in said.items()), "and"),
-                ),
-                Message("doctor.allocator-twice-fix"),
-                *(f"unset {name}" for name in said if name != "PYTORCH_CUDA_ALLOC_CONF"),
-            )
-        )
+        settings = Listing((f"{name}={value}" for name, value in said.items()), "and")
+        what, fix = Message("doctor.allocator-twice", settings=settings), Message("doctor.allocator-twice-fix")
+        others = (f"unset {name}" for name in said if name != "PYTORCH_CUDA_ALLOC_CONF")
+        yield _row("allocator-twice", "yellow", what, fix, *others)
     for name, value in said.items():
         wrong = [part for part in re.split(r",(?![^\[]*\])", value) if part.strip() and ":" not in part]
         if wrong:
             what = Message("doctor.allocator-option", name=name, value=value, part=wrong[0].strip())
-            rows.append(_row("allocator-option", "red", what, Message("doctor.allocator-option-fix")))
-        hip = {card.vendor for card in cards} & {"amd", "hygon"}
+            yield _row("allocator-option", "red", what, Message("doctor.allocator-option-fix"))
         if hip and re.search(r"expandable_segments\s*:\s*True", value):
-            what = Message("doctor.allocator-hip", name=name, value=value)
-            light: Light = "red" if "hygon" in hip else "yellow"
-            rows.append(_row("allocator-hip", light, what, Message("doctor.allocator-hip-fix"), f"unset {name}"))
+            what, fix = Message("doctor.allocator-hip", name=name, value=value), Message("doctor.allocator-hip-fix")
+            yield _row("allocator-hip", "red" if "hygon" in hip else "yellow", what, fix, f"unset {name}")
         # With N divisions a size is rounded up to one of N steps between two powers of two; 0 and 1 round nothing.
         found = _ROUNDING.search(value)
         counts = [int(count) for count in re.findall(r"[0-9]+(?=\s*(?:$|[\],]))", found[1])] if found else []
@@ -141,25 +111,4 @@ def _allocator(env: Mapping[str, str], cards: Sequence[Card]) -> list[Row]:
             rest = re.sub(r"^,|,$", "", value.replace(found[0], "").replace(",,", ","))
             what = Message("doctor.allocator-rounding", name=name, setting=found[0], percent=100 / coarsest)
             command = f"export {name}={rest}" if rest else f"unset {name}"
-            rows.append(_row("allocator-rounding", "yellow", what, Message("doctor.leave-out"), command))
-    return rows
-
-
-# --- the rest -----------------------------------------------------------------------------------
-
-
-def _interfaces(env: Mapping[str, str], root: Path) -> list[Row]:
-    """A network card that is not there makes the start of every rank wait, and fail."""
-    there = [path.name for path in root.glob("sys/class/net/*")]
-    rows = []
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        said = env.get(name, "").strip()
-        if not said or said.startswith("^") or not there:
-            continue
-        exact = said.startswith("=") or name.startswith("GLOO")
-        wanted = [word for word in said.lstrip("=").split(",") if word]
-        if not any(each == word or (not exact and each.startswith(word)) for word in wanted for each in there):
-            what = Message("doctor.interface", name=name, value=said, there=Listing(sorted(there)))
-            fix = Message("doctor.interface-fix")
-            rows.append(_row(f"interface-{name[:4].lower()}", "red", what, fix, f"unset {name}"))
-    return rows
+            yield _row("allocator-rounding", "yellow", what, Message("doctor.leave-out"), command)
