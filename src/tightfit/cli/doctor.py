@@ -15,7 +15,7 @@ from tightfit.cli.flags import CHANGE, Parser, print_json
 from tightfit.diagnose.masks import masked
 from tightfit.hardware.doctor import Checkup, examine, with_disk
 from tightfit.hardware.doctor.host import measure_disk
-from tightfit.hardware.doctor.row import GROUPS, LIGHTS, Row, worst
+from tightfit.hardware.doctor.row import GROUPS, LIGHTS, Check, worst
 from tightfit.hardware.probes.card import CardProcess
 from tightfit.inputs.spelling import read_text
 from tightfit.messages import Message, change_texts, text
@@ -53,7 +53,7 @@ def _examine_with_job(job: str, output: str | None) -> Checkup:
     try:
         check = read(job, output)
     except HardwareError as error:  # of this machine, which is what was asked about
-        rows = [Row(id="plan", group="job", light="red", what=text("cli.no-plan", value=str(error).rstrip(".")))]
+        rows = [Check(id="plan", group="job", light="red", what=text("cli.no-plan", value=str(error).rstrip(".")))]
         seen = with_disk(seen, measure_disk(Path(output or ".").expanduser()))
     else:
         seen = with_disk(seen, measure_disk(check.folder))
@@ -84,7 +84,7 @@ def parser() -> Parser:
     return made.ends_with({"0": Message("help.doctor-exit-0"), "1": Message("help.doctor-exit-1"), **CHANGE})
 
 
-def as_json(found: Checkup, rows: Sequence[Row]) -> dict[str, Any]:
+def as_json(found: Checkup, rows: Sequence[Check]) -> dict[str, Any]:
     """What `--json` prints: what is not known is null, never zero."""
     torch, driver = found.torch, found.cards.driver
     return {

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from tightfit.hardware.doctor.row import Group, Light, Row, worst
+from tightfit.hardware.doctor.row import Check, Group, Light, worst
 from tightfit.messages import Message, end_sentence, text
 from tightfit.messages.wide import pad, wrap
 from tightfit.screen import NARROWEST, say
@@ -36,7 +36,7 @@ _GROUPS: dict[Group, Message] = {
 }
 
 
-def draw_checkup(console: Console, rows: Sequence[Row], seconds: float) -> None:
+def draw_checkup(console: Console, rows: Sequence[Check], seconds: float) -> None:
     """All rows by group, and the verdict."""
     for number, (group, members) in enumerate(groupby(rows, key=lambda row: row.group)):
         if number:
@@ -51,7 +51,7 @@ def draw_checkup(console: Console, rows: Sequence[Row], seconds: float) -> None:
     say(console, text("screen.looked-at", verdict=words, seconds=seconds), style=f"bold {verdict}")
 
 
-def _draw_row(console: Console, row: Row) -> None:
+def _draw_row(console: Console, row: Check) -> None:
     width = max(console.width, NARROWEST) - len(_INDENT)
     lines = wrap(end_sentence(_capital(str(row.what))), width, break_on_hyphens=False).split("\n")
     console.print(Text.assemble((pad(_LIGHTS[row.light], len(_INDENT)), row.light), lines[0]), soft_wrap=True)

@@ -14,7 +14,7 @@ from tightfit.desk.plan_request import PlanInput, resolve_request
 from tightfit.desk.request import read_request
 from tightfit.desk.stages import each_stage
 from tightfit.hardware.doctor import Checkup
-from tightfit.hardware.doctor.row import Light, Row, gib
+from tightfit.hardware.doctor.row import Check, Light, gib
 from tightfit.inputs.surroundings import is_installed
 from tightfit.messages import Said, bare, text
 from tightfit.planner.plan import Plan, Way
@@ -48,7 +48,7 @@ class JobCheck:
         gpus = self.settled.job.hardware.gpus
         return gpus is None or gpus.strip().lower() == "this"
 
-    def rows(self, found: Checkup) -> list[Row]:
+    def rows(self, found: Checkup) -> list[Check]:
         """What is to be said about it on this machine."""
         rows = [_check_plan(self)]
         try:
@@ -81,11 +81,11 @@ def read(path: str, output: str | None) -> JobCheck:
     )
 
 
-def _row(name: str, light: Light, what: Said, fix: Said | None = None, *commands: str) -> Row:
-    return Row(id=name, group="job", light=light, what=what, fix=fix, commands=commands)
+def _row(name: str, light: Light, what: Said, fix: Said | None = None, *commands: str) -> Check:
+    return Check(id=name, group="job", light=light, what=what, fix=fix, commands=commands)
 
 
-def _check_plan(check: JobCheck) -> Row:
+def _check_plan(check: JobCheck) -> Check:
     hardware, way = check.settled.hardware, check.way
     where = f"{hardware.world} × {hardware.gpu.name}"
     where = where if check.is_for_here else text("cli.named-by-job", where=where)
@@ -101,7 +101,7 @@ def _check_plan(check: JobCheck) -> Row:
     )
 
 
-def _check_launcher(check: JobCheck) -> Row:
+def _check_launcher(check: JobCheck) -> Check:
     """What the ranks could not start without."""
 
     def on_path(tool: str) -> bool:
@@ -123,7 +123,7 @@ def _check_launcher(check: JobCheck) -> Row:
     return _row("launcher", "green", what)
 
 
-def _check_data(path: str | None) -> Row:
+def _check_data(path: str | None) -> Check:
     from tightfit.formats.llamafactory.write import names_a_file
 
     if path is None:
@@ -159,7 +159,7 @@ def checkpoint_bytes(settled: PlanInput, way: Way) -> int:
     return weights + masters + (trained * ADAM_BYTES if "adam" in job.optimizer else 0)
 
 
-def _check_disk(check: JobCheck, found: Checkup) -> list[Row]:
+def _check_disk(check: JobCheck, found: Checkup) -> list[Check]:
     """The newest one stays while the next is written."""
     way, free, saving = check.way, found.free_disk_bytes, check.settled.job.saving
     if way is None or free is None or (saving.every_steps is None and saving.every_minutes is None):
@@ -175,7 +175,7 @@ def _check_disk(check: JobCheck, found: Checkup) -> list[Row]:
     return [_row("checkpoints", "red", what, text("cli.make-room-name"))]
 
 
-def _check_room(check: JobCheck, found: Checkup) -> list[Row]:
+def _check_room(check: JobCheck, found: Checkup) -> list[Check]:
     """Whether the plan fits beside what others hold at this moment."""
     way, cards = check.way, found.cards.cards
     if way is None or not cards or not check.is_for_here:

@@ -10,7 +10,7 @@ import pytest
 from tightfit.hardware.doctor import host
 from tightfit.hardware.doctor.gpus import link_rows
 from tightfit.hardware.doctor.host import MeasuredDisk, disk_rows, measure_disk
-from tightfit.hardware.doctor.row import Row
+from tightfit.hardware.doctor.row import Check
 from tightfit.hardware.probes.card import Card
 from tightfit.hardware.probes.readings import GIB, MIB
 
@@ -25,7 +25,7 @@ def machine(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def rows(root: Path, cards: int = 0) -> dict[str, Row]:
+def rows(root: Path, cards: int = 0) -> dict[str, Check]:
     return {row.id: row for row in host.host_rows(cards, root)}
 
 

@@ -11,7 +11,7 @@ import pytest
 from tightfit.hardware.doctor import software
 from tightfit.hardware.doctor.environment import environment_rows
 from tightfit.hardware.doctor.gpus import gpu_rows
-from tightfit.hardware.doctor.row import Row
+from tightfit.hardware.doctor.row import Check
 from tightfit.hardware.doctor.software import (
     BAD_PAIRS,
     Toolkit,
@@ -31,7 +31,7 @@ K100 = Card(index=0, vendor="hygon", name="K100_AI", total_bytes=64 * GIB, free_
 ALL = dict.fromkeys(software.NEEDED, "9.0") | {"torch": "2.13.0", "transformers": "5.22.2"}
 
 
-def by_id(rows: Iterable[Row]) -> dict[str, Row]:
+def by_id(rows: Iterable[Check]) -> dict[str, Check]:
     return {row.id: row for row in rows}
 
 
@@ -118,7 +118,7 @@ def test_a_version_file_that_says_little(text: str) -> None:
 # --- driver and torch ---------------------------------------------------------------------------
 
 
-def gpus(cards: tuple[Card, ...], build: TorchBuild | None, runtime: str | None = "12.8") -> dict[str, Row]:
+def gpus(cards: tuple[Card, ...], build: TorchBuild | None, runtime: str | None = "12.8") -> dict[str, Check]:
     driver = Driver(version="570.1", runtime=runtime)
     return by_id(gpu_rows(Cards(cards=cards, driver=driver), build, Path("/nonexistent")))
 
@@ -184,7 +184,7 @@ def built(
     cards: int = 1,
     nvcc: str | None = "12.4",
     root: Path = Path("/"),
-) -> dict[str, Row]:
+) -> dict[str, Check]:
     return by_id(building_rows(Toolkit(cxx="c++ 12.2.0", nvcc=nvcc), build, env, cards, root))
 
 

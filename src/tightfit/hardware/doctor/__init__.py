@@ -15,7 +15,7 @@ from pathlib import Path
 from tightfit.hardware.doctor.environment import environment_rows
 from tightfit.hardware.doctor.gpus import gpu_rows, link_rows
 from tightfit.hardware.doctor.host import MeasuredDisk, disk_rows, host_rows, measure_disk
-from tightfit.hardware.doctor.row import Row
+from tightfit.hardware.doctor.row import Check
 from tightfit.hardware.doctor.software import (
     TorchBuild,
     building_rows,
@@ -39,7 +39,7 @@ _DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 class Checkup:
     """All that was found."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Check, ...]
     cards: Cards
     torch: TorchBuild | None
     packages: Mapping[str, str]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tightfit.hardware.doctor.row import Light, Row
+from tightfit.hardware.doctor.row import Check, Light
 from tightfit.hardware.probes.card import Card
 from tightfit.messages import Listing, Message
 
@@ -24,7 +24,7 @@ _ROUNDING = re.compile(r"roundup_power2_divisions\s*:\s*(\[[^\]]*\]|[0-9]+)")
 _OFF = ("", "0", "false", "no", "off")
 
 
-def environment_rows(env: Mapping[str, str], cards: Sequence[Card], root: Path = Path("/")) -> list[Row]:
+def environment_rows(env: Mapping[str, str], cards: Sequence[Card], root: Path = Path("/")) -> list[Check]:
     rows = [*_visibility(env, cards), *_allocator(env, {card.vendor for card in cards} & {"amd", "hygon"})]
     for name, why in _SLOWING.items():
         if env.get(name, "").strip().lower() not in _OFF:
@@ -53,11 +53,11 @@ def environment_rows(env: Mapping[str, str], cards: Sequence[Card], root: Path =
     return rows or [_row("environment", "green", Message("doctor.environment"))]
 
 
-def _row(name: str, light: Light, what: Message, fix: Message | None = None, *commands: str) -> Row:
-    return Row(name, "environment", light, what, fix, commands)
+def _row(name: str, light: Light, what: Message, fix: Message | None = None, *commands: str) -> Check:
+    return Check(name, "environment", light, what, fix, commands)
 
 
-def _visibility(env: Mapping[str, str], cards: Sequence[Card]) -> Iterator[Row]:
+def _visibility(env: Mapping[str, str], cards: Sequence[Card]) -> Iterator[Check]:
     """Which cards are seen."""
     values = {each: env.get(f"{each}_VISIBLE_DEVICES") for each in ("CUDA", "HIP", "ROCR")}
     ids = {each: [word.strip() for word in (text or "").split(",") if word.strip()] for each, text in values.items()}
@@ -87,7 +87,7 @@ def _visibility(env: Mapping[str, str], cards: Sequence[Card]) -> Iterator[Row]:
         yield _row("device-order", "yellow", what, fix, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
 
 
-def _allocator(env: Mapping[str, str], hip: Collection[str]) -> Iterator[Row]:
+def _allocator(env: Mapping[str, str], hip: Collection[str]) -> Iterator[Check]:
     """`hip`: the makers of cards here whose allocator cannot do all that CUDA's can."""
     said = {name: env[name].strip() for name in _ALLOCATORS if env.get(name, "").strip()}
     if len(set(said.values())) > 1:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tightfit.hardware.doctor.row import Light, Row, gib
+from tightfit.hardware.doctor.row import Check, Light, gib
 from tightfit.hardware.doctor.software import TorchBuild
 from tightfit.hardware.machine import read_count, read_text
 from tightfit.hardware.probes.card import Card, CardProcess, Cards
@@ -27,15 +27,15 @@ _NEEDS = {"sm_100": ((2, 7), (12, 8)), "sm_120": ((2, 7), (12, 8))}
 """Architecture → the first torch and the first CUDA with kernels for it."""
 
 
-def gpu_rows(found: Cards, build: TorchBuild | None, root: Path = Path("/")) -> list[Row]:
+def gpu_rows(found: Cards, build: TorchBuild | None, root: Path = Path("/")) -> list[Check]:
     """A row a card, one for the driver, and what the tools complain of."""
     rows = [_card_row(card) for card in found.cards]
     if found.unplaced:
         what = Message("doctor.unplaced", who=Listing(map(describe_process, found.unplaced), ";"))
-        rows.append(Row("gpu-processes", "GPUs", "yellow", what))
+        rows.append(Check("gpu-processes", "GPUs", "yellow", what))
     for problem in found.problems if found.cards else found.problems[:1]:
         what, fix = Message("doctor.gpu-tool", problem=problem), Message("doctor.gpu-tool-fix")
-        rows.append(Row("gpu-tool", "GPUs", "yellow" if found.cards else "red", what, fix))
+        rows.append(Check("gpu-tool", "GPUs", "yellow" if found.cards else "red", what, fix))
     if found.cards:
         return [*rows, *_driver_rows(found, build, root)]
     if found.problems:
@@ -45,11 +45,11 @@ def gpu_rows(found: Cards, build: TorchBuild | None, root: Path = Path("/")) -> 
         maker = _VENDORS.get(_line(device / "vendor"))
         if maker and _line(device / "class").startswith(_CLASSES):
             what = Message("doctor.no-driver", maker=maker)
-            return [*rows, Row("no-driver", "GPUs", "red", what, Message("doctor.no-driver-fix"))]
-    return [*rows, Row("no-gpu", "GPUs", "yellow", Message("doctor.no-gpu"), Message("doctor.no-gpu-fix"))]
+            return [*rows, Check("no-driver", "GPUs", "red", what, Message("doctor.no-driver-fix"))]
+    return [*rows, Check("no-gpu", "GPUs", "yellow", Message("doctor.no-gpu"), Message("doctor.no-gpu-fix"))]
 
 
-def _card_row(card: Card) -> Row:
+def _card_row(card: Card) -> Check:
     light: Light = "green"
     fix: Message | None = None
     others = card.processes or ()
@@ -78,7 +78,7 @@ def _card_row(card: Card) -> Row:
         facts.append(Message("doctor.used-by-nobody"))
     name = card.name or Message("doctor.nameless-card")
     what = Message("doctor.card", index=card.index, name=name, facts=Listing(facts))
-    return Row(f"gpu-{card.index}", "GPUs", light, what, fix)
+    return Check(f"gpu-{card.index}", "GPUs", light, what, fix)
 
 
 def describe_process(process: CardProcess) -> Message:
@@ -90,11 +90,11 @@ def describe_process(process: CardProcess) -> Message:
     return Message("doctor.process", pid=process.pid, known=Listing(known))
 
 
-def _driver_rows(found: Cards, build: TorchBuild | None, root: Path) -> Iterator[Row]:
+def _driver_rows(found: Cards, build: TorchBuild | None, root: Path) -> Iterator[Check]:
     """Driver, toolkit and torch."""
 
-    def row(light: Light, what: Message, fix: Message | None = None) -> Row:
-        return Row("torch-build", "GPUs", light, what, fix)
+    def row(light: Light, what: Message, fix: Message | None = None) -> Check:
+        return Check("torch-build", "GPUs", light, what, fix)
 
     vendors = {card.vendor for card in found.cards}
     # The kernel module of AMD's or Hygon's driver may say its version, too.
@@ -137,7 +137,7 @@ def _driver_rows(found: Cards, build: TorchBuild | None, root: Path) -> Iterator
                 has_torch=build.version,
                 has_cuda=build.cuda,
             )
-            yield Row(f"arch-{arch}", "GPUs", "red", what, how)
+            yield Check(f"arch-{arch}", "GPUs", "red", what, how)
 
 
 # --- links --------------------------------------------------------------------------------------
@@ -152,11 +152,11 @@ _WAYS: dict[str, Said] = {
 }
 
 
-def link_rows(cards: Sequence[Card], links: Sequence[Link], root: Path = Path("/")) -> list[Row]:
+def link_rows(cards: Sequence[Card], links: Sequence[Link], root: Path = Path("/")) -> list[Check]:
     """Links between cards, and each card's link to the host."""
     rows = []
     if len(cards) > 1 and not links:
-        rows.append(Row("links", "links", "green", Message("doctor.links-unknown")))
+        rows.append(Check("links", "links", "green", Message("doctor.links-unknown")))
     elif len(cards) > 1:
         ways = Listing(
             Message(
@@ -168,10 +168,10 @@ def link_rows(cards: Sequence[Card], links: Sequence[Link], root: Path = Path("/
         )
         apart = next((link for link in links if link[2] == "SYS"), None)
         if apart is None:
-            rows.append(Row("links", "links", "green", Message("doctor.links", pairs=len(links), ways=ways)))
+            rows.append(Check("links", "links", "green", Message("doctor.links", pairs=len(links), ways=ways)))
         else:
             what = Message("doctor.links-apart", pairs=len(links), ways=ways, one=apart[0], other=apart[1])
-            rows.append(Row("links", "links", "yellow", what, Message("doctor.links-apart-fix")))
+            rows.append(Check("links", "links", "yellow", what, Message("doctor.links-apart-fix")))
 
     # PCIe width and NUMA node, of the kernel. A card at rest lowers its speed by itself, but not its width.
     narrow, known, nodes = [], Counter[tuple[int, str]](), set()
@@ -187,13 +187,13 @@ def link_rows(cards: Sequence[Card], links: Sequence[Link], root: Path = Path("/
             nodes.add(int(node[0]))
     if narrow:
         what = Message("doctor.pcie-narrow", which=Listing(narrow))
-        rows.append(Row("pcie", "links", "yellow", what, Message("doctor.pcie-narrow-fix")))
+        rows.append(Check("pcie", "links", "yellow", what, Message("doctor.pcie-narrow-fix")))
     elif known:
         lanes = Listing(
             Message("doctor.lanes", count=count, speed=speed, lanes=most) for (most, speed), count in known.items()
         )
         what = Message("doctor.pcie", links=lanes, nodes=Listing(map(str, sorted(nodes))) if nodes else None)
-        rows.append(Row("pcie", "links", "green", what))
+        rows.append(Check("pcie", "links", "green", what))
     return rows
 
 

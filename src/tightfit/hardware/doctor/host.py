@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.hardware.doctor.row import Light, Row, gib
+from tightfit.hardware.doctor.row import Check, Light, gib
 from tightfit.hardware.machine import control_groups, free_ram, ram_here, read_count, read_meminfo, read_text
 from tightfit.hardware.probes.readings import GIB, MIB, find_json, number
 from tightfit.hardware.probes.tools import Silent, run
@@ -27,29 +27,29 @@ _SWAP_COMMANDS = (
 )
 
 
-def host_rows(cards: int, root: Path = Path("/")) -> list[Row]:
+def host_rows(cards: int, root: Path = Path("/")) -> list[Check]:
     """`cards`: GPUs of this machine; `root`: where /proc, /sys and /dev are looked for."""
     return [*_memory_rows(cards, root), *_limit_rows(root)]
 
 
-def _memory_rows(cards: int, root: Path) -> Iterator[Row]:
+def _memory_rows(cards: int, root: Path) -> Iterator[Check]:
     (total, said), free = ram_here(root), free_ram(root)
     if total is None:
-        yield Row("ram", "host", "yellow", Message("doctor.ram-unknown"), Message("doctor.ram-unknown-fix"))
+        yield Check("ram", "host", "yellow", Message("doctor.ram-unknown"), Message("doctor.ram-unknown-fix"))
     else:
         group = Message("doctor.ram-of-group") if said else None
         what = Message("doctor.ram", total=gib(total), group=group, free=None if free is None else gib(free))
         if free is not None and free < _LITTLE_RAM * total:
-            yield Row("ram", "host", "yellow", what, Message("doctor.little-ram"))
+            yield Check("ram", "host", "yellow", what, Message("doctor.little-ram"))
         else:
-            yield Row("ram", "host", "green", what)
+            yield Check("ram", "host", "green", what)
 
     swap, unused = read_meminfo(root, "SwapTotal"), read_meminfo(root, "SwapFree")
     if swap:
         used = None if unused is None else gib(swap - unused)
-        yield Row("swap", "host", "green", Message("doctor.swap", total=gib(swap), used=used))
+        yield Check("swap", "host", "green", Message("doctor.swap", total=gib(swap), used=used))
     else:
-        yield Row("swap", "host", "green", Message("doctor.no-swap"), Message("doctor.no-swap-fix"), _SWAP_COMMANDS)
+        yield Check("swap", "host", "green", Message("doctor.no-swap"), Message("doctor.no-swap-fix"), _SWAP_COMMANDS)
 
     # NCCL, and data loaders with workers, hand over through /dev/shm; a container has 64 MiB of it unless asked.
     try:
@@ -58,29 +58,29 @@ def _memory_rows(cards: int, root: Path) -> Iterator[Row]:
         return
     size, left = told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
     if min(size, left) >= _LITTLE_SHM:
-        yield Row("shm", "host", "green", Message("doctor.shm", size=gib(size), free=gib(left)))
+        yield Check("shm", "host", "green", Message("doctor.shm", size=gib(size), free=gib(left)))
     else:
         what, fix = Message("doctor.little-shm", size=gib(size), free=gib(left)), Message("doctor.little-shm-fix")
         light: Light = "red" if size <= _DOCKER_SHM and cards > 1 else "yellow"
-        yield Row("shm", "host", light, what, fix, ("sudo mount -o remount,size=16G /dev/shm",))
+        yield Check("shm", "host", light, what, fix, ("sudo mount -o remount,size=16G /dev/shm",))
 
 
-def _limit_rows(root: Path) -> Iterator[Row]:
+def _limit_rows(root: Path) -> Iterator[Check]:
     # CUDA pins through its driver, beyond this limit; InfiniBand does not.
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
-        yield Row("memlock", "host", "green", Message("doctor.memlock-unlimited"))
+        yield Check("memlock", "host", "green", Message("doctor.memlock-unlimited"))
     elif not any((root / "sys/class/infiniband").glob("*")):
-        yield Row("memlock", "host", "green", Message("doctor.memlock", size=gib(locked)))
+        yield Check("memlock", "host", "green", Message("doctor.memlock", size=gib(locked)))
     else:
         what, fix = Message("doctor.memlock-infiniband", size=gib(locked)), Message("doctor.memlock-fix")
-        yield Row("memlock", "host", "yellow" if locked >= GIB else "red", what, fix, ("ulimit -l unlimited",))
+        yield Check("memlock", "host", "yellow" if locked >= GIB else "red", what, fix, ("ulimit -l unlimited",))
 
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _FEW_FILES:
         what, fix = Message("doctor.open-files", count=files), Message("doctor.open-files-fix")
         more = 65536 if most == resource.RLIM_INFINITY else min(most, 65536)
-        yield Row("open-files", "host", "yellow" if files < 1024 else "green", what, fix, (f"ulimit -n {more}",))
+        yield Check("open-files", "host", "yellow" if files < 1024 else "green", what, fix, (f"ulimit -n {more}",))
 
     # What the control group allows of CPUs: a quota and its period, in one file or in two.
     shares = []
@@ -94,19 +94,19 @@ def _limit_rows(root: Path) -> Iterator[Row]:
     have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if shares and have is not None and min(shares) < have:
         what = Message("doctor.cpu-limit", allowed=min(shares), have=have)
-        yield Row("cpu-limit", "host", "yellow", what, Message("doctor.cpu-limit-fix"))
+        yield Check("cpu-limit", "host", "yellow", what, Message("doctor.cpu-limit-fix"))
     else:
-        yield Row("cpu-limit", "host", "green", Message("doctor.cpus", have=have))
+        yield Check("cpu-limit", "host", "green", Message("doctor.cpus", have=have))
 
     counts = (read_count(place / "pids.max") for _, place in control_groups(root, "pids"))
     pids = min(filter(None, counts), default=None)
     if pids is not None and pids < _FEW_PROCESSES:
         what, fix = Message("doctor.pids-limit", allowed=pids), Message("doctor.pids-limit-fix")
-        yield Row("pids-limit", "host", "yellow", what, fix)
+        yield Check("pids-limit", "host", "yellow", what, fix)
 
     nodes = len([*root.glob("sys/devices/system/node/node[0-9]*")])
     if nodes > 1:
-        yield Row("numa", "host", "green", Message("doctor.numa", nodes=nodes), Message("doctor.numa-fix"))
+        yield Check("numa", "host", "green", Message("doctor.numa", nodes=nodes), Message("doctor.numa-fix"))
 
 
 # --- the disk that the run would be kept on, and the NVMe drives --------------------------------
@@ -149,37 +149,37 @@ def measure_disk(folder: Path) -> MeasuredDisk:
     )
 
 
-def disk_rows(found: MeasuredDisk, root: Path = Path("/")) -> Iterator[Row]:
+def disk_rows(found: MeasuredDisk, root: Path = Path("/")) -> Iterator[Check]:
     folder, free = str(found.folder), found.free_bytes
     if found.problem is not None or free is None:
         what = Message("doctor.disk-unwritable", folder=folder, why=found.problem or Message("doctor.disk-silent"))
-        yield Row("disk", "disk", "red", what, Message("doctor.disk-unwritable-fix"))
+        yield Check("disk", "disk", "red", what, Message("doctor.disk-unwritable-fix"))
     else:
         kind = _file_system(found.folder, root)
         what = Message("doctor.disk", folder=folder, free=gib(free), kind=kind)
         if free < _NO_DISK:
-            yield Row("disk", "disk", "red", what, Message("doctor.disk-full"))
+            yield Check("disk", "disk", "red", what, Message("doctor.disk-full"))
         elif kind in ("tmpfs", "ramfs"):
-            yield Row("disk", "disk", "yellow", what, Message("doctor.disk-in-ram"))
+            yield Check("disk", "disk", "yellow", what, Message("doctor.disk-in-ram"))
         elif free < _LITTLE_DISK:
-            yield Row("disk", "disk", "yellow", what, Message("doctor.disk-little"))
+            yield Check("disk", "disk", "yellow", what, Message("doctor.disk-little"))
         else:
-            yield Row("disk", "disk", "green", what)
+            yield Check("disk", "disk", "green", what)
     if found.bytes_per_s is not None:
         what = Message("doctor.disk-speed", folder=folder, speed=found.bytes_per_s / 1e6)
         if found.bytes_per_s >= _SLOW_DISK:
-            yield Row("disk-speed", "disk", "green", what)
+            yield Check("disk-speed", "disk", "green", what)
         else:
-            yield Row("disk-speed", "disk", "yellow", what, Message("doctor.disk-slow"))
+            yield Check("disk-speed", "disk", "yellow", what, Message("doctor.disk-slow"))
     drives = []
     for drive in sorted(root.glob("sys/block/nvme*n*")):
         if sectors := read_count(drive / "size"):
             drives.append(" ".join([drive.name, gib(sectors * 512), *read_text(drive / "device/model").split()]))
     if drives:
         what, fix = Message("doctor.nvme", drives=Listing(drives)), Message("doctor.nvme-fix")
-        yield Row("nvme", "disk", "green", what, fix)
+        yield Check("nvme", "disk", "green", what, fix)
     else:
-        yield Row("nvme", "disk", "green", Message("doctor.no-nvme"))
+        yield Check("nvme", "disk", "green", Message("doctor.no-nvme"))
 
 
 def _file_system(folder: Path, root: Path) -> str | None:

@@ -16,7 +16,7 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Check:
     """What was looked at, and how it stands. Green: nothing to do; yellow: it may bite; red: a training fails."""
 
     id: str
@@ -29,7 +29,7 @@ class Row:
     """To be typed by the user: nothing is ever run for them."""
 
 
-def worst(rows: Iterable[Row]) -> Light:
+def worst(rows: Iterable[Check]) -> Light:
     """The light of all rows together."""
     return max((row.light for row in rows), key=LIGHTS.index, default="green")
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from tightfit.hardware.doctor.row import Light, Row
+from tightfit.hardware.doctor.row import Check, Light
 from tightfit.hardware.machine import read_text
 from tightfit.hardware.probes.tools import Silent, ask, run
 from tightfit.inputs.versions import release
@@ -125,7 +125,7 @@ def requirements(name: str) -> list[str]:
         return []
 
 
-def package_rows(found: Mapping[str, str], build: TorchBuild | None) -> Iterator[Row]:
+def package_rows(found: Mapping[str, str], build: TorchBuild | None) -> Iterator[Check]:
     """Versions, and what of them does not go together."""
     there = Listing(f"{name} {found[name]}" for name in (*NEEDED, *OPTIONAL) if name in found)
     missing = [name for name in NEEDED if name not in found]
@@ -134,17 +134,17 @@ def package_rows(found: Mapping[str, str], build: TorchBuild | None) -> Iterator
         names, known = Listing(missing), there if there.parts else None
         what = Message("doctor.packages-missing", names=names, count=len(missing), there=known)
         fix = Message("doctor.packages-missing-fix")
-        yield Row("packages", "software", "yellow", what, fix, ("pip install 'tightfit[train]'",))
+        yield Check("packages", "software", "yellow", what, fix, ("pip install 'tightfit[train]'",))
     else:
         what = Message("doctor.packages", there=there, absent=Listing(absent) if absent else None)
-        yield Row("packages", "software", "green", what)
+        yield Check("packages", "software", "green", what)
     versions = {name: release(version) for name, version in found.items()}
     for pair in BAD_PAIRS:
         is_old = pair.package in found and versions[pair.package] < pair.below
         if is_old and (pair.other is None or (pair.other in found and versions[pair.other] >= pair.other_from)):
             here = Listing((f"{name} {found[name]}" for name in (pair.package, pair.other) if name), "and")
             what = Message("doctor.bad-pair", what=pair.what, here=here)
-            yield Row(pair.id, "software", pair.light, what, pair.fix)
+            yield Check(pair.id, "software", pair.light, what, pair.fix)
     yield from _check_requirements(found)
     # Wheels of compiled kernels say in their version which torch they were built for.
     for name in ("flash-attn", "mamba-ssm", "causal-conv1d"):
@@ -154,7 +154,7 @@ def package_rows(found: Mapping[str, str], build: TorchBuild | None) -> Iterator
             what = Message("doctor.built-for", name=name, version=found[name], torch=built_for, has=has)
             command = f"pip install --no-build-isolation --force-reinstall --no-deps {name}"
             fix = Message("doctor.built-for-fix", name=name)
-            yield Row(f"built-for-{name}", "software", "red", what, fix, (command,))
+            yield Check(f"built-for-{name}", "software", "red", what, fix, (command,))
     # Hygon's wheels carry `das` there; beside them pip's own do not run.
     hygons = [name for name in _FROM_VENDOR if "das" in found.get(name, "").partition("+")[2]]
     plain = [name for name in _FROM_VENDOR if name in found and name not in hygons]
@@ -162,10 +162,10 @@ def package_rows(found: Mapping[str, str], build: TorchBuild | None) -> Iterator
         others = Listing(f"{name} {found[name]}" for name in plain)
         what = Message("doctor.vendor-wheels", hygons=Listing(hygons), others=others)
         light: Light = "red" if "torch" in plain else "yellow"
-        yield Row("vendor-wheels", "software", light, what, Message("doctor.vendor-wheels-fix"))
+        yield Check("vendor-wheels", "software", light, what, Message("doctor.vendor-wheels-fix"))
 
 
-def _check_requirements(found: Mapping[str, str]) -> Iterator[Row]:
+def _check_requirements(found: Mapping[str, str]) -> Iterator[Check]:
     """What the packages themselves ask of each other."""
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -185,7 +185,7 @@ def _check_requirements(found: Mapping[str, str]) -> Iterator[Row]:
             wants = str(wanted.specifier)
             what = Message("doctor.needs", name=name, version=version, other=other, wants=wants, has=found[other])
             command = f"pip install '{other}{wants}'"
-            yield Row(f"needs-{name}-{other}", "software", "yellow", what, Message("doctor.needs-fix"), (command,))
+            yield Check(f"needs-{name}-{other}", "software", "yellow", what, Message("doctor.needs-fix"), (command,))
 
 
 # --- what the GPUs talk with --------------------------------------------------------------------
@@ -200,18 +200,20 @@ def collective_packages() -> dict[str, str]:
     return {name: version for name, version in names.items() if name.startswith(("nvidia-nccl-", "rccl"))}
 
 
-def collectives(build: TorchBuild | None, versions: Mapping[str, str], cards: int, root: Path = Path("/")) -> list[Row]:
+def collectives(
+    build: TorchBuild | None, versions: Mapping[str, str], cards: int, root: Path = Path("/")
+) -> list[Check]:
     """NCCL, or RCCL on AMD's and Hygon's cards."""
     if build is None or not build.for_gpus:
-        return [] if cards else [Row("collectives", "software", "green", Message("doctor.gloo"))]
+        return [] if cards else [Check("collectives", "software", "green", Message("doctor.gloo"))]
     name = "RCCL" if build.hip else "NCCL"
     packaged = next((f"{name} {version} ({package})" for package, version in versions.items()), None)
     folders = [*([build.folder / "lib"] if build.folder else []), *(root / each for each in (*_LIBRARIES, *_ROCM))]
     libraries = (str(path) for folder in folders for path in sorted(folder.glob(f"lib{name.lower()}.so*")))
     if where := packaged or next(libraries, None):
-        return [Row("collectives", "software", "green", Message("doctor.collectives", where=where))]
+        return [Check("collectives", "software", "green", Message("doctor.collectives", where=where))]
     what, fix = Message("doctor.no-collectives", name=name), Message("doctor.no-collectives-fix", name=name)
-    return [Row("collectives", "software", "yellow" if cards > 1 else "green", what, fix)]
+    return [Check("collectives", "software", "yellow" if cards > 1 else "green", what, fix)]
 
 
 # --- building -----------------------------------------------------------------------------------
@@ -252,7 +254,7 @@ def _ask_version(tool: str, pattern: str, place: Path | None = None) -> str | No
 
 def building_rows(
     found: Toolkit, build: TorchBuild | None, env: Mapping[str, str], cards: int, root: Path = Path("/")
-) -> Iterator[Row]:
+) -> Iterator[Check]:
     parts: dict[Said, object] = {
         Message("doctor.cxx"): found.cxx,
         "ninja": shutil.which("ninja") or find_spec("ninja"),
@@ -261,26 +263,26 @@ def building_rows(
     if missing := [name for name, there in parts.items() if not there]:
         what, fix = Message("doctor.no-compilers", missing=Listing(missing)), Message("doctor.install-them")
         commands = ("sudo apt install build-essential python3-dev", "pip install ninja")
-        yield Row("compilers", "building", "yellow", what, fix, commands)
+        yield Check("compilers", "building", "yellow", what, fix, commands)
     else:
-        yield Row("compilers", "building", "green", Message("doctor.compilers", cxx=found.cxx))
+        yield Check("compilers", "building", "green", Message("doctor.compilers", cxx=found.cxx))
 
     # The toolkit against torch, as DeepSpeed's builder compares them.
     home = env.get("CUDA_HOME")
     if home and not (Path(home) / "bin/nvcc").is_file():
         what, fix = Message("doctor.cuda-home", home=home), Message("doctor.cuda-home-fix")
-        yield Row("cuda-home", "building", "yellow", what, fix, ("unset CUDA_HOME",))
+        yield Check("cuda-home", "building", "yellow", what, fix, ("unset CUDA_HOME",))
     elif build is not None and build.cuda is not None:
         wants, has = release(build.cuda)[:2], None if found.nvcc is None else release(found.nvcc)[:2]
         if has is None:
             what, fix = Message("doctor.no-nvcc", cuda=build.cuda), Message("doctor.no-nvcc-fix", major=wants[0])
-            yield Row("nvcc", "building", "yellow" if cards else "green", what, fix)
+            yield Check("nvcc", "building", "yellow" if cards else "green", what, fix)
         elif has == wants or (has[0] == wants[0] and has[0] in _SAME_ENOUGH):
-            yield Row("nvcc", "building", "green", Message("doctor.nvcc", nvcc=found.nvcc, cuda=build.cuda))
+            yield Check("nvcc", "building", "green", Message("doctor.nvcc", nvcc=found.nvcc, cuda=build.cuda))
         else:
             what = Message("doctor.other-nvcc", nvcc=found.nvcc, cuda=build.cuda)
             fix = Message("doctor.other-nvcc-fix", cuda=f"{wants[0]}.{wants[1]}")
-            yield Row("nvcc", "building", "yellow", what, fix)
+            yield Check("nvcc", "building", "yellow", what, fix)
 
     # `9.0a` is a number to torch and a crash to DeepSpeed, which splits at the point and calls int().
     said = env.get("TORCH_CUDA_ARCH_LIST", "").strip()
@@ -290,16 +292,16 @@ def building_rows(
         is_good = re.fullmatch(r"[0-9.;+PTX]+", plain) is not None
         command = f"export TORCH_CUDA_ARCH_LIST='{plain}'" if is_good else "unset TORCH_CUDA_ARCH_LIST"
         what, fix = Message("doctor.arch-list", value=said, odd=Listing(odd)), Message("doctor.arch-list-fix")
-        yield Row("arch-list", "building", "red" if cards else "yellow", what, fix, (command,))
+        yield Check("arch-list", "building", "red" if cards else "yellow", what, fix, (command,))
 
     if build is not None and build.hip is not None:
         yield from _hip_rows(build.version, build.hip, root)
     if not (root / "usr/include/libaio.h").is_file():
         command = "sudo apt install libaio-dev"
-        yield Row("libaio", "building", "green", Message("doctor.libaio"), Message("doctor.libaio-fix"), (command,))
+        yield Check("libaio", "building", "green", Message("doctor.libaio"), Message("doctor.libaio-fix"), (command,))
 
 
-def _hip_rows(torch: str, hip: str, root: Path) -> Iterator[Row]:
+def _hip_rows(torch: str, hip: str, root: Path) -> Iterator[Check]:
     """The toolkit of AMD or Hygon against the one that torch was built with, as far as both say it."""
     dtk = re.sub("[^0-9]", "", read_text(root / "opt/dtk/.dtk_version"))
     tag = re.search(r"dtk([0-9]{4,6})", torch)
@@ -315,6 +317,6 @@ def _hip_rows(torch: str, hip: str, root: Path) -> Iterator[Row]:
         return
     what = Message("doctor.hip-toolkit", has=has, wants=wants)
     if same:
-        yield Row("hip-toolkit", "building", "green", what)
+        yield Check("hip-toolkit", "building", "green", what)
     else:
-        yield Row("hip-toolkit", "building", "yellow", what, Message("doctor.hip-toolkit-fix"))
+        yield Check("hip-toolkit", "building", "yellow", what, Message("doctor.hip-toolkit-fix"))
