@@ -37,7 +37,7 @@ ROOMS = {
         ["tests/runs/test_checkpoints.py", "tests/train/test_saved_model.py", "tests/train/test_damage.py"],
     ),
     "supervisor": (
-        ["runs/supervise.py", "runs/decide.py"],
+        ["runs/supervise.py"],
         ["tests/runs/test_decide.py", "tests/runs/test_supervise_matrix.py", "tests/runs/test_supervise.py"],
     ),
 }

@@ -34,8 +34,12 @@ _MOST_TEXT = 2000
 """Characters of a sentence that are kept: a screen is not a log."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class Event:
+    """One of those below."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event):
     """The worker has read its orders. None: it does not say."""
 
     model: str | None = None
@@ -48,8 +52,8 @@ class Started:
     """What a card has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+@dataclass(frozen=True, kw_only=True)
+class Progress(Event):
     """Long work before the first step: a download, the data's cache, weights being read."""
 
     what: Said
@@ -57,8 +61,8 @@ class Progress:
     total: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+@dataclass(frozen=True, kw_only=True)
+class Proof(Event):
     """Something that the plan promised, looked at in the running worker."""
 
     name: str
@@ -66,8 +70,8 @@ class Proof:
     text: Said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryMark:
+@dataclass(frozen=True, kw_only=True)
+class MemoryMark(Event):
     """Memory at a milestone, beside what was predicted for it."""
 
     milestone: str
@@ -78,16 +82,16 @@ class MemoryMark:
     """What the rank holds of RAM."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+@dataclass(frozen=True, kw_only=True)
+class Probe(Event):
     """The largest batch has passed, before the first step."""
 
     seconds: float | None
     peak_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+@dataclass(frozen=True, kw_only=True)
+class Step(Event):
     step: int
     steps: int | None
     loss: float | None
@@ -105,28 +109,28 @@ class Step:
     """Times so far that the GPU's allocator had to free its cache and try again; None: no GPU, or nobody says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Event):
     step: int | None
     loss: float | None
     perplexity: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Warned:
+@dataclass(frozen=True, kw_only=True)
+class Warned(Event):
     text: Said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event):
     folder: str
     written_bytes: int | None
     files: tuple[str, ...] = ()
     """Within the folder; empty: an earlier release wrote it, which did not list them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpointed:
+@dataclass(frozen=True, kw_only=True)
+class Checkpointed(Event):
     """A checkpoint stands."""
 
     step: int | None
@@ -138,16 +142,16 @@ class Checkpointed:
     background: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFailed:
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
     """A checkpoint could not be written; the training goes on without it."""
 
     step: int | None
     text: Said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
     """The run goes on from a checkpoint."""
 
     step: int | None
@@ -158,23 +162,23 @@ class Resumed:
     """What is not as it was when the checkpoint was written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassedOver:
+@dataclass(frozen=True, kw_only=True)
+class PassedOver(Event):
     """A checkpoint that cannot be used, and why."""
 
     folder: str
     text: Said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopping:
+@dataclass(frozen=True, kw_only=True)
+class Stopping(Event):
     """Somebody has asked the run to end."""
 
     text: Said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptBegan:
+@dataclass(frozen=True, kw_only=True)
+class AttemptBegan(Event):
     """The ranks are started again; the first start says nothing of the kind."""
 
     number: int
@@ -184,8 +188,8 @@ class AttemptBegan:
     """Lever by lever; empty: as before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptFailed:
+@dataclass(frozen=True, kw_only=True)
+class AttemptFailed(Event):
     """An attempt ended in distress, and what follows."""
 
     number: int
@@ -202,8 +206,8 @@ class AttemptFailed:
     wait_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+@dataclass(frozen=True, kw_only=True)
+class Failed(Event):
     """A rank's last words."""
 
     rank: int | None
@@ -211,50 +215,26 @@ class Failed:
     text: Said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pictures:
+@dataclass(frozen=True, kw_only=True)
+class Pictures(Event):
     """The curves of the run as files."""
 
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+@dataclass(frozen=True, kw_only=True)
+class Ended(Event):
     reason: str
     summary: Mapping[str, Any]
     """What the worker adds about the whole run: for programs, which know their version of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Other:
+@dataclass(frozen=True, kw_only=True)
+class Other(Event):
     """An event of a newer worker."""
 
     name: str
     text: Said
-
-
-Event = (
-    Started
-    | Progress
-    | Proof
-    | MemoryMark
-    | Probe
-    | Step
-    | Evaluation
-    | Warned
-    | Saved
-    | Checkpointed
-    | CheckpointFailed
-    | Resumed
-    | PassedOver
-    | Stopping
-    | AttemptBegan
-    | AttemptFailed
-    | Failed
-    | Pictures
-    | Ended
-    | Other
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,19 +313,28 @@ def _event(values: Any) -> Event | None:
     if not isinstance(values, dict) or not isinstance(values.get("event"), str):
         return None
     name = values["event"]
-    found: dict[str, Any] = {}
     if name not in _KINDS:
         return _other(values)
+    found: dict[str, Any] = {}
     for block, rows in _blocks(name):
         inside = values if block is None else values.get(block)
-        get = inside.get if isinstance(inside, dict) else _no_key
-        for field_name, key, convert, without in rows:
-            if (value := convert(get(key))) is None:
-                if without is _MISSING:
-                    return _other(values)
+        if not isinstance(inside, dict):
+            inside = {}
+        for field_name, key, plain, convert, without in rows:
+            value: Any = inside.get(key)
+            if value is None:
                 value = without
+            elif type(value) is not plain or not 0 <= value < _PLAIN:
+                value = convert(value)
+                if value is None:
+                    value = without
+            if value is _MISSING:
+                return _other(values)
             found[field_name] = value
-    event: Event = _KINDS[name].event(**found)
+    # A run has many thousand steps: all fields at once takes a fraction of the time that the constructor takes, which
+    # sets the fields of a frozen class one by one.
+    event: Event = object.__new__(_KINDS[name].event)
+    object.__setattr__(event, "__dict__", found)
     return event
 
 
@@ -359,24 +348,26 @@ def _other(values: Mapping[str, Any]) -> Other:
 
 
 _MISSING = object()
-_Row = tuple[str, str, Callable[[object], Any], object]
-
-
-def _no_key(key: str) -> None:
-    del key
+_PLAIN = 1 << 53
+"""Numbers from zero up to here, which most are, need no reader."""
+_Row = tuple[str, str, Any, Callable[[object], Any], object]
 
 
 @cache
 def _blocks(name: str) -> Sequence[tuple[str | None, Sequence[_Row]]]:
-    """Of an event, block by block: each field with its key, its reader, and what stands for it where it is missing."""
+    """Of an event, block by block: each field with its key, the type that is taken as it is where it is a plain number,
+    its reader, and what stands for it where it is missing."""
     kind = _KINDS[name]
     hints, rows = get_type_hints(kind.event), dict[str | None, list[_Row]]()
     for each in fields(kind.event):
         block, _, key = kind.at.get(each.name, each.name).rpartition(".")
         hint = hints[each.name]
         convert = _any_number if each.name in ("loss", "perplexity") else _CONVERTERS[hint]
-        without = kind.without.get(each.name, None if NoneType in get_args(hint) else _MISSING)
-        rows.setdefault(block or None, []).append((each.name, key, convert, without))
+        nothing = convert(None)
+        if nothing is None and NoneType not in get_args(hint):
+            nothing = kind.without.get(each.name, _MISSING)
+        plain = next((kind for kind in (int, float, bool) if kind in (hint, *get_args(hint))), None)
+        rows.setdefault(block or None, []).append((each.name, key, plain, convert, nothing))
     return tuple(rows.items())
 
 
@@ -412,8 +403,6 @@ def finite(value: Any) -> Any:
 
 def _any_number(value: object) -> float | None:
     """A loss may be NaN, which has to be shown."""
-    if type(value) is float:
-        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -423,15 +412,11 @@ def _any_number(value: object) -> float | None:
 
 
 def _number(value: object) -> float | None:
-    if type(value) is float and value - value == 0:  # most are
-        return value
     number = _any_number(value)
     return None if number is None or number - number != 0 else number
 
 
 def _count(value: object) -> int | None:
-    if type(value) is int and 0 <= value < 1 << 53:  # most are
-        return value
     number = _number(value)
     return None if number is None or number < 0 else int(number)
 

@@ -18,7 +18,7 @@ The folder of one run.
 A run that goes on from its checkpoints finds them and its events in place; the rest of the earlier start makes way. A
 start that fails before the first step leaves nothing behind, unless a rank crashed: then the logs are what is needed.
 
-Only what `layout.py` lists is moved or removed. A user's own files beside stay where they are; one within something
+Only what is listed here is moved or removed. A user's own files beside stay where they are; one within something
 that has to make way, or any where a finished run is to be replaced, is a reason to refuse.
 """
 
